@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -51,7 +51,6 @@ from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
 from passes.pipeline.assign import Assign
 from passes.pipeline.cut import cut, cut_gathers, cut_update, without_unread_buffers
-from passes.pipeline.tasks import Task
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.folds import Folding
@@ -60,6 +59,7 @@ from passes.program.layer import within
 from passes.program.machine import Balance
 from passes.program.placing import end, placed
 from passes.program.stages import Stage
+from passes.program.task import Task
 from passes.sharding.collectives import Collectives
 from passes.sharding.experts import Experts
 from passes.sharding.normalize import Normalize
@@ -85,6 +85,7 @@ class ProgramPlan:
 
     A `shared` program is only a source of others; all others run. If there is a `cut`, it returns the programs that run
     by name, each of which goes through `finish`. The program stores its state as the program `state_of` does, if given.
+    The forward is of training and of evaluation.
     """
 
     name: str
@@ -94,11 +95,12 @@ class ProgramPlan:
     cut: Callable[[Program], Mapping[str, Program]] | None = None
     finish: Passes = ()
     state_of: str = ""
+    purpose: Literal["training", "evaluation", "both"] = "training"
 
     @property
     def trains(self) -> bool:
         """Tell whether the row belongs to training, not to evaluation or to both."""
-        return not self.name.startswith((FORWARD, EVALUATE))
+        return self.purpose == "training"
 
     @property
     def whole(self) -> Passes:
@@ -155,7 +157,7 @@ def build_pipeline(request: CompileRequest) -> Pipeline:
     passes = request.passes
     import_rules(passes.rules)
     check_at_once(passes.communication.batch_overlap, request.microbatches, request.mesh["pp"])
-    forward = ProgramPlan(FORWARD, CAPTURED, forward_passes(request), shared=True)
+    forward = ProgramPlan(FORWARD, CAPTURED, forward_passes(request), shared=True, purpose="both")
     rows = (forward, *(training_rows(request) if request.train else ()), *evaluation_rows(request))
     return with_extra(Pipeline(rows, build_folding(request)), build_extra(passes))
 
@@ -210,8 +212,8 @@ def evaluation_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
     if not request.evaluate:
         return ()
     if request.mesh["pp"] == 1:
-        return (ProgramPlan(EVALUATE, FORWARD, finish),)
-    return (ProgramPlan(EVALUATE, FORWARD, (), cut=cut_evaluation, finish=finish),)
+        return (ProgramPlan(EVALUATE, FORWARD, finish, purpose="evaluation"),)
+    return (ProgramPlan(EVALUATE, FORWARD, (), cut=cut_evaluation, finish=finish, purpose="evaluation"),)
 
 
 def cut_evaluation(forward: Program) -> dict[str, Program]:
@@ -282,7 +284,8 @@ def named(tasks: Mapping[Task, Program]) -> dict[str, Program]:
 def in_eval_mode(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with evaluation made from the model captured in eval mode."""
     name = f"{FORWARD}_eval"
-    row = ProgramPlan(name, CAPTURED_IN_EVAL, pipeline[FORWARD].passes, shared=True, state_of=FORWARD)
+    passes = pipeline[FORWARD].passes
+    row = ProgramPlan(name, CAPTURED_IN_EVAL, passes, shared=True, state_of=FORWARD, purpose="evaluation")
     rows = [(row, replace(each, source=name)) if each.name == EVALUATE else (each,) for each in pipeline.rows]
     return replace(pipeline, rows=tuple(each for group in rows for each in group))
 

@@ -34,7 +34,6 @@ from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.runtime import ProcessRanks, all_calls
 from compiler_trainer.step.step import state_name, stored
-from passes.pipeline.tasks import task_in
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, communicator_of
@@ -124,7 +123,7 @@ def rows(cfg: Config, rank: int = 0) -> Iterator[tuple[str, Any, Any]]:
     compiled = compile_programs(request_of(cfg, trained))
     programs = {name: program for name, (program, _) in compiled.programs.items()}
     flat = next(iter(programs.values())).mesh  # of a stage
-    stage_of = {name: task_in(name).stage if mesh["pp"] > 1 else 0 for name in programs}
+    stage_of = {name: each.task.stage if each.task and mesh["pp"] > 1 else 0 for name, each in programs.items()}
     made = groups_of(rank, mesh, programs)
     yield "`new_group` calls of a rank", groups_by_all(mesh, programs), len(made.sizes)
     yield "largest of these groups, ranks", "", max(made.sizes, default=0)

@@ -27,8 +27,8 @@ from passes.cost.cluster import Cluster, collective_seconds
 from passes.cost.predict import Timeline, predict
 from passes.pipeline.assign import even
 from passes.pipeline.tables import Table, play
-from passes.pipeline.tasks import BACKWARD, FORWARD, GATHER, INPUTS, SHARE, UPDATE, WEIGHTS, Task
 from passes.program.mesh import Mesh
+from passes.program.task import BACKWARD, FORWARD, GATHER, INPUTS, SHARE, UPDATE, WEIGHTS, Task
 
 ROLES = 3  # a first, a middle and a last stage
 KINDS = (GATHER, FORWARD, BACKWARD, INPUTS, WEIGHTS, SHARE, UPDATE)

@@ -11,10 +11,10 @@ from compiler_trainer.step.messages import Message
 from compiler_trainer.step.turns import Turn
 from passes.cost.cluster import Cluster, collective_seconds
 from passes.pipeline.tables import Table, most_alive
-from passes.pipeline.tasks import FORWARD, Task, task_in
 from passes.program import ir
 from passes.program.machine import Reach
 from passes.program.mesh import Mesh
+from passes.program.task import FORWARD, Task
 
 PP = "pp"
 
@@ -74,9 +74,10 @@ def slots(played: Played, ranks: int) -> list[list[tuple[str, float, float]]]:
 
 
 def label(turn: Turn) -> str:
-    """`F0.2`: the forward of microbatch 0 in stage 2; `U1`: the update of rank 1."""
-    task = task_in(turn.program)
-    return str(task) if turn.microbatch is None else f"{task.kind}{turn.microbatch}.{task.stage}"
+    """Return `F0.2` for the forward of microbatch 0 in stage 2, `U1` for the update of rank 1."""
+    if turn.microbatch is None or turn.task is None:
+        return turn.program
+    return f"{turn.task.kind}{turn.microbatch}.{turn.task.stage}"
 
 
 def sizes_of(programs: Mapping[str, ir.Program]) -> dict[str, int]:

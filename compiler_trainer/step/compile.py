@@ -15,7 +15,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.request import CompileRequest, LossFn
-from compiler_trainer.step.given import EVALUATE, Captured, Reporter, check_offsets, mesh_of, one_microbatch, recorded
+from compiler_trainer.step.given import Captured, Reporter, check_offsets, mesh_of, one_microbatch, recorded
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.ranks import local_device
@@ -24,7 +24,6 @@ from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
 from passes.pipeline.tables import Table, play
-from passes.pipeline.tasks import task_in
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.spec import Value, shard
@@ -113,7 +112,7 @@ def compile_step(
         check_offsets(programs)
     said = recorded(programs, lower, device, ranks == "lockstep")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
-    rank_of = ranks_of(programs, table)
+    rank_of = {name: pipeline_rank(captured.program, table) for name, captured in programs.items()}
     check_evaluated(programs, rank_of, {name for name, p in model.named_parameters() if not p.requires_grad})
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
     state = initial_state(placed, runtime, laid_out, device, values)
@@ -147,7 +146,7 @@ def lowered(
     """What trains, lowered where it is of a stage here, and what evaluates, lowered when it is first run."""
     compiled = {name: Compiled(c.program, partial(runtime.compile, name, *c)) for name, c in programs.items()}
     runtime.meet({name: each.finished for name, each in compiled.items()})
-    evaluation = {name: compiled.pop(name) for name in programs if name.startswith(EVALUATE)}
+    evaluation = {name: compiled.pop(name) for name, c in programs.items() if c.program.evaluates}
     runtime.build((each.finished for each in compiled.values()), next(iter(programs.values())).ctx)
     here = {runtime.stage_of(rank) for rank in runtime.ranks}
     for name, each in compiled.items():
@@ -171,7 +170,7 @@ def check_evaluated(programs: Mapping[str, Captured], rank_of: Mapping[str, int]
     ends = [(name, c.program, i) for name, c in programs.items() for i in range(len(c.program.inputs))]
     held = dict[str, set[int]]()
     for name, program, i in ends:
-        if not name.startswith(EVALUATE):
+        if not program.evaluates:
             held.setdefault(program.inputs[i].name, set()).add(rank_of[name])
     for name, program, i in ends:
         given, rank = program.inputs[i], rank_of[name]
@@ -182,11 +181,9 @@ def check_evaluated(programs: Mapping[str, Captured], rank_of: Mapping[str, int]
             raise ir.CompileError("assign", program.placeholders()[i], what)
 
 
-def ranks_of(programs: Iterable[str], table: Table | None) -> dict[str, int]:
-    """The pipeline rank that runs each program."""
-    if table is None:
-        return dict.fromkeys(programs, 0)
-    return {name: table.rank(task_in(name)) for name in programs}
+def pipeline_rank(program: ir.Program, table: Table | None) -> int:
+    """Return the pipeline rank that runs a program."""
+    return table.rank(program.task) if table and program.task else 0
 
 
 @torch.no_grad()

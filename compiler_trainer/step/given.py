@@ -16,15 +16,14 @@ from compiler_trainer.config.schema import LowerConfig, MeshConfig
 from passes.lower.host_reads import breaks
 from passes.lower.offsets import overflows
 from passes.lower.runs import said
-from passes.pipeline.tasks import Task
 from passes.program import ir
 from passes.program.mesh import Mesh, MeshError
+from passes.program.task import Task
 
 if TYPE_CHECKING:
     from passes.check.runner import PassRecord
 
 T = TypeVar("T")
-EVALUATE = "evaluate"  # the program of evaluation, or the beginning of the names of its tasks
 
 
 class Captured(NamedTuple):
@@ -123,7 +122,7 @@ def recorded(
     """
     if not lower.cudagraphs:
         return []
-    training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}
+    training = {name: captured for name, captured in programs.items() if not captured.program.evaluates}
     compiled = lower.backend == "inductor"
     if lower.cudagraphs is True:
         check_recordable(training, compiled)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from compiler_trainer.step.turns import Key, Turn, keys_of
 from passes.pipeline.tables import unit
-from passes.pipeline.tasks import task_in
 from passes.program import ir
 
 Clock = Mapping[int, int]  # how many turns of each pipeline rank have been taken, as in a vector clock
@@ -93,7 +92,7 @@ def order_of(turns: Sequence[Turn], reads: Ends, makes: Ends) -> dict[Turn, int]
     ends: dict[Turn, float] = {}
     for turn in turns:
         start = max([free.get(turn.rank, 0.0), *(made[key] for key in reads[turn].values())])
-        ends[turn] = free[turn.rank] = start + unit(task_in(turn.program))
+        ends[turn] = free[turn.rank] = start + (unit(turn.task) if turn.task else 1.0)
         made |= dict.fromkeys(makes[turn].values(), ends[turn])
     return {turn: place for place, turn in enumerate(sorted(turns, key=ends.__getitem__))}
 

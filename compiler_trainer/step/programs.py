@@ -20,7 +20,6 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.pipeline import (
     CAPTURED,
     CAPTURED_IN_EVAL,
-    FORWARD,
     Passes,
     Pipeline,
     build_pipeline,
@@ -33,7 +32,6 @@ from compiler_trainer.step.program_cache import ProgramCache
 from passes.check.numeric import Results, telling
 from passes.check.runner import Observer, PassRecord, Verify, run_passes
 from passes.pipeline.assign import Assign
-from passes.pipeline.tasks import own_name
 from passes.program import ir
 from passes.program.stages import Stage
 from passes.sharding.place import Place
@@ -128,7 +126,9 @@ def run_rows(
         source, passes = sources[row.source], row.passes if row.cut else row.whole
         if row.state_of:
             passes = with_state_of(passes, sources[row.state_of].program)
-        known = runner.results.get(row.source) if row.trains or row.name == FORWARD else None
+        known = runner.results.get(row.source) if row.purpose != "evaluation" else None
+        if row.purpose == "evaluation":
+            source = Captured(replace(source.program, evaluates=True), source.ctx)
         whole = sources[row.name] = runner.run(row.name, passes, source, known)
         if row.cut:
             parts = row.cut(whole.program).items()
@@ -187,7 +187,7 @@ def inputs_of(request: CompileRequest) -> dict[str, Tensor] | None:
 def with_state_of(passes: Passes, program: ir.Program) -> Passes:
     """Return passes by which a program stores its state as another one does: on the same ranks, in the same stages."""
     held = [i for i in program.inputs if i.kind == "parameter"]
-    places, stages = {i.name: replace(i.spec, replicate=()) for i in held}, {own_name(i.name): i.stages for i in held}
+    places, stages = {i.name: replace(i.spec, replicate=()) for i in held}, {i.original: i.stages for i in held}
     for node, output in zip(program.results(), program.outputs, strict=True):
         stage = ir.pipeline_stage(node) if output.kind == "buffer" else None
         stages |= {} if stage is None else {output.name: (stage,)}

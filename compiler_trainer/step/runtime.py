@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
-from compiler_trainer.step.given import EVALUATE, why_nothing_is_recorded
+from compiler_trainer.step.given import why_nothing_is_recorded
 from compiler_trainer.step.messages import Ways
 from compiler_trainer.step.ranks import gather, new_group, place_on_node
 from compiler_trainer.step.turns import sent_between
@@ -168,8 +168,9 @@ class ProcessRanks(Staged):
             run = self.start(name, program, ctx)
         except ir.Refused as error:
             raise UserError(error.pass_name, error.located) from error
-        training = not name.startswith(EVALUATE)  # evaluation runs too rarely to hold memory of its own
-        return self.recorder.recorded(program, run) if self.recorder and training else run
+        if self.recorder is None or program.evaluates:  # evaluation runs too rarely to hold memory of its own
+            return run
+        return self.recorder.recorded(program, run)
 
     def start(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
         """The program lowered by the backend, its process groups made."""
@@ -233,7 +234,7 @@ class ProcessRanks(Staged):
                 agree(name, program)
                 self.make_groups(program)
         if self.recorder is not None and self.mesh["pp"] > 1:
-            self.recorder.sent = sent_between({n: p for n, p in programs.items() if not n.startswith(EVALUATE)})
+            self.recorder.sent = sent_between(p for p in programs.values() if not p.evaluates)
 
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
         """Compile what programs of several stages call, each body once on a machine; every rank must call it."""

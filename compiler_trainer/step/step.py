@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.pipeline import EVALUATE
 from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device
-from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.messages import Post
 from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import Carried, Turn, slots_of, turns_of_evaluation, turns_of_step
-from passes.communication.batch_overlap import SEED, entry_of, microbatches_in, name_of, together
+from passes.communication.batch_overlap import SEED, microbatches_in, name_of, together
 from passes.pipeline.tables import Table
 from passes.program import host, ir, shift
 from passes.program.bodies import flatten
@@ -100,7 +100,7 @@ class Step:
         self.counted = {i.name: i.count for i in given if i.count is not None}
         self.entries = {entry: of for each in compiled for entry, of in entries_of(each.finished).items()}
         self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
-        self.slots = slots_of(self.training[0], table)
+        self.slots = slots_of(self.training[0])
         measuring = turns_of_evaluation(EVALUATE, programs_of(evaluation), table, microbatches)
         self.measuring = self.turns(measuring, evaluation)
 
@@ -329,7 +329,7 @@ class Entry(NamedTuple):
 def entries_of(program: ir.Program) -> dict[str, Entry]:
     """The entries of a batch that a program reads."""
     nodes = zip(program.inputs, program.placeholders(), strict=True)
-    return {entry_of(i): Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
+    return {i.original: Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
 
 
 def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> None:

@@ -7,25 +7,26 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from passes.communication.batch_overlap import microbatches_in
 from passes.pipeline.tables import Table, in_order
-from passes.pipeline.tasks import FORWARD, GATHER, OF_RANKS, Task, task_in
 from passes.program import ir
+from passes.program.task import FORWARD, GATHER, OF_RANKS, Task
 
 Key = tuple[str, int | None]  # a carried value, and its microbatch; None: it is the same for all
 
 
 class Turn(NamedTuple):
-    """A program that is run, for a microbatch or for all together, by the ranks of a pipeline stage."""
+    """A run of a program, for a microbatch or for all together, by a pipeline rank; with stages, of a task."""
 
     program: str
     microbatch: int | None
     rank: int = 0
+    task: Task | None = None
 
     def __str__(self) -> str:
         return self.program if self.microbatch is None else f"{self.program} of microbatch {self.microbatch}"
@@ -39,13 +40,11 @@ def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, micro
             return (Turn("step", 0),)
         gather = [Turn("gather", None)] if "gather" in programs else []
         return (*gather, *(Turn("accumulate", m) for m in range(microbatches)), Turn("apply", None))
-    first = (Turn(str(Task(stage, GATHER)), None, rank) for stage, rank in enumerate(table.rank_of))
-    turns = [turn for turn in first if turn.program in programs]
-    turns += [Turn(str(slot.task), slot.microbatch, table.rank_of[slot.task.stage]) for slot in in_order(table)]
-    for kind in OF_RANKS:
-        last = (Turn(str(Task(rank, kind)), None, rank) for rank in range(table.ranks))
-        turns += [turn for turn in last if turn.program in programs]
-    return tuple(turns)
+    tasks: list[tuple[Task, int | None]] = [(Task(stage, GATHER), None) for stage in range(table.stages)]
+    tasks += [(slot.task, slot.microbatch) for slot in in_order(table)]
+    tasks += [(Task(rank, kind), None) for kind in OF_RANKS for rank in range(table.ranks)]
+    turns = (Turn(str(task), microbatch, table.rank(task), task) for task, microbatch in tasks)
+    return tuple(turn for turn in turns if turn.microbatch is not None or turn.program in programs)
 
 
 def turns_of_evaluation(
@@ -54,15 +53,15 @@ def turns_of_evaluation(
     """An evaluation."""
     if table is None:
         return tuple(Turn(name, m) for m in range(microbatches // microbatches_in(programs.values())))
-    stages = list(enumerate(table.rank_of))
-    return tuple(Turn(f"{name}.{Task(s, FORWARD)}", m, rank) for m in range(microbatches) for s, rank in stages)
+    tasks = [Task(stage, FORWARD) for stage in range(table.stages)]
+    return tuple(Turn(f"{name}.{task}", m, table.rank(task), task) for m in range(microbatches) for task in tasks)
 
 
-def slots_of(turns: Sequence[Turn], table: Table | None) -> dict[Turn, int]:
+def slots_of(turns: Sequence[Turn]) -> dict[Turn, int]:
     """Where turns of microbatches are recorded: two that are in a stage at once in different slots, as are stages."""
 
     def passing(turn: Turn) -> tuple[int, int | None]:
-        return task_in(turn.program).stage if table else 0, turn.microbatch
+        return turn.task.stage if turn.task else 0, turn.microbatch
 
     of_microbatches = [turn for turn in turns if turn.microbatch is not None]
     last = {passing(turn): turn for turn in of_microbatches}
@@ -77,11 +76,11 @@ def slots_of(turns: Sequence[Turn], table: Table | None) -> dict[Turn, int]:
     return slots
 
 
-def sent_between(programs: Mapping[str, ir.Program]) -> frozenset[str]:
-    """Names of what tasks of one stage, or rank, make for those of another."""
-    made = {o.name: task_in(name).stage for name, p in programs.items() for o in p.outputs if o.kind == "carried"}
-    reads = [(task_in(name).stage, given.name) for name, p in programs.items() for given in carried(p)]
-    return frozenset(name for stage, name in reads if made[name] != stage)
+def sent_between(programs: Iterable[ir.Program]) -> frozenset[str]:
+    """Return the names of the values that tasks of one stage, or rank, make for those of another."""
+    tasks = [(program.task.stage, program) for program in programs if program.task]
+    made = {output.name: stage for stage, p in tasks for output in p.outputs if output.kind == "carried"}
+    return frozenset(given.name for stage, p in tasks for given in carried(p) if made[given.name] != stage)
 
 
 Keys = dict[Turn, dict[str, Key]]

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from passes.pipeline.tasks import own_name
 from passes.program import ir
 from passes.program.functions import communicates, inline_functions
 from passes.program.operators import is_mutable, name_of
@@ -97,6 +96,7 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Nod
     for value in given:
         tape.input(value)
     leaves = [v.requires_grad_() if i.kind == "parameter" else v for i, v in zip(program.inputs, given)]
+    parameters = {i.name: i for i in program.inputs if i.kind == "parameter"}
     wanted = {i.name: leaf for leaf, i in zip(leaves, program.inputs) if i.kind == "parameter"}
     index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
     with Recorder(tape):
@@ -106,8 +106,8 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Nod
         origins.stamp("backward", None)
         found = dict(zip(wanted, torch.autograd.grad(outputs[index], [*wanted.values()], one, allow_unused=True)))
         origins.stamp("backward", program.results()[index])
-        trained = {own_name(name) for name, gradient in found.items() if gradient is not None}
-        names = [name for name in wanted if own_name(name) in trained]
+        trained = {parameters[name].original for name, gradient in found.items() if gradient is not None}
+        names = [name for name, given in parameters.items() if given.original in trained]
         gradients = [torch.zeros_like(wanted[n]) if (g := found[n]) is None else g for n in names]
     return tape.output((*outputs, *gradients)), names, origins.lost
 
@@ -139,11 +139,11 @@ class Joint(ir.Pass):
         with ctx.fake_mode, torch.enable_grad():
             graph, names, lost = differentiate(program)
         parameters = {i.name: i for i in program.inputs if i.kind == "parameter"}
-        idle = dict.fromkeys(own_name(name) for name in parameters if name not in names)
+        idle = dict.fromkeys(given.original for name, given in parameters.items() if name not in names)
         if not names:
             raise ir.Refused("model", None, "the loss has no gradient of any of its parameters: nothing to train")
         gradients = tuple(ir.Output(name, "gradient", parameters[name].spec.gradient()) for name in names)
-        inputs = tuple(replace(i, kind="buffer") if own_name(i.name) in idle else i for i in program.inputs)
+        inputs = tuple(replace(i, kind="buffer") if i.original in idle else i for i in program.inputs)
         for node, old in zip(graph.find_nodes(op="placeholder"), program.placeholders()):
             ir.set_record(node, ir.record(old))
             node.name = old.name

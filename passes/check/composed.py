@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 from torch import fx
 
+from passes.check.verify import WrongProgram
 from passes.program import ir
 from passes.program.bodies import flatten, is_site, same_layout
 from passes.program.operators import is_view
@@ -30,10 +31,10 @@ def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Prog
         was, now = (format_node(node) if node else "nothing" for node in (one, other))
         if was != now:
             message = f"its calls do not give the program that was cut:\n  it was {was}\n  it is  {now}"
-            raise ir.CompileError(step, None, message)
+            raise WrongProgram(step, None, message, verify_composed.__name__)
         if names := differences(ir.record(one), ir.record(other), same_layout):
             message = f"its calls do not give the program that was cut: of {was}, they change {', '.join(names)}"
-            raise ir.CompileError(step, one, message)
+            raise WrongProgram(step, one, message, verify_composed.__name__)
     return flat
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from passes.check.simulate import Lockstep, coordinate
 from passes.check.verify import failure
-from passes.communication.batch_overlap import entry_of, is_own, microbatches_in
+from passes.communication.batch_overlap import is_own, microbatches_in
 from passes.program import ir
 from passes.program.functions import Function, body_of, function_of
 from passes.program.mesh import Mesh
@@ -67,7 +67,7 @@ def compare(pass_name: str, before: Results, after: Results, tolerance: float) -
         try:
             errors[f"{kind} {name}"] = relative_error(old, new, scale, tolerance)
         except ValueError as error:
-            raise failure(pass_name, after[kind, name].node, f"{kind} {name!r} {error}") from error
+            raise failure(pass_name, after[kind, name].node, f"{kind} {name!r} {error}", compare.__name__) from error
     return errors
 
 
@@ -191,7 +191,7 @@ def telling(value: Tensor) -> Tensor:
 
 
 def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tensor:
-    name = entry_of(given) if is_own(given) else given.name
+    name = given.original if is_own(given) else given.name
     name = f"gradient.{name}" if given.kind == "gradient" else name
     dtype = ir.example(node).dtype
     if given.value is not None:

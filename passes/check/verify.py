@@ -60,23 +60,23 @@ def verify_spec(
     placements are recomputed, also in the `bodies` that the pass reports. `avals` is what this very graph yielded when
     it was checked before, at an earlier stage.
     """
-    _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
+    run_checks(pass_name, STRUCTURE, program)
     if avals is None:
         avals = check_values_anew(program, ctx, pass_name)
     meant = as_meant(program, ctx)
-    _raise_first(pass_name, (finding for check in MEANING for finding in check(meant)))
+    run_checks(pass_name, MEANING, meant)
     if before is not None:
-        _raise_first(pass_name, check_results_kept(before, program))
+        run_checks(pass_name, [check_results_kept], before, program)
     if before is not None and before.stage < Stage.LOCAL <= program.stage:
-        _raise_first(pass_name, check_layers_kept(before, program))
-        pairs = [(before, program), *bodies]
-        _raise_first(pass_name, (f for pair in pairs for check in LOCAL for f in check(*pair)))
+        run_checks(pass_name, [check_layers_kept], before, program)
+        for pair in ((before, program), *bodies):
+            run_checks(pass_name, LOCAL, *pair)
     return avals
 
 
 def verify_kept(before: Numbers, after: Numbers, *, pass_name: str = "verify") -> None:
     """Raise CompileError if the program after a pass that is to keep values returns or stores others."""
-    _raise_first(pass_name, check_kept(before, after))
+    run_checks(pass_name, [check_kept], before, after)
 
 
 LOCAL = (check_placements, check_padding)
@@ -87,20 +87,31 @@ def check_values_anew(program: ir.Program, ctx: ir.Context, pass_name: str) -> A
     try:
         avals = abstract_eval(program, ctx)
     except ir.CompileError as error:
-        raise failure(pass_name, error.node, f"does not take its operands: {error}") from error
-    _raise_first(pass_name, check_recorded(program, avals))
+        what = f"does not take its operands: {error}"
+        raise failure(pass_name, error.node, what, check_recorded.__name__) from error
+    run_checks(pass_name, [check_recorded], program, avals)
     return avals
 
 
-def _raise_first(pass_name: str, findings: Iterable[Finding]) -> None:
-    for node, message in findings:
-        raise failure(pass_name, node, message)
+class WrongProgram(ir.CompileError):
+    """A program that is not what it says, by the `check` of that name."""
+
+    def __init__(self, pass_name: str, node: fx.Node | None, message: str, check: str):
+        super().__init__(pass_name, node, message)
+        self.check = check
 
 
-def failure(pass_name: str, node: fx.Node | None, message: str) -> ir.CompileError:
-    """The error, with the nodes around the one at fault."""
+def run_checks(pass_name: str, checks: Iterable[Callable[..., Iterable[Finding]]], *subjects: Any) -> None:
+    """Raise WrongProgram for the first finding of some checks, which are all given the same."""
+    for check in checks:
+        for node, message in check(*subjects):
+            raise failure(pass_name, node, message, check.__name__)
+
+
+def failure(pass_name: str, node: fx.Node | None, message: str, check: str) -> WrongProgram:
+    """Return the error of a check, with the nodes around the one at fault."""
     lines = f"\n{neighbours(node)}" if node is not None else ""
-    return ir.CompileError(pass_name, node, f"{message}{lines}")
+    return WrongProgram(pass_name, node, f"{message}{lines}", check)
 
 
 def neighbours(node: fx.Node) -> str:

@@ -28,18 +28,12 @@ from passes.program.rewrite import Editor, own_memory
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 
-AT = "@"  # between the name of what each microbatch has of its own and the number of the microbatch
 SEED = "seed"
 
 
 def name_of(name: str, number: int) -> str:
     """What an entry of the batch, or the seed, of a microbatch is called in a program of several."""
-    return f"{name}{AT}{number}" if number else name
-
-
-def entry_of(given: ir.Input) -> str:
-    """What a microbatch calls an input of its own."""
-    return given.name.removesuffix(f"{AT}{given.microbatch}") if given.microbatch else given.name
+    return f"{name}@{number}" if number else name
 
 
 def together(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -49,7 +43,7 @@ def together(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def is_own(given: ir.Input) -> bool:
     """Whether each microbatch has an input of its own."""
-    return given.kind == "batch" or given.kind == "scalar" and entry_of(given) == SEED
+    return given.kind == "batch" or given.kind == "scalar" and given.original == SEED
 
 
 def microbatches_in(programs: Iterable[ir.Program]) -> int:
@@ -66,12 +60,19 @@ class BatchOverlap(ir.Pass):
     takes = (Stage.NORMALIZED,)
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        if clash := next((i.name for i in program.inputs if i.kind == "batch" and AT in i.name), None):
-            what = f"has {AT!r} in its name, by which microbatches of one program are told apart; call it otherwise"
-            raise ir.Refused(f"batch[{clash!r}]", None, what)
+        check_names(program.inputs, self.microbatches)
         writer = Writer(program, self.microbatches, ctx)
         written = writer.write()
         return written, ir.Report({"microbatches": self.microbatches, "shared_operators": writer.shared})
+
+
+def check_names(inputs: Sequence[ir.Input], microbatches: int) -> None:
+    """Raise Refused if an input has the name that another has in a later microbatch."""
+    own = [given.name for given in inputs if is_own(given)]
+    copies = {name_of(name, number): name for name in own for number in range(1, microbatches)}
+    if clash := next((given.name for given in inputs if given.name in copies), None):
+        what = f"is how {microbatches} microbatches of one program call a copy of {copies[clash]!r}; rename the entry"
+        raise ir.Refused(f"batch[{clash!r}]", None, what)
 
 
 class Writer:
@@ -108,7 +109,8 @@ class Writer:
         for node, given in self.given.items():
             if not number or is_own(given):
                 copies[node] = ir.copy_node(self.graph, node, {})
-                added.append(replace(given, name=name_of(given.name, number), microbatch=number))
+                name = name_of(given.name, number)
+                added.append(replace(given, name=name, microbatch=number, copy_of=given.name if number else ""))
                 copies[node].target = copies[node].name if number else node.target
             elif node not in self.changed:
                 copies[node] = self.copies[0][node]

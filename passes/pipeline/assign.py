@@ -24,7 +24,6 @@ import torch
 from torch import fx
 
 from passes.cost.accounting import count_flops
-from passes.pipeline.tasks import copy_name, own_name
 from passes.program import ir
 from passes.program.abstract_eval import Avals, abstract_eval
 from passes.program.layer import Layer
@@ -270,7 +269,8 @@ def split_parameters(
         with program.graph.inserting_after(node):
             new = program.graph.placeholder(f"{node.name}_{stage}")
         ir.set_record(new, replace(ir.record(node), stage=stage))
-        given[new] = replace(given[node], name=copy_name(given[node].name, stage))
+        name = given[node].name
+        given[new] = replace(given[node], name=f"{name}@{stage}", copy_of=name)
         return new
 
     def computed(node: fx.Node, stage: int) -> fx.Node:
@@ -295,5 +295,5 @@ def split_parameters(
             parameter(node, 0)
     program.graph.lint()
     found = (given[node] for node in program.placeholders())
-    inputs = tuple(replace(i, stages=tuple(users.get(own_name(i.name), ()))) for i in found)
+    inputs = tuple(replace(i, stages=tuple(users.get(i.original, ()))) for i in found)
     return inputs, {name: stages for name, stages in users.items() if len(stages) > 1}

@@ -21,21 +21,23 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from passes.pipeline.tasks import (
+from passes.program import ir, reshard
+from passes.program.operators import is_view, kind_of
+from passes.program.record import Origin
+from passes.program.spec import Spec
+from passes.program.task import (
     BACKWARD,
     FORWARD,
     GATHER,
     INPUTS,
     OF_RANKS,
+    REDUCE,
+    SHARE,
     SQUARE,
+    UPDATE,
     WEIGHTS,
     Task,
-    own_name,
 )
-from passes.program import ir, reshard
-from passes.program.operators import is_view, kind_of
-from passes.program.record import Origin
-from passes.program.spec import Spec
 from passes.program.weights import weight_nodes
 
 
@@ -79,9 +81,12 @@ def apart(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -
     return {each: made.finish(carried) for each, made in cuts.items()}
 
 
+KINDS = (GATHER, FORWARD, BACKWARD, INPUTS, WEIGHTS, SHARE, REDUCE, UPDATE)
+
+
 def order_of(task: Task) -> tuple[int, int, int]:
     """Gathers and forwards from the first stage to the last, backwards from the last to the first, updates."""
-    kind = "AFBIWGRU".index(task.kind)
+    kind = KINDS.index(task.kind)
     return (0 if kind < 2 else 1 if kind < 5 else 2, -task.stage if 1 < kind < 5 else task.stage, kind)
 
 
@@ -231,7 +236,7 @@ class Cut:
         self.check(node)
         if node in self.given:
             given = self.given[node]
-            self.inputs[new] = replace(given, name=own_name(given.name)) if named(given) else given
+            self.inputs[new] = replace(given, name=given.original, copy_of="") if named(given) else given
             return
         ir.update(new, phase="", origin=Origin(), recomputed=False, parameter="")
         self.inputs[new] = ir.Input(self.prefix + node.name, "carried", carried_spec(node))
@@ -262,7 +267,8 @@ class Cut:
                 ends.append((new, ir.Output(self.prefix + node.name, "carried", carried_spec(node))))
         self.graph.output(tuple(node for node, _ in ends))
         inputs = tuple(self.inputs[node] for node in self.graph.find_nodes(op="placeholder"))
-        return self.whole.with_graph(self.graph, inputs=inputs, outputs=tuple(output for _, output in ends))
+        outputs = tuple(output for _, output in ends)
+        return self.whole.with_graph(self.graph, inputs=inputs, outputs=outputs, task=self.task)
 
 
 def named(given: ir.Input) -> bool:

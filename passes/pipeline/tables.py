@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from passes.pipeline.tasks import BACKWARD, FORWARD, INPUTS, OF_RANKS, WEIGHTS, Task
+from passes.program.task import BACKWARD, FORWARD, INPUTS, OF_RANKS, WEIGHTS, Task
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "auto")
 

@@ -19,6 +19,7 @@ from passes.program.record import UNSET, record, set_record, update
 from passes.program.record import copy_origin as copy_origin
 from passes.program.spec import Spec
 from passes.program.stages import Stage
+from passes.program.task import Task
 from passes.program.torch_private import LazyGraphModule
 
 InputKind = Literal[
@@ -39,6 +40,8 @@ class Input:
     several. What is `carried` is a value of another task of the step. `stages` are
     the pipeline stages that use a parameter, `microbatch` is the number of that which a batch input, or seed, is of.
     A buffer that is `restored` changes before it is known whether the step is skipped, and then gets its value back.
+    A program may have an input for each stage that uses a parameter, or for each microbatch of a batch entry: all but
+    the first are a `copy_of` the name, under names of their own.
     """
 
     name: str
@@ -52,6 +55,12 @@ class Input:
     stages: tuple[int, ...] = ()
     microbatch: int = 0
     restored: bool = False
+    copy_of: str = ""
+
+    @property
+    def original(self) -> str:
+        """The model's own name, the batch key or the scalar that this is an input for."""
+        return self.copy_of or self.name
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ class Program:
     `stage` is how far it has come from the captured model to what is compiled. With `fold`, one of its layers
     stands for several. `bounds` is a program of one device from a batch to the first and the last key that each query
     sees, a pair for each attention by interval that differs; set where a sequence is sharded and documents decide.
+    `task` is the part of a step with pipeline stages that it computes; a program that `evaluates` takes no part in
+    training.
     """
 
     module: fx.GraphModule
@@ -82,6 +93,8 @@ class Program:
     stage: Stage = Stage.CAPTURED
     fold: Fold | None = None
     bounds: Program | None = field(default=None, compare=False, repr=False)
+    task: Task | None = None
+    evaluates: bool = False
 
     @property
     def graph(self) -> fx.Graph:

@@ -26,6 +26,7 @@ from passes.program.order import Order
 from passes.program.record import BodyNode, NodeRecord, Origin
 from passes.program.spec import Factor, Spec
 from passes.program.stages import Stage
+from passes.program.task import Task
 from passes.program.torch_private import LazyGraphModule, OpOverload, described
 
 FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")}
@@ -115,6 +116,8 @@ class Writer:
             "mesh": encoded(program.mesh),
             "stage": int(program.stage),
             "bounds": program.bounds and self.program(program.bounds),
+            "task": program.task,
+            "evaluates": program.evaluates,
             "nodes": self.graph(program.graph),
         }
 
@@ -126,7 +129,7 @@ class Writer:
             value = [self.value(given.value), base64.b64encode(bytes_of(given.value)).decode()]
         head = {"name": given.name, "kind": given.kind, "spec": self.spec(given.spec)}
         where = {"layer": encoded(given.layer), "stages": list(given.stages), "microbatch": given.microbatch}
-        where |= {"restored": given.restored}
+        where |= {"restored": given.restored, "copy_of": given.copy_of}
         return head | where | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
 
     def graph(self, graph: fx.Graph) -> list[Any]:
@@ -256,16 +259,18 @@ class Reader:
             decoded(part["mesh"]),
             Stage(part["stage"]),
             bounds=part["bounds"] and self.program(part["bounds"]),
+            task=part["task"] and Task(*part["task"]),
+            evaluates=part["evaluates"],
         )
 
     def input(
         self, name: str, kind: Any, spec: int, value: Any, roles: Any, runs: bool, count: Any, layer: Any, stages: Any,
-        microbatch: int, restored: bool,
+        microbatch: int, restored: bool, copy_of: str,
     ) -> ir.Input:
         """An input, with its value if it is a constant."""
         number = count and ir.Count(self.program(count[0]), count[1])
         real = None if value is None else tensor_from(self.value(value[0], ()), value[1])
-        what = real, frozenset(roles), runs, number, decoded(layer), tuple(stages), microbatch, restored
+        what = real, frozenset(roles), runs, number, decoded(layer), tuple(stages), microbatch, restored, copy_of
         return ir.Input(name, kind, self.specs[spec], *what)
 
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from passes.pipeline.tasks import SQUARE, own_name, square_of, term_of
 from passes.program import ir
 from passes.program.operators import kind_of
 from passes.program.spec import Spec
 from passes.program.stages import Stage
+from passes.program.task import SQUARE, square_of, term_of
 from passes.update.appender import Appender
 from passes.update.defer import CASTS, complete
 from passes.update.optimizers import arithmetic
@@ -42,6 +42,7 @@ class Accumulate(ir.Pass):
         buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
         changed = {o.name for o in program.outputs if o.kind == "buffer"} if self.skip_nonfinite else set[str]()
         stages = {i.name: ir.pipeline_stage(n) for n, i in zip(program.placeholders(), program.inputs)}
+        copy_of = {i.name: i.copy_of for i in program.inputs}
         added: list[ir.Input] = []
         kept = []
         for node, output in zip(program.results(), program.outputs, strict=True):
@@ -50,7 +51,8 @@ class Accumulate(ir.Pass):
             if output.kind == "gradient":
                 total = append.placeholder(f"total_{len(added)}", total_of(ir.example(node), self.dtype), output.spec)
                 ir.update(total, stage=stages.get(output.name))
-                added.append(ir.Input(output.name, "gradient", output.spec, layer=append.layers[output.name]))
+                layer, original = append.layers[output.name], copy_of[output.name]
+                added.append(ir.Input(output.name, "gradient", output.spec, layer=layer, copy_of=original))
                 if not is_sent(node):
                     append.before, append.phase = node.next, "backward"
                 append.write(total, append.call("add", torch.add, total, node))
@@ -102,9 +104,9 @@ class ApplyOnly(ir.Pass):
         nodes, inputs = [], []
         specs = {o.name: (ir.example(n), o) for n, o in zip(program.results(), program.outputs) if o.kind == "gradient"}
         given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
-        own = {own_name(i.name): (n, i) for n, i in reversed(given) if self.uses(n)}
+        own = {i.original: (n, i) for n, i in reversed(given) if self.uses(n)}
         for name, (old, i) in reversed(own.items()):
-            inputs.append(replace(i, name=name, stages=self.ranks(i)))
+            inputs.append(replace(i, name=name, copy_of="", stages=self.ranks(i)))
             nodes.append(_input(graph, old.name, ir.example(old), inputs[-1]))
         results, outputs = list[fx.Node](), list[ir.Output]()
         for name, (_, i) in reversed(own.items()):

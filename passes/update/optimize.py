@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from passes.pipeline.tasks import SQUARE, square_of
 from passes.program import ir, reshard
 from passes.program.spec import Spec
 from passes.program.stages import Stage
+from passes.program.task import SQUARE, square_of
 from passes.update.appender import Appender, coordinates_of
 from passes.update.groups import Group, group_of
 from passes.update.moments import Format, Wide

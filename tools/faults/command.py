@@ -3,11 +3,11 @@
     python -m tools.faults --only 'ring_*'                         a few
     python -m tools.faults --suite unseen --write docs/measured/faults.md   all; tests for those that no verifier sees
 
-For each fault of `table` the tree is copied, the fault planted, and there some small models are compiled, all ranks
-in one process: does `passes.verify=spec` refuse them, does `numeric`, and do two steps differ from plain PyTorch's on
-one device? The first model of which anything is seen counts; one that never comes by the fault is not asked. With
-`--suite` the tests are run too, up to the first that fails. The tree without a fault goes first; if anything is found
-there, that is all that is said.
+For each fault of `table`, and some of `mutations` in each room, the tree is copied, the fault planted, and there some
+small models are compiled, all ranks in one process: does `passes.verify=spec` refuse them, does `numeric`, and do two
+steps differ from plain PyTorch's on one device? The first model of which anything is seen counts; one that never comes
+by the fault is not asked. With `--suite` the tests are run too, up to the first that fails. The tree without a fault
+goes first; if anything is found there, that is all that is said.
 
 Results are appended to a file, a line of JSON each, and what is in there is not run again: remove the file when the
 tree has changed. Exit codes: 0 done, 1 the tree itself is at fault, 2 bad input.
@@ -23,11 +23,13 @@ from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from tools.faults.fault import Fault
 from tools.faults.models import CASES
+from tools.faults.mutations import mutations
 from tools.faults.page import page
-from tools.faults.plant import LOOKS_FIRST, Judge, mutated, planted, room, tested
+from tools.faults.plant import LOOKS_FIRST, Judge, mutated, planted, tested
 from tools.faults.reach import reached
-from tools.faults.table import FAULTS, Fault
+from tools.faults.table import FAULTS
 
 UNMUTATED = "(none)"
 VERDICT = ("spec", "numeric", "value")
@@ -37,7 +39,8 @@ Record = dict[str, str]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the arguments ask for; returns an exit code."""
     options = parse(arguments)
-    chosen = [fault for fault in FAULTS if fnmatchcase(fault.name, options.only)]
+    faults = [*FAULTS, *mutations(options.mutations)]
+    chosen = [fault for fault in faults if fnmatchcase(fault.name, options.only)]
     try:
         if not chosen:
             raise ValueError(f"--only: no fault is named like {options.only!r}")
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     known = read(options.results)
     with closing(Judge()) as judge:
-        for fault in chosen if sound(known, judge, options) else ():
+        for fault in chosen if sound(faults, known, judge, options) else ():
             for part in missing(fault, known, judge, options):
                 learn(known, fault.name, part, options)
             print(f"{fault.name}: {line(known[fault.name])}", flush=True)
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"something is wrong without any fault: {known[UNMUTATED]}", file=sys.stderr)
         return 1
     if options.write:
-        options.write.write_text(page(FAULTS, known))
+        options.write.write_text(page(faults, known))
     return 0
 
 
@@ -64,6 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", metavar="PATTERN", help="faults named so")
+    parser.add_argument("--mutations", type=int, default=10, metavar="COUNT", help="faults by syntax in each room")
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), help="what is compiled")
     parser.add_argument("--suite", choices=("none", "unseen", "all"), default="none", help="for which to run the tests")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for the tests of one fault")
@@ -72,13 +76,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def sound(known: dict[str, Record], judge: Judge, options: argparse.Namespace) -> bool:
-    """Whether nothing is seen without a fault; learns then which models come by which fault."""
+def sound(faults: Sequence[Fault], known: dict[str, Record], judge: Judge, options: argparse.Namespace) -> bool:
+    """Return True if nothing is seen without a fault; learn then which models come by which fault."""
     if UNMUTATED not in known:
         with planted(None) as folder:
             learn(known, UNMUTATED, judge(folder, options.models, options.limit), options)
-    if any(fault.name not in known for fault in FAULTS):
-        for name, models in reached(options.models).items():
+    if any(fault.name not in known for fault in faults):
+        for name, models in reached(faults, options.models).items():
             if name not in known:
                 learn(known, name, {"models": " ".join(models)}, options)
     return not any(known[UNMUTATED][who] for who in VERDICT)
@@ -86,7 +90,7 @@ def sound(known: dict[str, Record], judge: Judge, options: argparse.Namespace) -
 
 def missing(fault: Fault, known: dict[str, Record], judge: Judge, options: argparse.Namespace) -> Iterator[Record]:
     """What is not known yet of a fault and was asked for, as it is found."""
-    record, first = known[fault.name], LOOKS_FIRST.get(room(fault))
+    record, first = known[fault.name], LOOKS_FIRST.get(fault.room)
     with planted(fault) as folder:
         if "value" not in record:
             models = sorted(record["models"].split(), key=lambda model: model != first)

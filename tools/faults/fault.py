@@ -1,4 +1,4 @@
-"""What a fault is."""
+"""A fault: a fragment of a file of the passes, and another in its place."""
 
 from __future__ import annotations
 
@@ -6,10 +6,30 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """A fragment of a file of the passes that occurs there once, what stands there instead, and what that means."""
+    """The fragment `old` of a file becomes `new`: the only one of its text, or the one that starts `at` an offset."""
 
     name: str
     file: str
     old: str
     new: str
     means: str
+    at: int | None = None
+
+    @property
+    def room(self) -> str:
+        """The room of the passes that it is in."""
+        return self.file.split("/")[1]
+
+    def start(self, text: str) -> int:
+        """Return the offset of the fragment in the file's text; raise ValueError unless it is there, and once."""
+        if self.at is not None and text.startswith(self.old, self.at):
+            return self.at
+        if self.at is not None or (count := text.count(self.old)) != 1:
+            where = "not at its offset" if self.at is not None else f"{count} times in {self.file}, not once"
+            raise ValueError(f"fault {self.name}: its old text occurs {where}")
+        return text.index(self.old)
+
+    def planted_in(self, text: str) -> str:
+        """Return the file's text with the fault in it; raise ValueError as `start` does."""
+        start = self.start(text)
+        return text[:start] + self.new + text[start + len(self.old) :]

@@ -9,6 +9,7 @@ import torch
 
 import compiler_trainer as ct
 from compiler_trainer.step.step import Step
+from passes.check.verify import WrongProgram
 from tools.faults.models import LRS, Case, make, train_plainly
 
 Verdict = dict[str, str]  # who looks -> what it says first, an empty string if nothing
@@ -66,5 +67,8 @@ def alike(ours: Any, theirs: Any, tolerance: float) -> bool:
 
 
 def said(error: Exception) -> str:
-    """The first line of an error."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """Return the first line of an error, after the name of the check that raised it."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    while error.__cause__ is not None and not isinstance(error, WrongProgram):
+        error = error.__cause__  # type: ignore[assignment]
+    return f"{error.check if isinstance(error, WrongProgram) else 'the pass itself'}: {line}"

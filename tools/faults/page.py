@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tools.faults.table import Fault
+from tools.faults.fault import Fault
 
+Record = Mapping[str, str]
 LOOKERS = ("spec", "numeric", "value", "suite")
 HEAD = """# Faults, and who sees them
 
-`python -m tools.faults` plants each of these in a copy of the tree and compiles small models there.
+`python -m tools.faults` plants each of these in a copy of the tree and compiles small models there: faults by meaning
+(`tools/faults/table.py`), and faults by syntax spread evenly over each room (`tools/faults/mutations.py`).
 
 - spec, numeric: `passes.verify=spec` or `numeric` refuses the program, or a pass itself fails. `numeric` checks also
   what `spec` does.
@@ -19,40 +22,68 @@ HEAD = """# Faults, and who sees them
 """
 
 
-def page(faults: Sequence[Fault], known: Mapping[str, Mapping[str, str]]) -> str:
-    """Totals, then a table: what the tests do not see first, then what no verifier sees."""
+def page(faults: Sequence[Fault], known: Mapping[str, Record]) -> str:
+    """Return totals by room and by check, then a row for each fault: first those that no test and no verifier sees."""
     judged = [fault for fault in faults if "value" in known.get(fault.name, {})]
     rows = sorted(judged, key=lambda fault: rank(known[fault.name]))
-    found = [known[fault.name] for fault in rows]
-    head = f"| fault | file | what it means | {' | '.join(LOOKERS)} |"
-    lines = [HEAD, f"Of {len(faults)} faults {totals(found)}", "", head, "|" + "---|" * 7]
-    for fault, record in zip(rows, found):
-        cells = [mark(record, who) for who in LOOKERS]
+    head = f"| fault | file | the fault | {' | '.join(LOOKERS)} |"
+    lines = [HEAD, f"Of {len(faults)} faults {totals([known[fault.name] for fault in rows])}", ""]
+    lines += [*by_room(judged, known), "", *by_check([known[fault.name] for fault in judged]), ""]
+    lines += [head, "|" + "---|" * 7]
+    for fault in rows:
+        cells = [mark(known[fault.name], who) for who in LOOKERS]
         lines.append(f"| {' | '.join([fault.name, f'`{fault.file}`', fault.means, *cells])} |")
     return "\n".join(lines) + "\n"
 
 
-def rank(record: Mapping[str, str]) -> int:
-    """How little a fault is seen: 0 if not even by the tests."""
+def by_room(faults: Sequence[Fault], known: Mapping[str, Record]) -> list[str]:
+    """Return a table: of each room, the faults by the first that sees them."""
+    counts: dict[str, Counter[str]] = {}
+    for fault in sorted(faults, key=lambda fault: fault.room):
+        counts.setdefault(fault.room, Counter())[first(known[fault.name])] += 1
+    columns = ("spec", "numeric", "value", "nobody", "no model comes by")
+    lines = [f"| room | faults | {' | '.join(columns)} |", "|" + "---|" * 7]
+    for room, count in counts.items():
+        lines.append(f"| {room} | {count.total()} | {' | '.join(str(count[column]) for column in columns)} |")
+    return lines
+
+
+def first(record: Record) -> str:
+    """Return who sees a fault at the least expense."""
+    if not record["models"]:
+        return "no model comes by"
+    return next((who for who in LOOKERS[:3] if record[who]), "nobody")
+
+
+def by_check(records: Sequence[Record]) -> list[str]:
+    """Return a table: how many faults each check of `passes/check` sees first, or a pass refuses by itself."""
+    said = [record[who] for record in records if (who := first(record)) in ("spec", "numeric")]
+    checks = Counter(text.split(": ")[1] for text in said)
+    rows = [f"| {check} | {count} |" for check, count in checks.most_common()]
+    return ["| seen first by | faults |", "|---|---|", *rows]
+
+
+def rank(record: Record) -> int:
+    """Return how visible a fault is: 0 if not even to the tests."""
     if record.get("suite", "").startswith("survives"):
         return 0
     return 1 + bool(record["numeric"]) + bool(record["spec"])
 
 
-def mark(record: Mapping[str, str], who: str) -> str:
-    """A cell: the model in which a verifier sees the fault, or the test."""
+def mark(record: Record, who: str) -> str:
+    """Return a cell: the model in which a verifier sees the fault, or the test."""
     if who == "suite":
         return record.get(who, "-").replace("::", " ")
     return record[who].split(":")[0] if record["models"] else "?"
 
 
-def totals(found: Sequence[Mapping[str, str]]) -> str:
-    """How many are seen by whom."""
-    seen = {who: sum(bool(record[who]) for record in found) for who in LOOKERS[:3]}
-    run = [record["suite"] for record in found if "suite" in record]
-    survive = sum(said.startswith("survives") for said in run)
+def totals(records: Sequence[Record]) -> str:
+    """Return how many faults are seen by whom, as a sentence."""
+    seen = {who: sum(bool(record[who]) for record in records) for who in LOOKERS[:3]}
+    suites = [record["suite"] for record in records if "suite" in record]
+    survivors = sum(text.startswith("survives") for text in suites)
     return (
-        f"{len(found)} were planted: spec sees {seen['spec']}, numeric {seen['numeric']}, "
+        f"{len(records)} were planted: spec sees {seen['spec']}, numeric {seen['numeric']}, "
         f"values differ of {seen['value']}; "
-        f"the tests were run for {len(run)}, of which {survive} survive."
+        f"the tests were run for {len(suites)}, of which {survivors} survive."
     )

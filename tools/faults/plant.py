@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.faults.table import Fault
+from tools.faults.fault import Fault
 
 ROOT = Path(__file__).parent.parent.parent
 NEEDED = ("compiler_trainer", "conf", "passes", "tests", "tools", "pyproject.toml")
@@ -20,11 +20,8 @@ LOOKS_FIRST = {"context": "context", "precision": "cast"}  # room -> the model t
 
 
 def mutated(fault: Fault) -> str:
-    """The text of the fault's file with the fault in it; raises ValueError if the old text is not there just once."""
-    text = (ROOT / fault.file).read_text()
-    if (count := text.count(fault.old)) != 1:
-        raise ValueError(f"fault {fault.name}: its old text occurs {count} times in {fault.file}, not once")
-    return text.replace(fault.old, fault.new)
+    """Return the text of the fault's file with the fault in it; raise ValueError if the old text is not there once."""
+    return fault.planted_in((ROOT / fault.file).read_text())
 
 
 @contextmanager
@@ -38,11 +35,6 @@ def planted(fault: Fault | None) -> Iterator[Path]:
         if fault is not None:
             (folder / fault.file).write_text(mutated(fault))
         yield folder
-
-
-def room(fault: Fault | None) -> str:
-    """The room of the passes that a fault is in."""
-    return fault.file.split("/")[1] if fault else ""
 
 
 class Judge:
@@ -84,7 +76,7 @@ def nearest_tests(folder: Path, fault: Fault | None) -> list[str]:
     def far(path: Path) -> tuple[bool, bool, bool, bool, Path]:
         parts, named = path.relative_to(folder).parts, path.stem == f"test_{module.rpartition('.')[2]}"
         imports = f"from {module} import" in path.read_text()
-        return not named, not imports, room(fault) not in parts, parts[1] != "passes", path
+        return not named, not imports, (fault.room if fault else "") not in parts, parts[1] != "passes", path
 
     found = [path for part in ("passes", "compiler_trainer") for path in (folder / "tests" / part).rglob("test_*.py")]
     return [str(path.relative_to(folder)) for path in sorted(found, key=far)]

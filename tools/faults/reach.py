@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from tools.faults.fault import Fault
 from tools.faults.judge import by_value, compiled
 from tools.faults.models import make
 from tools.faults.plant import ROOT
-from tools.faults.table import FAULTS, Fault
 
 Lines = set[tuple[str, int]]  # file and number
 PASSES = str(ROOT / "passes")
@@ -43,7 +43,7 @@ def lines_run(model: str) -> Lines:
 def places(fault: Fault) -> Lines | None:
     """The lines of the statement that a fault is in, None if it is run when the module is imported."""
     path, text = str(ROOT / fault.file), (ROOT / fault.file).read_text()
-    first = text[: text.index(fault.old)].count("\n") + 1
+    first = text[: fault.start(text)].count("\n") + 1
     last = first + fault.old.rstrip("\n").count("\n")
     tree = ast.parse(text)
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
@@ -53,8 +53,8 @@ def places(fault: Fault) -> Lines | None:
     return None if at_import else {(path, k) for k in range(smallest.lineno, (smallest.end_lineno or 0) + 1)}
 
 
-def reached(models: Iterable[str]) -> dict[str, list[str]]:
-    """Fault -> the models that come by it."""
+def reached(faults: Iterable[Fault], models: Iterable[str]) -> dict[str, list[str]]:
+    """Return the models that come by each fault, by its name."""
     run = {model: lines_run(model) for model in models}
-    where = {fault.name: places(fault) for fault in FAULTS}
+    where = {fault.name: places(fault) for fault in faults}
     return {name: [m for m in models if lines is None or lines & run[m]] for name, lines in where.items()}

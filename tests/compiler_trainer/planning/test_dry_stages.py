@@ -25,7 +25,7 @@ from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
 from compiler_trainer.planning.playing import kept_beside, play
 from compiler_trainer.step.turns import turns_of_step
 from passes.pipeline import tables
-from passes.pipeline.tasks import Task
+from passes.program.task import Task
 
 ROWS, LENGTH, DIM, PP, MICROBATCHES = 8, 32, 32, 2, 4
 MODEL = ModelConfig(dim=DIM, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=64)

@@ -15,8 +15,8 @@ from compiler_trainer.step import messages as of_step
 from compiler_trainer.step.messages import Post, Timetable, Ways, messages
 from compiler_trainer.step.turns import Carried, turns_of_step
 from passes.pipeline.tables import Slot, auto, gpipe, interleaved, one_f_one_b, play, zbv, zero_bubble
-from passes.pipeline.tasks import BACKWARD, FORWARD, INPUTS, task_in
 from passes.program import ir
+from passes.program.task import BACKWARD, FORWARD, INPUTS
 
 TABLES = {
     "gpipe": gpipe(3, 5),
@@ -212,7 +212,7 @@ def test_receives_are_posted_before_what_can_hide_them_and_sent_tensors_are_free
     table = TABLES[schedule]
     programs = {str(slot.task): program_of(slot.task, table.stages) for row in table.rows for slot in row}
     turns, spans = turns_of_step(programs, table, table.microbatches), play(table).spans
-    ends = {turn: spans[Slot(task_in(turn.program), turn.microbatch)][1] for turn in turns}
+    ends = {turn: spans[Slot(turn.task, turn.microbatch)][1] for turn in turns}
     maker = {(o.name, turn.microbatch): turn for turn in turns for o in programs[turn.program].outputs}
     hidden = 0
     for rank in range(table.ranks):

@@ -12,7 +12,6 @@ from played_cuda import played_cuda
 from torch import fx
 
 from compiler_trainer.step import compile as of_step
-from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.runtime import LockstepRanks
 from compiler_trainer.step.turns import sent_between, slots_of, turns_of_step
 from passes.lower.calls import Calls
@@ -32,11 +31,11 @@ class PlayedRanks(LockstepRanks):
 
     def meet(self, programs):
         if self.recorder:
-            self.recorder.sent = sent_between({n: p for n, p in programs.items() if not n.startswith(EVALUATE)})
+            self.recorder.sent = sent_between(p for p in programs.values() if not p.evaluates)
 
     def compile(self, name, program, ctx):
         run = Calls(program, {body: called(body) for body in calls_of(program)})
-        return self.recorder.recorded(program, run) if self.recorder and not name.startswith(EVALUATE) else run
+        return self.recorder.recorded(program, run) if self.recorder and not program.evaluates else run
 
     def begin(self):
         if self.recorder:
@@ -110,7 +109,7 @@ def test_no_two_microbatches_of_a_rank_are_in_a_slot_at_once(name):
     turns = turns_of_step(tasks, table, table.microbatches)
     for rank in range(table.ranks):
         here = [turn for turn in turns if turn.rank == rank]
-        slots = slots_of(here, table)
+        slots = slots_of(here)
         last = {(turn.program[1:], turn.microbatch): turn for turn in here}
         held: dict[int, tuple] = {}
         for turn in here:
@@ -125,5 +124,5 @@ def test_one_f_one_b_needs_as_many_slots_as_there_are_stages_from_here():
     table = one_f_one_b(4, 7)
     tasks = {str(slot.task): None for row in table.rows for slot in row}
     turns = turns_of_step(tasks, table, 7)
-    slots = [set(slots_of([turn for turn in turns if turn.rank == rank], table).values()) for rank in range(4)]
+    slots = [set(slots_of([turn for turn in turns if turn.rank == rank]).values()) for rank in range(4)]
     assert slots == [{0, 1, 2, 3}, {0, 1, 2}, {0, 1}, {0}]

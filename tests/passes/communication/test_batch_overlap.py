@@ -153,16 +153,19 @@ def test_microbatches_that_cannot_be_taken_at_once(microbatches, mesh, said):
         compile_lockstep(llama(2), llama_loss, batches(rows=6)[0], mesh, microbatches=microbatches, passes=AT_ONCE)
 
 
-def test_a_name_that_tells_microbatches_apart_is_any_name_without_them():
-    """An entry of a batch may be called so; side by side it is refused."""
+def test_entries_may_have_any_names_but_those_of_copies():
     batch = {"x@2": torch.randn(4, 5).double(), "y@of": torch.randn(4, 3).double()}
     how = {"mesh": {}, "microbatches": 2, "evaluate": True}
     wanted = compile_lockstep(perceptron(), squared_error, {"x": batch["x@2"], "y": batch["y@of"]}, **how)
+    wanted = wanted({"x": batch["x@2"], "y": batch["y@of"]})
     renamed = lambda m, b: squared_error(m, {"x": b["x@2"], "y": b["y@of"]})  # noqa: E731
-    step = compile_lockstep(perceptron(), renamed, batch, **how)
-    assert step(batch) == wanted({"x": batch["x@2"], "y": batch["y@of"]})
-    with pytest.raises(UserError, match=r"batch\['x@2'\]: has '@' in its name"):
-        compile_lockstep(perceptron(), renamed, batch, **how, passes=AT_ONCE)
+    assert compile_lockstep(perceptron(), renamed, batch, **how)(batch) == wanted
+    together = compile_lockstep(perceptron(), renamed, batch, **how, passes=AT_ONCE)(batch)
+    assert together == pytest.approx(wanted, rel=1e-12)
+    clash = {"x": batch["x@2"], "x@1": batch["y@of"]}
+    error = lambda m, b: squared_error(m, {"x": b["x"], "y": b["x@1"]})  # noqa: E731
+    with pytest.raises(UserError, match=r"batch\['x@1'\]: is how 2 microbatches of one program call a copy of 'x'; rename"):
+        compile_lockstep(perceptron(), error, clash, **how, passes=AT_ONCE)
 
 
 def test_bisect_follows_one_microbatch():

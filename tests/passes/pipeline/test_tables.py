@@ -21,7 +21,7 @@ from passes.pipeline.tables import (
     zbv,
     zero_bubble,
 )
-from passes.pipeline.tasks import BACKWARD, FORWARD, INPUTS, WEIGHTS, Task
+from passes.program.task import BACKWARD, FORWARD, INPUTS, WEIGHTS, Task
 
 SIZES = [(2, 2), (2, 5), (3, 5), (4, 8), (8, 16)]
 

@@ -7,15 +7,17 @@ import ast
 import pytest
 
 from tools.faults import command, judge, plant
+from tools.faults.fault import Fault
 from tools.faults.models import make
+from tools.faults.mutations import mutations, mutations_of
 from tools.faults.page import page
 from tools.faults.plant import ROOT, mutated, planted
-from tools.faults.table import FAULTS, Fault
+from tools.faults.table import FAULTS
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [*FAULTS, *mutations(2)], ids=lambda fault: fault.name)
 def test_a_fault_fits_its_file_and_compiles(fault):
     text = mutated(fault)
     assert ast.dump(ast.parse(text)) != ast.dump(ast.parse((ROOT / fault.file).read_text()))
@@ -24,7 +26,51 @@ def test_a_fault_fits_its_file_and_compiles(fault):
 def test_faults_are_spread_over_the_rooms():
     assert len(FAULTS) >= 60 and len(BY_NAME) == len(FAULTS)
     rooms = {path.name for path in (ROOT / "passes").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms - {plant.room(fault) for fault in FAULTS} == {"check", "cost"}  # those who look, and who predict
+    for faults in (FAULTS, mutations(2)):
+        assert rooms - {fault.room for fault in faults} == {"check", "cost"}  # those who look, and who predict
+
+
+SOURCE = """
+def f(a, b):
+    if not a and b == 2:
+        return f"{a < b}"
+    return a.g(b + 1, True) if b in a else "x" + a
+
+
+class C:
+    def f(self):
+        return lambda n: n // 2
+"""
+
+
+def test_every_operator_and_constant_is_a_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.faults.mutations.ROOT", tmp_path)
+    (tmp_path / "passes/room").mkdir(parents=True)
+    path = tmp_path / "passes/room/file.py"
+    path.write_text(SOURCE)
+    faults = {fault.name.removeprefix("room.file."): (fault.old, fault.new) for fault in mutations_of(path)}
+    assert faults == {
+        "f/boolean_1": ("not a and b == 2", "(not a) or (b == 2)"),
+        "f/negation_1": ("not a", "(a)"),
+        "f/compare_1": ("b == 2", "(b) != (2)"),
+        "f/number_1": ("2", "3"),
+        "f/branch_1": ('a.g(b + 1, True) if b in a else "x" + a', '"x" + a if b in a else a.g(b + 1, True)'),
+        "f/arithmetic_1": ("b + 1", "(b) - (1)"),
+        "f/number_2": ("1", "2"),
+        "f/flag_1": ("True", "False"),
+        "f/compare_2": ("b in a", "(b) not in (a)"),
+        "C.f/arithmetic_1": ("n // 2", "(n) * (2)"),
+        "C.f/number_1": ("2", "3"),
+    }
+    for fault in mutations_of(path):
+        ast.parse(fault.planted_in(SOURCE))
+
+
+def test_a_fault_by_syntax_is_of_the_tree_as_it_is():
+    fault = Fault("moved", "passes/program/layout.py", "old", "new", "", at=3)
+    assert fault.planted_in("1, old, old") == "1, new, old"
+    with pytest.raises(ValueError, match="fault moved: its old text occurs not at its offset"):
+        fault.planted_in("an old text")
 
 
 @pytest.mark.parametrize(("old", "count"), [("no such text", 0), ("axis_index)", 2)])
@@ -58,7 +104,7 @@ def test_faults_are_judged_resumed_and_listed(tmp_path, capsys):
 
 
 def test_it_stops_where_the_tree_itself_is_at_fault(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "reached", lambda models: {})
+    monkeypatch.setattr(command, "reached", lambda faults, models: {})
     monkeypatch.setattr(command.Judge, "__call__", lambda *_: {"spec": "", "numeric": "", "value": "state: loss differs"})
     assert command.main(["--results", str(tmp_path / "faults.jsonl")]) == 1
     assert "wrong without any fault" in capsys.readouterr().err
