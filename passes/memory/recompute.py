@@ -33,17 +33,17 @@ def near_writes(program: ir.Program) -> set[fx.Node]:
     return holders | {user for node in holders for user in node.users}
 
 
-def why_once(node: fx.Node, written: set[fx.Node]) -> str:
-    """Why the operator must not run twice, or an empty string; a part of a tuple goes with the tuple."""
+def reason_to_run_once(node: fx.Node, written: set[fx.Node]) -> str | None:
+    """Return why an operator must not run twice, None if it may; a part of a tuple goes with the tuple."""
     if node in written:
         return "written in place"
     if node.target is operator.getitem:
-        return why_once(node.args[0], written)  # type: ignore[arg-type]
+        return reason_to_run_once(node.args[0], written)  # type: ignore[arg-type]
     if not is_operator(node):
         return "not an operator"
     if kind_of(node) or communicates(node) or node.target.namespace == "_c10d_functional":
         return "communication"
-    return "random" if is_random(node) else ""
+    return "random" if is_random(node) else None
 
 
 def sent(program: ir.Program) -> set[fx.Node]:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -35,7 +36,7 @@ from passes.cost.accounting import peak_memory
 from passes.memory.budget import fit
 from passes.memory.offload import offload
 from passes.memory.policies import ATTENTION, POLICIES, SAVE, Action, OfLayer, Policy
-from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, sent, storages, why_once
+from passes.memory.recompute import near_writes, reason_to_run_once, recompute, saved_bytes, saved_nodes, sent, storages
 from passes.program import ir
 from passes.program.abstract_eval import abstract_eval
 from passes.program.folds import Fold
@@ -44,9 +45,26 @@ from passes.program.operators import kind_of, name_of
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
 
-OFFLOADED = "offloaded"  # the reason of what is kept in host memory
-SELECTED = "selected"
 Region = Layer | str | None  # a layer, or what the model marked for recomputation
+
+
+class Decision(NamedTuple):
+    """What happens to a forward value that might be recomputed, and why."""
+
+    action: Action
+    reason: str = ""
+
+
+RECOMPUTED = Decision("recompute")
+OFFLOADED = Decision("offload", "offloaded")
+SELECTED = Decision("save", "selected")
+IN_PLACE = Decision("save", "written in place")
+ASKED: dict[Action, Decision] = {
+    "save": Decision("save", "asked for"),
+    "recompute": RECOMPUTED,
+    "offload": OFFLOADED,
+}
+Decisions = Mapping[fx.Node, Decision]
 ADD, SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 
 
@@ -55,7 +73,7 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
     written = near_writes(program)
     found: set[fx.Node] = set()
     for node in weight_nodes(program):
-        follows = any(n in found for n in node.all_input_nodes) and not why_once(node, written)
+        follows = any(n in found for n in node.all_input_nodes) and not reason_to_run_once(node, written)
         if ir.phase(node) == "forward" and (kind_of(node) == "all_gather" or follows):
             found.add(node)
     return found
@@ -107,22 +125,23 @@ class Remat(ir.Pass):
         before, notes = saved_bytes(program), []
         gathered = weights_to_regather(program)
         gathers = gathered if self.regather and not self.gathers_once else set()
-        reasons = self.reasons(program)
+        decisions = self.decisions(program)
         if self.gathers_once:
-            reasons |= {node: "gathered once a step" for node in gathered & reasons.keys() if not is_view(node)}
-        chosen = {node for node, reason in reasons.items() if not reason}
+            once = Decision("save", "gathered once a step")
+            decisions |= {node: once for node in gathered & decisions.keys() if not is_view(node)}
+        chosen = {node for node, decision in decisions.items() if decision == RECOMPUTED}
         if self.policy == "budget":
             if self.budget_bytes is None:
                 raise ir.Refused("remat", None, "passes.remat.budget_gib: policy=budget needs it, the GiB of a rank")
             fitted = fit(
                 program, ctx, chosen, self.budget_bytes, self.headroom, partial(self.peak, program, ctx, gathers)
             )
-            reasons |= dict.fromkeys(chosen - fitted.chosen, "within the budget")
+            decisions |= dict.fromkeys(chosen - fitted.chosen, Decision("save", "within the budget"))
             chosen, notes = fitted.chosen, [fitted.note]
         program, clones, copies = rewrite(program, gathers | chosen)
-        away = offload(program, {copies[node] for node, reason in reasons.items() if reason == OFFLOADED}, ctx)
+        away = offload(program, {copies[node] for node, each in decisions.items() if each.action == "offload"}, ctx)
         saved = set(saved_nodes(program))
-        kept = Counter(reason for node, reason in reasons.items() if copies[node] in saved)
+        kept = Counter(decision.reason for node, decision in decisions.items() if copies[node] in saved)
         notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
         if self.policy == "selective" and not any(map(ir.layer, program.calls())):
             notes.append("passes.remat.policy=selective recomputes nothing: the model has no repeated layers")
@@ -148,8 +167,8 @@ class Remat(ir.Pass):
 
     # -- which nodes ------------------------------------------------------------------------------
 
-    def reasons(self, program: ir.Program) -> dict[fx.Node, str]:
-        """Every forward node that may be recomputed, with the reason to keep it (an empty string: recompute it)."""
+    def decisions(self, program: ir.Program) -> dict[fx.Node, Decision]:
+        """Return the decision for every forward node that policies, overrides or the model's marks concern."""
         layers, written = list(dict.fromkeys(filter(None, map(ir.layer, program.calls())))), near_writes(program)
         if self.policy not in ("none", "selective") and not layers:
             raise ir.Refused(
@@ -162,28 +181,29 @@ class Remat(ir.Pass):
         region: dict[fx.Node, Region] = {
             n: layer if (layer := ir.layer(n)) in policy else ir.record(n).checkpoint or layer for n in program.calls()
         }
-        found, matched, elsewhere = {}, set[str](), sent(program)
+        decisions, matched, elsewhere = dict[fx.Node, Decision](), set[str](), sent(program)
         for node in program.calls():
             if ir.phase(node) != "forward":
                 continue
             asked = self.override(node, matched)
-            by_policy = self.kept(node, policy.get(ir.layer(node)))
-            reason = {"save": "asked for", "recompute": "", "offload": OFFLOADED}.get(asked or "", by_policy)
-            if reason is None:
+            wanted = ASKED[asked] if asked else self.wanted(node, policy.get(ir.layer(node)))
+            if wanted is None:
                 continue
-            once = "sent to another stage" if node in elsewhere else why_once(node, written)
-            if reason == OFFLOADED and node not in elsewhere:
-                found[node] = "written in place" if node in written else "" if is_view(node) else OFFLOADED
+            if wanted == OFFLOADED and node not in elsewhere:
+                decisions[node] = IN_PLACE if node in written else RECOMPUTED if is_view(node) else OFFLOADED
                 continue
+            once = "sent to another stage" if node in elsewhere else reason_to_run_once(node, written)
             if once == "communication" and asked == "recompute":
-                once = ""
-            found[node] = once or ("leaves its region" if leaves(node, region) else "") or reason
-        found |= sums_for_terms(found)
+                once = None
+            if once is None and leaves(node, region):
+                once = "leaves its region"
+            decisions[node] = Decision("save", once) if once else wanted
+        decisions |= sums_for_terms(decisions)
         if unmatched := [p for p in (*self.modules, *self.ops) if p not in matched]:
             option = "modules" if unmatched[0] in self.modules else "ops"
             what = "module" if option == "modules" else "operator of the forward"
             raise ir.Refused("remat", None, f"passes.remat.{option}: no {what} is named like {unmatched[0]!r}")
-        return found
+        return decisions
 
     def override(self, node: fx.Node, matched: set[str]) -> Action | None:
         """What `modules` or `ops` say of the node; patterns that say something are added to `matched`."""
@@ -209,39 +229,40 @@ class Remat(ir.Pass):
             every |= {layer: policy for layer in layers if within(str(layer), pattern)}
         return {layer: policy for layer, policy in every.items() if policy != "none"}
 
-    def kept(self, node: fx.Node, policy: Policy | None) -> str | None:
-        """Why the policy of its layer keeps a node, an empty string if it recomputes it; None where it has no say."""
+    def wanted(self, node: fx.Node, policy: Policy | None) -> Decision | None:
+        """Return the decision of the policy of a node's layer, or of the model's marks; None if neither concerns it."""
         if policy is None:
-            return "" if ir.record(node).checkpoint else None
+            return RECOMPUTED if ir.record(node).checkpoint else None
         if policy == "offload":
             return OFFLOADED
         patterns = {"selective": self.save, "attention": (ATTENTION,)}.get(policy, ())
-        return SELECTED if any(is_called(node, pattern) for pattern in patterns) else ""
+        return SELECTED if any(is_called(node, pattern) for pattern in patterns) else RECOMPUTED
 
 
-def sums_for_terms(reasons: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
-    """Reasons changed where of two selected results only the sum is used: that is kept, half of the bytes."""
-    changed: dict[fx.Node, str] = {}
-    for node, reason in reasons.items():
-        terms = [selected_term(n, reasons) for n in node.all_input_nodes] if node.target is ADD and not reason else []
+def sums_for_terms(decisions: Decisions) -> dict[fx.Node, Decision]:
+    """Return other decisions for two selected results of which only the sum is used: it is half of their bytes."""
+    changed: dict[fx.Node, Decision] = {}
+    sums = (node for node, decision in decisions.items() if node.target is ADD and decision == RECOMPUTED)
+    for node in sums:
+        terms = [selected_term(n, decisions) for n in node.all_input_nodes]
         if len(terms) == 2 and all(t and ir.example(t).numel() == ir.example(node).numel() for t in terms):
-            changed |= {node: SELECTED} | {term: "" for term in terms if term}
+            changed |= {node: SELECTED} | {term: RECOMPUTED for term in terms if term}
     return changed
 
 
-def selected_term(node: fx.Node, reasons: Mapping[fx.Node, str]) -> fx.Node | None:
-    """The selected result that a node is, in another shape or times a number, if nothing else uses it."""
-    while len(node.users) == 1 and reasons.get(node) == "" and (is_view(node) or node.target is SCALE):
+def selected_term(node: fx.Node, decisions: Decisions) -> fx.Node | None:
+    """Return the selected result that a node is, in another shape or scaled, if nothing else uses it."""
+    while len(node.users) == 1 and decisions.get(node) == RECOMPUTED and (is_view(node) or node.target is SCALE):
         if len(node.all_input_nodes) != 1:
             return None
         (node,) = node.all_input_nodes
-    return node if len(node.users) == 1 and reasons.get(node) == SELECTED else None
+    return node if len(node.users) == 1 and decisions.get(node) == SELECTED else None
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether the operator's result is its operand's memory: computed again from that, it costs nothing."""
     operands = {id(s) for n in node.all_input_nodes for s in storages(n)}
-    return why_once(node, set()) == "" and any(id(s) in operands for s in storages(node))
+    return reason_to_run_once(node, set()) is None and any(id(s) in operands for s in storages(node))
 
 
 def leaves(node: fx.Node, region: Mapping[fx.Node, Region]) -> bool:

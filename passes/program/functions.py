@@ -1,6 +1,6 @@
 """Operators that stand for bodies: custom autograd functions, and local operators made for one program.
 
-    y = fn::Quantize_0(x, w)        one operator a call in the captured graph, its bodies in `_FUNCTIONS`
+    y = fn::Quantize_0(x, w)        one operator a call in the captured graph
 becomes, once placed (`passes/sharding/custom.py`),
     y, *saved = local::Quantize_0(x, all_gather(w))     and, in the joint graph, both bodies in line
 
@@ -38,11 +38,21 @@ class Function:
     results: int
 
 
-# By name: an operator may be met as either of two objects.
-_FUNCTIONS: dict[str, Function] = {}  # operator of the captured graph -> what it calls
-_BODIES: dict[str, Callable[..., Any]] = {}  # operator of a local program -> its local body
-_COMMUNICATING: set[str] = set()
-_MEANINGS: dict[str, Callable[..., Any]] = {}  # operator of a local program -> the same value by other operators
+@dataclass(frozen=True)
+class LocalFunction:
+    """The local body of an operator of a local program, and whether it communicates.
+
+    An operator that is another way to compute a value has a `meaning`: the operators whose place it took.
+    """
+
+    body: Callable[..., Any]
+    communicates: bool = False
+    meaning: Callable[..., Any] | None = None
+
+
+# By name, because an operator may be met as either of two objects. PyTorch registers operators for a whole process, and
+# no two programs share one.
+_operators: dict[str, Function | LocalFunction] = {}
 _program = 0  # the last that was captured: its operators are in namespaces of its own, `fn7` and `local7`
 _numbers = itertools.count()  # of operators within one captured program
 
@@ -57,42 +67,39 @@ def restart() -> None:
 
 
 def function_of(node: fx.Node) -> Function | None:
-    """The custom function that a node of a captured graph calls, if it does."""
-    return _FUNCTIONS.get(node.target.name()) if isinstance(node.target, OpOverload) else None
+    """Return the custom function that a node of a captured graph calls, if it does."""
+    return known if isinstance(known := _known(node), Function) else None
 
 
 def body_of(node: fx.Node) -> Callable[..., Any] | None:
-    """The local body that a node of a local program stands for, if it does."""
-    return _BODIES.get(node.target.name()) if isinstance(node.target, OpOverload) else None
+    """Return the local body that a node of a local program stands for, if it does."""
+    return known.body if isinstance(known := _known(node), LocalFunction) else None
+
+
+def _known(node: fx.Node) -> Function | LocalFunction | None:
+    return _operators.get(node.target.name()) if isinstance(node.target, OpOverload) else None
 
 
 def remember(
     op: Any, body: Callable[..., Any], communicates: bool = False, meaning: Callable[..., Any] | None = None
 ) -> None:
-    """Let an operator of a local program stand for a body of local operators; say whether these communicate.
-
-    What is another way to compute a value has a `meaning`: the operators that it was put in the place of.
-    """
-    _BODIES[op.name()] = body
-    if communicates:
-        _COMMUNICATING.add(op.name())
-    if meaning:
-        _MEANINGS[op.name()] = meaning
+    """Let an operator of a local program stand for a body of local operators."""
+    _operators[op.name()] = LocalFunction(body, communicates, meaning)
 
 
 def communicates(node: fx.Node) -> bool:
-    """Whether a node of a local program stands for a body that communicates."""
-    return isinstance(node.target, OpOverload) and node.target.name() in _COMMUNICATING
+    """Return True if a node of a local program stands for a body that communicates."""
+    return isinstance(known := _known(node), LocalFunction) and known.communicates
 
 
 def meaning_of(node: fx.Node) -> Callable[..., Any] | None:
-    """What a node of a local program means, if it is another way to compute that."""
-    return _MEANINGS.get(node.target.name()) if isinstance(node.target, OpOverload) else None
+    """Return the meaning of a node of a local program that is another way to compute a value."""
+    return known.meaning if isinstance(known := _known(node), LocalFunction) else None
 
 
 def record(op: Any, function: Function) -> None:
     """Let an operator of a captured graph stand for a call of the function."""
-    _FUNCTIONS[op.name()] = function
+    _operators[op.name()] = function
 
 
 def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, results: int) -> Any:

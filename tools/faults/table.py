@@ -274,8 +274,8 @@ FAULTS = (
     Fault(
         "random_twice",
         "passes/memory/recompute.py",
-        'return "random" if is_random(node) else ""',
-        'return ""',
+        'return "random" if is_random(node) else None',
+        "return None",
         "Random operators are computed again and draw anew.",
     ),
     Fault(
@@ -400,8 +400,8 @@ FAULTS = (
     Fault(
         "sent_values_recomputed",
         "passes/memory/remat.py",
-        '"sent to another stage" if node in elsewhere else why_once(node, written)',
-        "why_once(node, written)",
+        '"sent to another stage" if node in elsewhere else reason_to_run_once(node, written)',
+        "reason_to_run_once(node, written)",
         "A stage recomputes for its backward what it was sent.",
     ),
     Fault(

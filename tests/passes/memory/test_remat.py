@@ -319,7 +319,7 @@ def peaks() -> tuple[int, int]:
     """Predicted peak bytes of four layers with all of them recomputed, and with none."""
     program, ctx = joint((), 4)
     remat = Remat("full")
-    free = {node for node, reason in remat.reasons(program).items() if not reason}
+    free = {node for node, each in remat.decisions(program).items() if each.action == "recompute"}
     return remat.peak(program, ctx, set(), free), remat.peak(program, ctx, set(), set())
 
 
