@@ -339,9 +339,3 @@ class _Sweep:
         spec = self.plan.current(node)
         if output.spec.shape != spec.shape:
             raise ir.CompileError("shard", node, f"output {output.name} has shape {spec.shape}")
-
-
-def bytes_of(node: fx.Node) -> int:
-    """Bytes of the node's full tensor."""
-    example = ir.example(node)
-    return math.prod(example.shape) * example.element_size()
