@@ -150,13 +150,12 @@ class Writer:
         return [self.graph(module.graph), {n: self.module(m) for n, m in children if isinstance(m, fx.GraphModule)}]
 
     def input(self, given: ir.Input) -> dict[str, Any]:
-        """An input, with its value if it is a constant."""
+        """Return an input, with its value if it is a constant."""
         count = given.count and [self.program(given.count.program), given.count.microbatches]
         value = None if given.value is None else self.constant(given.value)
-        head = {"name": given.name, "kind": given.kind, "spec": self.spec(given.spec)}
-        where = {"layer": encoded(given.layer), "stages": list(given.stages), "microbatch": given.microbatch}
-        where |= {"restored": given.restored}
-        return head | where | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
+        forms = {"spec": self.spec(given.spec), "value": value, "roles": sorted(given.roles), "count": count}
+        others = (each.name for each in fields(given) if each.name not in forms)
+        return forms | {name: encoded(getattr(given, name)) for name in others}
 
     def constant(self, value: Tensor) -> Any:
         """Return the layout of a real tensor and its entries."""
@@ -345,15 +344,12 @@ class Reader:
             module.add_module(name, self.module(*child))
         return module
 
-    def input(
-        self, name: str, kind: Any, spec: int, value: Any, roles: Any, runs: bool, count: Any, layer: Any, stages: Any,
-        microbatch: int, restored: bool,
-    ) -> ir.Input:
+    def input(self, spec: int, value: Any, roles: Any, count: Any, **others: Any) -> ir.Input:
         """An input, with its value if it is a constant."""
         number = count and ir.Count(self.program(count[0]), count[1])
         real = None if value is None else tensor_from(self.value(value[0], ()), value[1])
-        what = real, frozenset(roles), runs, number, decoded(layer), tuple(stages), microbatch, restored
-        return ir.Input(name, kind, self.specs[spec], *what)
+        plain = {name: decoded(form) for name, form in others.items()}
+        return ir.Input(spec=self.specs[spec], value=real, roles=frozenset(roles), count=number, **plain)
 
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:
         """A graph of nodes in order."""
@@ -426,7 +422,7 @@ class DumpReader(Reader):
 def names_of_calls(content: Mapping[str, Any]) -> list[str]:
     """The printed names of the operators in a dump, those of a body once; raise Unreadable."""
     with reading():
-        graphs = [(body[4], {}) for body in content["bodies"]]
+        graphs: list[Any] = [(body[4], {}) for body in content["bodies"]]
         graphs += [part["graph"] for part in content["programs"].values()]
         for _, children in graphs:
             graphs += children.values()

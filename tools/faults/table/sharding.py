@@ -67,8 +67,8 @@ FAULTS = (
     Fault(
         "dropped_by_one_source",
         "passes/sharding/dispatch.py",
-        "write.call(aten.lt.Scalar, ids, way.groups)",
-        "write.call(aten.lt.Scalar, ids, way.groups - 1)",
+        "edit.call(aten.lt.Scalar, (ids, way.groups))",
+        "edit.call(aten.lt.Scalar, (ids, way.groups - 1))",
         "Rows for the last expert are not counted among those that find no room.",
     ),
     # experts.py
@@ -96,7 +96,7 @@ FAULTS = (
     ),
     Fault(
         "mask_by_logical_size",
-        "passes/sharding/partition.py",
+        "passes/program/builder.py",
         "inner *= factor.local(self.mesh)",
         "inner *= factor.size",
         "Masks of a dim of several factors are laid out by logical sizes.",
@@ -234,8 +234,8 @@ FAULTS = (
     Fault(
         "one_site",
         "passes/sharding/normalize.py",
-        "(*node.args[:2], seed, site)",
-        "(*node.args[:2], seed, 0)",
+        "*node.args[:2], seed, site)",
+        "*node.args[:2], seed, 0)",
         "All dropouts draw the same numbers.",
     ),
     # norms.py

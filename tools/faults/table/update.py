@@ -51,15 +51,15 @@ FAULTS = (
     Fault(
         "accumulators_not_cleared",
         "passes/update/optimize.py",
-        'append.write(total, append.call("clear", torch.zeros_like, total))',
+        'append.write(total, append.trace(torch.zeros_like, total, key="clear"))',
         "pass",
         "Gradients of all steps add up.",
     ),
     Fault(
         "step_counted_late",
         "passes/update/optimize.py",
-        'append.call("count", lambda s: s + 1, step)',
-        'append.call("count", lambda s: s + 0, step)',
+        'append.trace(lambda s: s + 1, step, key="count")',
+        'append.trace(lambda s: s + 0, step, key="count")',
         "The bias of the first step is that of no step.",
     ),
     Fault(
@@ -88,8 +88,8 @@ FAULTS = (
     Fault(
         "last_microbatch_only",
         "passes/update/accumulate.py",
-        'append.call("add", torch.add, total, node)',
-        'append.call("add", lambda total, new: new.clone(), total, node)',
+        'append.trace(torch.add, total, node, key="add")',
+        'append.trace(lambda total, new: new.clone(), total, node, key="add")',
         "An accumulator holds the last microbatch's gradient.",
     ),
     Fault(
