@@ -30,9 +30,9 @@ from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.request import LossFn, Metrics
 from passes.program import ir
+from passes.program.editor import inline
 from passes.program.folds import Fold, Folding
 from passes.program.layer import Layer, layer_names, layer_of
-from passes.program.rewrite import inline
 from passes.program.spec import Spec
 from passes.program.torch_private import (
     FakeTensor,

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from compiler_trainer.config.errors import UserError
 from passes.program import ir
-from passes.program.rewrite import before, laid_out_as
+from passes.program.editor import Editor, laid_out_as
 
 aten = torch.ops.aten
 FLEX = torch.ops.higher_order.flex_attention
@@ -122,11 +122,11 @@ def replace(module: fx.GraphModule, node: fx.Node, masks: dict[Any, fx.Node]) ->
             out = scored(q, k, v, mask, score_fn, scale, captured)
         return laid_out_as(like, out)
 
-    seen = None
+    seen, edit = None, Editor.before(node, ctx)
     if not causal and not sees_all(mask_fn):
         key = (mask_fn.code, tuple(mask_captured), index)
-        seen = masks[key] = masks.get(key) or before(node, mask, mask_captured, ctx)
-    out = before(node, attention, [q, k, v, seen, *score_captured], ctx)
+        seen = masks[key] = masks.get(key) or edit.trace(mask, *mask_captured, key=mask)
+    out = edit.trace(attention, q, k, v, seen, *score_captured, key=attention)
     for part in list(node.users):
         part.replace_all_uses_with(out)
         module.graph.erase_node(part)

@@ -17,14 +17,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import fx
 
 from compiler_trainer.config.options import spelled
 from compiler_trainer.inspect.dumps import Node, Run, Stage
+from passes.program.printer import format_operand
 
 FIRST = 5  # nodes shown of each kind of change
 MOST = 20  # rows of operators and modules
 ITS_OWN = ("run.dir", "checkpoint.dir")  # options that every run has for itself
-NAME = re.compile(r"%\w+")
 NUMBER = re.compile(r"\d+")
 
 Rows = list[tuple[str, ...]]
@@ -51,8 +52,8 @@ class Change:
 
 def itself(node: Node) -> tuple[str, ...]:
     """What a node is, apart from what it is computed from: operator, constants, value, placement and where it is."""
-    call = node.text.partition("   # ")[0].partition(" = ")[2]
-    return (NAME.sub("%", call), node.module, node.phase)
+    constants = fx.map_arg((node.node.args, dict(node.node.kwargs)), lambda operand: "%")
+    return (node.op, node.label, format_operand(constants), node.value, node.spec, node.module, node.phase)
 
 
 def role(node: Node) -> tuple[str, ...]:

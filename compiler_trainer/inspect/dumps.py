@@ -1,23 +1,26 @@
-"""What a run left behind, read from its folder alone: options, report, metrics, and the graph after every pass.
+"""A run read from its folder alone: options, report, metrics, and the program after each pass.
 
     run = load("runs/2026-01-31_12-00-00")
     last = run.program("step")[-1]
-    last.node("all_gather").source
+    last.by_name["all_gather"].source
 
-Texts are parsed when first asked for: a stage of 100,000 nodes takes about a second.
+Programs are read when first asked for: a stage of 100,000 nodes takes about five seconds. Runs of earlier versions have
+no programs that are read, only their text and reports.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+from torch import Tensor, fx
 
 from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
@@ -27,20 +30,14 @@ from compiler_trainer.config.schema import Steps
 from compiler_trainer.training import metrics
 from passes.cost.accounting import Accounting
 from passes.program import ir
+from passes.program.bodies import calls_of
+from passes.program.printer import Line, format_dtype, format_value, lines_of, name_of_call, place_of
+from passes.program.saved import Unreadable, names_of_calls, read_dump, reading
 
-TENSOR = re.compile(r"^(\w+)\[([\d, ]*)\]$")
-PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
-OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything, so it is passed over
-SECTION = re.compile(r"^# (\w+): (.*)$")
-OWN = ("mesh", "stage", "folded", "inputs", "outputs", "nodes")  # sections of the program itself
-FOLDED = re.compile(r"^# folded: (.*\.(\d+) to .*\.(\d+))$", re.MULTILINE)
 CALLS = ("segment", "unfold")  # passes that leave calls of bodies
-BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
-AXIS = re.compile(r"\b(\w+)=(\d+)(?:( \(head and tail\))| \((\d+) blocks\))?")
-COUNT = re.compile(r"[0-9]{1,9}")
-BITS = re.compile(r"[0-9]+")  # of a dtype; a bool has none, and takes a byte
+CASTS = ("to.dtype", "to.device", "to.other", "to.dtype_layout", "_to_copy", "prims.convert_element_type")
 STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
-FLATTENED = re.compile(r"\b(\w+)=([a-z]\w*(?:\*\w+)*)")
+EARLIER = "is missing: the run is of an earlier version or lacks files; read its .txt, or make the run again"
 SLOT = Must("be a task, F0.2 or U1", lambda name: re.fullmatch(r"[A-Z]\d{1,6}(\.\d{1,6})?", name) is not None)
 # what costs a node, and rows of which kinds have it
 COSTS = {"collectives": (str, str, str, int), "flops": (str, int), "storages": (str, str, int, str)}
@@ -128,13 +125,13 @@ REPORT = {
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One line of a stage's text.
+    """One node of a stage.
 
     `op` is the operator or, of an input, its kind (`parameter`, `batch`, `moment`, ...), and `label` then the model's
-    own name for it. `value` is what it yields as text; `dtype` and `shape` are empty unless that is one tensor.
-    `spec` is its placement as text, empty where none is known; `source` is `file:line`; `recomputed` says that the
-    backward computes here again what the forward did not keep. `graph` is the path of the
-    graph that holds it, empty for the program itself. `line` counts from 1.
+    own name for it. `value` is what it yields as text; `dtype` and `shape` are empty and `bytes` 0 unless that is one
+    tensor. `spec` is its placement as text, empty if none is known; `source` is `file:line`; `recomputed` says that the
+    backward computes here again what the forward did not keep. `graph` is the path of the graph that holds it, empty
+    for the program itself. `line` counts from 1, `text` is that line of the stage's text, and `node` is the node read.
     """
 
     name: str
@@ -143,6 +140,7 @@ class Node:
     value: str
     dtype: str
     shape: tuple[int, ...]
+    bytes: int
     spec: str
     source: str
     module: str
@@ -152,29 +150,12 @@ class Node:
     graph: str
     line: int
     text: str
+    node: fx.Node
 
     @property
     def is_input(self) -> bool:
-        """Whether it is given to the program, not computed."""
+        """Return True for an input of the program."""
         return bool(self.label)
-
-    @property
-    def bytes(self) -> int:
-        """How many one tensor has, 0 where it is none."""
-        bits = BITS.search(self.dtype)
-        return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1) if self.dtype else 0
-
-
-@dataclass(frozen=True)
-class Output:
-    """One result of a program: the loss, a gradient, a metric; `operand` is the node that computes it."""
-
-    name: str
-    kind: str
-    operand: str
-    value: str
-    spec: str
-    line: int
 
 
 @dataclass(frozen=True)
@@ -209,76 +190,66 @@ class Stage:
 
     @cached_property
     def text(self) -> str:
-        """The whole text; raises UserError where it ends before the nodes that it says it has."""
-        found = text_of(self.path)
-        _, _, rest = f"\n{found}".partition("\n# nodes: ")
-        said, lines = rest.partition("\n")[0], rest.count("\n") - 1
-        if not COUNT.fullmatch(said) or lines < int(said):
+        """The whole text; raises UserError if it ends before the nodes that it says it has."""
+        text = text_of(self.path)
+        _, _, nodes = f"\n{text}".partition("\n# nodes: ")
+        count, lines = nodes.partition("\n")[0], nodes.count("\n") - 1
+        if not (count.isdecimal() and len(count) < 10) or lines < int(count):
             raise UserError(str(self.path), "is not whole: it lacks nodes, or how many there are; copy it again")
-        return found
-
-    @cached_property
-    def _parsed(self) -> Parsed:
-        text = self.text
-        try:
-            found = parse(text)
-            check_order(found.nodes)
-            return found
-        except UserError as error:
-            raise UserError(f"{self.path}, {error.where}", error.message) from error
-        except ValueError as error:  # of numbers as long as lines
-            raise UserError(str(self.path), f"cannot be read: {error}") from error
+        return text
 
     @property
-    def folded(self) -> str:
-        """Which layer stands for which, or an empty string; costs are those of all layers."""
-        found = self._rolled
-        return found[1] if found else ""
+    def dump(self) -> Path:
+        """The file that holds the program."""
+        return self.path.with_suffix(".graph.json")
+
+    @cached_property
+    def content(self) -> Any:
+        """The JSON of the program; raises UserError if there is none."""
+        if not self.dump.exists():
+            raise UserError(str(self.dump), EARLIER)
+        try:
+            return json.loads(text_of(self.dump))
+        except (ValueError, RecursionError) as error:
+            raise UserError(str(self.dump), f"cannot be read: {error}") from error
+
+    @cached_property
+    def casts(self) -> int | None:
+        """How many operators ask for a dtype; None in a run of an earlier version."""
+        if not self.dump.exists():
+            return None
+        try:
+            return sum(name in CASTS for name in names_of_calls(self.content))
+        except Unreadable as error:
+            raise self.damaged(error) from error
+
+    @cached_property
+    def _read(self) -> tuple[ir.Program, list[Node]]:
+        try:
+            programs = read_dump(self.content)
+            with reading():
+                return programs[self.program], list(nodes_of(programs[self.program]))
+        except Unreadable as error:
+            raise self.damaged(error) from error
+
+    def damaged(self, error: Unreadable) -> UserError:
+        """The refusal of a program that cannot be read."""
+        return UserError(str(self.dump), f"is not what a run writes: {' '.join(str(error).split())[:200]}")
+
+    @property
+    def graph(self) -> ir.Program:
+        """The program, whose operators are known by name and whose values by layout."""
+        return self._read[0]
 
     @property
     def left_out(self) -> int:
-        """How many layers one stands for beside itself."""
-        found = self._rolled
-        return int(found[3]) - int(found[2]) if found else 0
-
-    @property
-    def _rolled(self) -> re.Match[str] | None:
-        return FOLDED.search(self.text[:1000])
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Sizes of the mesh axes larger than one, outermost first."""
-        return self._parsed.mesh
-
-    @property
-    def zigzag(self) -> frozenset[str]:
-        """Axes whose ranks hold two chunks, head and tail."""
-        return self._parsed.zigzag
-
-    @property
-    def blocks(self) -> dict[str, int]:
-        """How many blocks each rank holds, of axes whose order is a table."""
-        return self._parsed.blocks
-
-    @property
-    def flattened(self) -> dict[str, list[str]]:
-        """Names for several axes as one, outermost first."""
-        return self._parsed.flattened
-
-    @property
-    def stage(self) -> str:
-        """How far the program has come."""
-        return self._parsed.stage
+        """How many layers one stands for, itself not counted."""
+        return self.graph.fold.left_out if self.graph.fold else 0
 
     @property
     def nodes(self) -> list[Node]:
         """Inputs, then operators in order, then those of the graphs that operators call."""
-        return self._parsed.nodes
-
-    @property
-    def outputs(self) -> list[Output]:
-        """What the program returns."""
-        return self._parsed.outputs
+        return self._read[1]
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -366,26 +337,12 @@ def load_stages(graphs: str | Path) -> list[Stage]:
 
 def bodies_of(stage: Stage) -> list[Body]:
     """The bodies that a program of calls has, in the order of their first calls."""
-    found = []
-    for called, section in groupby(stage.text.splitlines(), groups_by_body()):
-        if called is not None:
-            lines = [line for line in section if line.startswith("%") and " = placeholder(" not in line]
-            origin = next((line.rpartition("   # ")[2] for line in lines if "   # " in line), "")
-            found.append(Body(called[0], called[1], len(lines), origin))
-    return found
-
-
-def groups_by_body() -> Callable[[str], tuple[str, int] | None]:
-    """Tells of one line after another which body it is of, and how often that is called."""
-    now: tuple[str, int] | None = None
-
-    def of(line: str) -> tuple[str, int] | None:
-        nonlocal now
-        if head := BODY.match(line):
-            now = head[1], int(head[2])
-        return now
-
-    return of
+    bodies = []
+    for body, calls in calls_of(stage.graph).items():
+        nodes = [node for node in body.graph.nodes if node.op not in ("placeholder", "output")]
+        first = " ".join(filter(None, place_of(nodes[0])[:3])) if nodes else ""
+        bodies.append(Body(body.name, len(calls), len(nodes), first))
+    return bodies
 
 
 def stage_at(path: Path) -> Stage:
@@ -414,105 +371,38 @@ def check_parts(found: Any, path: Path, kinds: Mapping[str, Any]) -> None:
         raise UserError(str(path), f"is not what a run writes: {field}{error.message}") from error
 
 
-# ---- the text -----------------------------------------------------------------------------------------
+# ---- nodes --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """A stage's text, taken apart."""
-
-    mesh: dict[str, int]
-    zigzag: frozenset[str]
-    blocks: dict[str, int]
-    flattened: dict[str, list[str]]
-    stage: str
-    nodes: list[Node]
-    outputs: list[Output]
+def nodes_of(program: ir.Program) -> Iterator[Node]:
+    """Yield the nodes of a program's text."""
+    inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
+    for number, line in enumerate(lines_of(program), 1):
+        if line.node is not None and line.node.op != "output":
+            yield node_of(line.node, number, line, inputs.get(line.node))
 
 
-def parse(text: str) -> Parsed:
-    """The parts of a text that `passes.printer` wrote; raises UserError naming a line that it did not."""
-    heads: dict[str, str] = {}
-    nodes: list[Node] = []
-    outputs: list[Output] = []
-    section, graph = "", ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if head := SECTION.match(line):
-            section, heads[head[1]] = head[1], head[2]
-            graph = head[2].partition(",")[0] if section in ("graph", "body") else "" if section in OWN else section
-        elif section == "outputs":
-            outputs.append(_output(line, number))
-        elif not line.startswith("return "):
-            nodes.append(_input(line, number) if section == "inputs" else _operator(line, number, graph))
-    axes = AXIS.findall(heads.get("mesh", ""))
-    sizes = {axis: int(size) for axis, size, *_ in axes}
-    zigzag = frozenset(axis for axis, _, head_and_tail, _ in axes if head_and_tail)
-    blocks = {axis: int(count) for axis, *_, count in axes if count}
-    flattened = {name: over.split("*") for name, over in FLATTENED.findall(heads.get("mesh", ""))}
-    return Parsed(sizes, zigzag, blocks, flattened, heads.get("stage", ""), nodes, outputs)
-
-
-def check_order(nodes: Iterable[Node]) -> None:
-    """Raise UserError unless the program's own nodes are defined once each, before what reads them."""
-    known: set[str] = set()
-    for node in nodes:
-        if not node.graph:
-            if unknown := [name for name in node.operands if name not in known]:
-                raise UserError(f"line {node.line}", f"reads %{unknown[0]}, which no line before it defines")
-            if node.name in known:
-                raise UserError(f"line {node.line}", f"defines %{node.name} again")
-            known.add(node.name)
-
-
-def _operator(line: str, number: int, graph: str) -> Node:
-    """`%name = op(operands) : value spec   # file.py:line module.path phase [recomputed]`."""
-    body, _, origin = line.rpartition("   # ")
-    call, _, placed = body.rpartition(") : ")
-    name, _, call = call.partition(" = ")
-    op, found, operands = call.partition("(")
-    if not found or not name.startswith("%"):
-        raise UserError(f"line {number}", f"is not a node: {line[:80]!r}")
-    names = tuple(filter(None, OPERAND.findall(operands)))
-    return Node(name[1:], op, names, *_value(placed), *_origin(origin), "", graph, number, line)
-
-
-def _input(line: str, number: int) -> Node:
-    """`%name = kind "name" : value spec`."""
-    name, _, rest = line.partition(" = ")
-    kind, _, rest = rest.partition(' "')
-    label, found, placed = rest.rpartition('" : ')
-    if not found or not name.startswith("%"):
-        raise UserError(f"line {number}", f"is not an input: {line[:80]!r}")
-    return Node(name[1:], kind, (), *_value(placed), "", "", "", False, label, "", number, line)
-
-
-def _output(line: str, number: int) -> Output:
-    """`kind "name" = %node : value spec`."""
-    kind, _, rest = line.partition(' "')
-    name, _, rest = rest.partition('" = ')
-    operand, found, placed = rest.partition(" : ")
-    if not found:
-        raise UserError(f"line {number}", f"is not an output: {line[:80]!r}")
-    value, _, _, spec = _value(placed)
-    return Output(name, kind, operand.removeprefix("%"), value, spec, number)
-
-
-def _value(placed: str) -> tuple[str, str, tuple[int, ...], str]:
-    """Value, dtype, shape and placement of `f32[4, 8] [8@tp, 8] replicate(cp)`."""
-    parts = PLACED.match(placed)
-    value, spec = (parts[1], parts[2]) if parts else (placed, "")
-    tensor = TENSOR.match(value)
-    if tensor is None:
-        return value, "", (), spec
-    return value, tensor[1], tuple(int(n) for n in tensor[2].split(", ") if n), spec
-
-
-def _origin(origin: str) -> tuple[str, str, str, bool]:
-    """Source, module, phase and whether recomputed of `file.py:31 layers.0 forward`; the first two may be missing."""
-    bare = origin.removesuffix(" recomputed")
-    *words, phase = bare.split(" ")
-    source = words.pop(0) if words and re.search(r":\d+$", words[0]) else ""
-    return source, " ".join(words), phase, bare != origin
+def node_of(node: fx.Node, number: int, line: Line, given: ir.Input | None) -> Node:
+    """Return a node as tools show it."""
+    value, spec, operands = ir.value(node), given.spec if given else ir.spec(node), list[str]()
+    fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda operand: operands.append(operand.name))
+    is_tensor = isinstance(value, Tensor)
+    return Node(
+        node.name,
+        given.kind if given else name_of_call(node),
+        tuple(operands),
+        format_value(value),
+        format_dtype(value.dtype) if is_tensor else "",
+        tuple(value.shape) if is_tensor else (),
+        value.dtype.itemsize * math.prod(value.shape) if is_tensor else 0,
+        "" if spec is None else str(spec),
+        *(("", "", "", False) if given else place_of(node)),
+        given.name if given else "",
+        line.graph,
+        number,
+        line.text,
+        node,
+    )
 
 
 def matching(nodes: list[Node], key: Callable[[Node], str], pattern: str) -> Iterator[Node]:

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.inspect.dumps import Node, Run, Stage
+from compiler_trainer.inspect.dumps import CASTS, Node, Run, Stage
+from passes.program.printer import format_dtype
 
 GATHERED = {"all_gather": "gathered", "all_gather_invariant": "gathered", "invariant_to_replicate": "copied",
             "replicate_to_invariant": "cut", "invariant_to_shard": "cut", "replicate_to_shard": "cut"}  # fmt: skip
 REDUCTIONS = ("reduce_scatter", "psum", "shard_to_partial", "invariant_to_partial")
-CASTS = ("to.dtype", "_to_copy", "prims.convert_element_type")
 # what only rearranges or joins values: a gathered weight is still that weight after these
 REARRANGES = ("getitem", "t", "view", "reshape", "transpose.int", "permute", "slice.Tensor", "narrow", "alias", "cat",
               "flatten.using_ints", "unflatten.int", "split_with_sizes", "wait_tensor")  # fmt: skip
 ADDS = ("add", "add_")  # gradients of several uses, or microbatches
-AXES = re.compile(r'"([\w.]+)(?::\w+)?"')
-DTYPES = re.compile(r"\b(b?f\d+\w*|[iu]\d+)\b")
-BITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def life(stage: Stage, name: str) -> list[Event]:
     source = next((n for n in stage.nodes if n.op == "parameter" and n.label == name), None)
     if source is None:
         return []
-    stored = f"{source.spec}, {size_bytes(source):,} bytes a rank"
+    stored = f"{source.spec}, {source.bytes:,} bytes a rank"
     events = [Event("stored", source, stored)]
     weights = forms(stage, source)
     for node in uses(stage, weights):
@@ -110,7 +107,8 @@ def happening(node: Node, weights: dict[str, Node]) -> Event:
 
 def gradient_ends(stage: Stage, source: Node) -> list[Node]:
     """What leaves as the parameter's gradient, or, where the update is in the program, is written into it."""
-    out = [stage.by_name[o.operand] for o in stage.outputs if o.kind == "gradient" and o.name == source.label]
+    results = zip(stage.graph.results(), stage.graph.outputs, strict=True)
+    out = [stage.by_name[r.name] for r, o in results if o.kind == "gradient" and o.name == source.label]
     accumulators = [n for n in stage.nodes if n.op == "gradient" and n.label == source.label]
     return out + [w for target in (source, *accumulators) for w in writers(stage, target)]
 
@@ -171,20 +169,13 @@ def base(node: Node) -> str:
 
 def axis_of(node: Node) -> str:
     """The axis that a reshard operator names."""
-    found = AXES.search(node.text)
-    return found[1] if found else "?"
+    return next((arg.partition(":")[0] for arg in node.node.args if isinstance(arg, str)), "?")
 
 
 def dtype_of(node: Node, stage: Stage) -> str:
     """The dtype in which terms travel: the operator's last argument, else its operand's."""
-    last = node.text.partition(") : ")[0].rsplit(", ", 1)[-1]
-    return last if DTYPES.fullmatch(last) else stage.by_name[node.operands[0]].dtype
-
-
-def size_bytes(node: Node) -> int:
-    """Bytes of a tensor of one rank."""
-    bits = BITS.search(node.dtype)
-    return math.prod(node.shape) * (int(bits[0]) // 8 if bits else 1)
+    last = node.node.args[-1]
+    return format_dtype(last) if isinstance(last, torch.dtype) else stage.by_name[node.operands[0]].dtype
 
 
 def chosen(run: Run) -> list[Stage]:

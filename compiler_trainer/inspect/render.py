@@ -22,6 +22,7 @@ from compiler_trainer.inspect.course import course, flat
 from compiler_trainer.inspect.dumps import Node, Run, Stage
 from compiler_trainer.inspect.overview import seconds_of, totals
 from compiler_trainer.inspect.words import COUNTS, PASSES
+from passes.program.mesh import SEQUENCE_AXIS
 
 PAGE = Path(__file__).parent / "page"
 TABS = ("course.js", "graph.js", "diff.js", "memory.js", "communication.js", "pipeline.js", "experts.js", "sharding.js")
@@ -52,17 +53,18 @@ def pack(text: str) -> str:
 def summary(run: Run) -> dict[str, Any]:
     """What the page knows before any text is unpacked."""
     last = run.trained[-1] if run.trained else run.stages[-1]
+    mesh, order, fold = last.graph.mesh, last.graph.order, run.stages[0].graph.fold
     changes = list(reshards(run))
     used = balance(run)
     return {
         "name": run.folder.name,
         "course": dataclasses.asdict(course(run)),
         "config": dict(flat(run.config)),
-        "mesh": last.mesh,
-        "zigzag": sorted(last.zigzag),
-        "blocks": last.blocks,
-        "flattened": last.flattened,
-        "folded": run.stages[0].folded,
+        "mesh": dict(mesh.sizes),
+        "zigzag": [SEQUENCE_AXIS] if order.zigzag else [],
+        "blocks": {SEQUENCE_AXIS: order.chunks} if order.table else {},
+        "flattened": mesh.flattened,
+        "folded": str(fold or ""),
         "stages": [stage_summary(run, stage) for stage in run.dumped],
         "programs": [program(run, stage) for stage in run.trained],
         "reshards": changes,

@@ -14,7 +14,7 @@ from rich.text import Text
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.inspect import glance
 from compiler_trainer.inspect.balance import Balance, balance
-from compiler_trainer.inspect.dumps import Body, Node, Run, Stage, matching
+from compiler_trainer.inspect.dumps import EARLIER, Body, Node, Run, Stage, matching
 from compiler_trainer.inspect.overview import seconds_of, totals
 from compiler_trainer.inspect.render import page
 
@@ -55,14 +55,16 @@ def show_run(run: Run, out: Console) -> None:
         t, seconds = totals(stage), seconds_of(run, stage)
         took = "" if seconds is None else f"{seconds:.2f}"
         counts = (t.nodes_before, t.nodes_after, t.collectives)
-        words = [stage.title, took, *(f"{n:,}" for n in counts), size(t.sent_bytes), f"{t.casts:,}", f"{t.masks or ''}"]
+        words = [stage.title, took, *(f"{n:,}" for n in counts), size(t.sent_bytes), count(t.casts), f"{t.masks or ''}"]
         passes.add_row(*words, flops(t.flops), flops(t.recomputed_flops), size(t.peak_bytes))
     out.print(passes)
     if (stored := run.report.get("program", {})).get("stored_as"):
         came = f"read from {stored['from']}" if stored.get("from") else "made by this start"
         out.print(f"program {stored['stored_as']}, {came}")
-    if folded := run.stages[0].folded:
-        out.print(f"while passes ran, {folded}; costs are of all layers, nodes of those that stand")
+    if not run.stages[0].dump.exists():
+        return say(out, "graphs", f"{run.stages[0].dump.name} {EARLIER}")
+    if fold := run.stages[0].graph.fold:
+        out.print(f"while passes ran, {fold}; costs are of all layers, nodes of those that stand")
     for name, bodies in run.bodies.items():
         out.print(bodies_table(name, bodies))
     for stage in run.trained:
@@ -173,6 +175,11 @@ def table(title: str, heads: str) -> Table:
 def say(out: Console, label: str, words: Any) -> None:
     """A line with its label."""
     out.print(Text.assemble((f"{label}  ", "bold"), str(words)), soft_wrap=True)
+
+
+def count(n: int | None) -> str:
+    """`1,024`, empty if it is not known."""
+    return "" if n is None else f"{n:,}"
 
 
 def size(n: float) -> str:

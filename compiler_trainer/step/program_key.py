@@ -127,15 +127,6 @@ class GraphText(saved.Writer):
         super().__init__()
         self.ctx = ctx
 
-    def program(self, program: ir.Program) -> dict[str, Any]:
-        """Return a program by its inputs, outputs and nodes."""
-        return {
-            "inputs": [self.input(given) for given in program.inputs],
-            "outputs": [[o.name, o.kind, self.spec(o.spec)] for o in program.outputs],
-            "nodes": self.graph(program.graph),
-            "fold": str(program.fold),
-        }
-
     def target(self, node: fx.Node) -> Any:
         """Return what a node calls, as text or as the graphs of a custom function; raise Unwritable if it has none."""
         if function := function_of(node):

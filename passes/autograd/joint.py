@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.editor import inline
 from passes.program.functions import communicates, inline_functions
 from passes.program.operators import is_mutable, name_of
-from passes.program.rewrite import inline
 from passes.program.stages import Stage
 from passes.program.torch_private import decomposition, step_by_step
 from passes.program.trace import Recorder, Tape

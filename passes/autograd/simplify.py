@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from passes.program import ir
+from passes.program.editor import Editor
 from passes.program.stages import Stage
 
 aten = torch.ops.aten
@@ -62,7 +63,7 @@ def lies_alike(a: fx.Node, b: fx.Node) -> bool:
     return (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
 
 
-def drop(node: fx.Node) -> bool:
+def drop(node: fx.Node, ctx: ir.Context) -> bool:
     """Let a node's users read what it gives back; whether it does."""
     if not node.args or not ir.is_tensor(node):
         return False
@@ -76,7 +77,7 @@ def drop(node: fx.Node) -> bool:
     return True
 
 
-def join_scales(node: fx.Node) -> bool:
+def join_scales(node: fx.Node, ctx: ir.Context) -> bool:
     """In `mul(div(y, d), mul(x, c))`, c a power of two, scale once; whether it was so."""
     if node.target is not aten.mul.Tensor:
         return False
@@ -98,23 +99,18 @@ def is_power_of_two(number: float) -> bool:
     return math.frexp(abs(number))[0] == 0.5
 
 
-def scale_before_expanding(node: fx.Node) -> bool:
+def scale_before_expanding(node: fx.Node, ctx: ir.Context) -> bool:
     """`div(expand(y), d)` as `expand(div(y, d))`: one division an entry of y; whether it was so."""
     if node.target is not aten.div.Scalar or not is_alone(node.args[0], aten.expand.default):
         return False
     (expanded, number), (small, shape) = node.args, node.args[0].args
-    with node.graph.inserting_before(node):
-        scaled = node.graph.call_function(node.target, (small, number))
-        result = node.graph.call_function(expanded.target, (scaled, shape))
-    for new, old in ((scaled, node), (result, expanded)):
-        ir.copy_origin(new, old)
-    ir.set_value(scaled, ir.example(small) / number)
-    ir.set_value(result, ir.example(scaled).expand(shape))
-    node.replace_all_uses_with(result)
+    edit = Editor.before(node, ctx)
+    scaled = edit.call(node.target, (small, number))
+    node.replace_all_uses_with(edit.moved_to(node, expanded).call(expanded.target, (scaled, shape)))
     return True
 
 
-REWRITES: tuple[Callable[[fx.Node], bool], ...] = (drop, join_scales, scale_before_expanding)
+REWRITES: tuple[Callable[[fx.Node, ir.Context], bool], ...] = (drop, join_scales, scale_before_expanding)
 
 
 @dataclass(frozen=True)
@@ -128,9 +124,8 @@ class Simplify(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         counts: dict[str, int] = {}
-        with ctx.fake_mode:
-            for rewrite in REWRITES:
-                counts[rewrite.__name__] = sum(rewrite(node) for node in list(program.calls()))
+        for rewrite in REWRITES:
+            counts[rewrite.__name__] = sum(rewrite(node, ctx) for node in list(program.calls()))
         program.graph.eliminate_dead_code()
         program.module.recompile()
         return program, ir.Report(counts)

@@ -25,6 +25,7 @@ from passes.program.abstract_eval import Avals, abstract_eval
 from passes.program.bodies import flatten
 from passes.program.functions import as_meant, meaning_of
 from passes.program.printer import print_program
+from passes.program.saved import dumped
 from passes.program.stages import Stage
 from passes.program.torch_private import trace_artifact
 
@@ -235,10 +236,10 @@ class _Checker:
 
 
 class Dumper:
-    """Writes every stage into a folder, and as artifacts to TORCH_TRACE: `NN_<program>_<pass>` with three endings.
+    """Writes every stage into a folder, and as artifacts to TORCH_TRACE: `NN_<program>_<pass>` with four endings.
 
-    `.txt` is the graph, `.json` the report and `.costs.json` what each node costs. None holds a time or a path: the
-    same options give the same bytes. How long a pass took is in the run's `report.json`.
+    `.txt` is the graph for people and `.graph.json` for tools, `.json` the report, `.costs.json` what each node costs.
+    None holds a time or a path: equal options give equal bytes. How long a pass took is in the run's `report.json`.
     """
 
     def __init__(self, folder: Path):
@@ -252,6 +253,7 @@ class Dumper:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{stage}.txt").write_text(text)
         (self.folder / f"{stage}.json").write_text(report)
+        (self.folder / f"{stage}.graph.json").write_text(dumped({record.program: program}))
         if record.costs is not None:
             (self.folder / f"{stage}.costs.json").write_text(record.costs.as_json())
         trace_artifact(stage, "string", lambda: text)

@@ -32,8 +32,8 @@ from passes.communication.ring_products import OPEN, GatherProducts, Product, Sc
 from passes.cost.cluster import Cluster
 from passes.cost.predict import predict
 from passes.program import ir, reshard
+from passes.program.editor import layout, move_before
 from passes.program.functions import define, remember
-from passes.program.rewrite import layout, move_before
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.editor import Editor, own_memory
 from passes.program.functions import function_of
-from passes.program.rewrite import Editor, own_memory
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 
@@ -147,21 +147,16 @@ class Writer:
     def put_outputs(self) -> list[ir.Output]:
         """Append what the program gives of what the microbatches give."""
         last = self.graph.output(())
-        editor, results, outputs = Editor(self.ctx), list[fx.Node](), list[ir.Output]()
+        edit, results, outputs = Editor(self.ctx, self.graph), list[fx.Node](), list[ir.Output]()
         for node, output in zip(self.program.results(), self.program.outputs, strict=True):
             result = self.copies[-1][node]
             if output.kind in JOINED:
                 found = [copies[node] for copies in self.copies]
-                result = editor.put(last, output.kind, JOINED[output.kind], found, mark_as(node))
+                result = edit.moved_to(last, node).trace(JOINED[output.kind], *found, key=output.kind)
             results.append(result)
             outputs.append(replace(output, spec=Spec.whole(tuple(ir.example(result).shape))))
         last.args = (tuple(results),)
         return outputs
-
-
-def mark_as(node: fx.Node) -> Callable[[fx.Node], None]:
-    """What gives new nodes the origin of one."""
-    return lambda new: ir.copy_origin(new, node)
 
 
 def mean(*values: Tensor) -> Tensor:

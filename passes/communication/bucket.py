@@ -27,9 +27,9 @@ from torch import Tensor, fx
 
 from passes.communication.bucketed import gather_together, max_together, scatter_together, sum_together
 from passes.program import ir, reshard
+from passes.program.editor import Editor, move_after, move_before
 from passes.program.layer import Layer
 from passes.program.operators import bind, is_mutable
-from passes.program.rewrite import Editor, move_after, move_before
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
 
@@ -134,7 +134,7 @@ def split_by_bytes(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[lis
     yield bucket
 
 
-def merge(bucket: list[fx.Node], editor: Editor) -> None:
+def merge(bucket: list[fx.Node], edit: Editor) -> None:
     """Replace collectives by one; what it reads comes before it and what uses it after."""
     operands: list[Any] = [node.args[0] for node in bucket]
     if bucket[0].target in OF_WEIGHTS:
@@ -147,8 +147,8 @@ def merge(bucket: list[fx.Node], editor: Editor) -> None:
             before = before.next
     own = {f"{name}s": tuple(bind(node)[name] for node in bucket) for name in OWN if name in bind(bucket[0])}
     options, together = own | shared_options(bucket[0]), TOGETHER[bucket[0].target]
-    key, mark = (together, *options.items()), lambda new: ir.copy_origin(new, bucket[0])
-    results = editor.put(before, key, lambda *xs: together(xs, **options), operands, mark)
+    edit, key = edit.moved_to(before, bucket[0]), (together, *options.items())
+    results = edit.trace(lambda *xs: together(xs, **options), *operands, key=key)
     for node, result in zip(bucket, results, strict=True):
         ir.set_spec(result, ir.spec(node))
         node.replace_all_uses_with(result)
@@ -176,8 +176,9 @@ class Bucket(ir.Pass):
         before = count_collectives(program)
         notes: list[str] = []
         if before.total():
-            program, editor = program.copy(), Editor(ctx)
-            notes = [note for group in groups(program).values() for note in self.merge_group(group, editor)]
+            program = program.copy()
+            edit = Editor(ctx, program.graph)
+            notes = [note for group in groups(program).values() for note in self.merge_group(group, edit)]
             program.module.recompile()
         after = count_collectives(program)
         counts = {
@@ -189,7 +190,7 @@ class Bucket(ir.Pass):
             notes.append("passes.communication.bucket_mib: no two collectives can travel together, 0 are merged")
         return program, ir.Report(counts, tuple(notes))
 
-    def merge_group(self, group: list[fx.Node], editor: Editor) -> Iterator[str]:
+    def merge_group(self, group: list[fx.Node], edit: Editor) -> Iterator[str]:
         """Merge the group's buckets, and say so."""
         if group[0].target in REDUCTIONS:
             group = sorted(group, key=lambda node: node.args[0])  # type: ignore[arg-type,return-value]
@@ -198,7 +199,7 @@ class Bucket(ir.Pass):
                 first, size_bytes = bucket[0], sum(map(full_bytes, bucket))
                 place = ir.source(first) or ir.phase(first)
                 yield f"%{first.name} ({place}): {len(bucket)} {name_of(first.target)} as one, {size_bytes} bytes"
-                merge(bucket, editor)
+                merge(bucket, edit)
 
 
 def count_collectives(program: ir.Program) -> Counter[str]:

@@ -55,10 +55,10 @@ from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.abstract_eval import recorded
 from passes.program.bodies import base_of
+from passes.program.editor import move_after, move_before
 from passes.program.machine import H100, Balance
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, communicator_of, is_mutable, kind_of, started
-from passes.program.rewrite import move_after, move_before
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from passes.program import ir, reshard
+from passes.program.editor import Editor, replace_by
 from passes.program.stages import Stage
 
 
@@ -55,16 +55,11 @@ def reduced_alike(node: fx.Node) -> list[fx.Node]:
 def reduce_sum(node: fx.Node, reductions: list[fx.Node], ctx: ir.Context) -> None:
     """Put the reduction of a sum where two reductions were added."""
     a, b = reductions
-    partial: list[Any] = [a.args[0], b.args[0]]
-    with node.graph.inserting_before(node):
-        total = node.graph.call_function(torch.ops.aten.add.Tensor, tuple(partial))
-        whole = node.graph.call_function(a.target, (total, *a.args[1:]))  # type: ignore[arg-type]
-    with ctx.fake_mode:
-        ir.set_value(total, ir.example(partial[0]) + ir.example(partial[1]))
-    ir.set_spec(total, ir.spec(partial[0]))
-    ir.update(whole, value=ir.value(node), spec=ir.spec(node))
-    ir.copy_origin(total, a)
-    ir.copy_origin(whole, a)
-    node.replace_all_uses_with(whole)
-    for old in (node, a, b):
+    edit = Editor(ctx, node.graph, node, a)
+    total = edit.call(torch.ops.aten.add.Tensor, (a.args[0], b.args[0]))
+    whole = edit.call(a.target, (total, *a.args[1:]))
+    ir.set_spec(total, ir.spec(a.args[0]))  # type: ignore[arg-type]
+    ir.set_spec(whole, ir.spec(node))
+    replace_by(node, whole)
+    for old in (a, b):
         node.graph.erase_node(old)

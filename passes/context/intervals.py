@@ -26,7 +26,7 @@ from passes.context.match_attention import SOFTMAX, Attention, Scores, single_he
 from passes.context.sdpa import NAMES, SDPA, arguments
 from passes.program import ir
 from passes.program.attend import interval_attention
-from passes.program.rewrite import before, laid_out_as
+from passes.program.editor import Editor, laid_out_as
 from passes.program.stages import Stage
 
 DEFAULTS = dict(zip(NAMES, (None, None, None, None, 0.0, False, None, False)))
@@ -152,7 +152,7 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
 
         return torch.broadcast_tensors(bound(interval.first, 0), bound(interval.last, keys))  # type: ignore[return-value]
 
-    first, last = before(node, body, leaves, ctx)
+    first, last = Editor.before(node, ctx).trace(body, *leaves, key=body)
     return first, last
 
 
@@ -168,6 +168,6 @@ def put(of: Attention, bounds: Bounds, ctx: ir.Context) -> None:
         out = interval_attention(q, k, v, first, last, terms, of.scale, of.score)
         return laid_out_as(example, out).to(example.dtype)
 
-    out = before(of.result, body, [of.q, of.k, of.v, *bounds, *leaves], ctx)
+    out = Editor.before(of.result, ctx).trace(body, of.q, of.k, of.v, *bounds, *leaves, key=body)
     of.result.replace_all_uses_with(out)
     of.result.graph.erase_node(of.result)

@@ -27,9 +27,9 @@ from torch import Tensor, fx
 from passes.memory.chunked import linear_cross_entropy, name_of_dtype
 from passes.memory.chunked_tokens import linear_cross_entropies
 from passes.program import ir
+from passes.program.editor import Editor
 from passes.program.mesh import DATA_AXES, WEIGHT_AXES, Mesh
 from passes.program.operators import CASTS, bind, is_operator, name_of
-from passes.program.rewrite import inline
 from passes.program.stages import Stage
 from passes.rules.roles import PRODUCTS, last_of
 
@@ -235,12 +235,7 @@ def rewrite(found: Found, chunks: int, ctx: ir.Context) -> None:
     node = found.loss
     assert node is not None
     operands = (found.hidden, found.weight, bind(node)["target"], found.bias)
-    with node.graph.inserting_before(node):
-        call = node.graph.call_function(loss_in_chunks(found, chunks), operands)
-    ir.set_value(call, ir.value(node))
-    ir.copy_origin(call, node)
-    node.replace_all_uses_with(call)
-    inline(call, call.target, ctx)  # type: ignore[arg-type]
+    node.replace_all_uses_with(Editor.before(node, ctx).trace(loss_in_chunks(found, chunks), *operands))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch import fx
 from passes.memory.recompute import saved_nodes, storages
 from passes.program import host as host_copies
 from passes.program import ir
+from passes.program.editor import Editor
 from passes.program.layer import Layer
 
 aten = torch.ops.aten
@@ -114,10 +115,6 @@ class Move:
 
     def call(self, before: fx.Node, phase: str, target: Any, *args: Any) -> fx.Node:
         """An operator put before a node, as if it came from where the value did."""
-        with before.graph.inserting_before(before):
-            new = before.graph.call_function(target, args)
-        with self.ctx.fake_mode:
-            ir.set_value(new, target(*fx.map_arg(args, ir.example)))
-        ir.copy_origin(new, self.node)
+        new = Editor(self.ctx, before.graph, before, self.node).call(target, args)
         ir.update(new, phase=phase)
         return new

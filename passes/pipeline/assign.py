@@ -26,6 +26,7 @@ from torch import fx
 from passes.cost.accounting import count_flops
 from passes.program import ir
 from passes.program.abstract_eval import Avals, abstract_eval
+from passes.program.editor import Editor
 from passes.program.layer import Layer
 from passes.program.stages import Stage
 
@@ -61,7 +62,7 @@ class Assign(ir.Pass):
             of_node, notes = self.divided(program, work, avals)
         for node, stage in of_node.items():
             ir.update(node, stage=max([stage, *stages_read(node)]))
-        share_buffers(program)
+        share_buffers(program, ctx)
         inputs, copies = split_parameters(program, work, weights)
         notes += tuple(f"{name}: used in stages {', '.join(map(str, stages))}" for name, stages in copies.items())
         return replace(program, inputs=inputs), ir.Report({"stages": self.stages, "copies": len(copies)}, notes)
@@ -215,7 +216,7 @@ def stages_read(node: fx.Node) -> Iterable[int]:
 # ---- buffers -----------------------------------------------------------------------------------------------
 
 
-def share_buffers(program: ir.Program) -> None:
+def share_buffers(program: ir.Program, ctx: ir.Context) -> None:
     """Let one stage read each buffer that changes, the one that changes it; it sends others what it was.
 
     The forward of a microbatch changes it, and may be followed by that of another before its own backward.
@@ -231,10 +232,8 @@ def share_buffers(program: ir.Program) -> None:
         if early := [user for user in readers if (s := ir.pipeline_stage(user)) is not None and s < (stage or 0)]:
             what = f"is read in stage {ir.pipeline_stage(early[0])} and changed in stage {stage}, which comes later"
             raise ir.Refused("assign", early[0], f"model: buffer {output.name} {what}; cut the model elsewhere")
-        with program.graph.inserting_before(min(readers)):
-            before = program.graph.call_function(torch.ops.aten.clone.default, (held,))
-        ir.update(before, value=ir.example(held).clone(), spec=ir.spec(held))
-        ir.copy_origin(before, new)
+        before = Editor(ctx, program.graph, min(readers), new).call(torch.ops.aten.clone.default, (held,))
+        ir.set_spec(before, ir.spec(held))
         for user in readers:
             user.replace_input_with(held, before)
 

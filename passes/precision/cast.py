@@ -27,10 +27,10 @@ from torch.fx.node import map_aggregate
 
 from passes.precision.sensitive import OPS
 from passes.program import ir
+from passes.program.editor import Editor, inline
 from passes.program.layer import within
 from passes.program.operators import is_operator, name_of
 from passes.program.printer import format_dtype
-from passes.program.rewrite import inline
 from passes.program.stages import Stage
 
 aten = torch.ops.aten
@@ -126,9 +126,9 @@ class Cast(ir.Pass):
             stored, used = self.masters.get(given.name), ir.example(node).dtype
             if given.kind != "parameter" or stored is None or stored == used:
                 continue
-            with program.graph.inserting_before(min(node.users, key=order.__getitem__, default=output)):
-                cast = program.graph.call_function(COPY, (node,), {"dtype": used})
-            ir.update(cast, value=ir.example(node), phase="forward", layer=given.layer)
+            first = min(node.users, key=order.__getitem__, default=output)
+            cast = Editor(ctx, program.graph, first).call(COPY, (node,), {"dtype": used})
+            ir.update(cast, phase="forward", layer=given.layer)
             with ctx.fake_mode:
                 ir.set_value(node, torch.empty_like(ir.example(cast), dtype=stored))
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)

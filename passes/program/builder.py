@@ -1,62 +1,113 @@
-"""What rules and attention see of the partitioner: something that appends local operators to the graph of a rank."""
+"""Append local operators to the graph of a rank: what rules and attention see of the partitioner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.machine import Balance
-from passes.program.mesh import Mesh
+from passes.program.editor import Editor
+from passes.program.layout import entries
+from passes.program.machine import H100, Balance
+from passes.program.mesh import SEQUENCE_AXIS, Mesh
+from passes.program.shift import divisors
 from passes.program.spec import Factor, Spec
 
+aten = torch.ops.aten
 
-class Builder(Protocol):
-    """Appends local operators to a graph, computing the fake value of each as it goes.
+
+class Builder(Editor, ABC):
+    """Appends local operators to a new graph.
 
     `coordinates` are the rank's by axis, with the block table of a sequence, `operators` the local operators
     made for this program by what makes them, `notes` lines for the pass's report, `context_method` the method of
     context parallelism asked for, `balance` what `auto` takes of the machine. Ranks with other rows may hold other
-    blocks of them, unless there is `one_table` for all: something of several rows is exchanged.
+    blocks of them, unless there is `one_table` for all: something of several rows is exchanged. `attentions` are the
+    bounds of which hops are known, row by row, and `masks` counts those that were inserted.
     """
 
-    mesh: Mesh
-    ctx: ir.Context
-    coordinates: dict[str, fx.Node]
-    operators: dict[Any, Any]
-    notes: list[str]
-    context_method: str
-    balance: Balance
-    one_table: bool
+    def __init__(self, mesh: Mesh, ctx: ir.Context):
+        super().__init__(ctx, fx.Graph())
+        self.mesh = mesh
+        self.coordinates: dict[str, fx.Node] = {}
+        self.masks = 0
+        self.context_method = "auto"
+        self.balance: Balance = H100
+        self.one_table = False
+        self.attentions: list[tuple[str, str]] = []
+        self.operators: dict[Any, Any] = {}
+        self.notes: list[str] = []
 
-    def call(self, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
-        """An operator call."""
-
-    def trace(self, fn: Callable[..., Tensor], *inputs: fx.Node) -> fx.Node:
-        """The operators that `fn` calls on the nodes' values."""
-
+    @abstractmethod
     def convert(
         self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, reduce_dtype: torch.dtype | None = None
     ) -> fx.Node:
-        """The value in another placement; gradients are reduced in the dtype `reduce_dtype` (None: their own)."""
+        """Return the value in another placement; gradients are reduced in `reduce_dtype` (None: their own)."""
 
+    @abstractmethod
     def reshard(self, of: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
-        """The value in another placement, noted for the report as one of a node of the global graph."""
-
-    def at(self, factor: Factor) -> dict[str, fx.Node]:
-        """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
+        """Return the value in another placement, noted for the report as one of a node of the global graph."""
 
     def row_of_hops(self, bounds: Iterable[fx.Node], inner: int) -> int | None:
         """Which row of hops, among the inputs, is of an attention with bounds and of a ring across groups of `inner`.
 
         None if every step is always sent.
         """
+        names, groups = tuple(bound.name for bound in bounds), divisors(self.mesh[SEQUENCE_AXIS])
+        return self.attentions.index(names) * len(groups) + groups.index(inner) if names in self.attentions else None
+
+    def at(self, factor: Factor) -> dict[str, fx.Node]:
+        """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
+        return {name: self.coordinates[name] for name in factor.reads()}
 
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
         """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
+        mask = None
+        chosen = range(len(spec.dims)) if dims is None else dims
+        for d, dim in ((d, spec.dims[d]) for d in chosen):
+            inner = 1
+            for factor in reversed(dim):
+                if factor.padded(self.mesh):
+                    one = self._valid(factor, inner, d, dim, len(spec.dims), x)
+                    mask = one if mask is None else self.call(aten.logical_and.default, (mask, one))
+                inner *= factor.local(self.mesh)
+        if mask is None:
+            return x
+        self.masks += 1
+        fill = number(fill, ir.example(x).dtype)
+        out = self.call(aten.where.ScalarOther, (mask, x, fill))
+        others = any(f.padded(self.mesh) for d, dim in enumerate(spec.dims) if d not in chosen for f in dim)
+        ir.set_spec(out, replace(spec, fill=None if others and spec.fill != fill else fill))
+        return out
+
+    def _valid(self, factor: Factor, inner: int, d: int, dim: Sequence[Factor], rank: int, x: fx.Node) -> fx.Node:
+        extent = 1
+        for f in dim:
+            extent *= f.local(self.mesh)
+        device, at = ir.example(x).device, self.at(factor)
+
+        def mask(*coordinates: Tensor) -> Tensor:
+            valid = entries(factor, self.mesh, dict(zip(at, coordinates)), device)[1]
+            shape = (extent // inner // factor.local(self.mesh), factor.local(self.mesh), inner)
+            spread = valid.view(1, -1, 1).expand(shape).reshape(extent)
+            return spread.view([extent if i == d else 1 for i in range(rank)])
+
+        return self.trace(mask, *at.values())
+
+
+def number(fill: float, dtype: torch.dtype) -> float | int | bool:
+    """The number of the dtype that is nearest to `fill`."""
+    if dtype.is_floating_point:
+        return fill
+    if dtype is torch.bool:
+        return bool(fill)
+    return int(fill) if math.isfinite(fill) else torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
 
 
 Emit = Callable[[Builder, fx.Node, list[fx.Node], list[Spec], list[Spec]], fx.Node]

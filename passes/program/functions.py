@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.rewrite import Editor, layout, own_memory, replace_uses, splice
+from passes.program.editor import Editor, inline, layout, own_memory, replace_by
 from passes.program.torch_private import OpOverload
-from passes.program.trace import trace
 
 
 @dataclass(frozen=True)
@@ -143,26 +142,19 @@ def inline_functions(program: ir.Program, ctx: ir.Context, but: Callable[[fx.Nod
     for node in list(program.calls()):
         body = body_of(node)
         if body is not None and not but(node):
-            inputs: list[Any] = list(node.args)
-            values = [ir.example(n) for n in inputs]
-            key = node.target, *map(layout, values)
-            if key not in ctx.traced:
-                with torch.no_grad(), ctx.fake_mode:
-                    fresh: list[Any] = [torch.empty_like(v) for v in values]
-                ctx.traced[key] = trace(results_of(body), fresh, ctx)
-            own_memory(splice(node, ctx.traced[key], inputs), ctx)
+            own_memory(inline(node, results_of(body), ctx, alike=True), ctx)
 
 
 def as_meant(program: ir.Program, ctx: ir.Context) -> ir.Program:
     """The program with operators that have a meaning written as that; the same where none has."""
     if not any(map(meaning_of, program.calls())):
         return program
-    program, editor = program.copy(), Editor(ctx)
+    program = program.copy()
+    edit = Editor(ctx, program.graph)
     for node in [node for node in program.calls() if meaning_of(node)]:
         meaning: Any = meaning_of(node)
-        found = editor.put(node, node.target, meaning, node.args, lambda new, of=node: ir.copy_origin(new, of))  # type: ignore
-        replace_uses(node, found if len(found) > 1 else found[0])
-        program.graph.erase_node(node)
+        results = edit.moved_to(node, node).trace(meaning, *node.args, key=node.target)
+        replace_by(node, results if len(results) > 1 else results[0])
     return program
 
 

@@ -23,7 +23,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -39,19 +40,54 @@ OMITTED_NAMESPACES = ("aten.", "ct.", "_c10d_functional.")
 DTYPES = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i"}
 
 
+class Line(NamedTuple):
+    """A line of a program's text, with the node that it prints, and the path of the graph that holds it.
+
+    The path is empty for the program's own graph.
+    """
+
+    text: str
+    node: fx.Node | None = None
+    graph: str = ""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """An operator or a constant of which no more is known than the text that it prints as."""
+
+    text: str
+
+    @property
+    def __name__(self) -> str:
+        return self.text
+
+    def __call__(self, *values: Any) -> Any:
+        raise TypeError(f"{self.text} is known by its text and cannot be called")
+
+
 def print_program(program: ir.Program) -> str:
     """The program as text, a line a node; the graphs that its operators call follow under their names."""
+    return "\n".join(line.text for line in lines_of(program)) + "\n"
+
+
+def lines_of(program: ir.Program) -> Iterator[Line]:
+    """Yield the lines of a program's text."""
     sizes = [f"{axis}={size}{_order(program, axis)}" for axis, size in program.mesh.sizes]
     mesh = " ".join([*sizes, *(f"{name}={'*'.join(axes)}" for name, axes in program.mesh.flattened.items())])
+    yield Line(f"# mesh: {mesh or 'one device'}")
+    yield Line(f"# stage: {program.stage}")
+    if program.fold:
+        yield Line(f"# folded: {program.fold}")
+    yield Line(f"# inputs: {len(program.inputs)}")
+    yield from _inputs(program)
+    yield from _counts(program)
+    yield Line(f"# outputs: {len(program.outputs)}")
+    yield from _outputs(program)
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    lines = [f"# mesh: {mesh or 'one device'}", f"# stage: {program.stage}"]
-    lines += [f"# folded: {program.fold}"] if program.fold else []
-    lines += [f"# inputs: {len(program.inputs)}", *_inputs(program), *_counts(program)]
-    lines += [f"# outputs: {len(program.outputs)}", *_outputs(program)]
-    lines += [f"# nodes: {len(nodes)}", *map(format_node, nodes)]
-    lines += _called_graphs(program.module)
-    lines += _bodies(program)
-    return "\n".join(lines) + "\n"
+    yield Line(f"# nodes: {len(nodes)}")
+    yield from (Line(format_node(node), node) for node in nodes)
+    yield from _called_graphs(program.module)
+    yield from _bodies(program)
 
 
 def _order(program: ir.Program, axis: str) -> str:
@@ -59,63 +95,87 @@ def _order(program: ir.Program, axis: str) -> str:
     return f" ({program.order})" if axis == SEQUENCE_AXIS and not program.order.is_plain else ""
 
 
-def _inputs(program: ir.Program) -> Iterator[str]:
+def _inputs(program: ir.Program) -> Iterator[Line]:
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        yield f'%{node.name} = {given.kind} "{given.name}" : {format_value(ir.value(node))} {given.spec}'
+        text = f'%{node.name} = {given.kind} "{given.name}" : {format_value(ir.value(node))} {given.spec}'
+        yield Line(text, node)
 
 
-def _counts(program: ir.Program) -> Iterator[str]:
-    """What computes the inputs that are counted in all microbatches."""
+def _counts(program: ir.Program) -> Iterator[Line]:
+    """The programs that compute the inputs which are counted in all microbatches."""
     for given in program.inputs:
         if given.count is not None:
-            yield f"# {given.name}: the sum of {given.count.microbatches} microbatches' results of"
-            yield from map(format_node, given.count.program.graph.nodes)
+            yield Line(f"# {given.name}: the sum of {given.count.microbatches} microbatches' results of")
+            yield from _graph(given.count.program.graph, given.name)
 
 
-def _outputs(program: ir.Program) -> Iterator[str]:
+def _outputs(program: ir.Program) -> Iterator[Line]:
     for result, output in zip(program.results(), program.outputs, strict=True):
         value = format_value(ir.value(result)) if isinstance(result, fx.Node) else "constant"
-        yield f'{output.kind} "{output.name}" = {format_operand(result)} : {value} {output.spec}'
+        yield Line(f'{output.kind} "{output.name}" = {format_operand(result)} : {value} {output.spec}')
 
 
-def _called_graphs(module: fx.GraphModule, path: str = "") -> Iterator[str]:
+def _called_graphs(module: fx.GraphModule, path: str = "") -> Iterator[Line]:
     """Every graph held by the module, such as the two bodies of a custom autograd function."""
     for name, child in sorted(module.named_children()):
         if isinstance(child, fx.GraphModule):
-            yield f"# graph: {path}{name}"
-            yield from map(format_node, child.graph.nodes)
+            yield Line(f"# graph: {path}{name}")
+            yield from _graph(child.graph, f"{path}{name}")
             yield from _called_graphs(child, f"{path}{name}.")
 
 
-def _bodies(program: ir.Program) -> Iterator[str]:
+def _bodies(program: ir.Program) -> Iterator[Line]:
     """Every body that the program calls, once, each node with the origin that it has in the first call."""
     for body, calls in calls_of(program).items():
-        yield f"# body: {body.name}, called {len(calls)} times"
-        yield from map(format_node, body.graph.nodes)
+        yield Line(f"# body: {body.name}, called {len(calls)} times")
+        yield from _graph(body.graph, body.name)
 
 
-def format_node(node: fx.Node) -> str:
-    """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`.
+def _graph(graph: fx.Graph, path: str) -> Iterator[Line]:
+    return (Line(format_node(node), node, path) for node in graph.nodes)
+
+
+class Place(NamedTuple):
+    """Where a node comes from, as it prints: its line, its module, its phase, and whether it is computed again.
 
     A node of an update has the parameter's name in the place of the module's path, one of no module its layer.
     """
+
+    source: str
+    module: str
+    phase: str
+    recomputed: bool
+
+
+def place_of(node: fx.Node) -> Place:
+    """Return where a node comes from."""
+    layer = "" if ir.has_no_layer(node) else str(ir.layer(node) or "")
+    phase = "no-phase" if ir.has_no_phase(node) else ir.phase(node)
+    module = ir.module_path(node) or ir.parameter(node) or layer
+    return Place(ir.source(node), module, phase, ir.is_recomputed(node))
+
+
+def format_node(node: fx.Node) -> str:
+    """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`."""
     if node.op == "output":
         return f"return {format_operand(node.args[0])}"
     spec = ir.spec(node)
     words = [f"%{node.name} =", _call(node), ":", format_value(ir.value(node))]
     words += [str(spec)] if spec is not None else []
-    where = ir.module_path(node) or ir.parameter(node) or ("" if ir.has_no_layer(node) else str(ir.layer(node) or ""))
-    phase = "no-phase" if ir.has_no_phase(node) else ir.phase(node)
-    origin = (ir.source(node), where, phase, "recomputed" if ir.is_recomputed(node) else "")
-    return " ".join(words) + "   # " + " ".join(filter(None, origin))
+    *origin, recomputed = place_of(node)
+    return " ".join(words) + "   # " + " ".join(filter(None, (*origin, "recomputed" * recomputed)))
 
 
 def _call(node: fx.Node) -> str:
-    is_operator = node.op == "call_function"
-    operands = [] if is_operator else [str(node.target)]
+    operands = [] if node.op == "call_function" else [str(node.target)]
     operands += [format_operand(a) for a in node.args]
     operands += [f"{key}={format_operand(node.kwargs[key])}" for key in sorted(node.kwargs)]
-    return f"{op_name(node.target) if is_operator else node.op}({', '.join(operands)})"
+    return f"{name_of_call(node)}({', '.join(operands)})"
+
+
+def name_of_call(node: fx.Node) -> str:
+    """The operator that a node calls; what a node of another kind is."""
+    return op_name(node.target) if node.op == "call_function" else node.op
 
 
 def op_name(target: Any) -> str:
@@ -125,7 +185,13 @@ def op_name(target: Any) -> str:
 
 @functools.cache
 def _op_name(target: OpOverload) -> str:
-    name = f"{namespace_of(target)}.{str(target).partition('.')[2]}".removesuffix(".default")
+    return short_name(f"{namespace_of(target)}.{str(target).partition('.')[2]}")
+
+
+@functools.cache
+def short_name(name: str) -> str:
+    """`aten.linear.default` as it prints: `linear`."""
+    name = name.removesuffix(".default")
     return next((name.removeprefix(space) for space in OMITTED_NAMESPACES if name.startswith(space)), name)
 
 
@@ -172,6 +238,8 @@ def format_constant(arg: Any) -> str:
         return format_dtype(arg)
     if isinstance(arg, str):
         return json.dumps(arg if len(arg) <= 8 * LONGEST else f"{arg[: 8 * LONGEST]}... #{_digest(arg)}")
+    if isinstance(arg, Printed):
+        return arg.text
     if arg is None or isinstance(arg, (bool, int, float, complex)):
         return repr(arg)
     if isinstance(arg, torch.device):

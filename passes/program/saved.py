@@ -1,9 +1,11 @@
-"""Finished programs as text, and back: a restart reads what an earlier start made.
+"""Programs as JSON, and back: a restart reads what an earlier start made, tools read what a run dumped.
 
     written({"step": program}) -> one JSON text        read(text) -> {"step": the same program}
+    dumped({"step": program}) -> one JSON text         read_dump(JSON) -> {"step": a program that prints the same}
 
 Layouts, placements and the other fields of nodes' records are written once each and numbered. A program that was read
-prints as the one that was written, in line as well. Of its values it knows layouts only (`Described`).
+prints as the one that was written, in line as well. Of its values it knows layouts only (`Described`). A dump may hold
+any program: where it has no form for an operator or a constant, it holds its printed text.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import base64
 import json
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,9 +24,11 @@ from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.bodies import Body
+from passes.program.folds import Fold
 from passes.program.layer import Layer, Role
 from passes.program.mesh import Mesh
 from passes.program.order import Order
+from passes.program.printer import Printed, format_value, op_name, short_name
 from passes.program.record import BodyNode, NodeRecord, Origin
 from passes.program.spec import Factor, Spec
 from passes.program.stages import Stage
@@ -30,12 +36,14 @@ from passes.program.task import Task
 from passes.program.torch_private import LazyGraphModule, OpOverload, described
 
 FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")}
-RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role, Origin)}
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role, Origin, Fold)}
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, str, type(None))
+FIELDS = {kind: [each.name for each in fields(kind)] for kind in RECORDS.values()}
 OF_A_PROCESS = ("fn", "local")  # namespaces of operators that are made for one program
 BY_NODE = ("value", "body_nodes")  # fields of a node's record that are not in a table
 SHARED = {each.name: each.default for each in fields(NodeRecord) if each.name not in BY_NODE}
+shared_values = attrgetter(*SHARED)
 
 
 class Unwritable(Exception):
@@ -47,19 +55,33 @@ class Unreadable(Exception):
 
 
 def written(programs: Mapping[str, ir.Program]) -> str:
-    """The programs by name as one text; raises Unwritable."""
-    into = Writer()
-    parts = {name: into.program(program) for name, program in programs.items()}
-    return json.dumps({"tables": into.tables(), "bodies": into.bodies, "programs": parts})
+    """Write the programs by name as one text; raise Unwritable."""
+    return Writer().text(programs)
+
+
+def dumped(programs: Mapping[str, ir.Program]) -> str:
+    """Write the programs by name as one text for `read_dump`."""
+    return DumpWriter().text(programs)
 
 
 def read(text: str) -> dict[str, ir.Program]:
-    """The programs by name; raises Unreadable."""
+    """Read the programs that `written` wrote, by name; raise Unreadable."""
+    with reading():
+        return Reader.programs(json.loads(text))
+
+
+def read_dump(content: Mapping[str, Any]) -> dict[str, ir.Program]:
+    """Read programs that print as those given to `dumped`, whose operators are names; raise Unreadable."""
+    with reading():
+        return DumpReader.programs(content)
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Turn each error that unknown content causes into Unreadable."""
     try:
-        found = json.loads(text)
-        given = Reader(found["tables"], found["bodies"])
-        return {name: given.program(part) for name, part in found["programs"].items()}
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError) as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
 
 
@@ -81,11 +103,11 @@ class Table:
     """Entries by number, each once."""
 
     entries: list[Any] = field(default_factory=list)
-    numbers: dict[str, int] = field(default_factory=dict)
+    numbers: dict[Hashable, int] = field(default_factory=dict)
 
-    def number(self, entry: Any) -> int:
-        """The number of an entry, which is added if it is new."""
-        number = self.numbers.setdefault(json.dumps(entry), len(self.entries))
+    def number(self, key: Hashable, entry: Any) -> int:
+        """Return the number of an entry, which is added if its key is new."""
+        number = self.numbers.setdefault(key, len(self.entries))
         if number == len(self.entries):
             self.entries.append(entry)
         return number
@@ -100,37 +122,47 @@ class Writer:
     records: Table = field(default_factory=Table)
     bodies: list[Any] = field(default_factory=list)
     known: dict[Body, int] = field(default_factory=dict)
-    placed: dict[int, int] = field(default_factory=dict)  # of placements by identity
+    numbers: dict[int, int] = field(default_factory=dict)  # of placements and tensors, by identity
+
+    def text(self, programs: Mapping[str, ir.Program]) -> str:
+        """Return programs by name, with all that they refer to by number."""
+        parts = {name: self.program(program) for name, program in programs.items()}
+        return json.dumps({"tables": self.tables(), "bodies": self.bodies, "programs": parts}, separators=(",", ":"))
 
     def tables(self) -> dict[str, list[Any]]:
-        """What programs refer to by number."""
+        """Return the entries that programs refer to by number."""
         return {"layouts": self.layouts.entries, "specs": self.specs.entries, "records": self.records.entries}
 
     def program(self, program: ir.Program) -> dict[str, Any]:
-        """A program, with those that compute its counts and bounds."""
-        if program.fold or any(True for _ in program.module.named_children()):
-            raise Unwritable("it is folded up, or an operator calls a graph")
+        """Return a program, with those that compute its counts and bounds."""
         return {
             "inputs": [self.input(given) for given in program.inputs],
             "outputs": [[o.name, o.kind, self.spec(o.spec)] for o in program.outputs],
             "mesh": encoded(program.mesh),
             "stage": int(program.stage),
+            "fold": encoded(program.fold),
             "bounds": program.bounds and self.program(program.bounds),
             "task": program.task,
             "evaluates": program.evaluates,
-            "nodes": self.graph(program.graph),
+            "graph": self.module(program.module),
         }
 
+    def module(self, module: fx.GraphModule) -> list[Any]:
+        """Return the nodes of a module's graph, and the modules of the graphs that its operators call, by name."""
+        children = module.named_children()
+        return [self.graph(module.graph), {n: self.module(m) for n, m in children if isinstance(m, fx.GraphModule)}]
+
     def input(self, given: ir.Input) -> dict[str, Any]:
-        """An input, with its value if it is a constant."""
+        """Return an input, with its value if it is a constant."""
         count = given.count and [self.program(given.count.program), given.count.microbatches]
-        value = None
-        if given.value is not None:
-            value = [self.value(given.value), base64.b64encode(bytes_of(given.value)).decode()]
-        head = {"name": given.name, "kind": given.kind, "spec": self.spec(given.spec)}
-        where = {"layer": encoded(given.layer), "stages": list(given.stages), "microbatch": given.microbatch}
-        where |= {"restored": given.restored, "copy_of": given.copy_of}
-        return head | where | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
+        value = None if given.value is None else self.constant(given.value)
+        forms = {"spec": self.spec(given.spec), "value": value, "roles": sorted(given.roles), "count": count}
+        others = (each.name for each in fields(given) if each.name not in forms)
+        return forms | {name: encoded(getattr(given, name)) for name in others}
+
+    def constant(self, value: Tensor) -> Any:
+        """Return the layout of a real tensor and its entries."""
+        return [self.value(value), base64.b64encode(bytes_of(value)).decode()]
 
     def graph(self, graph: fx.Graph) -> list[Any]:
         """The nodes of a graph in order: name, operator, target, operands, and what they carry."""
@@ -143,7 +175,7 @@ class Writer:
     def target(self, node: fx.Node) -> Any:
         """What a node calls."""
         target = node.target
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output", "get_attr"):
             return str(target)
         if isinstance(target, Body):
             return self.body(target)
@@ -151,8 +183,12 @@ class Writer:
             return str(target)
         name = getattr(target, "__name__", "")
         if FUNCTIONS.get(name) is not target:
-            raise Unwritable(f"%{node.name} calls {target}, which is made anew in each process")
+            return self.unnamed(node)
         return f"operator.{name}"
+
+    def unnamed(self, node: fx.Node) -> Any:
+        """Raise Unwritable for a call of what no name leads to in another process."""
+        raise Unwritable(f"%{node.name} calls {node.target}, which is made anew in each process")
 
     def body(self, body: Body) -> int:
         """The number of a body."""
@@ -172,22 +208,34 @@ class Writer:
         return self.shared(record), self.value(record.value), body_nodes or None
 
     def shared(self, record: NodeRecord) -> int:
-        """The number of all fields of a record that are not at their defaults, but `BY_NODE`."""
-        values = {name: getattr(record, name) for name, default in SHARED.items() if getattr(record, name) != default}
-        return self.records.number({k: self.spec(v) if k == "spec" else encoded(v) for k, v in values.items()})
+        """Return the number of all fields of a record that are not at their defaults, but `BY_NODE`."""
+        values = [self.spec(v) if isinstance(v, Spec) else v for v in shared_values(record)]
+        if (key := tuple(values)) in self.records.numbers:
+            return self.records.numbers[key]
+        named = zip(SHARED, values, strict=True)
+        return self.records.number(key, {name: encoded(v) for name, v in named if v != SHARED[name]})
 
     def spec(self, spec: Spec) -> int:
-        """The number of a placement."""
-        if id(spec) not in self.placed:  # which the program keeps alive
-            self.placed[id(spec)] = self.specs.number(encoded(spec))
-        return self.placed[id(spec)]
+        """Return the number of a placement."""
+        if id(spec) not in self.numbers:  # which the program keeps alive
+            self.numbers[id(spec)] = self.specs.number(repr(spec), encoded(spec))
+        return self.numbers[id(spec)]
+
+    def layout(self, value: Tensor) -> int:
+        """Return the number of a tensor's layout."""
+        if id(value) not in self.numbers:
+            layout = layout_of(value)
+            self.numbers[id(value)] = self.layouts.number(repr(layout), layout)
+        return self.numbers[id(value)]
 
     def value(self, value: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
-        """An operand, or what a node yields; raises Unwritable."""
+        """Return an operand, or what a node yields; raise Unwritable."""
+        if type(value) in PLAIN:
+            return value
         if isinstance(value, fx.Node):
             return {"n": numbers[value]}  # type: ignore[index]
         if isinstance(value, Tensor):
-            return {"v": self.layouts.number(layout_of(value))}
+            return {"v": self.layout(value)} if sizes_are_known(value) else self.unknown(value)
         if isinstance(value, tuple | list):
             parts = [self.value(part, numbers) for part in value]
             return {"t": parts} if isinstance(value, tuple) else parts
@@ -199,20 +247,41 @@ class Writer:
             return {"c": str(value).removeprefix("torch.")}
         if isinstance(value, complex):
             return {"z": [value.real, value.imag]}
-        if type(value) in PLAIN:
-            return value
+        return self.unknown(value)
+
+    def unknown(self, value: Any) -> Any:
+        """Raise Unwritable for a value that has no form."""
+        if isinstance(value, Tensor):
+            raise Unwritable("a size is known only at run time")
         raise Unwritable(f"a {type(value).__name__} is among its constants or values")
+
+
+class DumpWriter(Writer):
+    """Writes any program; entries of constants are left out."""
+
+    def constant(self, value: Tensor) -> Any:
+        """Return None."""
+        return None
+
+    def unnamed(self, node: fx.Node) -> Any:
+        """Return the printed name of what a node calls."""
+        return {"p": op_name(node.target)}
+
+    def unknown(self, value: Any) -> Any:
+        """Return a value's text."""
+        return {"p": format_value(value)}
 
 
 def encoded(value: Any) -> Any:
     """A dataclass of `RECORDS` as JSON, by its fields; raises Unwritable."""
-    if type(value) in RECORDS.values():
-        return {"of": type(value).__name__} | {f.name: encoded(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple):
-        return [encoded(part) for part in value]
-    if type(value) in PLAIN:
+    kind = type(value)
+    if kind in PLAIN:
         return value
-    raise Unwritable(f"a field holds a {type(value).__name__}")
+    if kind in FIELDS:
+        return {"of": kind.__name__} | {name: encoded(getattr(value, name)) for name in FIELDS[kind]}
+    if kind is tuple:
+        return [encoded(part) for part in value]
+    raise Unwritable(f"a field holds a {kind.__name__}")
 
 
 def decoded(entry: Any) -> Any:
@@ -224,10 +293,13 @@ def decoded(entry: Any) -> Any:
     return RECORDS[entry["of"]](**{name: decoded(part) for name, part in entry.items() if name != "of"})
 
 
+def sizes_are_known(value: Tensor) -> bool:
+    """Return True unless a size or a stride is known only at run time."""
+    return all(type(size) is int for size in (*value.shape, *value.stride()))
+
+
 def layout_of(value: Tensor) -> list[Any]:
     """Shape, strides, offset, dtype and device of a tensor, and the bytes of its storage."""
-    if not all(type(size) is int for size in (*value.shape, *value.stride())):
-        raise Unwritable("a size is known only at run time")
     where = str(value.dtype).removeprefix("torch."), value.device.type
     storage = value.untyped_storage().nbytes()
     return [list(value.shape), list(value.stride()), value.storage_offset(), *where, storage]
@@ -250,28 +322,39 @@ class Reader:
         self.records = [self.shared(entry) for entry in tables["records"]]
         self.bodies = [self.body(*entry) for entry in bodies]
 
+    @classmethod
+    def programs(cls, content: Mapping[str, Any]) -> dict[str, ir.Program]:
+        """The programs by name."""
+        reader = cls(content["tables"], content["bodies"])
+        return {name: reader.program(part) for name, part in content["programs"].items()}
+
     def program(self, part: Mapping[str, Any]) -> ir.Program:
         """A program, with those that compute its counts and bounds."""
         return ir.Program(
-            LazyGraphModule(torch.nn.Module(), self.graph(part["nodes"])),
+            self.module(*part["graph"]),
             tuple(self.input(**given) for given in part["inputs"]),
             tuple(ir.Output(name, kind, self.specs[spec]) for name, kind, spec in part["outputs"]),
             decoded(part["mesh"]),
             Stage(part["stage"]),
-            bounds=part["bounds"] and self.program(part["bounds"]),
-            task=part["task"] and Task(*part["task"]),
-            evaluates=part["evaluates"],
+            decoded(part["fold"]),
+            part["bounds"] and self.program(part["bounds"]),
+            part["task"] and Task(*part["task"]),
+            part["evaluates"],
         )
 
-    def input(
-        self, name: str, kind: Any, spec: int, value: Any, roles: Any, runs: bool, count: Any, layer: Any, stages: Any,
-        microbatch: int, restored: bool, copy_of: str,
-    ) -> ir.Input:
+    def module(self, nodes: Sequence[Any], children: Mapping[str, Any]) -> fx.GraphModule:
+        """A module of a graph and of the graphs that its operators call."""
+        module = LazyGraphModule(torch.nn.Module(), self.graph(nodes))
+        for name, child in children.items():
+            module.add_module(name, self.module(*child))
+        return module
+
+    def input(self, spec: int, value: Any, roles: Any, count: Any, **others: Any) -> ir.Input:
         """An input, with its value if it is a constant."""
         number = count and ir.Count(self.program(count[0]), count[1])
         real = None if value is None else tensor_from(self.value(value[0], ()), value[1])
-        what = real, frozenset(roles), runs, number, decoded(layer), tuple(stages), microbatch, restored, copy_of
-        return ir.Input(name, kind, self.specs[spec], *what)
+        plain = {name: decoded(form) for name, form in others.items()}
+        return ir.Input(spec=self.specs[spec], value=real, roles=frozenset(roles), count=number, **plain)
 
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:
         """A graph of nodes in order."""
@@ -324,8 +407,37 @@ class Reader:
             return device_here(inner)
         if kind == "z":
             return complex(*inner)
+        if kind == "p":
+            return Printed(inner)
         parts = [self.value(part, made) for part in inner]
         return tuple(parts) if kind == "t" else slice(*parts)
+
+
+class DumpReader(Reader):
+    """Reads programs whose operators are the names that they print as: another process, or version, may lack them."""
+
+    def target(self, op: str, target: Any) -> Any:
+        """What a node calls: a body, or a name."""
+        if isinstance(target, dict):
+            return Printed(target["p"])
+        is_name = op == "call_function" and isinstance(target, str)
+        return Printed(printed_name(target)) if is_name else super().target(op, target)
+
+
+def names_of_calls(content: Mapping[str, Any]) -> list[str]:
+    """The printed names of the operators in a dump, those of a body once; raise Unreadable."""
+    with reading():
+        graphs: list[Any] = [(body[4], {}) for body in content["bodies"]]
+        graphs += [part["graph"] for part in content["programs"].values()]
+        for _, children in graphs:
+            graphs += children.values()
+        called = [target for nodes, _ in graphs for _, op, target, *_ in nodes if op == "call_function"]
+        return [t["p"] if isinstance(t, dict) else printed_name(t) for t in called if not isinstance(t, int)]
+
+
+def printed_name(target: str) -> str:
+    """An operator of the text as it prints."""
+    return short_name(target.removeprefix("operator."))
 
 
 def constant_of(name: str) -> Any:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.editor import inline
 from passes.program.functions import body_of, results_of
 from passes.program.layer import Layer
 from passes.program.reshard import RESHARD_OPS
-from passes.program.rewrite import inline_alike
 from passes.program.routed import EXPANSIONS as ROUTED
 from passes.program.stages import Stage
 
@@ -43,7 +43,7 @@ def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
     waiting = [node for node in program.calls() if body_of(node)]
     while waiting:
         node = waiting.pop(0)
-        new = inline_alike(node, results_of(body_of(node)), ctx)  # type: ignore[arg-type]
+        new = inline(node, results_of(body_of(node)), ctx, alike=True)  # type: ignore[arg-type]
         inner = [n for n in new if body_of(n)]
         for call in inner:
             name = call.target._opname.rpartition("_")[0]  # type: ignore[union-attr]
@@ -74,6 +74,6 @@ class Collectives(ir.Pass):
             if node.target in RESHARD_OPS:
                 counts[RESHARD_OPS[node.target].name] += 1
             if definition := definition_of(node):
-                inline_alike(node, _contiguous(definition), ctx)
+                inline(node, _contiguous(definition), ctx, alike=True)
         program.module.recompile()
         return program, ir.Report(dict(counts))

@@ -20,10 +20,10 @@ from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.builder import Builder
+from passes.program.editor import splice
 from passes.program.functions import Function, define, function_of, remember
 from passes.program.mesh import BLOCKS, Mesh
 from passes.program.operators import is_mutable
-from passes.program.rewrite import splice
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
 from passes.program.trace import UnknownTensor, trace
@@ -82,7 +82,7 @@ def in_line(program: ir.Program, ctx: ir.Context) -> ir.Program:
             output = graph.output_node()
             (results,) = output.args
             output.args = (results if len(results) > 1 else results[0],)  # as its operator returns them
-            splice(node, graph, list(node.args))
+            splice(node, graph, list(node.args), ctx)
     program.graph.eliminate_dead_code()
     return Normalize()(program, ctx)[0]
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
 
 from passes.program import ir, routed
+from passes.program.editor import Editor
 from passes.program.mesh import DATA_AXES
 from passes.program.routed import Way
 from passes.program.spec import Spec
@@ -28,29 +29,6 @@ from passes.sharding.place import place_batch, split_dim
 
 aten = torch.ops.aten
 Method = Literal["auto", "all_gather", "dropless", "bounded"]
-
-
-@dataclass(frozen=True)
-class Writer:
-    """Writes operators before a node, as if they came from another."""
-
-    place: fx.Node
-    origin: fx.Node
-    ctx: ir.Context
-
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        """An operator."""
-        with self.place.graph.inserting_before(self.place):
-            node = self.place.graph.call_function(target, args)
-        return self.written(node)
-
-    def written(self, node: fx.Node) -> fx.Node:
-        """A node that stands there, with what it yields and where it comes from."""
-        with self.ctx.fake_mode, torch.no_grad():
-            args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
-            ir.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
-        ir.copy_origin(node, self.origin)
-        return node
 
 
 @dataclass(frozen=True)
@@ -68,11 +46,11 @@ class Part:
         return max(1.0, rows / ir.example(self.ids).shape[0]) if rows else float(self.way.owners)
 
 
-def parts_of(ids: fx.Node, way: Way, chunks: int, write: Writer) -> list[Part]:
+def parts_of(ids: fx.Node, way: Way, chunks: int, edit: Editor) -> list[Part]:
     """Rows that travel do so in chunks, so that one travels while another is computed."""
     chunks = min(chunks, way.capacity) if way.sources else 1
     ways = [way._replace(part=i, parts=chunks) for i in range(chunks)]
-    return [Part(ids, part, write.call(routed.groups, ids, list(part))) for part in ways]
+    return [Part(ids, part, edit.call(routed.groups, (ids, list(part)))) for part in ways]
 
 
 def choose(kind: Method, factor: float, ids: fx.Node, way: Way, program: ir.Program) -> tuple[Way, str]:
@@ -111,10 +89,10 @@ def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
     return found and (split_dim(found, 1, "tp") if "tp" in program.mesh.experts else found)
 
 
-def dropped(parts: Sequence[Part], write: Writer) -> fx.Node:
+def dropped(parts: Sequence[Part], edit: Editor) -> fx.Node:
     """How many rows find no room in what is exchanged, of all ranks together, int64 []."""
     ids, way = parts[0].ids, parts[0].way
-    left = write.call(aten.sum.default, write.call(aten.lt.Scalar, ids, way.groups))
+    left = edit.call(aten.sum.default, (edit.call(aten.lt.Scalar, (ids, way.groups)),))
     for part in parts:
-        left = write.call(aten.sub.Tensor, left, write.call(routed.sent, ids, list(part.way)))
+        left = edit.call(aten.sub.Tensor, (left, edit.call(routed.sent, (ids, list(part.way)))))
     return left

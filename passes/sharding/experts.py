@@ -25,12 +25,13 @@ import torch
 from torch import fx
 
 from passes.program import ir, routed
+from passes.program.editor import Editor
 from passes.program.operators import SHAPED, argument, is_operator, name_of
 from passes.program.routed import Way
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.rules import rule_of, tensor_operands
-from passes.sharding.dispatch import Method, Part, Writer, choose, dropped, parts_of
+from passes.sharding.dispatch import Method, Part, choose, dropped, parts_of
 from passes.sharding.infer import experts_of, products_of_all
 from passes.sharding.normalize import drops
 
@@ -113,11 +114,11 @@ class Experts(ir.Pass):
                 if self.chunks > 1 and not way.sources:
                     fix = "set mesh.ep, and passes.moe.dispatch to dropless or bounded"
                     raise ir.Refused("experts", node, f"passes.moe.chunks: {self.chunks}, but no rows travel; {fix}")
-                write = Writer(region.sort, region.sort, ctx)
-                parts = parts_of(region.ids, way, self.chunks, write)
+                edit = Editor.before(region.sort, ctx)
+                parts = parts_of(region.ids, way, self.chunks, edit)
                 if way.drops:
-                    term = dropped(parts, write)
-                    lost = term if lost is None else write.call(aten.add.Tensor, lost, term)
+                    term = dropped(parts, edit)
+                    lost = term if lost is None else edit.call(aten.add.Tensor, (lost, term))
                 rewrite(region, parts, ctx)
                 found += 1
         if owners > 1:
@@ -331,17 +332,17 @@ def rewrite(region: Region, parts: Sequence[Part], ctx: ir.Context) -> None:
     waiting: list[fx.Node] = []  # nodes whose copies in other parts come when the first part is through
     for node in nodes:
         if region.written.get(node) != "back":
-            copies[0][node] = written(region, node, copies[0], parts[0], Writer(node, node, ctx))
+            copies[0][node] = written(region, node, copies[0], parts[0], Editor.before(node, ctx))
             waiting.append(node)
             continue
-        write = Writer(node, node, ctx)
+        edit = Editor.before(node, ctx)
         for copied, part in zip(copies, parts):
             for inner in waiting if copied is not copies[0] else ():
-                copied[inner] = written(region, inner, copied, part, Writer(node, inner, ctx))
+                copied[inner] = written(region, inner, copied, part, edit.moved_to(node, inner))
         waiting.clear()
         back = [(copied[brought_back(node)], part) for part, copied in zip(parts, copies)]
-        terms = [write.call(routed.combine, rows, part.ids, list(part.way)) for rows, part in back]
-        node.replace_all_uses_with(functools.reduce(lambda a, b: write.call(aten.add.Tensor, a, b), terms))
+        terms = [edit.call(routed.combine, (rows, part.ids, list(part.way))) for rows, part in back]
+        node.replace_all_uses_with(functools.reduce(lambda a, b: edit.call(aten.add.Tensor, (a, b)), terms))
     for node in reversed(nodes):
         node.graph.erase_node(node)
     for given, kind in region.kinds.items():
@@ -355,21 +356,21 @@ def brought_back(node: fx.Node) -> fx.Node:
 
 
 def written(
-    region: Region, node: fx.Node, copied: Mapping[fx.Node, fx.Node], part: Part, write: Writer
+    region: Region, node: fx.Node, copied: Mapping[fx.Node, fx.Node], part: Part, edit: Editor
 ) -> fx.Node:
     """What stands in place of a node for a part, `copied` in place of those before it."""
     match region.written.get(node):
         case "there":
             table, index = looked_up(node)
             share = ir.example(index).shape[0] // ir.example(table).shape[0]
-            return write.call(routed.dispatch, table, part.ids, share, list(part.way))
+            return edit.call(routed.dispatch, (table, part.ids, share, list(part.way)))
         case "product":
-            return write.call(routed.expert_mm, copied[node.args[0]], node.args[1], part.groups, part.among)  # type: ignore[index]
+            return edit.call(routed.expert_mm, (copied[node.args[0]], node.args[1], part.groups, part.among))  # type: ignore[index]
         case "by expert":
-            return write.call(routed.of_expert, looked_up(node)[0], part.groups)
-    with write.place.graph.inserting_before(write.place):
-        copy = ir.copy_node(write.place.graph, node, {n: copied.get(n, n) for n in node.all_input_nodes})
+            return edit.call(routed.of_expert, (looked_up(node)[0], part.groups))
+    with edit.inserting():
+        copy = ir.copy_node(edit.graph, node, {n: copied.get(n, n) for n in node.all_input_nodes})
     if name_of(node) in AT_SIZE:
         rows = ir.example(copy.args[0]).shape[0]  # type: ignore[arg-type]
         copy.args = (copy.args[0], [rows, *ir.example(node).shape[1:]], *copy.args[2:])
-    return write.written(copy)
+    return edit.computed(copy)

@@ -24,9 +24,9 @@ from torch import Tensor, fx
 from passes.context.attention import AttentionOp, heads_repeated
 from passes.context.operators import OPERATORS
 from passes.program import ir
+from passes.program.editor import Editor, inline, replace_by
 from passes.program.mesh import WEIGHT_AXES, Mesh
 from passes.program.operators import argument, is_operator, is_random, name_of
-from passes.program.rewrite import inline, replace_uses
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import decomposition
@@ -385,27 +385,20 @@ def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
             )
     seed = seed_input(program, ctx) if any(drops(node) or not is_dropout(node) for node in sites) else None
     for site, node in enumerate(sites):
-        drawn = keyed(node, seed, site) if seed is not None and (drops(node) or not is_dropout(node)) else None
+        drawn = keyed(node, seed, site, ctx) if seed is not None and (drops(node) or not is_dropout(node)) else None
         kept = node.args[0] if drawn is None else drawn
-        replace_uses(node, (kept,) if name_of(node) == "native_dropout" else kept)
-        program.graph.erase_node(node)
-        if drawn is not None:
-            inline(drawn, drawn.target, ctx)
+        replace_by(node, (kept,) if name_of(node) == "native_dropout" else kept)
     if seed is None:
         return program
     return replace(program, inputs=(*program.inputs, ir.Input("seed", "scalar", Spec(()))))
 
 
-def keyed(node: fx.Node, seed: fx.Node, site: int) -> fx.Node:
-    """A call, before the node, of the function that draws what the node does."""
-    with node.graph.inserting_before(node):
-        if is_dropout(node):
-            drawn = node.graph.call_function(dropout, (*node.args[:2], seed, site))
-        else:
-            drawn = node.graph.call_function(drawing.written(node), (seed, site, *node.args), node.kwargs)
-    ir.set_value(drawn, ir.value(node.args[0]) if is_dropout(node) else ir.value(node))
-    ir.copy_origin(drawn, node)
-    return drawn
+def keyed(node: fx.Node, seed: fx.Node, site: int, ctx: ir.Context) -> fx.Node:
+    """Insert before the node the operators that draw what it does; return the result."""
+    edit = Editor.before(node, ctx)
+    if is_dropout(node):
+        return edit.trace(dropout, *node.args[:2], seed, site)
+    return edit.graft(*edit.body(drawing.written(node), (seed, site, *node.args), node.kwargs))[1]
 
 
 def seed_input(program: ir.Program, ctx: ir.Context) -> fx.Node:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,15 +24,13 @@ from torch import Tensor, fx
 from passes.cost.accounting import sent_bytes
 from passes.program import ir, reshard
 from passes.program.abstract_eval import recorded
-from passes.program.layout import entries
+from passes.program.builder import Builder
 from passes.program.machine import H100, Balance
 from passes.program.mesh import BATCH_AXES, BLOCKS, HOPS, SEQUENCE_AXIS, Mesh
 from passes.program.operators import kind_of
-from passes.program.rewrite import graft
 from passes.program.shift import divisors
 from passes.program.spec import Dim, Factor, Spec
 from passes.program.stages import Stage
-from passes.program.trace import trace
 from passes.rules import Rule, tensor_operands
 from passes.sharding.atoms import common_sizes, merge_dim, split_dim
 from passes.sharding.convert import convert
@@ -42,59 +40,18 @@ from passes.sharding.propagate import Decision, Plan
 aten = torch.ops.aten
 
 
-class GraphBuilder:
-    """Appends local operators to a graph, computing the fake value of each as it goes."""
+class GraphBuilder(Builder):
+    """Writes the local graph of a program; it lists the bodies of custom functions, whole and local, and reshards."""
 
     def __init__(self, mesh: Mesh, ctx: ir.Context):
-        self.mesh, self.ctx, self.graph = mesh, ctx, fx.Graph()
-        self.coordinates: dict[str, fx.Node] = {}
-        self.origin: fx.Node | None = None
-        self.masks = 0
-        self.context_method, self.balance = "auto", H100
-        self.one_table = False
-        self.attentions: list[tuple[str, str]] = []  # bounds of which hops are known, row by row
-        self.operators: dict[Any, Any] = {}  # local operators made for this program
-        self.notes: list[str] = []
-        self.bodies: list[tuple[ir.Program, ir.Program]] = []  # of custom functions, whole and local
+        super().__init__(mesh, ctx)
+        self.bodies: list[tuple[ir.Program, ir.Program]] = []
         self.reshards: dict[fx.Node, ir.Reshard] = {}
-
-    def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
-        """A graph input."""
-        node = self.graph.placeholder(name)
-        ir.update(node, value=val, spec=spec)
-        return node
-
-    def call(self, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
-        """An operator call, its value computed on fake tensors."""
-        node = self.graph.call_function(target, args, kwargs or {})
-        fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), ir.value)
-        with self.ctx.fake_mode, torch.no_grad():
-            ir.set_value(node, target(*fake_args, **fake_kwargs))
-        if self.origin is not None:
-            ir.copy_origin(node, self.origin)
-        return node
-
-    def trace(self, fn: Callable[..., Tensor], *inputs: fx.Node) -> fx.Node:
-        """The operators that `fn` calls on the nodes' values."""
-        body = trace(fn, [ir.example(n) for n in inputs], self.ctx)
-        new, result = graft(self.graph, body, list(inputs))
-        for node in new:
-            if self.origin is not None:
-                ir.copy_origin(node, self.origin)
-        return result
-
-    def row_of_hops(self, bounds: Iterable[fx.Node], inner: int) -> int | None:
-        """Which row of hops, among the inputs, is of an attention with bounds and of a ring across groups of `inner`.
-
-        None if every step is always sent.
-        """
-        names, groups = tuple(bound.name for bound in bounds), divisors(self.mesh[SEQUENCE_AXIS])
-        return self.attentions.index(names) * len(groups) + groups.index(inner) if names in self.attentions else None
 
     def convert(
         self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, reduce_dtype: torch.dtype | None = None
     ) -> fx.Node:
-        """The value in another placement."""
+        """Insert the conversion of a value to another placement."""
         return convert(self, x, before, after, has_grad, reduce_dtype)
 
     def reshard(self, of: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str, *how: Any) -> fx.Node:
@@ -108,53 +65,6 @@ class GraphBuilder:
             names = tuple(n.name for n in sending)
             self.reshards[new] = ir.Reshard(of.name, ir.source(of), str(before), str(after), reason, sent, names)
         return new
-
-    def at(self, factor: Factor) -> dict[str, fx.Node]:
-        """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
-        return {name: self.coordinates[name] for name in factor.reads()}
-
-    def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
-        """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
-        mask = None
-        chosen = range(len(spec.dims)) if dims is None else dims
-        for d, dim in ((d, spec.dims[d]) for d in chosen):
-            inner = 1
-            for factor in reversed(dim):
-                if factor.padded(self.mesh):
-                    one = self._valid(factor, inner, d, dim, len(spec.dims), x)
-                    mask = one if mask is None else self.call(aten.logical_and.default, (mask, one))
-                inner *= factor.local(self.mesh)
-        if mask is None:
-            return x
-        self.masks += 1
-        fill = number(fill, ir.example(x).dtype)
-        out = self.call(aten.where.ScalarOther, (mask, x, fill))
-        others = any(f.padded(self.mesh) for d, dim in enumerate(spec.dims) if d not in chosen for f in dim)
-        ir.set_spec(out, replace(spec, fill=None if others and spec.fill != fill else fill))
-        return out
-
-    def _valid(self, factor: Factor, inner: int, d: int, dim: Sequence[Factor], rank: int, x: fx.Node) -> fx.Node:
-        extent = 1
-        for f in dim:
-            extent *= f.local(self.mesh)
-        device, at = ir.example(x).device, self.at(factor)
-
-        def mask(*coordinates: Tensor) -> Tensor:
-            valid = entries(factor, self.mesh, dict(zip(at, coordinates)), device)[1]
-            shape = (extent // inner // factor.local(self.mesh), factor.local(self.mesh), inner)
-            spread = valid.view(1, -1, 1).expand(shape).reshape(extent)
-            return spread.view([extent if i == d else 1 for i in range(rank)])
-
-        return self.trace(mask, *at.values())
-
-
-def number(fill: float, dtype: torch.dtype) -> float | int | bool:
-    """The number of the dtype that is nearest to `fill`."""
-    if dtype.is_floating_point:
-        return fill
-    if dtype is torch.bool:
-        return bool(fill)
-    return int(fill) if math.isfinite(fill) else torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
 
 
 class Partitioner:

@@ -26,10 +26,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.editor import layout
 from passes.program.functions import Function, function_of
 from passes.program.mesh import WEIGHT_AXES, Mesh
 from passes.program.order import Order
-from passes.program.rewrite import layout
 from passes.program.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
 from passes.sharding.atoms import Atoms, merge_dim, placed_by_rule, refine, with_placed

@@ -47,15 +47,15 @@ class Accumulate(ir.Pass):
         kept = []
         for node, output in zip(program.results(), program.outputs, strict=True):
             append.parameter = output.name
-            append.before, append.phase = program.graph.output_node(), "optimizer"
+            append.place, append.phase = program.graph.output_node(), "optimizer"
             if output.kind == "gradient":
                 total = append.placeholder(f"total_{len(added)}", total_of(ir.example(node), self.dtype), output.spec)
                 ir.update(total, stage=stages.get(output.name))
                 layer, original = append.layers[output.name], copy_of[output.name]
                 added.append(ir.Input(output.name, "gradient", output.spec, layer=layer, copy_of=original))
                 if not is_sent(node):
-                    append.before, append.phase = node.next, "backward"
-                append.write(total, append.call("add", torch.add, total, node))
+                    append.place, append.phase = node.next, "backward"
+                append.write(total, append.trace(torch.add, total, node, key="add"))
             elif output.kind == "buffer":
                 append.keep(buffers[output.name], node)
             else:
@@ -158,7 +158,7 @@ class ApplyOnly(ir.Pass):
         for given in parameters:
             append.parameter, own = given.name, results[given.name]
             spec = given.spec.gradient()
-            term = append.call("share", torch.clone, own)
+            term = append.trace(torch.clone, own, key="share")
             sent.append((term, ir.Output(term_of(given.name, self.rank), "carried", spec)))
             terms = []
             for rank in given.stages:
@@ -170,7 +170,7 @@ class ApplyOnly(ir.Pass):
                 else:
                     terms.append(own)
             for term in terms[1:]:
-                terms[0] = append.call("add", torch.add, terms[0], term)
+                terms[0] = append.trace(torch.add, terms[0], term, key="add")
             results[given.name] = terms[0]
         program.graph.output_node().args = ((*results.values(), *(node for node, _ in sent)),)
         program.module.recompile()

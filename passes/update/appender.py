@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.rewrite import Editor
+from passes.program.editor import Editor
 from passes.program.spec import Spec
 
 aten = torch.ops.aten
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class Appender:
-    """Appends traced functions to a graph, by default before its output; a function is traced once a signature."""
+class Appender(Editor):
+    """Inserts the update of one parameter after another into a program, by default before its output."""
 
     def __init__(self, program: ir.Program, ctx: ir.Context, phase: str):
-        self.graph, self.ctx, self.phase = program.graph, ctx, phase
+        super().__init__(ctx, program.graph, program.graph.output_node())
+        self.phase = phase
         self.last = program.placeholders()[-1]
-        self.editor = Editor(ctx)
         self.layers = {given.name: given.layer for given in program.inputs}
         self.parameter = ""  # whose update is being appended
-        self.before = program.graph.output_node()  # what is appended comes before it
         self.guard: fx.Node | None = None  # bool, 0-d: where it is false, what is kept stays as it was
-
-    def call(self, key: Any, fn: Callable[..., Any], *inputs: fx.Node) -> Any:
-        """The result of `fn` on the nodes' values; `key` tells functions of the same input shapes apart."""
-        return self.editor.put(self.before, key, fn, inputs, self.mark)
 
     def mark(self, node: fx.Node) -> None:
         """Say where a node comes from."""
@@ -39,18 +31,15 @@ class Appender:
     def keep(self, target: fx.Node, new: fx.Node) -> None:
         """Store a value into an input that outlives the step, in place, if the guard lets it."""
         if self.guard is not None:
-            new = self.call("keep", keep_if, self.guard, new, target)
+            new = self.trace(keep_if, self.guard, new, target, key="keep")
         self.write(target, new)
 
     def write(self, target: fx.Node, new: fx.Node) -> None:
         """Store a value into an input, in place."""
-        with self.graph.inserting_before(self.before):
-            node = self.graph.call_function(aten.copy_.default, (target, new))
-        ir.set_value(node, ir.example(target))
-        self.mark(node)
+        self.call(aten.copy_.default, (target, new))
 
     def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
-        """A new input, after the others."""
+        """Insert an input after the others."""
         with self.graph.inserting_after(self.last):
             node = self.last = self.graph.placeholder(name)
         ir.update(node, value=val, spec=spec)

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from passes.program import ir, reshard
+from passes.program.editor import Editor
 from passes.program.mesh import Mesh
 from passes.program.operators import CASTS, name_of
-from passes.program.rewrite import Editor
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.update.appender import Appender
@@ -37,12 +37,13 @@ class Defer(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        editor, results, outputs, deferred = Editor(ctx), list[fx.Node](), list[ir.Output](), 0
+        edit = Editor(ctx, program.graph)
+        results, outputs, deferred = list[fx.Node](), list[ir.Output](), 0
         for node, output in zip(program.results(), program.outputs, strict=True):
             steps = list(reductions(node)) if output.kind == "gradient" else []
             term, spec = terms(node, output.spec, steps, program.mesh)
             if term is not node:
-                term, deferred = in_dtype(editor, term, node), deferred + 1
+                term, deferred = in_dtype(edit, term, node), deferred + 1
                 ir.set_spec(term, spec)
             results.append(term)
             outputs.append(replace(output, spec=spec))
@@ -90,13 +91,13 @@ def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
     return replace(after, dims=(*after.dims[: a.dim], whole, *after.dims[a.dim + 1 :]), partial=partial)
 
 
-def in_dtype(editor: Editor, term: fx.Node, gradient: fx.Node) -> fx.Node:
+def in_dtype(edit: Editor, term: fx.Node, gradient: fx.Node) -> fx.Node:
     """The term in the dtype of its gradient."""
     dtype = ir.example(gradient).dtype
     if ir.example(term).dtype == dtype:
         return term
     output = gradient.graph.output_node()
-    return editor.put(output, ("to", dtype), lambda x: x.to(dtype), (term,), lambda n: ir.copy_origin(n, gradient))
+    return edit.moved_to(output, gradient).trace(lambda x: x.to(dtype), term, key=("to", dtype))
 
 
 def complete(
@@ -106,7 +107,7 @@ def complete(
     dtype, left = ir.example(total).dtype, [axis for axis in before.partial_axes if axis not in after.partial_axes]
 
     def put(op: Any, *args: Any) -> fx.Node:
-        return append.call((op, *args), lambda x: op(x, *args, dtype, reduce_dtype), total)
+        return append.trace(lambda x: op(x, *args, dtype, reduce_dtype), total, key=(op, *args))
 
     for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
         for axis in (axis for factor in new for axis in factor.axes if not any(axis in f.axes for f in old)):

@@ -21,7 +21,6 @@ from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.mesh import Mesh
-from passes.program.rewrite import graft
 from passes.program.spec import Factor, Spec
 from passes.sharding.partition import GraphBuilder
 from passes.update.appender import Appender
@@ -126,11 +125,11 @@ def whole(
     one = tuple(tuple(replace(factor, axes=()) for factor in dim) for dim in spec.dims[-2:])
     held = replace(spec, dims=((Factor(count),), *spec.dims), fill=0.0)
     mine = replace(held, dims=((Factor(count, moved),), *stack, *one))
-    x = append.call(("stack", count), lambda *x: torch.stack(x), *directions)
+    x = append.trace(lambda *x: torch.stack(x), *directions, key=("stack", count))
     x = convert(append, mesh, x, held, mine, coordinates)
-    x = append.call("orthogonal", orthogonal, x)
+    x = append.trace(orthogonal, x, key="orthogonal")
     x = convert(append, mesh, x, mine, held, coordinates)
-    return append.call(("unbind", count), lambda x: tuple(t.clone() for t in x.unbind()), x)
+    return append.trace(lambda x: tuple(t.clone() for t in x.unbind()), x, key=("unbind", count))
 
 
 def convert(
@@ -142,11 +141,7 @@ def convert(
     for axis, node in coordinates.items():
         builder.coordinates[axis] = builder.placeholder(f"axis_index_{axis}", ir.example(node), Spec(()))
     builder.graph.output(builder.convert(start, before, after, has_grad=False))
-    with append.graph.inserting_before(append.graph.output_node()):
-        new, result = graft(append.graph, builder.graph, [x, *coordinates.values()])
-    for node in new:
-        append.mark(node)
-    return result
+    return append.graft(builder.graph, [x, *coordinates.values()])[1]
 
 
 def store(
@@ -163,4 +158,4 @@ def store(
 
     key = ("move", update.group.optimizer, update.dtype, *update.identity())
     inputs = (matrix.parameter, direction, *scalars, *update.drawn(step, coordinates))
-    append.keep(matrix.parameter, append.call(key, move, *inputs))
+    append.keep(matrix.parameter, append.trace(move, *inputs, key=key))

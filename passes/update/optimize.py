@@ -39,8 +39,8 @@ def reduce_gradient(
     append.parameter = name
     dtype = ir.example(gradient).dtype
     for axis in axes:
-        gradient = append.call(
-            ("psum", axis), lambda g, axis=axis: reshard.psum(g, axis, dtype, reduce_dtype), gradient
+        gradient = append.trace(
+            lambda g, axis=axis: reshard.psum(g, axis, dtype, reduce_dtype), gradient, key=("psum", axis)
         )
     return gradient
 
@@ -60,15 +60,15 @@ def squared_norm(
     for name, gradient, spec in zip(names, gradients, specs, strict=True):
         append.parameter, axes = name, tuple(sorted(spec.sharded))
         if axes not in sums:
-            sums[axes] = append.call("square", square, gradient)
+            sums[axes] = append.trace(square, gradient, key="square")
         else:  # one after another, so that every parameter's term is computed alike
-            sums[axes] = append.call("add square", lambda total, g: total + square(g), sums[axes], gradient)
+            sums[axes] = append.trace(lambda total, g: total + square(g), sums[axes], gradient, key="add square")
     append.parameter, totals = "", []
     for axes, total in sums.items():
         for axis in axes:
-            total = append.call(("psum", axis), lambda x, axis=axis: reshard.psum(x, axis, x.dtype, None), total)
+            total = append.trace(lambda x, axis=axis: reshard.psum(x, axis, x.dtype, None), total, key=("psum", axis))
         totals.append(total)
-    return append.call(("add", len(totals)), lambda *s: torch.stack(s).sum(), *totals)
+    return append.trace(lambda *s: torch.stack(s).sum(), *totals, key=("add", len(totals)))
 
 
 def square(gradient: Tensor) -> Tensor:
@@ -115,10 +115,10 @@ class Optimize(ir.Pass):
         whole = [replace(spec, partial=()) for _, _, spec in graded]
         square, told = self.square(append, program, names, reduced, whole)
         norm, factor = self.clip(append, square)
-        append.guard = append.call("finite", torch.isfinite, norm) if self.skip_nonfinite else None
+        append.guard = append.trace(torch.isfinite, norm, key="finite") if self.skip_nonfinite else None
         scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
         lr, step = (node for node, _ in scalars)
-        step_now = append.call("count", lambda s: s + 1, step)
+        step_now = append.trace(lambda s: s + 1, step, key="count")
         updates = self.updates(program, [parameters[name] for name in names])
         alike = dict.fromkeys((update.wide, update.group) for update in updates)
         shared = {kind: self.shared(append, *kind, lr, step_now, factor) for kind in alike}
@@ -137,7 +137,7 @@ class Optimize(ir.Pass):
         for total, given in zip(program.placeholders(), program.inputs):
             if given.kind == "gradient":
                 append.parameter = given.name
-                append.write(total, append.call("clear", torch.zeros_like, total))
+                append.write(total, append.trace(torch.zeros_like, total, key="clear"))
         append.parameter = ""
         append.keep(step, step_now)
         order = {node: k for k, node in enumerate(program.placeholders())}
@@ -212,10 +212,10 @@ class Optimize(ir.Pass):
 
     def clip(self, append: Appender, square: fx.Node) -> tuple[fx.Node, fx.Node]:
         """(norm of the scaled gradients, factor to scale each by), both 0-d, of the square of the norm."""
-        norm = append.call("norm", lambda s: s.sqrt() * self.scale, square)
+        norm = append.trace(lambda s: s.sqrt() * self.scale, square, key="norm")
         if self.max_norm is None:
-            return norm, append.call("factor", lambda n: torch.full_like(n, self.scale), norm)
-        factor = append.call("factor", lambda n: self.scale * (self.max_norm / (n + 1e-6)).clamp(max=1.0), norm)
+            return norm, append.trace(lambda n: torch.full_like(n, self.scale), norm, key="factor")
+        factor = append.trace(lambda n: self.scale * (self.max_norm / (n + 1e-6)).clamp(max=1.0), norm, key="factor")
         return norm, factor
 
     def shared(
@@ -227,7 +227,7 @@ class Optimize(ir.Pass):
             rate = cast(lr, dtype) * group.lr if group.lr != 1 else cast(lr, dtype)
             return cast(factor, dtype), *group.optimizer.scalars(rate, cast(step, dtype))
 
-        return tuple(append.call(("scalars", dtype, group), scalars, lr, step, factor))
+        return tuple(append.trace(scalars, lr, step, factor, key=("scalars", dtype, group)))
 
     def scalar(self, append: Appender, name: str, program: ir.Program) -> tuple[fx.Node, ir.Input]:
         """A 0-d fp64 input that is fed as a value."""

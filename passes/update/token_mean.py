@@ -21,8 +21,8 @@ from torch import fx
 
 from passes.program import ir
 from passes.program.backward_slice import backward_slice, cone_of
+from passes.program.editor import inline
 from passes.program.operators import CASTS, name_of
-from passes.program.rewrite import inline
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.rules import has_rule, rule_of, tensor_operands

@@ -109,7 +109,7 @@ class Update:
             return value, *(part for c, m in zip(codecs, new) for part in c.encode(m))
 
         key = (what, self.group.optimizer, self.dtype, tuple(codecs), *self.identity())
-        value, *state = append.call(key, run, *inputs, *kept)
+        value, *state = append.trace(run, *inputs, *kept, key=key)
         for node, new in zip(kept, state, strict=True):
             append.keep(node, new)
         return value, [pair for parts in held for pair in parts]

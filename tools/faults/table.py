@@ -309,7 +309,7 @@ FAULTS = (
     Fault(
         "accumulators_not_cleared",
         "passes/update/optimize.py",
-        'append.write(total, append.call("clear", torch.zeros_like, total))',
+        'append.write(total, append.trace(torch.zeros_like, total, key="clear"))',
         "pass",
         "Gradients of all steps add up.",
     ),

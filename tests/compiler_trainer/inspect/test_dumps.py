@@ -1,13 +1,19 @@
-"""Run folders read back: every line of every stage, and what is missing named."""
+"""Run folders read back: every node of every stage, and what is missing named."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from dumped_stages import change
 from printed_programs import joint, linear_program
+from torch import nn
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.console import tabular
@@ -16,82 +22,97 @@ from passes.check.runner import Dumper, PassRecord
 from passes.cost.accounting import Accounting
 from passes.cost.costs import Costs
 from passes.program import ir
+from passes.program.folds import Fold
 from passes.program.ir import Report
-from passes.program.printer import format_value, op_name, print_program
+from passes.program.printer import Printed, format_value, op_name, print_program
+from passes.program.torch_private import LazyGraphModule
 
 NOTHING = Accounting((), {}, 0, 0, 0, "x", "", {})
 
 
-def test_a_line_is_taken_apart():
-    parsed = dumps.parse(print_program(linear_program()[1]))
-    assert (parsed.mesh, parsed.zigzag, parsed.stage) == ({"dp_shard": 2}, frozenset(), "local")
-    weight, batch, gather, linear, total, done = parsed.nodes
+def read(program: ir.Program, folder: Path) -> dumps.Stage:
+    """The stage that a dump of a program is read as."""
+    Dumper(folder)(program, PassRecord("step", "joint", 0.0, 0, 0, Report(), NOTHING, {}, Costs((), (), ())))
+    return dumps.load_stages(folder)[0]
+
+
+def test_every_part_of_a_line_is_read(tmp_path):
+    stage = read(linear_program()[1], tmp_path)
+    weight, batch, gather, linear, total, done = stage.nodes
+    assert (dict(stage.graph.mesh.sizes), str(stage.graph.stage)) == ({"dp_shard": 2}, "local")
     assert (weight.op, weight.label, weight.is_input) == ("parameter", "wq.weight", True)
     assert (linear.op, linear.operands, linear.value) == ("linear", ("x", "all_gather_default"), "f32[2, 8]")
-    assert (linear.dtype, linear.shape, linear.spec) == ("f32", (2, 8), "[3@dp_shard, 8]")
+    assert (linear.dtype, linear.shape, linear.bytes, linear.spec) == ("f32", (2, 8), 64, "[3@dp_shard, 8]")
     assert (linear.source, linear.module, linear.phase) == ("model.py:31", "layers.0.wq", "forward")
     assert (gather.source, gather.module, gather.phase, gather.line) == ("", "", "forward", 9)
     assert (total.spec, done.spec, done.phase) == ("[] sum(dp_shard)", "", "backward")
-    assert [(o.kind, o.name, o.operand) for o in parsed.outputs] == [("loss", "loss", "psum_default")]
+    assert [(output.kind, output.name) for output in stage.graph.outputs] == [("loss", "loss")]
 
 
-def test_every_node_comes_back():
+def test_every_node_comes_back(tmp_path):
     program = joint({"dp_shard": 2, "tp": 2})
-    text = print_program(program)
-    found = {node.name: node for node in dumps.parse(text).nodes}
+    stage, text = read(program, tmp_path), print_program(program)
+    found = {node.name: node for node in stage.nodes}
     nodes = [node for node in program.graph.nodes if node.op != "output"]
-    assert found.keys() == {node.name for node in nodes}
+    assert found.keys() == {node.name for node in nodes} and stage.text == text == print_program(stage.graph)
     for node in nodes:
-        read = found[node.name]
-        assert list(dict.fromkeys(read.operands)) == [n.name for n in node.all_input_nodes]
-        assert read.value == format_value(ir.value(node))
-        assert read.is_input or read.op == op_name(node.target)
-        assert text.splitlines()[read.line - 1] == read.text
+        read_node = found[node.name]
+        assert list(dict.fromkeys(read_node.operands)) == [n.name for n in node.all_input_nodes]
+        assert read_node.value == format_value(ir.value(node))
+        assert read_node.is_input or read_node.op == op_name(node.target)
+        assert text.splitlines()[read_node.line - 1] == read_node.text
 
 
-def test_what_counts_labels_of_all_microbatches_is_told_apart():
-    text = """# inputs: 2
-%y = batch "y" : i64[4] [4]
-%count_0 = scalar "count_0" : i64[] []
-# count_0: the sum of 2 microbatches' results of
-%y = placeholder(y) : i64[4]   # forward
-%sum_1 = sum(%y) : i64[]   # forward
-return [%sum_1]
-# nodes: 1
-%sum_1 = add(%count_0, %y) : i64[4]   # forward
-"""
-    nodes = dumps.parse(text).nodes
-    dumps.check_order(nodes)
-    assert [n.graph for n in nodes] == ["", "", "count_0", "count_0", ""]
+def test_graphs_that_a_program_holds_have_paths(tmp_path):
+    """The program of a count, and a graph that an operator calls."""
+    small, program = linear_program()
+    child = LazyGraphModule(nn.Module(), small.builder.graph)
+    scalar = replace(program.inputs[1], kind="scalar", count=ir.Count(program, 2))
+    whole = replace(program, module=LazyGraphModule(nn.Module(), program.graph), inputs=(program.inputs[0], scalar))
+    whole.module.add_module("inner", child)
+    nodes = read(whole, tmp_path).nodes
+    assert Counter(node.graph for node in nodes) == {"": 6, "x": 6, "inner": 6}
 
 
-def test_strings_may_hold_anything():
-    (node,) = dumps.parse('# nodes: 1\n%a = f(%b, "%c ) : #", x=%d) : (f32[2], i64[])   # a.py:3 m.n backward\n').nodes
-    assert (node.operands, node.value, node.shape, node.module) == (("b", "d"), "(f32[2], i64[])", (), "m.n")
+def test_what_has_no_form_is_read_as_it_prints(tmp_path):
+    """An operator of this process alone, a constant of an unknown type, and strings that look like operands."""
+    small, program = linear_program()
+    last = program.results()[0]
+    last.target, last.args = Printed("local.mine"), (last.args[0], object(), '%c ) : #', float("-inf"), torch.float32)
+    stage = read(program, tmp_path)
+    assert stage.nodes[-1].text.startswith(f'%{last.name} = local.mine(%sum_dim_int_list, <object>, "%c ) : #", -inf, f32) : ')
+    assert stage.nodes[-1].operands == ("sum_dim_int_list",)
 
 
-def test_graphs_that_operators_call_are_told_apart():
-    nodes = dumps.parse("# nodes: 1\n%a = f(%b) : f32[2]   # forward\n# graph: body\n%a = g(%b) : None   # forward\nreturn %a\n").nodes
-    assert [(n.op, n.graph) for n in nodes] == [("f", ""), ("g", "body")]
+def test_a_run_of_an_earlier_version_is_refused_by_what_reads_its_programs(tmp_path):
+    stage = read(linear_program()[1], tmp_path)
+    stage.dump.unlink()
+    assert stage.casts is None and stage.report["program"] == "step" and stage.text
+    with pytest.raises(UserError, match=r"00_step_joint.graph.json: is missing: the run is of an earlier version"):
+        _ = stage.nodes
 
 
-def test_a_line_that_is_none_is_named():
-    with pytest.raises(UserError, match="line 2: is not a node"):
-        dumps.parse("# nodes: 1\nhello\n")
-
-
-@pytest.mark.parametrize(("text", "says"), [
-    ('# inputs: 1\n%a = parameter "w\n', "line 2: is not an input"),
-    ('# outputs: 1\nloss "loss"\n', "line 2: is not an output"),
+@pytest.mark.parametrize("damage", [
+    "", "{", "[]", "null", '{"programs": {}}', '{"tables": {}, "bodies": [], "programs": {"step": 1}}', "[" * 100_000,
 ])
-def test_half_a_line_is_named(text, says):
-    with pytest.raises(UserError, match=says):
-        dumps.parse(text)
+def test_a_damaged_program_is_refused(tmp_path, damage):
+    stage = read(linear_program()[1], tmp_path)
+    stage.dump.write_text(damage)
+    with pytest.raises(UserError, match="00_step_joint.graph.json: (is not what a run writes|cannot be read)"):
+        _ = stage.nodes
 
 
-def test_a_long_word_takes_no_longer_than_a_short_one():
-    parsed = dumps.parse(f"# mesh: {'x' * 200_000} tp=2 all=tp*cp\n# nodes: 0\n")
-    assert (parsed.mesh, parsed.flattened) == ({"tp": 2}, {"all": ["tp", "cp"]})
+@pytest.mark.parametrize(("old", "new"), [
+    ('"x"', "5"), ('"n":0', '"n":99'), ('"stage":', '"stage":1'), ('"modules":["",', '"modules":[5,'), ('"dims":', '"dim":'),
+    ('"float32"', '"load"'), ('"line":"model.py:31"', '"line":[1]'),
+])
+def test_a_program_with_another_part_is_refused_or_read(tmp_path, old, new):
+    stage = read(linear_program()[1], tmp_path)
+    text = stage.dump.read_text()
+    assert old in text
+    stage.dump.write_text(text.replace(old, new))
+    with suppress(UserError):
+        _ = stage.casts, stage.nodes
 
 
 def test_a_text_that_ends_too_early_is_refused(tmp_path):
@@ -100,19 +121,18 @@ def test_a_text_that_ends_too_early_is_refused(tmp_path):
     for kept in (0, 1, len(lines) // 2, len(lines) - 1):
         path.write_text("".join(lines[:kept]))
         with pytest.raises(UserError, match="00_step_joint.txt: is not whole: it lacks nodes"):
-            _ = dumps.load_stages(tmp_path)[0].nodes
+            _ = dumps.load_stages(tmp_path)[0].text
 
 
 def dump(folder: Path) -> dumps.Stage:
-    Dumper(folder)(joint({"tp": 2}), PassRecord("step", "joint", 0.0, 0, 0, Report(), NOTHING, {}, Costs((), (), ())))
-    return dumps.load_stages(folder)[0]
+    return read(joint({"tp": 2}), folder)
 
 
 def test_memory_of_layers_that_one_stands_for_is_so_many_times_its_value(tmp_path):
     stage = dump(tmp_path)
     node = next(node for node in stage.nodes if node.op == "parameter")
     size = {"f64": 8, "f32": 4}[node.dtype] * math.prod(node.shape)
-    stage.path.write_text(stage.text.replace("# inputs", "# folded: layers.3 stands for layers.3 to layers.7\n# inputs", 1))
+    change(stage, fold=Fold("layers", 3, 4))
     rows = [[node.name, "output", times * size, "parameters"] for times in (1, 4)]
     stage.path.with_suffix(".costs.json").write_text(json.dumps({"collectives": [], "flops": [], "storages": rows}))
     (stage,) = dumps.load_stages(tmp_path)
@@ -154,8 +174,8 @@ def test_what_is_missing_is_named(tmp_path, files, message):
 
 
 def test_patterns():
-    stage = dumps.parse(print_program(joint({"tp": 2})))
+    nodes = list(dumps.nodes_of(joint({"tp": 2})))
     def names(pattern):
-        return {n.name for n in dumps.matching(stage.nodes, lambda n: n.name, pattern)}
+        return {n.name for n in dumps.matching(nodes, lambda n: n.name, pattern)}
     assert names("relu") == {n for n in names("*") if "relu" in n} != set()
     assert names("t_*") == {n for n in names("*") if n.startswith("t_")} != set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from commands import call
 from net_runs import EVENTS, write_run
@@ -19,7 +21,7 @@ def run(tmp_path_factory) -> Run:
 def test_dumps_are_the_same_byte_for_byte(run, tmp_path):
     again = write_run(tmp_path, remat={"policy": "full"})
     files = sorted(p.name for p in (run.folder / "graphs").iterdir())
-    assert files == sorted(p.name for p in (again / "graphs").iterdir()) and len(files) == 3 * len(run.dumped)
+    assert files == sorted(p.name for p in (again / "graphs").iterdir()) and len(files) == 4 * len(run.dumped)
     for name in files:
         assert (run.folder / "graphs" / name).read_bytes() == (again / "graphs" / name).read_bytes(), name
 
@@ -95,6 +97,20 @@ def test_the_table_of_passes(run, capsys):
     assert f"largest reshard  %{glance.reshards(run)[0]['node']} " in out
     assert f"at %{run.trained[-1].report['accounting']['peak_node']} " in out
     assert f"most exposed  %{glance.collectives(run, run.trained[-1])[0].node} " in out
+
+
+def test_of_a_run_of_an_earlier_version_passes_and_reports_are_shown(run, tmp_path, capsys):
+    folder = shutil.copytree(run.folder, tmp_path / "earlier")
+    for path in (folder / "graphs").glob("*.graph.json"):
+        path.unlink()
+    earlier = load(folder)
+    out = shown(earlier, capsys)
+    assert all(stage.title in out for stage in run.dumped) and "graph.json is missing: the run is of an earlier version" in out
+    assert "reshards" in shown(earlier, capsys, "--pass", "shard")
+    for arguments in (["--node", "mm*"], ["--parameter", "*"], ["--html"]):
+        assert call("inspect", folder, *arguments) == 2
+        err = capsys.readouterr().err
+        assert "graph.json: is missing: the run is of an earlier version" in err and err.count("\n") == 1
 
 
 def test_one_pass(run, capsys):

@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from dumped_stages import change
 from net_runs import EVENTS, write_run
+from torch import fx
 
-from compiler_trainer.inspect.dumps import load
+from compiler_trainer.inspect.dumps import Stage, load
 from compiler_trainer.inspect.render import page
 from compiler_trainer.sweep import page as sweep_page
 from compiler_trainer.sweep.table import points
+from passes.program import ir
+from passes.program.printer import Printed
+from passes.program.record import NodeRecord, Origin
+from passes.program.spec import Spec
 
 HARMLESS = "harmless"
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</script><script>alert(1)</script>",
@@ -77,22 +84,32 @@ def marked(plain: Path, place: Path, word: str) -> Path:
     (folder / "config.yaml").write_text(json.dumps({"model": {"name": word, word: word}, word: {word: [word, {word: word}]}, "train": {"dtype": word}}))
     records = [{"step": i, "loss": 2.0 / i, "tokens_per_s": 1.0, word: 1.0, f"expert_load/{word}": 1.0 * i, "dropped_rows": 1.0} for i in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    for text in sorted((folder / "graphs").glob("*.txt")):
-        mark_stage(text, word)
-        if "segment" not in text.name:
-            for path in (text, text.with_suffix(".json"), text.with_suffix(".costs.json")):
+    for stage in load(folder).dumped:
+        mark_stage(stage, word)
+        if "segment" not in stage.title:
+            for path in (stage.path, *(stage.path.with_suffix(f".{end}json") for end in ("", "costs.", "graph."))):
                 path.rename(path.with_name(path.name.replace(".", f"_{name}.", 1)))
     return folder
 
 
-def mark_stage(text: Path, word: str) -> None:
+def mark_stage(stage: Stage, word: str) -> None:
     """The word in a stage's graph, report and costs."""
-    lines = text.read_text().splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("# inputs: ")) + 1
-    lines[at:at] = [f'%in_1 = parameter "{word}" : f32[2] [2@tp] {word}', f'%in_2 = {word} "{word}" : {word}']
-    lines[0] += f" {word}"
-    lines += [f'%{word} = {word}(%in_1, "{word}") : {word}   # {word} {word} {word}', f"%last = {word}(%in_2) : f32[2] {word}   # a.py:1 {word} {word}"]
-    text.write_text("\n".join(lines) + "\n")
+    inputs = [ir.Input(word, "parameter", Spec.whole((2,))), ir.Input(word, word, Spec((), ((word, "sum"),)))]
+    value, origin = torch.empty(2), Origin(word, (word, word))
+
+    def edit(graph: fx.Graph) -> None:
+        with graph.inserting_before(next(iter(graph.nodes))):
+            first, second = graph.placeholder("in_1"), graph.placeholder("in_2")
+        ir.set_record(first, NodeRecord(value))
+        ir.set_record(second, NodeRecord(Printed(word)))
+        with graph.inserting_before(graph.output_node()):
+            for name, args in (("odd", (first, word)), ("last", (second,))):
+                node = graph.create_node("call_function", Printed(word), args, name=name)
+                ir.set_record(node, NodeRecord(value, Spec((), ((word, "sum"),)), phase="forward", layer=None, origin=origin))
+
+    change(stage, edit, inputs=(*inputs, *stage.graph.inputs))
+    text = stage.path
+    text.write_text(text.read_text().replace("%odd ", f"%{word} ").replace("\n", f" {word}\n", 1))
     path = text.with_suffix(".json")
     report = json.loads(path.read_text())
     report["report"]["counts"][word] = 1
@@ -103,9 +120,9 @@ def mark_stage(text: Path, word: str) -> None:
     path.write_text(json.dumps(report))
     path = text.with_suffix(".costs.json")
     costs = json.loads(path.read_text())
-    costs["collectives"] += [[word, word, word, 10**9], ["last", word, word, 1]]
-    costs["flops"].append([word, 1])
-    costs["storages"] += [[word, "last", 10**9, word], ["in_1", word, 10**9, word]]
+    costs["collectives"] += [["odd", word, word, 10**9], ["last", word, word, 1]]
+    costs["flops"].append(["odd", 1])
+    costs["storages"] += [["odd", "last", 10**9, word], ["in_1", word, 10**9, word]]
     path.write_text(json.dumps(costs))
 
 

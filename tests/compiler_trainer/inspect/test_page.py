@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -10,12 +9,15 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, cut, opened
+from dumped_stages import change
 from net_runs import EVENTS, write_run
+from torch import fx
 
 from compiler_trainer.inspect import glance
 from compiler_trainer.inspect.dumps import Run, load
 from compiler_trainer.inspect.render import page, told
 from compiler_trainer.inspect.words import PASSES
+from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.order import ZIGZAG
 from passes.program.spec import Factor, Spec, boxes
@@ -254,11 +256,16 @@ def test_a_predicted_timeline_is_drawn(browser, run, tmp_path):
 def grow(folder: Path, run: Run) -> Run:
     """A run whose last stage has 100,000 nodes: its forward written a thousand times over."""
     shutil.copytree(run.folder, folder)
-    last = run.trained[-1]
-    lines, nodes = last.text.splitlines(), [n for n in last.nodes if not n.is_input][:100]
-    more = itertools.chain.from_iterable(
-        (n.text.replace(f"%{n.name} ", f"%{n.name}_again_{i} ", 1) for n in nodes) for i in range(100_000 // len(nodes)))
-    (folder / "graphs" / last.path.name).write_text("\n".join([*lines, *more]) + "\n")
+    copied = load(folder).trained[-1]
+    nodes = [node for node in copied.graph.graph.nodes if node.op == "call_function"][:100]
+
+    def edit(graph: fx.Graph) -> None:
+        with graph.inserting_before(graph.output_node()):
+            for i in range(100_000 // len(nodes)):
+                for node in nodes:
+                    ir.copy_node(graph, node, {n: n for n in node.all_input_nodes})._rename(f"{node.name}_again_{i}")
+
+    change(copied, edit)
     return load(folder)
 
 

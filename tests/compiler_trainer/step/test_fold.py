@@ -186,7 +186,7 @@ def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
     stages = load_stages(tmp_path)
     assert [stage.name for stage in stages][-2:] == list(CALLS)
     for stage in stages[:-2]:
-        assert stage.folded == "layers.3 stands for layers.3 to layers.8"
+        assert str(stage.graph.fold) == "layers.3 stands for layers.3 to layers.8"
         assert peak_line(stage)[1] == stage.report["accounting"]["peak_bytes"]
 
 

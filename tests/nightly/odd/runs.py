@@ -15,8 +15,8 @@ from tests.nightly.odd.trial import FALLBACK, Outcome, tried
 CONFIG, METRICS, REPORT = "config.yaml", "metrics.jsonl", "report.json"
 NEWEST = "checkpoints/step_00000002"
 INDEX, PIECES = f"{NEWEST}/index.json", f"{NEWEST}/rank_00000.safetensors"
-GRAPHS = ("graphs/00_forward_capture.txt", "graphs/00_forward_capture.json", "graphs/19_step_overlap.costs.json",
-          "graphs/19_step_overlap.txt", "graphs/09_forward_shard.json")  # fmt: skip
+GRAPHS = ("graphs/00_forward_capture.txt", "graphs/00_forward_capture.json", "graphs/09_forward_shard.json",
+          *(f"graphs/19_step_overlap.{ending}" for ending in ("txt", "costs.json", "graph.json")))  # fmt: skip
 AT_LEAST = {METRICS: ("missing", "empty", "cut"), REPORT: ("no keys", "other keys"),
             NEWEST: ("all renamed",)}  # what is left there serves
 TO_TOOLS = {CONFIG: ("no keys", "other keys", "cut", "itself", "numbers as names")}  # which show what there is

@@ -293,7 +293,7 @@ def test_numbers_need_inputs():
 # ---- dumps ---------------------------------------------------------------------------------------------
 
 
-ENDINGS = ("txt", "json", "costs.json")
+ENDINGS = ("txt", "json", "costs.json", "graph.json")
 
 
 def dump(folder: Path) -> ir.Program:

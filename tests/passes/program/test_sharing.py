@@ -13,11 +13,11 @@ from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
 from passes.check.runner import run_passes
 from passes.precision.float8 import Float8
-from passes.program import abstract_eval, ir, rewrite
+from passes.program import abstract_eval, ir
 from passes.program import trace as tracing
+from passes.program.editor import Editor, own_memory
 from passes.program.functions import define, function_of
 from passes.program.mesh import Mesh
-from passes.program.rewrite import own_memory
 from passes.program.torch_private import FakeTensorMode, OpOverload
 from passes.program.trace import trace
 from passes.sharding.normalize import Normalize
@@ -117,7 +117,7 @@ def test_copies_of_a_traced_body_have_memory_of_their_own():
     graph, outer = trace(body, values, ctx), fx.Graph()
     x = outer.placeholder("x")
     ir.set_value(x, values[0])
-    first, second = (rewrite.graft(outer, graph, [x])[0] for _ in range(2))
+    first, second = (Editor(ctx, outer).graft(graph, [x])[0] for _ in range(2))
     for nodes in (first, second):
         own_memory(nodes, ctx)
     for one, other in zip(first, second):

@@ -1,0 +1,22 @@
+"""Stages of run folders, changed as if passes had left others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import fx
+
+from compiler_trainer.inspect.dumps import Stage
+from passes.program import ir
+from passes.program.printer import print_program
+from passes.program.saved import dumped
+
+
+def change(stage: Stage, edit: Callable[[fx.Graph], None] = lambda graph: None, **fields) -> ir.Program:
+    """Edit the graph of a stage, and fields of its program, and write both files of it again."""
+    program = replace(stage.graph, **fields)
+    edit(program.graph)
+    stage.dump.write_text(dumped({stage.program: program}))
+    stage.path.write_text(print_program(program))
+    return program
