@@ -64,7 +64,7 @@ class Clock:
 
     sending: float = 1.0
     spans: dict[Hashable, Span] = field(default_factory=dict)
-    free: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
+    free: dict[Hashable, float] = field(default_factory=lambda: defaultdict(int))
     travelling: list[Hashable] = field(default_factory=list)  # collectives that may be under way
 
     def now(self, stream: Hashable = COMPUTE) -> float:
@@ -81,7 +81,7 @@ class Clock:
         self.free[stream] = max(before, moment)
         return self.free[stream] - before
 
-    def run(self, work: Hashable, stream: Hashable, duration: float, after: float = 0.0, keeps: float = 1.0) -> Span:
+    def run(self, work: Hashable, stream: Hashable, duration: float, after: float = 0, keeps: float = 1.0) -> Span:
         """Run a piece of work as soon as its stream is free, but not before the moment `after`."""
         start = max(self.free[stream], after)
         end = start + duration

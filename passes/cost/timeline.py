@@ -62,7 +62,7 @@ def play(
     computing = alone = launching = host_s = 0.0
     for kernel in kernels:
         if kernel.kind == "wait":
-            span = next(clock.spans[k] for k in kernel.after if k in clock.spans)
+            span = next(clock.spans[k] for k in kernel.after if k.kind == "collective")
             exposed[str(span.stream)] += clock.wait(span.end)  # type: ignore[assignment]
             continue
         host_s = (clock.now() if host_computes else host_s) + launch_s(kernel)
