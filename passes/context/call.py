@@ -118,7 +118,7 @@ class AttentionCall:
         """What could be sent while attention is computed; its backward is 2.5 times the forward (arXiv 2307.08691)."""
         (b, h, s, e), (*_, f) = self.query, self.value
         flops = 3.5 * 2 * b * h * s * s * self.parts * (e + f)
-        return int(flops * (0.5 if self.causal else 1.0) / self.balance.flops_per_byte)
+        return int(flops * (0.5 if self.causal else 1.0) / self.balance.attention_flops_per_byte)
 
     def near_bytes(self, kind: str, sent: int, ranks: int, apart: int = 1) -> int:
         """What would travel inside a node as long as bytes sent among so many of its ranks, every so many of them."""

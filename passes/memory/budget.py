@@ -20,8 +20,8 @@ from torch import fx
 from passes.cost.accounting import count_flops
 from passes.program import ir
 from passes.program.abstract_eval import Avals, abstract_eval
+from passes.program.machine import Balance
 
-MACHINE_BALANCE = 150  # at which a kernel is as long computing as moving: about that of GPUs with bf16 tensor cores
 CLOSE = 0.002  # of the budget: how near to it the peak should come
 PROBES = 16
 GIB = 2**30
@@ -42,15 +42,15 @@ class Problem:
         return sum(self.size.values())
 
 
-def pose(program: ir.Program, avals: Avals, free: set[fx.Node]) -> Problem:
-    """The problem of the forward nodes in `free`; a view of another value is never kept itself."""
+def pose(program: ir.Program, avals: Avals, free: set[fx.Node], balance: Balance) -> Problem:
+    """Return the problem of the forward nodes in `free`; a view of another value is never kept itself."""
     problem = Problem({}, {}, {n for n in free if any(ir.phase(u) == "backward" for u in n.users)})
-    for node in free:
+    for node in (n for n in program.calls() if n in free):  # in order, so that the solver's choice is the same each time
         operands = [n for n in node.all_input_nodes if n in avals.values]
         held = set().union(*(avals.storages(n) for n in operands)) if operands else set()
         fresh = avals.storages(node) - held
         moved = sum(avals.storage_bytes[s] for s in fresh | held) if fresh else 0
-        problem.cost[node] = max(moved, count_flops(node, avals) / MACHINE_BALANCE) if fresh else 0.0
+        problem.cost[node] = max(moved, count_flops(node, avals) / balance.flops_per_moved_byte) if fresh else 0.0
         problem.size[node] = sum(avals.storage_bytes[s] for s in fresh)
         problem.operands[node] = [n for n in node.all_input_nodes if n in free]
     return problem
@@ -103,11 +103,12 @@ def fit(
     given_bytes: int,
     headroom: float,
     peak: Callable[[set[fx.Node]], int],
+    balance: Balance,
 ) -> Fitted:
     """The least of `free` to compute again so that the predicted peak leaves `headroom` (a share) of what is given."""
     budget_bytes = int(given_bytes * (1 - headroom))
     avals = abstract_eval(program, ctx)
-    problem = pose(program, avals, free)
+    problem = pose(program, avals, free, balance)
     least = peak(free)
     if least > budget_bytes:
         raise ir.Refused(

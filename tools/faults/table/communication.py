@@ -185,8 +185,8 @@ FAULTS = (
     Fault(
         "early_across_writes",
         "passes/communication/overlap.py",
-        "unwritten = takewhile(lambda node: not writes_input(node), program.calls())",
-        "unwritten = program.calls()",
+        "unwritten = takewhile(lambda node: not writes_input(node), order.calls())",
+        "unwritten = order.calls()",
         "Gathers of what a step has written start before the write.",
     ),
     Fault(
@@ -199,21 +199,21 @@ FAULTS = (
     Fault(
         "waits_for_last_user",
         "passes/communication/overlap.py",
-        "min(end, latest.get(node, end), *barriers, *node.users).prepend(node)",
-        "max(latest.get(node, node), *barriers, *node.users).prepend(node)",
+        "order.put_before(node, order.first(end, latest.get(node, end), *barriers, *node.users))",
+        "order.put_before(node, max(latest.get(node, node), *barriers, *node.users, key=order.place.__getitem__))",
         "A result is used before it is waited for.",
     ),
     Fault(
         "moved_gradients_are_waited_for",
         "passes/communication/overlap.py",
-        "return leaves(product, tails) and not any(node.target in WAITS for node in following)",
-        "return leaves(product, tails)",
+        "return leaves(product, self.tails) and not any(node.target in WAITS for node in following)",
+        "return leaves(product, self.tails)",
         "A gradient that is computed later is waited for where it is sent.",
     ),
     Fault(
         "sunk_past_writes",
         "passes/communication/overlap.py",
-        "        if is_mutable(node) and base_of(node.args[0]) in read:  # type: ignore[arg-type]\n            break\n",
+        "            if is_mutable(node) and base_of(node.args[0]) in read:  # type: ignore[arg-type]\n                break\n",
         "",
         "What is on its way, or read beside it, is overwritten.",
     ),
