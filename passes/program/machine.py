@@ -58,14 +58,13 @@ class Balance:
     """Rates of a GPU relative to each other: what it computes while a byte travels in its node, or moves in its memory.
 
     `flops_per_byte` are FLOPs of products, `outside` the bytes that travel in a node while one travels between nodes.
-    By default an H100 in bf16: 989 TFLOP/s, NVLink's 450 GB/s each way, an adapter's 400 Gb/s; flash attention at 316
-    TFLOP/s over 370 GB/s; products at 711 TFLOP/s beside 3,015 GB/s of memory, as `cluster=h100` has them.
+    By default an H100 in bf16: 989 TFLOP/s, NVLink's 450 GB/s each way, an adapter's 400 Gb/s; products at 711 TFLOP/s
+    and memory at 3,015 GB/s, as `cluster=h100` has them.
     """
 
     gpus_per_node: int = 8
     flops_per_byte: float = 2200
     outside: float = 9
-    attention_flops_per_byte: float = 855
     flops_per_moved_byte: float = 236
 
     def near_bytes(self, kind: str, sent_bytes: int, where: Reach) -> float:

@@ -537,6 +537,5 @@ def test_the_default_figures_are_those_of_h100():
     found = build(ClusterConfig, compose(["cluster=h100"])["cluster"])
     assert replace(found, sources={}, device=None) == ClusterConfig()
     assert isinstance(ClusterConfig().peak_tflops, ByDtype)
-    balance = balance_of(found, "bfloat16")
-    assert balance.attention_flops_per_byte == pytest.approx(H100.attention_flops_per_byte, rel=1e-3)
-    assert balance.flops_per_moved_byte == pytest.approx(H100.flops_per_moved_byte, rel=1e-2)
+    moved = balance_of(found, "bfloat16").flops_per_moved_byte
+    assert moved == pytest.approx(H100.flops_per_moved_byte, rel=1e-2)
