@@ -410,7 +410,7 @@ def build_optimize(request: CompileRequest) -> Optimize:
 
 
 def build_remat(request: CompileRequest, rest: Passes, reserved: Callable[[Program], int] = lambda _: 0) -> Remat:
-    """Return the recomputation that is asked for; `rest` finish its program, `reserved` bytes are kept outside of it."""
+    """Return the recomputation that is asked for; `rest` finish its program, `reserved` bytes are outside of it."""
     remat = request.passes.remat
     budget_bytes = None if remat.budget_gib is None else int(remat.budget_gib * 2**30)
     return Remat(

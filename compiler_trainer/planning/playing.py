@@ -22,7 +22,7 @@ def play(
     seconds: Mapping[str, float],
     send_s: Callable[[Message], float],
 ) -> Timing:
-    """Time the turns, each rank a stream; a turn starts when its inputs are there, messages of a pair follow each other."""
+    """Time the turns, each rank a stream; a turn waits for its inputs, and messages of a pair follow each other."""
     clock, there, (reads, makes) = Clock(), dict[tuple[Key, int], float](), keys_of(turns, programs)
     sent = defaultdict[Key, list[Message]](list)
     for message in messages(turns, programs):

@@ -12,8 +12,8 @@ The first of these that holds decides (`roles_of`):
     late       belongs to a gradient of another layer's parameter: its reduction, the wait, copies
     own        stands in the layer that has begun last
 
-`overlap` moves nodes of other layers to where layers begin and records the roles; `segment` makes each run of one role a
-piece. So layers stay alike, whatever starts or arrives while they are computed.
+`overlap` moves nodes of other layers to where layers begin and records the roles; `segment` makes each run of one role
+a piece. So layers stay alike, whatever starts or arrives while they are computed.
 """
 
 from __future__ import annotations

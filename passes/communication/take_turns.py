@@ -10,10 +10,10 @@
     products of z_1                  products of z_1
 
 A turn ends before the first wait for a long collective that the microbatch started in it, if it has a kernel; without
-such collectives it ends with the layer. A collective is long if it sends at least an eighth of the bytes of the longest.
+such collectives it ends with the layer. A collective is long if it sends at least an eighth of the longest's bytes.
 Short ones are waited for at once. Those that can start before the turn's end do: after the long ones of the other
 microbatch they would be late. Operands of all microbatches stand before the first of them that needs them, and
-operators on values of all, as sums of gradients, after the last of these values.
+operators on values of all, as sums of gradients, after the last of these.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def early_starts(
 
 
 def merged(nodes: list[fx.Node], turns: list[Turn], needs: Needs, combined: set[fx.Node]) -> list[fx.Node]:
-    """Return the nodes as turns have them, each after those that it needs; `combined` ones as soon as these are there."""
+    """Return the nodes as turns have them, each after those that it needs, `combined` ones right after these."""
     order, missing = dict[fx.Node, None](), {node: len(needs[node]) for node in combined}
     users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in (n for n in nodes if n in combined):

@@ -26,8 +26,8 @@ from passes.program.machine import H100, Balance, spread
 
 Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
-# FLOPs that hide a byte in a node: 989 TFLOP/s over 450 GB/s. Attention is slower than this, and so leaves room for what
-# bytes do not say: latencies, kernels slowed by transfers, smaller kernels (docs/internals/context.md has predictions).
+# FLOPs that hide a byte in a node: 989 TFLOP/s over 450 GB/s. Attention is slower than this, which leaves room for
+# the costs that a count of bytes lacks: latencies, kernels slowed by transfers (docs/internals/context.md).
 HIDING_FLOPS = 2200
 Pairs = frozenset[tuple[int, int]]
 

@@ -45,7 +45,7 @@ class Problem:
 def pose(program: ir.Program, avals: Avals, free: set[fx.Node], balance: Balance) -> Problem:
     """Return the problem of the forward nodes in `free`; a view of another value is never kept itself."""
     problem = Problem({}, {}, {n for n in free if any(ir.phase(u) == "backward" for u in n.users)})
-    for node in (n for n in program.calls() if n in free):  # in order, so that the solver's choice is the same each time
+    for node in (n for n in program.calls() if n in free):  # in order: the solver's choice is then the same each time
         operands = [n for n in node.all_input_nodes if n in avals.values]
         held = set().union(*(avals.storages(n) for n in operands)) if operands else set()
         fresh = avals.storages(node) - held

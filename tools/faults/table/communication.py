@@ -213,8 +213,8 @@ FAULTS = (
     Fault(
         "sunk_past_writes",
         "passes/communication/overlap.py",
-        "            if is_mutable(node) and base_of(node.args[0]) in read:  # type: ignore[arg-type]\n                break\n",
-        "",
+        "            if is_mutable(node) and base_of(node.args[0]) in read:",
+        "            if False:",
         "What is on its way, or read beside it, is overwritten.",
     ),
     Fault(
