@@ -64,7 +64,8 @@ def solve(problem: Problem, limit_bytes: float) -> set[fx.Node]:
     nodes = list(problem.cost)
     number = {node: i for i, node in enumerate(nodes)}
     n = len(nodes)
-    rows: list[tuple[list[int], list[float]]] = [([number[v], n + number[v]], [1, 1]) for v in problem.read]
+    read = [v for v in nodes if v in problem.read]
+    rows: list[tuple[list[int], list[float]]] = [([number[v], n + number[v]], [1, 1]) for v in read]
     lower = [1.0] * len(rows)
     for v, operands in problem.operands.items():
         for u in operands:
