@@ -29,7 +29,6 @@ from compiler_trainer.config.schema import (
     GroupConfig,
     OptimConfig,
     PassesConfig,
-    RematConfig,
 )
 from compiler_trainer.config.targets import called, import_rules
 from compiler_trainer.request import CompileRequest
@@ -56,7 +55,6 @@ from passes.precision.float8 import Float8
 from passes.program.folds import Folding
 from passes.program.ir import Pass, Program
 from passes.program.layer import within
-from passes.program.machine import Balance
 from passes.program.placing import end, placed
 from passes.program.stages import Stage
 from passes.program.task import Task
@@ -176,8 +174,6 @@ def forward_passes(request: CompileRequest) -> Passes:
     """Return the passes from the captured model to the forward that every rank runs."""
     passes, masters = request.passes, request.parameter_dtypes
     cast, shard, context = passes.cast, passes.shard, passes.context
-    balance = request.balance
-    links = Balance(balance.gpus_per_node, outside=balance.outside)  # methods were measured with its other figure
     table = request.table()
     return (
         build_cast(cast, masters),
@@ -191,7 +187,12 @@ def forward_passes(request: CompileRequest) -> Passes:
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
         Shard(
-            shard.sequence_parallel, shard.strict, DTYPES[cast.reduce_dtype], context.method, context.skip_steps, links
+            shard.sequence_parallel,
+            shard.strict,
+            DTYPES[cast.reduce_dtype],
+            context.method,
+            context.skip_steps,
+            request.balance,
         ),
         *((Assign(table.stages, passes.pipeline.stages),) if table else ()),
     )
@@ -235,7 +236,7 @@ def training_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
     joint: Passes = (Joint(), Simplify(), CSE(), Reassociate())
     if request.microbatches // request.at_once == pp == 1:
         then = with_async_tp(request, (optimize, *finish))
-        return (ProgramPlan("step", FORWARD, (*joint, build_remat(passes.remat, then), *then, segment)),)
+        return (ProgramPlan("step", FORWARD, (*joint, build_remat(request, then), *then, segment)),)
     joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
     shared = ProgramPlan("joint", FORWARD, joint, shared=True)
     added_in = DTYPES[passes.accumulate.dtype]
@@ -244,7 +245,7 @@ def training_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
     if pp > 1 or once(passes.accumulate.gather, pp):
         return shared, *cut_rows(request, total, apply, optimize, finish)
     then = with_async_tp(request, (total, *finish))
-    remat = build_remat(passes.remat, then, optimize.state_bytes)
+    remat = build_remat(request, then, optimize.state_bytes)
     accumulate = ProgramPlan("accumulate", "joint", (remat, *then, segment))
     return shared, accumulate, ProgramPlan("apply", "joint", (apply, optimize, *finish, segment))
 
@@ -255,7 +256,7 @@ def cut_rows(
     """Return the rows of programs that are cut from a microbatch, and of the update."""
     table, gathers = request.table(), once(request.passes.accumulate.gather, request.mesh["pp"])
     rings = build_async_tp(request, (total, *finish))
-    remat = replace(build_remat(request.passes.remat, (*rings, total)), gathers_once=gathers)
+    remat = replace(build_remat(request, (*rings, total)), gathers_once=gathers)
     row = partial(ProgramPlan, source="joint", finish=(*finish, Segment(request.passes.segment.max_nodes)))
     microbatch = partial(row, "microbatch", passes=(remat, *rings, total))
     if table is None:
@@ -411,8 +412,9 @@ def build_optimize(request: CompileRequest) -> Optimize:
     )
 
 
-def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], int] = lambda _: 0) -> Remat:
-    """The recomputation that a configuration asks for; `rest` finish its program, `reserved` bytes lie beside it."""
+def build_remat(request: CompileRequest, rest: Passes, reserved: Callable[[Program], int] = lambda _: 0) -> Remat:
+    """Return the recomputation that is asked for; `rest` finish its program, `reserved` bytes are outside of it."""
+    remat = request.passes.remat
     budget_bytes = None if remat.budget_gib is None else int(remat.budget_gib * 2**30)
     return Remat(
         remat.policy,
@@ -426,6 +428,7 @@ def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], 
         remat.ops,
         rest,
         reserved,
+        balance=request.balance,
     )
 
 

@@ -21,6 +21,7 @@ from passes.program.machine import Balance
 TABLES = CONF / "cluster" / "rates"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 US = 1e-6
+LARGE_FLOPS, LARGE_BYTES = 1e12, 2**28  # of kernels that a step's time depends on
 # kind -> the largest buffer of a rank, in shares of what it brings, of p ranks
 BUFFER = {"all_gather": lambda p: p, "reduce_scatter": lambda p: 1, "all_reduce": lambda p: 1,
           "all_to_all": lambda p: 1, "shift": lambda p: 1}  # fmt: skip
@@ -44,9 +45,14 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
 
 
 def balance_of(cfg: ClusterConfig, dtype: str | None) -> Balance:
-    """What a GPU computes in a dtype (None: fp32) while bytes travel, in its node and out of it."""
-    flops_per_s = 1e12 * cfg.throttle * getattr(cfg.peak_tflops, dtype or "float32")
-    return Balance(cfg.gpus_per_node, flops_per_s / (1e9 * cfg.intra_gb_s), cfg.intra_gb_s / cfg.inter_gb_s)
+    """Return what a GPU computes in a dtype (None: fp32) while bytes travel or move; large kernels at reached rates."""
+    peak_flops, rates = 1e12 * cfg.throttle * getattr(cfg.peak_tflops, dtype or "float32"), cluster_of(cfg).rates
+    return Balance(
+        gpus_per_node=cfg.gpus_per_node,
+        flops_per_byte=peak_flops / (1e9 * cfg.intra_gb_s),
+        outside=cfg.intra_gb_s / cfg.inter_gb_s,
+        flops_per_moved_byte=rates.products[DTYPES[dtype or "float32"]].at(LARGE_FLOPS) / rates.memory.at(LARGE_BYTES),
+    )
 
 
 def tables_of(cfg: ClusterConfig) -> RatesConfig:

@@ -137,12 +137,12 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     programs, mesh = {name: captured.program for name, captured in step.programs.items()}, mesh_of(cfg.mesh)
     turns = [t for t in turns_of_step(programs, step.table, cfg.train.microbatches) if t.program in programs]
     size, sent = stages.sizes_of(programs), list(messages(turns, programs))
-    played = play(turns, programs, seconds, partial(stages.send_s, size, mesh, cluster))
+    timing = play(turns, programs, seconds, partial(stages.send_s, size, mesh, cluster))
     written = {name: p.peak_bytes for name, p in found.items()}
     ranks = sorted({turn.rank for turn in turns})
     memories = [on_device(cfg, peak_memory(step, turns, rank, size, written)) for rank in ranks]
     memory = max(memories, key=lambda each: each["device_bytes"])
-    busiest = max(ranks, key=played.busy_s)
+    busiest = max(ranks, key=timing.busy.__getitem__)
     runs = Counter(turn.program for turn in turns if turn.rank == busiest)
     made_of = {
         "cluster": dataclasses.asdict(cfg.cluster),
@@ -157,12 +157,12 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     drawn = {}
     if step.table is not None:
         made_of["sent_bytes"][PP] = stages.sent_by(busiest, sent, size, mesh, cluster)
-        made_of["exposed_ms"][PP] = 1e3 * (played.step_s - played.busy_s(busiest))
-        about = programs, played, seconds, memories, sent
+        made_of["exposed_ms"][PP] = 1e3 * (timing.length - timing.busy[busiest])
+        about = programs, timing, seconds, memories, sent
         made_of["pipeline"] = stages.pipeline_of(cfg.passes.pipeline.schedule, step.table, *about)
-        drawn = {"pipeline": stages.drawn(cfg.passes.pipeline.schedule, step.table, played)}
+        drawn = {"pipeline": stages.drawn(cfg.passes.pipeline.schedule, step.table, timing)}
     return {
-        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, played.step_s)},
+        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, timing.length)},
         "prediction": made_of,
         "timeline": [event for name, timeline in timelines.items() for event in events(name, timeline)],
         **drawn,

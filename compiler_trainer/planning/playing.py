@@ -8,34 +8,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from compiler_trainer.step.messages import Message, Timetable, messages
 from compiler_trainer.step.turns import Key, Turn, keys_of
+from passes.cost.clock import Clock, Timing
 from passes.program import ir
-
-
-@dataclass(frozen=True)
-class Played:
-    """When each turn begins and ends, in seconds."""
-
-    spans: Mapping[Turn, tuple[float, float]]
-
-    @property
-    def step_s(self) -> float:
-        """Until the last rank is done."""
-        return max(end for _, end in self.spans.values())
-
-    def busy_s(self, rank: int) -> float:
-        """How long a pipeline rank has something to do."""
-        return sum(end - start for turn, (start, end) in self.spans.items() if turn.rank == rank)
-
-    def idle(self) -> float:
-        """The share of all ranks' time in which nothing runs, until the last microbatch is done."""
-        of_table = {turn: span for turn, span in self.spans.items() if turn.microbatch is not None}
-        busy, ranks = sum(end - start for start, end in of_table.values()), len({turn.rank for turn in of_table})
-        return 1 - busy / (ranks * Played(of_table).step_s)
 
 
 def play(
@@ -43,24 +21,21 @@ def play(
     programs: Mapping[str, ir.Program],
     seconds: Mapping[str, float],
     send_s: Callable[[Message], float],
-) -> Played:
-    """Let each turn begin when its rank is free and what it reads is there; messages of a pair follow each other."""
-    free, sending, there = Counter[int](), Counter[tuple[int, int]](), dict[tuple[Key, int], float]()
-    reads, makes = keys_of(turns, programs)
-    sent, spans = defaultdict[Key, list[Message]](list), dict[Turn, tuple[float, float]]()
+) -> Timing:
+    """Time the turns, each rank a stream; a turn waits for its inputs, and messages of a pair follow each other."""
+    clock, there, (reads, makes) = Clock(), dict[tuple[Key, int], float](), keys_of(turns, programs)
+    sent = defaultdict[Key, list[Message]](list)
     for message in messages(turns, programs):
         sent[message.key].append(message)
     for turn in turns:
-        start = max([free[turn.rank], *(there[key, turn.rank] for key in reads[turn].values())])
-        end = start + seconds[turn.program]
-        spans[turn], free[turn.rank] = (start, end), end  # type: ignore[assignment]
+        after = max((there[key, turn.rank] for key in reads[turn].values()), default=0.0)
+        end = clock.run(turn, turn.rank, seconds[turn.program], after).end
         for key in makes[turn].values():
             there[key, turn.rank] = end
             for message in sent[key]:
                 pair = message.source, message.to
-                sending[pair] = max(end, sending[pair]) + send_s(message)  # type: ignore[assignment]
-                there[key, message.to] = sending[pair]
-    return Played(spans)
+                there[key, message.to] = clock.run(message, pair, send_s(message), end).end
+    return Timing(clock.spans).of(lambda work: isinstance(work, Turn))
 
 
 def kept_beside(

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from compiler_trainer.planning.playing import Played
 from compiler_trainer.step.messages import Message
 from compiler_trainer.step.turns import Turn
+from passes.cost.clock import Timing
 from passes.cost.cluster import Cluster, collective_seconds
 from passes.pipeline.tables import Table, most_alive
 from passes.program import ir
@@ -23,7 +23,7 @@ def pipeline_of(
     schedule: str,
     table: Table,
     programs: Mapping[str, ir.Program],
-    played: Played,
+    timing: Timing,
     seconds: Mapping[str, float],
     memory: Sequence[Mapping[str, Any]],
     sent: Iterable[Message],
@@ -31,20 +31,25 @@ def pipeline_of(
     """The report; `memory` is that of each pipeline rank, `sent` are the messages of a step."""
     return {
         "schedule": schedule,
-        "idle": played.idle(),
+        "idle": idle(timing),
         "ranks_of_stages": table.rank_of,
         "layers": [layers_of(programs[str(Task(stage, FORWARD))]) for stage in range(table.stages)],
         "task_ms": {name: 1e3 * s for name, s in seconds.items()},
-        "busy_ms": [1e3 * played.busy_s(rank) for rank in range(table.ranks)],
+        "busy_ms": [1e3 * timing.busy[rank] for rank in range(table.ranks)],
         "forwards_kept": most_alive(table),
         "memory": [{key: found[key] for key in ("device_bytes", "bytes", "fits", "kinds")} for found in memory],
         "sent_a_microbatch": borders(sent, sizes_of(programs)),
     }
 
 
-def drawn(schedule: str, table: Table, played: Played) -> dict[str, Any]:
+def idle(timing: Timing) -> float:
+    """The share of all ranks' time in which nothing runs, until the last microbatch is done."""
+    return timing.of(lambda turn: turn.microbatch is not None).idle
+
+
+def drawn(schedule: str, table: Table, timing: Timing) -> dict[str, Any]:
     """The table as a page draws it."""
-    return {"schedule": schedule, "unit": "ms", "idle": played.idle(), "slots": slots(played, table.ranks)}
+    return {"schedule": schedule, "unit": "ms", "idle": idle(timing), "slots": slots(timing, table.ranks)}
 
 
 def layers_of(program: ir.Program) -> list[str]:
@@ -65,10 +70,10 @@ def borders(sent: Iterable[Message], size: Mapping[str, int]) -> list[dict[str, 
     return [found[pair] for pair in sorted(found)]
 
 
-def slots(played: Played, ranks: int) -> list[list[tuple[str, float, float]]]:
+def slots(timing: Timing, ranks: int) -> list[list[tuple[str, float, float]]]:
     """A row a rank: what it does, from when to when, in milliseconds."""
     rows: list[list[tuple[str, float, float]]] = [[] for _ in range(ranks)]
-    for turn, (start, end) in played.spans.items():
+    for turn, (start, end, _) in timing.spans.items():
         rows[turn.rank].append((label(turn), round(1e3 * start, 4), round(1e3 * end, 4)))
     return rows
 

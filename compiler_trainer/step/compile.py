@@ -158,7 +158,7 @@ def lowered(
 def drawn(schedule: str, table: Table) -> dict[str, Any]:
     """The order of tasks as a page draws it: a forward takes 1, a backward 2."""
     timing = play(table)
-    rows = [[(str(slot), *timing.spans[slot]) for slot in row] for row in table.rows]
+    rows = [[(str(slot), *timing.spans[slot][:2]) for slot in row] for row in table.rows]
     return {"schedule": schedule, "unit": "forwards", "idle": timing.idle, "slots": rows}
 
 

@@ -1,12 +1,19 @@
-"""Find each layer's first node in a program with explicit collectives, and the nodes in it that belong to others.
+"""Give each operator of a program with explicit collectives its role: the layer that it works for, and why.
 
     add(x, mm)                         layer 0
-    start gather of layer 2            aside: a prefetch for another layer
+    start gather of layer 2            prefetch: for another layer
     norm, wait for gather of layer 1   layer 1: its parameters are gathered, so it begins at its first operator
     mm                                 without that it begins here, and its norm runs in one kernel with layer 0's sum
 
-A node aside is no part of the layer that it stands in: `overlap` puts it where layers begin and records its role,
-`segment` makes it a piece of its own. So layers stay alike, whatever starts or arrives while they are computed.
+The first of these that holds decides (`roles_of`):
+
+    update     after the last kernel of forward and backward: the update of a parameter
+    prefetch   gathers a parameter of another layer than the one that it stands in
+    late       belongs to a gradient of another layer's parameter: its reduction, the wait, copies
+    own        stands in the layer that has begun last
+
+`overlap` moves nodes of other layers to where layers begin and records the roles; `segment` makes each run of one role
+a piece. So layers stay alike, whatever starts or arrives while they are computed.
 """
 
 from __future__ import annotations
@@ -26,135 +33,141 @@ from passes.program.weights import weight_nodes
 
 COPIES = frozenset({"clone", "_to_copy"})
 Place = tuple[str, Layer | None]  # a phase, and a layer or none
+FIRST, INSIDE = "the first operator of the layer", "stands in the layer"
+GATHERS, REDUCES, ENDS = "for another layer's parameters", "of another layer's gradients", "after the last kernel"
 
 
 def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Matrix products and attentions, with their FLOPs."""
+    """Return matrix products and attentions, with their FLOPs."""
     sizes = recorded()
     return {node: count for node in graph.nodes if node.op == "call_function" and (count := count_flops(node, sizes))}
 
 
 def kernels_of(program: ir.Program) -> set[fx.Node]:
-    """Operators that run as a kernel of their own: products, attentions, sorts, scatters."""
+    """Return the operators that run as a kernel of their own: products, attentions, sorts, scatters."""
     alone = (n for n in program.calls() if name_of(n) in ALONE)
     return {*products_of(program.graph), *alone}
+
+
+def place_of(node: fx.Node) -> Place:
+    """Return the phase and the layer of an operator."""
+    return ir.phase(node), ir.layer(node)
+
+
+def roles_of(program: ir.Program, kernels: Container[fx.Node]) -> Iterator[tuple[fx.Node, Role, str]]:
+    """Yield each operator with its role and the reason, in order."""
+    begins, aside, last = begins_of(program, kernels), roles_aside(program, kernels), after_kernels(program, kernels)
+    here = role = Role("own", "forward", None)  # here: what an operator without a reason of its own is
+    for node in program.calls():
+        here = Role("own", *begins[node]) if node in begins else here
+        if node in last:
+            role = Role("update", *place_of(node), ir.parameter(node)) if ir.phase(node) == "optimizer" else role
+            yield node, role, ENDS
+        elif node in aside and aside[node] != Role("prefetch", here.phase, here.layer):
+            role = aside[node]
+            yield node, role, GATHERS if role.kind == "prefetch" else REDUCES
+        else:
+            role = here
+            yield node, role, FIRST if node in begins else INSIDE
 
 
 # ---- where layers begin -----------------------------------------------------------------------------
 
 
 def begins_of(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.Node, Place]:
-    """The first node of each layer in each phase, and of what comes after layers."""
+    """Return the first operator of each layer in each phase, and of each run of kernels outside of layers."""
     weights, aside = set(weight_nodes(program)), roles_aside(program, kernels)
-    found: dict[fx.Node, Place] = {}
-    seen = set[Place]()
-    here: Place = "", None
+    begins, places = dict[fx.Node, Place](), list[Place]()
     stretch: list[fx.Node] = []  # since the last kernel
     for node in program.calls():
-        if node in kernels and ir.phase(node) != "optimizer":
-            place = place_of(node)
-            if place not in seen or place != here and not place[1]:
-                own = [n for n in stretch if place_of(n) == place and n not in aside and not is_view(n)]
-                tied = any(travels(n) and (n in weights or place[0] == "backward") for n in own)
-                first = next((n for n in own if n not in weights), own[0]) if tied else computed_again(stretch, node)
-                found[first] = here = place
-                seen.add(place)
-            stretch = []
-        else:
+        if node not in kernels or ir.phase(node) == "optimizer":
             stretch.append(node)
-    return found
+            continue
+        place = place_of(node)
+        if place not in places or place[1] is None and place != places[-1]:
+            begins[first_of(stretch, node, weights, aside)] = place
+            places.append(place)
+        stretch = []
+    return begins
 
 
-def place_of(node: fx.Node) -> Place:
-    """Where an operator is at work."""
-    return ir.phase(node), ir.layer(node)
+def first_of(
+    stretch: Sequence[fx.Node], kernel: fx.Node, weights: Container[fx.Node], aside: Container[fx.Node]
+) -> fx.Node:
+    """Return the first operator of the layer of a kernel, given the stretch of operators before the kernel.
 
-
-def computed_again(stretch: Sequence[fx.Node], kernel: fx.Node) -> fx.Node:
-    """The first of the operators before a kernel that only make again, from what was kept, what it reads."""
+    If collectives of the layer stand there, it is the layer's first operator in the stretch; else the kernel, or the
+    first of the operators right before it that only compute its operands again.
+    """
+    place = place_of(kernel)
+    own = [n for n in stretch if place_of(n) == place and n not in aside and not is_view(n)]
+    if any(travels(n) and (n in weights or place[0] == "backward") for n in own):
+        return next((n for n in own if n not in weights), own[0])
     again = takewhile(lambda n: is_view(n) or ir.is_recomputed(n) and not travels(n), reversed(stretch))
     return [kernel, *again][-1]
 
 
 def travels(node: fx.Node) -> bool:
-    """Whether a node starts a collective or waits for one."""
+    """Tell whether a node starts a collective or waits for one."""
     return kind_of(node) is not None or node.target in WAITS
 
 
-# ---- what is aside ----------------------------------------------------------------------------------
+def after_kernels(program: ir.Program, kernels: Container[fx.Node]) -> set[fx.Node]:
+    """Return the operators after the last kernel of forward and backward."""
+    return set(takewhile(lambda n: n not in kernels or ir.phase(n) == "optimizer", reversed(list(program.calls()))))
+
+
+# ---- work for other layers --------------------------------------------------------------------------
 
 
 def roles_aside(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.Node, Role]:
-    """The nodes that belong to another layer than the one they stand in, and their roles.
+    """Return the nodes that may belong to another layer than the one they stand in, and their roles.
 
-    Those are the inputs and starts of parameter all-gathers, the starts of gradient reductions, and all that follows
-    these. A node before a kernel of its own layer is not aside.
+    These are the inputs and starts of parameter all-gathers, the starts of gradient reductions, and all that follows
+    the latter. A gradient's node right before a kernel of its own layer is not aside.
     """
-    found = dict[fx.Node, Role]()
+    aside = dict[fx.Node, Role]()
     for node in reversed(weight_nodes(program)):
-        if kind_of(node) or any(user in found for user in node.users):
-            found[node] = Role("prefetch", *place_of(node))
+        if kind_of(node) or any(user in aside for user in node.users):
+            aside[node] = Role("prefetch", *place_of(node))
     tails = gradient_tails(program, kernels)
     arrived = after_waits(program, tails)
-    following = None  # the layer of the next kernel
+    next_layer = None  # the layer of the next kernel
     for node in reversed(list(program.calls())):
         if node in kernels:
-            following = ir.layer(node)
-        elif node in tails and (node in arrived or kind_of(node)) and ir.layer(node) != following:
-            found[node] = Role("late", "backward", ir.layer(node))
-    return found
+            next_layer = ir.layer(node)
+        elif node in tails and (node in arrived or kind_of(node)) and ir.layer(node) != next_layer:
+            aside[node] = Role("late", "backward", ir.layer(node))
+    return aside
 
 
 def gradient_tails(program: ir.Program, kernels: Container[fx.Node]) -> set[fx.Node]:
-    """What becomes of gradients of parameters: nodes of the backward that lead to no kernel of it, or sum replicas."""
-    found, backward = set[fx.Node](), False
+    """Return the nodes of gradients of parameters: those of the backward that lead to no kernel, or sum replicas."""
+    tails, backward = set[fx.Node](), False
     for node in reversed(list(program.calls())):
         if node in kernels:
             backward |= ir.phase(node) == "backward"
-        elif (backward or ir.phase(node) == "backward") and ir.phase(node) != "forward" and leaves(node, found):
-            found.add(node)
-    return found
+        elif (backward or ir.phase(node) == "backward") and ir.phase(node) != "forward" and leaves(node, tails):
+            tails.add(node)
+    return tails
 
 
 def leaves(node: fx.Node, tails: Container[fx.Node]) -> bool:
-    """Whether a node of the backward has no other users than tails, the optimizer and the end."""
+    """Tell whether a node of the backward has no other users than tails, the optimizer and the end."""
     return all(user in tails or user.op == "output" or ir.phase(user) == "optimizer" for user in node.users)
 
 
 def after_waits(program: ir.Program, tails: Container[fx.Node]) -> set[fx.Node]:
-    """Waits, operators that lay out anew or copy what was waited for, and whatever becomes of reduced gradients."""
-    found = set[fx.Node]()
+    """Return waits, views and copies of their results, and all operators on reduced gradients."""
+    following = set[fx.Node]()
     for node in program.calls():
         operands = node.all_input_nodes
-        follows = operands and found.issuperset(operands) and (node in tails or lays_out(node))
+        follows = operands and following.issuperset(operands) and (node in tails or lays_out(node))
         if node.target in WAITS or follows:
-            found.add(node)
-    return found
+            following.add(node)
+    return following
 
 
 def lays_out(node: fx.Node) -> bool:
-    """Whether an operator yields its operand's entries, in its memory or in a copy."""
+    """Tell whether an operator yields its operand's entries, in its memory or in a copy."""
     return not is_operator(node) or may_alias(node) or name_of(node) in COPIES  # or a part of a tuple
-
-
-# ---- all of it --------------------------------------------------------------------------------------
-
-
-def roles_of(program: ir.Program, kernels: Container[fx.Node]) -> Iterator[tuple[fx.Node, Role]]:
-    """Each operator with what it is to the layers, as they stand in order."""
-    begins, aside, last = begins_of(program, kernels), roles_aside(program, kernels), after_products(program, kernels)
-    own = role = Role("own", "forward", None)
-    for node in program.calls():
-        own = Role("own", *begins[node]) if node in begins else own
-        if node in last:
-            is_update = ir.phase(node) == "optimizer"
-            role = Role("update", *place_of(node), ir.parameter(node)) if is_update else role
-        else:
-            other = aside.get(node, own)
-            role = own if (other.kind, other.phase, other.layer) == ("prefetch", own.phase, own.layer) else other
-        yield node, role
-
-
-def after_products(program: ir.Program, kernels: Container[fx.Node]) -> set[fx.Node]:
-    """The operators after the last kernel of forward and backward."""
-    return set(takewhile(lambda n: n not in kernels or ir.phase(n) == "optimizer", reversed(list(program.calls()))))

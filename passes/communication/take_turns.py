@@ -9,23 +9,25 @@
     wait, norm                       start reduction of ..., wait, norm
     products of z_1                  products of z_1
 
-A turn is some products and ends before a microbatch waits for what it has sent in it, or, where it sends nothing, with
-the layer. Collectives that are short beside the longest are waited for at once; those that could start stand before
-the turn's end, for behind long ones of the other microbatch they would be late. What all microbatches read stands
-before the first of them that needs it, and what is made of all, as sums of their gradients, after the last.
+A turn ends before the first wait for a long collective that the microbatch started in it, if it has a kernel; without
+such collectives it ends with the layer. A collective is long if it sends at least an eighth of the longest's bytes.
+Short ones are waited for at once. Those that can start before the turn's end do: after the long ones of the other
+microbatch they would be late. Operands of all microbatches stand before the first of them that needs them, and
+operators on values of all, as sums of gradients, after the last of these.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from torch import fx
 
 from passes.communication.batch_overlap import is_own
 from passes.communication.layer_starts import kernels_of
+from passes.communication.order import put_in_order
 from passes.cost.accounting import sent_bytes
 from passes.cost.fusion import WAITS
 from passes.program import ir
@@ -35,6 +37,8 @@ from passes.program.operators import SHAPED, is_mutable, kind_of, name_of, start
 from passes.program.stages import Stage
 
 SHORT = 8  # of the bytes of the longest collective, one part is still long
+
+Needs = Mapping[fx.Node, Mapping[fx.Node, None]]  # of each node those that come before it, in order
 
 
 @dataclass(frozen=True)
@@ -46,142 +50,131 @@ class TakeTurns(ir.Pass):
     keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        program = program.copy()
-        stretches = [list(run) for phase, run in groupby(program.calls(), ir.phase) if phase != "optimizer"]
-        turns = 0
-        microbatches, sizes = microbatches_of(program), recorded()
+        program, order, count = program.copy(), list[fx.Node](), 0
+        microbatches, kernels, sizes = microbatches_of(program), kernels_of(program), recorded()
         sent = {node: sent_bytes(node, sizes, program.mesh) for node in program.calls() if kind_of(node)}
-        kernels = kernels_of(program)
-        for nodes in stretches:
-            scheduler = Scheduler(nodes, microbatches, sent, kernels)
-            turns += scheduler.run()
-            place_after(nodes[0].prev, scheduler.order)
+        for phase, run in groupby(program.calls(), ir.phase):
+            nodes = list(run)
+            if phase != "optimizer":
+                needs, combined = needs_of(nodes), {node for node in nodes if len(microbatches[node]) > 1}
+                turns = alternating(nodes, microbatches, sent, kernels, needs)
+                nodes, count = merged(nodes, turns, needs, combined), count + len(turns)
+            order += nodes
+        put_in_order(order)
         program.module.recompile()
-        return program, ir.Report({"turns": turns})
+        return program, ir.Report({"turns": count})
 
 
 def microbatches_of(program: ir.Program) -> dict[fx.Node, frozenset[int]]:
-    """The numbers of the microbatches that each node is made of, in the forward of that which it is for.
+    """Return the numbers of the microbatches that each node is made of; of the forward, the one that it is for.
 
-    There one reads buffers as another has left them.
+    In the forward a microbatch reads buffers as another one has left them.
     """
-    found = {
+    numbers = {
         node: frozenset([given.microbatch] if is_own(given) else [])
         for node, given in zip(program.placeholders(), program.inputs, strict=True)
     }
     for node in program.calls():
         read = () if name_of(node) in SHAPED else node.all_input_nodes
-        found[node] = frozenset[int]().union(*(found[operand] for operand in read))
+        numbers[node] = frozenset[int]().union(*(numbers[operand] for operand in read))
         number = ir.record(node).microbatch
-        if found[node] and number is not None and (ir.phase(node) == "forward" or ir.is_recomputed(node)):
-            found[node] = frozenset([number])
-    return found
+        if numbers[node] and number is not None and (ir.phase(node) == "forward" or ir.is_recomputed(node)):
+            numbers[node] = frozenset([number])
+    return numbers
 
 
-def place_after(node: fx.Node, order: list[fx.Node]) -> None:
-    """Let nodes stand in this order after a node."""
-    for new in order:
-        node.append(new)
-        node = new
+# ---- turns ------------------------------------------------------------------------------------------
 
 
-class Scheduler:
-    """Puts nodes that stand in a row into another `order`."""
+@dataclass(frozen=True)
+class Turn:
+    """Nodes of one microbatch that run without a turn of another in between."""
 
-    def __init__(
-        self,
-        nodes: list[fx.Node],
-        microbatches: Mapping[fx.Node, frozenset[int]],
-        sent_bytes: Mapping[fx.Node, int],
-        kernels: Container[fx.Node],
-    ):
-        self.kernels = kernels
-        self.nodes, self.order, self.done = nodes, list[fx.Node](), set[fx.Node]()
-        self.needs = needs_of(nodes)
-        self.queues: dict[int, list[fx.Node]] = defaultdict(list)
-        self.missing = dict[fx.Node, int]()  # of what all microbatches make
-        self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node in nodes:
-            if len(microbatches[node]) == 1:
-                (number,) = microbatches[node]
-                self.queues[number].append(node)
-            elif microbatches[node]:
-                self.missing[node] = len(self.needs[node])
-                for needed in self.needs[node]:
-                    self.users[needed].append(node)
-        own = {node: sent_bytes[node] for queue in self.queues.values() for node in queue if kind_of(node)}
-        self.long = {node for node, size in own.items() if SHORT * size >= max(own.values())}
+    nodes: tuple[fx.Node, ...]
 
-    def run(self) -> int:
-        """Order the nodes; returns the number of turns."""
-        turns = [self.turns(queue) for queue in self.queues.values()]
-        taken = 0
-        while turns:
-            for turn in list(turns):
-                if next(turn, None) is None:
-                    turns.remove(turn)
-                taken += 1
-        for node in self.nodes:
-            self.put(node)
-        return taken
 
-    def turns(self, queue: list[fx.Node]) -> Iterator[fx.Node]:
-        """Put the nodes of a microbatch, in turns."""
-        sent, silent, worked, layer = set[fx.Node](), True, False, ir.layer(queue[0])
-        for i, node in enumerate(queue):
-            if node.target in WAITS and started(node) in sent and worked:
-                self.send_more(queue[i:])
-                yield node
-                sent, silent, worked = set(), False, False
-            if (here := ir.layer(node)) != layer:
-                if silent:
-                    yield node
-                layer, silent = here, True
-            self.put(node)
-            worked |= node in self.kernels
-            if node in self.long:
-                sent.add(node)
+def alternating(
+    nodes: Iterable[fx.Node],
+    microbatches: Mapping[fx.Node, frozenset[int]],
+    sent_bytes: Mapping[fx.Node, int],
+    kernels: Container[fx.Node],
+    needs: Needs,
+) -> list[Turn]:
+    """Return the turns of all microbatches, one of each after the other."""
+    queues: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        if len(microbatches[node]) == 1:
+            queues[min(microbatches[node])].append(node)
+    sizes = {node: sent_bytes[node] for queue in queues.values() for node in queue if kind_of(node)}
+    long = {node for node, size in sizes.items() if SHORT * size >= max(sizes.values())}
+    rounds = zip_longest(*(turns_of(queue, long, kernels, needs) for queue in queues.values()))
+    return [turn for each in rounds for turn in each if turn]
 
-    def send_more(self, queue: list[fx.Node]) -> None:
-        """Put collectives that can start before the wait that comes next: behind those of others they would be late."""
-        held = set[fx.Node]()
-        for node in queue:
-            if node in self.long:
-                break
-            if node.target in WAITS or node in self.kernels or not held.isdisjoint(self.needs[node]):
-                held.add(node)
-            elif kind_of(node):
-                self.put(node)
 
-    def put(self, node: fx.Node) -> None:
-        """Put a node after what it needs, and before what nothing else is missing for."""
-        waiting = [node]
+def turns_of(queue: list[fx.Node], long: set[fx.Node], kernels: Container[fx.Node], needs: Needs) -> Iterator[Turn]:
+    """Yield the turns of a microbatch."""
+    nodes, waited, layer = list[fx.Node](), False, ir.layer(queue[0])  # waited: a turn of the layer ended with a wait
+    for i, node in enumerate(queue):
+        if node.target in WAITS and started(node) in long.intersection(nodes) and any(n in kernels for n in nodes):
+            yield Turn((*nodes, *early_starts(queue[i:], long, kernels, needs)))
+            nodes, waited = [], True
+        if (here := ir.layer(node)) != layer:
+            if not waited:
+                yield Turn(tuple(nodes))
+                nodes = []
+            layer, waited = here, False
+        nodes.append(node)
+    yield Turn(tuple(nodes))
+
+
+def early_starts(
+    queue: list[fx.Node], long: set[fx.Node], kernels: Container[fx.Node], needs: Needs
+) -> Iterator[fx.Node]:
+    """Yield the short collectives after a wait that need neither this wait nor a kernel after it."""
+    late = set[fx.Node]()
+    for node in queue:
+        if node in long:
+            return
+        if node.target in WAITS or node in kernels or not late.isdisjoint(needs[node]):
+            late.add(node)
+        elif kind_of(node):
+            yield node
+
+
+def merged(nodes: list[fx.Node], turns: list[Turn], needs: Needs, combined: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes as turns have them, each after those that it needs, `combined` ones right after these."""
+    order, missing = dict[fx.Node, None](), {node: len(needs[node]) for node in combined}
+    users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in (n for n in nodes if n in combined):
+        for needed in needs[node]:
+            users[needed].append(node)
+    for wanted in (*(node for turn in turns for node in turn.nodes), *nodes):
+        waiting = [wanted]  # an explicit stack, because chains are as long as programs
         while waiting:
             node = waiting[-1]
-            missing = [] if node in self.done else [n for n in self.needs[node] if n not in self.done]
-            waiting += reversed(missing)
-            if missing:
+            if node not in order and (first := [n for n in needs[node] if n not in order]):
+                waiting += reversed(first)
                 continue
             waiting.pop()
-            if node in self.done:
+            if node in order:
                 continue
-            self.done.add(node)
-            self.order.append(node)
-            for user in self.users[node]:
-                self.missing[user] -= 1
-                if not self.missing[user]:
+            order[node] = None
+            for user in users[node]:
+                missing[user] -= 1
+                if not missing[user]:
                     waiting.append(user)
+    return list(order)
 
 
 def needs_of(nodes: list[fx.Node]) -> dict[fx.Node, dict[fx.Node, None]]:
-    """Of nodes in a row, those that have to come before each: its operands, and of what is written who reads it."""
+    """Return the nodes of a run that come before each of them: its operands, and readers and writers of its memory."""
     inside = set(nodes)
     written = {base_of(node.args[0]) for node in nodes if is_mutable(node)}  # type: ignore[arg-type]
-    read: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # since it was written last, by whom
-    found = {}
+    read: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # who has read it since it was last written
+    all_needs = {}
     for node in nodes:
         needs = {operand: None for operand in node.all_input_nodes if operand in inside}
-        bases = {base for base in map(base_of, node.all_input_nodes) if base in written}
+        bases = [base for base in dict.fromkeys(map(base_of, node.all_input_nodes)) if base in written]
         writes = base_of(node.args[0]) if is_mutable(node) else None  # type: ignore[arg-type]
         for base in bases:
             if base is writes:
@@ -190,5 +183,5 @@ def needs_of(nodes: list[fx.Node]) -> dict[fx.Node, dict[fx.Node, None]]:
             elif read[base] and is_mutable(read[base][0]):
                 needs[read[base][0]] = None
             read[base].append(node)
-        found[node] = needs
-    return found
+        all_needs[node] = needs
+    return all_needs

@@ -26,6 +26,9 @@ from passes.program.machine import H100, Balance, spread
 
 Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
+# FLOPs that hide a byte in a node: 989 TFLOP/s over 450 GB/s. Attention is slower than this, which leaves room for
+# the costs that a count of bytes lacks: latencies, kernels slowed by transfers (docs/internals/context.md).
+HIDING_FLOPS = 2200
 Pairs = frozenset[tuple[int, int]]
 
 
@@ -118,7 +121,7 @@ class AttentionCall:
         """What could be sent while attention is computed; its backward is 2.5 times the forward (arXiv 2307.08691)."""
         (b, h, s, e), (*_, f) = self.query, self.value
         flops = 3.5 * 2 * b * h * s * s * self.parts * (e + f)
-        return int(flops * (0.5 if self.causal else 1.0) / self.balance.flops_per_byte)
+        return int(flops * (0.5 if self.causal else 1.0) / HIDING_FLOPS)
 
     def near_bytes(self, kind: str, sent: int, ranks: int, apart: int = 1) -> int:
         """What would travel inside a node as long as bytes sent among so many of its ranks, every so many of them."""

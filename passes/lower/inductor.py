@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.communication.layer_starts import products_of
-from passes.communication.overlap import products_to_wait_for
+from passes.communication.order import last_beside
 from passes.context import operators
 from passes.lower.calls import Kernels
 from passes.lower.cpu_start.door import checked_files, fast_cpu_start, prepare
@@ -236,7 +236,7 @@ def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
     module, mode = decompose(body, ctx)
     read_values(module.graph)
     # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
-    keep_after(module.graph, products_to_wait_for(module.graph, products_of(module.graph)))
+    keep_after(module.graph, last_beside(module.graph, products_of(module.graph)))
     values = [ir.value(node) for node in module.graph.nodes if node.op == "placeholder"]
     compiled = compile_inner(module, values, mode, avoided(), STARTS | SHIFTS)
     source = without_lowering(compiled.source_code) if fast else compiled.source_code

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from passes.communication.overlap import in_flight
+from passes.communication.order import in_flight
 from passes.lower.calls import steps_of
 from passes.lower.host_reads import Break, breaks
 from passes.program import ir
@@ -55,7 +55,7 @@ def names_in(step: fx.Node) -> Sequence[str]:
 
 def travelling(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """What is started, with its wait: collectives, and copies from and to the host."""
-    yield from in_flight(graph)
+    yield from in_flight(graph.nodes)
     yield from ((node.args[0], node) for node in graph.nodes if node.target is there)  # type: ignore[misc]
 
 

@@ -25,7 +25,7 @@ from itertools import groupby
 from torch import fx
 
 from passes.communication.layer_starts import kernels_of
-from passes.communication.overlap import in_flight
+from passes.communication.order import in_flight
 from passes.program import ir
 from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, key_of, text_of
 from passes.program.layer import Layer
@@ -125,7 +125,7 @@ def views_read(node: fx.Node, inside: Container[fx.Node]) -> list[fx.Node]:
 def sent_until(program: ir.Program, where: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
     """For each run, what collectives that began in others send until they are waited for in it."""
     found: dict[int, list[fx.Node]] = {}
-    for start, wait in in_flight(program.graph):
+    for start, wait in in_flight(program.graph.nodes):
         if where[start] != where[wait]:
             found.setdefault(where[wait], []).extend(base_of(node) for node in start.all_input_nodes)
     return found

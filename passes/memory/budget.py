@@ -20,8 +20,8 @@ from torch import fx
 from passes.cost.accounting import count_flops
 from passes.program import ir
 from passes.program.abstract_eval import Avals, abstract_eval
+from passes.program.machine import Balance
 
-MACHINE_BALANCE = 150  # at which a kernel is as long computing as moving: about that of GPUs with bf16 tensor cores
 CLOSE = 0.002  # of the budget: how near to it the peak should come
 PROBES = 16
 GIB = 2**30
@@ -42,15 +42,15 @@ class Problem:
         return sum(self.size.values())
 
 
-def pose(program: ir.Program, avals: Avals, free: set[fx.Node]) -> Problem:
-    """The problem of the forward nodes in `free`; a view of another value is never kept itself."""
+def pose(program: ir.Program, avals: Avals, free: set[fx.Node], balance: Balance) -> Problem:
+    """Return the problem of the forward nodes in `free`; a view of another value is never kept itself."""
     problem = Problem({}, {}, {n for n in free if any(ir.phase(u) == "backward" for u in n.users)})
-    for node in free:
+    for node in (n for n in program.calls() if n in free):  # in order: the solver's choice is then the same each time
         operands = [n for n in node.all_input_nodes if n in avals.values]
         held = set().union(*(avals.storages(n) for n in operands)) if operands else set()
         fresh = avals.storages(node) - held
         moved = sum(avals.storage_bytes[s] for s in fresh | held) if fresh else 0
-        problem.cost[node] = max(moved, count_flops(node, avals) / MACHINE_BALANCE) if fresh else 0.0
+        problem.cost[node] = max(moved, count_flops(node, avals) / balance.flops_per_moved_byte) if fresh else 0.0
         problem.size[node] = sum(avals.storage_bytes[s] for s in fresh)
         problem.operands[node] = [n for n in node.all_input_nodes if n in free]
     return problem
@@ -64,7 +64,8 @@ def solve(problem: Problem, limit_bytes: float) -> set[fx.Node]:
     nodes = list(problem.cost)
     number = {node: i for i, node in enumerate(nodes)}
     n = len(nodes)
-    rows: list[tuple[list[int], list[float]]] = [([number[v], n + number[v]], [1, 1]) for v in problem.read]
+    read = [v for v in nodes if v in problem.read]
+    rows: list[tuple[list[int], list[float]]] = [([number[v], n + number[v]], [1, 1]) for v in read]
     lower = [1.0] * len(rows)
     for v, operands in problem.operands.items():
         for u in operands:
@@ -103,11 +104,12 @@ def fit(
     given_bytes: int,
     headroom: float,
     peak: Callable[[set[fx.Node]], int],
+    balance: Balance,
 ) -> Fitted:
     """The least of `free` to compute again so that the predicted peak leaves `headroom` (a share) of what is given."""
     budget_bytes = int(given_bytes * (1 - headroom))
     avals = abstract_eval(program, ctx)
-    problem = pose(program, avals, free)
+    problem = pose(program, avals, free, balance)
     least = peak(free)
     if least > budget_bytes:
         raise ir.Refused(

@@ -41,6 +41,7 @@ from passes.program import ir
 from passes.program.abstract_eval import abstract_eval
 from passes.program.folds import Fold
 from passes.program.layer import Layer, within
+from passes.program.machine import H100, Balance
 from passes.program.operators import kind_of, name_of
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
@@ -99,7 +100,8 @@ class Remat(ir.Pass):
     """Recompute in the backward what the policy, the overrides and the model's own marks say.
 
     `following` are the passes that finish the program, by which a budget's peak is predicted, and `reserved`
-    tells the bytes of what lives outside of the program (optimizer state of a step in microbatches).
+    tells the bytes of what lives outside of the program (optimizer state of a step in microbatches). A budget weighs
+    computing again against memory traffic by the `balance` of a machine.
     """
 
     policy: Policy = "none"
@@ -114,6 +116,7 @@ class Remat(ir.Pass):
     following: tuple[ir.Pass, ...] = ()
     reserved: Callable[[ir.Program], int] = lambda program: 0
     gathers_once: bool = False
+    balance: Balance = H100
     name = "remat"
     takes = (Stage.JOINT,)
     keeps = True
@@ -133,9 +136,8 @@ class Remat(ir.Pass):
         if self.policy == "budget":
             if self.budget_bytes is None:
                 raise ir.Refused("remat", None, "passes.remat.budget_gib: policy=budget needs it, the GiB of a rank")
-            fitted = fit(
-                program, ctx, chosen, self.budget_bytes, self.headroom, partial(self.peak, program, ctx, gathers)
-            )
+            peak = partial(self.peak, program, ctx, gathers)
+            fitted = fit(program, ctx, chosen, self.budget_bytes, self.headroom, peak, self.balance)
             decisions |= dict.fromkeys(chosen - fitted.chosen, Decision("save", "within the budget"))
             chosen, notes = fitted.chosen, [fitted.note]
         program, clones, copies = rewrite(program, gathers | chosen)

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from passes.cost.clock import Clock, Timing
 from passes.program.task import BACKWARD, FORWARD, INPUTS, OF_RANKS, WEIGHTS, Task
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "auto")
@@ -90,50 +91,32 @@ def before(slot: Slot, stages: int, split: bool) -> Iterator[Slot]:
 # ---- times ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Timing:
-    """When each slot of a table starts and ends, seconds or whatever its costs are."""
-
-    spans: Mapping[Slot, tuple[float, float]]
-    busy: tuple[float, ...]
-
-    @property
-    def length(self) -> float:
-        """From the first start to the last end."""
-        return max(end for _, end in self.spans.values())
-
-    @property
-    def idle(self) -> float:
-        """The share of all ranks' time in which nothing runs."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.length)
-
-
 def unit(task: Task) -> float:
     """Costs of which a backward is two forwards."""
     return 2.0 if task.kind == BACKWARD else 1.0
 
 
 def play(table: Table, costs: TaskCosts = unit, send: float = 0.0) -> Timing:
-    """Run a table on paper; raises ValueError where ranks would wait for each other for ever, or something is missing.
+    """Time the slots of a table, each rank a stream; a value reaches another rank `send` later.
 
-    A value reaches another rank `send` later.
+    Raises ValueError if ranks would wait for each other for ever, or something is missing.
     """
-    left, clock, spans = [list(row) for row in table.rows], [0.0] * len(table.rows), dict[Slot, tuple[float, float]]()
     check_complete(table)
+    clock, left = Clock(), [list(row) for row in table.rows]
     while any(left):
-        ready = [rank for rank, row in enumerate(left) if row and done_before(table, row[0]) <= spans.keys()]
+        ready = [rank for rank, row in enumerate(left) if row and done_before(table, row[0]) <= clock.spans.keys()]
         if not ready:
-            raise ValueError(stuck(table, left, spans.keys()))
+            raise ValueError(stuck(table, left, clock.spans))  # type: ignore[arg-type]
         for rank in ready:
             slot = left[rank].pop(0)
-            arrivals = [
-                spans[b][1] + (send if table.rank_of[b.task.stage] != rank else 0.0) for b in done_before(table, slot)
-            ]
-            start = max([clock[rank], *arrivals])
-            clock[rank] = start + costs(slot.task)
-            spans[slot] = start, clock[rank]
-    busy = tuple(sum(costs(slot.task) for slot in row) for row in table.rows)
-    return Timing(spans, busy)
+            after = arrival(clock, done_before(table, slot), table.rank_of, rank, send)
+            clock.run(slot, rank, costs(slot.task), after)
+    return Timing(clock.spans)
+
+
+def arrival(clock: Clock, needs: Iterable[Slot], rank_of: Sequence[int], rank: int, send: float) -> float:
+    """Return when a rank has the results of all slots in `needs`."""
+    return max((clock.end(b) + (send if rank_of[b.task.stage] != rank else 0.0) for b in needs), default=0.0)
 
 
 def done_before(table: Table, slot: Slot) -> set[Slot]:
@@ -307,7 +290,7 @@ def list_schedule(
     """
     kinds = (INPUTS, FORWARD, WEIGHTS) if split else (BACKWARD, FORWARD)
     ranks, stages = 1 + max(rank_of), len(rank_of)
-    done, clock, ahead, held = dict[Slot, float](), [0.0] * ranks, [0] * ranks, [0] * ranks
+    clock, ahead, alive_now = Clock(), [0] * ranks, [0] * ranks
     rows: list[list[Slot]] = [[] for _ in range(ranks)]
     left = {Task(s, k): list(range(microbatches)) for s in range(stages) for k in kinds}
     while any(left.values()):
@@ -318,22 +301,21 @@ def list_schedule(
             rank, slot = rank_of[task.stage], Slot(task, waiting[0])
             needs = list(before(slot, stages, split))
             later = sum(of == rank for of in rank_of[task.stage + 1 :])  # stages that need room, too
-            is_full = ahead[rank] + later >= early[rank] or held[rank] + later >= alive[rank]
-            if any(b not in done for b in needs) or task.kind == FORWARD and is_full:
+            is_full = ahead[rank] + later >= early[rank] or alive_now[rank] + later >= alive[rank]
+            if any(b not in clock.spans for b in needs) or task.kind == FORWARD and is_full:
                 continue
-            arrivals = [done[b] + (send if rank_of[b.task.stage] != rank else 0.0) for b in needs]
-            start = max([clock[rank], *arrivals])
-            key = (start, kinds.index(task.kind), slot.microbatch, -task.stage)
+            after = arrival(clock, needs, rank_of, rank, send)
+            key = (max(clock.now(rank), after), kinds.index(task.kind), slot.microbatch, -task.stage)
             if best is None or key < best[0]:
-                best = key, slot, start
+                best = key, slot, after
         assert best is not None, "memory for one microbatch in each stage lets every table end"
-        _, slot, start = best
+        _, slot, after = best
         rank = rank_of[slot.task.stage]
         left[slot.task].pop(0)
         rows[rank].append(slot)
-        clock[rank] = done[slot] = start + costs(slot.task)
+        clock.run(slot, rank, costs(slot.task), after)
         ahead[rank] += {FORWARD: 1, WEIGHTS: 0}.get(slot.task.kind, -1)
-        held[rank] += {FORWARD: 1, WEIGHTS: -1, BACKWARD: -1}.get(slot.task.kind, 0)
+        alive_now[rank] += {FORWARD: 1, WEIGHTS: -1, BACKWARD: -1}.get(slot.task.kind, 0)
     return Table(tuple(rank_of), tuple(map(tuple, rows)))
 
 

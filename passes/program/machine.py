@@ -55,14 +55,17 @@ def within_nodes(kind: str, sent_bytes: int, axis: Reach) -> float:
 
 @dataclass(frozen=True)
 class Balance:
-    """FLOPs of a GPU while it sends a byte in its node, and how many bytes it sends there for one to another node.
+    """Rates of a GPU relative to each other: what it computes while a byte travels in its node, or moves in its memory.
 
-    By default those of an H100: 989 TFLOP/s in bf16, NVLink's 450 GB/s each way, an adapter's 400 Gb/s.
+    `flops_per_byte` are FLOPs of products, `outside` the bytes that travel in a node while one travels between nodes.
+    By default an H100 in bf16: 989 TFLOP/s, NVLink's 450 GB/s each way, an adapter's 400 Gb/s; products at 711 TFLOP/s
+    and memory at 3,015 GB/s, as `cluster=h100` has them.
     """
 
     gpus_per_node: int = 8
     flops_per_byte: float = 2200
     outside: float = 9
+    flops_per_moved_byte: float = 236
 
     def near_bytes(self, kind: str, sent_bytes: int, where: Reach) -> float:
         """Bytes that would travel inside a node as long as a collective in which every rank sends that much."""

@@ -190,8 +190,8 @@ FAULTS = (
     Fault(
         "one_site",
         "passes/sharding/normalize.py",
-        "(*node.args[:2], seed, site)",
-        "(*node.args[:2], seed, 0)",
+        "dropout, *node.args[:2], seed, site)",
+        "dropout, *node.args[:2], seed, 0)",
         "All dropouts draw the same numbers.",
     ),
     Fault(

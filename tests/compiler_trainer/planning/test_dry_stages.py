@@ -23,6 +23,7 @@ from compiler_trainer.config.schema import (
 )
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
 from compiler_trainer.planning.playing import kept_beside, play
+from compiler_trainer.planning.stages import idle
 from compiler_trainer.step.turns import turns_of_step
 from passes.pipeline import tables
 from passes.program.task import Task
@@ -83,15 +84,15 @@ def test_turns_end_when_their_table_does(table, send):
     seconds = {name: cost(Task(int(name[1:]), name[0])) for name in programs}
     turns = turns_of_step(programs, table, table.microbatches)
     known = tables.play(table, cost, send)
-    played = play(turns, programs, seconds, lambda message: send)
-    assert played.step_s == pytest.approx(known.length) and played.idle() == pytest.approx(known.idle)
-    assert [played.busy_s(rank) for rank in range(table.ranks)] == pytest.approx(known.busy)
+    timing = play(turns, programs, seconds, lambda message: send)
+    assert timing.length == pytest.approx(known.length) and idle(timing) == pytest.approx(known.idle)
+    assert timing.busy == pytest.approx(known.busy)
 
 
 def test_messages_of_a_pair_follow_each_other():
     programs = programs_like(table := tables.gpipe(2, 3))
-    played = play(turns_of_step(programs, table, 3), programs, dict.fromkeys(programs, 1.0), lambda message: 5.0)
-    starts = [start for turn, (start, _) in played.spans.items() if turn.program == "F1"]
+    timing = play(turns_of_step(programs, table, 3), programs, dict.fromkeys(programs, 1.0), lambda message: 5.0)
+    starts = [start for turn, (start, *_) in timing.spans.items() if turn.program == "F1"]
     assert starts == [6.0, 11.0, 16.0]  # made at 1, 2 and 3
 
 

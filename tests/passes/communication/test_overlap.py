@@ -19,7 +19,8 @@ from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
 from passes.communication.bucket import Bucket
 from passes.communication.layer_starts import products_of
-from passes.communication.overlap import Overlap, count_beside, in_flight
+from passes.communication.order import in_flight, last_beside
+from passes.communication.overlap import Overlap
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
 from passes.program import ir
@@ -438,9 +439,9 @@ def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
     assert print_program(program) == text
     operators = [sorted(line for line in lines.splitlines() if "%" in line) for lines in (print_program(moved), text)]
     assert operators[0] == operators[1]
-    assert report.counts["collectives"] == len(list(in_flight(program.graph)))
+    assert report.counts["collectives"] == len(list(in_flight(program.graph.nodes)))
     assert report.counts["with_products_beside_before"] < report.counts["with_products_beside_after"] == (
-        count_beside(moved.graph, products_of(moved.graph))
+        len(last_beside(moved.graph, products_of(moved.graph)))
     )
 
 
@@ -486,4 +487,4 @@ def test_inductor_keeps_products_beside_collectives(tp_group, caplog):
         elif "torch.ops._c10d_functional." in line and "assert" not in line:
             starts[buffer[0]] = products
         products += bool(re.search(r"extern_kernels\.\w*mm\(|= torch.ops.aten._scaled_dot_product", line))
-    assert found == count_beside(program.graph, products_of(program.graph)) > 0
+    assert found == len(last_beside(program.graph, products_of(program.graph))) > 0

@@ -19,7 +19,7 @@ from compiler_trainer.cli import app
 from compiler_trainer.config import schema as config
 from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.cluster import ByDtype, ClusterConfig
-from compiler_trainer.config.clusters import TABLES, cluster_of, read
+from compiler_trainer.config.clusters import TABLES, balance_of, cluster_of, read
 from compiler_trainer.config.compose import compose
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
@@ -46,7 +46,7 @@ from passes.cost.predict import predict
 from passes.cost.rates import Curve, Rates
 from passes.program import ir
 from passes.program.abstract_eval import abstract_eval
-from passes.program.machine import Reach, reach
+from passes.program.machine import H100, Reach, reach
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 from passes.program.torch_private import c10d
@@ -537,3 +537,5 @@ def test_the_default_figures_are_those_of_h100():
     found = build(ClusterConfig, compose(["cluster=h100"])["cluster"])
     assert replace(found, sources={}, device=None) == ClusterConfig()
     assert isinstance(ClusterConfig().peak_tflops, ByDtype)
+    moved = balance_of(found, "bfloat16").flops_per_moved_byte
+    assert moved == pytest.approx(H100.flops_per_moved_byte, rel=1e-2)

@@ -22,7 +22,7 @@ from compiler_trainer.planning.dry import compile_dry, predict_step
 from compiler_trainer.step import given as programs
 from compiler_trainer.step.given import Captured, check_recordable, recorded
 from passes.communication.layer_starts import products_of
-from passes.communication.overlap import in_flight
+from passes.communication.order import in_flight
 from passes.lower.calls import steps_of
 from passes.lower.host_reads import breaks
 from passes.lower.runs import names_in, runs_of, said
@@ -253,7 +253,7 @@ def test_one_that_is_planted_is_named_and_splits_the_recording_in_each_phase(pha
     run_of = {name: i for i, run in enumerate(runs_of(cut_up)) for step in steps_of(cut_up)[run.first : run.last]
               for name in names_in(step)}
     assert not runs_of(cut_up)[run_of[item.name]].recorded
-    travelling = list(in_flight(flatten(cut_up).graph))
+    travelling = list(in_flight(flatten(cut_up).graph.nodes))
     assert travelling and all(run_of[start.name] == run_of[wait.name] for start, wait in travelling)
     kinds = [run.recorded for run in runs_of(cut_up)]
     assert all(a != b for a, b in zip(kinds, kinds[1:])) and kinds.count(False) == 1

@@ -15,7 +15,8 @@ from sweeps import in_turn, quick
 from passes.check.composed import verify_composed
 from passes.communication.bucket import Bucket
 from passes.communication.layer_starts import products_of
-from passes.communication.overlap import Overlap, in_flight
+from passes.communication.order import in_flight
+from passes.communication.overlap import Overlap
 from passes.lower.segment import Segment
 from passes.memory.remat import Remat
 from passes.program import ir
@@ -253,7 +254,7 @@ def test_what_a_collective_sends_is_alive_until_it_is_waited_for():
     after, _ = Segment()(program, small.ctx)
     calls = list(filter(body_of_call, after.calls()))
     assert len(calls) == 3
-    assert len(list(in_flight(program.graph))) == 1
+    assert len(list(in_flight(program.graph.nodes))) == 1
     waiting = next(c for c in calls if any(n.target is c10d.wait_tensor.default for n in c.target.graph.nodes))
     assert waiting is calls[2] or waiting is calls[1]
     assert {sent.name, start.name} <= {n.name for n in waiting.args}

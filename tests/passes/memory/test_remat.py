@@ -11,14 +11,16 @@ import torch
 from joint_programs import Tiny, body, count, equal, joint, plain, run
 from oracle import LRS, NO_DECAY, trained_alike
 
-from passes.cost.accounting import peak_memory
+from passes.cost.accounting import count_flops, peak_memory
+from passes.memory.budget import pose
 from passes.memory.recompute import saved_nodes
 from passes.memory.remat import Remat, operator_name
 from passes.program import ir, reshard
 from passes.program.abstract_eval import abstract_eval
 from passes.program.attend import attend
 from passes.program.host import offload, reload, there
-from passes.program.operators import is_random, kind_of
+from passes.program.machine import Balance
+from passes.program.operators import is_random, kind_of, name_of
 from passes.program.printer import print_program
 from passes.program.spec import Spec
 
@@ -346,6 +348,16 @@ def test_more_memory_never_repeats_more_work():
 
 def fitted_flops(note: str) -> int:
     return int(re.search(r"([\d,]+) FLOPs repeated", note)[1].replace(",", ""))
+
+
+def test_a_budget_weighs_products_by_the_machine():
+    """Where a product is short beside what it moves, its bytes count, elsewhere its FLOPs."""
+    program, ctx = joint((), 4)
+    avals = abstract_eval(program, ctx)
+    (product, *_) = (n for n in program.calls() if name_of(n) == "mm" and ir.phase(n) == "forward")
+    flops = count_flops(product, avals)
+    cost = [pose(program, avals, {product}, Balance(flops_per_moved_byte=f)).cost[product] for f in (1e-3, 1e-2, 1e9)]
+    assert cost[:2] == [pytest.approx(1e3 * flops), pytest.approx(1e2 * flops)] and 0 < cost[2] < flops
 
 
 def test_an_impossible_budget_says_what_is_possible():
