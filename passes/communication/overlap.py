@@ -191,6 +191,8 @@ class Filling:
     def fill(self) -> None:
         """Move collectives and products, for one wait after another."""
         self.pairs = list(in_flight(self.order.nodes))
+        self.started = {wait: start for start, wait in self.pairs}
+        self.timed = [n for n in self.order.nodes if n in self.products or n in self.travel or n in self.started]
         self.beside = set[fx.Node]()  # products that hide a collective
         for start, wait in self.pairs:
             if ir.phase(start) == "optimizer" or start in self.placed:
@@ -204,14 +206,15 @@ class Filling:
 
     def clock_at(self, wait: fx.Node) -> Clock:
         """Return the clock when kernels have come to a wait: collectives of a communicator travel one after another."""
-        clock, waits = Clock(), {wait: start for start, wait in self.pairs}
-        for node in self.order.nodes[: self.order.place[wait]]:
+        clock = Clock()
+        self.timed.sort(key=self.order.place.__getitem__)
+        for node in takewhile(lambda node: node is not wait, self.timed):
             if node in self.products:
                 clock.run(node, COMPUTE, self.products[node])
             elif node in self.travel:
                 clock.run(node, communicator_of(node), self.travel[node], after=clock.now())
-            elif node in waits:
-                clock.wait(clock.end(waits[node]))
+            else:
+                clock.wait(clock.end(self.started[node]))
         return clock
 
     def missing(self, start: fx.Node, wait: fx.Node) -> float:
