@@ -50,7 +50,7 @@ from passes.communication.layer_starts import (
     products_of,
     roles_of,
 )
-from passes.communication.order import Order, in_flight, last_beside, put_in_order
+from passes.communication.node_order import NodeOrder, in_flight, last_beside, put_in_order
 from passes.cost.accounting import sent_bytes
 from passes.cost.clock import COMPUTE, Clock
 from passes.cost.fusion import WAITS
@@ -102,9 +102,9 @@ class Overlap(ir.Pass):
 
 def overlapped(
     program: ir.Program, prefetch: int, products: Mapping[fx.Node, int], travel: Mapping[fx.Node, int]
-) -> Order:
+) -> NodeOrder:
     """Return the order in which collectives run beside computation, by the durations of products and collectives."""
-    order, kernels = Order(program.graph), kernels_of(program)
+    order, kernels = NodeOrder(program.graph), kernels_of(program)
     tails, begins = gradient_tails(program, kernels), begins_of(program, kernels)
     wait_late(order, program, prefetch, tails, kernels.union(begins))
     start_early(order, program, prefetch, begins)
@@ -115,7 +115,7 @@ def overlapped(
 # ---- early starts, late waits -----------------------------------------------------------------------
 
 
-def start_early(order: Order, program: ir.Program, prefetch: int, begins: Mapping[fx.Node, Place]) -> None:
+def start_early(order: NodeOrder, program: ir.Program, prefetch: int, begins: Mapping[fx.Node, Place]) -> None:
     """Start the gathers of a layer where the layer `prefetch` places before it begins, their maxima one before."""
     weights = set(weight_nodes(program))
     unwritten = takewhile(lambda node: not writes_input(node), order.calls())
@@ -134,7 +134,7 @@ def start_early(order: Order, program: ir.Program, prefetch: int, begins: Mappin
             order.lift(start, targets[max(0, number[place] - prefetch - 1)])
 
 
-def wait_late(order: Order, program: ir.Program, prefetch: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
+def wait_late(order: NodeOrder, program: ir.Program, prefetch: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
     """Put waits, and what only follows them, right before what needs them; send gradients at a kernel's end."""
     following = after_waits(program, tails)
     sending = {node for node in tails - following if kind_of(node)}
@@ -182,7 +182,7 @@ class Filling:
     `products` and `travel` are durations. Gradients in `tails` and weights are `placed` already.
     """
 
-    order: Order
+    order: NodeOrder
     products: Mapping[fx.Node, int]
     travel: Mapping[fx.Node, int]
     tails: set[fx.Node]

@@ -27,7 +27,7 @@ from torch import fx
 
 from passes.communication.batch_overlap import is_own
 from passes.communication.layer_starts import kernels_of
-from passes.communication.order import put_in_order
+from passes.communication.node_order import put_in_order
 from passes.cost.accounting import sent_bytes
 from passes.cost.fusion import WAITS
 from passes.program import ir

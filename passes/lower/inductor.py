@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.communication.layer_starts import products_of
-from passes.communication.order import last_beside
+from passes.communication.node_order import last_beside
 from passes.context import operators
 from passes.lower.calls import Kernels
 from passes.lower.cpu_start.door import checked_files, fast_cpu_start, prepare

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from passes.communication.order import in_flight
+from passes.communication.node_order import in_flight
 from passes.lower.calls import steps_of
 from passes.lower.host_reads import Break, breaks
 from passes.program import ir

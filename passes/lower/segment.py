@@ -25,7 +25,7 @@ from itertools import groupby
 from torch import fx
 
 from passes.communication.layer_starts import kernels_of
-from passes.communication.order import in_flight
+from passes.communication.node_order import in_flight
 from passes.program import ir
 from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, key_of, text_of
 from passes.program.layer import Layer

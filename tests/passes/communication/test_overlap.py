@@ -19,7 +19,7 @@ from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
 from passes.communication.bucket import Bucket
 from passes.communication.layer_starts import products_of
-from passes.communication.order import in_flight, last_beside
+from passes.communication.node_order import in_flight, last_beside
 from passes.communication.overlap import Overlap
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat

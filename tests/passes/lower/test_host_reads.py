@@ -22,7 +22,7 @@ from compiler_trainer.planning.dry import compile_dry, predict_step
 from compiler_trainer.step import given as programs
 from compiler_trainer.step.given import Captured, check_recordable, recorded
 from passes.communication.layer_starts import products_of
-from passes.communication.order import in_flight
+from passes.communication.node_order import in_flight
 from passes.lower.calls import steps_of
 from passes.lower.host_reads import breaks
 from passes.lower.runs import names_in, runs_of, said

@@ -15,7 +15,7 @@ from sweeps import in_turn, quick
 from passes.check.composed import verify_composed
 from passes.communication.bucket import Bucket
 from passes.communication.layer_starts import products_of
-from passes.communication.order import in_flight
+from passes.communication.node_order import in_flight
 from passes.communication.overlap import Overlap
 from passes.lower.segment import Segment
 from passes.memory.remat import Remat

@@ -10,7 +10,7 @@ from passes.cost.fusion import WAITS
 from passes.program.operators import started
 
 
-class Order:
+class NodeOrder:
     """The nodes of a graph in an order that can be changed, and the place of each."""
 
     def __init__(self, graph: fx.Graph):
@@ -93,6 +93,6 @@ def in_flight(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def last_beside(graph: fx.Graph, products: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Return, by wait, the last product between each collective and its wait, if there is any."""
-    order = Order(graph)
+    order = NodeOrder(graph)
     last = ((wait, (n for n in order.between(start, wait) if n in products)) for start, wait in in_flight(order.nodes))
     return {wait: product for wait, beside in last if (product := next(beside, None))}
