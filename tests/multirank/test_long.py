@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tools import chaos
+from tests.nightly import chaos
 
 
 @pytest.mark.full

@@ -47,7 +47,7 @@ class Part(nn.Module):
         positions = torch.arange(x.shape[1]).expand(x.shape[0], -1)
         cos, sin = rotary_tables(self.cfg, positions)
         for layer in self.layers:
-            x, _ = layer(x, cos, sin, None)
+            x, _ = layer(x, cos, sin, None, None)
         return x if self.norm is None or self.output is None else self.output(self.norm(x))
 
 

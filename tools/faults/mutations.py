@@ -14,8 +14,9 @@ A fault is named after its function, kind and number there: `sharding.atoms.refi
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools.faults.fault import Fault
@@ -42,19 +43,34 @@ def mutations(per_room: int) -> list[Fault]:
 
 def mutations_of(path: Path) -> Iterator[Fault]:
     """Yield every fault by syntax of a file."""
-    text, file = path.read_text(), path.relative_to(ROOT).as_posix()
-    starts = [0]
-    for line in text.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    source, file = Source(path.read_text()), path.relative_to(ROOT).as_posix()
     prefix = file.removeprefix("passes/").removesuffix(".py").replace("/", ".")
-    for function, body in functions(ast.parse(text), prefix):
+    for function, body in functions(ast.parse(source.text), prefix):
         counts = Counter[str]()
         for node in body:
-            for kind, new in changes(node, text):
+            for kind, new in changes(node, source.of):
                 counts[kind] += 1
-                at, old = starts[node.lineno - 1] + node.col_offset, segment(text, node)
+                old = source.of(node)
                 means = f"In `{function}` `{shown(old)}` is `{shown(new)}`."
-                yield Fault(f"{function}/{kind}_{counts[kind]}", file, old, new, means, at)
+                yield Fault(f"{function}/{kind}_{counts[kind]}", file, old, new, means, source.start(node))
+
+
+class Source:
+    """The text of a file, from which expressions are cut by their positions, which count bytes."""
+
+    def __init__(self, text: str):
+        self.text, self.bytes = text, text.encode()
+        self.lines = [0, *itertools.accumulate(map(len, self.bytes.splitlines(keepends=True)))]
+
+    def start(self, node: ast.expr) -> int:
+        """Return the offset of an expression in the text."""
+        return len(self.bytes[: self.lines[node.lineno - 1] + node.col_offset].decode())
+
+    def of(self, node: ast.expr) -> str:
+        """Return the text of an expression."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        first, last = (self.lines[line - 1] for line in (node.lineno, node.end_lineno))
+        return self.bytes[first + node.col_offset : last + node.end_col_offset].decode()
 
 
 def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, list[ast.expr]]]:
@@ -77,36 +93,29 @@ def expressions(node: ast.AST) -> Iterator[ast.expr]:
         yield from expressions(child)
 
 
-def changes(node: ast.expr, text: str) -> Iterator[tuple[str, str]]:
+def changes(node: ast.expr, text: Callable[[ast.expr], str]) -> Iterator[tuple[str, str]]:
     """Yield (kind, other text) for an expression."""
     match node:
         case ast.Compare(ops=[op], comparators=[right]) if type(op) in COMPARED:
-            yield "compare", f"({segment(text, node.left)}) {COMPARED[type(op)]} ({segment(text, right)})"
+            yield "compare", f"({text(node.left)}) {COMPARED[type(op)]} ({text(right)})"
         case ast.BoolOp(op=op, values=[left, right]):
             other = "or" if isinstance(op, ast.And) else "and"
-            yield "boolean", f"({segment(text, left)}) {other} ({segment(text, right)})"
+            yield "boolean", f"({text(left)}) {other} ({text(right)})"
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield "negation", f"({segment(text, operand)})"
+            yield "negation", f"({text(operand)})"
         case ast.BinOp(op=op, left=left, right=right) if type(op) in COMPUTED and not is_text(left):
-            yield "arithmetic", f"({segment(text, left)}) {COMPUTED[type(op)]} ({segment(text, right)})"
+            yield "arithmetic", f"({text(left)}) {COMPUTED[type(op)]} ({text(right)})"
         case ast.Constant(value=bool() as flag):
             yield "flag", str(not flag)
         case ast.Constant(value=int() as number):
             yield "number", str(number + 1)
         case ast.IfExp(test=test, body=body, orelse=other):
-            yield "branch", f"{segment(text, other)} if {segment(text, test)} else {segment(text, body)}"
+            yield "branch", f"{text(other)} if {text(test)} else {text(body)}"
 
 
 def is_text(node: ast.expr) -> bool:
     """Return True for a string, which nothing is subtracted from."""
     return isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def segment(text: str, node: ast.expr) -> str:
-    """Return the source of an expression."""
-    source = ast.get_source_segment(text, node)
-    assert source is not None
-    return source
 
 
 def shown(source: str) -> str:

@@ -26,7 +26,7 @@ TINY = (
 
 
 def options(**changes):
-    given = {"ranks": 2, "rounds": 3, "steps": 4, "threads": None, "timeout_s": 500, "contenders": "ours,eager,block", "write": None}
+    given = {"ranks": 2, "rounds": 3, "steps": 4, "threads": None, "timeout_s": 500, "contenders": "ours,eager,block", "write": None, "once": False}
     return Namespace(**{**given, "overrides": ["mesh.tp=2"], **changes})
 
 
