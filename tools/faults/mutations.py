@@ -8,7 +8,7 @@
     True            False               flag
     a if c else b   b if c else a       branch
 
-A fault is named after its function, kind and number there: `sharding.atoms.refine/compare_2`.
+A fault is named after its function, kind and number there: `sharding/atoms:refine/compare_2`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def mutations(per_room: int) -> list[Fault]:
 def mutations_of(path: Path) -> Iterator[Fault]:
     """Yield every fault by syntax of a file."""
     source, file = Source(path.read_text()), path.relative_to(ROOT).as_posix()
-    prefix = file.removeprefix("passes/").removesuffix(".py").replace("/", ".")
-    for function, body in functions(ast.parse(source.text), prefix):
+    prefix = file.removeprefix("passes/").removesuffix(".py")
+    for function, body in functions(ast.parse(source.text), f"{prefix}:"):
         counts = Counter[str]()
         for node in body:
             for kind, new in changes(node, source.of):
@@ -77,10 +77,10 @@ def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, list[ast.expr]]
     """Yield each outermost function and method by its dotted name, with the expressions in its body, in order."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
-            yield from functions(node, f"{prefix}.{node.name}")
+            yield from functions(node, f"{prefix}{node.name}.")
         elif isinstance(node, ast.FunctionDef):
             inside = [each for statement in node.body for each in expressions(statement)]
-            yield f"{prefix}.{node.name}", inside
+            yield f"{prefix}{node.name}", inside
 
 
 def expressions(node: ast.AST) -> Iterator[ast.expr]:

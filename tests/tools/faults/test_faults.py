@@ -48,7 +48,7 @@ def test_every_operator_and_constant_is_a_fault(tmp_path, monkeypatch):
     (tmp_path / "passes/room").mkdir(parents=True)
     path = tmp_path / "passes/room/file.py"
     path.write_text(SOURCE)
-    faults = {fault.name.removeprefix("room.file."): (fault.old, fault.new) for fault in mutations_of(path)}
+    faults = {fault.name.removeprefix("room/file:"): (fault.old, fault.new) for fault in mutations_of(path)}
     assert faults == {
         "f/boolean_1": ("not a and b == 2", "(not a) or (b == 2)"),
         "f/negation_1": ("not a", "(a)"),
