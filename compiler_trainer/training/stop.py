@@ -90,7 +90,8 @@ class Stop:
             arrivals, self.pipe = os.pipe()
             os.set_blocking(self.pipe, False)
             self.woken = signal.set_wakeup_fd(self.pipe)
-            threading.Thread(target=self.watch, args=(arrivals,), daemon=True).start()
+            self.watcher = threading.Thread(target=self.watch, args=(arrivals,), daemon=True)
+            self.watcher.start()
             self.before = {each: signal.signal(each, self.note) for each in SIGNALS}
         return self
 
@@ -100,6 +101,7 @@ class Stop:
         if self.before:
             signal.set_wakeup_fd(self.woken)
             os.close(self.pipe)
+            self.watcher.join()  # its line about the first signal precedes the line about the end
 
 
 def passed_over(before: Any) -> Callable[[int, FrameType | None], None]:
