@@ -1,7 +1,7 @@
-"""Common refinement of a rule's factors and the factors of the specs that it meets.
+"""Refine a rule's factors until every shard of an operand consists of whole factors (atoms).
 
-A rule of `[b, t*d]` knows two factors in its second dim, 6 and 8. An operand whose 48 entries are 3 shards of 16 cuts
-the factor `t` in two: its atoms are 3, which `tp` shards, and 2.
+A rule of `[b, t*d]` knows two factors in its second dim, 6 and 8. If an operand splits these 48 entries into 3 shards
+of 16, the factor `t` is cut in two: its atoms are 3, which `tp` shards, and 2.
 
     >>> rule = Rule(((("b",), ("t", "d")),), ((("b",), ("t",), ("d",)),), {"b": 4, "t": 6, "d": 8})
     >>> atoms = refine(rule, [((Factor(4),), (Factor(3, ("tp",)), Factor(16)))], [0], Mesh.of({"tp": 3}))
@@ -10,7 +10,7 @@ the factor `t` in two: its atoms are 3, which `tp` shards, and 2.
     >>> print(*atoms.held[0][1])
     3@tp 2 8
 
-Where no such atoms exist, as of 6 x 4 and 4 x 6, the operand is gathered first.
+If there are no common factors, as for 6 x 4 and 4 x 6, the operand is gathered first.
 
     >>> common_sizes([4, 6], [8, 3]), common_sizes([4, 6], [6, 4])
     ([4, 2, 3], None)
@@ -29,7 +29,7 @@ from passes.rules.base import Names, Rule
 
 
 def boundaries(sizes: Iterable[int]) -> list[int]:
-    """Products of the minor sizes at each cut: [4, 2, 3] -> [6, 3]."""
+    """Return the products of the minor sizes at each cut: [4, 2, 3] -> [6, 3]."""
     cuts, product = [], 1
     for size in reversed(list(sizes)):
         product *= size
@@ -38,7 +38,7 @@ def boundaries(sizes: Iterable[int]) -> list[int]:
 
 
 def common_sizes(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
-    """The coarsest factors that refine both (their products are equal), or None if there are none, or no entries."""
+    """Return the coarsest sizes that refine both lists (of equal product); None if there are none or a size is 0."""
     if 0 in a:
         return None
     cuts = sorted({math.prod(a), *boundaries(a), *boundaries(b), 1}, reverse=True)
@@ -48,7 +48,7 @@ def common_sizes(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
 
 
 def split_factor(factor: Factor, sizes: Sequence[int], mesh: Mesh) -> list[Factor] | None:
-    """The factor as several, major to minor, with the same layout on every rank; None if its shards cut across."""
+    """Split a factor into `sizes`, major to minor, with the same layout on every rank; None if this cuts a shard."""
     if len(sizes) == 1:
         return [factor]
     pieces, axes = [], list(factor.axes)
@@ -67,7 +67,7 @@ def split_factor(factor: Factor, sizes: Sequence[int], mesh: Mesh) -> list[Facto
 
 
 def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> tuple[Factor, ...] | None:
-    """A dim over finer factors of the given sizes; None if one of its shards would be cut across."""
+    """Split a dim into factors of the given sizes; None if this cuts a shard."""
     pieces: list[Factor] = []
     left = list(sizes)
     for factor in dim:
@@ -83,7 +83,7 @@ def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> tuple[Factor, ...] 
 
 
 def merge_dim(dim: Iterable[Factor], mesh: Mesh) -> Dim:
-    """Adjacent factors joined where the layout stays the same and no label is lost."""
+    """Join adjacent factors if the layout stays the same and no label is lost."""
     merged: list[Factor] = []
     for factor in dim:
         last = merged[-1] if merged else None
@@ -98,10 +98,10 @@ def merge_dim(dim: Iterable[Factor], mesh: Mesh) -> Dim:
 
 @dataclass(frozen=True)
 class Atoms:
-    """A rule whose factors are fine enough that every operand's shards are whole atoms.
+    """A rule whose factors are refined so that every operand's shards consist of whole atoms.
 
-    `operands[i][d]` and `results[i][d]` name the atoms of a dim; `held[i][d]` are the operand's factors over
-    them, None where its shards cut across an atom (it has to be gathered first).
+    `operands[i][d]` and `results[i][d]` name the atoms of a dim. `held[i][d]` are the operand's factors over these
+    atoms; None if its shards cut an atom (it has to be gathered first).
     """
 
     rule: Rule
@@ -112,17 +112,17 @@ class Atoms:
 
     @property
     def order(self) -> Order:
-        """In which order `cp` holds what it shards of the operands."""
+        """The order of the chunks in the dims that `cp` shards."""
         factors = (f for dims in self.held for held in dims for f in held or ())
         return next((f.order for f in factors if not f.order.is_plain), PLAIN)
 
     def origin(self, atom: str) -> str:
-        """The rule's factor of which the atom is a part."""
+        """Return the rule's factor that contains the atom."""
         return atom.split(".#")[0]
 
 
 def placed_by_rule(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The axes of those atoms that the operator places by itself."""
+    """Return the axes of the atoms that the operator places itself (`Rule.place`)."""
     if atoms.rule.place is None:
         return {}
     pairs = zip(atoms.operands, atoms.held)
@@ -134,14 +134,14 @@ def placed_by_rule(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]]:
 def with_placed(
     axes: Mapping[str, tuple[str, ...]], placed: Mapping[str, tuple[str, ...]], mesh: Mesh
 ) -> dict[str, tuple[str, ...]]:
-    """The axes of all atoms: of those that are placed so, and of the others where these leave them free."""
+    """Return the axes of all atoms: `placed` takes precedence, and removes its axes from all other atoms."""
     taken = {a for names in placed.values() for name in names for a in mesh.over(name)}
     left = {atom: tuple(x for x in names if taken.isdisjoint(mesh.over(x))) for atom, names in axes.items()}
     return left | dict(placed)
 
 
 def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mesh: Mesh) -> Atoms:
-    """Split the rule's factors where the operands' specs do; operands earlier in `order` win disagreements."""
+    """Split the rule's factors as the operands' specs do; if operands disagree, those earlier in `order` win."""
     parts: dict[str, list[int]] = {name: [size] for name, size in rule.sizes.items()}
     for i in order:
         for names, dim in zip(rule.operands[i], specs[i], strict=True):

@@ -1,4 +1,4 @@
-"""Random operators as functions of a seed: what each draws is what every mesh draws.
+"""Random operators as functions of a seed, so that every mesh draws the same numbers.
 
     bernoulli(x, 0.9)                      ->   uniform(x, seed, 3) < 0.9
     randn([4, 6])                          ->   sqrt(-2 log(1 - uniform(x, seed, 3))) * cos(2 pi uniform(x, seed, -5))
@@ -23,44 +23,44 @@ from passes.sharding.random import dropout, uniform
 
 
 def drawn(x: Tensor, seed: Tensor, site: int) -> Tensor:
-    """Numbers in [0, 1) of the shape and dtype of x."""
+    """Draw numbers in [0, 1) in the shape and dtype of x."""
     return uniform(x, seed, site).to(x.dtype)
 
 
 def bernoulli(seed: Tensor, site: int, x: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
-    """Ones with probability `p`, or with those in x, and zeros."""
+    """Draw ones with probability `p` (None: with the probabilities in x), and zeros otherwise."""
     return (uniform(x, seed, site) < (x if p is None else p)).to(x.dtype)
 
 
 def exponential(seed: Tensor, site: int, x: Tensor, lambd: float = 1.0, *, generator: None = None) -> Tensor:
-    """Exponentially distributed numbers of rate `lambd`, above 0."""
+    """Draw exponentially distributed numbers of rate `lambd`, above 0."""
     return -torch.log1p(-drawn(x, seed, site).clamp(2.0**-25)) / lambd
 
 
 def between(
     seed: Tensor, site: int, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None
 ) -> Tensor:
-    """Numbers in [low, high) of the shape of x."""
+    """Draw numbers in [low, high) in the shape of x."""
     return low + (high - low) * drawn(x, seed, site)
 
 
 def normal(
     seed: Tensor, site: int, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None
 ) -> Tensor:
-    """Normally distributed numbers of the shape of x (Box and Muller, 1958)."""
+    """Draw normally distributed numbers in the shape of x (Box and Muller, 1958)."""
     radius, turn = (-2 * torch.log1p(-drawn(x, seed, site))).sqrt(), 2 * math.pi * drawn(x, seed, -2 - site)
     return mean + std * radius * turn.cos()
 
 
 def integers(seed: Tensor, site: int, x: Tensor, *bounds: int) -> Tensor:
-    """Whole numbers in [low, high) of the shape and dtype of x; of one bound, low is 0."""
+    """Draw integers in [low, high) in the shape and dtype of x; with a single bound, low is 0."""
     low, high = bounds if len(bounds) == 2 else (0, *bounds)
     parts = uniform(x, seed, site).double() + uniform(x, seed, -2 - site).double() / 2.0**24  # 48 bits
     return low + (parts * (high - low)).floor().to(x.dtype)
 
 
 def made(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`draw` for an operator that is given a size."""
+    """Adapt `draw` to an operator that takes a size."""
 
     def of_size(seed: Tensor, site: int, size: Sequence[int], *, dtype=None, device=None, **_: Any) -> Tensor:
         return draw(seed, site, torch.zeros(size, dtype=dtype, device=device))
@@ -69,7 +69,7 @@ def made(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`draw` for an operator that is given a tensor of the size."""
+    """Adapt `draw` to an operator that takes a tensor of the wanted size."""
 
     def of_tensor(seed: Tensor, site: int, x: Tensor, *bounds: int, dtype=None, **_: Any) -> Tensor:
         return draw(seed, site, x if dtype is None else x.to(dtype), *bounds)
@@ -78,7 +78,7 @@ def like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def made_integers(seed: Tensor, site: int, *given: Any, dtype=None, device=None, **_: Any) -> Tensor:
-    """Whole numbers for an operator that is given bounds, then a size."""
+    """Draw integers for an operator that takes bounds, then a size."""
     *bounds, size = given
     return integers(seed, site, torch.zeros(size, dtype=dtype or torch.int64, device=device), *bounds)
 
@@ -98,7 +98,7 @@ WRITTEN: dict[str, Callable[..., Tensor]] = {
 
 
 def written(node: fx.Node) -> Callable[..., Tensor] | None:
-    """The function of a seed, a site and its arguments that an operator is written as, None if there is none."""
+    """Return an operator as a function of a seed, a site and its arguments; None if it is not written so."""
     record = OPERATORS.get(node.target)  # type: ignore[arg-type]
     if record is None or record.dropping is None:
         return WRITTEN.get(name_of(node))
@@ -111,5 +111,5 @@ def written(node: fx.Node) -> Callable[..., Tensor] | None:
 
 
 def names() -> list[str]:
-    """The operators that are written so."""
+    """List the operators that have such a function."""
     return sorted([*WRITTEN, *(key_of(op) for op, record in OPERATORS.items() if record.dropping)])

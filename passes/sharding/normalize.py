@@ -1,13 +1,13 @@
-"""Rewrite a captured graph into operators that the rules speak of, before placements are decided.
+"""Rewrite a captured graph into operators that have rules, before placements are decided.
 
     cross_entropy_loss(x, y)      ->  cross_entropy_loss(x, y, reduction=sum) / (y != -100).sum()
     mean(x, [1])                  ->  sum(x, [1]) / 128
     linear(x, w, b)               ->  linear(x, w) + b
 
-A sum can be partial where a mean cannot: it is divided once, by the logical count, after its reduction.
-Where vocabulary may be sharded, cross-entropy becomes a max, a sum of exponentials and one looked-up
-logit a row, so that the logits are never gathered. Operators without a rule are decomposed level by level;
-one that ends without a rule needs its operands whole, which the shard pass reports.
+A sum can be partial, a mean cannot: the sum is divided once, by the logical count, after its reduction. If the
+vocabulary may be sharded, cross-entropy becomes a max, a sum of exponentials and a look-up of one logit a row, so the
+logits are never gathered. Operators without a rule are decomposed level by level; the operands of those that remain
+without one are gathered, which the shard pass reports.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ NONE, MEAN, SUM = 0, 1, 2  # aten's codes for `reduction`
 
 
 def mean(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Tensor:
-    """A mean as a sum over the logical count."""
+    """Compute a mean as a sum over the logical count."""
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     dims = list(dims)
     return x.sum(dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
 
 
 def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A linear layer whose bias is added once the sum is complete."""
+    """Compute a linear layer whose bias is added after the sum is complete."""
     return F.linear(x, weight) + bias
 
 
 def convolution_bias(x: Tensor, weight: Tensor, bias: Tensor, *options: Any) -> Tensor:
-    """A convolution whose bias is added once the sum is complete."""
+    """Compute a convolution whose bias is added after the sum is complete."""
     return aten.convolution.default(x, weight, None, *options) + norms.by_channel(bias, x)
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
-    """addmm whose bias is added once the sum is complete."""
+    """Compute addmm with the bias added after the sum is complete."""
     product = a @ b if alpha == 1 else alpha * (a @ b)
     return product + (bias if beta == 1 else beta * bias)
 
@@ -66,7 +66,7 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
 def cross_entropy_summed(
     x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Mean cross-entropy over class ids as a sum and a count."""
+    """Compute the mean cross-entropy over class ids as a sum and a count."""
     total = aten.cross_entropy_loss.default(x, y, None, SUM, ignore_index, label_smoothing)
     return total if reduction == SUM else total / (y != ignore_index).sum()
 
@@ -74,7 +74,7 @@ def cross_entropy_summed(
 def cross_entropy_split(
     x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Cross-entropy of logits[n, c] from a max, a sum and one look-up a row, none of which needs all classes."""
+    """Compute the cross-entropy of logits[n, c] from a max, a sum and one look-up a row; classes stay sharded."""
     keep = y != ignore_index
     highest = x.detach().amax(-1, keepdim=True)
     lse = (x - highest).exp().sum(-1).log() + highest.squeeze(-1)
@@ -86,7 +86,7 @@ def cross_entropy_split(
 def cross_entropy_general(
     x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Cross-entropy of logits[n, c, ...] with class weights, smoothing, or probabilities y[n, c, ...] as targets."""
+    """Compute cross-entropy of logits[n, c, ...] with class weights, smoothing, or probabilities y[n, c, ...]."""
     dim = min(x.dim() - 1, 1)
     logs, classes = x.log_softmax(dim), x.shape[dim]
     weights = None if weight is None else weight.view(-1, *[1] * (x.dim() - 1 - dim)).expand(x.shape)
@@ -107,23 +107,23 @@ def cross_entropy_general(
 
 
 def copied(over: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
-    """What was written over a whole tensor, as it is found there; `aten::copy` has no derivative."""
+    """Return the value that `aten::copy`, which has no derivative, writes over the tensor `over`."""
     return x.to(over.dtype).expand(over.shape)
 
 
 def slice_of_pairs(x: Tensor, part: Tensor, dim: int = 0, *at: Any) -> Tensor:
-    """A slice of complex numbers written over, as pairs: `aten::slice_scatter` has a derivative for real ones alone."""
+    """Overwrite a slice of complex numbers as pairs: `aten::slice_scatter` has a derivative only for real numbers."""
     over, written = (torch.view_as_real(value.resolve_conj()) for value in (x, part))
     return torch.view_as_complex(aten.slice_scatter.default(over, written, dim % x.dim(), *at))
 
 
 def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
-    """Zeros and a one a row, int64; a row of an id that is no class is zero."""
+    """Return int64 rows with one 1 each; the row of an id outside the classes is all zeros."""
     return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).to(torch.int64)
 
 
 def put_where(x: Tensor, indices: list[Tensor | None], value: Tensor, accumulate: bool = False) -> Tensor:
-    """One value, or one for each entry of the dims after it, written to where a mask of some dims is true."""
+    """Write `value` where a mask of some dims is true: one number, or one for each entry of the dims after the mask."""
     ((at, mask),) = ((at, i) for at, i in enumerate(indices) if i is not None)
     after = x.dim() - at - mask.dim()
     value = value.reshape(()) if value.numel() == 1 else value
@@ -131,7 +131,7 @@ def put_where(x: Tensor, indices: list[Tensor | None], value: Tensor, accumulate
 
 
 def repeated(x: Tensor, repeats: list[int]) -> Tensor:
-    """Every dim, with new ones before them, so often in a row: a factor of its own, major to what is repeated."""
+    """Repeat every dim; the repeats are a major factor of its own. `repeats` may have more dims than x."""
     shape = (*[1] * (len(repeats) - x.dim()), *x.shape)
     pairs = [n for pair in zip(repeats, shape) for n in pair]
     whole = [r * n for r, n in zip(repeats, shape)]
@@ -140,12 +140,12 @@ def repeated(x: Tensor, repeats: list[int]) -> Tensor:
 
 
 def mean_pool(x: Tensor, size: list[int]) -> Tensor:
-    """Pooling of a whole image into one pixel."""
+    """Pool a full image into one pixel."""
     return x.mean(list(range(-len(size), 0)), keepdim=True)
 
 
 def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x[..., i] and y[..., j] under each of weight[o, i, j]."""
+    """Apply each matrix of weight[o, i, j] to x[..., i] and y[..., j]."""
     outs, inner, _ = weight.shape
     by_output = F.linear(x, weight.transpose(1, 2).reshape(-1, inner)).unflatten(-1, (outs, -1))
     product = (by_output * y.unsqueeze(-2)).sum(-1)
@@ -153,7 +153,7 @@ def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = None) -> Tensor:
-    """Each padded dim with its own end before it and its own beginning behind it; a negative pad cuts off."""
+    """Pad each dim with its own end before it and its own beginning after it; a negative pad cuts off."""
     for d, (before, behind) in zip(range(x.dim() - 1, -1, -1), zip(pad[::2], pad[1::2])):
         own = x.narrow(d, max(-before, 0), x.shape[d] + min(before, 0) + min(behind, 0))
         end, beginning = own.narrow(d, own.shape[d] - max(before, 0), max(before, 0)), own.narrow(d, 0, max(behind, 0))
@@ -162,7 +162,7 @@ def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = Non
 
 
 def index_own_rows(x: Tensor, indices: list[Tensor]) -> Tensor:
-    """x[rows, ids] where `rows` counts the rows of x, along dim 0 of the result: each row looks up its own."""
+    """Compute x[rows, ids] with `rows` = 0, 1, 2, ... along dim 0 of the result: each row looks up its own ids."""
     rows, ids = indices
     n, *rest = torch.broadcast_shapes(rows.shape, ids.shape)
     if ids.dim() <= len(rest) or ids.shape[0] != n:
@@ -172,7 +172,7 @@ def index_own_rows(x: Tensor, indices: list[Tensor]) -> Tensor:
 
 
 def strided(x: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
-    """Entries of dense memory by their place in it; leading dims that both have alike are kept."""
+    """Gather entries of dense memory by their position (as_strided); leading dims that both share are kept."""
     base, offset, kept = in_memory_order(x), storage_offset or 0, 0
     while kept < min(len(size), base.dim()):
         reach = offset + 1 + sum((n - 1) * step for n, step in zip(size[kept + 1 :], stride[kept + 1 :]))
@@ -190,29 +190,29 @@ def strided(x: Tensor, size: list[int], stride: list[int], storage_offset: int |
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """A view of x whose dims have falling strides."""
+    """Permute x so that its strides decrease."""
     return x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
 
 
 def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """Parts one after another, without those that are empty: caches begin so, with fewer dims than what is added."""
+    """Concatenate the parts that are not empty: caches start empty, and with fewer dims than the parts added later."""
     held = [part for part in parts if part.numel()]
-    return torch.cat(held, dim) if len(held) > 1 else held[0].contiguous()  # which later views rely on
+    return torch.cat(held, dim) if len(held) > 1 else held[0].contiguous()  # later views rely on contiguous memory
 
 
 def nothing(like: Tensor, *_: Any, **__: Any) -> Tensor:
-    """An empty tensor as a constant: what it is made of does not matter."""
+    """Return an empty tensor as a constant."""
     return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """Equal pieces of a dim as entries of a dim of their own: what is within a piece may then be sharded."""
+    """Split a dim into equal pieces by indexing a new dim, so that the entries within a piece may be sharded."""
     parts = x.shape[dim] // size
     return tuple(x.unflatten(dim, (parts, size)).select(dim % x.dim(), i) for i in range(parts))
 
 
 def one_of_each(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
-    """Every n-th entry of a dim as one of each n: x[..., ::2] of gates and values that alternate."""
+    """Take every n-th entry of a dim by indexing a new dim of n: x[..., ::2] of alternating gates and values."""
     return x.unflatten(dim, (-1, step)).select(dim % x.dim() + 1, start)
 
 
@@ -228,7 +228,7 @@ def _plain_cross_entropy(node: fx.Node) -> bool:
 
 
 def _by_mask(node: fx.Node) -> bool:
-    """Whether an index_put goes by a mask, and what it writes does not depend on how much of it is true."""
+    """Return True if an index_put goes by a mask; raise Refused if its values depend on the number of true entries."""
     x, indices, value = (fx.map_arg(argument, ir.example) for argument in node.args[:3])
     given = [(at, i) for at, i in enumerate(indices) if i is not None]
     if not any(i.dtype is torch.bool for _, i in given):
@@ -244,13 +244,13 @@ def _by_mask(node: fx.Node) -> bool:
 
 
 def _partly_empty(node: fx.Node) -> bool:
-    """Whether some of what is joined, but not all, is empty."""
+    """Return True if some parts, but not all, are empty."""
     empty = [ir.example(part).numel() == 0 for part in node.args[0]]
     return any(empty) and not all(empty)
 
 
 def _looks_up_own_rows(node: fx.Node) -> bool:
-    """Whether an index is by the number of each row, and by something else along the dim after it."""
+    """Return True if an index is each row's own number, with another index along the next dim."""
     x, indices = node.args
     if len(indices) != 2 or None in indices or len(rows := ir.example(x).shape) < 2 or rows[0] == 1:
         return False
@@ -259,7 +259,7 @@ def _looks_up_own_rows(node: fx.Node) -> bool:
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a node's entries, in their order, are 0, 1, 2, ..."""
+    """Return True if a node's entries, in order, are 0, 1, 2, ..."""
     while name_of(node) in KEEPS_ORDER:
         (given,) = tensor_operands(node)
         if ir.example(node).numel() != ir.example(given).numel():
@@ -271,7 +271,7 @@ def _counts(node: fx.Node) -> bool:
 
 
 def _is_empty(node: fx.Node) -> bool:
-    """Whether an operator of tensors computes a tensor without entries."""
+    """Return True if an operator with tensor operands computes a tensor without entries."""
     found = ir.value(node)
     return isinstance(found, Tensor) and found.numel() == 0 and bool(tensor_operands(node))
 
@@ -282,26 +282,26 @@ def _equal_split(node: fx.Node) -> bool:
 
 
 def _takes_every_nth(node: fx.Node) -> bool:
-    """Whether a slice takes one of each n entries of a dim that has so many times n."""
+    """Return True if a slice takes every n-th entry of a dim whose size n divides."""
     x, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
     size = ir.example(x).shape[dim]
     return step > 1 and size % step == 0 and 0 <= (start or 0) < step and ir.example(node).shape[dim] * step == size
 
 
 def _divides_by_zero(node: fx.Node) -> bool:
-    """Whether a norm of a row of zeros, which padding is, would be infinite or NaN."""
+    """Return True if a norm of a row of zeros (as in padding) would be infinite or NaN."""
     eps = argument(node, "eps")
     return eps is not None and eps <= 0
 
 
 def attention_written(node: fx.Node, record: AttentionOp, parts: int) -> Any:
-    """How a call of attention is to be written: as its record says, and with heads of keys enough for the ranks."""
+    """Return the function to write an attention call as: its record's, or one that repeats key heads for `parts`."""
     q, k = (ir.example(n) for n in node.args[:2])
     few = q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
     return record.written(node) or (heads_repeated(record.op) if few else None)
 
 
-# operators that are always written as these functions
+# always written as these functions
 WRITTEN = {
     "_native_batch_norm_legit": norms.batch_norm_of_batch,
     "_native_batch_norm_legit_functional": norms.batch_norm_functional,
@@ -314,12 +314,13 @@ WRITTEN = {
     "native_batch_norm": norms.batch_norm_functional,
     "repeat": repeated,
 }
-# norms that are so where they would divide by zero
+
+# written as these functions if they would divide by zero in padding
 SAFE_NORMS = {"group_norm": norms.group_norm, "layer_norm": norms.layer_norm, "rms_norm": norms.rms_norm}
 
 
 def replacement(node: fx.Node, mesh: Mesh) -> Any:
-    """The function that the node is to be written as, or None if the rules take it as it is."""
+    """Return the function to write the node as; None if its rule takes it unchanged."""
     name = name_of(node)
     if _is_empty(node):
         return partial(nothing, ir.example(node))
@@ -363,17 +364,17 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
 
 
 def drops(node: fx.Node) -> bool:
-    """Whether the node is a dropout that is on."""
+    """Return True if the node is a dropout that is on."""
     return is_dropout(node) and bool(node.args[2]) and node.args[1] != 0
 
 
 def is_dropout(node: fx.Node) -> bool:
-    """Whether the node is a dropout, on or off."""
+    """Return True if the node is a dropout, on or off."""
     return name_of(node) in ("dropout", "native_dropout")
 
 
 def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
-    """What draws random numbers as a function of a `seed` input and each entry's index; raises Refused for others."""
+    """Make random operators functions of a `seed` input and each entry's index; raise Refused for unknown ones."""
     sites = [node for node in program.calls() if is_dropout(node) or is_random(node)]
     for node in sites:
         if not is_dropout(node) and drawing.written(node) is None:
@@ -394,7 +395,7 @@ def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
 
 
 def keyed(node: fx.Node, seed: fx.Node, site: int, ctx: ir.Context) -> fx.Node:
-    """Insert before the node the operators that draw what it does; return the result."""
+    """Insert a random operator's keyed form before it, and return the result."""
     edit = Editor.before(node, ctx)
     if is_dropout(node):
         return edit.trace(dropout, *node.args[:2], seed, site)
@@ -402,7 +403,7 @@ def keyed(node: fx.Node, seed: fx.Node, site: int, ctx: ir.Context) -> fx.Node:
 
 
 def seed_input(program: ir.Program, ctx: ir.Context) -> fx.Node:
-    """A new placeholder, 0-d int64."""
+    """Add a 0-d int64 placeholder for the seed."""
     with program.graph.inserting_after(program.placeholders()[-1]):
         seed = program.graph.placeholder("seed")
     with ctx.fake_mode:

@@ -1,12 +1,12 @@
-"""Say where the inputs live: the batch on the data axes and `cp`, parameters by plan, the rest of them by FSDP.
+"""Place the inputs: the batch on the data axes and `cp`, parameters by a plan and by FSDP.
 
     tokens                 i64[16, 256]    ->  [16@dp_shard, 256@cp]
     layers.0.wq.weight     f32[256, 256]   ->  [256@tp@fsdp, 256]
 
-A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the first
-match holds. Without a plan one is inferred from the graph. FSDP is nothing but the placement chosen here: a
-parameter stored in shards on `dp_shard` (with `cp`: on both as one axis, `fsdp`) is gathered where it is used, because
-on these axes activations stay and weights move.
+A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the first match
+holds. Without a plan, `infer` derives one from the graph. FSDP is only a placement: a parameter stored in shards on
+`dp_shard` (with `cp`: on both as one axis, `fsdp`) is gathered at its uses, because on these axes activations stay and
+weights move.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LABELS = ("batch", "sequence")
 
 
 def place_batch(shape: tuple[int, ...], mesh: Mesh) -> Spec:
-    """A batch tensor: rows over the data axes, the sequence over `cp`; its dims are known as batch and sequence."""
+    """Place a batch tensor: rows over the data axes, the sequence over `cp`; label these dims batch and sequence."""
     spec = Spec.whole(shape, LABELS)
     wanted = [tuple(axis for axis in BATCH_AXES if axis in mesh.axes), tuple({SEQUENCE_AXIS} & set(mesh.axes))]
     axes = [axes if size > 1 else () for axes, size in zip(wanted, shape)]
@@ -37,27 +37,24 @@ def place_batch(shape: tuple[int, ...], mesh: Mesh) -> Spec:
 
 
 def add_axis(dim: Dim, axis: str) -> Dim:
-    """A dim whose major factor is also split over the axis, inside the axes it is on already."""
+    """Split a dim's major factor over one more axis, inside the axes that already shard it."""
     return (replace(dim[0], axes=(*dim[0].axes, axis)), *dim[1:])
 
 
 def split_blocks(spec: Spec, blocks: Blocks, axis: str) -> Spec:
-    """The tensor with blocks of one dim (heads, say) split over the axis."""
+    """Split the blocks (heads, for example) of one dim over the axis."""
     sizes = ((blocks.outer, ()), (blocks.size, (axis,)), (blocks.inner, ()))
     dim = tuple(Factor(size, axes) for size, axes in sizes if size > 1 or axes)
     return replace(spec, dims=(*spec.dims[: blocks.dim], dim, *spec.dims[blocks.dim + 1 :]))
 
 
 def split_dim(spec: Spec, d: int, axis: str) -> Spec:
-    """The tensor with a dim also split over the axis."""
+    """Split a dim over one more axis."""
     return replace(spec, dims=tuple(add_axis(dim, axis) if i == d else dim for i, dim in enumerate(spec.dims)))
 
 
 def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
-    """The dim that FSDP splits: the first, unless its shards are blocks (heads), where another has no such cut.
-
-    Experts that are spread are split in another dim.
-    """
+    """Return the dim that FSDP splits: the first without blocks (heads) or experts, the first without blocks, or 0."""
     plain = [d for d, dim in enumerate(spec.dims) if len(dim) == 1 and shape[d] > 1]
     whole = [d for d in plain if set(spec.dims[d][0].axes) <= {"tp"}]
     return (whole or plain or [0])[0]
@@ -67,7 +64,7 @@ def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
 class Place(ir.Pass):
     """Give every input its placement; `plan` is pattern -> {axis: dim}, None to infer it.
 
-    `stored` are placements that parameters have already, by name: those of another program over the same state.
+    `stored` has the placements that parameters already have, by name: those of another program over the same state.
     """
 
     plan: Mapping[str, Mapping[str, int]] | None = None
@@ -104,7 +101,7 @@ class Place(ir.Pass):
         inferred: Mapping[str, Blocks],
         experts: Mapping[str, int],
     ) -> ir.Input:
-        """One input with its placement."""
+        """Return one input with its placement."""
         if given.kind == "batch":
             return replace(given, spec=place_batch(given.spec.shape, mesh).ordered(given.spec.order))
         if given.kind != "parameter":
@@ -128,7 +125,7 @@ class Place(ir.Pass):
         return replace(given, spec=self.store(spec, mesh, left[0] if left else None))
 
     def store(self, spec: Spec, mesh: Mesh, axis: str | None) -> Spec:
-        """The parameter in shards, unless it is too small for that."""
+        """Shard the parameter over `axis`, unless it is too small."""
         size = math.prod(spec.shape)
         if axis is None or size == 1 or size < self.min_shard_elements:
             return spec
@@ -137,7 +134,7 @@ class Place(ir.Pass):
     def apply(
         self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh, blocks: Blocks | None
     ) -> Spec:
-        """The plan's axes on the parameter's dims."""
+        """Apply the plan's axes to the parameter's dims."""
         stored = () if mesh.stored_over is None else mesh.over(mesh.stored_over)
         for axis, dim in sharding.items():
             if axis in stored:
