@@ -29,7 +29,7 @@ from passes.program.reshard import RESHARD_OPS
 from passes.program.routed import IN_ANY_ORDER, groups
 from passes.program.spec import Dim, Factor, Spec
 from passes.rules import Rule, rule_of, tensor_operands
-from passes.sharding.atoms import Atoms, merge_dim, placed_by_rule, refine, with_placed
+from passes.sharding.atoms import Atoms, merge_dim, override_axes, place_by_rule, refine
 
 Finding = tuple[fx.Node | None, str]
 
@@ -182,14 +182,14 @@ def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str
 def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
     """The axes that shard each atom, in all operands the same."""
     axes: dict[str, tuple[str, ...]] = {}
-    for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
+    for i, (dims, held) in enumerate(zip(atoms.operands, atoms.factors)):
         for names, factors in zip(dims, held):
             if factors is None:
                 return f"shards of operand {i} lie across the factors {names}"
             for name, factor in zip(names, factors):
                 if axes.setdefault(name, factor.axes) != factor.axes and factor.size > 1:
                     return f"operand {i} has {name} over {factor.axes or 'none'}, another over {axes[name] or 'none'}"
-    whole = with_placed(axes, placed_by_rule(atoms, mesh), mesh)
+    whole = override_axes(axes, place_by_rule(atoms, mesh), mesh)
     for name, mine in axes.items():
         if mine != whole[name] and atoms.sizes[name] > 1:
             return f"{name} is over {mine or 'none'}, not over {whole[name] or 'none'}, where the operator puts it"
@@ -202,7 +202,7 @@ def on_axis(
     """A result's state on an axis (`shard`, `sum`, `max`, `replicate`, `invariant`), or why the operator cannot run."""
     rule = atoms.rule
     over = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
-    own = placed_by_rule(atoms, mesh)
+    own = place_by_rule(atoms, mesh)
     chosen = [atom for atom in over if atom not in own]
     terms = frozenset(i for i, spec in enumerate(held) if spec.state(axis) == "partial")
     if len(chosen) > 1:

@@ -7,7 +7,7 @@ of 16, the factor `t` is cut in two: its atoms are 3, which `tp` shards, and 2.
     >>> atoms = refine(rule, [((Factor(4),), (Factor(3, ("tp",)), Factor(16)))], [0], Mesh.of({"tp": 3}))
     >>> atoms.operands[0], atoms.sizes
     ((('b',), ('t.#0', 't.#1', 'd')), {'b': 4, 't.#0': 3, 't.#1': 2, 'd': 8})
-    >>> print(*atoms.held[0][1])
+    >>> print(*atoms.factors[0][1])
     3@tp 2 8
 
 If there are no common factors, as for 6 x 4 and 4 x 6, the operand is gathered first.
@@ -53,12 +53,12 @@ def split_factor(factor: Factor, sizes: Sequence[int], mesh: Mesh) -> list[Facto
         return [factor]
     pieces, axes = [], list(factor.axes)
     for size in sizes:
-        taken, rest = [], size
-        while axes and rest % factor.pieces(axes[0], mesh) == 0 and rest > 1:
-            rest //= mesh[axes[0]]
-            taken.append(axes.pop(0))
-        pieces.append(replace(factor, size=size, axes=tuple(taken), label=""))
-        if axes and rest > 1:
+        piece_axes, remaining = [], size
+        while axes and remaining % factor.pieces(axes[0], mesh) == 0 and remaining > 1:
+            remaining //= mesh[axes[0]]
+            piece_axes.append(axes.pop(0))
+        pieces.append(replace(factor, size=size, axes=tuple(piece_axes), label=""))
+        if axes and remaining > 1:
             return None
     if axes:
         return None
@@ -69,13 +69,13 @@ def split_factor(factor: Factor, sizes: Sequence[int], mesh: Mesh) -> list[Facto
 def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> tuple[Factor, ...] | None:
     """Split a dim into factors of the given sizes; None if this cuts a shard."""
     pieces: list[Factor] = []
-    left = list(sizes)
+    remaining = list(sizes)
     for factor in dim:
-        mine, product = [], 1
+        factor_sizes, product = [], 1
         while product < factor.size:
-            mine.append(left.pop(0))
-            product *= mine[-1]
-        split = split_factor(factor, mine, mesh) if mine else []
+            factor_sizes.append(remaining.pop(0))
+            product *= factor_sizes[-1]
+        split = split_factor(factor, factor_sizes, mesh) if factor_sizes else []
         if split is None:
             return None
         pieces += split
@@ -100,7 +100,7 @@ def merge_dim(dim: Iterable[Factor], mesh: Mesh) -> Dim:
 class Atoms:
     """A rule whose factors are refined so that every operand's shards consist of whole atoms.
 
-    `operands[i][d]` and `results[i][d]` name the atoms of a dim. `held[i][d]` are the operand's factors over these
+    `operands[i][d]` and `results[i][d]` name the atoms of a dim. `factors[i][d]` are the operand's factors over these
     atoms; None if its shards cut an atom (it has to be gathered first).
     """
 
@@ -108,36 +108,38 @@ class Atoms:
     operands: tuple[tuple[Names, ...], ...]
     results: tuple[tuple[Names, ...], ...]
     sizes: Mapping[str, int]
-    held: tuple[tuple[tuple[Factor, ...] | None, ...], ...]
+    factors: tuple[tuple[tuple[Factor, ...] | None, ...], ...]
 
     @property
     def order(self) -> Order:
         """The order of the chunks in the dims that `cp` shards."""
-        factors = (f for dims in self.held for held in dims for f in held or ())
-        return next((f.order for f in factors if not f.order.is_plain), PLAIN)
+        flat = (f for dims in self.factors for factors in dims for f in factors or ())
+        return next((f.order for f in flat if not f.order.is_plain), PLAIN)
 
     def origin(self, atom: str) -> str:
         """Return the rule's factor that contains the atom."""
         return atom.split(".#")[0]
 
 
-def placed_by_rule(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+def place_by_rule(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Return the axes of the atoms that the operator places itself (`Rule.place`)."""
     if atoms.rule.place is None:
         return {}
-    pairs = zip(atoms.operands, atoms.held)
-    held = [{n: f for names, fs in zip(dims, held) for n, f in zip(names, fs or ())} for dims, held in pairs]
-    found = atoms.rule.place(held, mesh)
-    return {a: found[key] for a in atoms.sizes for key in (atoms.origin(a), a) if key in found}
+    pairs = zip(atoms.operands, atoms.factors)
+    placements = [
+        {n: f for names, fs in zip(dims, factors) for n, f in zip(names, fs or ())} for dims, factors in pairs
+    ]
+    axes = atoms.rule.place(placements, mesh)
+    return {a: axes[key] for a in atoms.sizes for key in (atoms.origin(a), a) if key in axes}
 
 
-def with_placed(
+def override_axes(
     axes: Mapping[str, tuple[str, ...]], placed: Mapping[str, tuple[str, ...]], mesh: Mesh
 ) -> dict[str, tuple[str, ...]]:
     """Return the axes of all atoms: `placed` takes precedence, and removes its axes from all other atoms."""
-    taken = {a for names in placed.values() for name in names for a in mesh.over(name)}
-    left = {atom: tuple(x for x in names if taken.isdisjoint(mesh.over(x))) for atom, names in axes.items()}
-    return left | dict(placed)
+    placed_axes = {a for names in placed.values() for name in names for a in mesh.over(name)}
+    others = {atom: tuple(x for x in names if placed_axes.isdisjoint(mesh.over(x))) for atom, names in axes.items()}
+    return others | dict(placed)
 
 
 def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mesh: Mesh) -> Atoms:
@@ -145,11 +147,11 @@ def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mes
     parts: dict[str, list[int]] = {name: [size] for name, size in rule.sizes.items()}
     for i in order:
         for names, dim in zip(rule.operands[i], specs[i], strict=True):
-            mine = [size for name in names for size in parts[name]]
-            theirs = [f.size for f in dim if f.size > 1]
-            cut = common_sizes([s for s in mine if s > 1], theirs) if mine and theirs else None
+            rule_sizes = [size for name in names for size in parts[name]]
+            spec_sizes = [f.size for f in dim if f.size > 1]
+            cut = common_sizes([s for s in rule_sizes if s > 1], spec_sizes) if rule_sizes and spec_sizes else None
             if cut is not None:
-                _assign(parts, names, cut)
+                _assign_sizes(parts, names, cut)
     atoms = {
         name: tuple(f"{name}.#{k}" for k in range(len(sizes))) if len(sizes) > 1 else (name,)
         for name, sizes in parts.items()
@@ -160,34 +162,34 @@ def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mes
         return tuple(tuple(atom for name in names for atom in atoms[name]) for names in dims)
 
     operands = tuple(over(dims) for dims in rule.operands)
-    held = tuple(
-        tuple(_hold(dim, names, sizes, mesh) for names, dim in zip(dims, spec, strict=True))
+    factors = tuple(
+        tuple(_factors_over(dim, names, sizes, mesh) for names, dim in zip(dims, spec, strict=True))
         for dims, spec in zip(operands, specs, strict=True)
     )
-    return Atoms(rule, operands, tuple(over(dims) for dims in rule.results), sizes, held)
+    return Atoms(rule, operands, tuple(over(dims) for dims in rule.results), sizes, factors)
 
 
-def _assign(parts: dict[str, list[int]], names: Names, cut: list[int]) -> None:
+def _assign_sizes(parts: dict[str, list[int]], names: Names, cut: list[int]) -> None:
     cut = list(cut)
     for name in names:
-        total, mine, product = math.prod(parts[name]), [], 1
+        total, pieces, product = math.prod(parts[name]), [], 1
         while product < total:
-            mine.append(cut.pop(0))
-            product *= mine[-1]
-        parts[name] = mine or [1]
+            pieces.append(cut.pop(0))
+            product *= pieces[-1]
+        parts[name] = pieces or [1]
 
 
-def _hold(dim: Dim, names: Names, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Factor, ...] | None:
-    wanted = [sizes[name] for name in names]
-    if not wanted:
+def _factors_over(dim: Dim, names: Names, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Factor, ...] | None:
+    atom_sizes = [sizes[name] for name in names]
+    if not atom_sizes:
         return ()
     trimmed = tuple(f for f in dim if f.size > 1) or dim[:1]
-    if common_sizes([w for w in wanted if w > 1], [f.size for f in trimmed if f.size > 1]) != [
-        w for w in wanted if w > 1
+    if common_sizes([w for w in atom_sizes if w > 1], [f.size for f in trimmed if f.size > 1]) != [
+        w for w in atom_sizes if w > 1
     ]:
         return None
-    pieces = split_dim(trimmed, [w for w in wanted if w > 1], mesh)
+    pieces = split_dim(trimmed, [w for w in atom_sizes if w > 1], mesh)
     if pieces is None:
         return None
     supply = iter(pieces)
-    return tuple(next(supply) if w > 1 else Factor(1) for w in wanted)
+    return tuple(next(supply) if w > 1 else Factor(1) for w in atom_sizes)

@@ -39,20 +39,20 @@ def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
 
     The bodies that a body calls, one for each chunk, become layers: `NAME.0`, `NAME.1`, and so on.
     """
-    made, numbers = set[fx.Node](), Counter[str]()
+    inserted, numbers = set[fx.Node](), Counter[str]()
     waiting = [node for node in program.calls() if body_of(node)]
     while waiting:
         node = waiting.pop(0)
-        new = inline(node, results_of(body_of(node)), ctx, alike=True)  # type: ignore[arg-type]
-        inner = [n for n in new if body_of(n)]
+        nodes = inline(node, results_of(body_of(node)), ctx, alike=True)  # type: ignore[arg-type]
+        inner = [n for n in nodes if body_of(n)]
         for call in inner:
             name = call.target._opname.rpartition("_")[0]  # type: ignore[union-attr]
             ir.update(call, layer=Layer(name, numbers[name]))
             numbers[name] += 1
-        made.update(new)
+        inserted.update(nodes)
         waiting = inner + waiting
     for node in reversed(list(program.calls())):
-        if node in made and not node.users and not node.is_impure():
+        if node in inserted and not node.users and not node.is_impure():
             program.graph.erase_node(node)
 
 

@@ -49,8 +49,8 @@ def convert(
     steps.gather(target)
     steps.cut(target)
     steps.make_replicate(target)
-    steps.settle(target)
-    steps.spread_terms(target)
+    steps.make_invariant(target)
+    steps.make_partial(target)
     return steps.finish(after)
 
 
@@ -73,9 +73,9 @@ class _Steps:
 
     def align(self, after: Spec) -> dict[str, Any]:
         """Split both placements into common factors; gather a dim first if a shard would be cut."""
-        wanted: list[list[Factor]] = []
-        for d, (mine, theirs) in enumerate(zip(list(self.groups), after.dims)):
-            plain = [merge_dim((replace(f, label="") for f in dim), self.mesh) for dim in (mine, theirs)]
+        target_groups: list[list[Factor]] = []
+        for d, (source_dim, target_dim) in enumerate(zip(list(self.groups), after.dims)):
+            plain = [merge_dim((replace(f, label="") for f in dim), self.mesh) for dim in (source_dim, target_dim)]
             pair = self.common(*plain)
             if pair is None:
                 self.groups[d] = list(plain[0])
@@ -83,17 +83,17 @@ class _Steps:
                 pair = self.common(merge_dim(self.groups[d], self.mesh), plain[1])
                 assert pair is not None
             self.groups[d], want = list(pair[0]), list(pair[1])
-            wanted.append(want)
+            target_groups.append(want)
         if self.spread:
             raise AssertionError("dims are spread before they are aligned")
         self.spread_dims()
-        flat = [f for group in wanted for f in group]
-        where = {axis: (k, i) for k, f in enumerate(flat) for i, axis in enumerate(f.axes)}
-        return {"factors": flat, "where": where, "replicate": set(after.replicate), "partial": dict(after.partial)}
+        flat = [f for group in target_groups for f in group]
+        index = {axis: (k, i) for k, f in enumerate(flat) for i, axis in enumerate(f.axes)}
+        return {"factors": flat, "index": index, "replicate": set(after.replicate), "partial": dict(after.partial)}
 
-    def common(self, mine: Dim, theirs: Dim) -> tuple[Dim, Dim] | None:
+    def common(self, source_dim: Dim, target_dim: Dim) -> tuple[Dim, Dim] | None:
         """Return both dims over common factors, or None if a shard would be cut."""
-        a, b = ([f for f in dim if f.size > 1 or f.axes] for dim in (mine, theirs))
+        a, b = ([f for f in dim if f.size > 1 or f.axes] for dim in (source_dim, target_dim))
         sizes = common_sizes([f.size for f in a], [f.size for f in b]) if a and b else []
         if sizes is None:
             return None
@@ -108,10 +108,10 @@ class _Steps:
         self.spread_dims()
         for k in range(start, start + len(self.groups[d])):
             while self.flat[k].axes:
-                self.gather_last(k, same=True)
+                self.gather_last(k, invariant=True)
         self.fold_dims()
-        whole = math.prod(f.size for f in self.groups[d])
-        self.groups[d] = [replace(self.groups[d][0], size=whole, axes=())]
+        full_size = math.prod(f.size for f in self.groups[d])
+        self.groups[d] = [replace(self.groups[d][0], size=full_size, axes=())]
 
     def spread_dims(self) -> None:
         """View the value with one dim for each factor."""
@@ -145,9 +145,9 @@ class _Steps:
     def reduce(self, target: dict[str, Any]) -> None:
         """Complete partial sums: into a shard if one is wanted, otherwise into a full copy."""
         dtype = ir.example(self.value).dtype
-        for axis, how in self.reductions(target):
-            k, i = target["where"].get(axis, (0, -1))
-            if how == "max":
+        for axis, reduction in self.reductions(target):
+            k, i = target["index"].get(axis, (0, -1))
+            if reduction == "max":
                 self.call(reshard.pmax, axis, axis)
             elif i >= 0 and self.flat[k].axes == target["factors"][k].axes[:i]:
                 self.to_ranks(k, axis)
@@ -155,16 +155,16 @@ class _Steps:
                 self.pad_with(0.0, k, axis)
             else:
                 self.call(reshard.psum, axis, axis, dtype, None)
-            for done in self.mesh.over(axis):
-                del self.partial[done]
+            for mesh_axis in self.mesh.over(axis):
+                del self.partial[mesh_axis]
 
     def reductions(self, target: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield (axis, sum or max) to reduce: first into wanted shards, then the other axes, joined if possible."""
-        due = {axis: how for axis, how in self.partial.items() if axis not in target["partial"]}
-        into_shards = [axis for axis in due if axis in target["where"]]
-        yield from ((axis, due.pop(axis)) for axis in into_shards)
-        for how in dict.fromkeys(due.values()):
-            yield from ((axis, how) for axis in self.mesh.flatten(a for a in due if due[a] == how))
+        pending = {axis: reduction for axis, reduction in self.partial.items() if axis not in target["partial"]}
+        into_shards = [axis for axis in pending if axis in target["index"]]
+        yield from ((axis, pending.pop(axis)) for axis in into_shards)
+        for reduction in dict.fromkeys(pending.values()):
+            yield from ((axis, reduction) for axis in self.mesh.flatten(a for a in pending if pending[a] == reduction))
 
     def make_replicate(self, target: dict[str, Any]) -> None:
         """Mark copies as replicate on the axes on which the target is."""
@@ -215,24 +215,24 @@ class _Steps:
             keep = _common_prefix(self.flat[k].axes, want.axes)
             while len(self.flat[k].axes) > keep:
                 axis = self.flat[k].axes[-1]
-                j, i = target["where"].get(axis, (k, -1))
+                j, i = target["index"].get(axis, (k, -1))
                 if j != k and self.flat[j].axes == target["factors"][j].axes[:i]:
                     self.move_last(k, j)
                 else:
-                    self.gather_last(k, same=target["replicate"].isdisjoint(self.mesh.over(axis)))
+                    self.gather_last(k, invariant=target["replicate"].isdisjoint(self.mesh.over(axis)))
 
-    def gather_last(self, k: int, same: bool) -> None:
+    def gather_last(self, k: int, invariant: bool) -> None:
         """Gather factor `k` over its innermost axis: invariant if `same`, otherwise replicate on all of that axis."""
         factor = self.flat[k]
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
         axis_size = self.mesh[axis]
-        held = size if factor.order_over(axis).is_plain else axis_size * factor.local(self.mesh)
-        if same:
-            self.call(reshard.all_gather_invariant, axis, self.builder.coordinates[axis], k, axis, axis_size, held)
+        length = size if factor.order_over(axis).is_plain else axis_size * factor.local(self.mesh)
+        if invariant:
+            self.call(reshard.all_gather_invariant, axis, self.builder.coordinates[axis], k, axis, axis_size, length)
         else:
             self.value, dtype = self.before_cast()
-            self.call(reshard.all_gather, axis, k, axis, axis_size, held, dtype, self.reduce_dtype)
+            self.call(reshard.all_gather, axis, k, axis, axis_size, length, dtype, self.reduce_dtype)
             self.replicate.update(self.mesh.over(axis))
         self.from_ranks(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
@@ -278,13 +278,13 @@ class _Steps:
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
         self.to_ranks(j, axis)
-        held = size if factor.order_over(axis).is_plain else self.mesh[axis] * factor.local(self.mesh)
-        self.call(reshard.all_to_all, axis, j, k, held, axis, self.mesh[axis])
+        length = size if factor.order_over(axis).is_plain else self.mesh[axis] * factor.local(self.mesh)
+        self.call(reshard.all_to_all, axis, j, k, length, axis, self.mesh[axis])
         self.from_ranks(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
         self.pad_with(0.0, j, axis)
 
-    def settle(self, target: dict[str, Any]) -> None:
+    def make_invariant(self, target: dict[str, Any]) -> None:
         """Mark replicate copies as invariant if the target is not replicate there."""
         for axis in sorted(self.replicate - target["replicate"]):
             if self.state(axis) == "replicate":
@@ -292,7 +292,7 @@ class _Steps:
                     self.call(reshard.replicate_to_invariant, axis, self.builder.coordinates[axis], axis)
                 self.replicate.discard(axis)
 
-    def spread_terms(self, target: dict[str, Any]) -> None:
+    def make_partial(self, target: dict[str, Any]) -> None:
         """Turn a copy into terms of a sum if the target is partial: the value on the first rank, elsewhere zeros."""
         for axis in target["partial"]:
             if axis not in self.partial:

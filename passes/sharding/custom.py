@@ -40,15 +40,15 @@ def body_graph(name: str, fn: Callable[..., Any], examples: list[Tensor], ctx: i
     for tensors that the body uses without taking them as arguments.
     """
     with ctx.fake_mode, torch.no_grad():
-        fresh = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
+        empties = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
     try:
-        graph = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
+        graph = trace(lambda *t: tuple(fn(*t)), empties, ctx)
     except UnknownTensor as error:
         raise ir.Refused("shard", None, f"{name} uses {error}; make it an argument of the function") from error
     for node in [n for n in graph.nodes if is_mutable(n)]:  # tracing has removed writes into the body's own tensors
         if not own:
-            fix = "call ctx.mark_dirty, or clone it first"
-            raise ir.Refused("shard", None, f"{name} writes into what it is given; {fix}")
+            fix = "call ctx.mark_dirty, or clone them first"
+            raise ir.Refused("shard", None, f"{name} writes into its arguments; {fix}")
         graph.erase_node(node)
     return graph
 
@@ -71,7 +71,7 @@ def body_program(
     return Normalize()(ir.Program(module, tuple(inputs), outputs, mesh), ctx)[0]
 
 
-def in_line(program: ir.Program, ctx: ir.Context) -> ir.Program:
+def inline_functions(program: ir.Program, ctx: ir.Context) -> ir.Program:
     """Replace custom functions by the operators of their forward, and normalize the program."""
     if not any(map(function_of, program.calls())):
         return program
@@ -112,21 +112,21 @@ def place_forward(
     """Place the forward body; an operand that the body reads only as a replicate copy is replicate from the start."""
     kinds = ["parameter" if w else "batch" for w in weights]
 
-    def place(given: list[Spec]) -> Placed:
-        inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, given))]  # type: ignore
+    def place(operand_specs: list[Spec]) -> Placed:
+        inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, operand_specs))]  # type: ignore
         program = body_program(function.name, function.forward, examples, inputs, mesh, ctx)
         plan = propagate(program)
         results = tuple(plan.current(n) for n in program.results())
-        return Placed(function, tuple(examples), program, plan, tuple(given), results)
+        return Placed(function, tuple(examples), program, plan, tuple(operand_specs), results)
 
     mixed = {axis for axis in mesh.axes if any(spec.state(axis) != "invariant" for spec in specs)}
     specs = [replace(spec, fill=padding_kept(spec)) for spec in specs]
     placed = place(specs)
-    varied = [
+    replicate_specs = [
         with_replicate(spec, placeholder, placed, mixed, mesh)
         for spec, placeholder in zip(specs, placed.program.placeholders())
     ]
-    return placed if varied == specs else place(varied)
+    return placed if replicate_specs == specs else place(replicate_specs)
 
 
 def padding_kept(spec: Spec) -> float | None:
@@ -144,15 +144,15 @@ def with_replicate(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[
 
     On a mixed axis other operands differ by rank, and the body may combine them with values computed from a copy.
     """
-    wanted = [
+    needed = [
         d.operands[i]
         for user in placeholder.users
         if (d := placed.plan.decisions.get(user)) is not None
         for i, n in enumerate(tensor_operands(user))
         if n is placeholder
     ]
-    asked = {a for a in mesh.axes if wanted and all(w.state(a) == "replicate" for w in wanted)}
-    axes = [a for a in mesh.axes if spec.state(a) == "invariant" and a in mixed | asked]
+    replicate_axes = {a for a in mesh.axes if needed and all(w.state(a) == "replicate" for w in needed)}
+    axes = [a for a in mesh.axes if spec.state(a) == "invariant" and a in mixed | replicate_axes]
     return replace(spec, replicate=(*spec.replicate, *axes))
 
 
@@ -165,12 +165,12 @@ def emit(
 ) -> fx.Node:
     """Call the local operator; the first of equal calls defines it."""
     if placed not in builder.operators:
-        builder.operators[placed] = partitioned(placed, builder.mesh, builder.ctx, propagate, partition)
+        builder.operators[placed] = partition_function(placed, builder.mesh, builder.ctx, propagate, partition)
     op, axes = builder.operators[placed]
     return builder.call(op, (*values, *(builder.coordinates[axis] for axis in axes)))
 
 
-def partitioned(
+def partition_function(
     placed: Placed,
     mesh: Mesh,
     ctx: ir.Context,
@@ -186,30 +186,30 @@ def partitioned(
     specs = [*operands, *placed.results, *gradients]
     kinds = [i.kind for i in placed.program.inputs[: len(operands)]] + ["batch"] * len(specs)
     inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, specs))]
-    kept: list[int] = []
+    present: list[int] = []
 
     def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found = function.backward(*tensors)
-        kept[:] = [i for i, g in enumerate(found) if g is not None]
-        return tuple(found[i] for i in kept)
+        gradients = function.backward(*tensors)
+        present[:] = [i for i, g in enumerate(gradients) if g is not None]
+        return tuple(gradients[i] for i in present)
 
     program = body_program(function.name, differentiate, examples, inputs, mesh, ctx, backward=True)
-    backward = partition(program, propagate(program), tuple(gradient_of(operands[i]) for i in kept))
-    return local_operator(function, forward, backward, kept, len(operands))
+    backward = partition(program, propagate(program), tuple(gradient_of(operands[i]) for i in present))
+    return local_operator(function, forward, backward, present, len(operands))
 
 
 def local_operator(
-    function: Function, forward: ir.Program, backward: ir.Program, kept: list[int], operands: int
+    function: Function, forward: ir.Program, backward: ir.Program, present: list[int], operands: int
 ) -> tuple[Any, list[str]]:
     """Define `local::name(*operands, *coordinates that the bodies read)` and its gradient, itself a local operator."""
-    read = {i.name for program in (forward, backward) for i in program.inputs if i.kind in PLACES}
-    axes = [name for name in (*forward.mesh.names, BLOCKS) if name in read]
-    run_forward, run_backward = _by_axis(forward, axes), _by_axis(backward, axes)
-    count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind not in PLACES])
+    read_axes = {i.name for program in (forward, backward) for i in program.inputs if i.kind in PLACES}
+    axes = [name for name in (*forward.mesh.names, BLOCKS) if name in read_axes]
+    run_forward, run_backward = _bind_coordinates(forward, axes), _bind_coordinates(backward, axes)
+    count, operand_count = len(forward.outputs), len([i for i in backward.inputs if i.kind not in PLACES])
     op = define("local", function.name, run_forward, operands + len(axes), count)
-    back = define("local", f"{function.name}_backward", run_backward, wide + len(axes), len(kept))
+    backward_op = define("local", f"{function.name}_backward", run_backward, operand_count + len(axes), len(present))
     remember(op, run_forward)
-    remember(back, run_backward)
+    remember(backward_op, run_backward)
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.save_for_backward(*inputs, *(output if isinstance(output, tuple) else (output,)))
@@ -218,21 +218,21 @@ def local_operator(
         saved = ctx.saved_tensors
         inputs, outs = saved[:operands], saved[operands + len(axes) :]
         coordinates = saved[operands : operands + len(axes)]
-        given = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients[: function.results], outs)]
-        found = back(*inputs, *outs, *given, *coordinates)
-        by_operand = dict(zip(kept, found if isinstance(found, (tuple, list)) else (found,)))
+        incoming = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients[: function.results], outs)]
+        grads = backward_op(*inputs, *outs, *incoming, *coordinates)
+        by_operand = dict(zip(present, grads if isinstance(grads, (tuple, list)) else (grads,)))
         return tuple(by_operand.get(i) for i in range(operands + len(axes)))
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
     return op, axes
 
 
-def _by_axis(program: ir.Program, axes: list[str]) -> Callable[..., Any]:
+def _bind_coordinates(program: ir.Program, axes: list[str]) -> Callable[..., Any]:
     """Return a function that runs a local body, given the coordinates of all `axes` as its last arguments."""
-    used = [i.name for i in program.inputs if i.kind in PLACES]
+    names = [i.name for i in program.inputs if i.kind in PLACES]
 
     def run(*tensors: Tensor) -> Any:
         values, coordinates = tensors[: len(tensors) - len(axes)], dict(zip(axes, tensors[len(tensors) - len(axes) :]))
-        return fx.Interpreter(program.module).run(*values, *(coordinates[axis] for axis in used))
+        return fx.Interpreter(program.module).run(*values, *(coordinates[axis] for axis in names))
 
     return run

@@ -59,24 +59,24 @@ def choose(kind: Method, factor: float, ids: fx.Node, way: Way, program: ir.Prog
     mesh, tokens = program.mesh, ir.example(ids).shape[0] // way.share
     if way.owners == 1:
         return way, ""
-    lie = placed_tokens(program, tokens)
-    if kind in ("auto", "all_gather") and lie is None:
-        return way, "all_gather: tokens are gathered: they are not those of a batch"
-    if lie is None:
-        why = "these tokens are not those of a batch, so where they lie is not known; use all_gather"
-        raise ir.Refused("experts", ids, f"passes.moe.dispatch: {kind}: {why}")
-    own = math.prod(lie.local_shape(mesh))
-    worst = own * min(way.share, way.each)
+    placement = placed_tokens(program, tokens)
+    if kind in ("auto", "all_gather") and placement is None:
+        return way, "all_gather: tokens are gathered, because they are not those of a batch"
+    if placement is None:
+        problem = "these tokens are not those of a batch, so their placement is unknown; use all_gather"
+        raise ir.Refused("experts", ids, f"passes.moe.dispatch: {kind}: {problem}")
+    rank_tokens = math.prod(placement.local_shape(mesh))
+    worst = rank_tokens * min(way.share, way.each)
     rows = {
-        "all_gather": own,
+        "all_gather": rank_tokens,
         "dropless": worst,
-        "bounded": min(worst, math.ceil(factor * own * way.share / way.owners)),
+        "bounded": min(worst, math.ceil(factor * rank_tokens * way.share / way.owners)),
     }
-    said = f"rows that a rank sends to each other owner: {', '.join(f'{name} {n:,}' for name, n in rows.items())}"
+    counts = f"rows that a rank sends to each other owner: {', '.join(f'{name} {n:,}' for name, n in rows.items())}"
     if kind in ("auto", "all_gather"):
-        return way, f"all_gather: {said}{'; all_gather sends fewest of those that drop none' * (kind == 'auto')}"
+        return way, f"all_gather: {counts}{'; all_gather sends the fewest without dropping any' * (kind == 'auto')}"
     sources = math.prod(mesh[axis] for axis in mesh.axes if axis in (*DATA_AXES, *mesh.experts))
-    return way._replace(sources=sources, capacity=rows[kind], drops=kind == "bounded"), f"{kind}: {said}"
+    return way._replace(sources=sources, capacity=rows[kind], drops=kind == "bounded"), f"{kind}: {counts}"
 
 
 def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
@@ -84,16 +84,16 @@ def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
 
     If experts are spread over `tp`, positions are too.
     """
-    placed = (place_batch(given.spec.shape[:2], program.mesh) for given in program.inputs if given.kind == "batch")
+    placed = (place_batch(input_.spec.shape[:2], program.mesh) for input_ in program.inputs if input_.kind == "batch")
     specs = (spec.ordered(program.order) for spec in placed)
-    found = next((spec for spec in specs if math.prod(spec.shape) == tokens and len(spec.shape) == 2), None)
-    return found and (split_dim(found, 1, "tp") if "tp" in program.mesh.experts else found)
+    spec = next((spec for spec in specs if math.prod(spec.shape) == tokens and len(spec.shape) == 2), None)
+    return spec and (split_dim(spec, 1, "tp") if "tp" in program.mesh.experts else spec)
 
 
 def dropped(parts: Sequence[Part], edit: Editor) -> fx.Node:
     """Count the rows that find no room in the exchanged buffers, over all ranks; int64 []."""
     ids, way = parts[0].ids, parts[0].way
-    left = edit.call(aten.sum.default, (edit.call(aten.lt.Scalar, (ids, way.groups)),))
+    unsent = edit.call(aten.sum.default, (edit.call(aten.lt.Scalar, (ids, way.groups)),))
     for part in parts:
-        left = edit.call(aten.sub.Tensor, (left, edit.call(routed.sent, (ids, list(part.way)))))
-    return left
+        unsent = edit.call(aten.sub.Tensor, (unsent, edit.call(routed.sent, (ids, list(part.way)))))
+    return unsent

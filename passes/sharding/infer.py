@@ -73,21 +73,21 @@ def infer(program: ir.Program, parts: int) -> Plan:
     for node in program.calls():
         if is_operator(node):
             finder.visit(node)
-    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}
-    return {names[node]: blocks for node, blocks in sorted(finder.found.items(), key=lambda item: names[item[0]])}
+    names = {node: input_.name for node, input_ in zip(program.placeholders(), program.inputs)}
+    return {names[node]: blocks for node, blocks in sorted(finder.splits.items(), key=lambda item: names[item[0]])}
 
 
 def result_of(search: Search) -> Trail | None:
     """Run a search on an explicit stack: an unrolled recurrence goes through thousands of operators."""
-    stack, found = [search], None
+    stack, trail = [search], None
     while stack:
         try:
-            stack.append(stack[-1].send(found))
-            found = None
+            stack.append(stack[-1].send(trail))
+            trail = None
         except StopIteration as end:
             stack.pop()
-            found = end.value
-    return found
+            trail = end.value
+    return trail
 
 
 def experts_of(program: ir.Program) -> dict[str, int]:
@@ -96,24 +96,24 @@ def experts_of(program: ir.Program) -> dict[str, int]:
     A parameter is an expert weight if sorted rows use it by expert, or if a matmul by expert is summed over the
     experts, as in a mixture that sends all tokens through all of them.
     """
-    finder, found = _Finder(program, 1), dict[str, int]()
-    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}
-    for operand, dim in (pair for node in program.calls() for pair in finder.by_expert(node)):
+    finder, dims = _Finder(program, 1), dict[str, int]()
+    names = {node: input_.name for node, input_ in zip(program.placeholders(), program.inputs)}
+    for operand, dim in (pair for node in program.calls() for pair in finder.expert_operands(node)):
         if (root := finder.root(operand)) is not None:
-            found[names[root]] = finder.dim_of_root(operand, dim)
-    return found
+            dims[names[root]] = finder.dim_of_root(operand, dim)
+    return dims
 
 
 def products_of_all(program: ir.Program) -> list[fx.Node]:
     """Return the matmuls that send all tokens through all experts."""
     finder = _Finder(program, 1)
-    return [node for node in program.calls() if name_of(node) == "bmm" and finder.by_expert(node)]
+    return [node for node in program.calls() if name_of(node) == "bmm" and finder.expert_operands(node)]
 
 
 class _Finder:
     def __init__(self, program: ir.Program, parts: int):
-        self.parts, self.found = parts, dict[fx.Node, Blocks]()
-        kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs)}
+        self.parts, self.splits = parts, dict[fx.Node, Blocks]()
+        kinds = {node: input_.kind for node, input_ in zip(program.placeholders(), program.inputs)}
         self.parameters = {node for node, kind in kinds.items() if kind == "parameter"}
         self.batch = {node for node, kind in kinds.items() if kind == "batch"}
         self.state = {node for node, out in zip(program.results(), program.outputs) if out.kind == "buffer"}
@@ -122,7 +122,7 @@ class _Finder:
         """Split the weight of an embedding or a matmul, if all paths of its dim end well."""
         if name_of(node) == "embedding":
             weight, ids = tensor_operands(node)
-            if self.root(weight) is not None and self.from_batch(ids):
+            if self.root(weight) is not None and self.is_from_batch(ids):
                 self.split(weight, Blocks(0, 1, ir.example(weight).shape[0], 1), None)
             return
         if name_of(node) in IN_CHUNKS:
@@ -131,7 +131,7 @@ class _Finder:
                 if self.root(operand) is not None:
                     self.split(operand, Blocks(0, 1, ir.example(operand).shape[0], 1), None)
             return
-        for operand, names in self.products(node):
+        for operand, names in self.matmul_operands(node):
             if self.root(operand) is None:
                 continue
             rule = rule_of(node)
@@ -140,7 +140,7 @@ class _Finder:
                 name, dim = next(iter(free.items()))
                 self.split(operand, blocks_of(rule, names[dim], name, dim, (1, rule.sizes[name], 1)), (node, name))
 
-    def by_expert(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
+    def expert_operands(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
         """Return (operand, the dim that counts experts) of an operator that uses weights by expert."""
         name = name_of(node)
         if name in ("ct::expert_mm", "ct::of_expert"):
@@ -151,7 +151,7 @@ class _Finder:
         summed = trail is not None and trail.folded and not trail.contracted and trail.part[0] == trail.part[2] == 1
         return [(x, 0) for x in tensor_operands(node) if self.root(x) is not None] if summed else []
 
-    def products(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
+    def matmul_operands(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
         """Return the matrices of a matmul (or the stacks of one matrix for each expert), with their factors."""
         if name_of(node) == "convolution":
             return [(tensor_operands(node)[1], rule_of(node).operands[1])]
@@ -164,7 +164,7 @@ class _Finder:
         """Return the parameter that the node is, up to the order of its dims; None if it is none."""
         return root(node, self.parameters)
 
-    def from_batch(self, node: fx.Node) -> bool:
+    def is_from_batch(self, node: fx.Node) -> bool:
         """Return True if ids come straight from the batch, not from positions or constants."""
         while node not in self.batch:
             operands = tensor_operands(node) if is_operator(node) else []
@@ -176,7 +176,7 @@ class _Finder:
     def split(self, weight: fx.Node, start: Blocks, product: tuple[fx.Node, str] | None) -> None:
         """Record the split of a weight, and of all weights on its trail, if the trail ends well."""
         root = self.root(weight)
-        if root in self.found and self.found[root].dim != self.dim_of_root(weight, start.dim):
+        if root in self.splits and self.splits[root].dim != self.dim_of_root(weight, start.dim):
             return  # already split by rows: its results are summed
         if product is None:
             trail: Trail | None = Trail((1, start.size, 1), folded=True)
@@ -189,8 +189,8 @@ class _Finder:
             return
         for operand, blocks in {**trail.weights, weight: start.refine(trail.part)}.items():
             root = self.root(operand)
-            if root is not None and root not in self.found:
-                self.found[root] = replace(blocks, dim=self.dim_of_root(operand, blocks.dim))
+            if root is not None and root not in self.splits:
+                self.splits[root] = replace(blocks, dim=self.dim_of_root(operand, blocks.dim))
 
     def dim_of_root(self, node: fx.Node, dim: int) -> int:
         """Return the parameter's dim that became `dim` of its transpose."""
@@ -211,11 +211,11 @@ class _Finder:
         for user in node.users:
             if user.op == "output" and node in self.state:
                 continue  # an updated buffer is gathered at the output
-            found = (yield self.through(user, node, blocks, seen)) if user.op != "output" else None
-            if found is None:
+            result = (yield self.through(user, node, blocks, seen)) if user.op != "output" else None
+            if result is None:
                 seen[key] = None
                 return None
-            trail.join(found)
+            trail.join(result)
         return trail
 
     def through(self, user: fx.Node, node: fx.Node, blocks: Blocks, seen: dict) -> Search:
@@ -226,9 +226,9 @@ class _Finder:
         trail = Trail((1, blocks.size, 1))
         for i in (i for i, n in enumerate(operands) if n is node):
             ways = [self.use(user, operands, rule, *candidate, seen) for candidate in candidates(rule, i, blocks)]
-            if (best := (yield first_of(ways))) is None:
+            if (first := (yield first_of(ways))) is None:
                 return None
-            trail.join(best)
+            trail.join(first)
         return trail
 
     def use(
@@ -255,8 +255,8 @@ class _Finder:
 def first_of(ways: list[Search]) -> Search:
     """Return the first result that is not None."""
     for way in ways:
-        if (found := (yield way)) is not None:
-            return found
+        if (trail := (yield way)) is not None:
+            return trail
     return None
 
 
@@ -265,17 +265,17 @@ def candidates(rule: Rule, i: int, blocks: Blocks) -> list[tuple[str, Part, Part
 
     Each comes as (factor, the position of the blocks in it, the part of the blocks that it is).
     """
-    inner, found = 1, list[tuple[str, Part, Part]]()
+    inner, factors = 1, list[tuple[str, Part, Part]]()
     low, high = blocks.inner, blocks.inner * blocks.size
     for name in reversed(rule.operands[i][blocks.dim]):
         size = rule.sizes[name]
         top = inner * size
         if top <= high and not inner % low and not high % top:
-            found.append((name, (1, size, 1), (high // top, size, inner // low)))
+            factors.append((name, (1, size, 1), (high // top, size, inner // low)))
         elif top >= high and not low % inner and not top % high:
-            found.append((name, (top // high, blocks.size, low // inner), (1, blocks.size, 1)))
+            factors.append((name, (top // high, blocks.size, low // inner), (1, blocks.size, 1)))
         inner = top
-    return found[::-1]
+    return factors[::-1]
 
 
 def blocks_of(rule: Rule, names: tuple[str, ...], name: str, dim: int, cut: Part) -> Blocks:

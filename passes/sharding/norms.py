@@ -25,14 +25,14 @@ def layer_norm(x: Tensor, shape: list[int], weight: Maybe = None, bias: Maybe = 
 
 def rms_norm(x: Tensor, shape: list[int], weight: Maybe = None, eps: float = 0.0) -> Tensor:
     """Compute a root-mean-square norm in plain operators, so that padding's mean square can be set to a safe value."""
-    normal = x * (x.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
-    return normal if weight is None else normal * weight
+    normalized = x * (x.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
+    return normalized if weight is None else normalized * weight
 
 
 def group_norm(x: Tensor, groups: int, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *_: Any) -> Tensor:
     """Compute a group norm in plain operators, so that padding's variance can be set to a safe value."""
     grouped = x.unflatten(1, (groups, -1))
-    return scaled(layer_norm(grouped, list(grouped.shape[2:]), eps=eps).flatten(1, 2), weight, bias)
+    return scale_channels(layer_norm(grouped, list(grouped.shape[2:]), eps=eps).flatten(1, 2), weight, bias)
 
 
 def batch_norm(
@@ -59,30 +59,30 @@ def batch_norm_functional(
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if not training and mean is not None and var is not None:
         rstd = (var + eps).rsqrt()
-        normal = (wide - by_channel(mean, x)) * by_channel(rstd, x)
-        return scaled(normal, weight, bias).to(x.dtype), mean, rstd, mean, var
+        normalized = (wide - per_channel(mean, x)) * per_channel(rstd, x)
+        return scale_channels(normalized, weight, bias).to(x.dtype), mean, rstd, mean, var
     dims = [d for d in range(x.dim()) if d != 1]
-    own = wide.mean(dims)
-    centred = wide - by_channel(own, x)
-    spread = centred.square().mean(dims)
-    rstd = (spread + eps).rsqrt()
+    batch_mean = wide.mean(dims)
+    centred = wide - per_channel(batch_mean, x)
+    variance = centred.square().mean(dims)
+    rstd = (variance + eps).rsqrt()
     count = math.prod(x.shape[d] for d in dims)
-    unbiased = spread * (count / max(count - 1, 1))
-    running = (averaged(mean, own, momentum), averaged(var, unbiased, momentum))
-    return scaled(centred * by_channel(rstd, x), weight, bias).to(x.dtype), own, rstd, *running
+    unbiased = variance * (count / max(count - 1, 1))
+    running = (update_average(mean, batch_mean, momentum), update_average(var, unbiased, momentum))
+    return scale_channels(centred * per_channel(rstd, x), weight, bias).to(x.dtype), batch_mean, rstd, *running
 
 
-def averaged(running: Maybe, new: Tensor, momentum: float) -> Maybe:
+def update_average(running: Maybe, new: Tensor, momentum: float) -> Maybe:
     """Return the running average updated with the next value."""
     return None if running is None else running * (1 - momentum) + new.detach().to(running.dtype) * momentum
 
 
-def scaled(x: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
+def scale_channels(x: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
     """Apply a weight and a bias per channel to x[n, c, ...], if present."""
-    x = x if weight is None else x * by_channel(weight, x)
-    return x if bias is None else x + by_channel(bias, x)
+    x = x if weight is None else x * per_channel(weight, x)
+    return x if bias is None else x + per_channel(bias, x)
 
 
-def by_channel(value: Tensor, x: Tensor) -> Tensor:
+def per_channel(value: Tensor, x: Tensor) -> Tensor:
     """Reshape value[c] to [1, c, 1, ...], to broadcast with x[n, c, ...]."""
     return value.reshape(1, -1, *[1] * (x.dim() - 2))

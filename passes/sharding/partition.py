@@ -54,7 +54,7 @@ class GraphBuilder(Builder):
         """Insert the conversion of a value to another placement."""
         return convert(self, x, before, after, has_grad, reduce_dtype)
 
-    def reshard(self, of: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str, *how: Any) -> fx.Node:
+    def reshard(self, source: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str, *how: Any) -> fx.Node:
         """Convert a value of the global node `of`, and record the reshard for the report."""
         last = next(iter(reversed(self.graph.nodes)), None)
         new = self.convert(x, before, after, *how)
@@ -63,7 +63,9 @@ class GraphBuilder(Builder):
             sending = [n for n in added if kind_of(n)][::-1]
             sent = sum(sent_bytes(n, recorded(), self.mesh) for n in sending)
             names = tuple(n.name for n in sending)
-            self.reshards[new] = ir.Reshard(of.name, ir.source(of), str(before), str(after), reason, sent, names)
+            self.reshards[new] = ir.Reshard(
+                source.name, ir.source(source), str(before), str(after), reason, sent, names
+            )
         return new
 
 
@@ -100,32 +102,32 @@ class Partitioner:
         for node, output in zip(self.program.results(), self.program.outputs, strict=True):
             self.builder.origin = node
             result = self.version(node, output.spec, "output")
-            results.append(self.zeroed(result, output.spec) if output.kind == "gradient" else result)
+            results.append(self.zero_padding(result, output.spec) if output.kind == "gradient" else result)
         self.builder.graph.output(tuple(results))
         inputs = self.drop_unused_places(inputs)
         inputs = self.hoist_replicate(inputs) if self.differentiable else inputs
         return self.program.with_graph(self.builder.graph, inputs=inputs, stage=Stage.LOCAL)
 
-    def zeroed(self, gradient: fx.Node, spec: Spec) -> fx.Node:
+    def zero_padding(self, gradient: fx.Node, spec: Spec) -> fx.Node:
         """Return a custom function's gradient with zeros in its padding, whatever its backward computed there."""
-        held = ir.spec(gradient)
-        return gradient if held and held.fill == 0.0 else self.builder.fill_padding(gradient, spec, 0.0)
+        placement = ir.spec(gradient)
+        return gradient if placement and placement.fill == 0.0 else self.builder.fill_padding(gradient, spec, 0.0)
 
     @property
     def reshards(self) -> list[ir.Reshard]:
         """The reshards whose results are used."""
-        left = set(self.builder.graph.nodes)
-        return [reshard for node, reshard in self.builder.reshards.items() if node in left]
+        nodes = set(self.builder.graph.nodes)
+        return [reshard for node, reshard in self.builder.reshards.items() if node in nodes]
 
     # -- inputs -----------------------------------------------------------------------------------
 
     def place_inputs(self) -> tuple[ir.Input, ...]:
         """Create placeholders of local shape, and a 0-d int64 coordinate for each axis."""
-        for node, given in zip(self.program.placeholders(), self.program.inputs):
-            local = ir.example(node).new_empty(given.spec.local_shape(self.program.mesh))
-            self.versions[node, given.spec] = new = self.builder.placeholder(node.name, local, given.spec)
+        for node, input_ in zip(self.program.placeholders(), self.program.inputs):
+            local = ir.example(node).new_empty(input_.spec.local_shape(self.program.mesh))
+            self.versions[node, input_.spec] = new = self.builder.placeholder(node.name, local, input_.spec)
             ir.update(new, stands_for=node.name)
-            if given.kind == "parameter" and self.differentiable:
+            if input_.kind == "parameter" and self.differentiable:
                 self.grads.add(node)
         coordinates = []
         for axis in self.program.mesh.names:
@@ -171,27 +173,27 @@ class Partitioner:
         for name in unused:
             self.builder.graph.erase_node(self.builder.coordinates.pop(name))
         if BLOCKS in self.builder.coordinates and self.builder.one_table:
-            same = replace(ir.spec(self.builder.coordinates[BLOCKS]), replicate=())  # type: ignore[type-var]
-            ir.set_spec(self.builder.coordinates[BLOCKS], same)
-            inputs = tuple(replace(i, spec=same) if i.name == BLOCKS else i for i in inputs)
+            invariant_spec = replace(ir.spec(self.builder.coordinates[BLOCKS]), replicate=())  # type: ignore[type-var]
+            ir.set_spec(self.builder.coordinates[BLOCKS], invariant_spec)
+            inputs = tuple(replace(i, spec=invariant_spec) if i.name == BLOCKS else i for i in inputs)
         return tuple(i for i in inputs if not (i.kind in ("coordinate", "layout") and i.name in unused))
 
     def hoist_replicate(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
         """Make a parameter replicate from the start if it is used only so: its gradient is then a partial sum."""
         placeholders = [n for n in self.builder.graph.nodes if n.op == "placeholder"]
-        new = []
-        for node, given in zip(placeholders, inputs, strict=True):
-            while given.kind == "parameter" and len(node.users) == 1:
+        new_inputs = []
+        for node, input_ in zip(placeholders, inputs, strict=True):
+            while input_.kind == "parameter" and len(node.users) == 1:
                 (user,) = node.users
                 if user.target is not reshard.invariant_to_replicate:
                     break
-                replicate = (*given.spec.replicate, *self.program.mesh.over(str(user.args[1])))
-                given = replace(given, spec=replace(given.spec, replicate=replicate))
+                replicate = (*input_.spec.replicate, *self.program.mesh.over(str(user.args[1])))
+                input_ = replace(input_, spec=replace(input_.spec, replicate=replicate))
                 user.replace_all_uses_with(node)
                 self.builder.graph.erase_node(user)
-            ir.set_spec(node, given.spec)
-            new.append(given)
-        return tuple(new)
+            ir.set_spec(node, input_.spec)
+            new_inputs.append(input_)
+        return tuple(new_inputs)
 
     # -- operators --------------------------------------------------------------------------------
 
@@ -273,7 +275,7 @@ class Partitioner:
             return x
         if i in rule.pad_safe and spec.fill != rule.pad_safe[i]:
             return self.builder.fill_padding(x, spec, rule.pad_safe[i])
-        stops_gradient = rule_is_fold(rule) and ir.may_have_gradient(x)
+        stops_gradient = is_reduction(rule) and ir.may_have_gradient(x)
         if (spec.fill != rule.pad_in or stops_gradient) and (folded := self.folded_padding(i, spec, rule)):
             return self.builder.fill_padding(x, spec, rule.pad_in, folded)
         return x
@@ -285,7 +287,7 @@ class Partitioner:
         return [
             d
             for d, (names, dim) in enumerate(zip(rule.operands[i], spec.dims))
-            if any(f.padded(self.program.mesh) for f in factors_of(names, dim, rule, self.program.mesh))
+            if any(f.padded(self.program.mesh) for f in reduced_factors(names, dim, rule, self.program.mesh))
         ]
 
     # -- versions of a value ----------------------------------------------------------------------
@@ -298,7 +300,7 @@ class Partitioner:
         may_hoist = node in self.plan.weights and (node in self.grads or not self.differentiable)
         if may_hoist and (hoisted := self.hoist(node, wanted)):
             new = hoisted
-        elif self.repeats(node) and wanted == replace(current, replicate=wanted.replicate):
+        elif self.is_repeat(node) and wanted == replace(current, replicate=wanted.replicate):
             new = self.replicate_first(node, wanted)
         else:
             new = self.record(node, self.versions[node, current], current, wanted, f"for {user}")
@@ -314,18 +316,18 @@ class Partitioner:
         decision = self.plan.decisions.get(node)
         if decision is None or not decision.rule.moves or wanted.partial:
             return None
-        dims = above(decision.rule, wanted, self.program.mesh)
+        dims = operand_dims(decision.rule, wanted, self.program.mesh)
         if dims is None:
             return None
         (operand,) = tensor_operands(node)
         below = Spec(dims, (), wanted.replicate)  # `wanted` has no partial axes, even if the operand has
         value = self.version(operand, below, node.name)
         new = self.emit_on(node, decision, [value], [wanted])
-        held = ir.spec(value)
-        ir.update(new, spec=replace(wanted, fill=held.fill if held else None), stands_for=node.name)
+        placement = ir.spec(value)
+        ir.update(new, spec=replace(wanted, fill=placement.fill if placement else None), stands_for=node.name)
         return new
 
-    def repeats(self, node: fx.Node) -> bool:
+    def is_repeat(self, node: fx.Node) -> bool:
         """Return True if the operator repeats entries of its first operand."""
         decision = self.plan.decisions.get(node)
         return decision is not None and decision.rule.repeats
@@ -349,43 +351,45 @@ class Partitioner:
         return new
 
 
-def above(rule: Rule, wanted: Spec, mesh: Mesh) -> tuple[Dim, ...] | None:
+def operand_dims(rule: Rule, wanted: Spec, mesh: Mesh) -> tuple[Dim, ...] | None:
     """Return the dims of a rearranged operand that give the wanted result; None if this cuts a shard."""
     factors: dict[str, Sequence[Factor]] = {}
     for names, dim in zip(rule.results[0], wanted.dims):
-        pieces = over_names(tuple(f for f in dim if f.size > 1), [rule.sizes[n] for n in names], mesh)
+        pieces = group_factors(tuple(f for f in dim if f.size > 1), [rule.sizes[n] for n in names], mesh)
         if pieces is None:
             return None
         factors |= dict(zip(names, pieces))
-    own = {n: factors.pop(n, (Factor(rule.sizes[n]),)) for names in rule.operands[0] for n in names}
-    if any(f.axes for rest in factors.values() for f in rest):  # a sharded factor that the operand lacks
+    operand_factors = {n: factors.pop(n, (Factor(rule.sizes[n]),)) for names in rule.operands[0] for n in names}
+    if any(f.axes for leftover in factors.values() for f in leftover):  # a sharded factor that the operand lacks
         return None
-    return tuple(merge_dim((f for n in names for f in own[n]), mesh) or (Factor(1),) for names in rule.operands[0])
+    return tuple(
+        merge_dim((f for n in names for f in operand_factors[n]), mesh) or (Factor(1),) for names in rule.operands[0]
+    )
 
 
-def over_names(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Sequence[Factor]] | None:
+def group_factors(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Sequence[Factor]] | None:
     """Group a dim's factors by name, in the order of `sizes`; None if this cuts a shard."""
     cut = common_sizes(sizes, [f.size for f in dim]) if sizes else []
     pieces = split_dim(dim, [size for size in cut if size > 1], mesh) if cut is not None else None
     if pieces is None:
         return None
-    supply, found = iter(pieces), []
+    supply, groups = iter(pieces), []
     for size in sizes:
-        mine: list[Factor] = []
-        while math.prod(f.size for f in mine) < size:
-            mine.append(next(supply))
-        found.append(mine or [Factor(1)])
-    return found
+        group: list[Factor] = []
+        while math.prod(f.size for f in group) < size:
+            group.append(next(supply))
+        groups.append(group or [Factor(1)])
+    return groups
 
 
-def factors_of(names: Sequence[str], dim: Dim, rule: Rule, mesh: Mesh) -> Iterable[Factor]:
+def reduced_factors(names: Sequence[str], dim: Dim, rule: Rule, mesh: Mesh) -> Iterable[Factor]:
     """Return the factors of a dim that the operator reduces; all if it reduces any and names cut the dim's shards."""
-    over = over_names(dim, [rule.sizes[n] for n in names], mesh)
-    if over is None:
+    groups = group_factors(dim, [rule.sizes[n] for n in names], mesh)
+    if groups is None:
         return dim if any(n in rule.reduced for n in names) else ()
-    return (factor for name, factors in zip(names, over) for factor in factors if name in rule.reduced)
+    return (factor for name, factors in zip(names, groups) for factor in factors if name in rule.reduced)
 
 
-def rule_is_fold(rule: Rule) -> bool:
+def is_reduction(rule: Rule) -> bool:
     """Return True if the operator reduces its one operand: the gradient reaches padding unless a mask stops it."""
     return len(rule.operands) == 1 and bool(rule.reduced)

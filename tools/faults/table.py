@@ -155,7 +155,7 @@ FAULTS = (
     Fault(
         "copies_not_replicate",
         "passes/sharding/propagate.py",
-        "elif choice[axis] is not None or self.mixed(states[axis]):",
+        "elif choice[axis] is not None or self.is_mixed(states[axis]):",
         "elif choice[axis] is not None:",
         "An invariant copy that meets a replicate one stays invariant.",
     ),
@@ -197,8 +197,8 @@ FAULTS = (
     Fault(
         "function_operands_not_mixed",
         "passes/sharding/custom.py",
-        'if spec.state(a) == "invariant" and a in mixed | asked]',
-        'if spec.state(a) == "invariant" and a in asked]',
+        'if spec.state(a) == "invariant" and a in mixed | replicate_axes]',
+        'if spec.state(a) == "invariant" and a in replicate_axes]',
         "A copy that a custom function lets meet replicate values stays the same.",
     ),
     Fault(

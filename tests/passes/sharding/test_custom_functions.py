@@ -214,7 +214,7 @@ class Losing(InPlace):
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
-@pytest.mark.parametrize(("function", "said"), [(Sneaky, r"test_custom_functions.py:\d+\) Sneaky writes into what it is given.*mark_dirty"),
+@pytest.mark.parametrize(("function", "said"), [(Sneaky, r"test_custom_functions.py:\d+\) Sneaky writes into its arguments.*mark_dirty"),
                                                 (Losing, "Losing.*does not return")])  # fmt: skip
 @pytest.mark.sample(2)
 def test_a_change_that_is_not_declared_is_refused(function, said, mesh):

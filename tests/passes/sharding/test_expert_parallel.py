@@ -417,4 +417,4 @@ def test_buffers_that_may_not_hold_all_are_refused():
 def test_the_report_says_which_way_rows_travel_and_why():
     step = compile_lockstep(mixture(), squared_error, sequences()[0], MESHES[0])
     notes = next(p["report"]["notes"] for p in step.report["passes"] if p["name"] == "experts")
-    assert "all_gather 12, dropless 24, bounded 15; all_gather sends fewest of those that drop none" in notes[0]
+    assert "all_gather 12, dropless 24, bounded 15; all_gather sends the fewest without dropping any" in notes[0]

@@ -34,7 +34,7 @@ def keep_the_terms(self: Partitioner, node, wanted):
     decision = self.plan.decisions.get(node)
     if decision is None or not decision.rule.moves or wanted.partial:
         return None
-    dims = partition.above(decision.rule, wanted, self.program.mesh)
+    dims = partition.operand_dims(decision.rule, wanted, self.program.mesh)
     if dims is None:
         return None
     (operand,) = partition.tensor_operands(node)
