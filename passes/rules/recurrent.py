@@ -1,6 +1,6 @@
-"""LSTM, GRU and plain recurrent networks over a sequence: rows of the batch are free, each rank needs all else whole.
+"""LSTM, GRU and plain recurrent networks over a sequence: only the batch dim can be sharded.
 
-They stay one operator until gradients are traced; `passes/autograd/joint.py` writes them out over time then.
+They stay one operator until gradients are traced; `passes/autograd/joint.py` then unrolls them over time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 
 
 def recurrent(node: fx.Node) -> Rule:
-    """x[t, b, i] (or x[b, t, i]), states[l, b, h] and weights -> y[t, b, o] and states; of packed rows all whole."""
+    """Make the rule of x[t, b, i] (or x[b, t, i]), states[l, b, h] and weights -> y[t, b, o] and states.
+
+    Packed sequences cannot be sharded at all.
+    """
     if node.target._overloadname != "input":  # type: ignore[union-attr]
         return opaque(node)
     states = 2 if name_of(node) == "lstm" else 1
@@ -37,5 +40,5 @@ def recurrent(node: fx.Node) -> Rule:
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for recurrent networks."""
+    """Return operator name -> rule, for recurrent networks."""
     return dict.fromkeys(RECURRENT, recurrent)

@@ -1,4 +1,4 @@
-"""Operators that fold dims away, and the norms, whose folded dims must be whole."""
+"""Reductions, and norms, whose reduced dims cannot be sharded."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _fold_dims(node: fx.Node) -> tuple[tuple[Names, ...], tuple[Names, ...], dic
 
 
 def fold(node: fx.Node) -> Rule:
-    """sum, amax, any: a sharded folded dim leaves the result partial."""
+    """Make the rule of sum, amax, any: if a reduced dim is sharded, the result is partial."""
     names, result, sizes, folded = _fold_dims(node)
     if name_of(node) == "amax" and needs_gradient(tensor_operands(node)[0]):
-        return whole_fold(node)  # tied maxima on several ranks share the gradient
+        return whole_fold(node)  # tied maxima on several ranks would have to share the gradient
     how, needs = FOLDS[name_of(node)]
     reduced = {n: how for i in folded for n in names[i]}
     linear = frozenset([frozenset([0])]) if name_of(node) == "sum" else frozenset()
@@ -42,19 +42,19 @@ def fold(node: fx.Node) -> Rule:
 
 
 def whole_fold(node: fx.Node) -> Rule:
-    """mean, var, argmax, norms of a dim: the folded dims must be whole."""
+    """Make the rule of mean, var, argmax, norms of a dim: the reduced dims cannot be sharded."""
     names, result, sizes, folded = _fold_dims(node)
     outs = tuple(result for _ in result_shapes(node))
     return Rule((names,), outs, sizes, whole=frozenset(n for i in folded for n in names[i]))
 
 
 def extremum(node: fx.Node) -> Rule:
-    """max and min: a fold of one tensor, or pointwise of two."""
+    """Make the rule of max and min: a reduction of one tensor, or elementwise of two."""
     return pointwise.rule(node) if len(tensor_operands(node)) > 1 else whole_fold(node)
 
 
 def normalize(node: fx.Node) -> Rule:
-    """rms_norm and layer_norm: the trailing normalized dims must be whole, weight and bias have those dims."""
+    """Make the rule of rms_norm and layer_norm: the normalized trailing dims cannot be sharded."""
     x, *weights = tensor_operands(node)
     shape, tail = tuple(ir.example(x).shape), len(node.args[1])  # type: ignore[arg-type]
     names = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(shape))
@@ -76,7 +76,7 @@ def _norm_fills(weights: int, node: fx.Node):
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for folds and norms."""
+    """Return operator name -> rule, for reductions and norms."""
     table: dict[str, RuleMaker] = dict.fromkeys(FOLDS, fold)
     table |= dict.fromkeys(
         "amin kthvalue mean median var std  argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(),

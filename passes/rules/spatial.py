@@ -1,4 +1,4 @@
-"""Operators over the dims of an image: convolutions, pooling, borders, upsampling. Rows and channels are free."""
+"""Operators over image dims: convolutions, pooling, padding, upsampling. Batch rows and channels can be sharded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TABLE = {
     "grid_sampler_3d": "nchwd, nxyzk -> ncxyz; whole h w d k",
     "im2col": "...chw -> ...(ck)l; whole h w k l; linear 0",
 }
-# by the number of dims that a window moves along: what it reads and writes, and the factors that must be whole
+# number of image dims -> (dims read, dims written, factors that cannot be sharded)
 WINDOW = {1: ("...h", "...x", "h x"), 2: ("...hw", "...xy", "h w x y"), 3: ("...hwd", "...xyz", "h w d x y z")}
 LINEAR = "{0} -> {1}; whole {2}; linear 0"
-ONE = "{0} -> {1}; whole {2}"  # linear, too, but the backward is given the operand, of which it reads the shape
+ONE = "{0} -> {1}; whole {2}"  # linear too, but the backward takes the operand, for its shape
 VALUES_AND_PLACES = "{0} -> {1}, {1}; whole {2}"
 BACK_IN_PLACE = "{0}, {0} -> {1}; whole {2}"
 WINDOWED = {
@@ -46,9 +46,9 @@ WINDOWED = {
 
 
 def convolution(node: fx.Node) -> Rule:
-    """x[n, (g c), ...] * w[(g o), c, ...] -> [n, (g o), ...], g groups, or w[(g c), o, ...] transposed.
+    """Make the rule of x[n, (g c), ...] * w[(g o), c, ...] -> [n, (g o), ...], or transposed with w[(g c), o, ...].
 
-    With a bias c must be whole (normalize splits the bias off).
+    g counts groups. With a bias, c cannot be sharded (normalize splits the bias off).
     """
     operands = tensor_operands(node)
     transposed, groups = node.args[6], node.args[8]
@@ -77,13 +77,13 @@ def convolution(node: fx.Node) -> Rule:
 
 
 def _local_groups(args: tuple, shape: tuple[int, ...]) -> tuple:
-    """A convolution of those groups that are here."""
+    """Set the number of groups to that of the local shard."""
     x, weight = (ir.example(n).shape for n in args[:2])
     return (*args[:8], (shape if args[6] else x)[1] // weight[1])
 
 
 def constant_pad(node: fx.Node) -> Rule:
-    """Entries added before or behind, or cut off: those dims must be whole."""
+    """Make the rule of adding or cutting entries at the ends of dims: those dims cannot be sharded."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
     shape, pad = tuple(ir.example(x).shape), node.args[1]
     value = node.args[2] if len(node.args) > 2 else 0
@@ -101,7 +101,7 @@ def constant_pad(node: fx.Node) -> Rule:
 
 
 def windows(node: fx.Node) -> Rule:
-    """Tensor.unfold: windows of a dim, which must be whole, as a last dim of their own."""
+    """Make the rule of Tensor.unfold: windows of a dim, which cannot be sharded, become a last dim."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
     shape = tuple(ir.example(x).shape)
     dim = node.args[1] % len(shape)  # type: ignore[operator]
@@ -118,7 +118,7 @@ def windows(node: fx.Node) -> Rule:
 
 
 def group_norm(node: fx.Node) -> Rule:
-    """x[n, (g c), ...] normalized in each of g groups, weight and bias [(g c)]: groups are free."""
+    """Make the rule of x[n, (g c), ...] normalized in each of g groups, weight and bias [(g c)]: g can be sharded."""
     x, *weights = tensor_operands(node)
     shape, groups = tuple(ir.example(x).shape), node.args[1]
     each = shape[1] // groups  # type: ignore[operator]
@@ -137,18 +137,18 @@ def group_norm(node: fx.Node) -> Rule:
 def emit_in_order(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
-    """The operator on contiguous operands: its gradient takes views of them, and a conversion may have left gaps."""
+    """Call the operator on contiguous operands: its backward takes views of them."""
     ordered = [x if ir.example(x).is_contiguous() else builder.trace(torch.clone, x) for x in operands]
     return builder.call(node.target, (*ordered, *node.args[len(operands) :]), node.kwargs)
 
 
 def ordered(make: RuleMaker) -> RuleMaker:
-    """A rule whose operator takes contiguous operands only."""
+    """Wrap a rule for an operator that takes contiguous operands only."""
     return lambda node: replace(make(node), emit=emit_in_order)
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for images."""
+    """Return operator name -> rule, for images."""
     table = {name: from_text(text) for name, text in TABLE.items()}
     for n, lines in WINDOWED.items():
         for line, names in lines.items():
