@@ -55,7 +55,7 @@ def add_rule(name: str, rule: RuleMaker | str) -> None:
     Raises ValueError if the name or the text is malformed.
     """
     if not re.fullmatch(r"\w+::\w+", name):
-        raise ValueError(f"{name!r} is no name of an operator; write `namespace::name`, without an overload")
+        raise ValueError(f"{name!r} is not an operator name; write `namespace::name`, without an overload")
     RULES[name] = from_text(rule) if isinstance(rule, str) else rule
     ADDED[name] = rule
 

@@ -83,9 +83,9 @@ def emit_of(name: str) -> Emit:
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """Return the node's tensor operands, in argument order, with lists flattened."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if ir.is_tensor(n) else None)
-    return found
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if ir.is_tensor(n) else None)
+    return operands
 
 
 def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
@@ -120,11 +120,11 @@ def bind_sizes(dims: Sequence[tuple[Names, ...]], shapes: Sequence[Sequence[int]
     pairs = [(names, n) for d, shape in zip(dims, shapes, strict=True) for names, n in zip(d, shape, strict=True)]
     for names, n in sorted(pairs, key=lambda pair: len(pair[0])):
         unknown = [name for name in names if name not in sizes]
-        known = math.prod(sizes[name] for name in names if name in sizes)
-        if len(unknown) > 1 or (not unknown and known != n) or (unknown and n % known):
+        product = math.prod(sizes[name] for name in names if name in sizes)
+        if len(unknown) > 1 or (not unknown and product != n) or (unknown and n % product):
             raise ValueError(f"dim of size {n} does not fit the factors {names} of sizes {sizes}")
         if unknown:
-            sizes[unknown[0]] = n // known
+            sizes[unknown[0]] = n // product
     return sizes
 
 
@@ -135,27 +135,27 @@ def from_text(text: str) -> RuleMaker:
     words = [clause.split() for clause in clauses]
     check_clauses(words, {letter for letter in signature if letter.isalpha()}, len(left), text)
     folded = {f: w[0] for w in words if w[0] in ("sum", "max") for f in w[1:]}
-    named = frozenset(f for w in words if w[0] == "whole" for f in w[1:])
+    declared_whole = frozenset(f for w in words if w[0] == "whole" for f in w[1:])
     linear = frozenset(frozenset(map(int, w[1:])) for w in words if w[0] == "linear")
 
     def make(node: fx.Node) -> Rule:
-        given = tensor_operands(node)
-        shapes, outs = [tuple(ir.example(n).shape) for n in given], result_shapes(node)
+        nodes = tensor_operands(node)
+        shapes, outs = [tuple(ir.example(n).shape) for n in nodes], result_shapes(node)
         if len(shapes) > len(left) or len(outs) != len(right):
-            fits = f"it takes {len(shapes)} tensors and gives {len(outs)}"
-            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {fits}")
+            mismatch = f"it takes {len(shapes)} tensors and gives {len(outs)}"
+            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {mismatch}")
         texts = left[: len(shapes)]
         # with a gradient, tied maxima on several ranks would have to share it
-        alone = {f for f, how in folded.items() if how == "max" and any(map(needs_gradient, given))}
-        reduced = {f: how for f, how in folded.items() if f not in alone}
-        whole = named | alone
+        tied = {f for f, how in folded.items() if how == "max" and any(map(needs_gradient, nodes))}
+        reduced = {f: how for f, how in folded.items() if f not in tied}
+        whole = declared_whole | tied
         lead = max((len(s) - len(parse_dims(t, 0)) for t, s in zip(texts, shapes) if "..." in t), default=0)
         operands = tuple(parse_dims(t, lead) for t in texts)
         results = tuple(parse_dims(t, lead) for t in right)
         ranks = [len(shape) for shape in (*shapes, *outs)]
         if ranks != [len(dims) for dims in (*operands, *results)]:
-            fits = f"its tensors have {', '.join(map(str, ranks))} dims"
-            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {fits}")
+            mismatch = f"its tensors have {', '.join(map(str, ranks))} dims"
+            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {mismatch}")
         sizes = bind_sizes([*operands, *results], [*shapes, *outs])
         return Rule(
             operands,
@@ -181,7 +181,7 @@ def sides(signature: str, text: str) -> tuple[list[str], list[str]]:
     """Split a signature into the dims of operands and of results, as text; raise ValueError if malformed."""
     left, arrow, right = signature.partition("->")
     if not arrow or "->" in right:
-        raise ValueError(f"rule {text!r}: dims of operands, one ->, dims of results")
+        raise ValueError(f"rule {text!r} is malformed; write dims of operands, one ->, dims of results")
     return left.split(","), right.split(",")
 
 
@@ -189,10 +189,10 @@ def check_clauses(clauses: Sequence[Sequence[str]], letters: Collection[str], op
     """Raise ValueError naming an unknown clause, or a letter or operand that the rule lacks."""
     for word, *names in clauses:
         if word not in ("sum", "max", "whole", "linear", "moves"):
-            raise ValueError(f"rule {text!r}: {word!r} is none of sum, max, whole, linear, moves")
-        known = [str(i) for i in range(operands)] if word == "linear" else letters
-        if strange := [name for name in names if name not in known]:
-            raise ValueError(f"rule {text!r}: {word} {strange[0]}, but there is no {strange[0]} in it")
+            raise ValueError(f"rule {text!r}: {word!r} is not a clause; use sum, max, whole, linear or moves")
+        allowed = [str(i) for i in range(operands)] if word == "linear" else letters
+        if unknown := [name for name in names if name not in allowed]:
+            raise ValueError(f"rule {text!r}: {word} {unknown[0]}, but the rule has no {unknown[0]}")
 
 
 def opaque(node: fx.Node) -> Rule:

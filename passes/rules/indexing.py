@@ -43,16 +43,16 @@ def emit_embedding(
     """Look up the local rows; ids of other ranks' rows give zeros."""
     weight, ids = operands
     (factor,) = specs[0].dims[0] or (None,)
-    rest = node.args[2:]
+    options = node.args[2:]
     if factor is None or not factor.axes:
-        return builder.call(node.target, (weight, ids, *rest), node.kwargs)
-    local, mine = local_index(builder, ids, (factor,))
-    looked_up = builder.call(aten.embedding.default, (weight, local))
-    if rest[:1] and rest[0] >= 0:  # padding_idx: this row gets no gradient
-        trained = builder.call(aten.unsqueeze.default, (builder.call(aten.ne.Scalar, (ids, rest[0])), -1))
-        looked_up = builder.call(aten.where.self, (trained, looked_up, builder.call(aten.detach.default, (looked_up,))))
-    mine = builder.call(aten.unsqueeze.default, (mine, -1))
-    return builder.call(aten.where.ScalarOther, (mine, looked_up, 0.0))
+        return builder.call(node.target, (weight, ids, *options), node.kwargs)
+    local, is_local = local_index(builder, ids, (factor,))
+    rows = builder.call(aten.embedding.default, (weight, local))
+    if options[:1] and options[0] >= 0:  # padding_idx: this row gets no gradient
+        is_trainable = builder.call(aten.unsqueeze.default, (builder.call(aten.ne.Scalar, (ids, options[0])), -1))
+        rows = builder.call(aten.where.self, (is_trainable, rows, builder.call(aten.detach.default, (rows,))))
+    is_local = builder.call(aten.unsqueeze.default, (is_local, -1))
+    return builder.call(aten.where.ScalarOther, (is_local, rows, 0.0))
 
 
 def local_index(builder: Builder, ids: fx.Node, factors: tuple[Factor, ...]) -> tuple[fx.Node, fx.Node]:
@@ -60,14 +60,14 @@ def local_index(builder: Builder, ids: fx.Node, factors: tuple[Factor, ...]) -> 
     at = {name: node for factor in factors for name, node in builder.at(factor).items()}
 
     def find(ids: Tensor, *coordinates: Tensor) -> tuple[Tensor, Tensor]:
-        known, stride = dict(zip(at, coordinates)), 1
-        local, mine = torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
+        places, stride = dict(zip(at, coordinates)), 1
+        local, is_local = torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
         for factor in factors[:0:-1]:  # innermost first
-            part, here = locate(ids % factor.size, factor, builder.mesh, known)
-            local, mine, ids = local + part * stride, mine & here, ids // factor.size
+            part, is_here = locate(ids % factor.size, factor, builder.mesh, places)
+            local, is_local, ids = local + part * stride, is_local & is_here, ids // factor.size
             stride *= factor.local(builder.mesh)
-        part, here = locate(ids, factors[0], builder.mesh, known)
-        return (local + part * stride, mine & here) if len(factors) > 1 else (part, here)
+        part, is_here = locate(ids, factors[0], builder.mesh, places)
+        return (local + part * stride, is_local & is_here) if len(factors) > 1 else (part, is_here)
 
     return builder.trace(find, ids, *at.values())
 
@@ -105,10 +105,10 @@ def emit_gather(
     factors = specs[0].dims[dim]
     if not any(f.axes for f in factors):
         return builder.call(aten.gather.default, (x, dim, index))
-    local, mine = local_index(builder, index, factors)
-    looked_up = builder.call(aten.gather.default, (x, dim, local))
+    local, is_local = local_index(builder, index, factors)
+    entries = builder.call(aten.gather.default, (x, dim, local))
     zero = torch.zeros((), dtype=ir.example(x).dtype).item()
-    return builder.call(aten.where.ScalarOther, (mine, looked_up, zero))
+    return builder.call(aten.where.ScalarOther, (is_local, entries, zero))
 
 
 def index_select(node: fx.Node) -> Rule:
@@ -132,22 +132,22 @@ def index(node: fx.Node) -> Rule:
     """Make the rule of x[i, j, :]: the indexed dims of x cannot be sharded; others, and the indices' dims, can."""
     x, *indices = tensor_operands(node)
     shape, (out,) = tuple(ir.example(x).shape), result_shapes(node)
-    at = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
-    free = [d for d in range(len(shape)) if d not in at]
+    indexed = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
+    free = [d for d in range(len(shape)) if d not in indexed]
     rank = len(out) - len(free)  # dims of the broadcast indices
-    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0  # position of these dims in the result
-    looked_up = tuple(_names("i", out[first : first + rank]))
+    first = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0  # position of these dims in the result
+    index_dims = tuple(_names("i", out[first : first + rank]))
     names = [(f"d{d}",) for d in range(len(shape))]
-    kept = [names[d] for d in free]
+    free_names = [names[d] for d in free]
     sizes = {f"d{d}": n for d, n in enumerate(shape)} | {
         f"i{k}": n for k, n in enumerate(out[first : first + rank]) if n != 1
     }
-    dims = [_broadcast(tuple(ir.example(i).shape), looked_up) for i in indices]
+    dims = [_broadcast(tuple(ir.example(i).shape), index_dims) for i in indices]
     return Rule(
         (tuple(names), *dims),
-        ((*kept[:first], *looked_up, *kept[first:]),),
+        ((*free_names[:first], *index_dims, *free_names[first:]),),
         sizes,
-        whole=frozenset(f"d{d}" for d in at),
+        whole=frozenset(f"d{d}" for d in indexed),
         linear=frozenset([frozenset([0])]),
     )
 
@@ -165,13 +165,13 @@ def scatter(node: fx.Node) -> Rule:
     x, *others = tensor_operands(node)
     shape, dim = tuple(ir.example(x).shape), node.args[1] % ir.example(x).dim()  # type: ignore[operator]
     sizes = {f"d{d}": n for d, n in enumerate(shape)}
-    same = [d for d, n in enumerate(shape) if d != dim and all(ir.example(o).shape[d] == n for o in others)]
+    full_dims = [d for d, n in enumerate(shape) if d != dim and all(ir.example(o).shape[d] == n for o in others)]
     dims = []
     for k, other in enumerate(others):
-        sizes |= {f"o{k}.{d}": n for d, n in enumerate(ir.example(other).shape) if d not in same}
-        dims.append(tuple((f"d{d}",) if d in same else (f"o{k}.{d}",) for d in range(len(shape))))
+        sizes |= {f"o{k}.{d}": n for d, n in enumerate(ir.example(other).shape) if d not in full_dims}
+        dims.append(tuple((f"d{d}",) if d in full_dims else (f"o{k}.{d}",) for d in range(len(shape))))
     names = tuple((f"d{d}",) for d in range(len(shape)))
-    return Rule((names, *dims), (names,), sizes, whole=frozenset(sizes) - {f"d{d}" for d in same})
+    return Rule((names, *dims), (names,), sizes, whole=frozenset(sizes) - {f"d{d}" for d in full_dims})
 
 
 def searchsorted(node: fx.Node) -> Rule:
@@ -179,13 +179,13 @@ def searchsorted(node: fx.Node) -> Rule:
 
     A last operand, if given, sorts seq.
     """
-    line, *rest = tensor_operands(node)
-    one = ir.example(line).dim() == 1
-    values = rest[: int("Scalar" not in node.target._overloadname)]  # type: ignore[union-attr]
+    line, *others = tensor_operands(node)
+    is_line = ir.example(line).dim() == 1
+    values = others[: int("Scalar" not in node.target._overloadname)]  # type: ignore[union-attr]
     shape = result_shapes(node)[0]
     names = tuple((f"d{d}",) for d in range(len(shape)))
-    ordered = (("k",),) if one else (*names[:-1], ("k",))
-    dims = (ordered, *(names for _ in values), *(ordered for _ in rest[len(values) :]))
+    ordered = (("k",),) if is_line else (*names[:-1], ("k",))
+    dims = (ordered, *(names for _ in values), *(ordered for _ in others[len(values) :]))
     sizes = {f"d{d}": n for d, n in enumerate(shape)} | {"k": ir.example(line).shape[-1]}
     return Rule(dims, (names,), sizes, whole=frozenset("k"))
 
@@ -205,9 +205,9 @@ def slice_scatter(node: fx.Node) -> Rule:
     shape = tuple(ir.example(x).shape)
     dim = argument(node, "dim") % len(shape)
     names = tuple((f"d{d}",) for d in range(len(shape)))
-    over = tuple(("s",) if d == dim else n for d, n in enumerate(names))
+    part_dims = tuple(("s",) if d == dim else n for d, n in enumerate(names))
     return Rule(
-        (names, over),
+        (names, part_dims),
         (names,),
         {f"d{d}": n for d, n in enumerate(shape)} | {"s": ir.example(tensor_operands(node)[1]).shape[dim]},
         whole=frozenset([f"d{dim}", "s"]),
@@ -220,18 +220,18 @@ def index_put(node: fx.Node) -> Rule:
     """Make the rule of writing or adding to x[i, j, :]: only the dims of x that are not indexed can be sharded."""
     x, *indices, value = tensor_operands(node)
     shape = tuple(ir.example(x).shape)
-    at = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
-    free = [d for d in range(len(shape)) if d not in at]
-    together = torch.broadcast_shapes(*(ir.example(i).shape for i in indices))
-    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0  # position of the indices' dims in the written value
-    looked_up = tuple(_names("i", together))
+    indexed = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
+    free = [d for d in range(len(shape)) if d not in indexed]
+    index_shape = torch.broadcast_shapes(*(ir.example(i).shape for i in indices))
+    first = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0  # position of the indices' dims in value
+    index_dims = tuple(_names("i", index_shape))
     names = tuple((f"d{d}",) for d in range(len(shape)))
-    kept = [names[d] for d in free]
-    written = (*kept[:first], *looked_up, *kept[first:])
-    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {f"i{k}": n for k, n in enumerate(together) if n != 1}
-    dims = [_broadcast(tuple(ir.example(i).shape), looked_up) for i in indices]
+    free_names = [names[d] for d in free]
+    value_dims = (*free_names[:first], *index_dims, *free_names[first:])
+    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {f"i{k}": n for k, n in enumerate(index_shape) if n != 1}
+    dims = [_broadcast(tuple(ir.example(i).shape), index_dims) for i in indices]
     return Rule(
-        (names, *dims, _broadcast(tuple(ir.example(value).shape), written)),
+        (names, *dims, _broadcast(tuple(ir.example(value).shape), value_dims)),
         (names,),
         sizes,
         whole=frozenset(sizes) - {f"d{d}" for d in free},

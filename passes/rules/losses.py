@@ -42,8 +42,8 @@ def emit_cross_entropy(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
     """Compute the local sum, with the ignored class id in padded rows."""
-    ignored = node.args[4] if len(node.args) > 4 else -100
-    target = builder.fill_padding(operands[1], specs[1], float(ignored))  # type: ignore[arg-type]
+    ignore_index = node.args[4] if len(node.args) > 4 else -100
+    target = builder.fill_padding(operands[1], specs[1], float(ignore_index))  # type: ignore[arg-type]
     return builder.call(node.target, (operands[0], target, *node.args[2:]))
 
 

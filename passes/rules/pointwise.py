@@ -125,8 +125,8 @@ def rule(node: fx.Node) -> Rule:
 def _safe(node: fx.Node, name: str) -> dict[int, float]:
     """Return operand -> padding value that keeps the result and its gradient finite."""
     if name == "pow":
-        whole_power = isinstance(node.args[1], int) and node.args[1] >= 1
-        return {} if whole_power else {0: 1.0}
+        is_positive_integer = isinstance(node.args[1], int) and node.args[1] >= 1
+        return {} if is_positive_integer else {0: 1.0}
     if name == "masked_fill":
         return {1: 0.0}
     if name == "where":

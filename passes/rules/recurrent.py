@@ -24,18 +24,18 @@ def recurrent(node: fx.Node) -> Rule:
     states = 2 if name_of(node) == "lstm" else 1
     shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
     outs = result_shapes(node)
-    rows = [0 if node.args[-1] else 1, *[1] * states]  # the dim of the batch, in operands and results
-    sizes = {"b": shapes[0][rows[0]]}
+    batch_dims = [0 if node.args[-1] else 1, *[1] * states]  # the dim of the batch, in operands and results
+    sizes = {"b": shapes[0][batch_dims[0]]}
 
-    def named(tag: str, group: list[tuple[int, ...]]) -> tuple[tuple[Names, ...], ...]:
+    def name_dims(tag: str, group: list[tuple[int, ...]]) -> tuple[tuple[Names, ...], ...]:
         dims = []
         for k, shape in enumerate(group):
-            batch = rows[k] if k < len(rows) else -1
+            batch = batch_dims[k] if k < len(batch_dims) else -1
             dims.append(tuple(("b",) if d == batch else (f"{tag}{k}.{d}",) for d in range(len(shape))))
             sizes.update({f"{tag}{k}.{d}": n for d, n in enumerate(shape) if d != batch})
         return tuple(dims)
 
-    operands, results = named("i", shapes), named("o", outs)
+    operands, results = name_dims("i", shapes), name_dims("o", outs)
     return Rule(operands, results, sizes, whole=frozenset(sizes) - {"b"})
 
 

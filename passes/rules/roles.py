@@ -12,7 +12,7 @@ from passes.program.operators import is_operator, name_of
 from passes.rules import rule_of, tensor_operands
 from passes.rules.losses import IN_CHUNKS
 
-PRODUCTS = ("linear", "mm", "matmul")
+MATMULS = ("linear", "mm", "matmul")
 
 
 def keeps_dims(node: fx.Node) -> bool:
@@ -45,13 +45,13 @@ def last_of(program: ir.Program, layers: Collection[fx.Node]) -> set[fx.Node]:
 def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
     """Map parameter names to `embedding`, `head` or both; parameters without a role are left out."""
     names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
-    named = (*PRODUCTS, *IN_CHUNKS)
-    products = [n for n in program.calls() if name_of(n) in named]
-    uses = [("head", operand) for node in last_of(program, products) for operand in tensor_operands(node)[:2]]
+    matmul_names = (*MATMULS, *IN_CHUNKS)
+    matmuls = [n for n in program.calls() if name_of(n) in matmul_names]
+    uses = [("head", operand) for node in last_of(program, matmuls) for operand in tensor_operands(node)[:2]]
     lookups = (n for n in program.calls() if n.target is torch.ops.aten.embedding.default)
     uses += [("embedding", tensor_operands(node)[0]) for node in lookups]
-    found: dict[str, frozenset[str]] = {}
+    result: dict[str, frozenset[str]] = {}
     for role, operand in uses:
         if (parameter := root(operand, names.keys())) is not None:
-            found[names[parameter]] = found.get(names[parameter], frozenset()) | {role}
-    return found
+            result[names[parameter]] = result.get(names[parameter], frozenset()) | {role}
+    return result

@@ -66,9 +66,9 @@ def test_a_maximum_of_negative_numbers_over_uneven_shards(rule, ranks, with_grad
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("...d, d -> ...d; sums d", "'sums' is none of sum, max, whole, linear, moves"),
-        ("...d, d -> ...d; whole z", "whole z, but there is no z in it"),
-        ("...d, d -> ...d; linear 7", "linear 7, but there is no 7 in it"),
+        ("...d, d -> ...d; sums d", "'sums' is not a clause; use sum, max, whole, linear or moves"),
+        ("...d, d -> ...d; whole z", "whole z, but the rule has no z"),
+        ("...d, d -> ...d; linear 7", "linear 7, but the rule has no 7"),
         ("...d => ...d", "one ->"),
         ("a -> b -> c", "one ->"),
     ],
@@ -80,7 +80,7 @@ def test_what_a_line_cannot_mean_is_refused(line, said):
 
 @pytest.mark.parametrize("name", ["my.relu", "my::relu.default", "relu", "my::"])
 def test_a_name_that_no_operator_has_is_refused(name):
-    with pytest.raises(ValueError, match="no name of an operator"):
+    with pytest.raises(ValueError, match="not an operator name"):
         add_rule(name, "...d -> ...d")
 
 
