@@ -113,7 +113,7 @@ FAULTS = (
     Fault(
         "softmax_of_a_shard",
         "passes/rules/views.py",
-        'whole=frozenset([f"d{i}" for i in along] + [n for n in sizes if n.startswith("o")]),',
+        'whole=frozenset([f"d{i}" for i in scan_dims] + [n for n in sizes if n.startswith("o")]),',
         'whole=frozenset(n for n in sizes if n.startswith("o")),',
         "A softmax is taken over a rank's share.",
     ),
@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "loss_of_padding",
         "passes/rules/losses.py",
-        "target = builder.fill_padding(operands[1], specs[1], float(ignored))",
+        "target = builder.fill_padding(operands[1], specs[1], float(ignore_index))",
         "target = operands[1]",
         "Rows of padding count in the loss.",
     ),
