@@ -1,4 +1,4 @@
-"""A program of calls must be the program that was cut: put in line again, it reads the same."""
+"""Check that a segmented program, with its calls inlined, equals the program it was cut from."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from passes.program.record import differences
 
 
 def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Program:
-    """The program that calls stand for, itself if there are none.
+    """Return the program with its calls inlined (itself if it has none).
 
-    Raises CompileError unless the bodies, in place of their calls, give the program before: its nodes, with their
-    records, in its order.
-    Views, parts of tuples and numbers of places may stand elsewhere: nothing happens there.
+    Raises CompileError unless the inlined bodies give the program before: its nodes, with their records, in its order.
+    Views, elements of tuples and site numbers may be elsewhere, because they compute nothing.
     """
     flat = flatten(after)
     if flat is after:
@@ -39,7 +38,7 @@ def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Prog
 
 
 def nodes_of(program: ir.Program) -> tuple[list[fx.Node], dict[str, fx.Node]]:
-    """The nodes in order, and views, parts of tuples and numbers of places by name."""
+    """Return (nodes in order; views, elements of tuples and site numbers by name)."""
     nodes, aside = [], {}
     for node in program.graph.nodes:
         if node.op == "call_function" and (is_view(node) or is_part(node) or is_site(node)):
@@ -50,5 +49,5 @@ def nodes_of(program: ir.Program) -> tuple[list[fx.Node], dict[str, fx.Node]]:
 
 
 def is_part(node: fx.Node) -> bool:
-    """Whether a node takes a tuple apart."""
+    """Return True if a node takes an element of a tuple."""
     return node.target is operator.getitem

@@ -1,10 +1,12 @@
-"""Is what ought to be the same on every rank of an axis the same? Read from a finished program, forward to updates.
+"""Check that values which must be equal on all ranks of an axis are so, from a finished program.
 
 A value may differ by rank on an axis if it is computed from shards, partial sums or the rank's own coordinate there;
-gathering or reducing it over the axis makes it one value again. What a program stores or returns as a full copy must
-be one: a gradient that is not reduced, or a norm that leaves out an axis, lets the copies of a parameter drift apart.
-A sum over ranks of a sum over them was complete before. (What is the same on all of them may well be a share of each.)
-That terms are those of the sum, this does not tell.
+gathering or reducing it over the axis makes it equal again. Each full copy that a program stores or returns must be
+equal on all ranks: an unreduced gradient, or a norm that leaves out an axis, would let the copies of a parameter drift
+apart.
+
+A sum over ranks must not be summed over them again. (Other equal values may be summed: they may be shares.) The check
+cannot tell if the terms are the right ones.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from passes.program.reshard import RESHARD_OPS
 Finding = tuple[fx.Node | None, str]
 Axes = frozenset[str]
 COPY = torch.ops.aten.copy_.default
-UNITES = ("all_gather", "all_reduce")  # afterwards every rank of the axis has the same
+UNITES = ("all_gather", "all_reduce")  # collectives that make a value equal on all ranks of the axis
 COPIES = ("invariant", "replicate")
 
 
 def summed(node: fx.Node, mesh: Mesh) -> set[str]:
-    """The axes over which a sum is taken of what is itself a sum over them, or a view of one."""
+    """Return the axes over which a node sums a value that is already a sum over them, or a view of one."""
     operand = node.args[0]
     while isinstance(operand, fx.Node) and is_view(operand):
         operand = operand.args[0]
@@ -37,9 +39,9 @@ def summed(node: fx.Node, mesh: Mesh) -> set[str]:
 
 
 def check_copies(program: ir.Program) -> Iterator[Finding]:
-    """Full copies, stored or returned, that may differ between the ranks of an axis; sums over ranks of one value."""
+    """Yield stored or returned full copies that may differ between ranks, and repeated sums over ranks."""
     differs: dict[fx.Node, Axes] = {}
-    copies: dict[fx.Node, tuple[str, Axes]] = {}  # inputs that are stored into: what they are, where they are copies
+    copies: dict[fx.Node, tuple[str, Axes]] = {}  # input -> (description, axes on which it is a copy)
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         own = {axis for axis in program.mesh.axes if given.spec.state(axis) in ("shard", "partial")}
         apart_on = {"coordinate": program.mesh.over(given.name), "layout": given.spec.replicate}.get(given.kind, ())
@@ -62,7 +64,7 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
 
 
 def after(node: fx.Node, before: Axes, mesh: Mesh) -> Axes:
-    """The axes on whose ranks a node's value may differ, given those of its operands."""
+    """Return the axes on whose ranks a node's value may differ, given those of its operands."""
     axis = axis_of(node)
     if axis is None:
         return before
@@ -73,22 +75,22 @@ def after(node: fx.Node, before: Axes, mesh: Mesh) -> Axes:
 
 
 def over(node: fx.Node, mesh: Mesh) -> tuple[str, ...]:
-    """The axes that an operator communicates over."""
+    """Return the axes that an operator communicates over."""
     return mesh.over(axis_of(node) or "")
 
 
 def keeps(node: fx.Node) -> bool:
-    """Whether a node gives back its first operand; the rank's coordinate is for the gradient."""
+    """Return True if a node returns its first operand; the rank's coordinate is then only for the gradient."""
     record = RESHARD_OPS.get(node.target)
     return record is not None and record.kind is None and record.gives in COPIES
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node stores its second operand into its first."""
+    """Return True if a node stores its second operand into its first."""
     return node.target is COPY
 
 
 def apart(node: fx.Node, what: str, axes: Axes) -> Iterator[Finding]:
-    """The finding, where there are axes."""
+    """Yield a finding if `axes` is not empty."""
     if axes:
         yield node, f"{what} is a full copy on every rank of {', '.join(sorted(axes))}, where this value may differ"

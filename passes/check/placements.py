@@ -1,13 +1,13 @@
-"""Does a local program hold what it says? Placements recomputed from rules, node by node, after `shard`.
+"""Check that a local program computes what it says: recompute placements from rules, node by node, after `shard`.
 
-A local node that stands for a node of the whole program is one of two things:
+A local node that stands for a node of the global program is one of two things:
 
-    %y = linear(%x, %w)     the operator on operands that are placed in some way: its rule says how the result is
-    %z = psum(%y, "tp")     another placement of what stands for the same: reshard operators say what becomes of it
+    %y = linear(%x, %w)     the operator on placed operands: its rule gives the result's placement
+    %z = psum(%y, "tp")     another placement of the same value: the reshard operators give it
 
-Of what decided the placements only the operator's rule and the arithmetic of factors (`sharding/atoms.py`) are used
-again. A fault in these is left to `numeric`, and so is what an operator that rules write out (a look-up in a sharded
-table) does inside.
+The only code shared with the decision of placements is the operator's rule and the arithmetic of factors
+(`sharding/atoms.py`). Faults in these are left to `numeric`, and so is the inside of operators that a rule builds (a
+look-up in a sharded table).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DETACH = torch.ops.aten.detach.default
 
 
 def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
-    """Local nodes whose recorded placement is not what their operands', and the operator's rule, make it."""
+    """Yield local nodes whose recorded placement does not follow from their operands' and the operator's rule."""
     origins = {node.name: node for node in whole.graph.nodes}
     versions: dict[str, list[Spec]] = collections.defaultdict(list)
     for node in local.graph.nodes:
@@ -64,12 +64,12 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
 
 
 def below_cast(node: fx.Node) -> tuple[str, ...]:
-    """The name of what a cast casts, which may stand for it: a gather casts what it gathers."""
+    """Return the name of a cast's operand, which may stand for the cast: a gather casts after it exchanges."""
     return (tensor_operands(node)[0].name,) if node.target is CAST else ()
 
 
 def trained_of(whole: ir.Program) -> set[fx.Node]:
-    """The nodes of a program with a loss that its parameters' gradients come through."""
+    """Return the nodes, of a program with a loss, through which gradients of its parameters flow."""
     given = zip(whole.placeholders(), whole.inputs)
     found = {node for node, i in given if i.kind == "parameter" and any(o.kind == "loss" for o in whole.outputs)}
     for node in whole.calls():
@@ -81,19 +81,19 @@ def trained_of(whole: ir.Program) -> set[fx.Node]:
 
 
 def breaks_order(origin: fx.Node, before: set[str], after: set[str]) -> bool:
-    """Whether rows that each rank has sorted by itself are gathered, or the groups of all cut into shards."""
+    """Return True if rows that each rank sorted by itself are gathered, or their groups resharded."""
     return before != after if origin.target is groups else origin.target in IN_ANY_ORDER and not before <= after
 
 
 def axes_of_rows(origin: fx.Node, node: fx.Node) -> set[str]:
-    """The axes that shard what stands for rows: all dims of their groups, the first of anything else."""
+    """Return the axes that shard rows: those of all dims for `groups`, otherwise those of the first dim."""
     spec = ir.spec(node)
     dims = spec.dims[: None if origin.target is groups else 1] if spec else ()
     return {axis for dim in dims for factor in dim for axis in factor.axes}
 
 
 def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(nodes that compute it, in order, itself included; the nearest nodes before them that stand for something)."""
+    """Return (the nodes that compute it, in order, itself included; the nearest sources that stand for a node)."""
     path: list[fx.Node] = []
     sources: list[fx.Node] = []
     found = {node}
@@ -109,7 +109,7 @@ def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def origin_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The operator that a node of the whole program is, or is a result of, and which result."""
+    """Return (the operator of a global node, the index of the result that the node is)."""
     op, index = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
     assert isinstance(op, fx.Node) and isinstance(index, int)
     return op, index
@@ -126,10 +126,10 @@ def check_application(
     trained: Set[fx.Node],
     mesh: Mesh,
 ) -> Iterator[Finding]:
-    """The record of a result against the rule of its operator; `versions` are the placements in which values exist."""
+    """Check a result's record against its operator's rule; `versions` are the placements of each value."""
     op, index = origin_of(origin)
     if function_of(op):
-        return  # its body is a program of its own
+        return  # its body is checked as a program of its own
     rule = rule_of(op)
     read = {ir.stands_for(source): [spec] for source in sources if (spec := ir.spec(source)) is not None}
     for operand in tensor_operands(op) if rule.emit else ():
@@ -140,8 +140,8 @@ def check_application(
         if name not in read and rule.emit is None:
             yield node, f"reads nothing that stands for %{name}, an operand of %{op.name}"
             return
-    # what a rule writes out may take no more than the shape of an operand, in any of its placements
-    # (one that is then nowhere lies as the result would have it)
+    # an emitted operator may use only the shape of an operand: then any placement of that operand is accepted,
+    # and one without a placement is assumed to be placed as a result of its shape
     mine = [spec for spec in (ir.spec(node),) if spec is not None]
     held = [read.get(name) or versions[name] or [s for s in mine if s.shape == shape] for name, shape in operands]
     own = [i for i, operand in enumerate(tensor_operands(op)) if operand in trained]
@@ -151,7 +151,10 @@ def check_application(
 
 
 def disagrees(node: fx.Node, rule: Rule, held: Sequence[Spec], index: int, trained: Sequence[int], mesh: Mesh) -> str:
-    """Why a rule does not yield a node's record of operands placed so, some of them trained, or an empty string."""
+    """Return the reason why a rule does not give the node's record for operands placed as `held`, or "".
+
+    `trained` are the numbers of operands with a gradient.
+    """
     operands, found = ", ".join(map(str, held)), results_of(rule, held, mesh)
     if isinstance(found, str):
         return f"runs on {operands}: {found}"
@@ -164,7 +167,7 @@ def disagrees(node: fx.Node, rule: Rule, held: Sequence[Spec], index: int, train
 
 
 def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str:
-    """The placements that a rule gives its results on operands placed so, or why it does not run on them."""
+    """Return the placements that a rule gives its results, or the reason why it does not run on these operands."""
     atoms = refine(rule, [spec.dims for spec in held], range(len(held)), mesh)
     axes = axes_of(atoms, mesh)
     if isinstance(axes, str):
@@ -180,7 +183,7 @@ def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str
 
 
 def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
-    """The axes that shard each atom, in all operands the same."""
+    """Return the axes that shard each atom, or the reason why operands disagree."""
     axes: dict[str, tuple[str, ...]] = {}
     for i, (dims, held) in enumerate(zip(atoms.operands, atoms.factors)):
         for names, factors in zip(dims, held):
@@ -199,7 +202,10 @@ def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
 def on_axis(
     axis: str, atoms: Atoms, axes: dict[str, tuple[str, ...]], held: Sequence[Spec], mesh: Mesh
 ) -> list[str] | str:
-    """A result's state on an axis (`shard`, `sum`, `max`, `replicate`, `invariant`), or why the operator cannot run."""
+    """Return each result's state on an axis, or why the operator cannot run.
+
+    States are `shard`, `sum`, `max`, `replicate` and `invariant`.
+    """
     rule = atoms.rule
     over = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
     own = place_by_rule(atoms, mesh)
@@ -229,7 +235,7 @@ def on_axis(
 def placed(
     dims: Sequence[tuple[str, ...]], atoms: Atoms, axes: dict[str, tuple[str, ...]], kinds: dict[str, str], mesh: Mesh
 ) -> Spec:
-    """The placement with the atoms' axes, and on the other axes of a kind each."""
+    """Return the placement with the atoms' axes, and the given states on the other axes."""
     shape = tuple(
         merge_dim((Factor(atoms.sizes[n], axes.get(n, ()), order=atoms.order) for n in names), mesh) or (Factor(1),)
         for names in dims
@@ -239,7 +245,7 @@ def placed(
 
 
 def differs(found: Spec, recorded: Spec | None, mesh: Mesh) -> str:
-    """Where a recorded placement claims more than was found; replicate claims less than invariant."""
+    """Return what the record claims beyond the placement found, or ""; replicate claims less than invariant."""
     assert recorded is not None
     for d, (mine, theirs) in enumerate(zip(found.dims, recorded.dims)):
         if unlabelled(mine, mesh) != unlabelled(theirs, mesh):
@@ -253,7 +259,7 @@ def differs(found: Spec, recorded: Spec | None, mesh: Mesh) -> str:
 
 
 def unlabelled(dim: Dim, mesh: Mesh) -> Dim:
-    """A dim's factors, joined as far as their layout allows."""
+    """Return a dim's factors without labels, joined as far as the layout allows."""
     return merge_dim((replace(f, label="") for f in dim if f.size > 1 or f.axes), mesh) or (Factor(1),)
 
 
@@ -261,7 +267,7 @@ def unlabelled(dim: Dim, mesh: Mesh) -> Dim:
 
 
 def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], mesh: Mesh) -> Iterator[Finding]:
-    """The record of a converted value against the reshard operators on its way."""
+    """Check the record of a converted value against the reshard operators on its path."""
     before, after = ir.spec(source), ir.spec(node)
     if before is None or after is None:
         return
@@ -284,5 +290,5 @@ def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], me
 
 
 def may_be_called(state: str, claim: str) -> bool:
-    """Without gradients replicate and invariant are the same: no operator need stand between them."""
+    """Return True if a state may be recorded as `claim`: without gradients, replicate and invariant are the same."""
     return state == claim or {state, claim} == {"invariant", "replicate"}

@@ -61,7 +61,7 @@ def _shift_by(values: Values, hops: Tensor, axis: str, row: int, step: int, home
     return _shift(values, axis, hops_at(hops, row, step, home, len(values)))
 
 
-# operator -> what a group's ranks hold after it, from what they held before
+# operator -> function from the values of a group's ranks before it to those after it
 COLLECTIVES: dict[Any, Callable[..., Values]] = {
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.all_reduce.default: _all_reduce,
@@ -73,14 +73,14 @@ COLLECTIVES: dict[Any, Callable[..., Values]] = {
 
 
 class Lockstep:
-    """Interprets one local program for every rank, node by node; raises with the node's name and line on failure."""
+    """Interprets one local program for every rank, node by node; errors name the node and its line."""
 
     def __init__(self, program: ir.Program):
         self.program, self.mesh = (program := flatten(program)), program.mesh
         self.last_use = _last_uses(program.graph)
 
     def run(self, inputs_by_rank: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """Every rank's outputs from every rank's inputs."""
+        """Return every rank's outputs for every rank's inputs."""
         ranks = range(self.mesh.world_size)
         supply = [iter(values) for values in inputs_by_rank]
         env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
@@ -98,7 +98,7 @@ class Lockstep:
         raise AssertionError("a graph ends with its output")
 
     def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
-        """One operator on all ranks."""
+        """Run one operator on all ranks."""
         given = [fx.map_arg((node.args, node.kwargs), e.__getitem__) for e in env]
         try:
             if node.target in COLLECTIVES:
@@ -112,7 +112,7 @@ class Lockstep:
             raise ir.CompileError("lockstep", node, f"{type(error).__name__}: {error}") from error
 
     def exchange(self, node: fx.Node, given: list[tuple]) -> list[Any]:
-        """One collective: each group of the axis exchanges its values."""
+        """Run one collective: each group of the axis exchanges its values."""
         results: list[Any] = [None] * self.mesh.world_size
         for group in self.mesh.groups(str(axis_of(node))):
             after = COLLECTIVES[node.target]([given[r][0] for r in group], *given[group[0]][1:])
@@ -122,7 +122,7 @@ class Lockstep:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> values that no later node needs."""
+    """Map each node to the values that no later node needs."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -135,7 +135,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def coordinate(mesh: Mesh, rank: int, given: ir.Input, order: Order = PLAIN) -> Tensor:
-    """A rank's coordinate on an axis, 0-d int64, the table of an order, or hops that leave nothing out."""
+    """Return a rank's coordinate on an axis (0-d int64), the table of an order, or hops that skip no step."""
     if given.kind == "coordinate":
         return torch.tensor(mesh.coordinates(rank)[given.name])
     return torch.tensor(order.table) if given.name == BLOCKS else torch.ones(given.spec.shape, dtype=torch.int64)

@@ -71,7 +71,7 @@ def body_program(
     return Normalize()(ir.Program(module, tuple(inputs), outputs, mesh), ctx)[0]
 
 
-def inline_functions(program: ir.Program, ctx: ir.Context) -> ir.Program:
+def inline_custom_functions(program: ir.Program, ctx: ir.Context) -> ir.Program:
     """Replace custom functions by the operators of their forward, and normalize the program."""
     if not any(map(function_of, program.calls())):
         return program

@@ -21,7 +21,7 @@ from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.program.spec import Dim, Factor, Spec
 from passes.program.stages import Stage
 from passes.rules.roles import roles
-from passes.sharding.custom import inline_functions
+from passes.sharding.custom import inline_custom_functions
 from passes.sharding.infer import Blocks, experts_of, infer
 
 LABELS = ("batch", "sequence")
@@ -76,7 +76,7 @@ class Place(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unmatched = set() if self.stored else set(self.plan or ())
-        inferred = infer(inline_functions(program, ctx), program.mesh["tp"]) if "tp" in program.mesh.axes else {}
+        inferred = infer(inline_custom_functions(program, ctx), program.mesh["tp"]) if "tp" in program.mesh.axes else {}
         experts = experts_of(program) if program.mesh.experts else {}
         if "tp" in program.mesh.experts:
             inferred = {name: blocks for name, blocks in inferred.items() if name not in experts}
