@@ -26,26 +26,26 @@ def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Prog
         return after
     (old, old_views), (new, new_views) = nodes_of(before), nodes_of(flat)
     views = [(node, new_views[name]) for name, node in old_views.items() if name in new_views]
-    for one, other in (*zip_longest(old, new), *views):
-        was, now = (format_node(node) if node else "nothing" for node in (one, other))
-        if was != now:
-            message = f"its calls do not give the program that was cut:\n  it was {was}\n  it is  {now}"
+    for old_node, new_node in (*zip_longest(old, new), *views):
+        old_text, new_text = (format_node(node) if node else "nothing" for node in (old_node, new_node))
+        if old_text != new_text:
+            message = f"its calls do not give the program that was cut:\n  it was {old_text}\n  it is  {new_text}"
             raise WrongProgram(step, None, message, verify_composed.__name__)
-        if names := differences(ir.record(one), ir.record(other), same_layout):
-            message = f"its calls do not give the program that was cut: of {was}, they change {', '.join(names)}"
-            raise WrongProgram(step, one, message, verify_composed.__name__)
+        if names := differences(ir.record(old_node), ir.record(new_node), same_layout):
+            message = f"its calls do not give the program that was cut: of {old_text}, they change {', '.join(names)}"
+            raise WrongProgram(step, old_node, message, verify_composed.__name__)
     return flat
 
 
 def nodes_of(program: ir.Program) -> tuple[list[fx.Node], dict[str, fx.Node]]:
     """Return (nodes in order; views, elements of tuples and site numbers by name)."""
-    nodes, aside = [], {}
+    nodes, views = [], {}
     for node in program.graph.nodes:
         if node.op == "call_function" and (is_view(node) or is_part(node) or is_site(node)):
-            aside[node.name] = node
+            views[node.name] = node
         else:
             nodes.append(node)
-    return nodes, aside
+    return nodes, views
 
 
 def is_part(node: fx.Node) -> bool:

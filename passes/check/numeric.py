@@ -81,12 +81,12 @@ def relative_error(old: Tensor, new: Tensor, scale: float, tolerance: float) -> 
     if not old.numel():
         return 0.0
     difference = (old.double() - new.double()).abs().flatten().nan_to_num(torch.inf)
-    at = int(difference.argmax())
-    error = difference[at].item() / (scale or 1.0)
+    index = int(difference.argmax())
+    error = difference[index].item() / (scale or 1.0)
     if error > tolerance:
         raise ValueError(
-            f"is off by {error:.3g} of its largest entry (tolerance {tolerance:.3g}): entry {at} "
-            f"was {old.flatten()[at]:.6g}, is {new.flatten()[at]:.6g}"
+            f"is off by {error:.3g} of its largest entry (tolerance {tolerance:.3g}): entry {index} "
+            f"was {old.flatten()[index]:.6g}, is {new.flatten()[index]:.6g}"
         )
     return error
 
@@ -113,16 +113,16 @@ def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> R
         program = with_authors_backward(on_one_device(program))
     elif program.stage < Stage.EXPLICIT:
         program, _ = Collectives()(program, ctx)
-    given = place_inputs(program, inputs)
-    for values in given if differentiable else ():
+    by_rank = place_inputs(program, inputs)
+    for values in by_rank if differentiable else ():
         for value, i in zip(values, program.inputs, strict=True):
             value.requires_grad_(i.kind == "parameter")
     with torch.set_grad_enabled(differentiable):
-        results = collect(program, Lockstep(program).run(given), given)
-    results |= differentiate(program, results, given) if differentiable else {}
-    several = microbatches_in([program])  # their losses and gradients are added, and all get the same input
+        results = collect(program, Lockstep(program).run(by_rank), by_rank)
+    results |= differentiate(program, results, by_rank) if differentiable else {}
+    microbatches = microbatches_in([program])  # their losses and gradients are added, and all get the same input
     return {
-        (kind, name): replace(result, value=result.value / several) if kind in ("loss", "gradient") else result
+        (kind, name): replace(result, value=result.value / microbatches) if kind in ("loss", "gradient") else result
         for (kind, name), result in results.items()
     }
 
@@ -130,11 +130,11 @@ def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> R
 def on_one_device(program: ir.Program) -> ir.Program:
     """Return a global program as the local program of a single rank."""
 
-    def whole(end: Any) -> Any:
+    def full(end: Any) -> Any:
         return replace(end, spec=Spec.whole(end.spec.shape))
 
     return replace(
-        program, mesh=Mesh(), inputs=tuple(map(whole, program.inputs)), outputs=tuple(map(whole, program.outputs))
+        program, mesh=Mesh(), inputs=tuple(map(full, program.inputs)), outputs=tuple(map(full, program.outputs))
     )
 
 
@@ -172,14 +172,14 @@ def _call(function: Function) -> Callable[..., Any]:
 
 def place_inputs(program: ir.Program, inputs: Mapping[str, Tensor]) -> list[list[Tensor]]:
     """Return copies of the inputs, by rank; raise CompileError naming an input that is missing or malformed."""
-    whole = [
-        None if i.kind in ("coordinate", "layout") else _whole(node, i, inputs)
+    full = [
+        None if i.kind in ("coordinate", "layout") else _full_value(node, i, inputs)
         for node, i in zip(program.placeholders(), program.inputs, strict=True)
     ]
     return [
         [
-            coordinate(program.mesh, rank, i, program.order) if v is None else _part(v, i.spec, program.mesh, at)
-            for i, v in zip(program.inputs, whole, strict=True)
+            coordinate(program.mesh, rank, i, program.order) if v is None else _local_part(v, i.spec, program.mesh, at)
+            for i, v in zip(program.inputs, full, strict=True)
         ]
         for rank, at in enumerate(program.mesh)
     ]
@@ -193,67 +193,67 @@ def telling(value: Tensor) -> Tensor:
     return (numbers / 16).reshape(value.shape).to(value.dtype)
 
 
-def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tensor:
-    name = given.original if is_own(given) else given.name
-    name = f"gradient.{name}" if given.kind == "gradient" else name
+def _full_value(node: fx.Node, input_: ir.Input, inputs: Mapping[str, Tensor]) -> Tensor:
+    name = input_.original if is_own(input_) else input_.name
+    name = f"gradient.{name}" if input_.kind == "gradient" else name
     dtype = ir.example(node).dtype
-    if given.value is not None:
-        return given.value
-    if given.count is not None:  # all microbatches get the same input
-        return given.count.of([inputs] * given.count.microbatches)
-    if name not in inputs and given.kind in ZERO_AT_FIRST:
-        return torch.zeros(given.spec.shape, dtype=dtype)
+    if input_.value is not None:
+        return input_.value
+    if input_.count is not None:  # all microbatches get the same input
+        return input_.count.of([inputs] * input_.count.microbatches)
+    if name not in inputs and input_.kind in ZERO_AT_FIRST:
+        return torch.zeros(input_.spec.shape, dtype=dtype)
     if name not in inputs:
-        raise ir.CompileError("numeric", node, f"no value is given for {given.kind} {name!r}")
+        raise ir.CompileError("numeric", node, f"{input_.kind} {name!r} has no value; add it to inputs")
     value = inputs[name].detach()
-    if tuple(value.shape) != given.spec.shape or value.is_floating_point() != dtype.is_floating_point:
+    if tuple(value.shape) != input_.spec.shape or value.is_floating_point() != dtype.is_floating_point:
         raise ir.CompileError(
             "numeric",
             node,
-            f"{given.kind} {name!r} is given as {value.dtype} {list(value.shape)}, "
-            f"the program takes {dtype} {list(given.spec.shape)}",
+            f"{input_.kind} {name!r} is given as {value.dtype} {list(value.shape)}, "
+            f"the program takes {dtype} {list(input_.spec.shape)}",
         )
     return value.to(dtype)
 
 
-def _part(whole: Tensor, spec: Spec, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
+def _local_part(full: Tensor, spec: Spec, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
     """Return a rank's part; of a partial sum the first rank has all, the others zeros."""
     has_terms = all(coordinates[axis] == 0 for axis in spec.partial_axes)
-    return shard(whole if has_terms else torch.zeros_like(whole), spec, mesh, coordinates)
+    return shard(full if has_terms else torch.zeros_like(full), spec, mesh, coordinates)
 
 
 # ---- results -------------------------------------------------------------------------------------
 
 
-def collect(program: ir.Program, outputs: Sequence[tuple[Any, ...]], given: Sequence[Sequence[Tensor]]) -> Results:
+def collect(program: ir.Program, outputs: Sequence[tuple[Any, ...]], by_rank: Sequence[Sequence[Tensor]]) -> Results:
     """Return full results by kind and name: computed outputs, and inputs written in place."""
     results: Results = {}
     for k, (node, output) in enumerate(zip(program.results(), program.outputs, strict=True)):
         if node.op != "placeholder":
-            whole = unshard([values[k] for values in outputs], output.spec, program.mesh)
-            results[output.kind, output.name] = Result(whole, node)
+            full = unshard([values[k] for values in outputs], output.spec, program.mesh)
+            results[output.kind, output.name] = Result(full, node)
     written = {node.args[0] for node in program.calls() if is_mutable(node)}
     for k, (node, i) in enumerate(zip(program.placeholders(), program.inputs, strict=True)):
         if node in written:
-            results[i.kind, i.name] = Result(unshard([values[k] for values in given], i.spec, program.mesh), node)
+            results[i.kind, i.name] = Result(unshard([values[k] for values in by_rank], i.spec, program.mesh), node)
     return results
 
 
-def differentiate(program: ir.Program, results: Results, given: Sequence[Sequence[Tensor]]) -> Results:
+def differentiate(program: ir.Program, results: Results, by_rank: Sequence[Sequence[Tensor]]) -> Results:
     """Return the loss's gradient for each full parameter; the terms of all ranks that hold an entry are added."""
     parameters = [k for k, i in enumerate(program.inputs) if i.kind == "parameter"]
     losses = [result.value for (kind, _), result in results.items() if kind == "loss" and result.value.requires_grad]
     if not losses or not parameters:
         return {}
-    wanted = [values[k] for k in parameters for values in given]
-    terms = iter(torch.autograd.grad(losses[0], wanted, materialize_grads=True))
-    nodes, found = program.placeholders(), {}
+    tensors = [values[k] for k in parameters for values in by_rank]
+    terms = iter(torch.autograd.grad(losses[0], tensors, materialize_grads=True))
+    nodes, gradients = program.placeholders(), {}
     for k in parameters:
         spec = program.inputs[k].spec
-        total = given[0][k].new_zeros(spec.shape)
+        total = by_rank[0][k].new_zeros(spec.shape)
         for coordinates in program.mesh:
             term = next(terms)
             for box in boxes(spec, program.mesh, coordinates):
                 box.of(total).add_(box.of_local(term))
-        found["gradient", program.inputs[k].name] = Result(total, nodes[k])
-    return found
+        gradients["gradient", program.inputs[k].name] = Result(total, nodes[k])
+    return gradients

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from passes.check.placements import axes_of, behind, origin_of
+from passes.check.placements import axes_of, origin_of, trace_back
 from passes.program import ir
 from passes.program.functions import function_of
 from passes.program.mesh import Mesh
@@ -37,19 +37,19 @@ def check_padding(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
         recorded = ir.spec(node)
         if origin is None or recorded is None:
             continue
-        path, sources = behind(node)
-        same = [source for source in sources if ir.stands_for(source) == origin.name]
-        if same:
-            yield from check_conversion(node, same[0], path, local.mesh)
+        path, sources = trace_back(node)
+        versions = [source for source in sources if ir.stands_for(source) == origin.name]
+        if versions:
+            yield from check_conversion(node, versions[0], path, local.mesh)
         elif not function_of(origin_of(origin)[0]):
             yield from check_operator(node, *origin_of(origin), local.mesh)
     for node, output in zip(local.results(), local.outputs, strict=True):
-        held = ir.spec(node)
-        if output.kind == "gradient" and output.spec.padded(local.mesh) and (held is None or held.fill != 0):
-            yield node, f"is a gradient whose padding may hold {what(held)}; it has to be 0"
+        spec = ir.spec(node)
+        if output.kind == "gradient" and output.spec.padded(local.mesh) and (spec is None or spec.fill != 0):
+            yield node, f"is a gradient whose padding may hold {fill_text(spec)}; it must be 0"
 
 
-def what(spec: Spec | None) -> str:
+def fill_text(spec: Spec | None) -> str:
     """Return the padding value as text; `anything` if it is unknown."""
     return "anything" if spec is None or spec.fill is None else f"{spec.fill:g}"
 
@@ -60,7 +60,7 @@ def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], me
     if before is None or after is None or after.fill is None or not after.padded(mesh) or not before.padded(mesh):
         return
     if after.fill != before.fill and not (after.fill == 0 and any(map(is_cut, path))):
-        yield node, f"has padding of {what(after)}, what it is converted from of {what(before)}"
+        yield node, f"has padding {fill_text(after)}, its source has {fill_text(before)}"
 
 
 def is_cut(node: fx.Node) -> bool:
@@ -74,23 +74,23 @@ def check_operator(node: fx.Node, op: fx.Node, index: int, mesh: Mesh) -> Iterat
     if rule.emit is not None or not isinstance(call, fx.Node) or call.target is not op.target:
         return  # built by the rule's `emit`
     operands = [nearest(operand) for operand in tensor_operands(call)]
-    held = [spec for operand in operands if (spec := ir.spec(operand)) is not None]
-    if len(held) < len(operands):
+    specs = [spec for operand in operands if (spec := ir.spec(operand)) is not None]
+    if len(specs) < len(operands):
         return
-    atoms = refine(rule, [spec.dims for spec in held], range(len(held)), mesh)
+    atoms = refine(rule, [spec.dims for spec in specs], range(len(specs)), mesh)
     axes = axes_of(atoms, mesh)
     if isinstance(axes, str):
         return  # reported by `placements`
     factors = {name: Factor(size, axes.get(name, ()), order=atoms.order) for name, size in atoms.sizes.items()}
     padded = {name for name, factor in factors.items() if factor.padded(mesh)}
-    for i, (operand, spec) in enumerate(zip(operands, held)):
-        needed = wanted(i, rule, atoms, padded, spec, mesh)
-        if needed is not None and spec.fill != needed and not sets(operand, needed):
-            yield node, f"needs {needed:g} in the padding of operand {i}, %{operand.name}, which may hold {what(spec)}"
+    for i, (operand, spec) in enumerate(zip(operands, specs)):
+        needed = needed_fill(i, rule, atoms, padded, spec, mesh)
+        if needed is not None and spec.fill != needed and not is_mask_with(operand, needed):
+            yield node, f"needs {needed:g} in the padding of operand {i}, %{operand.name}; it may be {fill_text(spec)}"
     recorded = ir.spec(node)
-    found = made(rule, atoms, index, padded, [rule.pad_safe.get(i, spec.fill) for i, spec in enumerate(held)])
-    if recorded and recorded.padded(mesh) and recorded.fill is not None and found != recorded.fill:
-        yield node, f"is said to hold {what(recorded)} in padding, its rule makes {found} of its operands' there"
+    fill = result_fill(rule, atoms, index, padded, [rule.pad_safe.get(i, spec.fill) for i, spec in enumerate(specs)])
+    if recorded and recorded.padded(mesh) and recorded.fill is not None and fill != recorded.fill:
+        yield node, f"is recorded with padding {fill_text(recorded)}, its rule gives {fill}"
 
 
 def nearest(node: fx.Node) -> fx.Node:
@@ -100,12 +100,12 @@ def nearest(node: fx.Node) -> fx.Node:
     return node
 
 
-def sets(node: fx.Node, number: float) -> bool:
+def is_mask_with(node: fx.Node, number: float) -> bool:
     """Return True if a node is a mask that sets padding (or, for infinity, padding along some dims) to a number."""
     return node.target is MASK and (node.args[2] == number or math.isinf(number))
 
 
-def wanted(i: int, rule: Rule, atoms: Atoms, padded: set[str], spec: Spec, mesh: Mesh) -> float | None:
+def needed_fill(i: int, rule: Rule, atoms: Atoms, padded: set[str], spec: Spec, mesh: Mesh) -> float | None:
     """Return the number that an operator needs in the padding of operand `i`, if any."""
     if i in rule.pad_safe and spec.padded(mesh):
         return rule.pad_safe[i]
@@ -113,10 +113,10 @@ def wanted(i: int, rule: Rule, atoms: Atoms, padded: set[str], spec: Spec, mesh:
     return None if padded.isdisjoint(folded) else rule.pad_in
 
 
-def made(rule: Rule, atoms: Atoms, index: int, padded: set[str], held: Sequence[float | None]) -> float | None:
+def result_fill(rule: Rule, atoms: Atoms, index: int, padded: set[str], fills: Sequence[float | None]) -> float | None:
     """Return the padding value of a result; None if it differs between padded dims."""
     numbers = set()
     for name in (name for dim in atoms.results[index] for name in dim if name in padded):
-        has = [any(name in dim for dim in operand) for operand in atoms.operands]
-        numbers.add(rule.pad_out([fill if has_it else math.nan for has_it, fill in zip(has, held)]))
+        has_dim = [any(name in dim for dim in operand) for operand in atoms.operands]
+        numbers.add(rule.pad_out([fill if has_it else math.nan for has_it, fill in zip(has_dim, fills)]))
     return numbers.pop() if len(numbers) == 1 else None

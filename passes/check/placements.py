@@ -44,40 +44,40 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
     for node in local.graph.nodes:
         if (spec := ir.spec(node)) is not None:
             versions[ir.stands_for(node)].append(spec)
-    trained = trained_of(whole)
+    differentiable = differentiable_nodes(whole)
     for node in local.calls():
         origin = origins.get(ir.stands_for(node))
         recorded = ir.spec(node)
         if origin is None or recorded is None:
             continue
-        path, sources = behind(node)
+        path, sources = trace_back(node)
         names = {origin.name}
         if any(step.target in RESHARD_OPS for step in path):
-            names.update(below_cast(origin))
-        same = [source for source in sources if ir.stands_for(source) in names]
-        if same:
-            if breaks_order(origin, axes_of_rows(origin, same[0]), axes_of_rows(origin, node)):
-                yield node, f"is placed {recorded}: rows in a rank's own order are converted from {ir.spec(same[0])}"
-            yield from check_conversion(node, same[0], path, local.mesh)
+            names.update(cast_operand(origin))
+        earlier = [source for source in sources if ir.stands_for(source) in names]
+        if earlier:
+            if breaks_order(origin, axes_of_rows(origin, earlier[0]), axes_of_rows(origin, node)):
+                yield node, f"is placed {recorded}: rows in a rank's own order are resharded from {ir.spec(earlier[0])}"
+            yield from check_conversion(node, earlier[0], path, local.mesh)
         else:
-            yield from check_application(node, origin, sources, versions, trained, local.mesh)
+            yield from check_application(node, origin, sources, versions, differentiable, local.mesh)
 
 
-def below_cast(node: fx.Node) -> tuple[str, ...]:
+def cast_operand(node: fx.Node) -> tuple[str, ...]:
     """Return the name of a cast's operand, which may stand for the cast: a gather casts after it exchanges."""
     return (tensor_operands(node)[0].name,) if node.target is CAST else ()
 
 
-def trained_of(whole: ir.Program) -> set[fx.Node]:
+def differentiable_nodes(whole: ir.Program) -> set[fx.Node]:
     """Return the nodes, of a program with a loss, through which gradients of its parameters flow."""
-    given = zip(whole.placeholders(), whole.inputs)
-    found = {node for node, i in given if i.kind == "parameter" and any(o.kind == "loss" for o in whole.outputs)}
+    inputs = zip(whole.placeholders(), whole.inputs)
+    nodes = {node for node, i in inputs if i.kind == "parameter" and any(o.kind == "loss" for o in whole.outputs)}
     for node in whole.calls():
         value = ir.value(node)
-        counts = isinstance(value, (tuple, list)) or ir.is_tensor(node) and ir.may_have_gradient(node)
-        if counts and node.target is not DETACH and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        has_gradient = isinstance(value, (tuple, list)) or ir.is_tensor(node) and ir.may_have_gradient(node)
+        if has_gradient and node.target is not DETACH and not nodes.isdisjoint(node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def breaks_order(origin: fx.Node, before: set[str], after: set[str]) -> bool:
@@ -92,18 +92,18 @@ def axes_of_rows(origin: fx.Node, node: fx.Node) -> set[str]:
     return {axis for dim in dims for factor in dim for axis in factor.axes}
 
 
-def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+def trace_back(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """Return (the nodes that compute it, in order, itself included; the nearest sources that stand for a node)."""
     path: list[fx.Node] = []
     sources: list[fx.Node] = []
-    found = {node}
+    visited = {node}
     queue = [node]
     while queue:
         inner = queue.pop()
         path.append(inner)
         for operand in inner.all_input_nodes:
-            if operand not in found:
-                found.add(operand)
+            if operand not in visited:
+                visited.add(operand)
                 (sources if ir.stands_for(operand) or operand.op == "placeholder" else queue).append(operand)
     return sorted(path), [source for source in sources if ir.stands_for(source)]
 
@@ -123,7 +123,7 @@ def check_application(
     origin: fx.Node,
     sources: list[fx.Node],
     versions: Mapping[str, list[Spec]],
-    trained: Set[fx.Node],
+    trained_nodes: Set[fx.Node],
     mesh: Mesh,
 ) -> Iterator[Finding]:
     """Check a result's record against its operator's rule; `versions` are the placements of each value."""
@@ -133,106 +133,108 @@ def check_application(
     rule = rule_of(op)
     read = {ir.stands_for(source): [spec] for source in sources if (spec := ir.spec(source)) is not None}
     for operand in tensor_operands(op) if rule.emit else ():
-        for below in below_cast(operand):
-            read.setdefault(operand.name, read.get(below, []))
+        for source in cast_operand(operand):
+            read.setdefault(operand.name, read.get(source, []))
     operands = [(operand.name, tuple(ir.example(operand).shape)) for operand in tensor_operands(op)]
     for name, _ in operands:
         if name not in read and rule.emit is None:
-            yield node, f"reads nothing that stands for %{name}, an operand of %{op.name}"
+            yield node, f"has no operand that stands for %{name}, an operand of %{op.name}"
             return
     # an emitted operator may use only the shape of an operand: then any placement of that operand is accepted,
     # and one without a placement is assumed to be placed as a result of its shape
-    mine = [spec for spec in (ir.spec(node),) if spec is not None]
-    held = [read.get(name) or versions[name] or [s for s in mine if s.shape == shape] for name, shape in operands]
-    own = [i for i, operand in enumerate(tensor_operands(op)) if operand in trained]
-    wrong = [disagrees(node, rule, choice, index, own, mesh) for choice in itertools.product(*held)]
-    if all(wrong):
-        yield node, wrong[0] if wrong else "reads what is placed nowhere"
+    own = [spec for spec in (ir.spec(node),) if spec is not None]
+    choices = [read.get(name) or versions[name] or [s for s in own if s.shape == shape] for name, shape in operands]
+    trained = [i for i, operand in enumerate(tensor_operands(op)) if operand in trained_nodes]
+    problems = [disagreement(node, rule, choice, index, trained, mesh) for choice in itertools.product(*choices)]
+    if all(problems):
+        yield node, problems[0] if problems else "has an operand without a placement"
 
 
-def disagrees(node: fx.Node, rule: Rule, held: Sequence[Spec], index: int, trained: Sequence[int], mesh: Mesh) -> str:
-    """Return the reason why a rule does not give the node's record for operands placed as `held`, or "".
+def disagreement(
+    node: fx.Node, rule: Rule, specs: Sequence[Spec], index: int, graded: Sequence[int], mesh: Mesh
+) -> str:
+    """Return the reason why a rule does not give the node's record for operands placed as `specs`, or "".
 
     `trained` are the numbers of operands with a gradient.
     """
-    operands, found = ", ".join(map(str, held)), results_of(rule, held, mesh)
-    if isinstance(found, str):
-        return f"runs on {operands}: {found}"
-    for axis, i in itertools.product(mesh.axes, trained):
-        apart = any(spec.state(axis) != "invariant" for spec in held)
-        if apart and held[i].state(axis) == "invariant":
-            return f"runs on {operands}: operand {i} is the same over {axis}, its gradient lacks the other ranks' terms"
-    why = differs(found[index], ir.spec(node), mesh)
-    return why and f"is placed {ir.spec(node)}, its rule makes {found[index]} of {operands}: {why}"
+    operands, results = ", ".join(map(str, specs)), results_of(rule, specs, mesh)
+    if isinstance(results, str):
+        return f"runs on {operands}: {results}"
+    for axis, i in itertools.product(mesh.axes, graded):
+        differs = any(spec.state(axis) != "invariant" for spec in specs)
+        if differs and specs[i].state(axis) == "invariant":
+            return f"runs on {operands}: operand {i} is invariant over {axis}, its gradient lacks other ranks' terms"
+    problem = difference(results[index], ir.spec(node), mesh)
+    return problem and f"is placed {ir.spec(node)}, its rule gives {results[index]} for {operands}: {problem}"
 
 
-def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str:
+def results_of(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> list[Spec] | str:
     """Return the placements that a rule gives its results, or the reason why it does not run on these operands."""
-    atoms = refine(rule, [spec.dims for spec in held], range(len(held)), mesh)
+    atoms = refine(rule, [spec.dims for spec in specs], range(len(specs)), mesh)
     axes = axes_of(atoms, mesh)
     if isinstance(axes, str):
         return axes
     kinds: list[dict[str, str]] = [{} for _ in atoms.results]
     for axis in mesh.axes:
-        found = on_axis(axis, atoms, axes, held, mesh)
-        if isinstance(found, str):
-            return found
-        for kind, state in zip(kinds, found):
+        states = on_axis(axis, atoms, axes, specs, mesh)
+        if isinstance(states, str):
+            return states
+        for kind, state in zip(kinds, states):
             kind[axis] = state
-    return [placed(dims, atoms, axes, kind, mesh) for dims, kind in zip(atoms.results, kinds)]
+    return [build_spec(dims, atoms, axes, kind, mesh) for dims, kind in zip(atoms.results, kinds)]
 
 
 def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
     """Return the axes that shard each atom, or the reason why operands disagree."""
     axes: dict[str, tuple[str, ...]] = {}
-    for i, (dims, held) in enumerate(zip(atoms.operands, atoms.factors)):
-        for names, factors in zip(dims, held):
+    for i, (dims, dim_factors) in enumerate(zip(atoms.operands, atoms.factors)):
+        for names, factors in zip(dims, dim_factors):
             if factors is None:
-                return f"shards of operand {i} lie across the factors {names}"
+                return f"shards of operand {i} cut the factors {names}"
             for name, factor in zip(names, factors):
                 if axes.setdefault(name, factor.axes) != factor.axes and factor.size > 1:
                     return f"operand {i} has {name} over {factor.axes or 'none'}, another over {axes[name] or 'none'}"
-    whole = override_axes(axes, place_by_rule(atoms, mesh), mesh)
-    for name, mine in axes.items():
-        if mine != whole[name] and atoms.sizes[name] > 1:
-            return f"{name} is over {mine or 'none'}, not over {whole[name] or 'none'}, where the operator puts it"
-    return whole
+    final = override_axes(axes, place_by_rule(atoms, mesh), mesh)
+    for name, current in axes.items():
+        if current != final[name] and atoms.sizes[name] > 1:
+            return f"{name} is over {current or 'none'}, but the operator places it over {final[name] or 'none'}"
+    return final
 
 
 def on_axis(
-    axis: str, atoms: Atoms, axes: dict[str, tuple[str, ...]], held: Sequence[Spec], mesh: Mesh
+    axis: str, atoms: Atoms, axes: dict[str, tuple[str, ...]], specs: Sequence[Spec], mesh: Mesh
 ) -> list[str] | str:
     """Return each result's state on an axis, or why the operator cannot run.
 
     States are `shard`, `sum`, `max`, `replicate` and `invariant`.
     """
     rule = atoms.rule
-    over = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
-    own = place_by_rule(atoms, mesh)
-    chosen = [atom for atom in over if atom not in own]
-    terms = frozenset(i for i, spec in enumerate(held) if spec.state(axis) == "partial")
+    sharding = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
+    placed_by_rule = place_by_rule(atoms, mesh)
+    chosen = [atom for atom in sharding if atom not in placed_by_rule]
+    terms = frozenset(i for i, spec in enumerate(specs) if spec.state(axis) == "partial")
     if len(chosen) > 1:
         return f"{axis} shards both {chosen[0]} and {chosen[1]}"
     for atom in chosen:
         if not rule.may_shard(atoms.origin(atom), axis):
-            return f"{atoms.origin(atom)} has to be whole and is sharded over {axis}"
+            return f"{atoms.origin(atom)} is sharded over {axis}, but cannot be sharded"
         if not rule.may_lie(atoms.origin(atom), axes[atom]):
             return f"{atoms.origin(atom)} is sharded over {', '.join(axes[atom])}, in another order than over {axis}"
-    if over:
+    if sharding:
         if terms:
-            return f"operand {min(terms)} is a sum over {axis}, which shards {over[0]}"
-        gone = next((rule.reduced[o] for a in over if (o := atoms.origin(a)) in rule.reduced), "replicate")
-        kept = [{name for dim in dims for name in dim} for dims in atoms.results]
-        return [gone if names.isdisjoint(over) else "shard" for names in kept]
+            return f"operand {min(terms)} is a sum over {axis}, which shards {sharding[0]}"
+        missing = next((rule.reduced[o] for a in sharding if (o := atoms.origin(a)) in rule.reduced), "replicate")
+        names_of_results = [{name for dim in dims for name in dim} for dims in atoms.results]
+        return [missing if names.isdisjoint(sharding) else "shard" for names in names_of_results]
     if terms:
-        hows = {how for i in terms for a, how in held[i].partial if a == axis}
-        if terms not in rule.linear or hows != {"sum"}:
+        kinds = {kind for i in terms for a, kind in specs[i].partial if a == axis}
+        if terms not in rule.linear or kinds != {"sum"}:
             return f"operands {sorted(terms)} are partial over {axis}, in which the operator is not linear"
         return ["sum"] * len(atoms.results)
-    return ["replicate" if any(spec.state(axis) == "replicate" for spec in held) else "invariant"] * len(atoms.results)
+    return ["replicate" if any(spec.state(axis) == "replicate" for spec in specs) else "invariant"] * len(atoms.results)
 
 
-def placed(
+def build_spec(
     dims: Sequence[tuple[str, ...]], atoms: Atoms, axes: dict[str, tuple[str, ...]], kinds: dict[str, str], mesh: Mesh
 ) -> Spec:
     """Return the placement with the atoms' axes, and the given states on the other axes."""
@@ -244,16 +246,16 @@ def placed(
     return Spec(shape, partial, tuple(axis for axis, kind in kinds.items() if kind == "replicate"))
 
 
-def differs(found: Spec, recorded: Spec | None, mesh: Mesh) -> str:
+def difference(found: Spec, recorded: Spec | None, mesh: Mesh) -> str:
     """Return what the record claims beyond the placement found, or ""; replicate claims less than invariant."""
     assert recorded is not None
-    for d, (mine, theirs) in enumerate(zip(found.dims, recorded.dims)):
-        if unlabelled(mine, mesh) != unlabelled(theirs, mesh):
+    for d, (dim, recorded_dim) in enumerate(zip(found.dims, recorded.dims)):
+        if unlabelled(dim, mesh) != unlabelled(recorded_dim, mesh):
             return f"dim {d}"
-    hows, said = dict(found.partial), dict(recorded.partial)
+    kinds, claims = dict(found.partial), dict(recorded.partial)
     for axis in mesh.axes:
         state, claim = found.state(axis), recorded.state(axis)
-        if (state, claim) != ("invariant", "replicate") and (state, hows.get(axis)) != (claim, said.get(axis)):
+        if (state, claim) != ("invariant", "replicate") and (state, kinds.get(axis)) != (claim, claims.get(axis)):
             return f"{claim} over {axis}, found {state}"
     return ""
 
@@ -272,23 +274,23 @@ def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], me
     if before is None or after is None:
         return
     if before.shape != after.shape:
-        yield node, f"is of shape {after.shape}, what it is converted from of {before.shape}"
+        yield node, f"is of shape {after.shape}, its source of {before.shape}"
     states = {axis: before.state(axis) for axis in mesh.axes}
-    hows = dict(before.partial)
+    kinds = dict(before.partial)
     for step in path:
         op = RESHARD_OPS.get(step.target)
         for axis in mesh.over(axis_of(step) or "") if op else ():
             if states[axis] not in op.takes:
-                got = f"it gets {states[axis]}: %{source.name} {before}"
-                yield step, f"takes {' or '.join(op.takes)} on {axis!r}, {got}"
-            elif op.reduces and hows.get(axis) != op.reduces:
-                yield step, f"completes a {op.reduces} over {axis!r}, its operand is a {hows[axis]}"
+                operand_state = f"it gets {states[axis]}: %{source.name} {before}"
+                yield step, f"takes {' or '.join(op.takes)} on {axis!r}, {operand_state}"
+            elif op.reduces and kinds.get(axis) != op.reduces:
+                yield step, f"completes a {op.reduces} over {axis!r}, its operand is a {kinds[axis]}"
             states[axis] = op.gives
     for axis in mesh.axes:
-        if not may_be_called(states[axis], after.state(axis)):
-            yield node, f"is placed {after}, {states[axis]} over {axis} on its way from %{source.name} {before}"
+        if not may_claim(states[axis], after.state(axis)):
+            yield node, f"is placed {after}, but {states[axis]} over {axis}, converted from %{source.name} {before}"
 
 
-def may_be_called(state: str, claim: str) -> bool:
+def may_claim(state: str, claim: str) -> bool:
     """Return True if a state may be recorded as `claim`: without gradients, replicate and invariant are the same."""
     return state == claim or {state, claim} == {"invariant", "replicate"}

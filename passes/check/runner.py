@@ -68,11 +68,11 @@ def check_order(passes: Sequence[ir.Pass], stage: Stage) -> None:
     """
     for number, step in enumerate(passes):
         if stage not in step.takes:
-            taken = " or ".join(map(str, step.takes))
-            what = "too late" if stage > max(step.takes) else "too early"
-            raise ValueError(f"pass {step.name!r} takes a {taken} program, not a {stage} one: it comes {what}")
-        if late := [later.name for later in passes[number + 1 :] if later.name in step.after]:
-            raise ValueError(f"pass {step.name!r} comes before {', '.join(late)}, which it must follow")
+            expected = " or ".join(map(str, step.takes))
+            problem = "too late" if stage > max(step.takes) else "too early"
+            raise ValueError(f"pass {step.name!r} takes a {expected} program, not a {stage} one: it comes {problem}")
+        if later_names := [later.name for later in passes[number + 1 :] if later.name in step.after]:
+            raise ValueError(f"pass {step.name!r} comes before {', '.join(later_names)}, which it must follow")
         stage = stage if step.gives is None else step.gives
 
 
@@ -105,8 +105,8 @@ def run_passes(
     ) -> None:
         nonlocal ledger
         with failing_as(step):
-            whole, avals, errors = check(step, before, after, report, keeps)
-            ledger = ledger if ledger and ledger.avals is avals else Ledger(whole, avals)
+            inlined, avals, errors = check(step, before, after, report, keeps)
+            ledger = ledger if ledger and ledger.avals is avals else Ledger(inlined, avals)
             accounting = summed(ledger)
         counts = len(before.graph.nodes), len(after.graph.nodes)
         report = replace(report, bodies=())  # verified by now, and too large to keep
@@ -142,26 +142,26 @@ def failing_as(name: str) -> Iterator[None]:
     except ir.CompileError:
         raise
     except Exception as error:
-        said = str(error).partition("\n\nWhile executing")[0]  # without the lines that fx.Interpreter adds
-        raise ir.CompileError(name, node_at(error), f"{type(error).__name__}: {said}") from error
+        message = str(error).partition("\n\nWhile executing")[0]  # without the lines that fx.Interpreter adds
+        raise ir.CompileError(name, node_at(error), f"{type(error).__name__}: {message}") from error
 
 
 def node_at(error: BaseException) -> fx.Node | None:
     """Return the node that a failed pass was working on: that of its innermost frame with one."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        held = [frame.f_locals.get("node"), *frame.f_locals.values()]
-        if found := next((value for value in held if isinstance(value, fx.Node) and ir.source(value)), None):
-            return found
+        values = [frame.f_locals.get("node"), *frame.f_locals.values()]
+        if node := next((value for value in values if isinstance(value, fx.Node) and ir.source(value)), None):
+            return node
     return None
 
 
 def contents(program: ir.Program) -> list[Any]:
     """Return the objects that a program consists of: a rewrite in place changes them or their order."""
-    found: list[Any] = []
+    objects: list[Any] = []
     for module in program.module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            found += (node, node.name, node.target, node.args, node.kwargs, ir.record(node))
-    return found
+            objects += (node, node.name, node.target, node.args, node.kwargs, ir.record(node))
+    return objects
 
 
 class _Checker:
@@ -173,7 +173,7 @@ class _Checker:
         if verify == "numeric" and inputs is None:
             raise ValueError("verify='numeric' runs the program: give run_passes(inputs=...)")
         self.verify, self.ctx, self.inputs = verify, ctx, inputs or {}
-        self.seen: list[Any] = []
+        self.contents: list[Any] = []
         self.results: Results | None = known or None
         self.numbers: Numbers | None = None  # of the last program
         self.avals: tuple[ir.Program, Avals] | None = None  # the last program, inlined, and its nodes' values
@@ -181,7 +181,7 @@ class _Checker:
     def remember(self, before: ir.Program) -> None:
         """Record the program's contents before a pass sees it."""
         if self.verify != "none":
-            self.seen = contents(before)
+            self.contents = contents(before)
         if self.verify == "numeric" and self.results is None:
             self.results = run(before, self.ctx, self.inputs)
 
@@ -192,9 +192,9 @@ class _Checker:
 
         A pass with `keeps` has to keep every value. Raises CompileError naming the pass.
         """
-        seen, self.seen = self.seen, []  # otherwise it would keep the program before alive
-        now = contents(before) if self.verify != "none" else []
-        if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
+        old, self.contents = self.contents, []  # otherwise it would keep the program before alive
+        new = contents(before) if self.verify != "none" else []
+        if len(new) != len(old) or not all(map(operator.is_, new, old)):
             raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
         if before.stage < after.stage is Stage.SEGMENTED:
             verify_composed(step, before, after)
@@ -207,7 +207,7 @@ class _Checker:
             avals = verify_spec(after, self.ctx, pass_name=step, before=before, bodies=report.bodies, avals=known)
             if numbers is not None and known is None:
                 self.numbers = Numbers(after, avals)
-                verify_kept(numbers, self.meant(before, self.numbers), pass_name=step)
+                verify_kept(numbers, self.resolve_meanings(before, self.numbers), pass_name=step)
         self.avals = after, avals
         return after, avals, self.compare(step, before, after) if self.verify == "numeric" else {}
 
@@ -217,7 +217,7 @@ class _Checker:
             return self.numbers
         return Numbers(before, self.known(before) or abstract_eval(before, self.ctx))
 
-    def meant(self, before: ir.Program, numbers: Numbers) -> Numbers:
+    def resolve_meanings(self, before: ir.Program, numbers: Numbers) -> Numbers:
         """Return the numbers of the program after a pass, with operators that it added replaced by their meaning."""
         program = numbers.program if any(map(meaning_of, before.calls())) else as_meant(numbers.program, self.ctx)
         return numbers if program is numbers.program else Numbers(program, abstract_eval(program, self.ctx))

@@ -44,11 +44,11 @@ SWAPS = frozenset({"t", "transpose"})  # operators that undo themselves
 def check_kept(before: Numbers, after: Numbers) -> Iterator[Finding]:
     """Yield the values that both programs return or store, but that differ in the second."""
     if before.program.stage < Stage.BUCKETED <= after.program.stage:
-        before, after = before.but_for(after), after.but_for(before)
-    for (what, *end), number in before.results().items():
-        found = after.results().get((what, *end), number)
-        if found != number:
-            yield after.first_apart(before), f"makes another value of {' '.join(map(repr, end))}, which is {what}"
+        before, after = before.follow_new(after), after.follow_new(before)
+    for (place, *key), number in before.results().items():
+        other = after.results().get((place, *key), number)
+        if other != number:
+            yield after.first_difference(before), f"makes another value of {' '.join(map(repr, key))}, which is {place}"
 
 
 def number_of(*parts: Any) -> int:
@@ -77,8 +77,8 @@ class Numbers:
     draws: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        for node, given in zip(self.program.placeholders(), self.program.inputs, strict=True):
-            self.of[node] = number_of("input", given.kind, given.name)
+        for node, input_ in zip(self.program.placeholders(), self.program.inputs, strict=True):
+            self.of[node] = number_of("input", input_.kind, input_.name)
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
                 self.of[node] = number_of("attribute", node.target)
@@ -87,22 +87,22 @@ class Numbers:
             elif node.op == "call_function":
                 self.of[node] = self.call(node)
 
-    def but_for(self, other: Numbers) -> Numbers:
+    def follow_new(self, other: Numbers) -> Numbers:
         """Return the numbers with nodes followed that the other program lacks."""
-        known = {node.name for node in other.program.graph.nodes}
-        return Numbers(self.program, self.avals, {node for node in self.program.calls() if node.name not in known})
+        others = {node.name for node in other.program.graph.nodes}
+        return Numbers(self.program, self.avals, {node for node in self.program.calls() if node.name not in others})
 
     def results(self) -> dict[tuple[str, str, str], int]:
         """Return the numbers of returned values and of the inputs' final contents, by kind and name."""
         ends = zip(self.program.results(), self.program.outputs, strict=True)
         inputs = zip(self.program.placeholders(), self.program.inputs, strict=True)
-        found = {("returned", o.kind, o.name): self.read(n) for n, o in ends}
-        return found | {("stored", i.kind, i.name): self.written[n] for n, i in inputs if n in self.written}
+        numbers = {("returned", o.kind, o.name): self.read(n) for n, o in ends}
+        return numbers | {("stored", i.kind, i.name): self.written[n] for n, i in inputs if n in self.written}
 
-    def first_apart(self, other: Numbers) -> fx.Node | None:
+    def first_difference(self, other: Numbers) -> fx.Node | None:
         """Return the first node whose number differs from that of its name in another program."""
-        known = {node.name: number for node, number in other.of.items()}
-        return next((n for n, number in self.of.items() if known.get(n.name, number) != number), None)
+        other_numbers = {node.name: number for node, number in other.of.items()}
+        return next((n for n, number in self.of.items() if other_numbers.get(n.name, number) != number), None)
 
     def read(self, node: fx.Node) -> int:
         """Return the number that reading the node gives at this point."""
@@ -115,23 +115,23 @@ class Numbers:
         """Return the number of an operator's result."""
         if is_mutable(node):
             return self.write(node)
-        found = self.by_algebra(node)
-        if found is None:
-            found = number_of(node.target, self.signature(node, node.args), self.signature(node, node.kwargs))
+        number = self.by_algebra(node)
+        if number is None:
+            number = number_of(node.target, self.signature(node, node.args), self.signature(node, node.kwargs))
         if is_random(node):
-            self.draws[found] += 1
-            return number_of(found, self.draws[found])
-        return found
+            self.draws[number] += 1
+            return number_of(number, self.draws[number])
+        return number
 
     def write(self, node: fx.Node) -> int:
         """Return the number of the first operand's new contents, and record it."""
         target: Any = node.args[0]
-        whole = node.target is aten.copy_.default and ir.example(target).dtype == ir.example(node.args[1]).dtype  # type: ignore
-        made = self.read(node.args[1]) if whole else number_of(node.target, self.signature(node, node.args))  # type: ignore
+        overwrites = node.target is aten.copy_.default and ir.example(target).dtype == ir.example(node.args[1]).dtype  # type: ignore
+        value = self.read(node.args[1]) if overwrites else number_of(node.target, self.signature(node, node.args))  # type: ignore
         base = base_of(target)
-        part = number_of("part", self.of[target], made, self.written.get(base))
-        self.written[base] = made if base is target else part
-        return made
+        part = number_of("part", self.of[target], value, self.written.get(base))
+        self.written[base] = value if base is target else part
+        return value
 
     def operand(self, node: fx.Node, operand: Any) -> int:
         """Return the number of an operand; a view takes its base's number before writes."""
@@ -177,9 +177,9 @@ class Numbers:
 
     def layout(self, node: fx.Node) -> Layout:
         """Return the layout of the node's tensor."""
-        found = self.avals.values[node]
-        assert isinstance(found, Value)
-        return found.layout
+        value = self.avals.values[node]
+        assert isinstance(value, Value)
+        return value.layout
 
 
 def _power(scale: int, x: int, exponent: int) -> int | None:
@@ -210,7 +210,7 @@ class Entry:
     node: fx.Node
     index: list[int]
     ranks: dict[str, int | str]
-    done: list[Any] = field(default_factory=list)  # casts and reductions on its path
+    operations: list[Any] = field(default_factory=list)  # casts and reductions on its path
 
 
 @dataclass
@@ -231,12 +231,12 @@ class Moved:
             return ()
         entry = Entry(self.node, [number_of(k, d, n) % n for d, n in enumerate(shape)], {})
         while entry.node in self.numbers.followed:
-            here = entry.node
+            current = entry.node
             if end := self.step(k, entry):
                 return end
-        number, stride = self.numbers.read_by[here, entry.node], self.numbers.layout(entry.node).stride
+        number, stride = self.numbers.read_by[current, entry.node], self.numbers.layout(entry.node).stride
         index = tuple(i if s else 0 for i, s in zip(entry.index, stride))  # broadcast entries share memory
-        return number, index, tuple(sorted(entry.ranks.items())), tuple(entry.done)
+        return number, index, tuple(sorted(entry.ranks.items())), tuple(entry.operations)
 
     def step(self, k: int, entry: Entry) -> str:
         """Go from a node's entry to that of an operand; return a description if it comes from none, otherwise ""."""
@@ -248,16 +248,16 @@ class Moved:
         if name in ("pad", "constant_pad_nd"):
             return self.unpadded(entry)
         entry.node = source = self.source(node)
-        given, made = self.numbers.layout(source), self.numbers.layout(node)
+        source_layout, layout = self.numbers.layout(source), self.numbers.layout(node)
         if self.numbers.avals.storages(node) <= self.numbers.avals.storages(source):
-            at = made.offset - given.offset + sum(i * s for i, s in zip(entry.index, made.stride))
-            entry.index = located(at, given.shape, given.stride)
+            at = layout.offset - source_layout.offset + sum(i * s for i, s in zip(entry.index, layout.stride))
+            entry.index = index_at(at, source_layout.shape, source_layout.stride)
         elif name in COPIES:
-            at = sum(i * s for i, s in zip(entry.index, rows(made.shape)))
-            entry.index = located(at, given.shape, rows(given.shape))
+            at = sum(i * s for i, s in zip(entry.index, contiguous_strides(layout.shape)))
+            entry.index = index_at(at, source_layout.shape, contiguous_strides(source_layout.shape))
         else:
             return f"made by %{node.name}"
-        entry.done += [made.dtype] if made.dtype != given.dtype else []
+        entry.operations += [layout.dtype] if layout.dtype != source_layout.dtype else []
         return ""
 
     def source(self, node: fx.Node) -> fx.Node:
@@ -273,13 +273,13 @@ class Moved:
         shape, parts = self.numbers.layout(entry.node).shape, self.numbers.program.mesh[a.axis]
         if record.kind == "all_gather":
             entry.ranks[a.axis], entry.index[a.dim] = divmod(entry.index[a.dim], shape[a.dim])
-            entry.done += [a.dtype] if a.dtype != self.numbers.layout(entry.node).dtype else []
+            entry.operations += [a.dtype] if a.dtype != self.numbers.layout(entry.node).dtype else []
             return ""
         if record.kind == "reduce_scatter":
-            own = entry.ranks.get(a.axis, number_of(k, a.axis) % parts)
-            entry.index[a.dim] += int(own) * -(-shape[a.dim] // parts)
+            rank = entry.ranks.get(a.axis, number_of(k, a.axis) % parts)
+            entry.index[a.dim] += int(rank) * -(-shape[a.dim] // parts)
         entry.ranks[a.axis] = "all"
-        entry.done.append((record.reduces, a.axis, getattr(a, "dtype", None), getattr(a, "reduce_dtype", None)))
+        entry.operations.append((record.reduces, a.axis, getattr(a, "dtype", None), getattr(a, "reduce_dtype", None)))
         return PADDING if record.kind == "reduce_scatter" and entry.index[a.dim] >= shape[a.dim] else ""
 
     def piece(self, entry: Entry) -> str:
@@ -307,12 +307,12 @@ PADDING = "padding"
 COPIES = frozenset({"clone", "contiguous", "reshape", "_to_copy", "to", "_unsafe_view"})
 
 
-def rows(shape: tuple[int, ...]) -> list[int]:
+def contiguous_strides(shape: tuple[int, ...]) -> list[int]:
     """Return the strides of a contiguous tensor."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
-def located(at: int, shape: tuple[int, ...], stride: Any) -> list[int]:
+def index_at(at: int, shape: tuple[int, ...], stride: Any) -> list[int]:
     """Return the index of the entry at a memory offset; the first if several share it."""
     index = [0] * len(shape)
     for d in sorted((d for d, n in enumerate(shape) if n > 1 and stride[d]), key=lambda d: -stride[d]):

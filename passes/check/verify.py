@@ -63,8 +63,8 @@ def verify_spec(
     run_checks(pass_name, STRUCTURE, program)
     if avals is None:
         avals = check_values_anew(program, ctx, pass_name)
-    meant = as_meant(program, ctx)
-    run_checks(pass_name, MEANING, meant)
+    resolved = as_meant(program, ctx)
+    run_checks(pass_name, MEANING, resolved)
     if before is not None:
         run_checks(pass_name, [check_results_kept], before, program)
     if before is not None and before.stage < Stage.LOCAL <= program.stage:
@@ -87,8 +87,8 @@ def check_values_anew(program: ir.Program, ctx: ir.Context, pass_name: str) -> A
     try:
         avals = abstract_eval(program, ctx)
     except ir.CompileError as error:
-        what = f"does not take its operands: {error}"
-        raise failure(pass_name, error.node, what, check_recorded.__name__) from error
+        problem = f"does not take its operands: {error}"
+        raise failure(pass_name, error.node, problem, check_recorded.__name__) from error
     run_checks(pass_name, [check_recorded], program, avals)
     return avals
 
@@ -117,8 +117,8 @@ def failure(pass_name: str, node: fx.Node | None, message: str, check: str) -> W
 def neighbours(node: fx.Node) -> str:
     """Return the lines of the ten nodes around a node, its own marked."""
     nodes = list(node.graph.nodes)
-    at = nodes.index(node)
-    shown = nodes[max(0, at - AROUND) : at + AROUND + 1]
+    position = nodes.index(node)
+    shown = nodes[max(0, position - AROUND) : position + AROUND + 1]
     return "\n".join(f"{'>' if n is node else ' '} {_line(n)}" for n in shown)
 
 
@@ -149,7 +149,7 @@ def check_phases(program: ir.Program) -> Iterator[Finding]:
     """Check that every operator has a phase of the step."""
     for node in program.calls():
         if ir.has_no_phase(node):
-            yield node, f"is of no phase; one of {', '.join(ir.PHASES)} has to be recorded with it"
+            yield node, f"has no phase; record one of {', '.join(ir.PHASES)}"
 
 
 def check_layers(program: ir.Program) -> Iterator[Finding]:
@@ -159,7 +159,7 @@ def check_layers(program: ir.Program) -> Iterator[Finding]:
     """
     for node in program.calls():
         if ir.has_no_layer(node):
-            yield node, "does not say which layer it is of, which has to be recorded with it, be it none"
+            yield node, "has no recorded layer; record its layer, or none"
             return
     forward = {node for node in program.calls() if ir.phase(node) == "forward"}
     outside = [node for node in forward if ir.layer(node) is None]
@@ -172,7 +172,7 @@ def check_layers(program: ir.Program) -> Iterator[Finding]:
     for node in sorted(outside, reverse=True):
         after[node] = set().union(*(after.get(n, {ir.layer(n) if n in forward else None}) for n in node.users))
         if len(after[node]) == 1 and after[node] <= before[node] - {None}:
-            yield node, f"is of no layer, between operators of {next(iter(after[node]))}"
+            yield node, f"has no layer, but is between operators of {next(iter(after[node]))}"
 
 
 def check_ends(program: ir.Program) -> Iterator[Finding]:
@@ -207,9 +207,9 @@ def _ends(program: ir.Program) -> list[tuple[fx.Node, ir.Input | ir.Output]]:
 def check_parts(program: ir.Program) -> Iterator[Finding]:
     """Check that no cast or copy drops imaginary parts, which PyTorch does with only a warning."""
     for node in program.calls():
-        at = {CAST: 0, COPY: 1}.get(node.target)
-        if at is not None and ir.example(node.args[at]).is_complex() and not ir.example(node).is_complex():
-            yield node, "drops the imaginary parts of complex numbers; take x.real where that is meant"
+        operand = {CAST: 0, COPY: 1}.get(node.target)
+        if operand is not None and ir.example(node.args[operand]).is_complex() and not ir.example(node).is_complex():
+            yield node, "drops the imaginary parts of complex numbers; use x.real if that is intended"
 
 
 STRUCTURE = (check_lint, check_values, check_phases, check_layers, check_ends, check_parts)
@@ -220,19 +220,19 @@ STRUCTURE = (check_lint, check_values, check_phases, check_layers, check_ends, c
 
 def check_recorded(program: ir.Program, avals: Avals) -> Iterator[Finding]:
     """Check that recorded shapes and dtypes equal the recomputed ones."""
-    for node, found in avals.values.items():
-        if not _agree(ir.value(node), found):
-            yield node, f"records {_text(ir.value(node))}, computes {_text(found)}"
+    for node, computed in avals.values.items():
+        if not _agree(ir.value(node), computed):
+            yield node, f"records {_text(ir.value(node))}, computes {_text(computed)}"
 
 
-def _agree(recorded: Any, found: Any) -> bool:
+def _agree(recorded: Any, computed: Any) -> bool:
     """Return True if a recorded value has the shapes and dtypes, or is the number, found."""
-    if isinstance(found, Value):
-        return isinstance(recorded, torch.Tensor) and (recorded.shape, recorded.dtype) == found.layout.entries
-    if isinstance(found, (tuple, list)):
-        same = isinstance(recorded, (tuple, list)) and len(recorded) == len(found)
-        return same and all(map(_agree, recorded, found))
-    return _text(recorded) == _text(found)
+    if isinstance(computed, Value):
+        return isinstance(recorded, torch.Tensor) and (recorded.shape, recorded.dtype) == computed.layout.entries
+    if isinstance(computed, (tuple, list)):
+        same_length = isinstance(recorded, (tuple, list)) and len(recorded) == len(computed)
+        return same_length and all(map(_agree, recorded, computed))
+    return _text(recorded) == _text(computed)
 
 
 def _text(tree: Any) -> str:
@@ -255,19 +255,19 @@ def check_results_kept(before: ir.Program, program: ir.Program) -> Iterator[Find
         return  # it continues from gradients that another program returned and stored
     stored = {inputs[n.args[0]] for n in program.calls() if n.target is COPY and n.args[0] in inputs}  # type: ignore[index]
     for node, output in zip(before.results(), before.outputs, strict=True):
-        places = [(kind, output.name) for kind in STORED_IN.get(output.kind, ())]
-        if (output.kind, output.name) not in returned and not stored.intersection(places):
+        stores = [(kind, output.name) for kind in STORED_IN.get(output.kind, ())]
+        if (output.kind, output.name) not in returned and not stored.intersection(stores):
             yield None, f"{output.kind} {output.name!r}, which %{node.name} was, is neither returned nor stored"
 
 
 def check_layers_kept(before: ir.Program, program: ir.Program) -> Iterator[Finding]:
     """Check that each layer keeps at least one of the nodes that stand for its operators."""
-    whole = {node.name: layer for node in before.calls() if (layer := ir.layer(node))}
-    standing = {node: layer for node in program.calls() if (layer := whole.get(ir.stands_for(node)))}
-    kept = set(map(ir.layer, standing))
-    for node, layer in standing.items():
-        if layer not in kept:
-            yield node, f"and all others that stand for operators of {layer} are not of it"
+    layers = {node.name: layer for node in before.calls() if (layer := ir.layer(node))}
+    successors = {node: layer for node in program.calls() if (layer := layers.get(ir.stands_for(node)))}
+    present = set(map(ir.layer, successors))
+    for node, layer in successors.items():
+        if layer not in present:
+            yield node, f"and all other nodes that stand for operators of {layer} are outside of it"
 
 
 def check_specs(program: ir.Program) -> Iterator[Finding]:
@@ -312,12 +312,12 @@ def check_collectives(program: ir.Program) -> Iterator[Finding]:
         if not program.mesh.has(axis):
             yield node, f"runs over axis {axis!r}, the mesh has {dict(program.mesh.sizes)}"
             continue
-        known = axis, *(f"{axis}:{whose}" for whose in (GRADIENTS, EXCHANGES, RING))
-        if (name := communicator_of(node)) not in known:
-            yield node, f"names communicator {name!r}, axis {axis!r} has {', '.join(map(repr, known))}"
-        bound = bind(node)
-        splits = [len(bound[name]) for name in ("output_split_sizes", "input_split_sizes") if name in bound]
-        for parts in (*splits, *(bound[name] for name in ("axis_size", "group_size") if name in bound)):
+        communicators = axis, *(f"{axis}:{kind}" for kind in (GRADIENTS, EXCHANGES, RING))
+        if (name := communicator_of(node)) not in communicators:
+            yield node, f"names communicator {name!r}, axis {axis!r} has {', '.join(map(repr, communicators))}"
+        arguments = bind(node)
+        splits = [len(arguments[name]) for name in ("output_split_sizes", "input_split_sizes") if name in arguments]
+        for parts in (*splits, *(arguments[name] for name in ("axis_size", "group_size") if name in arguments)):
             if parts != program.mesh[axis]:
                 yield node, f"is for {parts} ranks, axis {axis!r} has {program.mesh[axis]}"
 
@@ -344,11 +344,11 @@ def check_in_flight(program: ir.Program) -> Iterator[Finding]:
     for node in program.calls():
         if is_mutable(node):
             writes[base_of(node.args[0])] = node  # type: ignore[arg-type]
-        for sent in started(node).all_input_nodes if writes and _is_wait(node) else ():
-            write = writes.get(base_of(sent))
+        for operand in started(node).all_input_nodes if writes and _is_wait(node) else ():
+            write = writes.get(base_of(operand))
             if write is not None and started(node) < write:
-                sending = f"%{started(node).name}, which sends %{sent.name}"
-                yield node, f"waits for {sending}: %{write.name} has written into that meanwhile"
+                sending = f"%{started(node).name}, which sends %{operand.name}"
+                yield node, f"waits for {sending}: %{write.name} has overwritten it meanwhile"
 
 
 def _is_wait(node: fx.Node) -> bool:
@@ -378,7 +378,10 @@ def check_columns(program: ir.Program) -> Iterator[Finding]:
     """Check that second operands of float8 matmuls have contiguous columns, as their kernels require."""
     for node in program.calls():
         if node.target is torch.ops.aten._scaled_mm.default and ir.example(node.args[1]).stride(0) != 1:
-            yield node, f"takes %{node.args[1]} by columns, which lies in strides {ir.example(node.args[1]).stride()}"
+            yield (
+                node,
+                f"needs %{node.args[1]} in contiguous columns, not strides {ir.example(node.args[1]).stride()}",
+            )
 
 
 def check_expanded(program: ir.Program) -> Iterator[Finding]:
@@ -399,27 +402,33 @@ def check_roles(program: ir.Program) -> Iterator[Finding]:
     for node in program.calls():
         role = ir.record(node).role
         if role is None:
-            yield node, f"has no role; one of {', '.join(KINDS)} has to be recorded with it"
-        elif plainly_not := PLAINLY_NOT[role.kind](node, weights):
-            yield node, f"is {plainly_not}, its role is {role.kind}"
+            yield node, f"has no role; record one of {', '.join(KINDS)}"
+        elif contradiction := CONTRADICTIONS[role.kind](node, weights):
+            yield node, f"is {contradiction}, its role is {role.kind}"
 
 
 def not_prefetched(node: fx.Node, weights: Container[fx.Node]) -> str:
     """Return the reason why a node does not gather parameters ahead of their use, or ""."""
-    return "" if node in weights else f"{'a product' if is_product(node) else 'made'} of more than parameters"
+    return (
+        ""
+        if node in weights
+        else f"{'a matmul or attention' if is_product(node) else 'computed'} of more than parameters"
+    )
 
 
 def not_late(node: fx.Node, weights: Container[fx.Node]) -> str:
     """Return the reason why a node's value has other uses than being sent and updating parameters, or ""."""
     if is_product(node) or ir.phase(node) == "forward":
-        return "a product" if is_product(node) else "of the forward"
-    product = next((user for user in node.users if is_product(user) and ir.phase(user) == "backward"), None)
-    return f"read by %{product}, a product" if product else ""
+        return "a matmul or attention" if is_product(node) else "in the forward"
+    matmul = next((user for user in node.users if is_product(user) and ir.phase(user) == "backward"), None)
+    return f"read by %{matmul}, a matmul or attention" if matmul else ""
 
 
 def not_update(node: fx.Node, weights: Container[fx.Node]) -> str:
     """Return the reason why a node is differentiated or part of the backward, or ""."""
-    return f"a product of the {ir.phase(node)}" if is_product(node) and ir.phase(node) != "optimizer" else ""
+    return (
+        f"a matmul or attention of the {ir.phase(node)}" if is_product(node) and ir.phase(node) != "optimizer" else ""
+    )
 
 
 def is_product(node: fx.Node) -> bool:
@@ -427,7 +436,7 @@ def is_product(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and formula_of(node.target) is not None
 
 
-PLAINLY_NOT: dict[str, Callable[[fx.Node, Container[fx.Node]], str]] = {
+CONTRADICTIONS: dict[str, Callable[[fx.Node, Container[fx.Node]], str]] = {
     "own": lambda node, weights: "",
     "prefetch": not_prefetched,
     "late": not_late,
@@ -437,11 +446,11 @@ PLAINLY_NOT: dict[str, Callable[[fx.Node, Container[fx.Node]], str]] = {
 
 def check_gradients(program: ir.Program) -> Iterator[Finding]:
     """Check that each parameter has one gradient with a matching placement, and none after the update."""
-    found = Counter(o.name for o in program.outputs if o.kind == "gradient")
-    wanted = {Stage.JOINT: 1, Stage.STEP: 0}.get(program.stage)
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        if given.kind == "parameter" and wanted is not None and found[given.name] != wanted:
-            yield node, f"parameter {given.name!r} has {found[given.name]} gradients among the outputs"
+    counts = Counter(o.name for o in program.outputs if o.kind == "gradient")
+    expected = {Stage.JOINT: 1, Stage.STEP: 0}.get(program.stage)
+    for node, input_ in zip(program.placeholders(), program.inputs, strict=True):
+        if input_.kind == "parameter" and expected is not None and counts[input_.name] != expected:
+            yield node, f"parameter {input_.name!r} has {counts[input_.name]} gradients among the outputs"
     specs = {i.name: i.spec for i in program.inputs if i.kind == "parameter"}
     for node, output in zip(program.results(), program.outputs, strict=True):
         if output.kind == "gradient" and not is_gradient(output.spec, specs[output.name], program.mesh):
@@ -450,10 +459,10 @@ def check_gradients(program: ir.Program) -> Iterator[Finding]:
 
 def is_gradient(spec: Spec, parameter: Spec, mesh: Mesh) -> bool:
     """Return True if `spec` is the parameter's placement, or is partial on inner axes that shard the parameter."""
-    pairs = [(f.axes, g.axes) for dim, wanted in zip(spec.dims, parameter.dims) for f, g in zip(dim, wanted)]
-    sizes = [[f.size for f in dim] for dim in spec.dims] == [[f.size for f in dim] for dim in parameter.dims]
-    whole = {axis for mine, wanted in pairs for name in wanted[len(mine) :] for axis in mesh.over(name)}
-    return sizes and whole <= set(spec.partial_axes) and all(wanted[: len(mine)] == mine for mine, wanted in pairs)
+    pairs = [(f.axes, g.axes) for dim, full in zip(spec.dims, parameter.dims) for f, g in zip(dim, full)]
+    same_sizes = [[f.size for f in dim] for dim in spec.dims] == [[f.size for f in dim] for dim in parameter.dims]
+    gathered = {axis for axes, full in pairs for name in full[len(axes) :] for axis in mesh.over(name)}
+    return same_sizes and gathered <= set(spec.partial_axes) and all(full[: len(axes)] == axes for axes, full in pairs)
 
 
 def check_transitions(program: ir.Program) -> Iterator[Finding]:
@@ -480,14 +489,14 @@ def check_replicate(program: ir.Program) -> Iterator[Finding]:
             graded.add(node)
         if node.target in RESHARD_OPS:
             continue
-        known = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
+        placed = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
         for axis in program.mesh.axes:
-            other = next((n for n, spec in known if spec.state(axis) != "invariant"), None)
-            same = next((n for n, spec in known if n in graded and spec.state(axis) == "invariant"), None)
-            if other is not None and same is not None:
-                message = f"uses %{same.name}, the same on every rank of {axis!r}, with %{other.name}, placed "
+            differing = next((n for n, spec in placed if spec.state(axis) != "invariant"), None)
+            invariant = next((n for n, spec in placed if n in graded and spec.state(axis) == "invariant"), None)
+            if differing is not None and invariant is not None:
+                message = f"uses %{invariant.name}, the same on every rank of {axis!r}, with %{differing.name}, placed "
                 fix = ": its gradient would lack the other ranks' terms; put invariant_to_replicate before it"
-                yield node, f"{message}{ir.spec(other)}{fix}"
+                yield node, f"{message}{ir.spec(differing)}{fix}"
 
 
 def _passes_gradient(node: fx.Node) -> bool:

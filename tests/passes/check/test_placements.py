@@ -124,7 +124,7 @@ def test_operands_exchanged_for_others_are_found():
     node = next(n for n in after.calls() if ir.stands_for(n).startswith("mul") and len(n.all_input_nodes) == 2)
     node.args = (node.args[0], node.args[0])
     (found, message), *_ = check_placements(before, after)
-    assert found is node and "reads nothing that stands for" in message
+    assert found is node and "has no operand that stands for" in message
 
 
 def test_a_maximum_is_not_completed_by_adding():

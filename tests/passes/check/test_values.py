@@ -16,7 +16,7 @@ from torch import fx
 from passes.autograd import simplify
 from passes.autograd.simplify import Simplify
 from passes.check.runner import run_passes
-from passes.check.values import Numbers, check_kept, located
+from passes.check.values import Numbers, check_kept, index_at
 from passes.check.verify import check_in_flight
 from passes.communication import bucket, cse, overlap, reassociate
 from passes.communication.bucket import Bucket
@@ -170,7 +170,7 @@ def test_remat_from_another_input(monkeypatch):
     assert "makes another value of" in planted(monkeypatch, recompute, "clone", operand, Remat("full"))
 
 
-@pytest.mark.parametrize(("times", "text"), [(0, "is a full copy on every rank of"), (2, "what is the same on all ranks there")])
+@pytest.mark.parametrize(("times", "text"), [(0, "is a full copy on every rank of"), (2, "a value that is already a sum over them")])
 def test_optimize_that_reduces_over_too_few_axes_or_twice(monkeypatch, times, text):
     right = optimize.reduce_gradient
 
@@ -220,9 +220,9 @@ def test_overlap_that_waits_after_what_is_sent_is_overwritten():
     write = next(n for n in wrong.calls() if n.target is aten.copy_.default and n.args[0] is base_of(start.args[0]))
     start.append(write)
     assert wait > write
-    assert any("has written into that meanwhile" in message for _, message in check_in_flight(wrong))
+    assert any("has overwritten it meanwhile" in message for _, message in check_in_flight(wrong))
 
 
 def test_entries_that_share_memory_are_the_first_of_them():
     expanded = torch.empty(3, 1, 2).expand(3, 4, 2)
-    assert located(3, tuple(expanded.shape), expanded.stride()) == [1, 0, 1]
+    assert index_at(3, tuple(expanded.shape), expanded.stride()) == [1, 0, 1]

@@ -89,7 +89,7 @@ def test_an_operator_of_no_phase_is_found(phase):
     """A rewrite that forgets it would move a node of the backward into the forward."""
     where, ctx = program()
     ir.update(next(n for n in where.calls() if n.target is aten.mul.Tensor), phase=phase)
-    assert "is of no phase; one of forward, backward, optimizer has to be recorded with it" in message(where, ctx)
+    assert "has no phase; record one of forward, backward, optimizer" in message(where, ctx)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -98,7 +98,7 @@ def test_an_operator_that_does_not_say_its_layer_is_found(phase):
     where, ctx = program()
     wrong = next(n for n in where.calls() if n.target is aten.mul.Tensor)
     ir.update(wrong, phase=phase, layer=UNSET)
-    assert "does not say which layer it is of" in message(where, ctx)
+    assert "has no recorded layer" in message(where, ctx)
 
 
 def within_a_layer(*lost: Layer | None, phase: str = "forward", another: Layer | None = None) -> str:
@@ -115,8 +115,8 @@ def within_a_layer(*lost: Layer | None, phase: str = "forward", another: Layer |
 
 
 def test_an_operator_that_lost_its_layer_is_found():
-    assert "%neg_default_1 is of no layer, between operators of layers.3" in within_a_layer(None)
-    assert "%neg_default_3 is of no layer, between operators of layers.3" in within_a_layer(None, None, None)
+    assert "%neg_default_1 has no layer, but is between operators of layers.3" in within_a_layer(None)
+    assert "%neg_default_3 has no layer, but is between operators of layers.3" in within_a_layer(None, None, None)
     assert not within_a_layer(Layer("layers", 3))
     assert not within_a_layer(None, phase="backward")  # sums of gradients of several layers are of none
     assert not within_a_layer(None, another=Layer("layers", 4))  # it leaves the layer
@@ -327,7 +327,7 @@ def test_a_layer_that_is_lost_when_a_program_becomes_local_is_found():
     ir.update(local.placeholders()[0], stands_for="x")
     verify_spec(local, small.ctx, before=whole)
     ir.update(y, layer=None)
-    with pytest.raises(ir.CompileError, match="all others that stand for operators of layers.3 are not of it"):
+    with pytest.raises(ir.CompileError, match="all other nodes that stand for operators of layers.3 are outside of it"):
         verify_spec(local, small.ctx, before=whole)
 
 
@@ -343,11 +343,11 @@ def of_role(role: Role | None, target=aten.mul.Tensor, phase: str = "forward") -
 
 
 @pytest.mark.parametrize(("kind", "target", "phase", "text"), [
-    ("prefetch", aten.mul.Tensor, "forward", "is made of more than parameters, its role is prefetch"),
-    ("prefetch", aten.mm.default, "forward", "is a product of more than parameters, its role is prefetch"),
-    ("late", aten.mul.Tensor, "forward", "is of the forward, its role is late"),
-    ("late", aten.mm.default, "backward", "is a product, its role is late"),
-    ("update", aten.mm.default, "backward", "is a product of the backward, its role is update"),
+    ("prefetch", aten.mul.Tensor, "forward", "is computed of more than parameters, its role is prefetch"),
+    ("prefetch", aten.mm.default, "forward", "is a matmul or attention of more than parameters, its role is prefetch"),
+    ("late", aten.mul.Tensor, "forward", "is in the forward, its role is late"),
+    ("late", aten.mm.default, "backward", "is a matmul or attention, its role is late"),
+    ("update", aten.mm.default, "backward", "is a matmul or attention of the backward, its role is update"),
     ("update", aten.mm.default, "optimizer", ""),
     ("own", aten.mm.default, "backward", ""),
 ])
@@ -356,7 +356,7 @@ def test_roles_that_operators_plainly_do_not_have_are_found(kind, target, phase,
 
 
 def test_an_operator_without_a_role_is_found():
-    assert of_role(None) == "has no role; one of own, prefetch, late, update has to be recorded with it"
+    assert of_role(None) == "has no role; record one of own, prefetch, late, update"
 
 
 def test_a_boundary_operator_left_after_expansion_is_found():
@@ -486,7 +486,7 @@ def test_what_is_written_in_place_is_compared():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"w": VALUES["w"], "x": VALUES["x"]}, "no value is given for parameter 'b'"),
+        ({"w": VALUES["w"], "x": VALUES["x"]}, "parameter 'b' has no value"),
         ({**VALUES, "b": torch.ones(7)}, "'b' is given as torch.float32 [7], the program takes torch.float64 [6]"),
         ({**VALUES, "x": torch.ones(4, 4, dtype=torch.int64)}, "batch 'x' is given as torch.int64 [4, 4]"),
     ],

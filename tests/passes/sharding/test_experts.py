@@ -191,7 +191,7 @@ def test_counts_of_all_ranks_are_refused_where_each_rank_has_its_own_rows(monkey
         return replace(rule, place=lambda held, mesh: {"t": ()}) if node.target is routed.groups else rule
 
     monkeypatch.setattr("passes.sharding.propagate.rule_of", complete)
-    with pytest.raises(ir.CompileError, match="rows in a rank's own order are converted"):
+    with pytest.raises(ir.CompileError, match="rows in a rank's own order are resharded"):
         compile_lockstep(mixture(), squared_error, sequences()[0], {"dp_shard": 2})
 
 
@@ -201,7 +201,7 @@ def test_an_order_that_is_cut_into_shards_is_refused(monkeypatch):
     monkeypatch.setattr(rules.routed, "_placed", lambda node, way, held, mesh: placed(node, way, held[:1], mesh))
     model = mixture()
     model.experts = routed_alike.__get__(model)
-    with pytest.raises(ir.CompileError, match="rows in a rank's own order are converted"):
+    with pytest.raises(ir.CompileError, match="rows in a rank's own order are resharded"):
         compile_lockstep(model, squared_error, sequences()[0], {"dp_shard": 2})
     monkeypatch.undo()
     trained_alike(model, squared_error, sequences(), {"dp_shard": 2}, NO_DECAY)

@@ -172,7 +172,7 @@ def test_of_rows_that_stay(place):
 @pytest.mark.sample(2)
 def test_a_gradient_left_unmasked_is_heard(monkeypatch, kind):
     monkeypatch.setattr(Partitioner, "zero_padding", lambda self, gradient, spec: gradient)
-    with pytest.raises(CompileError, match="is a gradient whose padding may hold .*; it has to be 0"):
+    with pytest.raises(CompileError, match="is a gradient whose padding may hold .*; it must be 0"):
         check(function(GIVEN[kind]), ("activation",), {"dp_shard": 2}, 3)
 
 

@@ -51,7 +51,7 @@ def keep_the_terms(self: Partitioner, node, wanted):
 def test_the_verifier_refuses_a_sum_that_is_called_complete(form, rows, monkeypatch):
     monkeypatch.setattr(Partitioner, "hoist", keep_the_terms)
     model, batch = example(form, rows)
-    with pytest.raises(ir.CompileError, match=r"its rule makes .* sum\(dp_shard\) of .* sum\(dp_shard\)"):
+    with pytest.raises(ir.CompileError, match=r"its rule gives .* sum\(dp_shard\) for .* sum\(dp_shard\)"):
         compile_lockstep(model, loss, batch, MESH)
 
 
