@@ -1,18 +1,18 @@
-"""Attention in which each query sees an interval of keys: its operators.
+"""Attention in which each query sees an interval of keys: the operators.
 
-    out = interval_attention(q, k, v, first, last, terms, scale, score)         of a whole sequence, before it is placed
-    out, lse = attend(q, k, v, first, last, runs, terms, scale, score)          what a rank computes
+    out = interval_attention(q, k, v, first, last, terms, scale, score)         over a full sequence, before placement
+    out, lse = attend(q, k, v, first, last, runs, terms, scale, score)          on a rank
 
     q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]
     first, last   i64[b, s] or both i64[1, s]: the query sees keys at positions first <= p < last
     runs          i64[c]: keys lie in c runs of t / c, run i at positions runs[i], runs[i] + 1, ...; None: one run at 0
-    terms, score  a function of the scaled scores, applied before what is not seen is hidden: an expression of the score
+    terms, score  a function of the scaled scores, applied before unseen keys are hidden: an expression of the score
                   `s`, the key's position `j` and terms `t0`, `t1`, ... [b or 1, h or 1, s or 1, 1], as wide as lse;
                   "tanh(s / 50.0) * 50.0", "s + t0 * (j - t1)"; "" for none
     out           [b, (g r), s, f], zero for a query that sees nothing
     lse           [b, (g r), s] in fp32 or wider, -inf for such a query
 
-Kernels are of `passes/context`.
+The kernels are in `passes/context`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ attend, attend_backward = torch.ops.ct.attend.default, torch.ops.ct.attend_backw
 
 
 def evaluate(score: str, s: Tensor, j: Tensor, terms: Sequence[Tensor]) -> Tensor:
-    """A score function of scores [b, h, s, t], positions of keys and terms."""
+    """Apply a score function to scores [b, h, s, t], positions of keys and terms."""
     names = FUNCTIONS | {"s": s, "j": j.to(s.dtype)} | {f"t{i}": term for i, term in enumerate(terms)}
     return eval(_compiled(score), {"__builtins__": {}}, names).expand_as(s)
 
@@ -74,7 +74,7 @@ def _setup(ctx, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate(ctx, gradient: Tensor, _: Tensor) -> tuple:
-    *tensors, = ctx.saved_tensors
+    (*tensors,) = ctx.saved_tensors
     found = attend_backward(gradient, *tensors[:8], tensors[8:], *ctx.rest)
     return *found, None, None, None, [None] * len(tensors[8:]), None, None
 

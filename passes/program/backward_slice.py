@@ -1,4 +1,4 @@
-"""What a batch alone tells: some values of a program as a program of their own, on one device."""
+"""Extract the values that depend only on a batch as a program of their own, on one device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from passes.program.spec import Spec
 
 
 def cone_of(node: fx.Node, ends: Set[fx.Node]) -> set[fx.Node]:
-    """The node and all that it is made of, up to `ends`."""
+    """Return the node and all nodes it depends on, up to `ends`."""
     found, waiting = set[fx.Node](), [node]
     while waiting:
         node = waiting.pop()
@@ -22,7 +22,7 @@ def cone_of(node: fx.Node, ends: Set[fx.Node]) -> set[fx.Node]:
 
 
 def backward_slice(program: ir.Program, ends: Mapping[fx.Node, ir.Input], results: Sequence[fx.Node]) -> ir.Program:
-    """What computes the results from those of `ends` that they are made of."""
+    """Return a program that computes the results from those of `ends` on which they depend."""
     cone = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in results))
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in program.graph.nodes:

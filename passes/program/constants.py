@@ -1,4 +1,4 @@
-"""The value of what a graph computes from constants alone: a sliding window's mask, say."""
+"""Evaluate nodes that depend on constants alone, such as the mask of a sliding window."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.operators import is_random
 
-LARGEST = 2**28  # entries that are worth computing at compile time
+LARGEST = 2**28  # most entries of a tensor computed at compile time
 
 
 def constant(node: fx.Node) -> Tensor | None:
-    """The node's value, None if it depends on an input or a random number, or is too large to compute here."""
+    """Return the node's value; None if it depends on an input or a random number, or is too large."""
     needed: dict[fx.Node, None] = {}
     stack = [node]
     while stack:

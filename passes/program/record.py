@@ -1,9 +1,9 @@
-"""The record that a node carries: typed fields under one key of `node.meta`, which no other file of ours reads.
+"""The record of a node: typed fields under one key of `node.meta`, which no other file of ours reads.
 
     update(node, phase="backward", recomputed=True)      record(node).phase == "backward"
 
 Most readers go through `passes/program/ir.py`. Records are frozen and shared: a copied node has the record of its
-original. PyTorch's tools read and write other keys of `node.meta`; `from_torch` and `to_torch` are the door to those.
+original. PyTorch's tools read and write other keys of `node.meta`, through `from_torch` and `to_torch`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNSET = Unset.UNSET
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The code of the model that a node comes from: its `line`, `model.py:41`, and the paths of the modules called.
+    """The code of the model that a node comes from: its `line`, `model.py:41`, and the paths of the called modules.
 
     The outermost module comes first. A node of the loss, outside of the model, has none.
     """
@@ -99,7 +99,7 @@ def record(node: fx.Node) -> NodeRecord:
 
 
 def set_record(node: fx.Node, to: NodeRecord) -> None:
-    """Replace all that a node carries, PyTorch's keys included, by a record."""
+    """Replace a node's metadata, PyTorch's keys included, by a record."""
     node.meta.clear()  # in place: setting any attribute of a node moves it in the graph's table of nodes by operator
     node.meta[_KEY] = to
 
@@ -136,7 +136,7 @@ def differences(a: NodeRecord, b: NodeRecord, same_value: Callable[[Any, Any], b
     return found if same else [*found, "body_nodes"]
 
 
-# ---- the door to PyTorch's own tools -------------------------------------------------------------------
+# ---- exchange with PyTorch's own tools -----------------------------------------------------------------
 
 
 class Traced(NamedTuple):

@@ -20,7 +20,7 @@
 runs the same graph), `reduce_dtype` the dtype in which terms are added (None: their own).
 Process groups are registered under the axis name. Each operator is one record in `RESHARD_OPS`: what it takes and
 gives, its gradient, the collective that it is, and its definition in terms of functional collectives, which
-`passes.collectives` puts into the graph. Whoever asks something of these operators asks the record.
+`passes.collectives` puts into the graph. All other code looks up facts about these operators in their records.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Like(NamedTuple):
 class ReshardOp:
     """An operator from one placement to another; `a` are its arguments after the tensor `x`, by name.
 
-    On its axis it takes what is one of `takes` and gives what is `gives`. `body(x, *a)` is its definition,
-    `shape(x, a)` that of its result, `gradient(g, x, a)` the gradient of `x`, of which shape and dtype are kept.
-    It is a collective of this `kind` (None: ranks send nothing), to which a rank brings `sends(x, a)` bytes, and
-    which completes a sum or maximum if it `reduces`.
+    On its axis it takes a tensor in one of the states `takes` and returns one in the state `gives`. `body(x, *a)` is
+    its definition, `shape(x, a)` its result's shape, `gradient(g, x, a)` the gradient of `x`, given the shape and dtype
+    of `x`. It is a collective of this `kind` (None: ranks send nothing), to which a rank contributes `sends(x, a)`
+    bytes, and which completes a sum or maximum if it `reduces`.
     """
 
     name: str
@@ -75,7 +75,7 @@ class ReshardOp:
         return list(inspect.signature(self.body).parameters)[1:]
 
     def named(self, rest: Sequence[Any]) -> SimpleNamespace:
-        """The arguments after the tensor, by name."""
+        """Return the arguments after the tensor, by name."""
         return SimpleNamespace(**dict(zip(self.names, rest, strict=True)))
 
 
@@ -94,7 +94,7 @@ def _all_gather(
 
 
 def sendable(x: Tensor) -> Tensor:
-    """Float8 as bytes, complex numbers as pairs: backends send those."""
+    """Return float8 as bytes and complex numbers as pairs, because backends send only those."""
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj())
     return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.is_floating_point() else x
@@ -107,7 +107,7 @@ def received(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _terms(x: Tensor, reduce_dtype: torch.dtype | None) -> Tensor:
-    """What is sent of the terms of a sum: pairs of complex ones, which have no other dtype."""
+    """Return the terms of a sum as sent: complex ones as pairs, others in `reduce_dtype`."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.to(reduce_dtype or x.dtype)
 
 
@@ -176,12 +176,12 @@ def pad(x: Tensor, dim: int, axis_size: int) -> Tensor:
     if not missing:
         return x
     widths = [0, 0] * (x.dim() - 1 - dim) + [0, missing]
-    if x.dtype == torch.bool:  # Inductor 2.13 emits C++ that does not compile for a padded vector of masks
+    if x.dtype == torch.bool:  # Inductor 2.13 emits invalid C++ for a padded vector of masks
         return F.pad(x.to(torch.int32), widths).to(torch.bool)
     return F.pad(x, widths)
 
 
-# ---- sizes, written out: a graph of a deep model has thousands of these, and tracing a body is slow ----------------
+# ---- shapes, written by hand: a deep model has thousands of these operators, and tracing a body is slow --------------
 
 
 def _alike(x: Any, a: Any) -> Sequence[int]:
@@ -217,10 +217,11 @@ def _bytes(x: Any, dtype: torch.dtype | None = None) -> int:
 
 
 def add_reshard(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], gives: str, **facts: Any) -> Any:
-    """Register the operator `ct::name` and its record; gives the operator.
+    """Register the operator `ct::name` and its record; return the operator.
 
-    It keeps the logical value: what a mean or a quantized sum changes is for operators before or after it. `facts` are
-    the further fields of `ReshardOp`. Its kernel must return fresh memory, its definition in a graph need not.
+    It keeps the logical value: changes of it, as for a mean or a quantized sum, belong in operators before or after it.
+    `facts` are the other fields of `ReshardOp`. Its kernel must return fresh memory; its definition in a graph need
+    not.
     """
     record = ReshardOp(name, body, takes, gives, **facts)
 
@@ -233,7 +234,7 @@ def add_reshard(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], 
         return x.new_empty(record.shape(x, a), dtype=getattr(a, "dtype", x.dtype))
 
     def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, *rest = inputs  # of which the rank's coordinate is the only tensor, and the first
+        x, *rest = inputs  # the rank's coordinate, if present, is the first of `rest` and its only tensor
         ctx.save_for_backward(*(a for a in rest if isinstance(a, Tensor)))
         ctx.rest, ctx.like = [a for a in rest if not isinstance(a, Tensor)], Like(tuple(x.shape), x.dtype)
 
@@ -292,7 +293,7 @@ replicate_to_invariant: Any = add_reshard(
     "replicate_to_invariant", _replicate_to_invariant, ("replicate",), "invariant", shape=_alike,
     gradient=lambda g, x, a: invariant_to_partial(g, a.axis_index, a.axis),
 )
-invariant_to_partial: Any = add_reshard(  # of replicate copies in a body that nothing differentiates
+invariant_to_partial: Any = add_reshard(  # takes replicate copies only in bodies that nothing differentiates
     "invariant_to_partial", _invariant_to_partial, ("invariant", "replicate"), "partial", shape=_alike,
     gradient=lambda g, x, a: g,
 )
@@ -309,5 +310,5 @@ pmax: Any = add_reshard(
 
 
 def sums(op: Any) -> bool:
-    """Whether an operator completes a sum over ranks."""
+    """Return True if an operator completes a sum over ranks."""
     return op in RESHARD_OPS and RESHARD_OPS[op].reduces == "sum"

@@ -1,4 +1,4 @@
-"""What is computed from parameters alone: gathers of them, casts, quantized copies."""
+"""Values computed from parameters alone: gathers of them, casts, quantized copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from passes.program import ir
 
 
 def weight_nodes(program: ir.Program) -> list[fx.Node]:
-    """Operator nodes computed from parameters, coordinates and constants alone, in order."""
+    """Return the operator nodes computed from parameters, coordinates and constants alone, in order."""
     kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs, strict=True)}
     weights = {node for node, kind in kinds.items() if kind == "parameter"}
     constants = {node for node, kind in kinds.items() if kind == "coordinate"}
