@@ -82,7 +82,7 @@ class Avals:
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
     storage_bytes: list[int] = field(default_factory=list)
-    held: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # cache of `storages`
+    storages_by_node: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # cache of `storages`
 
     def new(self, layout: Layout) -> Value:
         """Return a value in fresh memory."""
@@ -91,9 +91,9 @@ class Avals:
 
     def storages(self, node: fx.Node) -> frozenset[int]:
         """Return the storages that hold the node's tensors."""
-        if node not in self.held:
-            self.held[node] = frozenset(value.storage for value in tensors(self.values[node]))
-        return self.held[node]
+        if node not in self.storages_by_node:
+            self.storages_by_node[node] = frozenset(value.storage for value in tensors(self.values[node]))
+        return self.storages_by_node[node]
 
 
 class Recorded(dict):
@@ -109,19 +109,19 @@ def recorded() -> Avals:
     return Avals(Recorded())
 
 
-def laid_out(found: Any, recorded: Any) -> Any:
+def laid_out(result: Any, recorded: Any) -> Any:
     """Return an operator's result in the recorded strides: some real kernels choose others than their fake ones.
 
     A later view may need the recorded strides.
     """
-    if isinstance(found, (tuple, list)):
-        return type(found)(map(laid_out, found, recorded))
-    if not isinstance(found, Tensor) or found.stride() == recorded.stride():
-        return found
-    strides = zip(found.shape, found.stride(), recorded.stride(), strict=True)
-    if all(n < 2 or real == wanted for n, real, wanted in strides):
-        return found
-    return torch.empty_strided(found.shape, recorded.stride(), dtype=found.dtype, device=found.device).copy_(found)
+    if isinstance(result, (tuple, list)):
+        return type(result)(map(laid_out, result, recorded))
+    if not isinstance(result, Tensor) or result.stride() == recorded.stride():
+        return result
+    strides = zip(result.shape, result.stride(), recorded.stride(), strict=True)
+    if all(n < 2 or real_stride == recorded_stride for n, real_stride, recorded_stride in strides):
+        return result
+    return torch.empty_strided(result.shape, recorded.stride(), dtype=result.dtype, device=result.device).copy_(result)
 
 
 def tensors(value: Any) -> Iterator[Value]:
@@ -144,60 +144,60 @@ def map_values(tree: Any, fn: Callable[[Any], Any], kind: type) -> Any:
 
 def abstract_eval(program: ir.Program, ctx: ir.Context) -> Avals:
     """Recompute every node; raise CompileError, naming the node, if an operator refuses its operands."""
-    found = Avals()
+    avals = Avals()
     for node in program.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            given = ir.value(node) if node.op == "placeholder" else getattr(program.module, node.target)
-            found.values[node] = map_values(given, lambda t: found.new(Layout.of(t)), Tensor)
+            value = ir.value(node) if node.op == "placeholder" else getattr(program.module, node.target)
+            avals.values[node] = map_values(value, lambda t: avals.new(Layout.of(t)), Tensor)
         elif node.op == "call_function":
             try:
-                found.values[node] = _call(node, found, ctx)
+                avals.values[node] = _call(node, avals, ctx)
             except Exception as error:
                 raise ir.CompileError("abstract_eval", node, f"{type(error).__name__}: {error}") from error
         elif node.op != "output":
             raise ir.CompileError("abstract_eval", node, f"is a {node.op}; a program has operators only")
-    return found
+    return avals
 
 
-def _call(node: fx.Node, found: Avals, ctx: ir.Context) -> Any:
+def _call(node: fx.Node, avals: Avals, ctx: ir.Context) -> Any:
     """Return an operator's value. In a cached answer, storage k >= 0 is operand k's, and a negative one is new."""
-    source = found.values.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+    source = avals.values.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
     if isinstance(source, tuple) and not isinstance(source, Value):
         return source[node.args[1]]  # type: ignore[index]
     operands: list[Value] = []
-    key = (node.target, _signature((node.args, node.kwargs), found, operands))
+    key = (node.target, _signature((node.args, node.kwargs), avals, operands))
     answers = ctx.answers if getattr(node.target, "namespace", "") not in LASTING else _answers
     if key not in answers:
-        answers[key] = _ask(node, found, ctx)
+        answers[key] = _evaluate(node, avals, ctx)
     fresh: dict[int, int] = {}
 
     def place(answer: Value) -> Value:
         if answer.storage >= 0:
             return Value(answer.layout, operands[answer.storage].storage)
         if answer.storage not in fresh:
-            fresh[answer.storage] = found.new(answer.layout).storage
+            fresh[answer.storage] = avals.new(answer.layout).storage
         return Value(answer.layout, fresh[answer.storage])
 
     return map_values(answers[key], place, Value)
 
 
-def _signature(tree: Any, found: Avals, operands: list[Value]) -> Any:
+def _signature(tree: Any, avals: Avals, operands: list[Value]) -> Any:
     """Return the arguments in hashable form, with 1, 1.0 and True distinct; collect tensor operands in order."""
     if isinstance(tree, fx.Node):
-        tree = found.values[tree]
+        tree = avals.values[tree]
     if not isinstance(tree, (tuple, list, dict, slice)):  # most are numbers
         return type(tree), tree
     if isinstance(tree, Value):
         operands.append(tree)
         return tree.layout
     if isinstance(tree, (tuple, list)):
-        return tuple([_signature(part, found, operands) for part in tree])
+        return tuple([_signature(part, avals, operands) for part in tree])
     if isinstance(tree, dict):
-        return tuple([(key, _signature(part, found, operands)) for key, part in tree.items()])
-    return _signature(("slice", tree.start, tree.stop, tree.step), found, operands)
+        return tuple([(key, _signature(part, avals, operands)) for key, part in tree.items()])
+    return _signature(("slice", tree.start, tree.stop, tree.step), avals, operands)
 
 
-def _ask(node: fx.Node, found: Avals, ctx: ir.Context) -> Any:
+def _evaluate(node: fx.Node, avals: Avals, ctx: ir.Context) -> Any:
     """Run an operator on fake tensors, each in a storage of its own, and find the storages of its results."""
     storages: list[Any] = []
 
@@ -207,17 +207,17 @@ def _ask(node: fx.Node, found: Avals, ctx: ir.Context) -> Any:
         return operand
 
     with ctx.fake_mode, torch.no_grad():
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: map_values(found.values[n], make, Value))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: map_values(avals.values[n], make, Value))
         # the fake kernel of a wait returns new memory, the real one the same memory
         result = args[0] if node.target is c10d.wait_tensor.default else node.target(*args, **kwargs)  # type: ignore
     count = len(storages)
 
     def describe(tensor: Tensor) -> Value:
         storage = tensor.untyped_storage()
-        known = next((k for k, s in enumerate(storages) if s is storage), None)
-        if known is None:
+        number = next((k for k, s in enumerate(storages) if s is storage), None)
+        if number is None:
             storages.append(storage)
-            known = len(storages) - 1
-        return Value(Layout.of(tensor), known if known < count else count - 1 - known)
+            number = len(storages) - 1
+        return Value(Layout.of(tensor), number if number < count else count - 1 - number)
 
     return map_values(result, describe, Tensor)

@@ -26,11 +26,11 @@ from torch import Tensor
 
 FUNCTIONS = {name: getattr(torch, name) for name in ("tanh", "neg", "abs", "exp", "sigmoid", "relu")}
 library = torch.library.Library("ct", "FRAGMENT")
-_GIVEN = "Tensor first, Tensor last, Tensor? runs, Tensor[] terms, float scale, str score"
-library.define(f"attend(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)")
+_COMMON = "Tensor first, Tensor last, Tensor? runs, Tensor[] terms, float scale, str score"
+library.define(f"attend(Tensor q, Tensor k, Tensor v, {_COMMON}) -> (Tensor, Tensor)")
 library.define(
     "attend_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_GIVEN}) -> (Tensor, Tensor, Tensor)"
+    f"{_COMMON}) -> (Tensor, Tensor, Tensor)"
 )
 library.define(
     "interval_attention(Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, Tensor[] terms, float scale, "
@@ -52,31 +52,31 @@ def _compiled(score: str) -> CodeType:
 
 
 @torch.library.impl(library, "interval_attention", "CompositeImplicitAutograd")
-def _interval_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *given) -> Tensor:
-    return attend(q, k, v, first, last, None, *given)[0]
+def _interval_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *options) -> Tensor:
+    return attend(q, k, v, first, last, None, *options)[0]
 
 
 @torch.library.register_fake("ct::attend")
-def _(q: Tensor, k: Tensor, v: Tensor, *given):
+def _(q: Tensor, k: Tensor, v: Tensor, *options):
     kind = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=kind)
 
 
 @torch.library.register_fake("ct::attend_backward")
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *given):
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *options):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _setup(ctx, inputs: tuple, output: tuple) -> None:
     q, k, v, first, last, runs, terms, scale, score = inputs
     ctx.save_for_backward(q, k, v, *output, first, last, runs, *terms)
-    ctx.rest = scale, score
+    ctx.scale_and_score = scale, score
 
 
 def _differentiate(ctx, gradient: Tensor, _: Tensor) -> tuple:
     (*tensors,) = ctx.saved_tensors
-    found = attend_backward(gradient, *tensors[:8], tensors[8:], *ctx.rest)
-    return *found, None, None, None, [None] * len(tensors[8:]), None, None
+    gradients = attend_backward(gradient, *tensors[:8], tensors[8:], *ctx.scale_and_score)
+    return *gradients, None, None, None, [None] * len(tensors[8:]), None, None
 
 
 torch.library.register_autograd("ct::attend", _differentiate, setup_context=_setup)

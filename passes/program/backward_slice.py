@@ -12,13 +12,13 @@ from passes.program.spec import Spec
 
 def cone_of(node: fx.Node, ends: Set[fx.Node]) -> set[fx.Node]:
     """Return the node and all nodes it depends on, up to `ends`."""
-    found, waiting = set[fx.Node](), [node]
+    cone, waiting = set[fx.Node](), [node]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in cone:
+            cone.add(node)
             waiting += [] if node in ends else node.all_input_nodes
-    return found
+    return cone
 
 
 def backward_slice(program: ir.Program, ends: Mapping[fx.Node, ir.Input], results: Sequence[fx.Node]) -> ir.Program:
@@ -29,6 +29,6 @@ def backward_slice(program: ir.Program, ends: Mapping[fx.Node, ir.Input], result
         if node in cone:
             copies[node] = ir.copy_node(graph, node, copies)
     graph.output(tuple(copies[node] for node in results))
-    inputs = tuple(given for node, given in ends.items() if node in cone)
+    inputs = tuple(input_ for node, input_ in ends.items() if node in cone)
     outputs = tuple(ir.Output(node.name, "metric", Spec.whole(tuple(ir.example(node).shape))) for node in results)
     return program.with_graph(graph, inputs=inputs, outputs=outputs, fold=None, bounds=None)

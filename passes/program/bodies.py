@@ -52,7 +52,7 @@ class Body:
         return self.name
 
     def __call__(self, *values: Any) -> Any:
-        raise TypeError(f"body {self.name} is compiled, or put in line by `flatten`; it is not called by itself")
+        raise TypeError(f"body {self.name} cannot be called; compile it, or inline it by `flatten`")
 
 
 def body_of_call(node: fx.Node) -> Body | None:
@@ -62,11 +62,11 @@ def body_of_call(node: fx.Node) -> Body | None:
 
 def calls_of(program: ir.Program) -> dict[Body, list[fx.Node]]:
     """Return the bodies of a program in the order of their first calls, with all their calls."""
-    found: dict[Body, list[fx.Node]] = {}
+    calls: dict[Body, list[fx.Node]] = {}
     for node in program.calls():
         if body := body_of_call(node):
-            found.setdefault(body, []).append(node)
-    return found
+            calls.setdefault(body, []).append(node)
+    return calls
 
 
 # ---- cutting and flattening -------------------------------------------------------------------------
@@ -108,8 +108,8 @@ def cut_out(
     """Return the piece of these nodes; it also reads the values `held`, which must not be freed before it is done."""
     inside = set(nodes)
     held = sorted(held, key=lambda node: describe_layout(ir.value(node)))  # equal pieces have the same order
-    used = (operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
-    reads = tuple(dict.fromkeys((*used, *(node for node in held if node not in inside))))
+    operands = (operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
+    reads = tuple(dict.fromkeys((*operands, *(node for node in held if node not in inside))))
     return Piece(tuple(nodes), reads, tuple(results), tuple(views))
 
 
@@ -151,7 +151,7 @@ class _Inline:
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}  # old node -> new node; for a call, all its results
-        self.made: dict[str, list[fx.Node]] = {}  # by the original name, which equal layers share
+        self.copies: dict[str, list[fx.Node]] = {}  # by the original name, which equal layers share
 
     def put(self, node: fx.Node) -> None:
         """Append the nodes that a node stands for."""
@@ -164,32 +164,32 @@ class _Inline:
 
     def expand(self, body: Body, call: fx.Node) -> tuple[fx.Node, ...]:
         """Append the nodes that a call stands for; return the body's results."""
-        given, body_nodes = iter(call.args), iter(ir.record(call).body_nodes)
-        own: dict[fx.Node, Any] = {}
+        arguments, body_nodes = iter(call.args), iter(ir.record(call).body_nodes)
+        values: dict[fx.Node, Any] = {}
         for node in body.graph.nodes:
             if node.op == "placeholder":
-                own[node] = self.env[next(given)]  # type: ignore[index]
+                values[node] = self.env[next(arguments)]  # type: ignore[index]
             elif node.op == "output":
-                return fx.map_arg(node.args[0], own.__getitem__)
+                return fx.map_arg(node.args[0], values.__getitem__)
             else:
-                own[node] = self.make(node, own, next(body_nodes))
+                values[node] = self.make(node, values, next(body_nodes))
         raise AssertionError("a graph ends with its output")
 
-    def make(self, node: fx.Node, env: dict[fx.Node, Any], to: BodyNode) -> fx.Node:
+    def make(self, node: fx.Node, env: dict[fx.Node, Any], body_node: BodyNode) -> fx.Node:
         """Return the node under its name in the flat graph, appended unless it is already there."""
         args, kwargs = fx.map_arg(node.args, env.__getitem__), node.kwargs
         if kwargs:
             kwargs = fx.map_arg(kwargs, env.__getitem__)
-        made = self.made.setdefault(to.name, [])
-        for found in made:
-            if (found.target, found.args, found.kwargs) == (node.target, args, kwargs):
-                return found
-        new = self.graph.create_node(node.op, node.target, name=to.name)
+        copies = self.copies.setdefault(body_node.name, [])
+        for copy in copies:
+            if (copy.target, copy.args, copy.kwargs) == (node.target, args, kwargs):
+                return copy
+        new = self.graph.create_node(node.op, node.target, name=body_node.name)
         new.args = args  # operands afterwards: see `ir.copy_node`
         if kwargs:
             new.kwargs = kwargs
-        ir.set_record(new, to.record)
-        made.append(new)
+        ir.set_record(new, body_node.record)
+        copies.append(new)
         return new
 
 
@@ -200,8 +200,8 @@ def is_site(node: fx.Node) -> bool:
     """
     if node.target is not torch.ops.aten.full_like.default or node.args[0].op != "placeholder":  # type: ignore[union-attr]
         return False
-    made = ir.example(node)
-    return made.dtype == torch.int64 and not made.dim()
+    value = ir.example(node)
+    return value.dtype == torch.int64 and not value.dim()
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -267,7 +267,7 @@ def describe_operand(arg: Any, names: Mapping[fx.Node, str]) -> str:
     if arg is None or isinstance(arg, _CONSTANTS):
         return repr(arg)
     kind = type(arg).__name__
-    raise ir.CompileError("segment", None, f"an operator has a constant of type {kind}: two of them may read alike")
+    raise ir.CompileError("segment", None, f"an operator has a constant of type {kind}; two may have the same text")
 
 
 _CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)

@@ -51,8 +51,8 @@ class Builder(Editor, ABC):
         """Return the value in another placement; gradients are reduced in `reduce_dtype` (None: their own)."""
 
     @abstractmethod
-    def reshard(self, of: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
-        """Return the value in another placement, reported as a reshard of the global node `of`."""
+    def reshard(self, source: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
+        """Return the value in another placement, reported as a reshard of the global node `source`."""
 
     def row_of_hops(self, bounds: Iterable[fx.Node], inner: int) -> int | None:
         """Return the row of hops of an attention with these bounds, in a ring across groups of `inner`.
@@ -69,21 +69,21 @@ class Builder(Editor, ABC):
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
         """Set padding (along `dims`; None: all) to `fill`; its gradient there is zero."""
         mask = None
-        chosen = range(len(spec.dims)) if dims is None else dims
-        for d, dim in ((d, spec.dims[d]) for d in chosen):
+        filled = range(len(spec.dims)) if dims is None else dims
+        for d, dim in ((d, spec.dims[d]) for d in filled):
             inner = 1
             for factor in reversed(dim):
                 if factor.padded(self.mesh):
-                    one = self._valid(factor, inner, d, dim, len(spec.dims), x)
-                    mask = one if mask is None else self.call(aten.logical_and.default, (mask, one))
+                    valid = self._valid(factor, inner, d, dim, len(spec.dims), x)
+                    mask = valid if mask is None else self.call(aten.logical_and.default, (mask, valid))
                 inner *= factor.local(self.mesh)
         if mask is None:
             return x
         self.masks += 1
         fill = number(fill, ir.example(x).dtype)
         out = self.call(aten.where.ScalarOther, (mask, x, fill))
-        others = any(f.padded(self.mesh) for d, dim in enumerate(spec.dims) if d not in chosen for f in dim)
-        ir.set_spec(out, replace(spec, fill=None if others and spec.fill != fill else fill))
+        has_other_padding = any(f.padded(self.mesh) for d, dim in enumerate(spec.dims) if d not in filled for f in dim)
+        ir.set_spec(out, replace(spec, fill=None if has_other_padding and spec.fill != fill else fill))
         return out
 
     def _valid(self, factor: Factor, inner: int, d: int, dim: Sequence[Factor], rank: int, x: fx.Node) -> fx.Node:

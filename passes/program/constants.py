@@ -16,13 +16,13 @@ def constant(node: fx.Node) -> Tensor | None:
     needed: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
-        found = stack.pop()
-        if found.op != "call_function" or is_random(found):
+        current = stack.pop()
+        if current.op != "call_function" or is_random(current):
             return None
-        if ir.is_tensor(found) and ir.example(found).numel() > LARGEST:
+        if ir.is_tensor(current) and ir.example(current).numel() > LARGEST:
             return None
-        needed[found] = None
-        stack += [n for n in found.all_input_nodes if n not in needed]
+        needed[current] = None
+        stack += [n for n in current.all_input_nodes if n not in needed]
     values: dict[fx.Node, object] = {}
     with torch.no_grad():
         for step in node.graph.nodes:

@@ -93,9 +93,9 @@ class Editor:
         inputs = list(numbers)
 
         def over_tensors(*values: Any) -> Any:
-            given = dict(zip(inputs, values, strict=True))
-            plain, named = fx.map_arg((args, kwargs), given.__getitem__)
-            return fn(*plain, **named)
+            by_node = dict(zip(inputs, values, strict=True))
+            positional, keyword = fx.map_arg((args, kwargs), by_node.__getitem__)
+            return fn(*positional, **keyword)
 
         values = [ir.value(node) for node in inputs]
         if key is None:
@@ -103,8 +103,8 @@ class Editor:
         signature = key, repr(fx.map_arg((args, kwargs), numbers.__getitem__)), *map(layout, values)
         if signature not in self.traced:
             with self.ctx.fake_mode, torch.no_grad():
-                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-            self.traced[signature] = trace(over_tensors, fresh, self.ctx)
+                empties = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+            self.traced[signature] = trace(over_tensors, empties, self.ctx)
         return self.traced[signature], inputs
 
     def graft(self, body: fx.Graph, inputs: Sequence[fx.Node]) -> tuple[list[fx.Node], Any]:
@@ -170,20 +170,20 @@ def layout(value: Tensor) -> tuple[Any, ...]:
 
 def own_memory(nodes: list[fx.Node], ctx: ir.Context) -> None:
     """Give nodes copied from a graph new recorded tensors, with the layouts and shared storages of the originals."""
-    held: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
+    storages: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
 
-    def fresh(tensor: Tensor) -> Tensor:
+    def renew(tensor: Tensor) -> Tensor:
         old = tensor.untyped_storage()
-        if old not in held:
+        if old not in storages:
             new = Layout.of(tensor).empty()
-            held[old] = new.untyped_storage()
+            storages[old] = new.untyped_storage()
             return new
-        place = held[old], tensor.storage_offset(), tensor.shape, tensor.stride()
+        place = storages[old], tensor.storage_offset(), tensor.shape, tensor.stride()
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)  # type: ignore[call-overload]
 
     with ctx.fake_mode, torch.no_grad():
         for node in nodes:
-            ir.set_value(node, map_values(ir.value(node), fresh, Tensor))
+            ir.set_value(node, map_values(ir.value(node), renew, Tensor))
 
 
 def move_before(node: fx.Node, target: fx.Node) -> None:

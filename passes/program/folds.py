@@ -83,20 +83,20 @@ class Folding:
 
     def among(self, ranks: int) -> Folding:
         """Return the folding for a model shared by so many ranks."""
-        more = self.on_its_way if ranks > 1 else 0
-        return replace(self, before=self.before + more, after=self.after + more, on_its_way=0)
+        extra = self.on_its_way if ranks > 1 else 0
+        return replace(self, before=self.before + extra, after=self.after + extra, on_its_way=0)
 
 
 def number_in(name: str, stack: str) -> int | None:
     """Return the layer number in a name: 3 for `layers.3.wq` or `exp_avg.layers.3.wq`, or None."""
-    found = _pattern(stack).search(name)
-    return int(found[2]) if found else None
+    match = _pattern(stack).search(name)
+    return int(match[2]) if match else None
 
 
 @cache
 def renumbered(name: str, stack: str, number: int) -> str:
     """Return the name of the same object in another layer."""
-    return _pattern(stack).sub(lambda found: f"{found[1]}{stack}.{number}", name, count=1)
+    return _pattern(stack).sub(lambda match: f"{match[1]}{stack}.{number}", name, count=1)
 
 
 @cache

@@ -67,15 +67,15 @@ def restart() -> None:
 
 def function_of(node: fx.Node) -> Function | None:
     """Return the custom function that a node of a captured graph calls, or None."""
-    return known if isinstance(known := _known(node), Function) else None
+    return entry if isinstance(entry := _registered(node), Function) else None
 
 
 def body_of(node: fx.Node) -> Callable[..., Any] | None:
     """Return the local body that a node of a local program stands for, or None."""
-    return known.body if isinstance(known := _known(node), LocalFunction) else None
+    return entry.body if isinstance(entry := _registered(node), LocalFunction) else None
 
 
-def _known(node: fx.Node) -> Function | LocalFunction | None:
+def _registered(node: fx.Node) -> Function | LocalFunction | None:
     return _operators.get(node.target.name()) if isinstance(node.target, OpOverload) else None
 
 
@@ -88,12 +88,12 @@ def remember(
 
 def communicates(node: fx.Node) -> bool:
     """Return True if a node of a local program stands for a body that communicates."""
-    return isinstance(known := _known(node), LocalFunction) and known.communicates
+    return isinstance(entry := _registered(node), LocalFunction) and entry.communicates
 
 
 def meaning_of(node: fx.Node) -> Callable[..., Any] | None:
     """Return the meaning of a node of a local program that is another way to compute a value."""
-    return known.meaning if isinstance(known := _known(node), LocalFunction) else None
+    return entry.meaning if isinstance(entry := _registered(node), LocalFunction) else None
 
 
 def record(op: Any, function: Function) -> None:
@@ -125,13 +125,13 @@ def _fresh(body: Callable[..., Any]) -> Callable[..., Any]:
 
 def _shapes(body: Callable[..., Any]) -> Callable[..., Any]:
     """Return a fake kernel for `_fresh(body)`; it runs the body once for each layout of operands."""
-    known: dict[Any, list[tuple[torch.Size, torch.dtype, torch.device]]] = {}
+    answers: dict[Any, list[tuple[torch.Size, torch.dtype, torch.device]]] = {}
 
     def run(*tensors: Tensor) -> Any:
         key = tuple(map(layout, tensors))
-        if key not in known:
-            known[key] = [(t.shape, t.dtype, t.device) for t in body(*tensors)]
-        out = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in known[key])
+        if key not in answers:
+            answers[key] = [(t.shape, t.dtype, t.device) for t in body(*tensors)]
+        out = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in answers[key])
         return out if len(out) > 1 else out[0]
 
     return run

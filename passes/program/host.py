@@ -28,7 +28,7 @@ _any_layout = (torch.Tag.flexible_layout,)  # so that Inductor passes the tensor
 _library.define("offload(Tensor x) -> Tensor", tags=_any_layout)
 _library.define("reload(Tensor h, Device device, int[] shape, int[] stride) -> Tensor")
 _library.define("there(Tensor(a) y, Tensor x) -> Tensor(a)", tags=_any_layout)
-_under_way: dict[int, Copy] = {}  # by address of the destination
+_running: dict[int, Copy] = {}  # by address of the destination
 
 
 class Copy(NamedTuple):
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
 
 def forget() -> None:
     """Forget the copies of a failed step."""
-    _under_way.clear()
+    _running.clear()
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def _copy(source: Tensor, into: Tensor, device: torch.device, out: bool) -> Tens
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
         into.copy_(source, non_blocking=True)
-    _under_way[into.data_ptr()] = Copy(stream.record_event(), device, source)
+    _running[into.data_ptr()] = Copy(stream.record_event(), device, source)
     return into
 
 
@@ -73,9 +73,9 @@ def _reload(h: Tensor, device: torch.device, shape: Sequence[int], stride: Seque
 def _there(y: Tensor, x: Tensor) -> Tensor:
     if not y.numel():  # an empty tensor has no address
         return y
-    if y.data_ptr() not in _under_way:
-        raise RuntimeError("ct::there: nothing is under way to this tensor; a copy was made of what was started")
-    copy = _under_way.pop(y.data_ptr())
+    if y.data_ptr() not in _running:
+        raise RuntimeError("ct::there: no copy to this tensor is running; the started tensor was itself copied")
+    copy = _running.pop(y.data_ptr())
     torch.accelerator.current_stream(copy.device).wait_event(copy.end)
     return y
 

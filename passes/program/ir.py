@@ -102,7 +102,7 @@ class Program:
     @property
     def order(self) -> Order:
         """The order in which the ranks of `cp` hold the batch's sequence."""
-        orders = (given.spec.order for given in self.inputs)
+        orders = (input_.spec.order for input_ in self.inputs)
         return next((order for order in orders if not order.is_plain), PLAIN)
 
     def placeholders(self) -> list[fx.Node]:
@@ -145,12 +145,12 @@ class Count:
     @property
     def names(self) -> list[str]:
         """The counted entries of a batch."""
-        return [given.name for given in self.program.inputs]
+        return [input_.name for input_ in self.program.inputs]
 
     def of(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return the count over full microbatches, 0-d."""
-        found = torch.stack([self.program.module(*(part[name] for name in self.names))[0] for part in parts])
-        return found.sum(dtype=found.dtype)
+        counts = torch.stack([self.program.module(*(part[name] for name in self.names))[0] for part in parts])
+        return counts.sum(dtype=counts.dtype)
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -314,7 +314,7 @@ def phase(node: fx.Node) -> str:
     if node.op != "call_function":
         return "forward"
     name = record(node).phase
-    assert name, f"%{node.name} is of no phase"
+    assert name, f"%{node.name} has no phase"
     return name
 
 
@@ -327,16 +327,16 @@ def layer(node: fx.Node) -> Layer | None:
     """Return the layer of an operator (in an update, the parameter's); None outside of layers."""
     if node.op != "call_function":
         return None
-    known = record(node).layer
-    assert known is not UNSET, f"%{node.name} does not say its layer"
-    return known
+    layer_or_unset = record(node).layer
+    assert layer_or_unset is not UNSET, f"%{node.name} has no layer"
+    return layer_or_unset
 
 
 def role(node: fx.Node) -> Role:
     """Return the role of an operator in its layer, known from `overlap` on."""
-    known = record(node).role
-    assert known is not None, f"%{node.name} has no role"
-    return known
+    role_or_none = record(node).role
+    assert role_or_none is not None, f"%{node.name} has no role"
+    return role_or_none
 
 
 def is_recomputed(node: fx.Node) -> bool:

@@ -23,19 +23,19 @@ def entries(factor: Factor, mesh: Mesh, coordinates: Coordinates, device: torch.
     index = torch.arange(factor.local(mesh), device=device)
     valid = torch.ones_like(index, dtype=torch.bool)
     for axis, size in reversed(list(factor.shards(mesh))):
-        held, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
+        share, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
         if order.table:
-            block = held // order.chunks
+            block = share // order.chunks
             slot = (index // block).clamp(max=order.chunks - 1)  # padding of inner axes lies beyond
             number = own_blocks(coordinates, axis).index_select(0, slot)
             index = number * block + index % block
         elif order.zigzag:
-            half = held // 2
+            half = share // 2
             tail = index >= half
             chunk = torch.where(tail, 2 * mesh[axis] - 1 - axis_index, axis_index)
             index = chunk * half + index - torch.where(tail, half, 0)
         else:
-            index = axis_index * held + index
+            index = axis_index * share + index
         valid = valid & (index < size)
     return index, valid
 
@@ -47,8 +47,8 @@ def locate(index: Tensor, factor: Factor, mesh: Mesh, coordinates: Coordinates) 
         held, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
         if order.table:
             block, blocks = held // order.chunks, factor.pieces(axis, mesh)
-            own, ordered = own_blocks(coordinates, axis), torch.arange(order.chunks, device=index.device)
-            slots = torch.full((blocks,), -1, device=index.device).scatter(0, own, ordered)
+            blocks_here, ordered = own_blocks(coordinates, axis), torch.arange(order.chunks, device=index.device)
+            slots = torch.full((blocks,), -1, device=index.device).scatter(0, blocks_here, ordered)
             slot = slots[(index // block).clamp(0, blocks - 1)]
             mine = mine & (slot >= 0)
             index = slot.clamp(min=0) * block + index % block

@@ -67,9 +67,9 @@ class Balance:
     outside: float = 9
     flops_per_moved_byte: float = 236
 
-    def near_bytes(self, kind: str, sent_bytes: int, where: Reach) -> float:
+    def near_bytes(self, kind: str, sent_bytes: int, span: Reach) -> float:
         """Return the bytes inside a node that take as long as a collective in which every rank sends `sent_bytes`."""
-        return max(within_nodes(kind, sent_bytes, where), self.outside * between_nodes(kind, sent_bytes, where))
+        return max(within_nodes(kind, sent_bytes, span), self.outside * between_nodes(kind, sent_bytes, span))
 
     def flops(self, kind: str, sent_bytes: int, mesh: Mesh, axis: str) -> float:
         """Return the FLOPs that take as long as the collective."""

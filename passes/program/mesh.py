@@ -119,18 +119,18 @@ class Mesh:
 
     def flatten(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Replace axes that have a joined name by that name: one collective over it serves all of them."""
-        left = list(axes)
-        for name, over in self.flattened.items():
-            if set(over) <= set(left) and (len(over) > 1 or name == self.stored_over):
-                left = [name if axis == over[0] else axis for axis in left if axis not in over[1:]]
-        return tuple(left)
+        remaining = list(axes)
+        for name, joined in self.flattened.items():
+            if set(joined) <= set(remaining) and (len(joined) > 1 or name == self.stored_over):
+                remaining = [name if axis == joined[0] else axis for axis in remaining if axis not in joined[1:]]
+        return tuple(remaining)
 
     def together(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return axes outermost first; all axes of experts, if present, under their joined name."""
-        held = {a for axis in axes for a in self.over(axis)}
+        covered = {a for axis in axes for a in self.over(axis)}
         names: dict[str, None] = {}
-        for axis in (a for a in self.axes if a in held):
-            names[self.experts_over if axis in self.experts and held >= set(self.experts) else axis] = None  # type: ignore[index]
+        for axis in (a for a in self.axes if a in covered):
+            names[self.experts_over if axis in self.experts and covered >= set(self.experts) else axis] = None  # type: ignore[index]
         return tuple(names)
 
     # -- ranks --------------------------------------------------------------------------------------
@@ -149,14 +149,14 @@ class Mesh:
 
     def part(self, axis: str) -> tuple[str, int, int]:
         """Return (axis of the mesh, number of adjacent groups, number of groups across) of an axis or a sub-axis."""
-        found = re.fullmatch(r"(\w+)\.(inner|outer)(\d+)", axis)
-        if found is None:
+        match = re.fullmatch(r"(\w+)\.(inner|outer)(\d+)", axis)
+        if match is None:
             return axis, 1, 1
-        base, which, count = found[1], found[2], int(found[3])
+        base, kind, count = match[1], match[2], int(match[3])
         size = self._size(base)
         if count < 1 or size % count:
             raise ValueError(f"{axis}: {count} neighbours do not divide mesh.{base}={size}")
-        return (base, size // count, 1) if which == "inner" else (base, 1, count)
+        return (base, size // count, 1) if kind == "inner" else (base, 1, count)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank on each axis larger than one, joined axes included."""
@@ -171,9 +171,9 @@ class Mesh:
         """Return the ranks that differ from `rank` only in their coordinate on `axis`, ordered by it."""
         base, inner, outer = self.part(axis)
         size, step = self[axis], self.stride(base)
-        place = rank // step % self._size(base)
-        begin = place - place % size if inner > 1 else place % outer
-        return [rank + (begin + i * outer - place) * step for i in range(size)]
+        position = rank // step % self._size(base)
+        begin = position - position % size if inner > 1 else position % outer
+        return [rank + (begin + i * outer - position) * step for i in range(size)]
 
     def groups(self, axis: str) -> list[list[int]]:
         """Return the groups of ranks that differ only in their coordinate on `axis`, each ordered by it."""
@@ -199,8 +199,8 @@ def spread_experts(sizes: dict[str, int]) -> tuple[dict[str, int], tuple[str, ..
     if not over_tp and (ep % cp or dp % inner):
         fits = [str(n * cp) for n in range(1, dp + 1) if dp % n == 0 and n * cp > 1]
         fits += [str(dp * cp * tp)] if tp > 1 else []
-        given = ", ".join(f"{axis}={size}" for axis, size in (("dp_shard", dp), ("cp", cp), ("tp", tp)) if size > 1)
-        fix = f"with {given} it may be {' or '.join(fits)}" if given else "there is one rank"
+        others = ", ".join(f"{axis}={size}" for axis, size in (("dp_shard", dp), ("cp", cp), ("tp", tp)) if size > 1)
+        fix = f"with {others} it may be {' or '.join(fits)}" if others else "there is one rank"
         raise MeshError("mesh.ep", f"size is {ep}, experts are spread over the ranks of other axes; {fix}")
-    taken = {"ep": inner, "cp": cp} | ({"tp": tp} if over_tp else {})
-    return sizes | {"dp_shard": dp // inner, "ep": inner}, tuple(axis for axis, size in taken.items() if size > 1)
+    parts = {"ep": inner, "cp": cp} | ({"tp": tp} if over_tp else {})
+    return sizes | {"dp_shard": dp // inner, "ep": inner}, tuple(axis for axis, size in parts.items() if size > 1)

@@ -23,8 +23,8 @@ from passes.program.shift import SHIFTS
 from passes.program.torch_private import OpOverload, c10d
 
 CASTS = frozenset({"to", "_to_copy"})  # operators by name that change at most the dtype
-SHAPED = frozenset(f"{what}_like" for what in ("empty", "full", "ones", "zeros")) | frozenset(
-    f"new_{what}" for what in ("empty", "full", "ones", "zeros")
+SHAPED = frozenset(f"{kind}_like" for kind in ("empty", "full", "ones", "zeros")) | frozenset(
+    f"new_{kind}" for kind in ("empty", "full", "ones", "zeros")
 )  # operators by name that use only their operand's shape, dtype and device
 # uses of communicators, if an axis has several
 EXCHANGES = "exchanges"  # of rows or heads, during gathers of the next layer's parameters
@@ -77,9 +77,9 @@ def bind(node: fx.Node) -> dict[str, Any]:
 
 def argument(node: fx.Node, name: str, otherwise: Any = None) -> Any:
     """Return an operator's argument, explicit or by default; `otherwise` if it has none of that name."""
-    for i, known in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if known.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name, known.default_value)
+    for i, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if parameter.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, parameter.default_value)
     return otherwise
 
 
@@ -115,8 +115,8 @@ PERHAPS_COPIES = frozenset({"to", "contiguous", "reshape", "reshape_as", "flatte
 
 def is_same_line(node: fx.Node) -> bool:
     """Return True if one of `PERHAPS_COPIES` returns its operand's entries as they lie."""
-    given, made = (ir.example(n) for n in (node.args[0], node))  # type: ignore[arg-type]
-    return given.is_contiguous() and made.is_contiguous() and (given.dtype, given.device) == (made.dtype, made.device)
+    x, y = (ir.example(n) for n in (node.args[0], node))  # type: ignore[arg-type]
+    return x.is_contiguous() and y.is_contiguous() and (x.dtype, x.device) == (y.dtype, y.device)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -141,8 +141,8 @@ def communicator_of(node: fx.Node) -> str | None:
     """Return the communicator that an operator names, or None: the mesh axis, or "axis:use" if it has several."""
     if not isinstance(node.target, OpOverload) or node.target.namespace not in ("ct", "_c10d_functional"):
         return None
-    bound = bind(node)
-    return bound.get("axis", bound.get("group_name"))
+    arguments = bind(node)
+    return arguments.get("axis", arguments.get("group_name"))
 
 
 def axis_of(node: fx.Node) -> str | None:

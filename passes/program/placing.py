@@ -19,33 +19,33 @@ def placed(
     later, here or among the `later` names; unless `at_end`, it must precede another pass. Otherwise passes keep the
     given order.
     """
-    found, fit = tuple(passes), list[Pass]()
+    combined, inserted = tuple(passes), list[Pass]()
     for step in ordered(extra):
-        at = place(found, stage, step, fit, at_end)
-        if at is not None and not set(step.after) & set(later):
-            found = (*found[:at], step, *found[at:])
-            fit.append(step)
-    return found, tuple(fit)
+        index = place(combined, stage, step, inserted, at_end)
+        if index is not None and not set(step.after) & set(later):
+            combined = (*combined[:index], step, *combined[index:])
+            inserted.append(step)
+    return combined, tuple(inserted)
 
 
 def ordered(extra: Sequence[Pass]) -> list[Pass]:
     """Return the passes in the given order, but each after those of them that its `after` names."""
-    rest, found = list(extra), list[Pass]()
-    while rest:
-        names = {step.name for step in rest}
-        ready = next((step for step in rest if not names & (set(step.after) - {step.name})), rest[0])
-        rest.remove(ready)
-        found.append(ready)
-    return found
+    remaining, result = list(extra), list[Pass]()
+    while remaining:
+        names = {step.name for step in remaining}
+        ready = next((step for step in remaining if not names & (set(step.after) - {step.name})), remaining[0])
+        remaining.remove(ready)
+        result.append(ready)
+    return result
 
 
 def place(passes: Passes, stage: Stage, step: Pass, before: Collection[Pass], at_end: bool) -> int | None:
     """Return the first index at which a pass may be inserted, after the `before` passes; None if there is none."""
-    for at in range(len(passes) + at_end):
-        rest = passes[at:]
-        if stage in step.takes and not any(each.name in step.after or each in before for each in rest):
-            return at
-        stage = after(rest[0], stage) if rest else stage
+    for index in range(len(passes) + at_end):
+        following = passes[index:]
+        if stage in step.takes and not any(other.name in step.after or other in before for other in following):
+            return index
+        stage = after(following[0], stage) if following else stage
     return None
 
 

@@ -96,17 +96,17 @@ def _order(program: ir.Program, axis: str) -> str:
 
 
 def _inputs(program: ir.Program) -> Iterator[Line]:
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        text = f'%{node.name} = {given.kind} "{given.name}" : {format_value(ir.value(node))} {given.spec}'
+    for node, input_ in zip(program.placeholders(), program.inputs, strict=True):
+        text = f'%{node.name} = {input_.kind} "{input_.name}" : {format_value(ir.value(node))} {input_.spec}'
         yield Line(text, node)
 
 
 def _counts(program: ir.Program) -> Iterator[Line]:
     """Yield the programs that compute the inputs counted over all microbatches."""
-    for given in program.inputs:
-        if given.count is not None:
-            yield Line(f"# {given.name}: the sum of {given.count.microbatches} microbatches' results of")
-            yield from _graph(given.count.program.graph, given.name)
+    for input_ in program.inputs:
+        if input_.count is not None:
+            yield Line(f"# {input_.name}: the sum of {input_.count.microbatches} microbatches' results of")
+            yield from _graph(input_.count.program.graph, input_.name)
 
 
 def _outputs(program: ir.Program) -> Iterator[Line]:
@@ -227,8 +227,8 @@ def format_operand(arg: Any) -> str:
 def _format_list(entries: list[str]) -> str:
     is_constant = not any(entry.startswith("%") for entry in entries)
     if is_constant and len(entries) > LONGEST:
-        whole = ", ".join(entries)
-        entries = [*entries[:LONGEST], f"... {len(entries)} in all #{_digest(whole)}"]
+        full = ", ".join(entries)
+        entries = [*entries[:LONGEST], f"... {len(entries)} in all #{_digest(full)}"]
     return f"[{', '.join(entries)}]"
 
 

@@ -74,9 +74,9 @@ class ReshardOp:
         """The names of the arguments after the tensor."""
         return list(inspect.signature(self.body).parameters)[1:]
 
-    def named(self, rest: Sequence[Any]) -> SimpleNamespace:
+    def named(self, arguments: Sequence[Any]) -> SimpleNamespace:
         """Return the arguments after the tensor, by name."""
-        return SimpleNamespace(**dict(zip(self.names, rest, strict=True)))
+        return SimpleNamespace(**dict(zip(self.names, arguments, strict=True)))
 
 
 RESHARD_OPS: dict[Any, ReshardOp] = {}
@@ -144,11 +144,11 @@ def _replicate_to_shard(x: Tensor, axis_index: Tensor, dim: int, axis: str, axis
 
 
 def _shard_to_partial(x: Tensor, axis_index: Tensor, dim: int, axis: str, axis_size: int, size: int) -> Tensor:
-    mine = torch.arange(axis_size, device=x.device) == axis_index
+    is_own = torch.arange(axis_size, device=x.device) == axis_index
     shape = [1] * (x.dim() + 1)
     shape[dim] = axis_size
-    spread = torch.where(mine.view(shape), x.unsqueeze(dim), torch.zeros((), dtype=x.dtype, device=x.device))
-    return spread.flatten(dim, dim + 1).narrow(dim, 0, size)
+    terms = torch.where(is_own.view(shape), x.unsqueeze(dim), torch.zeros((), dtype=x.dtype, device=x.device))
+    return terms.flatten(dim, dim + 1).narrow(dim, 0, size)
 
 
 def _replicate_to_invariant(x: Tensor, axis_index: Tensor, axis: str) -> Tensor:
@@ -184,29 +184,29 @@ def pad(x: Tensor, dim: int, axis_size: int) -> Tensor:
 # ---- shapes, written by hand: a deep model has thousands of these operators, and tracing a body is slow --------------
 
 
-def _alike(x: Any, a: Any) -> Sequence[int]:
+def _same_shape(x: Any, a: Any) -> Sequence[int]:
     return x.shape
 
 
-def _whole(x: Any, a: Any) -> Sequence[int]:
-    return _sized(x.shape, a.dim, a.size)
+def _gathered_shape(x: Any, a: Any) -> Sequence[int]:
+    return _with_size(x.shape, a.dim, a.size)
 
 
-def _shard(x: Any, a: Any) -> Sequence[int]:
-    return _sized(x.shape, a.dim, -(-x.shape[a.dim] // a.axis_size))
+def _shard_shape(x: Any, a: Any) -> Sequence[int]:
+    return _with_size(x.shape, a.dim, -(-x.shape[a.dim] // a.axis_size))
 
 
-def _exchanged(x: Any, a: Any) -> Sequence[int]:
-    shard = _sized(x.shape, a.split_dim, -(-x.shape[a.split_dim] // a.axis_size))
-    return _sized(shard, a.concat_dim, a.concat_size)
+def _exchanged_shape(x: Any, a: Any) -> Sequence[int]:
+    shard = _with_size(x.shape, a.split_dim, -(-x.shape[a.split_dim] // a.axis_size))
+    return _with_size(shard, a.concat_dim, a.concat_size)
 
 
-def _sized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
 def _padded_bytes(x: Any, dim: int, axis_size: int, dtype: torch.dtype | None = None) -> int:
-    return math.prod(_sized(x.shape, dim, -(-x.shape[dim] // axis_size) * axis_size)) * (dtype or x.dtype).itemsize
+    return math.prod(_with_size(x.shape, dim, -(-x.shape[dim] // axis_size) * axis_size)) * (dtype or x.dtype).itemsize
 
 
 def _bytes(x: Any, dtype: torch.dtype | None = None) -> int:
@@ -225,22 +225,22 @@ def add_reshard(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], 
     """
     record = ReshardOp(name, body, takes, gives, **facts)
 
-    def kernel(x: Tensor, *rest: Any) -> Tensor:
-        out = body(x, *rest)
+    def kernel(x: Tensor, *arguments: Any) -> Tensor:
+        out = body(x, *arguments)
         return out.clone() if out.is_contiguous() else out.contiguous()
 
-    def fake(x: Tensor, *rest: Any) -> Tensor:
-        a = record.named(rest)
+    def fake(x: Tensor, *arguments: Any) -> Tensor:
+        a = record.named(arguments)
         return x.new_empty(record.shape(x, a), dtype=getattr(a, "dtype", x.dtype))
 
     def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, *rest = inputs  # the rank's coordinate, if present, is the first of `rest` and its only tensor
-        ctx.save_for_backward(*(a for a in rest if isinstance(a, Tensor)))
-        ctx.rest, ctx.like = [a for a in rest if not isinstance(a, Tensor)], Like(tuple(x.shape), x.dtype)
+        x, *arguments = inputs  # the rank's coordinate, if present, is the first and the only tensor
+        ctx.save_for_backward(*(a for a in arguments if isinstance(a, Tensor)))
+        ctx.arguments, ctx.like = [a for a in arguments if not isinstance(a, Tensor)], Like(tuple(x.shape), x.dtype)
 
     def backward(ctx: Any, g: Tensor) -> tuple:
-        rest = [*ctx.saved_tensors, *ctx.rest]
-        return record.gradient(g, ctx.like, record.named(rest)), *[None] * len(rest)  # type: ignore[misc]
+        arguments = [*ctx.saved_tensors, *ctx.arguments]
+        return record.gradient(g, ctx.like, record.named(arguments)), *[None] * len(arguments)  # type: ignore[misc]
 
     schema = torch.library.infer_schema(body, mutates_args=())
     op = torch.library.custom_op(f"ct::{name}", kernel, mutates_args=(), schema=schema)
@@ -254,56 +254,56 @@ def add_reshard(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], 
 
 # fmt: off
 all_gather: Any = add_reshard(
-    "all_gather", _all_gather, ("shard",), "replicate", shape=_whole,
+    "all_gather", _all_gather, ("shard",), "replicate", shape=_gathered_shape,
     gradient=lambda g, x, a: reduce_scatter(g, a.dim, a.axis, a.axis_size, x.dtype, a.reduce_dtype),
     kind="all_gather", sends=lambda x, a: _bytes(x, a.dtype),
 )
 reduce_scatter: Any = add_reshard(
-    "reduce_scatter", _reduce_scatter, ("partial",), "shard", shape=_shard,
+    "reduce_scatter", _reduce_scatter, ("partial",), "shard", shape=_shard_shape,
     gradient=lambda g, x, a: all_gather(g, a.dim, a.axis, a.axis_size, x.shape[a.dim], x.dtype, a.reduce_dtype),
     kind="reduce_scatter", reduces="sum", sends=lambda x, a: _padded_bytes(x, a.dim, a.axis_size, a.reduce_dtype),
 )
 psum: Any = add_reshard(
-    "psum", _psum, ("partial",), "invariant", shape=_alike,
+    "psum", _psum, ("partial",), "invariant", shape=_same_shape,
     gradient=lambda g, x, a: g.to(x.dtype),
     kind="all_reduce", reduces="sum", sends=lambda x, a: _bytes(x, a.reduce_dtype),
 )
 invariant_to_replicate: Any = add_reshard(
-    "invariant_to_replicate", _invariant_to_replicate, ("invariant",), "replicate", shape=_alike,
+    "invariant_to_replicate", _invariant_to_replicate, ("invariant",), "replicate", shape=_same_shape,
     gradient=lambda g, x, a: psum(g, a.axis, x.dtype, a.reduce_dtype),
 )
 invariant_to_shard: Any = add_reshard(
-    "invariant_to_shard", _invariant_to_shard, ("invariant", "replicate"), "shard", shape=_shard,
+    "invariant_to_shard", _invariant_to_shard, ("invariant", "replicate"), "shard", shape=_shard_shape,
     gradient=lambda g, x, a: all_gather_invariant(g, a.axis_index, a.dim, a.axis, a.axis_size, x.shape[a.dim]),
 )
 all_gather_invariant: Any = add_reshard(
-    "all_gather_invariant", _all_gather_invariant, ("shard",), "invariant", shape=_whole,
+    "all_gather_invariant", _all_gather_invariant, ("shard",), "invariant", shape=_gathered_shape,
     gradient=lambda g, x, a: invariant_to_shard(g, a.axis_index, a.dim, a.axis, a.axis_size),
     kind="all_gather", sends=lambda x, a: _bytes(x),
 )
 replicate_to_shard: Any = add_reshard(
-    "replicate_to_shard", _replicate_to_shard, ("replicate",), "shard", shape=_shard,
+    "replicate_to_shard", _replicate_to_shard, ("replicate",), "shard", shape=_shard_shape,
     gradient=lambda g, x, a: shard_to_partial(g, a.axis_index, a.dim, a.axis, a.axis_size, x.shape[a.dim]),
 )
 shard_to_partial: Any = add_reshard(
-    "shard_to_partial", _shard_to_partial, ("shard",), "partial", shape=_whole,
+    "shard_to_partial", _shard_to_partial, ("shard",), "partial", shape=_gathered_shape,
     gradient=lambda g, x, a: replicate_to_shard(g, a.axis_index, a.dim, a.axis, a.axis_size),
 )
 replicate_to_invariant: Any = add_reshard(
-    "replicate_to_invariant", _replicate_to_invariant, ("replicate",), "invariant", shape=_alike,
+    "replicate_to_invariant", _replicate_to_invariant, ("replicate",), "invariant", shape=_same_shape,
     gradient=lambda g, x, a: invariant_to_partial(g, a.axis_index, a.axis),
 )
 invariant_to_partial: Any = add_reshard(  # takes replicate copies only in bodies that nothing differentiates
-    "invariant_to_partial", _invariant_to_partial, ("invariant", "replicate"), "partial", shape=_alike,
+    "invariant_to_partial", _invariant_to_partial, ("invariant", "replicate"), "partial", shape=_same_shape,
     gradient=lambda g, x, a: g,
 )
 all_to_all: Any = add_reshard(
-    "all_to_all", _all_to_all, ("shard",), "shard", shape=_exchanged,
+    "all_to_all", _all_to_all, ("shard",), "shard", shape=_exchanged_shape,
     gradient=lambda g, x, a: all_to_all(g, a.concat_dim, a.split_dim, x.shape[a.split_dim], a.axis, a.axis_size),
     kind="all_to_all", sends=lambda x, a: _padded_bytes(x, a.split_dim, a.axis_size),
 )
 pmax: Any = add_reshard(
-    "pmax", _pmax, ("partial",), "invariant", shape=_alike, gradient=None,
+    "pmax", _pmax, ("partial",), "invariant", shape=_same_shape, gradient=None,
     kind="all_reduce", reduces="max", sends=lambda x, a: _bytes(x),
 )
 # fmt: on

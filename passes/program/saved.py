@@ -87,12 +87,12 @@ def reading() -> Iterator[None]:
 
 def operators_in(programs: Iterable[ir.Program]) -> set[OpOverload]:
     """Return all operators that programs call, also in their bodies."""
-    found: set[OpOverload] = set()
+    operators: set[OpOverload] = set()
     for program in programs:
         for node in program.calls():
-            called = [node] if not isinstance(node.target, Body) else list(node.target.graph.nodes)
-            found |= {each.target for each in called if isinstance(each.target, OpOverload)}
-    return found
+            nodes = [node] if not isinstance(node.target, Body) else list(node.target.graph.nodes)
+            operators |= {node.target for node in nodes if isinstance(node.target, OpOverload)}
+    return operators
 
 
 # ---- writing ----------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Writer:
     specs: Table = field(default_factory=Table)
     records: Table = field(default_factory=Table)
     bodies: list[Any] = field(default_factory=list)
-    known: dict[Body, int] = field(default_factory=dict)
+    body_numbers: dict[Body, int] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)  # of placements and tensors, by identity
 
     def text(self, programs: Mapping[str, ir.Program]) -> str:
@@ -136,7 +136,7 @@ class Writer:
     def program(self, program: ir.Program) -> dict[str, Any]:
         """Return a program, with those that compute its counts and bounds."""
         return {
-            "inputs": [self.input(given) for given in program.inputs],
+            "inputs": [self.input(input_) for input_ in program.inputs],
             "outputs": [[o.name, o.kind, self.spec(o.spec)] for o in program.outputs],
             "mesh": encoded(program.mesh),
             "stage": int(program.stage),
@@ -152,13 +152,13 @@ class Writer:
         children = module.named_children()
         return [self.graph(module.graph), {n: self.module(m) for n, m in children if isinstance(m, fx.GraphModule)}]
 
-    def input(self, given: ir.Input) -> dict[str, Any]:
+    def input(self, input_: ir.Input) -> dict[str, Any]:
         """Return an input, with its value if it is a constant."""
-        count = given.count and [self.program(given.count.program), given.count.microbatches]
-        value = None if given.value is None else self.constant(given.value)
-        forms = {"spec": self.spec(given.spec), "value": value, "roles": sorted(given.roles), "count": count}
-        others = (each.name for each in fields(given) if each.name not in forms)
-        return forms | {name: encoded(getattr(given, name)) for name in others}
+        count = input_.count and [self.program(input_.count.program), input_.count.microbatches]
+        value = None if input_.value is None else self.constant(input_.value)
+        forms = {"spec": self.spec(input_.spec), "value": value, "roles": sorted(input_.roles), "count": count}
+        others = (item.name for item in fields(input_) if item.name not in forms)
+        return forms | {name: encoded(getattr(input_, name)) for name in others}
 
     def constant(self, value: Tensor) -> Any:
         """Return the layout of a real tensor and its entries."""
@@ -188,15 +188,15 @@ class Writer:
 
     def unnamed(self, node: fx.Node) -> Any:
         """Raise Unwritable for the call of a target that other processes cannot find by name."""
-        raise Unwritable(f"%{node.name} calls {node.target}, which is made anew in each process")
+        raise Unwritable(f"%{node.name} calls {node.target}, which every process defines again")
 
     def body(self, body: Body) -> int:
         """Return the number of a body."""
-        if body not in self.known:
+        if body not in self.body_numbers:
             nodes = self.graph(body.graph)
-            self.known[body] = len(self.bodies)
+            self.body_numbers[body] = len(self.bodies)
             self.bodies.append([body.name, body.key, body.results, body.flat, nodes])
-        return self.known[body]
+        return self.body_numbers[body]
 
     def operands(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> tuple[Any, Any]:
         """Return a node's operands, positional and by keyword."""
@@ -300,9 +300,9 @@ def sizes_are_known(value: Tensor) -> bool:
 
 def layout_of(value: Tensor) -> list[Any]:
     """Return shape, strides, offset, dtype and device of a tensor, and the bytes of its storage."""
-    where = str(value.dtype).removeprefix("torch."), value.device.type
+    kinds = str(value.dtype).removeprefix("torch."), value.device.type
     storage = value.untyped_storage().nbytes()
-    return [list(value.shape), list(value.stride()), value.storage_offset(), *where, storage]
+    return [list(value.shape), list(value.stride()), value.storage_offset(), *kinds, storage]
 
 
 def bytes_of(value: Tensor) -> bytes:
@@ -332,7 +332,7 @@ class Reader:
         """Return a program, with those that compute its counts and bounds."""
         return ir.Program(
             self.module(*part["graph"]),
-            tuple(self.input(**given) for given in part["inputs"]),
+            tuple(self.input(**input_) for input_ in part["inputs"]),
             tuple(ir.Output(name, kind, self.specs[spec]) for name, kind, spec in part["outputs"]),
             decoded(part["mesh"]),
             Stage(part["stage"]),
@@ -390,15 +390,15 @@ class Reader:
         """Return a record without the fields `BY_NODE`."""
         return NodeRecord(**{k: self.specs[v] if k == "spec" else decoded(v) for k, v in entry.items()})
 
-    def value(self, given: Any, made: Sequence[fx.Node]) -> Any:
+    def value(self, form: Any, nodes: Sequence[fx.Node]) -> Any:
         """Return an operand or a node's value."""
-        if isinstance(given, list):
-            return [self.value(part, made) for part in given]
-        if not isinstance(given, dict):
-            return given
-        ((kind, inner),) = given.items()
+        if isinstance(form, list):
+            return [self.value(part, nodes) for part in form]
+        if not isinstance(form, dict):
+            return form
+        ((kind, inner),) = form.items()
         if kind == "n":
-            return made[inner]
+            return nodes[inner]
         if kind == "v":
             return self.layouts[inner]
         if kind == "c":
@@ -409,7 +409,7 @@ class Reader:
             return complex(*inner)
         if kind == "p":
             return Printed(inner)
-        parts = [self.value(part, made) for part in inner]
+        parts = [self.value(part, nodes) for part in inner]
         return tuple(parts) if kind == "t" else slice(*parts)
 
 
@@ -442,10 +442,10 @@ def printed_name(target: str) -> str:
 
 def constant_of(name: str) -> Any:
     """Return a dtype, layout or memory format by its name; raise ValueError for other attributes of torch."""
-    found = getattr(torch, name)
-    if not isinstance(found, CONSTANTS):
-        raise ValueError(f"{name} is no constant")
-    return found
+    value = getattr(torch, name)
+    if not isinstance(value, CONSTANTS):
+        raise ValueError(f"{name} is not a dtype, layout or memory format")
+    return value
 
 
 def tensor_of(layout: Sequence[Any]) -> Tensor:
@@ -463,5 +463,5 @@ def device_here(kind: str) -> torch.device:
 def tensor_from(layout: Tensor, entries: str) -> Tensor:
     """Return a real tensor of a layout, from its entries in order."""
     flat = torch.frombuffer(bytearray(base64.b64decode(entries)), dtype=torch.uint8) if entries else torch.empty(0)
-    made = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
-    return made.copy_(flat.view(layout.dtype).view(layout.shape)).to(layout.device)
+    result = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
+    return result.copy_(flat.view(layout.dtype).view(layout.shape)).to(layout.device)

@@ -79,7 +79,7 @@ def _shift_by(x: Tensor, hops: Tensor, axis: str, row: int, step: int, home: boo
 @torch.library.impl(_library, "arrive", "CompositeExplicitAutograd")
 def _arrive(y: Tensor, x: Tensor) -> Tensor:
     if y.numel() and y.data_ptr() not in _in_flight:
-        raise RuntimeError("ct::arrive: nothing is on its way to this tensor; a copy was made of what a shift returned")
+        raise RuntimeError("ct::arrive: no transfer to this tensor is running; the result of the shift was copied")
     if y.numel():
         for work in _in_flight.pop(y.data_ptr()).works:
             work.wait()

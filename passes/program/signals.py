@@ -21,7 +21,7 @@ def undisturbed(work: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        handled = {each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) not in PLAIN}
+        handled = {number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) not in PLAIN}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # child processes inherit the mask
         try:
             return work(*args, **kwargs)

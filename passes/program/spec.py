@@ -198,12 +198,12 @@ def _segments(dim: Dim, mesh: Mesh, coordinates: dict[str, int]) -> list[tuple[i
     inner, inner_local = math.prod(f.size for f in tail), math.prod(f.local(mesh) for f in tail)
     if not any(f.axes for f in tail):
         return [(start * inner, at * inner, length * inner) for start, at, length in runs]
-    rest = _segments(tuple(tail), mesh, coordinates)
+    inner_runs = _segments(tuple(tail), mesh, coordinates)
     return [
         ((start + i) * inner + s, (at + i) * inner_local + ls, n)
         for start, at, length in runs
         for i in range(length)
-        for s, ls, n in rest
+        for s, ls, n in inner_runs
     ]
 
 
@@ -256,19 +256,19 @@ def unshard(locals_by_rank: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
     """Return the full tensor from every rank's local one; partial values are reduced, copies taken from one rank."""
     full = locals_by_rank[0].new_zeros(spec.shape)
     owners = {axis: 0 for axis in mesh.axes if spec.state(axis) in ("invariant", "replicate")}
-    seen: set[tuple[int, ...]] = set()
+    written: set[tuple[int, ...]] = set()
     for coordinates, local in zip(mesh, locals_by_rank, strict=True):
         if any(coordinates[axis] != owner for axis, owner in owners.items()):
             continue
         for box in boxes(spec, mesh, coordinates):
             into, part = box.of(full), box.of_local(local)
-            if box.offset not in seen:
+            if box.offset not in written:
                 into.copy_(part)
             elif dict(spec.partial).get(spec.partial_axes[0]) == "max":
                 torch.maximum(into, part, out=into)
             else:
                 into.add_(part)
-            seen.add(box.offset)
+            written.add(box.offset)
     return full
 
 

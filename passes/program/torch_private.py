@@ -166,8 +166,8 @@ def composites_of(module: fx.GraphModule) -> Iterator[None]:
 
     graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
     called = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
-    kept = {op for op in called if _is_preservable_cia_op(op)}
-    with patch("torch.export.exported_program._collect_all_valid_cia_ops", lambda: kept):
+    preserved = {op for op in called if _is_preservable_cia_op(op)}
+    with patch("torch.export.exported_program._collect_all_valid_cia_ops", lambda: preserved):
         yield
 
 
@@ -237,7 +237,7 @@ class Described(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        raise TypeError(f"{func} was called on what only describes a tensor")
+        raise TypeError(f"{func} was called on a mere description of a tensor")
 
 
 def described(
@@ -314,13 +314,13 @@ def compile_inner(
         "reorder_for_peak_memory": False,  # the order is the graph's
         "fx_graph_cache": False,  # we have a cache of our own
     }
-    with ExitStack() as on:
-        for each in (tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(settings)):
-            on.enter_context(each)
-        on.enter_context(warnings.catch_warnings())
+    with ExitStack() as stack:
+        for context in (tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(settings)):
+            stack.enter_context(context)
+        stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # a float32 job logs this itself
-        on.enter_context(_flex_as_laid_out())
-        on.enter_context(_never_reused(starts))
+        stack.enter_context(_flex_as_laid_out())
+        stack.enter_context(_never_reused(starts))
         return compile_fx_inner(module, list(values))
 
 
@@ -344,11 +344,11 @@ def _never_reused(operators: Collection[OpOverload]) -> Iterator[None]:
 
 
 def _is_waited_for_elsewhere(node: fx.Node) -> bool:
-    """Return whether a node starts a collective that no node of its graph waits for."""
+    """Return True if a node starts a collective that no node of its graph waits for."""
     if getattr(node.target, "namespace", "") != "_c10d_functional" or node.target is _WAIT:
         return False
     results = [user for user in node.users if user.target is operator.getitem]
-    return not any(user.target is _WAIT for each in (node, *results) for user in each.users)
+    return not any(user.target is _WAIT for result in (node, *results) for user in result.users)
 
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -368,22 +368,22 @@ def kernels_together(ask: Ask | None = None, build: Callable[[], None] = lambda:
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
     wait = AsyncCompile.wait
 
-    def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+    def defer(self: AsyncCompile, scope: dict[str, Any]) -> None:
         waiting.append((self, scope))
 
     def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source: str) -> Any:
         return LambdaFuture(ask(argtypes, source))  # type: ignore[misc]
 
-    with patch.object(AsyncCompile, "wait", later), ExitStack() as on:
+    with patch.object(AsyncCompile, "wait", defer), ExitStack() as stack:
         if ask is not None:
-            on.enter_context(patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding))
+            stack.enter_context(patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding))
         yield
     build()
     compiled: dict[CodeCacheFuture, Any] = {}
-    for each, scope in waiting:
+    for compiler, scope in waiting:
         kernels = {name: value for name, value in scope.items() if isinstance(value, CodeCacheFuture)}
         scope.update({name: compiled[kernel] for name, kernel in kernels.items() if kernel in compiled})
-        wait(each, scope)
+        wait(compiler, scope)
         compiled |= {kernel: scope[name] for name, kernel in kernels.items()}
 
 
@@ -401,13 +401,13 @@ def see_one_gpu(number: int) -> int:
     that a process does not see. If CUDA has started already, all GPUs stay visible and keep their numbers.
     """
     name = "CUDA_VISIBLE_DEVICES"
-    before, count = os.environ.get(name), 0 if torch.version.cuda is None else torch.cuda.device_count()
+    earlier, count = os.environ.get(name), 0 if torch.version.cuda is None else torch.cuda.device_count()
     if count < 2 or torch.cuda.is_initialized():
         return number if count > 1 else 0
-    os.environ[name] = before.split(",")[number].strip() if before else str(number)
+    os.environ[name] = earlier.split(",")[number].strip() if earlier else str(number)
     if torch._C._cuda_getDeviceCount() == 1:
         return 0
-    os.environ.pop(name) if before is None else os.environ.update({name: before})  # CUDA read it before
+    os.environ.pop(name) if earlier is None else os.environ.update({name: earlier})  # CUDA read it before
     return number
 
 
@@ -505,9 +505,9 @@ def execute_only(
 
     def write(content: str | bytes, *args: Any, **kwargs: Any) -> tuple[str, str]:
         key, path = _write(content, *args, **kwargs)
-        wanted = content.encode() if isinstance(content, str) else content
-        if Path(path).read_bytes() != wanted:
-            put(Path(path), wanted)
+        expected = content.encode() if isinstance(content, str) else content
+        if Path(path).read_bytes() != expected:
+            put(Path(path), expected)
         return key, path
 
     def build(lock_path: str, cpp_builders: Sequence[Any]) -> None:
@@ -544,8 +544,8 @@ def instructions_untested() -> Iterator[None]:
         yield
     finally:
         choose.cache_clear()
-        for each in cpu_vec_isa.supported_vec_isa_list:
-            getattr(type(each).__bool__, "cache_clear", lambda: None)()
+        for kind in cpu_vec_isa.supported_vec_isa_list:
+            getattr(type(kind).__bool__, "cache_clear", lambda: None)()
 
 
 def instruction_set() -> str:
@@ -720,57 +720,61 @@ def derivatives_as_operators(vjp: Callable[..., Any]) -> Iterator[None]:
     """
     from torch._functorch import apis, eager_transforms
 
-    around, apart = 0, False
+    depth, tracing_apart = 0, False
 
     def traced(transform: Callable, *args: Any, **kwargs: Any) -> Any:
-        nonlocal apart
-        apart = True
+        nonlocal tracing_apart
+        tracing_apart = True
         try:
             with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
                 body = make_fx(lambda: transform(*args, **kwargs), _core_decompositions())()
         finally:
-            apart = False
+            tracing_apart = False
         return body()  # the body holds the tensors that it reads
 
-    def derivative(transform: Callable) -> Callable:
+    def wrap_derivative(transform: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:
-            if around and not apart:
+            if depth and not tracing_apart:
                 raise _HoldsDerivative
-            return transform(*args, **kwargs) if apart else traced(transform, *args, **kwargs)
+            return transform(*args, **kwargs) if tracing_apart else traced(transform, *args, **kwargs)
 
         return called
 
-    def outer(transform: Callable) -> Callable:
+    def wrap_outer(transform: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:
-            nonlocal around
-            around += 1
+            nonlocal depth
+            depth += 1
             try:
                 return transform(*args, **kwargs)
             except _HoldsDerivative:
-                if around > 1:
+                if depth > 1:
                     raise
             finally:
-                around -= 1
+                depth -= 1
             return traced(transform, *args, **kwargs)
 
         return called
 
-    instead = {"grad_and_value_impl": derivative, "_jvp_with_argnums": outer, "_vjp_with_argnums": lambda _: vjp}
+    patches = {
+        "grad_and_value_impl": wrap_derivative,
+        "_jvp_with_argnums": wrap_outer,
+        "_vjp_with_argnums": lambda _: vjp,
+    }
     with ExitStack() as stack:
-        for name, make in instead.items():
+        for name, make in patches.items():
             stack.enter_context(patch.object(eager_transforms, name, make(getattr(eager_transforms, name))))
-        stack.enter_context(patch.object(apis, "vmap_impl", outer(apis.vmap_impl)))
+        stack.enter_context(patch.object(apis, "vmap_impl", wrap_outer(apis.vmap_impl)))
         yield
 
 
 @contextmanager
 def quiet_failures() -> Iterator[None]:
     """Silence the output of a failing export: the graph so far, advice for its own users."""
-    talking = map(logging.getLogger, ("torch.export._trace", "torch.fx.experimental.symbolic_shapes"))
+    loggers = map(logging.getLogger, ("torch.export._trace", "torch.fx.experimental.symbolic_shapes"))
     with ExitStack() as stack:
         stack.enter_context(patch("torch.export._trace.print", lambda *_, **__: None, create=True))
-        for log in talking:
-            stack.enter_context(patch.object(log, "disabled", True))
+        for logger in loggers:
+            stack.enter_context(patch.object(logger, "disabled", True))
         yield
 
 
@@ -784,29 +788,29 @@ def functions_as(instead: Callable[[type, tuple], tuple[Any, list[Tensor]]]) -> 
     `_backward_cls`, then `forward`, then `setup_context` if the function has its own: these are replaced.
     """
     kind, base = type(torch.autograd.Function), torch.autograd.Function.setup_context
-    begun: type | None = None
-    ended: type | None = None
+    begun_cls: type | None = None
+    ended_cls: type | None = None
     changed: list[Tensor] = []
 
     def look_up(cls: type, name: str) -> Any:
-        nonlocal begun, ended
-        found = type.__getattribute__(cls, name)
+        nonlocal begun_cls, ended_cls
+        attribute = type.__getattribute__(cls, name)
         if name == "_backward_cls" and not cls.__module__.startswith("torch."):
-            begun = cls
-        elif name == "forward" and begun is cls:
-            begun = None
+            begun_cls = cls
+        elif name == "forward" and begun_cls is cls:
+            begun_cls = None
             return partial(forward, cls, type.__getattribute__(cls, "setup_context") is base)
-        elif name == "setup_context" and ended is cls:
-            ended = None
+        elif name == "setup_context" and ended_cls is cls:
+            ended_cls = None
             return lambda ctx, *args: ctx.mark_dirty(*changed)
-        return found
+        return attribute
 
     def forward(cls: type, has_context: bool, *args: Any) -> Any:
-        nonlocal ended, changed
+        nonlocal ended_cls, changed
         result, changed = instead(cls, args[has_context:])
         if has_context:
             args[0].mark_dirty(*changed)
-        ended = None if has_context else cls
+        ended_cls = None if has_context else cls
         return result
 
     kind.__getattribute__ = look_up  # type: ignore[method-assign, assignment]
@@ -874,16 +878,16 @@ def _flex_as_laid_out() -> Iterator[None]:
     from torch._inductor.lowering import lowerings
     from torch.utils._pytree import tree_map_only
 
-    def lowered(lower: Callable, places: tuple[int, ...]) -> Callable:
+    def lowered(lower: Callable, positions: tuple[int, ...]) -> Callable:
         def run(*args: Any) -> Any:
-            exact = {i: tree_map_only(TensorBox, ExternKernel.require_contiguous, args[i]) for i in places}
+            exact = {i: tree_map_only(TensorBox, ExternKernel.require_contiguous, args[i]) for i in positions}
             return lower(*(exact.get(i, arg) for i, arg in enumerate(args)))
 
         return run
 
     operators = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
-    places = (4, 7, 8), (4, 9, 12, 13)  # blocks and what functions read; log-sum-exp before them
-    with patch.dict(lowerings, {op: lowered(lowerings[op], each) for op, each in zip(operators, places)}):
+    positions = (4, 7, 8), (4, 9, 12, 13)  # blocks and what functions read; log-sum-exp before them
+    with patch.dict(lowerings, {op: lowered(lowerings[op], indices) for op, indices in zip(operators, positions)}):
         yield
 
 

@@ -47,7 +47,7 @@ class Tape:
 
     def input(self, value: Tensor) -> None:
         """Add a placeholder for a tensor."""
-        self._known(value, self.graph.placeholder(f"x{len(self.nodes)}"))
+        self._register(value, self.graph.placeholder(f"x{len(self.nodes)}"))
 
     def output(self, results: Any) -> fx.Graph:
         """End the graph with its results (tensors, and tuples and lists of them), and return it."""
@@ -56,26 +56,26 @@ class Tape:
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operator, and record it if its results are tensors; return them."""
-        found = target(*args, **kwargs)
+        result = target(*args, **kwargs)
         if target is aten.lift_fresh.default:  # PyTorch's wrapper of a constant
-            self._known(found, self._node(args[0]))
-            return found
-        parts = [found] if isinstance(found, Tensor) else found if isinstance(found, (tuple, list)) else []
+            self._register(result, self._node(args[0]))
+            return result
+        parts = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else []
         if not any(isinstance(part, Tensor) for part in parts):
-            return found
+            return result
         name = target.overloadpacket.__name__.lower()
         node = self.graph.create_node("call_function", target, self._read(args), self._read(kwargs), name)
-        if isinstance(found, Tensor):
-            self._known(found, node)
+        if isinstance(result, Tensor):
+            self._register(result, node)
         else:
-            for i, part in enumerate(found):
+            for i, part in enumerate(result):
                 if isinstance(part, Tensor):
-                    self._known(part, self.graph.create_node("call_function", operator.getitem, (node, i)))
-            ir.set_value(node, type(found)(map(snapshot, found)))
+                    self._register(part, self.graph.create_node("call_function", operator.getitem, (node, i)))
+            ir.set_value(node, type(result)(map(snapshot, result)))
             self.written(node)
-        return found
+        return result
 
-    def _known(self, value: Tensor, node: fx.Node) -> None:
+    def _register(self, value: Tensor, node: fx.Node) -> None:
         self.nodes[id(value)] = weakref.ref(value), node
         ir.set_value(node, snapshot(value))
         self.written(node)
@@ -84,21 +84,25 @@ class Tape:
         return fx.node.map_aggregate(tree, lambda x: self._node(x) if isinstance(x, Tensor) else x)
 
     def _node(self, value: Tensor) -> fx.Node:
-        known, node = self.nodes.get(id(value), (lambda: None, None))
-        return node if known() is value else self._alias(value) or self._constant(value)
+        reference, node = self.nodes.get(id(value), (lambda: None, None))
+        return node if reference() is value else self._alias(value) or self._constant(value)
 
     def _alias(self, value: Tensor) -> fx.Node | None:
         """Return a node with the same memory and layout: autograd returns a saved result as another tensor."""
-        for known, node in reversed(self.nodes.values()):
-            other = known()
-            if other is not None and other.untyped_storage() is value.untyped_storage() and lies(other) == lies(value):
+        for reference, node in reversed(self.nodes.values()):
+            other = reference()
+            if (
+                other is not None
+                and other.untyped_storage() is value.untyped_storage()
+                and layout_of(other) == layout_of(value)
+            ):
                 return node
         return None
 
     def _constant(self, value: Tensor) -> fx.Node:
         """Record a number that a function holds as a tensor."""
         if isinstance(value, FakeTensor) or value.numel() != 1:
-            raise UnknownTensor(f"a tensor ({value.dtype} {list(value.shape)}) that it is not given")
+            raise UnknownTensor(f"a tensor ({value.dtype} {list(value.shape)}) that is not an argument")
         args, kwargs = (list(value.shape), number_in(value)), {"dtype": value.dtype, "device": value.device}
         node = self.graph.create_node("call_function", aten.full.default, args, kwargs, "full")
         ir.set_value(node, aten.full.default(*args, **kwargs))
@@ -117,7 +121,7 @@ class Recorder(TorchDispatchMode):
         return self.tape.call(func, args, kwargs or {})
 
 
-def lies(value: Tensor) -> tuple[Any, ...]:
+def layout_of(value: Tensor) -> tuple[Any, ...]:
     """Return the layout of a tensor in its memory."""
     return value.dtype, value.shape, value.stride(), value.storage_offset()
 
@@ -144,6 +148,6 @@ def functional(graph: fx.Graph, args: Sequence[Tensor], ctx: ir.Context) -> fx.G
         tape.input(value)
     run = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run
     with torch.no_grad(), ctx.fake_mode, Recorder(tape):
-        found = tape.output(torch.func.functionalize(run, remove="mutations")(*args))
-    found.eliminate_dead_code()
-    return found
+        result = tape.output(torch.func.functionalize(run, remove="mutations")(*args))
+    result.eliminate_dead_code()
+    return result

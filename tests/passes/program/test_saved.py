@@ -112,7 +112,7 @@ def test_constants_keep_their_values():
     try:
         after = read(written({"step": step.train["step"].finished}))["step"]
     except Unwritable as error:
-        assert "made anew in each process" in str(error)
+        assert "every process defines again" in str(error)
         return
     for old, new in zip(step.train["step"].finished.inputs, after.inputs, strict=True):
         assert (old.value is None) == (new.value is None)

@@ -17,8 +17,8 @@ def test_a_copy_of_what_is_on_its_way_is_refused():
     """A wait for it would end at once, with the numbers of whatever stood in that memory before."""
     x = torch.arange(6.0)
     y = shift(x, "cp", 0)
-    with pytest.raises(RuntimeError, match="nothing is on its way"):
+    with pytest.raises(RuntimeError, match="no transfer to this tensor is running"):
         arrive(y.clone(), x)
     arrive(y, x)
-    with pytest.raises(RuntimeError, match="nothing is on its way"):
+    with pytest.raises(RuntimeError, match="no transfer to this tensor is running"):
         arrive(y, x)
