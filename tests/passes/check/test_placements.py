@@ -1,4 +1,4 @@
-"""Placements recomputed: what a rule does not yield, and what reshard operators do not make, is found."""
+"""Recomputed placements: records that contradict a rule or a reshard operator are detected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESH = {"dp_shard": 2, "tp": 2}
 
 
 class Net(nn.Module):
-    """Table, gated product and head of uneven sizes; two results of one operator."""
+    """A table, a gated matmul and a head of uneven sizes; one operator has two results."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def whole(**mesh: int) -> tuple[ir.Program, ir.Context]:
 
 
 def local(**mesh: int) -> tuple[ir.Program, ir.Program]:
-    """Before and after `shard`, the latter to be damaged."""
+    """Return the programs before and after `shard`; tests damage the latter."""
     before, ctx = whole(**mesh)
     return before, Shard()(before, ctx)[0]
 
@@ -63,7 +63,7 @@ def test_a_partitioned_program_is_what_it_says(mesh):
 
 
 def claims(spec: Spec, mesh: Mesh):
-    """Every placement one step from `spec` that says something else of the value."""
+    """Yield every placement that differs from `spec` in one step and claims something else about the value."""
     for axis, how in spec.partial:
         rest = tuple(p for p in spec.partial if p[0] != axis)
         yield replace(spec, partial=rest)
@@ -94,7 +94,7 @@ def test_every_other_claim_about_any_node_is_refused():
 
 
 def remove(target) -> Callable[[ir.Program], bool]:
-    """Each use of a reshard operator reads its operand instead, the record staying on what reads it."""
+    """Replace a reshard operator by its operand in all users; their records stay."""
 
     def damage(program: ir.Program) -> bool:
         for node in program.calls():

@@ -1,4 +1,4 @@
-"""Running passes: order, records, refusals that name the pass, and dumps."""
+"""Runs of passes: order, records, refusals that name the pass, and dumps."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ NAMES = ["capture", "normalize", "place", "shard", "joint", "collectives"]
 
 @functools.cache
 def fresh() -> tuple[ir.Program, ir.Context, dict[str, Tensor]]:
-    """A captured program of one block, and whole values of its inputs."""
+    """Return a captured program of one block, and full values of its inputs."""
     model, batch = example(n_blocks=1)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
     return *capture(model, loss_fn, batch, torch.device("cpu")), values
 
 
 def captured(**mesh: int) -> tuple[ir.Program, ir.Context, dict[str, Tensor]]:
-    """A copy of the captured program, on a mesh."""
+    """Return a copy of the captured program, on a mesh."""
     program, ctx, values = fresh()
     return replace(program.copy(), mesh=Mesh.of(mesh)), ctx, values
 
 
 @dataclass(frozen=True)
 class Fake(ir.Pass):
-    """A pass that does what it is given."""
+    """A pass that applies a given rewrite."""
 
     does: Callable[[ir.Program], ir.Program] = lambda program: program
     name: str = "fake"
@@ -66,14 +66,14 @@ class Fake(ir.Pass):
 
 
 def refusal(rewrite: Callable[[ir.Program], ir.Program], **options) -> str:
-    """What running a captured program through a pass raises."""
+    """Return the error that a captured program raises in a pass."""
     program, ctx, values = captured()
     with pytest.raises(ir.CompileError) as error:
         run_passes("test", [Fake(rewrite)], program, ctx, inputs=values, **options)
     return str(error.value)
 
 
-# ---- a whole run -----------------------------------------------------------------------------------
+# ---- a full run ------------------------------------------------------------------------------------
 
 
 def test_every_pass_is_recorded_verified_in_numbers_and_observed():
@@ -93,7 +93,7 @@ def test_every_pass_is_recorded_verified_in_numbers_and_observed():
 
 
 class Rounded(torch.autograd.Function):
-    """Rounds; its author's gradient passes 0.7 of what comes, its derivative would pass nothing."""
+    """Rounds; its author's gradient is 0.7 of the incoming one, its derivative would be zero."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Rounding(nn.Module):
-    """A linear layer whose weight is rounded."""
+    """A linear layer with a rounded weight."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_records_hold_what_the_program_will_cost():
     parameters = sum(p.numel() for p in example(n_blocks=1)[0].parameters())
     gathered, reduced = (next(t for t in joint.traffic if t.kind == kind) for kind in ("all_gather", "reduce_scatter"))
     assert gathered.calls == reduced.calls == sum(i.kind == "parameter" for i in program.inputs)
-    assert parameters * 2 <= gathered.sent_bytes <= parameters * 2 * 1.2  # half of each, 4 bytes, and padding
+    assert parameters * 2 <= gathered.sent_bytes <= parameters * 2 * 1.2  # half of each, in 4 bytes, with padding
     assert joint.traffic == expanded.traffic
     recomputed = 2 * 3 * 4 * 4 * 5  # the backward of attention begins with q @ k again: 3 rows, 4 tokens, 5 wide
     assert joint.flops["backward"] == 2 * joint.flops["forward"] + recomputed
@@ -215,7 +215,7 @@ def test_a_compile_error_is_left_as_it_is():
 
 
 def scale_the_loss(program: ir.Program) -> ir.Program:
-    """A rewrite that is legal in every respect but its value."""
+    """Rewrite the program legally in every respect but its value."""
     program = program.copy()
     (loss,) = program.results()
     with program.graph.inserting_after(loss):

@@ -1,4 +1,4 @@
-"""The lockstep simulator: every collective against its definition, in every group of a mesh of two axes."""
+"""The lockstep simulator: every collective against its definition, in every group of a two-axis mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES = [torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64) * 10**rank
 
 
 def run(op, *args, mesh=(("dp_shard", 2), ("tp", 2)), values=VALUES) -> list[Tensor]:
-    """What every rank holds after a collective of its value and a wait."""
+    """Return every rank's value after a collective and its wait."""
     small = Small(**dict(mesh))
     x = small.input("x", cut(values[0].shape))
     out = small.call(c10d.wait_tensor.default, small.call(op, x, *args))
@@ -56,7 +56,7 @@ def test_all_to_all_transposes_ranks_and_pieces():
 
 
 def test_sums_run_in_rank_order():
-    """1e16 - 1e16 + 1 is 1 in that order only: order is what makes runs reproducible."""
+    """1e16 - 1e16 + 1 is 1 only in this order; a fixed order makes runs reproducible."""
     values = [torch.tensor([x], dtype=torch.float64) for x in (1e16, -1e16, 1.0)]
     assert [h.item() for h in run(c10d.all_reduce.default, "sum", "tp", mesh=(("tp", 3),), values=values)] == [1, 1, 1]
 

@@ -1,4 +1,4 @@
-"""Passes after `joint` keep what is returned and stored; a fault planted in each of them is heard by `verify=spec`."""
+"""Passes after `joint` keep returned and stored values; `verify=spec` detects a planted fault in each of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PASSES = (Simplify(), CSE(), Reassociate(), Remat("full"), Optimize(AdamW(), 1.0
 
 
 def run(*passes: ir.Pass, mesh: Any = MESH) -> ir.Program:
-    """The joint program of a small model after passes, each verified."""
+    """Return the joint program of a small model after passes, each verified."""
     program, ctx = joint(mesh)
     return run_passes("step", passes, program, ctx)[0]
 
@@ -83,7 +83,7 @@ def test_simplify_that_loses_a_scale(monkeypatch):
 
 
 def test_simplify_that_drops_a_product_by_a_sum_over_ranks():
-    """Not a scale of its own any more, but in numbers still one."""
+    """The factor is no separate scale any more, but still a factor in the numbers."""
     small = Small(tp=2)
     x = small.input("x", cut((4,), tp=0), "batch")
     term = small.call(MUL, small.call(aten.sum.default, x), 0.5)
@@ -93,7 +93,7 @@ def test_simplify_that_drops_a_product_by_a_sum_over_ranks():
 
 
 def moved(program: ir.Program, outwards: bool) -> ir.Program:
-    """The factor taken out of the sum over the ranks, or lost there."""
+    """Move the factor out of the sum over ranks, or lose it there."""
     program = program.copy()
     scale, reduced = (next(n for n in program.calls() if n.target is t) for t in (MUL, reshard.psum))
     scale.replace_all_uses_with(scale.args[0])
@@ -112,7 +112,7 @@ def kept(before: ir.Program, after: ir.Program, ctx: ir.Context) -> str:
 
 
 def test_a_dim_that_differs_by_minus_one_and_minus_two():
-    """Python's hash of both is the same."""
+    """Python's hash is the same for both."""
     small = Small()
     x = small.input("x", cut((4, 4)), "batch")
     total = small.call(aten.sum.dim_IntList, x, [-1])
@@ -181,7 +181,7 @@ def test_optimize_that_reduces_over_too_few_axes_or_twice(monkeypatch, times, te
 
 
 def rolled(together: Callable[..., Any]) -> Callable[..., Any]:
-    """What a bucket gives, each tensor an entry too far."""
+    """Return a bucket's tensors, each cut one entry too late."""
     return lambda xs, **options: [
         torch.cat([flat[1:], flat[:1]]).view(y.shape) for y in together(xs, **options) for flat in (y.reshape(-1),)
     ]

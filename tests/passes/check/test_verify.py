@@ -1,4 +1,4 @@
-"""The verifier: every planted defect is found, and the message leads to it."""
+"""The verifier: every planted defect is detected, and the message points to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Plant = Callable[[ir.Program], ir.Program]
 
 
 def program() -> tuple[ir.Program, ir.Context]:
-    """loss = sum(linear(x, w) * b): the weight and the batch sharded on tp, the bias varied; all placed."""
+    """Return loss = sum(linear(x, w) * b): weight and batch sharded on tp, bias replicate, all placed."""
     small = Small(tp=2)
     w, b = small.input("w", cut((6, 4), tp=0)), small.input("b", cut((6,)))
     x = small.input("x", cut((4, 4), tp=0), "batch")
@@ -79,14 +79,14 @@ def test_a_failure_names_the_pass_the_node_its_line_both_values_and_ten_nodes_ar
     ir.set_value(y, ir.example(y).to(torch.bfloat16))
     first, *lines = message(where, ctx).splitlines()
     assert first == "planted: %linear_default (model.py:31) records bf16[2, 6], computes f64[2, 6]"
-    assert len(lines) == 10  # five before it, itself, and the four that are left
+    assert len(lines) == 10  # five nodes before it, itself, and the remaining four
     assert [line for line in lines if line.startswith(">")] == [
         "> %linear_default = linear(%x, %all_gather_default) : bf16[2, 6] [4@tp, 6]   # model.py:31 forward"]
 
 
 @pytest.mark.parametrize("phase", [None, "later"])
 def test_an_operator_of_no_phase_is_found(phase):
-    """A rewrite that forgets it would move a node of the backward into the forward."""
+    """A rewrite without phases would move a node of the backward into the forward."""
     where, ctx = program()
     ir.update(next(n for n in where.calls() if n.target is aten.mul.Tensor), phase=phase)
     assert "has no phase; record one of forward, backward, optimizer" in message(where, ctx)
@@ -94,7 +94,7 @@ def test_an_operator_of_no_phase_is_found(phase):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_an_operator_that_does_not_say_its_layer_is_found(phase):
-    """A rewrite that makes a node and gives it a phase alone would have it stand outside of layers."""
+    """A rewrite that gives a new node only a phase would leave it outside of layers."""
     where, ctx = program()
     wrong = next(n for n in where.calls() if n.target is aten.mul.Tensor)
     ir.update(wrong, phase=phase, layer=UNSET)
@@ -102,7 +102,10 @@ def test_an_operator_that_does_not_say_its_layer_is_found(phase):
 
 
 def within_a_layer(*lost: Layer | None, phase: str = "forward", another: Layer | None = None) -> str:
-    """What is found of operators of a layer in a row, those within without it, the last read by `another`, too."""
+    """Return the finding for operators of a layer in a row, of which the inner ones have the layers `lost`.
+
+    With `another`, an operator of that layer also reads the last inner one.
+    """
     small, layer = Small(), Layer("layers", 3)
     x = small.input("x", cut((2,)))
     for each in (layer, *lost, layer):
@@ -118,8 +121,8 @@ def test_an_operator_that_lost_its_layer_is_found():
     assert "%neg_default_1 has no layer, but is between operators of layers.3" in within_a_layer(None)
     assert "%neg_default_3 has no layer, but is between operators of layers.3" in within_a_layer(None, None, None)
     assert not within_a_layer(Layer("layers", 3))
-    assert not within_a_layer(None, phase="backward")  # sums of gradients of several layers are of none
-    assert not within_a_layer(None, another=Layer("layers", 4))  # it leaves the layer
+    assert not within_a_layer(None, phase="backward")  # sums of gradients of several layers have no layer
+    assert not within_a_layer(None, another=Layer("layers", 4))  # its value leaves the layer
 
 
 def test_neighbours_are_five_before_and_five_after():
@@ -194,7 +197,7 @@ def argument(name: str, index: int, new: str | int) -> Plant:
 
 
 def drop(name: str) -> Plant:
-    """Let the users of a node use its operand."""
+    """Return a defect that replaces a node by its operand in all users."""
 
     def plant(where: ir.Program) -> ir.Program:
         gone = node(where, name)
@@ -212,7 +215,7 @@ def a_sum_made_replicate(where: ir.Program) -> ir.Program:
 
 
 def found(plant: Plant, planted: tuple[ir.Program, ir.Context], name: str | None, text: str) -> None:
-    """The defect's message names the node (if it has one) and says so."""
+    """Check that the defect's message names the node (if it has one) and the problem."""
     where, ctx = planted
     first = message(plant(where), ctx).splitlines()[0]
     assert first.startswith(f"planted: %{name} " if name else "planted: ")
@@ -332,7 +335,7 @@ def test_a_layer_that_is_lost_when_a_program_becomes_local_is_found():
 
 
 def of_role(role: Role | None, target=aten.mul.Tensor, phase: str = "forward") -> str:
-    """What is found where an operator of a parameter and the batch has the role."""
+    """Return the finding if an operator of a parameter and the batch has the role."""
     small = Small()
     w, x = small.input("w", cut((2, 2))), small.input("x", cut((2, 2)), "batch")
     y = small.call(target, w, x, spec=cut((2, 2)), phase=phase)
@@ -406,7 +409,7 @@ def test_a_local_program_is_run_as_what_it_means():
 
 
 def off(plant: Plant, make: Callable[[], tuple[ir.Program, ir.Context]]) -> str:
-    """What comparing a right program with the planted one says."""
+    """Return the message of comparing a correct program with the planted one."""
     before, ctx = make()
     with pytest.raises(ir.CompileError) as error:
         verify_numeric(before, plant(before.copy()), ctx, VALUES, pass_name="planted")
@@ -512,7 +515,7 @@ def test_a_result_that_is_neither_returned_nor_stored_is_refused():
 
 
 def without_first_result(program: ir.Program) -> fx.Graph:
-    """The program's graph, its first result dropped."""
+    """Remove the first result of the program's graph."""
     graph = program.copy().graph
     end = graph.output_node()
     end.args = (tuple(end.args[0][1:]),)  # type: ignore[index]

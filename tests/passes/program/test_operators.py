@@ -1,4 +1,4 @@
-"""What is known of operators by themselves."""
+"""Facts about single operators."""
 
 from __future__ import annotations
 

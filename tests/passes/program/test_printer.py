@@ -1,4 +1,4 @@
-"""The text of a program: complete, a line a node, and the same whenever the program is the same."""
+"""The text of a program: complete, one line for each node, and equal for equal programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a node: frozen, shared by copies, and inherited in part by the nodes that take a node's place."""
+"""The record of a node: frozen, shared by copies, and partly inherited by replacements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers alike are traced once; what differs in layout, dtype or placement shares nothing."""
+"""Equal layers are traced once; layers that differ in layout, dtype or placement share nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TP_PLAN = {"layers.*.up.weight": {"tp": 0}, "layers.*.down.weight": {"tp": 1}}
 
 
 class Layer(nn.Module):
-    """Two products of one shape, which tensor parallelism places as columns and as rows."""
+    """Two matmuls of one shape, which tensor parallelism places as columns and as rows."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def sharded(*hidden: int) -> tuple[ir.Program, ir.Context]:
-    """The local program of float8 layers on four ranks."""
+    """Return the local program of float8 layers on four ranks."""
     batch = {"x": torch.randn(4, 16, WIDTH)}
     program, ctx = capture(
         Model(hidden), lambda model, batch: F.mse_loss(model(batch["x"]), batch["x"]), batch, torch.device("cpu")
@@ -63,14 +63,14 @@ def sharded(*hidden: int) -> tuple[ir.Program, ir.Context]:
 
 
 def products(program: ir.Program) -> list[OpOverload]:
-    """The operators that float8 layers call, in order."""
+    """Return the operators that float8 layers call, in order."""
     return [n.target for n in program.calls() if "float8_linear" in str(n.target)]
 
 
 def test_products_of_one_shape_share_an_operator_only_if_placed_alike():
     first, _, up, down, up_again, down_again = products(sharded(WIDTH, WIDTH, WIDTH)[0])
     assert (up, down) == (up_again, down_again)
-    assert len({first, up, down}) == 3  # of a batch placed otherwise than activations, by columns, by rows
+    assert len({first, up, down}) == 3  # for the batch, by columns, by rows: three placements
 
 
 def test_products_of_other_shapes_share_no_operator():

@@ -1,4 +1,4 @@
-"""Processes that are started undisturbed outlive a signal that this process handles, and no other."""
+"""Processes started undisturbed outlive the signals that this process handles, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements: who owns which entry, against the definition one entry at a time."""
+"""Placements: the owner of each entry, against an entry-wise definition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AXES = ("dp_shard", "cp", "tp")
 
 @st.composite
 def placements(draw, states=("invariant", "replicate", "sum")):
-    """A mesh of up to three axes, and a spec of up to three dims, some of several factors; sizes need not divide."""
+    """Draw a mesh of up to three axes and a spec of up to three dims, some with several factors; sizes need not divide."""
     mesh = Mesh.of({axis: draw(st.integers(1, 3)) for axis in AXES})
     order = ZIGZAG if draw(st.booleans()) else PLAIN
     dims = [[draw(st.integers(1, 5)) for _ in range(draw(st.integers(0, 2)))] for _ in range(draw(st.integers(0, 3)))]
@@ -39,7 +39,7 @@ def placements(draw, states=("invariant", "replicate", "sum")):
 
 
 def owner(index: int, factor: Factor, mesh: Mesh) -> tuple[dict[str, int], int]:
-    """The coordinates that own an entry of a factor and where it lies there: `ceil(n / p)` a rank, axis by axis.
+    """Return the coordinates that own an entry of a factor, and its position there: `ceil(n / p)` a rank, axis by axis.
 
     Over `cp`, in a zigzag, rank r owns `ceil(n / 2p)` entries at r and as many at 2p - 1 - r.
     """
@@ -59,7 +59,7 @@ def owner(index: int, factor: Factor, mesh: Mesh) -> tuple[dict[str, int], int]:
 
 
 def owner_of_entry(entry: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[dict[str, int], tuple[int, ...]]:
-    """The coordinates that own an entry of the tensor, and its local index."""
+    """Return the coordinates that own an entry of the tensor, and its local index."""
     coordinates: dict[str, int] = {}
     local: list[int] = []
     for i, dim in zip(entry, spec.dims, strict=True):
@@ -78,7 +78,7 @@ def entries(spec: Spec):
 
 
 def numbered(spec: Spec) -> torch.Tensor:
-    """A tensor whose entries are 1, 2, 3..."""
+    """Return a tensor with the entries 1, 2, 3..."""
     return torch.arange(1, math.prod(spec.shape) + 1, dtype=torch.float64).view(spec.shape)
 
 

@@ -1,4 +1,4 @@
-"""Rules given as lines: what they say is checked, and maxima are right with padding and with gradients."""
+"""Rules written as lines: their text is checked, and maxima are right with padding and with gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ rowmax.register_autograd(
 
 
 class Most(nn.Module):
-    """A product whose columns tp may share out unevenly, and the largest of them, all negative."""
+    """A matmul whose columns tp may shard unevenly, and their maximum; all are negative."""
 
     def __init__(self, with_gradient: bool):
         super().__init__()

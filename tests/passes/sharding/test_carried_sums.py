@@ -1,4 +1,4 @@
-"""A partial value is carried only into operators that are linear in it: by value against one device."""
+"""A partial value is carried only through operators that are linear in it: by value against one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAN = {"up.weight": {"tp": 0}, "down.weight": {"tp": 1}}
 
 
 class Net(nn.Module):
-    """Two layers of which the first leaves shards and the second a partial sum; `between` makes the result of them."""
+    """Two layers: the first gives shards, the second a partial sum; `between` computes the result from them."""
 
     def __init__(self, between):
         super().__init__()
@@ -80,7 +80,7 @@ def test_sums_that_are_added_are_reduced_once():
 
 
 class Summed(nn.Module):
-    """A parameter that is added up where it is stored, in shards of which the last is padded."""
+    """A parameter that is summed where it is stored, in shards with padding in the last one."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def test_padding_of_a_stored_shard_stays_what_it_is_while_its_sum_is_trained():
 
 
 class OverTheBatch(nn.Module):
-    """Makes one of all rows."""
+    """Reduces all rows to one."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class OverTheBatch(nn.Module):
 
 
 def test_sums_over_the_batch_are_whole_on_each_rank_of_it():
-    """Only over tp, whose ranks share the tokens, are they cut along the sequence."""
+    """They are cut along the sequence only over tp, whose ranks share the tokens."""
     seen, batch = {}, {"x": torch.randn(4, 3, 6)}
     compile_lockstep(OverTheBatch(), lambda model, batch: model(batch["x"]).square().mean(), batch, {"dp_shard": 2},
                      observe=lambda program, record: seen.setdefault(record.name, program))

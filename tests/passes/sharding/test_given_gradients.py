@@ -1,4 +1,4 @@
-"""Gradients that an author gives need not be derivatives: what they make of a zero, they make of padding's, too."""
+"""An author's gradients need not be derivatives: they may map zeros to other values, in padding too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIVEN = {
     "cosine": lambda g, x: torch.cos(g) * x,
 }
 PLACES = ("weight", "activation", "hidden", "logits", "loss of a token", "loss")
-# (mesh, rows of 9 tokens): none of the sizes divides
+# (mesh, rows of 9 tokens): no size divides evenly
 MESHES = [
     ({"cp": 2}, 2),
     ({"dp_shard": 2}, 3),
@@ -42,7 +42,7 @@ MESHES = [
 
 
 def function(backward):
-    """A function that halves, with a gradient of one's own."""
+    """Return a function that halves, with the given gradient."""
 
     class Halved(Function):
         @staticmethod
@@ -54,11 +54,11 @@ def function(backward):
         def backward(ctx, g):
             return backward(g, *ctx.saved_tensors)
 
-    return Halved.apply  # bound before anything is captured, as PyTorch's own examples do
+    return Halved.apply  # bound before the capture, as in PyTorch's own examples
 
 
 class Model(nn.Module):
-    """A block with a norm and a feed-forward; `fn` stands at the places named."""
+    """A block with a norm and a feed-forward; `fn` is called at the named places."""
 
     def __init__(self, fn, places):
         super().__init__()
@@ -111,7 +111,7 @@ def test_at_one_place(place, kind, where):
 
 
 class Routed(Mixture):
-    """A mixture of experts with `fn` at the places named."""
+    """A mixture of experts with `fn` at the named places."""
 
     def __init__(self, fn, places, **changes):
         torch.manual_seed(0)
@@ -124,7 +124,7 @@ class Routed(Mixture):
 
 
 AT_EXPERTS, OF_ROWS = ("scores", "chosen", "up", "down"), ("routed", "hidden", "made")
-EXPERT_MESHES = [  # (mesh, how rows travel), with 5 experts and 3 rows of 5: none of the sizes divides
+EXPERT_MESHES = [  # (mesh, method), with 5 experts and 3 rows of 5: no size divides evenly
     ({"dp_shard": 2, "ep": 2}, "all_gather"),
     ({"cp": 2, "ep": 2}, "dropless"),
     ({"tp": 2, "ep": 2}, "all_gather"),
@@ -156,7 +156,7 @@ def test_at_one_place_of_experts(place, kind, where):
 @pytest.mark.parametrize(("place", "where"), list(zip(OF_ROWS, EXPERT_MESHES[1::2])), ids=str)
 @pytest.mark.sample(2)
 def test_of_rows_that_are_to_travel_it_is_refused(place, where):
-    """Nobody knows of a function whether it minds the order of rows, or the empty ones of a buffer."""
+    """A function may depend on the order of rows, or on the empty rows of a buffer."""
     with pytest.raises(UserError, match="rows sorted by expert are gathered: %halved_0 .* is fn::Halved_0 of them"):
         check_routed(function(GIVEN["affine"]), (place,), *where)
 

@@ -1,4 +1,4 @@
-"""Each operator of a placed program: which operand stays, where sums are reduced, and what no placement may do."""
+"""Each operator of a placed program: the operand that stays, the reductions, and placements that are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sequence(spec: Spec) -> Spec:
 
 
 class Placed:
-    """A program of one device whose inputs have placements, and what propagation decides of it."""
+    """A one-device program whose inputs have placements, and the decisions of propagation."""
 
     def __init__(self, mesh: dict[str, int], write, sequence_parallel: bool = True, **specs: tuple[str, Spec]):
         small = Small()
@@ -42,11 +42,11 @@ class Placed:
         return [str(spec) for spec in self.plan.decisions[self.nodes[name]].operands]
 
     def made(self, name: str) -> str:
-        """Return the placement of a result before it is reduced."""
+        """Return the placement of a result before its reduction."""
         return str(self.plan.produced[self.nodes[name]])
 
     def reduced(self, name: str) -> str | None:
-        """Return what a sum is reduced to before it is used, None if it is not."""
+        """Return the placement to which a sum is reduced before use; None if it is not."""
         spec = self.plan.reduced.get(self.nodes[name])
         return spec and str(spec)
 
@@ -68,7 +68,7 @@ def test_activations_stay_on_data_axes_and_weights_on_tp(axis, x, w, needed):
 
 
 def test_weights_alone_stay_where_they_are_on_data_axes():
-    """What is computed from parameters is sharded as they are, so that the result is gathered, not each of them."""
+    """Values computed from parameters are sharded like them, so that one result is gathered, not each parameter."""
 
     def scaled(call, a, b):
         return [call(aten.mul.Tensor, a, b)]

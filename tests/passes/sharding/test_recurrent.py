@@ -15,7 +15,7 @@ MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 3}, {}, {"dp_shard
 
 
 class Network(nn.Module):
-    """Outputs and last states of a network along the sequence."""
+    """Returns outputs and last states of a network along the sequence."""
 
     def __init__(self, kind, **options):
         super().__init__()
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
 
 class Cells(nn.Module):
-    """One cell, step by step."""
+    """Runs one cell, step by step."""
 
     def __init__(self, kind):
         super().__init__()
@@ -83,7 +83,7 @@ def test_a_network_is_one_operator_until_gradients_are_traced():
 
 
 def test_in_fp32_it_is_written_out_as_well():
-    """PyTorch would take a kernel of the CPU for all steps at once."""
+    """PyTorch would use a fused CPU kernel for all steps."""
     model, batch = MODELS["lstm"]().float(), {"x": data()[0]["x"].float()}
     step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, NO_DECAY, evaluate=True)
     assert step(batch, 0.0)["loss"] == pytest.approx(loss(model, batch).item(), rel=1e-5)

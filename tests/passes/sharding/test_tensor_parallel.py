@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism on sizes that nothing divides, by value against one device in fp64."""
+"""Tensor and sequence parallelism on uneven sizes, by value against one device in fp64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESHES = ({"tp": 2}, {"tp": 3}, {"tp": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replic
 
 
 def assert_trains_like_one_device(model, loss_fn, data, mesh, tolerance=1e-10, **options) -> None:
-    """Three steps: losses, norms and all parameters."""
+    """Compare losses, norms and all parameters of three steps."""
     metrics, final = train_plainly(model, loss_fn, data)
     step = compile_lockstep(model, loss_fn, data[0], mesh, ADAMW, **options)
     for batch, lr, expected in zip(data, LRS, metrics):
@@ -45,7 +45,7 @@ def test_our_llama(mesh: dict[str, int], sequence_parallel: bool) -> None:
 @pytest.mark.parametrize(("name", "mesh"), quick(product(zoo.MODELS, ({"tp": 4}, MESHES[-1])), 4, 8, 11), ids=str)
 @pytest.mark.sample(1)
 def test_models_of_others(name: str, mesh: dict[str, int]) -> None:
-    # Gemma's and Mixtral's own arithmetic is partly fp32: its rounding depends on the order of sums
+    # Gemma and Mixtral compute partly in fp32, whose rounding depends on the order of sums
     tolerance = 1e-7 if name in ("gemma", "mixtral") else 1e-10
     assert_trains_like_one_device(zoo.build(name), zoo.loss_fn, [zoo.batch()] * 3, mesh, tolerance)
 
@@ -62,7 +62,7 @@ def test_with_recomputation_and_microbatches(policy: str) -> None:
 
 
 def communication(n_layers: int, sequence_parallel: bool, length: int = 8) -> tuple[Counter, Counter]:
-    """Collectives of the joint graph by phase and kind, and their traffic in bytes by kind."""
+    """Return the collectives of the joint graph by phase and kind, and their bytes by kind."""
     found: list[tuple[ir.Program, PassRecord]] = []
     data = {k: torch.zeros(2, length, dtype=torch.long) for k in ("tokens", "labels", "positions")}
     cfg = ModelConfig(dim=16, n_layers=n_layers, n_heads=4, n_kv_heads=2, ffn_dim=32, vocab_size=VOCAB)
