@@ -29,9 +29,9 @@ Finding = tuple[fx.Node | None, str]
 MASK = torch.ops.aten.where.ScalarOther
 
 
-def check_padding(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
+def check_padding(global_program: ir.Program, local: ir.Program) -> Iterator[Finding]:
     """Yield local nodes whose padding may hold another value than the recorded one, or than their operator needs."""
-    origins = {node.name: node for node in whole.graph.nodes}
+    origins = {node.name: node for node in global_program.graph.nodes}
     for node in local.calls():
         origin = origins.get(ir.stands_for(node))
         recorded = ir.spec(node)

@@ -37,14 +37,14 @@ CAST = torch.ops.aten._to_copy.default
 DETACH = torch.ops.aten.detach.default
 
 
-def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
+def check_placements(global_program: ir.Program, local: ir.Program) -> Iterator[Finding]:
     """Yield local nodes whose recorded placement does not follow from their operands' and the operator's rule."""
-    origins = {node.name: node for node in whole.graph.nodes}
+    origins = {node.name: node for node in global_program.graph.nodes}
     versions: dict[str, list[Spec]] = collections.defaultdict(list)
     for node in local.graph.nodes:
         if (spec := ir.spec(node)) is not None:
             versions[ir.stands_for(node)].append(spec)
-    differentiable = differentiable_nodes(whole)
+    differentiable = differentiable_nodes(global_program)
     for node in local.calls():
         origin = origins.get(ir.stands_for(node))
         recorded = ir.spec(node)
@@ -68,11 +68,11 @@ def cast_operand(node: fx.Node) -> tuple[str, ...]:
     return (tensor_operands(node)[0].name,) if node.target is CAST else ()
 
 
-def differentiable_nodes(whole: ir.Program) -> set[fx.Node]:
+def differentiable_nodes(program: ir.Program) -> set[fx.Node]:
     """Return the nodes, of a program with a loss, through which gradients of its parameters flow."""
-    inputs = zip(whole.placeholders(), whole.inputs)
-    nodes = {node for node, i in inputs if i.kind == "parameter" and any(o.kind == "loss" for o in whole.outputs)}
-    for node in whole.calls():
+    inputs = zip(program.placeholders(), program.inputs)
+    nodes = {node for node, i in inputs if i.kind == "parameter" and any(o.kind == "loss" for o in program.outputs)}
+    for node in program.calls():
         value = ir.value(node)
         has_gradient = isinstance(value, (tuple, list)) or ir.is_tensor(node) and ir.may_have_gradient(node)
         if has_gradient and node.target is not DETACH and not nodes.isdisjoint(node.all_input_nodes):
@@ -142,8 +142,8 @@ def check_application(
             return
     # an emitted operator may use only the shape of an operand: then any placement of that operand is accepted,
     # and one without a placement is assumed to be placed as a result of its shape
-    own = [spec for spec in (ir.spec(node),) if spec is not None]
-    choices = [read.get(name) or versions[name] or [s for s in own if s.shape == shape] for name, shape in operands]
+    specs = [spec for spec in (ir.spec(node),) if spec is not None]
+    choices = [read.get(name) or versions[name] or [s for s in specs if s.shape == shape] for name, shape in operands]
     trained = [i for i, operand in enumerate(tensor_operands(op)) if operand in trained_nodes]
     problems = [disagreement(node, rule, choice, index, trained, mesh) for choice in itertools.product(*choices)]
     if all(problems):
@@ -246,15 +246,15 @@ def build_spec(
     return Spec(shape, partial, tuple(axis for axis, kind in kinds.items() if kind == "replicate"))
 
 
-def difference(found: Spec, recorded: Spec | None, mesh: Mesh) -> str:
+def difference(computed: Spec, recorded: Spec | None, mesh: Mesh) -> str:
     """Return what the record claims beyond the placement found, or ""; replicate claims less than invariant."""
     assert recorded is not None
-    for d, (dim, recorded_dim) in enumerate(zip(found.dims, recorded.dims)):
+    for d, (dim, recorded_dim) in enumerate(zip(computed.dims, recorded.dims)):
         if unlabelled(dim, mesh) != unlabelled(recorded_dim, mesh):
             return f"dim {d}"
-    kinds, claims = dict(found.partial), dict(recorded.partial)
+    kinds, claims = dict(computed.partial), dict(recorded.partial)
     for axis in mesh.axes:
-        state, claim = found.state(axis), recorded.state(axis)
+        state, claim = computed.state(axis), recorded.state(axis)
         if (state, claim) != ("invariant", "replicate") and (state, kinds.get(axis)) != (claim, claims.get(axis)):
             return f"{claim} over {axis}, found {state}"
     return ""

@@ -198,14 +198,14 @@ class _Checker:
             raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
         if before.stage < after.stage is Stage.SEGMENTED:
             verify_composed(step, before, after)
-            return before, self.known(before) or abstract_eval(before, self.ctx), {}
+            return before, self.cached_avals(before) or abstract_eval(before, self.ctx), {}
         after = flatten(after)
         if self.verify == "none":
-            avals = self.known(after) or abstract_eval(after, self.ctx)
+            avals = self.cached_avals(after) or abstract_eval(after, self.ctx)
         else:
-            known, numbers = self.known(after), self.numbers_of(before) if keeps else None
-            avals = verify_spec(after, self.ctx, pass_name=step, before=before, bodies=report.bodies, avals=known)
-            if numbers is not None and known is None:
+            cached, numbers = self.cached_avals(after), self.numbers_of(before) if keeps else None
+            avals = verify_spec(after, self.ctx, pass_name=step, before=before, bodies=report.bodies, avals=cached)
+            if numbers is not None and cached is None:
                 self.numbers = Numbers(after, avals)
                 verify_kept(numbers, self.resolve_meanings(before, self.numbers), pass_name=step)
         self.avals = after, avals
@@ -215,14 +215,14 @@ class _Checker:
         """Return a program's numbers, computed only if they are not those of the last program."""
         if self.numbers is not None and self.numbers.program.graph is before.graph:
             return self.numbers
-        return Numbers(before, self.known(before) or abstract_eval(before, self.ctx))
+        return Numbers(before, self.cached_avals(before) or abstract_eval(before, self.ctx))
 
     def resolve_meanings(self, before: ir.Program, numbers: Numbers) -> Numbers:
         """Return the numbers of the program after a pass, with operators that it added replaced by their meaning."""
         program = numbers.program if any(map(meaning_of, before.calls())) else as_meant(numbers.program, self.ctx)
         return numbers if program is numbers.program else Numbers(program, abstract_eval(program, self.ctx))
 
-    def known(self, program: ir.Program) -> Avals | None:
+    def cached_avals(self, program: ir.Program) -> Avals | None:
         """Return the nodes' values if the program is the last one except for its stage (the pass changed nothing)."""
         if self.avals is None or replace(program, stage=self.avals[0].stage) != self.avals[0]:
             return None

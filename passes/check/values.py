@@ -268,8 +268,8 @@ class Moved:
     def over_ranks(self, k: int, entry: Entry) -> str:
         """Go through a collective."""
         record = RESHARD_OPS[entry.node.target]
-        source, *rest = entry.node.args
-        a, entry.node = record.named(rest), source  # type: ignore[assignment]
+        source, *arguments = entry.node.args
+        a, entry.node = record.named(arguments), source  # type: ignore[assignment]
         shape, parts = self.numbers.layout(entry.node).shape, self.numbers.program.mesh[a.axis]
         if record.kind == "all_gather":
             entry.ranks[a.axis], entry.index[a.dim] = divmod(entry.index[a.dim], shape[a.dim])

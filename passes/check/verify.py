@@ -250,7 +250,7 @@ def check_results_kept(before: ir.Program, program: ir.Program) -> Iterator[Find
     """Check that each result is still returned, or stored: a buffer in place, a gradient by its parameter."""
     returned = {(output.kind, output.name) for output in program.outputs}
     inputs = {node: (i.kind, i.name) for node, i in zip(program.placeholders(), program.inputs, strict=True)}
-    reads_batch = any(given.kind == "batch" for given in program.inputs)
+    reads_batch = any(input_.kind == "batch" for input_ in program.inputs)
     if not reads_batch and {o.kind for o in program.outputs} <= {"gradient", "carried"}:
         return  # it continues from gradients that another program returned and stored
     stored = {inputs[n.args[0]] for n in program.calls() if n.target is COPY and n.args[0] in inputs}  # type: ignore[index]

@@ -42,27 +42,27 @@ def entries(factor: Factor, mesh: Mesh, coordinates: Coordinates, device: torch.
 
 def locate(index: Tensor, factor: Factor, mesh: Mesh, coordinates: Coordinates) -> tuple[Tensor, Tensor]:
     """Return (local index, clamped into the shard; True if the rank has the entry) of each index of the full factor."""
-    mine = (index >= 0) & (index < factor.size)
+    is_local = (index >= 0) & (index < factor.size)
     for axis, size in factor.shards(mesh):
-        held, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
+        share, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
         if order.table:
-            block, blocks = held // order.chunks, factor.pieces(axis, mesh)
+            block, blocks = share // order.chunks, factor.pieces(axis, mesh)
             blocks_here, ordered = own_blocks(coordinates, axis), torch.arange(order.chunks, device=index.device)
             slots = torch.full((blocks,), -1, device=index.device).scatter(0, blocks_here, ordered)
             slot = slots[(index // block).clamp(0, blocks - 1)]
-            mine = mine & (slot >= 0)
+            is_local = is_local & (slot >= 0)
             index = slot.clamp(min=0) * block + index % block
         elif order.zigzag:
-            half = held // 2
+            half = share // 2
             tail = index >= mesh[axis] * half
             chunk = torch.where(tail, 2 * mesh[axis] - 1 - axis_index, axis_index)
             index = index - chunk * half
-            mine = mine & (index >= 0) & (index < half)
+            is_local = is_local & (index >= 0) & (index < half)
             index = index.clamp(0, half - 1) + torch.where(tail, half, 0)
         else:
-            index = index - axis_index * held
-            mine = mine & (index >= 0) & (index < held)
-    return index.clamp(0, factor.local(mesh) - 1), mine
+            index = index - axis_index * share
+            is_local = is_local & (index >= 0) & (index < share)
+    return index.clamp(0, factor.local(mesh) - 1), is_local
 
 
 def own_blocks(coordinates: Coordinates, axis: str) -> Tensor:

@@ -39,10 +39,10 @@ FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub",
 RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role, Origin, Fold)}
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, str, type(None))
-FIELDS = {kind: [each.name for each in fields(kind)] for kind in RECORDS.values()}
+FIELDS = {kind: [item.name for item in fields(kind)] for kind in RECORDS.values()}
 OF_A_PROCESS = ("fn", "local")  # namespaces of operators defined for one program
 BY_NODE = ("value", "body_nodes")  # fields of a node's record that are not in a table
-SHARED = {each.name: each.default for each in fields(NodeRecord) if each.name not in BY_NODE}
+SHARED = {item.name: item.default for item in fields(NodeRecord) if item.name not in BY_NODE}
 shared_values = attrgetter(*SHARED)
 
 
@@ -358,14 +358,14 @@ class Reader:
 
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:
         """Return a graph of nodes in order."""
-        graph, made = fx.Graph(), list[fx.Node]()
+        graph, new_nodes = fx.Graph(), list[fx.Node]()
         for name, op, target, args, kwargs, *record in nodes:
             node = graph.create_node(op, self.target(op, target), name=name)
-            node.args = tuple([self.value(arg, made) for arg in args])
+            node.args = tuple([self.value(arg, new_nodes) for arg in args])
             if kwargs:
-                node.kwargs = {key: self.value(arg, made) for key, arg in kwargs.items()}
+                node.kwargs = {key: self.value(arg, new_nodes) for key, arg in kwargs.items()}
             ir.set_record(node, self.record(*record))
-            made.append(node)
+            new_nodes.append(node)
         return graph
 
     def target(self, op: str, target: Any) -> Any:

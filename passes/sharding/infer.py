@@ -202,44 +202,44 @@ class _Finder:
 
     # -- following a dim ------------------------------------------------------------------------------
 
-    def follow(self, node: fx.Node, blocks: Blocks, seen: dict) -> Search:
+    def follow(self, node: fx.Node, blocks: Blocks, memo: dict) -> Search:
         """Follow the blocks of a value through all its uses; None if some use needs them unsplit."""
         key = (node, blocks)
-        if key in seen:
-            return seen[key]
-        seen[key] = trail = Trail((1, blocks.size, 1))
+        if key in memo:
+            return memo[key]
+        memo[key] = trail = Trail((1, blocks.size, 1))
         for user in node.users:
             if user.op == "output" and node in self.state:
                 continue  # an updated buffer is gathered at the output
-            result = (yield self.through(user, node, blocks, seen)) if user.op != "output" else None
+            result = (yield self.through(user, node, blocks, memo)) if user.op != "output" else None
             if result is None:
-                seen[key] = None
+                memo[key] = None
                 return None
             trail.join(result)
         return trail
 
-    def through(self, user: fx.Node, node: fx.Node, blocks: Blocks, seen: dict) -> Search:
+    def through(self, user: fx.Node, node: fx.Node, blocks: Blocks, memo: dict) -> Search:
         """Follow the blocks through one use: of several ways, take the first that ends well."""
         if not is_operator(user):
-            return (yield self.follow(user, blocks, seen))  # an element of a tuple
+            return (yield self.follow(user, blocks, memo))  # an element of a tuple
         rule, operands = rule_of(user), tensor_operands(user)
         trail = Trail((1, blocks.size, 1))
         for i in (i for i, n in enumerate(operands) if n is node):
-            ways = [self.use(user, operands, rule, *candidate, seen) for candidate in candidates(rule, i, blocks)]
+            ways = [self.use(user, operands, rule, *candidate, memo) for candidate in candidates(rule, i, blocks)]
             if (first := (yield first_of(ways))) is None:
                 return None
             trail.join(first)
         return trail
 
     def use(
-        self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, cut: Part, part: Part, seen: dict
+        self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, cut: Part, part: Part, memo: dict
     ) -> Search:
         """Split a factor of the operator: its weights with the factor are split too, and its results are followed."""
         if name in rule.whole:
             return None
         trail = Trail((1, cut[1], 1))
         for d, names in ((d, names) for dims in rule.results for d, names in enumerate(dims) if name in names):
-            further = yield self.follow(user, blocks_of(rule, names, name, d, cut), seen)
+            further = yield self.follow(user, blocks_of(rule, names, name, d, cut), memo)
             if further is None:
                 return None
             trail.join(further)

@@ -164,11 +164,11 @@ def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = Non
 def index_own_rows(x: Tensor, indices: list[Tensor]) -> Tensor:
     """Compute x[rows, ids] with `rows` = 0, 1, 2, ... along dim 0 of the result: each row looks up its own ids."""
     rows, ids = indices
-    n, *rest = torch.broadcast_shapes(rows.shape, ids.shape)
-    if ids.dim() <= len(rest) or ids.shape[0] != n:
-        return aten.index.Tensor(x, [None, ids.reshape(rest)])
-    ids = torch.where(ids < 0, ids + x.shape[1], ids).expand(n, *rest).reshape(n, -1, *[1] * (x.dim() - 2))
-    return x.gather(1, ids.expand(-1, -1, *x.shape[2:])).reshape(n, *rest, *x.shape[2:])
+    n, *tail = torch.broadcast_shapes(rows.shape, ids.shape)
+    if ids.dim() <= len(tail) or ids.shape[0] != n:
+        return aten.index.Tensor(x, [None, ids.reshape(tail)])
+    ids = torch.where(ids < 0, ids + x.shape[1], ids).expand(n, *tail).reshape(n, -1, *[1] * (x.dim() - 2))
+    return x.gather(1, ids.expand(-1, -1, *x.shape[2:])).reshape(n, *tail, *x.shape[2:])
 
 
 def gather_strided(x: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
@@ -218,13 +218,13 @@ def take_every_nth(x: Tensor, dim: int, start: int, end: int, step: int) -> Tens
 
 
 def _plain_cross_entropy(node: fx.Node) -> bool:
-    logits, target, *rest = node.args
+    logits, target, *options = node.args
     return (
         ir.example(logits).dim() == 2
         and ir.example(target).dim() == 1
-        and (not rest or rest[0] is None)
-        and (len(rest) < 2 or rest[1] in (MEAN, SUM))
-        and (len(rest) < 4 or rest[3] == 0.0)
+        and (not options or options[0] is None)
+        and (len(options) < 2 or options[1] in (MEAN, SUM))
+        and (len(options) < 4 or options[3] == 0.0)
     )
 
 
@@ -255,8 +255,8 @@ def _looks_up_own_rows(node: fx.Node) -> bool:
     x, indices = node.args
     if len(indices) != 2 or None in indices or len(rows := ir.example(x).shape) < 2 or rows[0] == 1:
         return False
-    (n, *rest), is_row_number = ir.example(indices[0]).shape or (0,), _is_row_number(indices[0])
-    return is_row_number and n == rows[0] and len(rest) + 1 >= ir.example(indices[1]).dim() and math.prod(rest) == 1
+    (n, *tail), is_row_number = ir.example(indices[0]).shape or (0,), _is_row_number(indices[0])
+    return is_row_number and n == rows[0] and len(tail) + 1 >= ir.example(indices[1]).dim() and math.prod(tail) == 1
 
 
 def _is_row_number(node: fx.Node) -> bool:

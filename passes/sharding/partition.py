@@ -144,17 +144,17 @@ class Partitioner:
     def place_layout(self) -> Iterator[ir.Input]:
         """Create the inputs that describe a batch's layout along `cp`: the block table and the hops of rings."""
         mesh, bounds, order = self.program.mesh, self.program.bounds, self.program.order
-        rows = {axis for given in self.program.inputs if given.kind == "batch" for axis in given.spec.sharded}
+        rows = {axis for input_ in self.program.inputs if input_.kind == "batch" for axis in input_.spec.sharded}
         replicate = tuple(axis for axis in BATCH_AXES if axis in rows)
-        given: dict[str, tuple[int, int, torch.device]] = {}
+        layouts: dict[str, tuple[int, int, torch.device]] = {}
         if order.table:
-            given[BLOCKS] = mesh[SEQUENCE_AXIS], order.chunks, self.device()
+            layouts[BLOCKS] = mesh[SEQUENCE_AXIS], order.chunks, self.device()
         if bounds is not None and self.skip_steps:
             names = [output.name for output in bounds.outputs]
             self.builder.attentions = list(zip(names[::2], names[1::2]))
             steps = len(self.builder.attentions) * len(divisors(mesh[SEQUENCE_AXIS]))
-            given[HOPS] = steps, mesh[SEQUENCE_AXIS], torch.device("cpu")
-        for name, (*shape, device) in given.items():
+            layouts[HOPS] = steps, mesh[SEQUENCE_AXIS], torch.device("cpu")
+        for name, (*shape, device) in layouts.items():
             with self.builder.ctx.fake_mode:
                 empty = torch.zeros(shape, dtype=torch.int64, device=device)
             spec = replace(Spec.whole(shape), replicate=replicate)

@@ -241,8 +241,8 @@ class _Sweep:
         axes = self.axis_order(operands, atoms, choice)
         labels = {
             name: f.label
-            for dims, held in zip(atoms.operands, atoms.factors)
-            for names, fs in zip(dims, held)
+            for dims, dim_factors in zip(atoms.operands, atoms.factors)
+            for names, fs in zip(dims, dim_factors)
             for name, f in zip(names, fs or ())
             if f.label
         }
@@ -284,9 +284,9 @@ class _Sweep:
                         chosen[name] = self.order_as_held(chosen[name], factor.axes)
         return override_axes(chosen, place_by_rule(atoms, self.mesh), self.mesh)
 
-    def order_as_held(self, chosen: tuple[str, ...], held: tuple[str, ...]) -> tuple[str, ...]:
+    def order_as_held(self, chosen: tuple[str, ...], operand_axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the chosen axes; those that an operand holds come first, as it holds them."""
-        first = [name for name in held if set(self.mesh.over(name)) <= set(self.mesh_axes(chosen))]
+        first = [name for name in operand_axes if set(self.mesh.over(name)) <= set(self.mesh_axes(chosen))]
         used = set(self.mesh_axes(first))
         others = [(name,) if used.isdisjoint(mesh_axes := self.mesh.over(name)) else mesh_axes for name in chosen]
         return (*first, *(axis for names in others for axis in names if axis not in used))

@@ -65,6 +65,6 @@ class Shard(ir.Pass):
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
         notes += partitioner.builder.notes
         notes += map(str, reshards := partitioner.reshards)
-        notes += [f"%{node.name} ({ir.source(node)}): {why}" for (node, _), why in plan.reasons.items()]
+        notes += [f"%{node.name} ({ir.source(node)}): {reason}" for (node, _), reason in plan.reasons.items()]
         counts = {"reshards": len(reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}
         return local, ir.Report(counts, tuple(notes), tuple(reshards), tuple(partitioner.builder.bodies))

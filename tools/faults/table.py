@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "locate_no_lower_bound",
         "passes/program/layout.py",
-        "mine = mine & (index >= 0) & (index < held)",
-        "mine = mine & (index < held)",
+        "is_local = is_local & (index >= 0) & (index < share)",
+        "is_local = is_local & (index < share)",
         "Indices of ranks before this one count as its own.",
     ),
     Fault(
