@@ -133,8 +133,8 @@ def check_application(
     rule = rule_of(op)
     read = {ir.stands_for(source): [spec] for source in sources if (spec := ir.spec(source)) is not None}
     for operand in tensor_operands(op) if rule.emit else ():
-        for source in cast_operand(operand):
-            read.setdefault(operand.name, read.get(source, []))
+        for inner_name in cast_operand(operand):
+            read.setdefault(operand.name, read.get(inner_name, []))
     operands = [(operand.name, tuple(ir.example(operand).shape)) for operand in tensor_operands(op)]
     for name, _ in operands:
         if name not in read and rule.emit is None:

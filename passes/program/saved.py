@@ -91,7 +91,7 @@ def operators_in(programs: Iterable[ir.Program]) -> set[OpOverload]:
     for program in programs:
         for node in program.calls():
             nodes = [node] if not isinstance(node.target, Body) else list(node.target.graph.nodes)
-            operators |= {node.target for node in nodes if isinstance(node.target, OpOverload)}
+            operators |= {inner.target for inner in nodes if isinstance(inner.target, OpOverload)}
     return operators
 
 

@@ -189,9 +189,9 @@ def partition_function(
     present: list[int] = []
 
     def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
-        gradients = function.backward(*tensors)
-        present[:] = [i for i, g in enumerate(gradients) if g is not None]
-        return tuple(gradients[i] for i in present)
+        grads = function.backward(*tensors)
+        present[:] = [i for i, g in enumerate(grads) if g is not None]
+        return tuple(grads[i] for i in present)
 
     program = body_program(function.name, differentiate, examples, inputs, mesh, ctx, backward=True)
     backward = partition(program, propagate(program), tuple(gradient_of(operands[i]) for i in present))

@@ -78,11 +78,11 @@ def refusal(rewrite: Callable[[ir.Program], ir.Program], **options) -> str:
 
 def test_every_pass_is_recorded_verified_in_numbers_and_observed():
     program, ctx, values = captured(dp_shard=2)
-    seen: list[tuple[ir.Program, PassRecord]] = []
+    observed: list[tuple[ir.Program, PassRecord]] = []
     final, records = run_passes("step", PASSES, program, ctx, verify="numeric", inputs=values,
-                                observe=lambda *stage: seen.append(stage))
+                                observe=lambda *stage: observed.append(stage))
     assert [r.name for r in records] == NAMES and {r.program for r in records} == {"step"}
-    assert [record for _, record in seen] == records and seen[-1][0] is final
+    assert [record for _, record in observed] == records and observed[-1][0] is final
     assert final.stage is Stage.EXPLICIT
     for before, after in zip(records, records[1:], strict=False):
         assert after.nodes_before == before.nodes_after
@@ -201,17 +201,17 @@ def test_an_exception_names_the_node_that_the_pass_was_at_and_keeps_its_cause():
         return program
 
     program, ctx, _ = captured()
-    with pytest.raises(ir.CompileError, match=r"^fake: %\w+ \(joint_programs.py:\d+\) \w+: ") as found:
+    with pytest.raises(ir.CompileError, match=r"^fake: %\w+ \(joint_programs.py:\d+\) \w+: ") as error:
         run_passes("step", [Fake(rewrite)], program, ctx)
-    assert isinstance(found.value.__cause__, (RuntimeError, TypeError))
+    assert isinstance(error.value.__cause__, (RuntimeError, TypeError))
 
 
 def test_a_compile_error_is_left_as_it_is():
     program, ctx, _ = captured()
-    error = ir.Refused("inner", None, "no such thing")
-    with pytest.raises(ir.Refused) as found:
-        run_passes("step", [Fake(fail(error))], program, ctx)
-    assert found.value is error
+    refusal = ir.Refused("inner", None, "no such thing")
+    with pytest.raises(ir.Refused) as raised:
+        run_passes("step", [Fake(fail(refusal))], program, ctx)
+    assert raised.value is refusal
 
 
 def scale_the_loss(program: ir.Program) -> ir.Program:
@@ -228,17 +228,17 @@ def scale_the_loss(program: ir.Program) -> ir.Program:
 def test_a_graph_left_as_it_is_is_not_recomputed_and_its_new_stage_is_checked(monkeypatch):
     program, ctx, _ = captured(tp=2)
     program, _ = run_passes("test", [Normalize(), Place(), Shard(), Joint()], program, ctx)
-    asked = []
-    monkeypatch.setattr("passes.check.verify.abstract_eval", lambda *given: asked.append(given) or abstract_eval(*given))
-    same, again, wrong = Fake(lambda p: p), Fake(lambda p: p), Fake(lambda p: p, gives=Stage.EXPLICIT)
-    _, (first, second) = run_passes("test", [same, again], program, ctx)
-    assert len(asked) == 1
+    calls = []
+    monkeypatch.setattr("passes.check.verify.abstract_eval", lambda *arguments: calls.append(arguments) or abstract_eval(*arguments))
+    unchanged, again, wrong = Fake(lambda p: p), Fake(lambda p: p), Fake(lambda p: p, gives=Stage.EXPLICIT)
+    _, (first, second) = run_passes("test", [unchanged, again], program, ctx)
+    assert len(calls) == 1
     assert first.accounting == second.accounting
     with pytest.raises(ir.CompileError, match="is a reshard operator"):
-        run_passes("test", [same, wrong], program, ctx)
+        run_passes("test", [unchanged, wrong], program, ctx)
     changed = Fake(lambda p: replace(p, inputs=(replace(p.inputs[0], spec=Spec.whole((7,))), *p.inputs[1:])))
     with pytest.raises(ir.CompileError, match="is of shape"):
-        run_passes("test", [same, changed], program, ctx)
+        run_passes("test", [unchanged, changed], program, ctx)
 
 
 def drop_all(program: ir.Program) -> ir.Program:

@@ -88,8 +88,8 @@ def test_simplify_that_drops_a_product_by_a_sum_over_ranks():
     x = small.input("x", cut((4,), tp=0), "batch")
     term = small.call(MUL, small.call(aten.sum.default, x), 0.5)
     right = small.program([("loss", "loss", small.call(reshard.psum, term, "tp", F64, None), cut(()))], Stage.JOINT)
-    assert not kept(right, moved(right, outwards=True), small.ctx)
-    assert "makes another value of 'loss' 'loss'" in kept(right, moved(right, outwards=False), small.ctx)
+    assert not difference(right, moved(right, outwards=True), small.ctx)
+    assert "makes another value of 'loss' 'loss'" in difference(right, moved(right, outwards=False), small.ctx)
 
 
 def moved(program: ir.Program, outwards: bool) -> ir.Program:
@@ -106,7 +106,7 @@ def moved(program: ir.Program, outwards: bool) -> ir.Program:
     return program
 
 
-def kept(before: ir.Program, after: ir.Program, ctx: ir.Context) -> str:
+def difference(before: ir.Program, after: ir.Program, ctx: ir.Context) -> str:
     numbers = [Numbers(program, abstract_eval(program, ctx)) for program in (before, after)]
     return "; ".join(message for _, message in check_kept(*numbers))
 
@@ -121,8 +121,8 @@ def test_a_dim_that_differs_by_minus_one_and_minus_two():
     (node,) = first.calls()
     node.args = (node.args[0], [-2])
     assert hash((int, -1)) == hash((int, -2))
-    assert not kept(last, last, small.ctx)
-    assert "makes another value of 'metric' 'm'" in kept(last, first, small.ctx)
+    assert not difference(last, last, small.ctx)
+    assert "makes another value of 'metric' 'm'" in difference(last, first, small.ctx)
 
 
 def test_cse_that_ignores_other_arguments(monkeypatch):
@@ -131,9 +131,9 @@ def test_cse_that_ignores_other_arguments(monkeypatch):
     scaled = [small.call(MUL, x, number) for number in (2.0, 3.0, 2.0)]
     total = small.call(ADD, scaled[2], small.call(ADD, *scaled[:2]))
     right = small.program([("metric", "m", total, cut((4,)))], Stage.JOINT)
-    assert not kept(right, CSE()(right, small.ctx)[0], small.ctx)
+    assert not difference(right, CSE()(right, small.ctx)[0], small.ctx)
     monkeypatch.setattr(cse, "signature", lambda tree: tuple(n for n in tree if isinstance(n, fx.Node)))
-    assert "makes another value of 'metric' 'm'" in kept(right, CSE()(right, small.ctx)[0], small.ctx)
+    assert "makes another value of 'metric' 'm'" in difference(right, CSE()(right, small.ctx)[0], small.ctx)
 
 
 def test_cse_that_draws_once():
@@ -142,9 +142,9 @@ def test_cse_that_draws_once():
     drawn = [small.call(aten.bernoulli.p, x, 0.5) for _ in range(2)]
     right = small.program([("metric", "m", small.call(aten.sub.Tensor, *drawn), cut((4,)))], Stage.JOINT)
     wrong = right.copy()
-    one, two = (n for n in wrong.calls() if n.target is aten.bernoulli.p)
-    two.replace_all_uses_with(one)
-    assert not kept(right, right.copy(), small.ctx) and kept(right, wrong, small.ctx)
+    first, second = (n for n in wrong.calls() if n.target is aten.bernoulli.p)
+    second.replace_all_uses_with(first)
+    assert not difference(right, right.copy(), small.ctx) and difference(right, wrong, small.ctx)
 
 
 @pytest.mark.parametrize("other", ["tp", "dp_shard"])
@@ -156,7 +156,7 @@ def test_reassociation_over_different_axes(other):
     wrong = right.copy()
     node = next(n for n in wrong.calls() if n.target is ADD)
     reassociate.reduce_sum(node, list(node.all_input_nodes), small.ctx)
-    assert bool(kept(right, wrong, small.ctx)) == (other != "tp")
+    assert bool(difference(right, wrong, small.ctx)) == (other != "tp")
 
 
 def test_remat_from_another_input(monkeypatch):
@@ -197,12 +197,12 @@ def test_schedule_that_cuts_buckets_wrongly(monkeypatch, op):
 
 
 def test_communicators_that_change_more_than_the_name():
-    done = (Optimize(AdamW(), 1.0), Bucket(), Collectives())
-    program, ctx = run(*done), joint(MESH)[1]
+    passes = (Optimize(AdamW(), 1.0), Bucket(), Collectives())
+    program, ctx = run(*passes), joint(MESH)[1]
     wrong = Communicators()(program, ctx)[0].copy()
     node = next(n for n in wrong.calls() if str(n.args[-1]).endswith(":gradients"))
     node.update_arg(1, "max")
-    assert "another value" in kept(program, wrong, ctx)
+    assert "another value" in difference(program, wrong, ctx)
 
 
 def test_overlap_that_waits_after_its_use(monkeypatch):

@@ -40,8 +40,8 @@ def local_text(**mesh: int) -> str:
     """Return the net's local program on a mesh as text."""
     program, ctx = capture(Net(), lambda net, batch: net(batch["x"]).square().sum(), {"x": torch.ones(3, 4)}, torch.device("cpu"))
     program = replace(program, mesh=Mesh.of(mesh))
-    for each in (Normalize(), Place(), Shard()):
-        program, _ = each(program, ctx)
+    for step in (Normalize(), Place(), Shard()):
+        program, _ = step(program, ctx)
     return print_program(program)
 
 

@@ -81,8 +81,8 @@ def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
     for rewrite in (Joint(), Collectives()) if with_gradient else (Collectives(),):
         program, _ = rewrite(program, small.ctx)
     xs, ys = draw(before, small.mesh), draw(after.gradient(), small.mesh)
-    given = [[*pair, torch.tensor(rank["tp"])] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
-    results = list(zip(*Lockstep(program).run(given), strict=True))
+    inputs = [[*pair, torch.tensor(rank["tp"])] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
+    results = list(zip(*Lockstep(program).run(inputs), strict=True))
     return (before, after), xs, list(results[1]), ys, list(results[2]) if with_gradient else None
 
 
@@ -110,8 +110,8 @@ def test_the_table_of_the_docs_says_what_the_records_say():
     rows = re.findall(r"^\| `(\w+)` \| (.*) -> (.*) \| (.*) \|$", reshard.__doc__, re.M)
     names = {"Shard": "shard", "Partial": "partial", "Partial max": "partial", "Invariant": "invariant",
              "Replicate": "replicate", "Shard of another dim": "shard"}  # fmt: skip
-    said = {name: (names[takes], names[gives]) for name, takes, gives, _ in rows}
-    assert said == {r.name: (r.takes[0], r.gives) for r in reshard.RESHARD_OPS.values()}
+    documented = {name: (names[takes], names[gives]) for name, takes, gives, _ in rows}
+    assert documented == {r.name: (r.takes[0], r.gives) for r in reshard.RESHARD_OPS.values()}
     assert {name for name, *_, gradient in rows if gradient.startswith("none")} == {
         r.name for r in reshard.RESHARD_OPS.values() if r.gradient is None}  # fmt: skip
 

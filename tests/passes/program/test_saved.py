@@ -36,7 +36,7 @@ def programs(job):
     changes, mesh, microbatches = JOBS[job]
     model = Llama(ModelConfig(**vars(SMALL) | changes))
     step = compile_step(model, loss_fn, BATCH, mesh=mesh, microbatches=microbatches, ranks="lockstep")
-    return {name: each.finished for name, each in (step.train | step.evaluation).items()}
+    return {name: part.finished for name, part in (step.train | step.evaluation).items()}
 
 
 RECORD = NodeRecord(

@@ -29,12 +29,12 @@ def placements(draw, states=("invariant", "replicate", "sum")):
     dims = [[draw(st.integers(1, 5)) for _ in range(draw(st.integers(0, 2)))] for _ in range(draw(st.integers(0, 3)))]
     slots = [(d, f) for d, sizes in enumerate(dims) for f in range(len(sizes))]
     axes = mesh.flatten(mesh.axes) if draw(st.booleans()) else mesh.axes
-    where = {a: draw(st.sampled_from([None, *slots])) for a in draw(st.permutations(axes))}
-    rest = {a: draw(st.sampled_from(states)) for name, slot in where.items() if slot is None for a in mesh.over(name)}
-    factors = tuple(tuple(Factor(size, tuple(a for a, slot in where.items() if slot == (d, f)))
+    slot_of = {a: draw(st.sampled_from([None, *slots])) for a in draw(st.permutations(axes))}
+    states_of = {a: draw(st.sampled_from(states)) for name, slot in slot_of.items() if slot is None for a in mesh.over(name)}
+    factors = tuple(tuple(Factor(size, tuple(a for a, slot in slot_of.items() if slot == (d, f)))
                           for f, size in enumerate(sizes)) for d, sizes in enumerate(dims))
-    partial = tuple((axis, state) for axis, state in rest.items() if state in ("sum", "max"))
-    replicate = tuple(axis for axis, state in rest.items() if state == "replicate")
+    partial = tuple((axis, state) for axis, state in states_of.items() if state in ("sum", "max"))
+    replicate = tuple(axis for axis, state in states_of.items() if state == "replicate")
     return mesh, Spec(factors, partial, replicate, fill=draw(st.sampled_from([0.0, -1.0]))).ordered(order)
 
 
@@ -66,8 +66,8 @@ def owner_of_entry(entry: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[dict
         at = 0
         indices = [i // math.prod(f.size for f in dim[k + 1:]) % f.size for k, f in enumerate(dim)]
         for index, factor in zip(indices, dim, strict=True):
-            mine, inner = owner(index, factor, mesh)
-            coordinates |= mine
+            owner_coordinates, inner = owner(index, factor, mesh)
+            coordinates |= owner_coordinates
             at = at * factor.local(mesh) + inner
         local.append(at)
     return coordinates, tuple(local)
@@ -122,13 +122,13 @@ def test_unshard_reduces_the_terms_of_a_partial_value(data, how, reduce):
 @settings(max_examples=100, deadline=None)
 def test_boxes_cover_every_entry_once_over_the_sharding_axes(placement):
     mesh, spec = placement
-    held: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()
     for coordinates in mesh:
         for box in boxes(spec, mesh, coordinates):
             assert len(box.size) == len(box.offset) == len(box.local_offset) == len(spec.dims)
-            held.update(itertools.product(*(range(o, o + n) for o, n in zip(box.offset, box.size, strict=True))))
+            counts.update(itertools.product(*(range(o, o + n) for o, n in zip(box.offset, box.size, strict=True))))
     copies = math.prod(mesh[axis] for axis in mesh.axes if spec.state(axis) != "shard")
-    assert held == {entry: copies for entry in entries(spec)}
+    assert counts == {entry: copies for entry in entries(spec)}
 
 
 @given(placements())
@@ -136,9 +136,9 @@ def test_boxes_cover_every_entry_once_over_the_sharding_axes(placement):
 def test_a_factor_is_padded_if_and_only_if_its_shards_hold_more_than_it(placement):
     mesh, spec = placement
     for factor in (f for dim in spec.dims for f in dim):
-        held = factor.local(mesh) * math.prod(mesh[axis] for axis in factor.axes)
-        assert held >= factor.size
-        assert factor.padded(mesh) == (held > factor.size)
+        entries = factor.local(mesh) * math.prod(mesh[axis] for axis in factor.axes)
+        assert entries >= factor.size
+        assert factor.padded(mesh) == (entries > factor.size)
 
 
 @pytest.mark.parametrize(("size", "held"), [
@@ -158,8 +158,8 @@ def test_a_zigzag_gives_each_rank_head_and_tail(size, held):
         at = {axis: torch.tensor(p) for axis, p in coordinates.items()}
         index, valid = layout.entries(factor, mesh, at, full.device)
         assert torch.equal(torch.where(valid, index, -1), local)
-        where, mine = layout.locate(full, factor, mesh, at)
-        assert torch.equal(local[where][mine], full[mine]) and int(mine.sum()) == int((local >= 0).sum())
+        local_index, is_local = layout.locate(full, factor, mesh, at)
+        assert torch.equal(local[local_index][is_local], full[is_local]) and int(is_local.sum()) == int((local >= 0).sum())
     ranks = layout.to_rank_order(full + 1, 0, 2) - 1
     assert torch.equal(ranks, torch.cat(locals_by_rank))
     assert torch.equal(layout.to_natural_order(ranks, 0, 2, size), full)

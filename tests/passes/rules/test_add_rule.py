@@ -64,7 +64,7 @@ def test_a_maximum_of_negative_numbers_over_uneven_shards(rule, ranks, with_grad
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("...d, d -> ...d; sums d", "'sums' is not a clause; use sum, max, whole, linear or moves"),
         ("...d, d -> ...d; whole z", "whole z, but the rule has no z"),
@@ -73,8 +73,8 @@ def test_a_maximum_of_negative_numbers_over_uneven_shards(rule, ranks, with_grad
         ("a -> b -> c", "one ->"),
     ],
 )
-def test_what_a_line_cannot_mean_is_refused(line, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_a_line_cannot_mean_is_refused(line, message):
+    with pytest.raises(ValueError, match=message):
         from_text(line)
 
 
@@ -84,8 +84,8 @@ def test_a_name_that_no_operator_has_is_refused(name):
         add_rule(name, "...d -> ...d")
 
 
-@pytest.mark.parametrize(("line", "said"), [("d -> ", "its tensors have 2, 1 dims"), ("nd -> n, n", "it takes 1 tensors and gives 1")])
-def test_a_line_that_does_not_fit_its_operator_is_refused_by_node(rule, line, said):
+@pytest.mark.parametrize(("line", "message"), [("d -> ", "its tensors have 2, 1 dims"), ("nd -> n, n", "it takes 1 tensors and gives 1")])
+def test_a_line_that_does_not_fit_its_operator_is_refused_by_node(rule, line, message):
     add_rule("test_add_rule::rowmax", line)
-    with pytest.raises(CompileError, match=rf"%rowmax.* its rule '{line}' does not fit: {said}"):
+    with pytest.raises(CompileError, match=rf"%rowmax.* its rule '{line}' does not fit: {message}"):
         trained_alike(Most(False), loss, [{"x": torch.randn(4, 5).double()}] * 3, {"tp": 2}, NO_DECAY)

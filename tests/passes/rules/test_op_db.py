@@ -62,17 +62,17 @@ def aten_name(info: Any) -> str:
 def as_function(info: Any, sample: Any) -> tuple[Callable[..., Any], list[Tensor]]:
     """Return the sample as a function of its tensors alone."""
     leaves, tree = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def fn(*tensors: Tensor) -> Any:
-        given = list(leaves)
-        for i, tensor in zip(where, tensors):
-            given[i] = tensor
-        args, kwargs = pytree.tree_unflatten(given, tree)
+        values = list(leaves)
+        for i, tensor in zip(positions, tensors):
+            values[i] = tensor
+        args, kwargs = pytree.tree_unflatten(values, tree)
         out = info.op(*args, **kwargs)
         return sample.output_process_fn_grad(out)
 
-    return fn, [leaves[i] for i in where]
+    return fn, [leaves[i] for i in positions]
 
 
 def obstacle(fn: Callable[..., Any], tensors: list[Tensor]) -> str | None:
@@ -101,8 +101,8 @@ def obstacle(fn: Callable[..., Any], tensors: list[Tensor]) -> str | None:
 def samples(info: Any) -> Iterator[Any]:
     """Yield the first samples in fp64, or in the widest integers that the operator takes."""
     dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if d in info.dtypes), torch.float32)
-    made = info.sample_inputs("cpu", dtype, requires_grad=False)
-    yield from list(made)[:SAMPLES]  # to its end: what holds `no_grad` open would be traced if collected in a trace
+    inputs = info.sample_inputs("cpu", dtype, requires_grad=False)
+    yield from list(inputs)[:SAMPLES]  # to its end: what holds `no_grad` open would be traced if collected in a trace
 
 
 def sweep(info: Any, meshes: tuple[int, ...], tally: Tally) -> None:

@@ -23,7 +23,7 @@ def factorizations(n):
         yield []
     for first in range(2, n + 1):
         if n % first == 0:
-            yield from ([first, *rest] for rest in factorizations(n // first))
+            yield from ([first, *others] for others in factorizations(n // first))
 
 
 def dims():

@@ -71,11 +71,11 @@ def test_sums_that_are_added_are_reduced_once():
             wide = self.up(x).tanh()
             return self.down(wide) + self.other(wide)
 
-    seen, batch = {}, {"x": torch.randn(4, 3, 6)}
+    programs, batch = {}, {"x": torch.randn(4, 3, 6)}
     plan = {**PLAN, "other.weight": {"tp": 1}}
     compile_lockstep(Two(), lambda model, batch: model(batch["x"]).square().mean(), batch, {"tp": 2},
-                     passes={"shard": {"plan": plan}}, observe=lambda program, record: seen.setdefault(record.name, program))
-    reduced = [n for n in seen["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
+                     passes={"shard": {"plan": plan}}, observe=lambda program, record: programs.setdefault(record.name, program))
+    reduced = [n for n in programs["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
     assert len([n for n in reduced if ir.example(n).dim() == 3]) == 1
 
 
@@ -110,8 +110,8 @@ class OverTheBatch(nn.Module):
 
 def test_sums_over_the_batch_are_whole_on_each_rank_of_it():
     """They are cut along the sequence only over tp, whose ranks share the tokens."""
-    seen, batch = {}, {"x": torch.randn(4, 3, 6)}
+    programs, batch = {}, {"x": torch.randn(4, 3, 6)}
     compile_lockstep(OverTheBatch(), lambda model, batch: model(batch["x"]).square().mean(), batch, {"dp_shard": 2},
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    forward = [n for n in seen["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    forward = [n for n in programs["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
     assert [n.target for n in forward if ir.example(n).dim() == 2] == [reshard.psum]

@@ -74,7 +74,7 @@ def test_a_value_and_its_gradient(axes, dp, then, before, after):
         program, _ = rewrite(program, small.ctx)
     xs, ys = parts(start, small.mesh), parts(end.gradient(), small.mesh)
     ys = [torch.where(y == GARBAGE, 0, y) for y in ys]
-    given = [[*pair, *map(torch.tensor, rank.values())] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
-    _, outs, gradients = map(list, zip(*Lockstep(program).run(given), strict=True))
+    inputs = [[*pair, *map(torch.tensor, rank.values())] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
+    _, outs, gradients = map(list, zip(*Lockstep(program).run(inputs), strict=True))
     assert_held(outs, end, small.mesh, unshard(xs, start, small.mesh), fill)
     assert_held(gradients, start.gradient(), small.mesh, unshard(ys, end.gradient(), small.mesh), None)

@@ -214,9 +214,9 @@ class Losing(InPlace):
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
-@pytest.mark.parametrize(("function", "said"), [(Sneaky, r"test_custom_functions.py:\d+\) Sneaky writes into its arguments.*mark_dirty"),
+@pytest.mark.parametrize(("function", "message"), [(Sneaky, r"test_custom_functions.py:\d+\) Sneaky writes into its arguments.*mark_dirty"),
                                                 (Losing, "Losing.*does not return")])  # fmt: skip
 @pytest.mark.sample(2)
-def test_a_change_that_is_not_declared_is_refused(function, said, mesh):
-    with pytest.raises(UserError, match=said):
+def test_a_change_that_is_not_declared_is_refused(function, message, mesh):
+    with pytest.raises(UserError, match=message):
         compile_lockstep(Block(lambda block, a, y: function.apply(a)), loss, data()[0], mesh, NO_DECAY)

@@ -83,15 +83,15 @@ def test_mean_and_variance_and_two_draws_that_differ(name):
 
         def forward(self, x):
             first, second = draw(x), draw(x)
-            found = [first.mean(), first.var(), (first * second).mean() - first.mean() * second.mean()]
-            return found[self.which] * self.weight
+            results = [first.mean(), first.var(), (first * second).mean() - first.mean() * second.mean()]
+            return results[self.which] * self.weight
 
     model = Moments()
     batch = {"x": torch.ones(200, 100, dtype=torch.float64)}
     for model.which, wanted in enumerate((mean, variance, 0.0)):
         step = compile_lockstep(model, lambda m, b: m(b["x"]), batch, {}, NO_DECAY)
-        found = [step(batch, 0.0)["loss"] for _ in range(2)]
-        assert found[0] != found[1] and found == pytest.approx([wanted] * 2, abs=0.04 * max(1.0, variance))
+        results = [step(batch, 0.0)["loss"] for _ in range(2)]
+        assert results[0] != results[1] and results == pytest.approx([wanted] * 2, abs=0.04 * max(1.0, variance))
 
 
 def test_two_draws_of_each_kind_are_apart_in_any_test():
@@ -107,8 +107,8 @@ def test_two_draws_of_each_kind_are_apart_in_any_test():
 
 
 def test_whole_numbers_of_a_wide_range_have_all_their_bits():
-    found = integers(torch.zeros((), dtype=torch.int64), 0, torch.zeros(1000, dtype=torch.int64), 1 << 40)
-    assert 400 < int((found % 2).sum()) < 600 and 0 <= int(found.min()) and int(found.max()) < 1 << 40
+    numbers = integers(torch.zeros((), dtype=torch.int64), 0, torch.zeros(1000, dtype=torch.int64), 1 << 40)
+    assert 400 < int((numbers % 2).sum()) < 600 and 0 <= int(numbers.min()) and int(numbers.max()) < 1 << 40
 
 
 def test_a_step_that_draws_evaluates_without():
@@ -147,15 +147,15 @@ def test_attention_that_drops_out_is_attention(mask, mesh):
 
 @pytest.mark.full
 def test_attention_drops_the_same_on_every_mesh():
-    def found(mesh, p):
+    def loss_of(mesh, p):
         batches = data(3, 7, 6)
         step = compile_lockstep(Attention("causal", p).double(), loss, batches[0], mesh, NO_DECAY)
         return [step(batch, 1e-2)["loss"] for batch in batches]
 
-    wanted = found({}, 0.3)
-    assert wanted != pytest.approx(found({}, 1e-12), abs=1e-3)
+    wanted = loss_of({}, 0.3)
+    assert wanted != pytest.approx(loss_of({}, 1e-12), abs=1e-3)
     for mesh in MESHES:
-        assert found(mesh, 0.3) == pytest.approx(wanted, abs=1e-12)
+        assert loss_of(mesh, 0.3) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_what_is_drawn_otherwise_is_refused_by_name():

@@ -68,11 +68,11 @@ class Layers(nn.Module):
 
 
 def spread(mesh, dispatch="auto", model=None, sizes=(4, 6), **passes):
-    seen = {}
+    programs = {}
     compile_lockstep(model or mixture(), squared_error, sequences(*sizes)[0], mesh,
                      passes={"moe": {"dispatch": dispatch}} | passes,
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    return seen
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    return programs
 
 
 @pytest.mark.parametrize(("mesh", "dispatch", "changes", "sizes"),
@@ -110,7 +110,7 @@ def test_experts_that_take_all_tokens_are_spread(mesh):
     torch.manual_seed(0)
     model = AllExperts().double()
     trained_alike(model, squared_error, sequences(3, 5), mesh)
-    places = {given.name: given.spec for given in spread(mesh, model=model)["place"].inputs}
+    places = {input_.name: input_.spec for input_ in spread(mesh, model=model)["place"].inputs}
     assert {places[name].dims[0][0].axes[0] for name in ("up", "down")} == {Mesh.of(mesh).experts_over}
 
 
@@ -207,8 +207,8 @@ def test_nothing_is_dropped_where_there_is_room(mesh):
     step = compile_lockstep(mixture(), squared_error, data[0], mesh, microbatches=1,
                             passes={"moe": {"dispatch": "bounded", "capacity_factor": 8}})
     metrics, _ = train_plainly(mixture(), squared_error, data)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted | {"dropped_rows": 0.0}, EXACT)
+    for values, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(values, wanted | {"dropped_rows": 0.0}, EXACT)
 
 
 def test_rows_dropped_in_all_layers_and_microbatches_are_counted():
@@ -231,9 +231,9 @@ def test_rows_of_padding_take_no_room():
         return model[1].last(rows)
 
     step = compile_lockstep(model, squared_error, data, MESHES[5], passes={"moe": {"dispatch": "bounded", "capacity_factor": 1.0}})
-    found = step(data)
-    assert found["dropped_rows"] == 2 * (6 - 3 + 4 - 3)
-    assert found["loss"] == pytest.approx(squared_error(plainly, data).item(), abs=1e-12)
+    metrics = step(data)
+    assert metrics["dropped_rows"] == 2 * (6 - 3 + 4 - 3)
+    assert metrics["loss"] == pytest.approx(squared_error(plainly, data).item(), abs=1e-12)
 
 
 @pytest.mark.parametrize(("mesh", "chunks", "changes", "sizes"),
@@ -251,11 +251,11 @@ def test_chunks_drop_the_rows_that_one_buffer_would():
                                 passes={"moe": {"dispatch": "bounded", "capacity_factor": 0.7, "chunks": chunks}})
         return train_step(step, sequences(8, 6)), step.state_dict()
 
-    (wanted, state), (metrics, found) = trained(1), trained(2)
+    (wanted, state), (metrics, other_state) = trained(1), trained(2)
     assert wanted[0]["dropped_rows"] > 0
-    for ours, theirs in zip(metrics, wanted, strict=True):
-        assert_same(ours, theirs, EXACT)
-    assert_same(found, state, EXACT)
+    for metric, expected in zip(metrics, wanted, strict=True):
+        assert_same(metric, expected, EXACT)
+    assert_same(other_state, state, EXACT)
 
 
 @pytest.mark.parametrize(("chunks", "forward", "backward"), (
@@ -280,8 +280,8 @@ def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, for
 def test_all_wait_for_the_rank_that_gets_most_rows(load, times):
     """It gets twice the mean; buffers of the worst case have room for that here."""
     program = spread(MESHES[2], "dropless", sizes=(8, 6))["joint"]
-    one = Curve.flat(1.0)
-    cluster = Cluster(2, Rates({torch.float64: one}, one, one, one, one), Links(1.0, 1.0), expert_load=load)
+    flat = Curve.flat(1.0)
+    cluster = Cluster(2, Rates({torch.float64: flat}, flat, flat, flat, flat), Links(1.0, 1.0), expert_load=load)
     costs = Prices(program, recorded(), cluster)
     products = [n for n in program.calls() if n.target in (routed.grouped_mm, routed.grouped_outer)]
     rows = 8 * 6 * TOP // 4  # mean per rank
@@ -298,7 +298,7 @@ def test_all_wait_for_the_rank_that_gets_most_rows(load, times):
 def test_a_rank_holds_its_own_experts(mesh, held):
     """With 6 experts on 4 ranks, three hold two and the last none; the remaining `dp_shard` splits another dim."""
     program = spread(mesh)["place"]
-    places = {given.name: given.spec for given in program.inputs}
+    places = {input_.name: input_.spec for input_ in program.inputs}
     for name in ("up", "down"):
         shape = places[name].local_shape(program.mesh)
         assert shape[0] == held
@@ -308,13 +308,13 @@ def test_a_rank_holds_its_own_experts(mesh, held):
 
 def sent(program, mesh, kinds, width):
     """Return the rows of so many numbers that a rank sends to each other rank, as (axis, rows)."""
-    found = []
+    sizes = []
     for node in program.calls():
         if node.target in kinds and ir.example(node).shape[-1:] == (width,):
             parts = Mesh.of(mesh)[axis := next(str(a) for a in node.args if isinstance(a, str))]
             largest = max(ir.example(node).numel(), ir.example(node.args[0]).numel())
-            found.append((axis, largest // width // parts))
-    return found
+            sizes.append((axis, largest // width // parts))
+    return sizes
 
 
 @pytest.mark.parametrize("mesh", quick((MESHES[0], MESHES[1], MESHES[2], MESHES[4]), 1, 3))
@@ -322,8 +322,8 @@ def sent(program, mesh, kinds, width):
 def test_bytes_are_those_of_the_formula(mesh):
     """Rows go there and back, in forward and backward: four times; weights of choices travel separately."""
     tokens, owners = 8 * 6 // Mesh.of(mesh).world_size, mesh["ep"]
-    each = -(-6 // owners)
-    rows = {"dropless": tokens * min(TOP, each), "bounded": math.ceil(1.25 * tokens * TOP / owners)}
+    per_owner = -(-6 // owners)
+    rows = {"dropless": tokens * min(TOP, per_owner), "bounded": math.ceil(1.25 * tokens * TOP / owners)}
     for dispatch, capacity in rows.items():
         program = spread(mesh, dispatch, sizes=(8, 6))["joint"]
         assert sent(program, mesh, (reshard.all_to_all,), WIDTH).count((Mesh.of(mesh).experts_over, capacity)) == 4
@@ -339,10 +339,10 @@ def test_a_gradient_is_reduced_once_and_not_over_the_owners(mesh):
     program = spread(mesh, "dropless")["optimize"]
     reductions = [n for n in program.calls() if n.target in (reshard.reduce_scatter, reshard.psum)
                   and ir.example(n).dim() == 3]
-    own = set(program.mesh.experts)
-    assert all(own.isdisjoint(program.mesh.over(str(a))) for n in reductions for a in n.args if isinstance(a, str))
-    left = [axis for axis in program.mesh.axes if axis not in own]
-    assert len(reductions) == 2 * len(left)
+    expert_axes = set(program.mesh.experts)
+    assert all(expert_axes.isdisjoint(program.mesh.over(str(a))) for n in reductions for a in n.args if isinstance(a, str))
+    other_axes = [axis for axis in program.mesh.axes if axis not in expert_axes]
+    assert len(reductions) == 2 * len(other_axes)
 
 
 # ---- refusals and findings -----------------------------------------------------------------------------------

@@ -84,10 +84,10 @@ def test_each_dim_of_each_operand_sharded(axis, ranks):
 
 
 def local_program(mesh, **passes):
-    seen = {}
+    programs = {}
     compile_lockstep(mixture(), squared_error, sequences()[0], mesh, passes=passes,
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    return seen
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    return programs
 
 
 def test_rows_stay_where_their_tokens_are():

@@ -80,18 +80,18 @@ class Model(nn.Module):
 
 def loss(model, batch):
     logits = model(batch["tokens"])
-    each = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="none")
-    return model.at("loss", model.at("loss of a token", each).sum() / (batch["labels"] != -100).sum())
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="none")
+    return model.at("loss", model.at("loss of a token", losses).sum() / (batch["labels"] != -100).sum())
 
 
 def data(rows):
     generator = torch.Generator().manual_seed(1)
 
-    def one():
+    def batch_of():
         tokens, labels = (torch.randint(0, 11, (rows, 9), generator=generator) for _ in range(2))
         return {"tokens": tokens, "labels": labels.masked_fill(torch.rand(rows, 9, generator=generator) < 0.3, -100)}
 
-    return [one() for _ in LRS]
+    return [batch_of() for _ in LRS]
 
 
 def check(fn, places, mesh, rows):

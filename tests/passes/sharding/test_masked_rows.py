@@ -50,6 +50,6 @@ def test_rows_of_padding_have_no_gradient(how):
     loss = loss_of(model, batch)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    found = compile_lockstep(model, loss_of, batch, {"dp_shard": 2})(batch)
-    assert found["loss"] == pytest.approx(loss.item(), abs=1e-10)
-    assert found["grad_norm"] == pytest.approx(norm.item(), abs=1e-6)  # some models compute softmax in fp32
+    metrics = compile_lockstep(model, loss_of, batch, {"dp_shard": 2})(batch)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-10)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), abs=1e-6)  # some models compute softmax in fp32

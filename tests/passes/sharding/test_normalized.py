@@ -58,8 +58,8 @@ def own_rows(x, ids):
 def padded(x, mask):
     """Apply attention with a mask that is looked up by each row's number."""
     rows, at = torch.arange(x.shape[0])[:, None, None, None], torch.arange(x.shape[1])
-    seen = mask[rows, at[None, None, None, :]] & (at[:, None] >= at)
-    return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], seen)[:, 0]
+    visible = mask[rows, at[None, None, None, :]] & (at[:, None] >= at)
+    return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], visible)[:, 0]
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, {"cp": 2}, {"dp_shard": 2, "cp": 2}], ids=str)

@@ -32,8 +32,8 @@ class Placed:
         inputs = {name: small.input(name, Spec.whole(spec.shape), kind) for name, (kind, spec) in specs.items()}
         results = write(small.call, **inputs)
         program = small.program(("metric", node.name, node, Spec.whole(tuple(ir.example(node).shape))) for node in results)
-        given = tuple(replace(i, spec=specs[i.name][1]) for i in program.inputs)
-        program = replace(program, mesh=Mesh.of(mesh), inputs=given, stage=Stage.CAPTURED)
+        placed_inputs = tuple(replace(i, spec=specs[i.name][1]) for i in program.inputs)
+        program = replace(program, mesh=Mesh.of(mesh), inputs=placed_inputs, stage=Stage.CAPTURED)
         self.plan = propagate(program, sequence_parallel, small.ctx)
         self.nodes = {node.name: node for node in program.graph.nodes}
 
@@ -93,10 +93,10 @@ MODEL = {
 
 @pytest.mark.parametrize(("sequence_parallel", "whole"), [(True, "[6@tp, 4]"), (False, "[6, 4]")])
 def test_a_sum_is_carried_through_what_is_linear_and_reduced_before_what_is_not(sequence_parallel, whole):
-    found = Placed({"tp": 2}, twice, sequence_parallel, **MODEL)
-    assert found.made("linear_default_1") == found.made("mul_scalar") == "[6, 4] sum(tp)"
-    assert found.reduced("linear_default_1") is None and found.reduced("mul_scalar") == whole
-    assert found.needed("square_default") == [whole]
+    placed = Placed({"tp": 2}, twice, sequence_parallel, **MODEL)
+    assert placed.made("linear_default_1") == placed.made("mul_scalar") == "[6, 4] sum(tp)"
+    assert placed.reduced("linear_default_1") is None and placed.reduced("mul_scalar") == whole
+    assert placed.needed("square_default") == [whole]
 
 
 def test_a_sum_of_two_users_is_reduced_once_for_both():
@@ -104,17 +104,17 @@ def test_a_sum_of_two_users_is_reduced_once_for_both():
         down = call(aten.linear.default, call(aten.linear.default, x, w), v)
         return [call(aten.mul.Scalar, down, 2.0), call(aten.mul.Scalar, down, 3.0)]
 
-    found = Placed({"tp": 2}, used_twice, **MODEL)
-    assert found.reduced("linear_default_1") == "[6@tp, 4]"
-    assert found.needed("mul_scalar") == found.needed("mul_scalar_1") == ["[6@tp, 4]"]
+    placed = Placed({"tp": 2}, used_twice, **MODEL)
+    assert placed.reduced("linear_default_1") == "[6@tp, 4]"
+    assert placed.needed("mul_scalar") == placed.needed("mul_scalar_1") == ["[6@tp, 4]"]
 
 
 @pytest.mark.parametrize("x", [{}, {"dp_shard": 0}, {"tp": 1}, {"dp_shard": 0, "tp": 1}, {"dp_shard": 1, "tp": 0}], ids=str)
 @pytest.mark.parametrize("w", [{}, {"tp": 0}, {"tp": 1}, {"dp_shard": 0, "tp": 1}, {"dp_shard": 1, "tp": 1}], ids=str)
 def test_an_axis_has_one_state_in_each_placement(x, w):
     specs = {"x": ("batch", cut((ROWS, NARROW), **x)), "w": ("parameter", cut((WIDE, NARROW), **w))}
-    found = Placed({"dp_shard": 2, "tp": 2}, linear, **specs)
-    decision = found.plan.decisions[found.nodes["linear_default"]]
+    placed = Placed({"dp_shard": 2, "tp": 2}, linear, **specs)
+    decision = placed.plan.decisions[placed.nodes["linear_default"]]
     for spec in (*decision.operands, *decision.results):
         states = Counter([*spec.sharded, *spec.partial_axes, *spec.replicate])
         assert all(count == 1 for count in states.values()), str(spec)

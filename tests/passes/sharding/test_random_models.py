@@ -177,8 +177,8 @@ def difference(model: nn.Module, loss_fn, batch: dict[str, Tensor], mesh: dict[s
     program, _ = apply((Normalize(), Place(plan), Shard(sequence_parallel), Joint(), Collectives()), program, ctx)
     loss = loss_fn(model, batch)
     names = [name for name, _ in model.named_parameters()]
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    wanted = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(model.named_parameters(), found)}
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    wanted = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(model.named_parameters(), gradients)}
     assert names == [o.name for o in program.outputs if o.kind == "gradient"]
     state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
     outs = Lockstep(program).run([[_given(i, state, program, place) for i in program.inputs] for place in program.mesh])

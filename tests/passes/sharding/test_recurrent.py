@@ -40,11 +40,11 @@ class Cells(nn.Module):
         self.double()
 
     def forward(self, x):
-        state, found = None, []
+        state, outputs = None, []
         for t in range(x.shape[1]):
             state = self.cell(x[:, t], state)
-            found.append(self.out(state[0] if isinstance(state, tuple) else state))
-        return torch.stack(found, 1)
+            outputs.append(self.out(state[0] if isinstance(state, tuple) else state))
+        return torch.stack(outputs, 1)
 
 
 MODELS = {
@@ -74,12 +74,12 @@ def test_it_trains_as_on_one_device(model, mesh):
 
 
 def test_a_network_is_one_operator_until_gradients_are_traced():
-    seen = {}
+    programs = {}
     compile_lockstep(MODELS["lstm"](), loss, data(20)[0], {"dp_shard": 2}, NO_DECAY,
-                     observe=lambda program, record: seen.setdefault(record.name, program))  # fmt: skip
-    (node,) = [n for n in seen["shard"].calls() if "lstm" in n.name and n.op == "call_function" and "getitem" not in str(n.target)]
+                     observe=lambda program, record: programs.setdefault(record.name, program))  # fmt: skip
+    (node,) = [n for n in programs["shard"].calls() if "lstm" in n.name and n.op == "call_function" and "getitem" not in str(n.target)]
     assert ir.value(node)[0].shape == (2, 20, 4)  # half of the rows
-    assert not [n for n in seen["joint"].calls() if "lstm.input" in str(n.target)]
+    assert not [n for n in programs["joint"].calls() if "lstm.input" in str(n.target)]
 
 
 def test_in_fp32_it_is_written_out_as_well():
