@@ -1,4 +1,4 @@
-"""Check that a local program computes what it says: recompute placements from rules, node by node, after `shard`.
+"""Check a local program against the rules: recompute placements, node by node, after `shard`.
 
 A local node that stands for a node of the global program is one of two things:
 
@@ -247,7 +247,10 @@ def build_spec(
 
 
 def difference(computed: Spec, recorded: Spec | None, mesh: Mesh) -> str:
-    """Return what the record claims beyond the placement found, or ""; replicate claims less than invariant."""
+    """Return the first claim of the record that goes beyond the computed placement, or "".
+
+    Replicate claims less than invariant.
+    """
     assert recorded is not None
     for d, (dim, recorded_dim) in enumerate(zip(computed.dims, recorded.dims)):
         if unlabelled(dim, mesh) != unlabelled(recorded_dim, mesh):

@@ -127,7 +127,7 @@ def _line(node: fx.Node) -> str:
     return f"%{node.name} = input : {format_value(ir.value(node))}" if is_input else format_node(node)
 
 
-# ---- structure: what the other checks rely on ----------------------------------------------------
+# ---- structure, on which the other checks rely ----------------------------------------------------
 
 
 def check_lint(program: ir.Program) -> Iterator[Finding]:

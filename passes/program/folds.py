@@ -82,7 +82,7 @@ class Folding:
     on_its_way: int = 0
 
     def among(self, ranks: int) -> Folding:
-        """Return the folding for a model shared by so many ranks."""
+        """Return the folding for a model shared by `ranks` ranks."""
         extra = self.on_its_way if ranks > 1 else 0
         return replace(self, before=self.before + extra, after=self.after + extra, on_its_way=0)
 

@@ -102,7 +102,7 @@ def record(op: Any, function: Function) -> None:
 
 
 def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, results: int) -> Any:
-    """Define an operator that takes so many tensors and returns a tuple of tensors."""
+    """Define an operator that takes `tensors` tensors and returns a tuple of `results` tensors."""
     arguments = ", ".join(f"Tensor t{i}" for i in range(tensors))
     returns = ", ".join(["Tensor"] * results)
     space, unique = f"{namespace}{_program}", f"{name}_{next(_numbers)}"

@@ -31,7 +31,7 @@ def reach(mesh: Mesh, axis: str, gpus_per_node: int) -> Reach:
 
 
 def spread(ranks: int, stride: int, gpus_per_node: int) -> Reach:
-    """Return the reach of so many ranks, each a stride from the next."""
+    """Return the reach of `ranks` ranks, each a stride from the next."""
     per_node = min(ranks, max(1, gpus_per_node // stride))
     return Reach(-(-ranks // per_node), per_node)
 

@@ -18,8 +18,8 @@
 `axis_size` is the size of the axis, `size` the logical extent of `dim` before or after the split into
 `ceil(size / axis_size)`, `axis_index` the rank's coordinate on the axis (a 0-d int64 tensor, so that every rank
 runs the same graph), `reduce_dtype` the dtype in which terms are added (None: their own).
-Process groups are registered under the axis name. Each operator is one record in `RESHARD_OPS`: what it takes and
-gives, its gradient, the collective that it is, and its definition in terms of functional collectives, which
+Process groups are registered under the axis name. Each operator is one record in `RESHARD_OPS`: the states that it
+takes and gives, its gradient, its collective, and its definition in terms of functional collectives, which
 `passes.collectives` puts into the graph. All other code looks up facts about these operators in their records.
 """
 

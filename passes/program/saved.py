@@ -115,7 +115,7 @@ class Table:
 
 @dataclass
 class Writer:
-    """Writes programs as JSON, with tables of what they share."""
+    """Writes programs as JSON, with tables of shared entries."""
 
     layouts: Table = field(default_factory=Table)
     specs: Table = field(default_factory=Table)
@@ -314,7 +314,7 @@ def bytes_of(value: Tensor) -> bytes:
 
 
 class Reader:
-    """Reads programs from JSON, over tables of what they share."""
+    """Reads programs from JSON, with tables of shared entries."""
 
     def __init__(self, tables: Mapping[str, Sequence[Any]], bodies: Sequence[Any]):
         self.layouts = [tensor_of(entry) for entry in tables["layouts"]]

@@ -473,7 +473,7 @@ def inductor_options() -> str:
 
 
 def compiler_state() -> str:
-    """Return what Inductor's results depend on besides the graph: its source, its options, the machine."""
+    """Return the state that Inductor's results depend on besides the graph: its source, its options, the machine."""
     from torch._inductor import config
     from torch._inductor.codecache import CacheBase, torch_key
 
@@ -886,7 +886,7 @@ def _flex_as_laid_out() -> Iterator[None]:
         return run
 
     operators = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
-    positions = (4, 7, 8), (4, 9, 12, 13)  # blocks and what functions read; log-sum-exp before them
+    positions = (4, 7, 8), (4, 9, 12, 13)  # blocks and inputs of functions; log-sum-exps before them
     with patch.dict(lowerings, {op: lowered(lowerings[op], indices) for op, indices in zip(operators, positions)}):
         yield
 
