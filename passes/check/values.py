@@ -134,7 +134,7 @@ class Numbers:
         return value
 
     def operand(self, node: fx.Node, operand: Any) -> int:
-        """Return the number of an operand; a view takes its base's number before writes."""
+        """Return the number of an operand; for a view, without writes, which count when the view is read."""
         return self.of[operand] if is_view(node) and operand in self.of else self.read(operand)
 
     def signature(self, node: fx.Node, tree: Any) -> Any:
@@ -205,7 +205,7 @@ ARITHMETIC: dict[str, Any] = {
 
 @dataclass
 class Entry:
-    """One entry of a node's value; `ranks` maps axes to its rank, if not the own one, or to "all"."""
+    """One entry of a node's value; `ranks` maps an axis to the rank that holds it or to "all" (no entry: the own rank)."""
 
     node: fx.Node
     index: list[int]

@@ -36,8 +36,8 @@ PLACES = ("coordinate", "layout")  # kinds of inputs that locate a rank's entrie
 def body_graph(name: str, fn: Callable[..., Any], examples: list[Tensor], ctx: ir.Context, own: bool) -> fx.Graph:
     """Trace a body of the custom function `name`; if `own`, the body may write into its arguments.
 
-    An author may write into gradients, because nobody reads them afterwards. Raises Refused for other arguments, and
-    for tensors that the body uses without taking them as arguments.
+    An author may write into gradients, because nobody reads them afterwards. Raises Refused if the body writes into
+    arguments that it does not own, or uses tensors that are not arguments.
     """
     with ctx.fake_mode, torch.no_grad():
         empties = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
