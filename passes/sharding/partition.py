@@ -55,7 +55,7 @@ class GraphBuilder(Builder):
         return convert(self, x, before, after, has_grad, reduce_dtype)
 
     def reshard(self, source: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str, *how: Any) -> fx.Node:
-        """Convert a value of the global node `of`, and record the reshard for the report."""
+        """Convert a value of the global node `source`, and record the reshard for the report."""
         last = next(iter(reversed(self.graph.nodes)), None)
         new = self.convert(x, before, after, *how)
         if new is not x:
