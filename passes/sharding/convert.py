@@ -222,7 +222,7 @@ class _Steps:
                     self.gather_last(k, invariant=target["replicate"].isdisjoint(self.mesh.over(axis)))
 
     def gather_last(self, k: int, invariant: bool) -> None:
-        """Gather factor `k` over its innermost axis: invariant if `same`, otherwise replicate on all of that axis."""
+        """Gather factor `k` over its innermost axis: the result is `invariant`, or replicate, on all of that axis."""
         factor = self.flat[k]
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
