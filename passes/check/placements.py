@@ -155,7 +155,7 @@ def disagreement(
 ) -> str:
     """Return the reason why a rule does not give the node's record for operands placed as `specs`, or "".
 
-    `trained` are the numbers of operands with a gradient.
+    `graded` are the numbers of operands with a gradient.
     """
     operands, results = ", ".join(map(str, specs)), results_of(rule, specs, mesh)
     if isinstance(results, str):
