@@ -35,7 +35,7 @@ NEGLIGIBLE = 1e-3  # fraction of the largest result of a kind
 
 @dataclass(frozen=True)
 class Result:
-    """One full value of a run; `node` computes it, or is the parameter whose gradient it is."""
+    """A full value of a run; `node` computes it, or is the parameter whose gradient it is."""
 
     value: Tensor
     node: fx.Node

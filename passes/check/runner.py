@@ -34,7 +34,7 @@ Verify = Literal["none", "spec", "numeric"]
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass over one program: its time, its report, and the predicted cost of the program it left.
+    """A pass over a program: its time, its report, and the predicted cost of the program it left.
 
     With numeric verification, `errors` are the relative errors of the results by name, and `results` the program's
     known results. `costs` exist for an observer only.

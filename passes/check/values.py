@@ -205,7 +205,7 @@ ARITHMETIC: dict[str, Any] = {
 
 @dataclass
 class Entry:
-    """One entry of a node's value; `ranks` maps an axis to the rank that holds it, or to "all" (by default the own)."""
+    """An entry of a node's value; `ranks` maps an axis to the rank that holds it, or to "all" (by default the own)."""
 
     node: fx.Node
     index: list[int]

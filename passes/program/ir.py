@@ -30,7 +30,7 @@ OutputKind = Literal["loss", "gradient", "buffer", "metric", "rows", "count", "c
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
+    """A placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
 
     A constant has a `value`, which names it: a tensor that the model holds as neither parameter nor buffer, or creates
     from Python numbers. The `roles` of a parameter are its uses: `embedding`, `head`. Equal entries of a batch input
@@ -64,7 +64,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One returned value: the loss, a metric, a count, the gradient of a parameter, a buffer's new value.
+    """A returned value: the loss, a metric, a count, the gradient of a parameter, a buffer's new value.
 
     Over several microbatches, metrics are averaged and counts are added.
     """
@@ -168,7 +168,7 @@ def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node])
 
 @dataclass(frozen=True)
 class Reshard:
-    """One change of placement: its node in the input program, its reason, and a rank's bytes sent in the forward.
+    """A change of placement: its node in the input program, its reason, and a rank's bytes sent in the forward.
 
     `collectives` are the nodes of the returned program that send them.
     """

@@ -21,7 +21,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, order=True)
 class Layer:
-    """One layer of a stack, `layers.3`; layers of one stack are ordered by number."""
+    """A layer of a stack, `layers.3`; layers of one stack are ordered by number."""
 
     stack: str
     number: int
