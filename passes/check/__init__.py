@@ -1,1 +1,1 @@
-"""Whether a program is what it says, and right: runner, verifier, simulator."""
+"""Check that a program is consistent and correct: runner, verifier, simulator."""

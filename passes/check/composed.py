@@ -1,4 +1,4 @@
-"""A program of calls must be the program that was cut: put in line again, it reads the same."""
+"""Check that a segmented program, with its calls inlined, equals the program it was cut from."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from passes.program.record import differences
 
 
 def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Program:
-    """The program that calls stand for, itself if there are none.
+    """Return the program with its calls inlined (itself if it has none).
 
-    Raises CompileError unless the bodies, in place of their calls, give the program before: its nodes, with their
-    records, in its order.
-    Views, parts of tuples and numbers of places may stand elsewhere: nothing happens there.
+    Raises CompileError unless the inlined bodies give the program before: its nodes, with their records, in its order.
+    Views, elements of tuples and site numbers may be elsewhere, because they compute nothing.
     """
     flat = flatten(after)
     if flat is after:
         return after
     (old, old_views), (new, new_views) = nodes_of(before), nodes_of(flat)
     views = [(node, new_views[name]) for name, node in old_views.items() if name in new_views]
-    for one, other in (*zip_longest(old, new), *views):
-        was, now = (format_node(node) if node else "nothing" for node in (one, other))
-        if was != now:
-            message = f"its calls do not give the program that was cut:\n  it was {was}\n  it is  {now}"
+    for old_node, new_node in (*zip_longest(old, new), *views):
+        old_text, new_text = (format_node(node) if node else "nothing" for node in (old_node, new_node))
+        if old_text != new_text:
+            message = f"its calls do not give the program that was cut:\n  it was {old_text}\n  it is  {new_text}"
             raise WrongProgram(step, None, message, verify_composed.__name__)
-        if names := differences(ir.record(one), ir.record(other), same_layout):
-            message = f"its calls do not give the program that was cut: of {was}, they change {', '.join(names)}"
-            raise WrongProgram(step, one, message, verify_composed.__name__)
+        if names := differences(ir.record(old_node), ir.record(new_node), same_layout):
+            message = f"its calls do not give the program that was cut: of {old_text}, they change {', '.join(names)}"
+            raise WrongProgram(step, old_node, message, verify_composed.__name__)
     return flat
 
 
 def nodes_of(program: ir.Program) -> tuple[list[fx.Node], dict[str, fx.Node]]:
-    """The nodes in order, and views, parts of tuples and numbers of places by name."""
-    nodes, aside = [], {}
+    """Return (nodes in order; views, elements of tuples and site numbers by name)."""
+    nodes, views = [], {}
     for node in program.graph.nodes:
         if node.op == "call_function" and (is_view(node) or is_part(node) or is_site(node)):
-            aside[node.name] = node
+            views[node.name] = node
         else:
             nodes.append(node)
-    return nodes, aside
+    return nodes, views
 
 
 def is_part(node: fx.Node) -> bool:
-    """Whether a node takes a tuple apart."""
+    """Return True if a node takes an element of a tuple."""
     return node.target is operator.getitem

@@ -1,13 +1,13 @@
-"""Does a local program hold what it says? Placements recomputed from rules, node by node, after `shard`.
+"""Check a local program against the rules: recompute placements, node by node, after `shard`.
 
-A local node that stands for a node of the whole program is one of two things:
+A local node that stands for a node of the global program is one of two things:
 
-    %y = linear(%x, %w)     the operator on operands that are placed in some way: its rule says how the result is
-    %z = psum(%y, "tp")     another placement of what stands for the same: reshard operators say what becomes of it
+    %y = linear(%x, %w)     the operator on placed operands: its rule gives the result's placement
+    %z = psum(%y, "tp")     another placement of the same value: the reshard operators give it
 
-Of what decided the placements only the operator's rule and the arithmetic of factors (`sharding/atoms.py`) are used
-again. A fault in these is left to `numeric`, and so is what an operator that rules write out (a look-up in a sharded
-table) does inside.
+The only code shared with the decision of placements is the operator's rule and the arithmetic of factors
+(`sharding/atoms.py`). Faults in these are left to `numeric`, and so is the inside of operators that a rule builds (a
+look-up in a sharded table).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from passes.program.reshard import RESHARD_OPS
 from passes.program.routed import IN_ANY_ORDER, groups
 from passes.program.spec import Dim, Factor, Spec
 from passes.rules import Rule, rule_of, tensor_operands
-from passes.sharding.atoms import Atoms, merge_dim, placed_by_rule, refine, with_placed
+from passes.sharding.atoms import Atoms, merge_dim, override_axes, place_by_rule, refine
 
 Finding = tuple[fx.Node | None, str]
 
@@ -37,79 +37,79 @@ CAST = torch.ops.aten._to_copy.default
 DETACH = torch.ops.aten.detach.default
 
 
-def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
-    """Local nodes whose recorded placement is not what their operands', and the operator's rule, make it."""
-    origins = {node.name: node for node in whole.graph.nodes}
+def check_placements(global_program: ir.Program, local: ir.Program) -> Iterator[Finding]:
+    """Yield local nodes whose recorded placement does not follow from their operands' and the operator's rule."""
+    origins = {node.name: node for node in global_program.graph.nodes}
     versions: dict[str, list[Spec]] = collections.defaultdict(list)
     for node in local.graph.nodes:
         if (spec := ir.spec(node)) is not None:
             versions[ir.stands_for(node)].append(spec)
-    trained = trained_of(whole)
+    differentiable = differentiable_nodes(global_program)
     for node in local.calls():
         origin = origins.get(ir.stands_for(node))
         recorded = ir.spec(node)
         if origin is None or recorded is None:
             continue
-        path, sources = behind(node)
+        path, sources = trace_back(node)
         names = {origin.name}
         if any(step.target in RESHARD_OPS for step in path):
-            names.update(below_cast(origin))
-        same = [source for source in sources if ir.stands_for(source) in names]
-        if same:
-            if breaks_order(origin, axes_of_rows(origin, same[0]), axes_of_rows(origin, node)):
-                yield node, f"is placed {recorded}: rows in a rank's own order are converted from {ir.spec(same[0])}"
-            yield from check_conversion(node, same[0], path, local.mesh)
+            names.update(cast_operand(origin))
+        earlier = [source for source in sources if ir.stands_for(source) in names]
+        if earlier:
+            if breaks_order(origin, axes_of_rows(origin, earlier[0]), axes_of_rows(origin, node)):
+                yield node, f"is placed {recorded}: rows in a rank's own order are resharded from {ir.spec(earlier[0])}"
+            yield from check_conversion(node, earlier[0], path, local.mesh)
         else:
-            yield from check_application(node, origin, sources, versions, trained, local.mesh)
+            yield from check_application(node, origin, sources, versions, differentiable, local.mesh)
 
 
-def below_cast(node: fx.Node) -> tuple[str, ...]:
-    """The name of what a cast casts, which may stand for it: a gather casts what it gathers."""
+def cast_operand(node: fx.Node) -> tuple[str, ...]:
+    """Return the name of a cast's operand, which may stand for the cast: a gather casts after it exchanges."""
     return (tensor_operands(node)[0].name,) if node.target is CAST else ()
 
 
-def trained_of(whole: ir.Program) -> set[fx.Node]:
-    """The nodes of a program with a loss that its parameters' gradients come through."""
-    given = zip(whole.placeholders(), whole.inputs)
-    found = {node for node, i in given if i.kind == "parameter" and any(o.kind == "loss" for o in whole.outputs)}
-    for node in whole.calls():
+def differentiable_nodes(program: ir.Program) -> set[fx.Node]:
+    """Return the nodes, of a program with a loss, through which gradients of its parameters flow."""
+    inputs = zip(program.placeholders(), program.inputs)
+    nodes = {node for node, i in inputs if i.kind == "parameter" and any(o.kind == "loss" for o in program.outputs)}
+    for node in program.calls():
         value = ir.value(node)
-        counts = isinstance(value, (tuple, list)) or ir.is_tensor(node) and ir.may_have_gradient(node)
-        if counts and node.target is not DETACH and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        has_gradient = isinstance(value, (tuple, list)) or ir.is_tensor(node) and ir.may_have_gradient(node)
+        if has_gradient and node.target is not DETACH and not nodes.isdisjoint(node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def breaks_order(origin: fx.Node, before: set[str], after: set[str]) -> bool:
-    """Whether rows that each rank has sorted by itself are gathered, or the groups of all cut into shards."""
+    """Return True if rows that each rank sorted by itself are gathered, or their groups resharded."""
     return before != after if origin.target is groups else origin.target in IN_ANY_ORDER and not before <= after
 
 
 def axes_of_rows(origin: fx.Node, node: fx.Node) -> set[str]:
-    """The axes that shard what stands for rows: all dims of their groups, the first of anything else."""
+    """Return the axes that shard rows: those of all dims for `groups`, otherwise those of the first dim."""
     spec = ir.spec(node)
     dims = spec.dims[: None if origin.target is groups else 1] if spec else ()
     return {axis for dim in dims for factor in dim for axis in factor.axes}
 
 
-def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(nodes that compute it, in order, itself included; the nearest nodes before them that stand for something)."""
+def trace_back(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return (the nodes that compute it, in order, itself included; the nearest sources that stand for a node)."""
     path: list[fx.Node] = []
     sources: list[fx.Node] = []
-    found = {node}
+    visited = {node}
     queue = [node]
     while queue:
         inner = queue.pop()
         path.append(inner)
         for operand in inner.all_input_nodes:
-            if operand not in found:
-                found.add(operand)
+            if operand not in visited:
+                visited.add(operand)
                 (sources if ir.stands_for(operand) or operand.op == "placeholder" else queue).append(operand)
     return sorted(path), [source for source in sources if ir.stands_for(source)]
 
 
 def origin_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The operator that a node of the whole program is, or is a result of, and which result."""
+    """Return (the operator of a global node, the index of the result that the node is)."""
     op, index = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
     assert isinstance(op, fx.Node) and isinstance(index, int)
     return op, index
@@ -123,113 +123,121 @@ def check_application(
     origin: fx.Node,
     sources: list[fx.Node],
     versions: Mapping[str, list[Spec]],
-    trained: Set[fx.Node],
+    trained_nodes: Set[fx.Node],
     mesh: Mesh,
 ) -> Iterator[Finding]:
-    """The record of a result against the rule of its operator; `versions` are the placements in which values exist."""
+    """Check a result's record against its operator's rule; `versions` are the placements of each value."""
     op, index = origin_of(origin)
     if function_of(op):
-        return  # its body is a program of its own
+        return  # its body is checked as a program of its own
     rule = rule_of(op)
     read = {ir.stands_for(source): [spec] for source in sources if (spec := ir.spec(source)) is not None}
     for operand in tensor_operands(op) if rule.emit else ():
-        for below in below_cast(operand):
-            read.setdefault(operand.name, read.get(below, []))
+        for inner_name in cast_operand(operand):
+            read.setdefault(operand.name, read.get(inner_name, []))
     operands = [(operand.name, tuple(ir.example(operand).shape)) for operand in tensor_operands(op)]
     for name, _ in operands:
         if name not in read and rule.emit is None:
-            yield node, f"reads nothing that stands for %{name}, an operand of %{op.name}"
+            yield node, f"has no operand that stands for %{name}, an operand of %{op.name}"
             return
-    # what a rule writes out may take no more than the shape of an operand, in any of its placements
-    # (one that is then nowhere lies as the result would have it)
-    mine = [spec for spec in (ir.spec(node),) if spec is not None]
-    held = [read.get(name) or versions[name] or [s for s in mine if s.shape == shape] for name, shape in operands]
-    own = [i for i, operand in enumerate(tensor_operands(op)) if operand in trained]
-    wrong = [disagrees(node, rule, choice, index, own, mesh) for choice in itertools.product(*held)]
-    if all(wrong):
-        yield node, wrong[0] if wrong else "reads what is placed nowhere"
+    # an emitted operator may use only the shape of an operand: then any placement of that operand is accepted,
+    # and one without a placement is assumed to be placed as a result of its shape
+    specs = [spec for spec in (ir.spec(node),) if spec is not None]
+    choices = [read.get(name) or versions[name] or [s for s in specs if s.shape == shape] for name, shape in operands]
+    trained = [i for i, operand in enumerate(tensor_operands(op)) if operand in trained_nodes]
+    problems = [disagreement(node, rule, choice, index, trained, mesh) for choice in itertools.product(*choices)]
+    if all(problems):
+        yield node, problems[0] if problems else "has an operand without a placement"
 
 
-def disagrees(node: fx.Node, rule: Rule, held: Sequence[Spec], index: int, trained: Sequence[int], mesh: Mesh) -> str:
-    """Why a rule does not yield a node's record of operands placed so, some of them trained, or an empty string."""
-    operands, found = ", ".join(map(str, held)), results_of(rule, held, mesh)
-    if isinstance(found, str):
-        return f"runs on {operands}: {found}"
-    for axis, i in itertools.product(mesh.axes, trained):
-        apart = any(spec.state(axis) != "invariant" for spec in held)
-        if apart and held[i].state(axis) == "invariant":
-            return f"runs on {operands}: operand {i} is the same over {axis}, its gradient lacks the other ranks' terms"
-    why = differs(found[index], ir.spec(node), mesh)
-    return why and f"is placed {ir.spec(node)}, its rule makes {found[index]} of {operands}: {why}"
+def disagreement(
+    node: fx.Node, rule: Rule, specs: Sequence[Spec], index: int, graded: Sequence[int], mesh: Mesh
+) -> str:
+    """Return the reason why a rule does not give the node's record for operands placed as `specs`, or "".
+
+    `graded` are the numbers of operands with a gradient.
+    """
+    operands, results = ", ".join(map(str, specs)), results_of(rule, specs, mesh)
+    if isinstance(results, str):
+        return f"runs on {operands}: {results}"
+    for axis, i in itertools.product(mesh.axes, graded):
+        differs = any(spec.state(axis) != "invariant" for spec in specs)
+        if differs and specs[i].state(axis) == "invariant":
+            return f"runs on {operands}: operand {i} is invariant over {axis}, its gradient lacks other ranks' terms"
+    problem = difference(results[index], ir.spec(node), mesh)
+    return problem and f"is placed {ir.spec(node)}, its rule gives {results[index]} for {operands}: {problem}"
 
 
-def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str:
-    """The placements that a rule gives its results on operands placed so, or why it does not run on them."""
-    atoms = refine(rule, [spec.dims for spec in held], range(len(held)), mesh)
+def results_of(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> list[Spec] | str:
+    """Return the placements that a rule gives its results, or the reason why it does not run on these operands."""
+    atoms = refine(rule, [spec.dims for spec in specs], range(len(specs)), mesh)
     axes = axes_of(atoms, mesh)
     if isinstance(axes, str):
         return axes
     kinds: list[dict[str, str]] = [{} for _ in atoms.results]
     for axis in mesh.axes:
-        found = on_axis(axis, atoms, axes, held, mesh)
-        if isinstance(found, str):
-            return found
-        for kind, state in zip(kinds, found):
+        states = on_axis(axis, atoms, axes, specs, mesh)
+        if isinstance(states, str):
+            return states
+        for kind, state in zip(kinds, states):
             kind[axis] = state
-    return [placed(dims, atoms, axes, kind, mesh) for dims, kind in zip(atoms.results, kinds)]
+    return [build_spec(dims, atoms, axes, kind, mesh) for dims, kind in zip(atoms.results, kinds)]
 
 
 def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
-    """The axes that shard each atom, in all operands the same."""
+    """Return the axes that shard each atom, or the reason why operands disagree."""
     axes: dict[str, tuple[str, ...]] = {}
-    for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
-        for names, factors in zip(dims, held):
+    for i, (dims, dim_factors) in enumerate(zip(atoms.operands, atoms.factors)):
+        for names, factors in zip(dims, dim_factors):
             if factors is None:
-                return f"shards of operand {i} lie across the factors {names}"
+                return f"shards of operand {i} cut the factors {names}"
             for name, factor in zip(names, factors):
                 if axes.setdefault(name, factor.axes) != factor.axes and factor.size > 1:
                     return f"operand {i} has {name} over {factor.axes or 'none'}, another over {axes[name] or 'none'}"
-    whole = with_placed(axes, placed_by_rule(atoms, mesh), mesh)
-    for name, mine in axes.items():
-        if mine != whole[name] and atoms.sizes[name] > 1:
-            return f"{name} is over {mine or 'none'}, not over {whole[name] or 'none'}, where the operator puts it"
-    return whole
+    final = override_axes(axes, place_by_rule(atoms, mesh), mesh)
+    for name, current in axes.items():
+        if current != final[name] and atoms.sizes[name] > 1:
+            return f"{name} is over {current or 'none'}, but the operator places it over {final[name] or 'none'}"
+    return final
 
 
 def on_axis(
-    axis: str, atoms: Atoms, axes: dict[str, tuple[str, ...]], held: Sequence[Spec], mesh: Mesh
+    axis: str, atoms: Atoms, axes: dict[str, tuple[str, ...]], specs: Sequence[Spec], mesh: Mesh
 ) -> list[str] | str:
-    """A result's state on an axis (`shard`, `sum`, `max`, `replicate`, `invariant`), or why the operator cannot run."""
+    """Return each result's state on an axis, or why the operator cannot run.
+
+    States are `shard`, `sum`, `max`, `replicate` and `invariant`.
+    """
     rule = atoms.rule
-    over = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
-    own = placed_by_rule(atoms, mesh)
-    chosen = [atom for atom in over if atom not in own]
-    terms = frozenset(i for i, spec in enumerate(held) if spec.state(axis) == "partial")
+    sharding = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
+    placed_by_rule = place_by_rule(atoms, mesh)
+    chosen = [atom for atom in sharding if atom not in placed_by_rule]
+    terms = frozenset(i for i, spec in enumerate(specs) if spec.state(axis) == "partial")
     if len(chosen) > 1:
         return f"{axis} shards both {chosen[0]} and {chosen[1]}"
     for atom in chosen:
         if not rule.may_shard(atoms.origin(atom), axis):
-            return f"{atoms.origin(atom)} has to be whole and is sharded over {axis}"
+            return f"{atoms.origin(atom)} is sharded over {axis}, but cannot be sharded"
         if not rule.may_lie(atoms.origin(atom), axes[atom]):
             return f"{atoms.origin(atom)} is sharded over {', '.join(axes[atom])}, in another order than over {axis}"
-    if over:
+    if sharding:
         if terms:
-            return f"operand {min(terms)} is a sum over {axis}, which shards {over[0]}"
-        gone = next((rule.reduced[o] for a in over if (o := atoms.origin(a)) in rule.reduced), "replicate")
-        kept = [{name for dim in dims for name in dim} for dims in atoms.results]
-        return [gone if names.isdisjoint(over) else "shard" for names in kept]
+            return f"operand {min(terms)} is a sum over {axis}, which shards {sharding[0]}"
+        missing = next((rule.reduced[o] for a in sharding if (o := atoms.origin(a)) in rule.reduced), "replicate")
+        names_of_results = [{name for dim in dims for name in dim} for dims in atoms.results]
+        return [missing if names.isdisjoint(sharding) else "shard" for names in names_of_results]
     if terms:
-        hows = {how for i in terms for a, how in held[i].partial if a == axis}
-        if terms not in rule.linear or hows != {"sum"}:
+        kinds = {kind for i in terms for a, kind in specs[i].partial if a == axis}
+        if terms not in rule.linear or kinds != {"sum"}:
             return f"operands {sorted(terms)} are partial over {axis}, in which the operator is not linear"
         return ["sum"] * len(atoms.results)
-    return ["replicate" if any(spec.state(axis) == "replicate" for spec in held) else "invariant"] * len(atoms.results)
+    return ["replicate" if any(spec.state(axis) == "replicate" for spec in specs) else "invariant"] * len(atoms.results)
 
 
-def placed(
+def build_spec(
     dims: Sequence[tuple[str, ...]], atoms: Atoms, axes: dict[str, tuple[str, ...]], kinds: dict[str, str], mesh: Mesh
 ) -> Spec:
-    """The placement with the atoms' axes, and on the other axes of a kind each."""
+    """Return the placement with the atoms' axes, and the given states on the other axes."""
     shape = tuple(
         merge_dim((Factor(atoms.sizes[n], axes.get(n, ()), order=atoms.order) for n in names), mesh) or (Factor(1),)
         for names in dims
@@ -238,22 +246,25 @@ def placed(
     return Spec(shape, partial, tuple(axis for axis, kind in kinds.items() if kind == "replicate"))
 
 
-def differs(found: Spec, recorded: Spec | None, mesh: Mesh) -> str:
-    """Where a recorded placement claims more than was found; replicate claims less than invariant."""
+def difference(computed: Spec, recorded: Spec | None, mesh: Mesh) -> str:
+    """Return the first claim of the record that goes beyond the computed placement, or "".
+
+    Replicate claims less than invariant.
+    """
     assert recorded is not None
-    for d, (mine, theirs) in enumerate(zip(found.dims, recorded.dims)):
-        if unlabelled(mine, mesh) != unlabelled(theirs, mesh):
+    for d, (dim, recorded_dim) in enumerate(zip(computed.dims, recorded.dims)):
+        if unlabelled(dim, mesh) != unlabelled(recorded_dim, mesh):
             return f"dim {d}"
-    hows, said = dict(found.partial), dict(recorded.partial)
+    kinds, claims = dict(computed.partial), dict(recorded.partial)
     for axis in mesh.axes:
-        state, claim = found.state(axis), recorded.state(axis)
-        if (state, claim) != ("invariant", "replicate") and (state, hows.get(axis)) != (claim, said.get(axis)):
+        state, claim = computed.state(axis), recorded.state(axis)
+        if (state, claim) != ("invariant", "replicate") and (state, kinds.get(axis)) != (claim, claims.get(axis)):
             return f"{claim} over {axis}, found {state}"
     return ""
 
 
 def unlabelled(dim: Dim, mesh: Mesh) -> Dim:
-    """A dim's factors, joined as far as their layout allows."""
+    """Return a dim's factors without labels, joined as far as the layout allows."""
     return merge_dim((replace(f, label="") for f in dim if f.size > 1 or f.axes), mesh) or (Factor(1),)
 
 
@@ -261,28 +272,28 @@ def unlabelled(dim: Dim, mesh: Mesh) -> Dim:
 
 
 def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], mesh: Mesh) -> Iterator[Finding]:
-    """The record of a converted value against the reshard operators on its way."""
+    """Check the record of a converted value against the reshard operators on its path."""
     before, after = ir.spec(source), ir.spec(node)
     if before is None or after is None:
         return
     if before.shape != after.shape:
-        yield node, f"is of shape {after.shape}, what it is converted from of {before.shape}"
+        yield node, f"is of shape {after.shape}, its source of {before.shape}"
     states = {axis: before.state(axis) for axis in mesh.axes}
-    hows = dict(before.partial)
+    kinds = dict(before.partial)
     for step in path:
         op = RESHARD_OPS.get(step.target)
         for axis in mesh.over(axis_of(step) or "") if op else ():
             if states[axis] not in op.takes:
-                got = f"it gets {states[axis]}: %{source.name} {before}"
-                yield step, f"takes {' or '.join(op.takes)} on {axis!r}, {got}"
-            elif op.reduces and hows.get(axis) != op.reduces:
-                yield step, f"completes a {op.reduces} over {axis!r}, its operand is a {hows[axis]}"
+                operand_state = f"it gets {states[axis]}: %{source.name} {before}"
+                yield step, f"takes {' or '.join(op.takes)} on {axis!r}, {operand_state}"
+            elif op.reduces and kinds.get(axis) != op.reduces:
+                yield step, f"completes a {op.reduces} over {axis!r}, its operand is a {kinds[axis]}"
             states[axis] = op.gives
     for axis in mesh.axes:
-        if not may_be_called(states[axis], after.state(axis)):
-            yield node, f"is placed {after}, {states[axis]} over {axis} on its way from %{source.name} {before}"
+        if not may_claim(states[axis], after.state(axis)):
+            yield node, f"is placed {after}, but {states[axis]} over {axis}, converted from %{source.name} {before}"
 
 
-def may_be_called(state: str, claim: str) -> bool:
-    """Without gradients replicate and invariant are the same: no operator need stand between them."""
+def may_claim(state: str, claim: str) -> bool:
+    """Return True if a state may be recorded as `claim`: without gradients, replicate and invariant are the same."""
     return state == claim or {state, claim} == {"invariant", "replicate"}

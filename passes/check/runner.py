@@ -1,4 +1,4 @@
-"""Run passes in order: time each, verify what it leaves, count what that will cost, and show it to an observer."""
+"""Run passes in order: time each, verify its result, predict the result's cost, and show it to an observer."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Verify = Literal["none", "spec", "numeric"]
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass over one program: what it took, what it did, and what the program it left will cost.
+    """A pass over a program: its time, its report, and the predicted cost of the program it left.
 
-    `errors` are the relative errors of the results, by name, where numbers were verified, and `results` what is known
-    then of the program; `costs` are there for an observer only.
+    With numeric verification, `errors` are the relative errors of the results by name, and `results` the program's
+    known results. `costs` exist for an observer only.
     """
 
     program: str
@@ -52,7 +52,7 @@ class PassRecord:
     costs: Costs | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, without programs, `results` and `costs`."""
+        """Return a dict for JSON, without programs, `results` and `costs`."""
         plain = asdict(replace(self, report=replace(self.report, bodies=()), results={}, costs=None))
         del plain["report"]["bodies"]
         return {key: value for key, value in plain.items() if key not in ("results", "costs")}
@@ -62,17 +62,17 @@ Observer = Callable[[ir.Program, PassRecord], None]
 
 
 def check_order(passes: Sequence[ir.Pass], stage: Stage) -> None:
-    """Raises ValueError naming the first pass that is out of order.
+    """Raise ValueError naming the first pass that is out of order.
 
-    Each takes a program of the stage that those before it leave, and none that it must come after is still to come.
+    Each pass takes the stage that those before it leave, and no pass that must precede it comes later.
     """
     for number, step in enumerate(passes):
         if stage not in step.takes:
-            taken = " or ".join(map(str, step.takes))
-            what = "too late" if stage > max(step.takes) else "too early"
-            raise ValueError(f"pass {step.name!r} takes a {taken} program, not a {stage} one: it comes {what}")
-        if late := [later.name for later in passes[number + 1 :] if later.name in step.after]:
-            raise ValueError(f"pass {step.name!r} comes before {', '.join(late)}, which it must follow")
+            expected = " or ".join(map(str, step.takes))
+            problem = "too late" if stage > max(step.takes) else "too early"
+            raise ValueError(f"pass {step.name!r} takes a {expected} program, not a {stage} one: it comes {problem}")
+        if later_names := [later.name for later in passes[number + 1 :] if later.name in step.after]:
+            raise ValueError(f"pass {step.name!r} comes before {', '.join(later_names)}, which it must follow")
         stage = stage if step.gives is None else step.gives
 
 
@@ -88,12 +88,12 @@ def run_passes(
     known: Results | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> tuple[ir.Program, list[PassRecord]]:
-    """The program after all passes, and a record of each; a captured program is recorded first, as "capture".
+    """Return the program after all passes, and a record of each; a captured program's first record is "capture".
 
-    `inputs` are the whole inputs by name on which `verify="numeric"` runs the program before and after a pass, `known`
-    its results as the passes before left them: gradients, too, that this program does not yield by itself. `tell` is
-    called with the name of each pass that begins.
-    Raises ValueError if the passes are out of order, CompileError where a pass fails or leaves a wrong program.
+    `inputs` are full inputs by name; `verify="numeric"` runs the program on them before and after each pass. `known`
+    are its results after earlier passes, including gradients that this program does not return. `tell` is called with
+    the name of each pass before it starts. Raises ValueError if the passes are out of order, CompileError if a pass
+    fails or leaves a wrong program.
     """
     check_order(passes, program.stage)
     check = _Checker(verify, ctx, inputs, known)
@@ -105,11 +105,11 @@ def run_passes(
     ) -> None:
         nonlocal ledger
         with failing_as(step):
-            whole, avals, errors = check(step, before, after, report, keeps)
-            ledger = ledger if ledger and ledger.avals is avals else Ledger(whole, avals)
+            inlined, avals, errors = check(step, before, after, report, keeps)
+            ledger = ledger if ledger and ledger.avals is avals else Ledger(inlined, avals)
             accounting = summed(ledger)
         counts = len(before.graph.nodes), len(after.graph.nodes)
-        report = replace(report, bodies=())  # verified, and not to be kept
+        report = replace(report, bodies=())  # verified by now, and too large to keep
         record = PassRecord(name, step, seconds, *counts, report, accounting, errors, check.results or {})
         records.append(record)
         if observe is not None:
@@ -129,43 +129,43 @@ def run_passes(
 
 
 def apply_pass(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-    """The program after one pass; raises CompileError whatever goes wrong."""
+    """Return the program after one pass; raise CompileError for any failure."""
     with failing_as(step.name):
         return step(program, ctx)
 
 
 @contextmanager
 def failing_as(name: str) -> Iterator[None]:
-    """Let whatever goes wrong be a CompileError of the pass that names a node of the model."""
+    """Turn any exception into a CompileError of the pass that names a node of the model."""
     try:
         yield
     except ir.CompileError:
         raise
     except Exception as error:
-        said = str(error).partition("\n\nWhile executing")[0]  # and what an interpreter of graphs adds
-        raise ir.CompileError(name, node_at(error), f"{type(error).__name__}: {said}") from error
+        message = str(error).partition("\n\nWhile executing")[0]  # without the lines that fx.Interpreter adds
+        raise ir.CompileError(name, node_at(error), f"{type(error).__name__}: {message}") from error
 
 
 def node_at(error: BaseException) -> fx.Node | None:
-    """The node of the model that was at hand when a pass failed: in its innermost frame that has one."""
+    """Return the node that a failed pass was working on: that of its innermost frame with one."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        held = [frame.f_locals.get("node"), *frame.f_locals.values()]
-        if found := next((value for value in held if isinstance(value, fx.Node) and ir.source(value)), None):
-            return found
+        values = [frame.f_locals.get("node"), *frame.f_locals.values()]
+        if node := next((value for value in values if isinstance(value, fx.Node) and ir.source(value)), None):
+            return node
     return None
 
 
 def contents(program: ir.Program) -> list[Any]:
-    """The objects that a program consists of: a rewrite in place leaves others, or in another order."""
-    found: list[Any] = []
+    """Return the objects that a program consists of: a rewrite in place changes them or their order."""
+    objects: list[Any] = []
     for module in program.module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            found += (node, node.name, node.target, node.args, node.kwargs, ir.record(node))
-    return found
+            objects += (node, node.name, node.target, node.args, node.kwargs, ir.record(node))
+    return objects
 
 
 class _Checker:
-    """Verifies one program after another; what it learned of one serves as "before" of the next."""
+    """Verifies programs one after another; the findings for each serve as "before" of the next."""
 
     def __init__(
         self, verify: Verify, ctx: ir.Context, inputs: Mapping[str, Tensor] | None, known: Results | None = None
@@ -173,63 +173,63 @@ class _Checker:
         if verify == "numeric" and inputs is None:
             raise ValueError("verify='numeric' runs the program: give run_passes(inputs=...)")
         self.verify, self.ctx, self.inputs = verify, ctx, inputs or {}
-        self.seen: list[Any] = []
+        self.contents: list[Any] = []
         self.results: Results | None = known or None
-        self.numbers: Numbers | None = None  # of the program last seen
-        self.avals: tuple[ir.Program, Avals] | None = None  # the program last seen in line, and what its nodes yield
+        self.numbers: Numbers | None = None  # of the last program
+        self.avals: tuple[ir.Program, Avals] | None = None  # the last program, inlined, and its nodes' values
 
     def remember(self, before: ir.Program) -> None:
-        """Note what a program is before a pass sees it."""
+        """Record the program's contents before a pass sees it."""
         if self.verify != "none":
-            self.seen = contents(before)
+            self.contents = contents(before)
         if self.verify == "numeric" and self.results is None:
             self.results = run(before, self.ctx, self.inputs)
 
     def __call__(
         self, step: str, before: ir.Program, after: ir.Program, report: ir.Report, keeps: bool
     ) -> tuple[ir.Program, Avals, dict[str, float]]:
-        """The program in line, what its nodes yield, and the errors of its results, which a pass that `keeps` keeps.
+        """Return the program with calls inlined, the values of its nodes, and the errors of its results.
 
-        Raises CompileError naming the pass.
+        A pass with `keeps` has to keep every value. Raises CompileError naming the pass.
         """
-        seen, self.seen = self.seen, []  # which would keep the program before alive
-        now = contents(before) if self.verify != "none" else []
-        if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
+        old, self.contents = self.contents, []  # otherwise it would keep the program before alive
+        new = contents(before) if self.verify != "none" else []
+        if len(new) != len(old) or not all(map(operator.is_, new, old)):
             raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
         if before.stage < after.stage is Stage.SEGMENTED:
             verify_composed(step, before, after)
-            return before, self.known(before) or abstract_eval(before, self.ctx), {}
+            return before, self.cached_avals(before) or abstract_eval(before, self.ctx), {}
         after = flatten(after)
         if self.verify == "none":
-            avals = self.known(after) or abstract_eval(after, self.ctx)
+            avals = self.cached_avals(after) or abstract_eval(after, self.ctx)
         else:
-            known, numbers = self.known(after), self.numbers_of(before) if keeps else None
-            avals = verify_spec(after, self.ctx, pass_name=step, before=before, bodies=report.bodies, avals=known)
-            if numbers is not None and known is None:
+            cached, numbers = self.cached_avals(after), self.numbers_of(before) if keeps else None
+            avals = verify_spec(after, self.ctx, pass_name=step, before=before, bodies=report.bodies, avals=cached)
+            if numbers is not None and cached is None:
                 self.numbers = Numbers(after, avals)
-                verify_kept(numbers, self.meant(before, self.numbers), pass_name=step)
+                verify_kept(numbers, self.resolve_meanings(before, self.numbers), pass_name=step)
         self.avals = after, avals
         return after, avals, self.compare(step, before, after) if self.verify == "numeric" else {}
 
     def numbers_of(self, before: ir.Program) -> Numbers:
-        """The numbers that values of a program are known by."""
+        """Return a program's numbers, computed only if they are not those of the last program."""
         if self.numbers is not None and self.numbers.program.graph is before.graph:
             return self.numbers
-        return Numbers(before, self.known(before) or abstract_eval(before, self.ctx))
+        return Numbers(before, self.cached_avals(before) or abstract_eval(before, self.ctx))
 
-    def meant(self, before: ir.Program, numbers: Numbers) -> Numbers:
-        """The numbers of a program after a pass in which operators that it brought in are what they mean."""
+    def resolve_meanings(self, before: ir.Program, numbers: Numbers) -> Numbers:
+        """Return the numbers of the program after a pass, with operators that it added replaced by their meaning."""
         program = numbers.program if any(map(meaning_of, before.calls())) else as_meant(numbers.program, self.ctx)
         return numbers if program is numbers.program else Numbers(program, abstract_eval(program, self.ctx))
 
-    def known(self, program: ir.Program) -> Avals | None:
-        """What the nodes yield, if the program is the last one but for its stage: a pass that found nothing to do."""
+    def cached_avals(self, program: ir.Program) -> Avals | None:
+        """Return the nodes' values if the program is the last one except for its stage (the pass changed nothing)."""
         if self.avals is None or replace(program, stage=self.avals[0].stage) != self.avals[0]:
             return None
         return self.avals[1]
 
     def compare(self, step: str, before: ir.Program, after: ir.Program) -> dict[str, float]:
-        """Errors of the results that both programs have; gradients known early stand until they are returned."""
+        """Return the errors of results that both programs have; earlier gradients stay until programs return them."""
         old, new = self.results or {}, run(after, self.ctx, self.inputs)
         self.results = new if after.has_backward else {**old, **new}
         return compare(step, old, new, max(coarsest(before), coarsest(after)) ** 0.5)
@@ -238,8 +238,8 @@ class _Checker:
 class Dumper:
     """Writes every stage into a folder, and as artifacts to TORCH_TRACE: `NN_<program>_<pass>` with four endings.
 
-    `.txt` is the graph for people and `.graph.json` for tools, `.json` the report, `.costs.json` what each node costs.
-    None holds a time or a path: equal options give equal bytes. How long a pass took is in the run's `report.json`.
+    `.txt` is the graph for people, `.graph.json` for tools, `.json` the report, `.costs.json` the cost of each node. No
+    file holds a time or a path: equal options give equal bytes. The time of each pass is in the run's `report.json`.
     """
 
     def __init__(self, folder: Path):

@@ -31,21 +31,21 @@ def _add_in_turn(values: Values) -> Tensor:
     return total
 
 
-def _reduce(values: Values, how: str) -> Tensor:
-    if how == "max":
+def _reduce(values: Values, kind: str) -> Tensor:
+    if kind == "max":
         return torch.stack(values).amax(0)
-    if how == "sum":
+    if kind == "sum":
         return _add_in_turn(values)
-    raise ValueError(f"reduction {how!r} is not simulated")
+    raise ValueError(f"reduction {kind!r} is not simulated")
 
 
-def _all_reduce(values: Values, how: str, axis: str) -> Values:
-    total = _reduce(values, how)
+def _all_reduce(values: Values, kind: str, axis: str) -> Values:
+    total = _reduce(values, kind)
     return [total.clone() for _ in values]
 
 
-def _reduce_scatter(values: Values, how: str, parts: int, axis: str) -> Values:
-    return [part.clone() for part in _reduce(values, how).chunk(parts)]
+def _reduce_scatter(values: Values, kind: str, parts: int, axis: str) -> Values:
+    return [part.clone() for part in _reduce(values, kind).chunk(parts)]
 
 
 def _all_to_all(values: Values, outs: list[int], ins: list[int], axis: str) -> Values:
@@ -61,7 +61,7 @@ def _shift_by(values: Values, hops: Tensor, axis: str, row: int, step: int, home
     return _shift(values, axis, hops_at(hops, row, step, home, len(values)))
 
 
-# operator -> what a group's ranks hold after it, from what they held before
+# operator -> function from the values of a group's ranks before it to those after it
 COLLECTIVES: dict[Any, Callable[..., Values]] = {
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.all_reduce.default: _all_reduce,
@@ -73,14 +73,14 @@ COLLECTIVES: dict[Any, Callable[..., Values]] = {
 
 
 class Lockstep:
-    """Interprets one local program for every rank, node by node; raises with the node's name and line on failure."""
+    """Interprets one local program for every rank, node by node; errors name the node and its line."""
 
     def __init__(self, program: ir.Program):
         self.program, self.mesh = (program := flatten(program)), program.mesh
         self.last_use = _last_uses(program.graph)
 
     def run(self, inputs_by_rank: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """Every rank's outputs from every rank's inputs."""
+        """Return every rank's outputs for every rank's inputs."""
         ranks = range(self.mesh.world_size)
         supply = [iter(values) for values in inputs_by_rank]
         env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
@@ -93,49 +93,49 @@ class Lockstep:
                 results = self.step(node, env)
             for r in ranks:
                 env[r][node] = results[r]
-                for done in self.last_use.get(node, ()):
-                    del env[r][done]
+                for unused in self.last_use.get(node, ()):
+                    del env[r][unused]
         raise AssertionError("a graph ends with its output")
 
     def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
-        """One operator on all ranks."""
-        given = [fx.map_arg((node.args, node.kwargs), e.__getitem__) for e in env]
+        """Run one operator on all ranks."""
+        arguments = [fx.map_arg((node.args, node.kwargs), e.__getitem__) for e in env]
         try:
             if node.target in COLLECTIVES:
-                return self.exchange(node, [args for args, _ in given])
+                return self.exchange(node, [args for args, _ in arguments])
             if node.target in (c10d.wait_tensor.default, arrive):
-                return [args[0] for args, _ in given]
+                return [args[0] for args, _ in arguments]
             if "c10d" in str(node.target):
                 raise ValueError(f"{node.target} is not simulated")
-            return [laid_out(node.target(*args, **kwargs), ir.value(node)) for args, kwargs in given]  # type: ignore
+            return [laid_out(node.target(*args, **kwargs), ir.value(node)) for args, kwargs in arguments]  # type: ignore
         except Exception as error:
             raise ir.CompileError("lockstep", node, f"{type(error).__name__}: {error}") from error
 
-    def exchange(self, node: fx.Node, given: list[tuple]) -> list[Any]:
-        """One collective: each group of the axis exchanges its values."""
+    def exchange(self, node: fx.Node, arguments: list[tuple]) -> list[Any]:
+        """Run one collective: each group of the axis exchanges its values."""
         results: list[Any] = [None] * self.mesh.world_size
         for group in self.mesh.groups(str(axis_of(node))):
-            after = COLLECTIVES[node.target]([given[r][0] for r in group], *given[group[0]][1:])
-            for rank, value in zip(group, after, strict=True):
+            outputs = COLLECTIVES[node.target]([arguments[r][0] for r in group], *arguments[group[0]][1:])
+            for rank, value in zip(group, outputs, strict=True):
                 results[rank] = value
         return results
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> values that no later node needs."""
-    seen: set[fx.Node] = set()
+    """Map each node to the values that no later node needs."""
+    needed: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        for used in node.all_input_nodes:
-            if used not in seen and node.op != "output":
-                seen.add(used)
-                last.setdefault(node, []).append(used)
-            seen.add(used)
+        for operand in node.all_input_nodes:
+            if operand not in needed and node.op != "output":
+                needed.add(operand)
+                last.setdefault(node, []).append(operand)
+            needed.add(operand)
     return last
 
 
-def coordinate(mesh: Mesh, rank: int, given: ir.Input, order: Order = PLAIN) -> Tensor:
-    """A rank's coordinate on an axis, 0-d int64, the table of an order, or hops that leave nothing out."""
-    if given.kind == "coordinate":
-        return torch.tensor(mesh.coordinates(rank)[given.name])
-    return torch.tensor(order.table) if given.name == BLOCKS else torch.ones(given.spec.shape, dtype=torch.int64)
+def coordinate(mesh: Mesh, rank: int, input_: ir.Input, order: Order = PLAIN) -> Tensor:
+    """Return a rank's coordinate on an axis (0-d int64), the table of an order, or hops that skip no step."""
+    if input_.kind == "coordinate":
+        return torch.tensor(mesh.coordinates(rank)[input_.name])
+    return torch.tensor(order.table) if input_.name == BLOCKS else torch.ones(input_.spec.shape, dtype=torch.int64)

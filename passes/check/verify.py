@@ -1,9 +1,9 @@
-"""Is a program what it says? Every check yields what is wrong: a node, and words with both values.
+"""Check that a program is consistent; each check yields findings: a node, and a text with both values.
 
-After every pass the graph lints, its ends match `inputs` and `outputs`, recorded shapes and dtypes are those that
-fake tensors give, placements are legal and of the recorded shapes, collectives name an axis and its size and are
-waited on, and what the program's stage promises holds. A failure names the pass, the node, its source line, both
-values and the ten nodes around it.
+After every pass the graph lints, its ends match `inputs` and `outputs`, recorded shapes and dtypes equal those of fake
+tensors, placements are legal and of the recorded shapes, collectives name an axis and its size and are waited for, and
+the program meets the promises of its stage. A failure names the pass, the node, its source line, both values and the
+ten nodes around it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from passes.program.weights import weight_nodes
 
 STORED_IN = {"buffer": ("buffer",), "gradient": ("parameter", "gradient")}  # result -> inputs that may take it
 CAST = torch.ops.aten._to_copy.default
-AROUND = 5  # nodes shown before and after the one at fault
+AROUND = 5  # nodes shown before and after the faulty one
 
 Finding = tuple[fx.Node | None, str]
 
@@ -54,17 +54,17 @@ def verify_spec(
     bodies: Sequence[tuple[ir.Program, ir.Program]] = (),
     avals: Avals | None = None,
 ) -> Avals:
-    """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong.
+    """Check the graph, and return its nodes' recomputed values; raise CompileError at the first finding.
 
-    With the program `before` the pass: no result may be lost, and where a whole program became this local one,
-    placements are recomputed, also in the `bodies` that the pass reports. `avals` is what this very graph yielded when
-    it was checked before, at an earlier stage.
+    With the program `before` the pass: no result may be lost, and if a global program became this local one, placements
+    are recomputed, also in the `bodies` that the pass reports. `avals` are the values of this very graph if it was
+    checked before, at an earlier stage.
     """
     run_checks(pass_name, STRUCTURE, program)
     if avals is None:
         avals = check_values_anew(program, ctx, pass_name)
-    meant = as_meant(program, ctx)
-    run_checks(pass_name, MEANING, meant)
+    resolved = as_meant(program, ctx)
+    run_checks(pass_name, MEANING, resolved)
     if before is not None:
         run_checks(pass_name, [check_results_kept], before, program)
     if before is not None and before.stage < Stage.LOCAL <= program.stage:
@@ -75,7 +75,7 @@ def verify_spec(
 
 
 def verify_kept(before: Numbers, after: Numbers, *, pass_name: str = "verify") -> None:
-    """Raise CompileError if the program after a pass that is to keep values returns or stores others."""
+    """Raise CompileError if the program after a pass that must keep values returns or stores others."""
     run_checks(pass_name, [check_kept], before, after)
 
 
@@ -83,18 +83,18 @@ LOCAL = (check_placements, check_padding)
 
 
 def check_values_anew(program: ir.Program, ctx: ir.Context, pass_name: str) -> Avals:
-    """Recompute what nodes yield, and check that it is what they have recorded."""
+    """Recompute the nodes' values, and check them against the recorded ones."""
     try:
         avals = abstract_eval(program, ctx)
     except ir.CompileError as error:
-        what = f"does not take its operands: {error}"
-        raise failure(pass_name, error.node, what, check_recorded.__name__) from error
+        problem = f"does not take its operands: {error}"
+        raise failure(pass_name, error.node, problem, check_recorded.__name__) from error
     run_checks(pass_name, [check_recorded], program, avals)
     return avals
 
 
 class WrongProgram(ir.CompileError):
-    """A program that is not what it says, by the `check` of that name."""
+    """An inconsistent program, found by the function named `check`."""
 
     def __init__(self, pass_name: str, node: fx.Node | None, message: str, check: str):
         super().__init__(pass_name, node, message)
@@ -102,23 +102,23 @@ class WrongProgram(ir.CompileError):
 
 
 def run_checks(pass_name: str, checks: Iterable[Callable[..., Iterable[Finding]]], *subjects: Any) -> None:
-    """Raise WrongProgram for the first finding of some checks, which are all given the same."""
+    """Raise WrongProgram for the first finding of some checks on the same subjects."""
     for check in checks:
         for node, message in check(*subjects):
             raise failure(pass_name, node, message, check.__name__)
 
 
 def failure(pass_name: str, node: fx.Node | None, message: str, check: str) -> WrongProgram:
-    """Return the error of a check, with the nodes around the one at fault."""
+    """Return the error of a check, with the nodes around the faulty one."""
     lines = f"\n{neighbours(node)}" if node is not None else ""
     return WrongProgram(pass_name, node, f"{message}{lines}", check)
 
 
 def neighbours(node: fx.Node) -> str:
-    """The lines of the ten nodes around a node, its own marked."""
+    """Return the lines of the ten nodes around a node, its own marked."""
     nodes = list(node.graph.nodes)
-    at = nodes.index(node)
-    shown = nodes[max(0, at - AROUND) : at + AROUND + 1]
+    position = nodes.index(node)
+    shown = nodes[max(0, position - AROUND) : position + AROUND + 1]
     return "\n".join(f"{'>' if n is node else ' '} {_line(n)}" for n in shown)
 
 
@@ -127,11 +127,11 @@ def _line(node: fx.Node) -> str:
     return f"%{node.name} = input : {format_value(ir.value(node))}" if is_input else format_node(node)
 
 
-# ---- structure: what the other checks rely on ----------------------------------------------------
+# ---- structure, on which the other checks rely ----------------------------------------------------
 
 
 def check_lint(program: ir.Program) -> Iterator[Finding]:
-    """Operands come before their uses, names are unique."""
+    """Check that operands come before their uses and names are unique."""
     try:
         program.graph.lint()
     except RuntimeError as error:
@@ -139,38 +139,44 @@ def check_lint(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_values(program: ir.Program) -> Iterator[Finding]:
-    """Every node has recorded what it computes."""
+    """Check that every node has a recorded value."""
     for node in program.graph.nodes:
         if node.op != "output" and ir.value(node) is None:
             yield node, "has no recorded value"
 
 
 def check_phases(program: ir.Program) -> Iterator[Finding]:
-    """Every operator belongs to a phase of the step."""
+    """Check that every operator has a phase of the step."""
     for node in program.calls():
         if ir.has_no_phase(node):
-            yield node, f"is of no phase; one of {', '.join(ir.PHASES)} has to be recorded with it"
+            yield node, f"has no phase; record one of {', '.join(ir.PHASES)}"
 
 
 def check_layers(program: ir.Program) -> Iterator[Finding]:
-    """Every operator says which layer it is of, or of none; what a layer's forward alone reads of itself is of it."""
+    """Check that every operator records its layer, or none.
+
+    In the forward, an operator that only one layer uses, and that reads that layer, must belong to it.
+    """
     for node in program.calls():
         if ir.has_no_layer(node):
-            yield node, "does not say which layer it is of, which has to be recorded with it, be it none"
+            yield node, "has no recorded layer; record its layer, or none"
             return
     forward = {node for node in program.calls() if ir.phase(node) == "forward"}
     outside = [node for node in forward if ir.layer(node) is None]
-    before, after = dict[fx.Node, set[Layer | None]](), dict[fx.Node, set[Layer | None]]()  # through others of none
+    before, after = (
+        dict[fx.Node, set[Layer | None]](),
+        dict[fx.Node, set[Layer | None]](),
+    )  # reached layers
     for node in sorted(outside):
         before[node] = set().union(*(before.get(n, {ir.layer(n)}) for n in node.all_input_nodes))
     for node in sorted(outside, reverse=True):
         after[node] = set().union(*(after.get(n, {ir.layer(n) if n in forward else None}) for n in node.users))
         if len(after[node]) == 1 and after[node] <= before[node] - {None}:
-            yield node, f"is of no layer, between operators of {next(iter(after[node]))}"
+            yield node, f"has no layer, but is between operators of {next(iter(after[node]))}"
 
 
 def check_ends(program: ir.Program) -> Iterator[Finding]:
-    """Placeholders and results are as many, and of the shapes, that `inputs` and `outputs` say."""
+    """Check that number and shapes of placeholders and results agree with `inputs` and `outputs`."""
     placeholders, results = program.placeholders(), program.results()
     if len(placeholders) != len(program.inputs):
         yield None, f"the graph has {len(placeholders)} placeholders, the program {len(program.inputs)} inputs"
@@ -199,34 +205,34 @@ def _ends(program: ir.Program) -> list[tuple[fx.Node, ir.Input | ir.Output]]:
 
 
 def check_parts(program: ir.Program) -> Iterator[Finding]:
-    """No cast or copy drops the imaginary parts of complex numbers, as PyTorch's do with a warning."""
+    """Check that no cast or copy drops imaginary parts, which PyTorch does with only a warning."""
     for node in program.calls():
-        at = {CAST: 0, COPY: 1}.get(node.target)
-        if at is not None and ir.example(node.args[at]).is_complex() and not ir.example(node).is_complex():
-            yield node, "drops the imaginary parts of complex numbers; take x.real where that is meant"
+        operand = {CAST: 0, COPY: 1}.get(node.target)
+        if operand is not None and ir.example(node.args[operand]).is_complex() and not ir.example(node).is_complex():
+            yield node, "drops the imaginary parts of complex numbers; use x.real if that is intended"
 
 
 STRUCTURE = (check_lint, check_values, check_phases, check_layers, check_ends, check_parts)
 
 
-# ---- what is recorded ----------------------------------------------------------------------------
+# ---- recorded values -----------------------------------------------------------------------------
 
 
 def check_recorded(program: ir.Program, avals: Avals) -> Iterator[Finding]:
-    """Recorded shapes and dtypes are the recomputed ones."""
-    for node, found in avals.values.items():
-        if not _agree(ir.value(node), found):
-            yield node, f"records {_text(ir.value(node))}, computes {_text(found)}"
+    """Check that recorded shapes and dtypes equal the recomputed ones."""
+    for node, computed in avals.values.items():
+        if not _agree(ir.value(node), computed):
+            yield node, f"records {_text(ir.value(node))}, computes {_text(computed)}"
 
 
-def _agree(recorded: Any, found: Any) -> bool:
-    """Whether a recorded value is of the shapes and dtypes found, or the number found."""
-    if isinstance(found, Value):
-        return isinstance(recorded, torch.Tensor) and (recorded.shape, recorded.dtype) == found.layout.entries
-    if isinstance(found, (tuple, list)):
-        same = isinstance(recorded, (tuple, list)) and len(recorded) == len(found)
-        return same and all(map(_agree, recorded, found))
-    return _text(recorded) == _text(found)
+def _agree(recorded: Any, computed: Any) -> bool:
+    """Return True if a recorded value has the shapes and dtypes, or is the number, found."""
+    if isinstance(computed, Value):
+        return isinstance(recorded, torch.Tensor) and (recorded.shape, recorded.dtype) == computed.layout.entries
+    if isinstance(computed, (tuple, list)):
+        same_length = isinstance(recorded, (tuple, list)) and len(recorded) == len(computed)
+        return same_length and all(map(_agree, recorded, computed))
+    return _text(recorded) == _text(computed)
 
 
 def _text(tree: Any) -> str:
@@ -237,35 +243,35 @@ def _text(tree: Any) -> str:
     return format_value(tree)
 
 
-# ---- what it means -------------------------------------------------------------------------------
+# ---- meaning -------------------------------------------------------------------------------------
 
 
 def check_results_kept(before: ir.Program, program: ir.Program) -> Iterator[Finding]:
-    """What was returned is still returned, or stored: a buffer in place, a gradient in its parameter or its total."""
+    """Check that each result is still returned, or stored: a buffer in place, a gradient by its parameter."""
     returned = {(output.kind, output.name) for output in program.outputs}
     inputs = {node: (i.kind, i.name) for node, i in zip(program.placeholders(), program.inputs, strict=True)}
-    reads_batch = any(given.kind == "batch" for given in program.inputs)
+    reads_batch = any(input_.kind == "batch" for input_ in program.inputs)
     if not reads_batch and {o.kind for o in program.outputs} <= {"gradient", "carried"}:
-        return  # it goes on from the gradients that another program returned and stored
+        return  # it continues from gradients that another program returned and stored
     stored = {inputs[n.args[0]] for n in program.calls() if n.target is COPY and n.args[0] in inputs}  # type: ignore[index]
     for node, output in zip(before.results(), before.outputs, strict=True):
-        places = [(kind, output.name) for kind in STORED_IN.get(output.kind, ())]
-        if (output.kind, output.name) not in returned and not stored.intersection(places):
+        stores = [(kind, output.name) for kind in STORED_IN.get(output.kind, ())]
+        if (output.kind, output.name) not in returned and not stored.intersection(stores):
             yield None, f"{output.kind} {output.name!r}, which %{node.name} was, is neither returned nor stored"
 
 
 def check_layers_kept(before: ir.Program, program: ir.Program) -> Iterator[Finding]:
-    """What stands for operators of a layer is of it, where it is not an operand as it was."""
-    whole = {node.name: layer for node in before.calls() if (layer := ir.layer(node))}
-    standing = {node: layer for node in program.calls() if (layer := whole.get(ir.stands_for(node)))}
-    kept = set(map(ir.layer, standing))
-    for node, layer in standing.items():
-        if layer not in kept:
-            yield node, f"and all others that stand for operators of {layer} are not of it"
+    """Check that each layer keeps at least one of the nodes that stand for its operators."""
+    layers = {node.name: layer for node in before.calls() if (layer := ir.layer(node))}
+    successors = {node: layer for node in program.calls() if (layer := layers.get(ir.stands_for(node)))}
+    present = set(map(ir.layer, successors))
+    for node, layer in successors.items():
+        if layer not in present:
+            yield node, f"and all other nodes that stand for operators of {layer} are outside of it"
 
 
 def check_specs(program: ir.Program) -> Iterator[Finding]:
-    """Placements use axes of the mesh once each, agree with the ends' and with the local shapes."""
+    """Check that placements use mesh axes at most once, and agree with the ends and with local shapes."""
     order = program.order
     for node, end in _ends(program):
         if message := _illegal(end.spec, program.mesh, order):
@@ -298,7 +304,7 @@ def _illegal(spec: Spec, mesh: Mesh, order: Order) -> str:
 
 
 def check_collectives(program: ir.Program) -> Iterator[Finding]:
-    """Communication runs over an axis of the mesh and knows its size."""
+    """Check that collectives run over an axis of the mesh and know its size."""
     for node in program.calls():
         axis = axis_of(node)
         if axis is None:
@@ -306,18 +312,18 @@ def check_collectives(program: ir.Program) -> Iterator[Finding]:
         if not program.mesh.has(axis):
             yield node, f"runs over axis {axis!r}, the mesh has {dict(program.mesh.sizes)}"
             continue
-        known = axis, *(f"{axis}:{whose}" for whose in (GRADIENTS, EXCHANGES, RING))
-        if (name := communicator_of(node)) not in known:
-            yield node, f"names communicator {name!r}, axis {axis!r} has {', '.join(map(repr, known))}"
-        bound = bind(node)
-        splits = [len(bound[name]) for name in ("output_split_sizes", "input_split_sizes") if name in bound]
-        for parts in (*splits, *(bound[name] for name in ("axis_size", "group_size") if name in bound)):
+        communicators = axis, *(f"{axis}:{kind}" for kind in (GRADIENTS, EXCHANGES, RING))
+        if (name := communicator_of(node)) not in communicators:
+            yield node, f"names communicator {name!r}, axis {axis!r} has {', '.join(map(repr, communicators))}"
+        arguments = bind(node)
+        splits = [len(arguments[name]) for name in ("output_split_sizes", "input_split_sizes") if name in arguments]
+        for parts in (*splits, *(arguments[name] for name in ("axis_size", "group_size") if name in arguments)):
             if parts != program.mesh[axis]:
                 yield node, f"is for {parts} ranks, axis {axis!r} has {program.mesh[axis]}"
 
 
 def check_waits(program: ir.Program) -> Iterator[Finding]:
-    """Results of functional collectives, and what travels in a ring, go to waits and nowhere else."""
+    """Check that only waits use results of functional collectives and of ring shifts."""
     for node in program.calls():
         if not isinstance(node.target, OpOverload) or _is_wait(node):
             continue
@@ -333,34 +339,34 @@ def check_waits(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_in_flight(program: ir.Program) -> Iterator[Finding]:
-    """What a collective sends is not written before it is waited for."""
-    writes: dict[fx.Node, fx.Node] = {}  # what was written, by its last write
+    """Check that the operand of a collective is not written before its wait."""
+    writes: dict[fx.Node, fx.Node] = {}  # base -> last node that wrote it
     for node in program.calls():
         if is_mutable(node):
             writes[base_of(node.args[0])] = node  # type: ignore[arg-type]
-        for sent in started(node).all_input_nodes if writes and _is_wait(node) else ():
-            write = writes.get(base_of(sent))
+        for operand in started(node).all_input_nodes if writes and _is_wait(node) else ():
+            write = writes.get(base_of(operand))
             if write is not None and started(node) < write:
-                sending = f"%{started(node).name}, which sends %{sent.name}"
-                yield node, f"waits for {sending}: %{write.name} has written into that meanwhile"
+                sending = f"%{started(node).name}, which sends %{operand.name}"
+                yield node, f"waits for {sending}: %{write.name} has overwritten it meanwhile"
 
 
 def _is_wait(node: fx.Node) -> bool:
     return node.target in WAITS
 
 
-# ---- what the stages promise ----------------------------------------------------------------------
+# ---- promises of the stages -----------------------------------------------------------------------
 
 
 def check_stage(program: ir.Program) -> Iterator[Finding]:
-    """What a program of its stage has, and has no more."""
+    """Check the promises of the program's stage."""
     if program.stage is Stage.LOCAL:
         yield from check_transitions(program)
         yield from check_replicate(program)
     if program.stage >= Stage.JOINT:
         yield from check_gradients(program)
         yield from check_columns(program)
-    if Stage.JOINT <= program.stage < Stage.BUCKETED:  # later, values that differ on other axes lie end to end
+    if Stage.JOINT <= program.stage < Stage.BUCKETED:  # later, a bucket joins values that differ on other axes
         yield from check_copies(program)
     if program.stage >= Stage.EXPLICIT:
         yield from check_expanded(program)
@@ -369,14 +375,17 @@ def check_stage(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_columns(program: ir.Program) -> Iterator[Finding]:
-    """Products in float8 have a second matrix whose columns are in one piece, without which kernels refuse it."""
+    """Check that second operands of float8 matmuls have contiguous columns, as their kernels require."""
     for node in program.calls():
         if node.target is torch.ops.aten._scaled_mm.default and ir.example(node.args[1]).stride(0) != 1:
-            yield node, f"takes %{node.args[1]} by columns, which lies in strides {ir.example(node.args[1]).stride()}"
+            yield (
+                node,
+                f"needs %{node.args[1]} in contiguous columns, not strides {ir.example(node.args[1]).stride()}",
+            )
 
 
 def check_expanded(program: ir.Program) -> Iterator[Finding]:
-    """No reshard operator is left, and float8 travels as bytes, which every backend sends."""
+    """Check that no reshard operator is left, and that float8 travels as bytes, which every backend sends."""
     for node in program.calls():
         if node.target in RESHARD_OPS:
             yield node, "is a reshard operator, which `collectives` should have expanded"
@@ -388,40 +397,46 @@ def check_expanded(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_roles(program: ir.Program) -> Iterator[Finding]:
-    """Every operator is something to the layers, and nothing that it plainly is not."""
+    """Check that every operator has a role in its layer, and none that contradicts its operands or users."""
     weights = set(weight_nodes(program))
     for node in program.calls():
         role = ir.record(node).role
         if role is None:
-            yield node, f"has no role; one of {', '.join(KINDS)} has to be recorded with it"
-        elif plainly_not := PLAINLY_NOT[role.kind](node, weights):
-            yield node, f"is {plainly_not}, its role is {role.kind}"
+            yield node, f"has no role; record one of {', '.join(KINDS)}"
+        elif contradiction := CONTRADICTIONS[role.kind](node, weights):
+            yield node, f"is {contradiction}, its role is {role.kind}"
 
 
 def not_prefetched(node: fx.Node, weights: Container[fx.Node]) -> str:
-    """Why a node gathers no parameters ahead of their use."""
-    return "" if node in weights else f"{'a product' if is_product(node) else 'made'} of more than parameters"
+    """Return the reason why a node does not gather parameters ahead of their use, or ""."""
+    return (
+        ""
+        if node in weights
+        else f"{'a matmul or attention' if is_product(node) else 'computed'} of more than parameters"
+    )
 
 
 def not_late(node: fx.Node, weights: Container[fx.Node]) -> str:
-    """Why nothing is left to do with what a node makes but to send it and to update by it."""
+    """Return the reason why a node's value has other uses than being sent and updating parameters, or ""."""
     if is_product(node) or ir.phase(node) == "forward":
-        return "a product" if is_product(node) else "of the forward"
-    product = next((user for user in node.users if is_product(user) and ir.phase(user) == "backward"), None)
-    return f"read by %{product}, a product" if product else ""
+        return "a matmul or attention" if is_product(node) else "in the forward"
+    matmul = next((user for user in node.users if is_product(user) and ir.phase(user) == "backward"), None)
+    return f"read by %{matmul}, a matmul or attention" if matmul else ""
 
 
 def not_update(node: fx.Node, weights: Container[fx.Node]) -> str:
-    """Why a node is differentiated or part of the backward."""
-    return f"a product of the {ir.phase(node)}" if is_product(node) and ir.phase(node) != "optimizer" else ""
+    """Return the reason why a node is differentiated or part of the backward, or ""."""
+    return (
+        f"a matmul or attention of the {ir.phase(node)}" if is_product(node) and ir.phase(node) != "optimizer" else ""
+    )
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node is a matrix product, a convolution or an attention."""
+    """Return True if a node is a matmul, a convolution or an attention."""
     return isinstance(node.target, OpOverload) and formula_of(node.target) is not None
 
 
-PLAINLY_NOT: dict[str, Callable[[fx.Node, Container[fx.Node]], str]] = {
+CONTRADICTIONS: dict[str, Callable[[fx.Node, Container[fx.Node]], str]] = {
     "own": lambda node, weights: "",
     "prefetch": not_prefetched,
     "late": not_late,
@@ -430,12 +445,12 @@ PLAINLY_NOT: dict[str, Callable[[fx.Node, Container[fx.Node]], str]] = {
 
 
 def check_gradients(program: ir.Program) -> Iterator[Finding]:
-    """Each parameter has one gradient, of its own layout or its terms, none once a pass has consumed them."""
-    found = Counter(o.name for o in program.outputs if o.kind == "gradient")
-    wanted = {Stage.JOINT: 1, Stage.STEP: 0}.get(program.stage)
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        if given.kind == "parameter" and wanted is not None and found[given.name] != wanted:
-            yield node, f"parameter {given.name!r} has {found[given.name]} gradients among the outputs"
+    """Check that each parameter has one gradient with a matching placement, and none after the update."""
+    counts = Counter(o.name for o in program.outputs if o.kind == "gradient")
+    expected = {Stage.JOINT: 1, Stage.STEP: 0}.get(program.stage)
+    for node, input_ in zip(program.placeholders(), program.inputs, strict=True):
+        if input_.kind == "parameter" and expected is not None and counts[input_.name] != expected:
+            yield node, f"parameter {input_.name!r} has {counts[input_.name]} gradients among the outputs"
     specs = {i.name: i.spec for i in program.inputs if i.kind == "parameter"}
     for node, output in zip(program.results(), program.outputs, strict=True):
         if output.kind == "gradient" and not is_gradient(output.spec, specs[output.name], program.mesh):
@@ -443,15 +458,15 @@ def check_gradients(program: ir.Program) -> Iterator[Finding]:
 
 
 def is_gradient(spec: Spec, parameter: Spec, mesh: Mesh) -> bool:
-    """Whether it lies as the parameter, or is whole, a sum, on inner axes that shard that."""
-    pairs = [(f.axes, g.axes) for dim, wanted in zip(spec.dims, parameter.dims) for f, g in zip(dim, wanted)]
-    sizes = [[f.size for f in dim] for dim in spec.dims] == [[f.size for f in dim] for dim in parameter.dims]
-    whole = {axis for mine, wanted in pairs for name in wanted[len(mine) :] for axis in mesh.over(name)}
-    return sizes and whole <= set(spec.partial_axes) and all(wanted[: len(mine)] == mine for mine, wanted in pairs)
+    """Return True if `spec` is the parameter's placement, or is partial on inner axes that shard the parameter."""
+    pairs = [(f.axes, g.axes) for dim, full in zip(spec.dims, parameter.dims) for f, g in zip(dim, full)]
+    same_sizes = [[f.size for f in dim] for dim in spec.dims] == [[f.size for f in dim] for dim in parameter.dims]
+    gathered = {axis for axes, full in pairs for name in full[len(axes) :] for axis in mesh.over(name)}
+    return same_sizes and gathered <= set(spec.partial_axes) and all(full[: len(axes)] == axes for axes, full in pairs)
 
 
 def check_transitions(program: ir.Program) -> Iterator[Finding]:
-    """A reshard operator takes its operand from and to what it is for, where both placements are known."""
+    """Check that a reshard operator's operand and result have the states that it takes and gives."""
     for node in program.calls():
         if (op := RESHARD_OPS.get(node.target)) is None:
             continue
@@ -464,28 +479,28 @@ def check_transitions(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_replicate(program: ir.Program) -> Iterator[Finding]:
-    """What has a gradient is not the same on every rank of an axis where the other operands differ."""
+    """Check that no value with a gradient is invariant on an axis on which other operands differ."""
     kinds = {n: i.kind for n, i in zip(program.placeholders(), program.inputs, strict=True)}
     graded = {n for n, kind in kinds.items() if kind == "parameter"}
     for node in program.calls():
-        # a table says in which order entries lie, which makes no other terms of them
+        # a table only orders entries, so it does not change the terms of a gradient
         operands = [n for n in node.all_input_nodes if ir.is_tensor(n) and kinds.get(n) != "layout"]
         if _passes_gradient(node) and graded.intersection(node.all_input_nodes):
             graded.add(node)
         if node.target in RESHARD_OPS:
             continue
-        known = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
+        placed = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
         for axis in program.mesh.axes:
-            other = next((n for n, spec in known if spec.state(axis) != "invariant"), None)
-            same = next((n for n, spec in known if n in graded and spec.state(axis) == "invariant"), None)
-            if other is not None and same is not None:
-                message = f"uses %{same.name}, the same on every rank of {axis!r}, with %{other.name}, placed "
+            differing = next((n for n, spec in placed if spec.state(axis) != "invariant"), None)
+            invariant = next((n for n, spec in placed if n in graded and spec.state(axis) == "invariant"), None)
+            if differing is not None and invariant is not None:
+                message = f"uses %{invariant.name}, the same on every rank of {axis!r}, with %{differing.name}, placed "
                 fix = ": its gradient would lack the other ranks' terms; put invariant_to_replicate before it"
-                yield node, f"{message}{ir.spec(other)}{fix}"
+                yield node, f"{message}{ir.spec(differing)}{fix}"
 
 
 def _passes_gradient(node: fx.Node) -> bool:
-    """Whether gradients go back through a node; of a tuple its parts are asked."""
+    """Return True if gradients flow back through a node; the elements of a tuple are checked themselves."""
     is_float = not ir.is_tensor(node) or ir.example(node).is_floating_point()
     return is_float and node.target is not torch.ops.aten.detach.default
 

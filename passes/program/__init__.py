@@ -1,1 +1,1 @@
-"""What a program is: its graph, mesh and placements, the operators at which they change, and its text."""
+"""The program: its graph, mesh and placements, the reshard operators, and its text."""

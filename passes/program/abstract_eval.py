@@ -1,9 +1,9 @@
-"""Recompute what every node yields, its shape, strides, dtype and storage, from the graph's inputs alone.
+"""Recompute each node's shape, strides, dtype and storage from the graph's inputs alone.
 
-Each operator is asked once a signature, on fake tensors, and its answer remembered, of operators of PyTorch and ours
-in all programs of the process: a layer like the one before it costs a look-up, after every pass. Storages are numbered,
-so that views, waits and in-place updates are known from fresh memory. What nodes have recorded cannot serve here: a
-rewrite that replaces a node leaves its users' records as they were.
+Each operator runs on fake tensors once per signature, and its answer is cached; answers of PyTorch's and our own
+operators are shared by all programs of the process, so a layer like the one before it costs a look-up. Storages are
+numbered, which tells views, waits and in-place updates from fresh memory. Recorded values cannot serve here: a rewrite
+that replaces a node leaves its users' records as they were.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from passes.program import ir
 from passes.program.printer import format_dtype
 from passes.program.torch_private import c10d
 
-LASTING = frozenset({"aten", "prims", "ct", "_c10d_functional"})  # others may be defined again
-_answers: dict[Any, Any] = {}  # what operators of these yield, by signature
+LASTING = frozenset({"aten", "prims", "ct", "_c10d_functional"})  # operators of other namespaces may be redefined
+_answers: dict[Any, Any] = {}  # results of operators in these namespaces, by signature
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in its storage; strides and offset in entries."""
+    """The layout of a tensor in its storage; strides and offset in entries."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Layout:
-        """The layout of a (fake) tensor."""
+        """Return the layout of a (fake) tensor."""
         return Layout(
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
         )
 
     def empty(self) -> Tensor:
-        """A tensor of this layout in a storage of its own."""
+        """Create a tensor of this layout in a storage of its own."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         if not self.offset and tensor.untyped_storage().nbytes() == self.storage_bytes:
             return tensor
@@ -57,12 +57,12 @@ class Layout(NamedTuple):
 
     @property
     def entries(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Its shape and dtype."""
+        """The shape and dtype."""
         return self.shape, self.dtype
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its entries."""
+        """The bytes of the entries."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A tensor that a node yields: its layout, and the number of the storage that holds it."""
+    """A node's tensor: its layout, and the number of the storage that holds it."""
 
     layout: Layout
     storage: int
@@ -78,26 +78,26 @@ class Value(NamedTuple):
 
 @dataclass
 class Avals:
-    """What every node yields (a Value, several, or a number) and the bytes of every storage, by number."""
+    """Each node's value (a Value, several, or a number), and the bytes of each storage, by number."""
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
     storage_bytes: list[int] = field(default_factory=list)
-    held: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages that were asked for
+    storages_by_node: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # cache of `storages`
 
     def new(self, layout: Layout) -> Value:
-        """A value in fresh memory."""
+        """Return a value in fresh memory."""
         self.storage_bytes.append(layout.storage_bytes)
         return Value(layout, len(self.storage_bytes) - 1)
 
     def storages(self, node: fx.Node) -> frozenset[int]:
-        """The storages that hold what the node yields."""
-        if node not in self.held:
-            self.held[node] = frozenset(value.storage for value in tensors(self.values[node]))
-        return self.held[node]
+        """Return the storages that hold the node's tensors."""
+        if node not in self.storages_by_node:
+            self.storages_by_node[node] = frozenset(value.storage for value in tensors(self.values[node]))
+        return self.storages_by_node[node]
 
 
 class Recorded(dict):
-    """What nodes have recorded, read when it is asked for, each tensor as if in memory of its own."""
+    """The recorded values of nodes, read on demand, with each tensor as if in memory of its own."""
 
     def __missing__(self, node: fx.Node) -> Any:
         self[node] = map_values(ir.value(node), lambda t: Value(Layout.of(t), -1), Tensor)
@@ -105,27 +105,27 @@ class Recorded(dict):
 
 
 def recorded() -> Avals:
-    """Abstract values of any nodes, believing what they have recorded: enough where only sizes are asked for."""
+    """Return abstract values of any nodes, taken from their records: enough if only sizes are needed."""
     return Avals(Recorded())
 
 
-def laid_out(found: Any, recorded: Any) -> Any:
-    """What an operator gave, in the strides recorded: some real kernels choose others than their fake ones.
+def laid_out(result: Any, recorded: Any) -> Any:
+    """Return an operator's result in the recorded strides: some real kernels choose others than their fake ones.
 
-    A later view may be possible of the recorded strides alone.
+    A later view may need the recorded strides.
     """
-    if isinstance(found, (tuple, list)):
-        return type(found)(map(laid_out, found, recorded))
-    if not isinstance(found, Tensor) or found.stride() == recorded.stride():
-        return found
-    strides = zip(found.shape, found.stride(), recorded.stride(), strict=True)
-    if all(n < 2 or real == wanted for n, real, wanted in strides):
-        return found
-    return torch.empty_strided(found.shape, recorded.stride(), dtype=found.dtype, device=found.device).copy_(found)
+    if isinstance(result, (tuple, list)):
+        return type(result)(map(laid_out, result, recorded))
+    if not isinstance(result, Tensor) or result.stride() == recorded.stride():
+        return result
+    strides = zip(result.shape, result.stride(), recorded.stride(), strict=True)
+    if all(n < 2 or real_stride == recorded_stride for n, real_stride, recorded_stride in strides):
+        return result
+    return torch.empty_strided(result.shape, recorded.stride(), dtype=result.dtype, device=result.device).copy_(result)
 
 
 def tensors(value: Any) -> Iterator[Value]:
-    """The tensors in what a node yields."""
+    """Yield the tensors in a node's value."""
     if isinstance(value, Value):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -134,7 +134,7 @@ def tensors(value: Any) -> Iterator[Value]:
 
 
 def map_values(tree: Any, fn: Callable[[Any], Any], kind: type) -> Any:
-    """The tree of tuples and lists with `fn` applied to each leaf of the given kind."""
+    """Apply `fn` to each leaf of the given kind in a tree of tuples and lists."""
     if isinstance(tree, kind):
         return fn(tree)
     if isinstance(tree, (tuple, list)):
@@ -143,62 +143,62 @@ def map_values(tree: Any, fn: Callable[[Any], Any], kind: type) -> Any:
 
 
 def abstract_eval(program: ir.Program, ctx: ir.Context) -> Avals:
-    """Recompute every node; raises CompileError, naming the node, where an operator refuses its operands."""
-    found = Avals()
+    """Recompute every node; raise CompileError, naming the node, if an operator refuses its operands."""
+    avals = Avals()
     for node in program.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            given = ir.value(node) if node.op == "placeholder" else getattr(program.module, node.target)
-            found.values[node] = map_values(given, lambda t: found.new(Layout.of(t)), Tensor)
+            value = ir.value(node) if node.op == "placeholder" else getattr(program.module, node.target)
+            avals.values[node] = map_values(value, lambda t: avals.new(Layout.of(t)), Tensor)
         elif node.op == "call_function":
             try:
-                found.values[node] = _call(node, found, ctx)
+                avals.values[node] = _call(node, avals, ctx)
             except Exception as error:
                 raise ir.CompileError("abstract_eval", node, f"{type(error).__name__}: {error}") from error
         elif node.op != "output":
             raise ir.CompileError("abstract_eval", node, f"is a {node.op}; a program has operators only")
-    return found
+    return avals
 
 
-def _call(node: fx.Node, found: Avals, ctx: ir.Context) -> Any:
-    """What an operator yields. In an answer, storage k >= 0 is operand k's, and a negative one is new."""
-    source = found.values.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+def _call(node: fx.Node, avals: Avals, ctx: ir.Context) -> Any:
+    """Return an operator's value. In a cached answer, storage k >= 0 is operand k's, and a negative one is new."""
+    source = avals.values.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
     if isinstance(source, tuple) and not isinstance(source, Value):
         return source[node.args[1]]  # type: ignore[index]
     operands: list[Value] = []
-    key = (node.target, _signature((node.args, node.kwargs), found, operands))
+    key = (node.target, _signature((node.args, node.kwargs), avals, operands))
     answers = ctx.answers if getattr(node.target, "namespace", "") not in LASTING else _answers
     if key not in answers:
-        answers[key] = _ask(node, found, ctx)
+        answers[key] = _evaluate(node, avals, ctx)
     fresh: dict[int, int] = {}
 
     def place(answer: Value) -> Value:
         if answer.storage >= 0:
             return Value(answer.layout, operands[answer.storage].storage)
         if answer.storage not in fresh:
-            fresh[answer.storage] = found.new(answer.layout).storage
+            fresh[answer.storage] = avals.new(answer.layout).storage
         return Value(answer.layout, fresh[answer.storage])
 
     return map_values(answers[key], place, Value)
 
 
-def _signature(tree: Any, found: Avals, operands: list[Value]) -> Any:
-    """A hashable form of the arguments, 1 apart from 1.0 and True; tensor operands are collected in order."""
+def _signature(tree: Any, avals: Avals, operands: list[Value]) -> Any:
+    """Return the arguments in hashable form, with 1, 1.0 and True distinct; collect tensor operands in order."""
     if isinstance(tree, fx.Node):
-        tree = found.values[tree]
+        tree = avals.values[tree]
     if not isinstance(tree, (tuple, list, dict, slice)):  # most are numbers
         return type(tree), tree
     if isinstance(tree, Value):
         operands.append(tree)
         return tree.layout
     if isinstance(tree, (tuple, list)):
-        return tuple([_signature(part, found, operands) for part in tree])
+        return tuple([_signature(part, avals, operands) for part in tree])
     if isinstance(tree, dict):
-        return tuple([(key, _signature(part, found, operands)) for key, part in tree.items()])
-    return _signature(("slice", tree.start, tree.stop, tree.step), found, operands)
+        return tuple([(key, _signature(part, avals, operands)) for key, part in tree.items()])
+    return _signature(("slice", tree.start, tree.stop, tree.step), avals, operands)
 
 
-def _ask(node: fx.Node, found: Avals, ctx: ir.Context) -> Any:
-    """Run an operator on fake tensors, each in a storage of its own, and see in which ones its results lie."""
+def _evaluate(node: fx.Node, avals: Avals, ctx: ir.Context) -> Any:
+    """Run an operator on fake tensors, each in a storage of its own, and find the storages of its results."""
     storages: list[Any] = []
 
     def make(value: Value) -> Tensor:
@@ -207,17 +207,17 @@ def _ask(node: fx.Node, found: Avals, ctx: ir.Context) -> Any:
         return operand
 
     with ctx.fake_mode, torch.no_grad():
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: map_values(found.values[n], make, Value))
-        # its fake kernel returns new memory, where a wait is the same memory, ready
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: map_values(avals.values[n], make, Value))
+        # the fake kernel of a wait returns new memory, the real one the same memory
         result = args[0] if node.target is c10d.wait_tensor.default else node.target(*args, **kwargs)  # type: ignore
     count = len(storages)
 
     def describe(tensor: Tensor) -> Value:
         storage = tensor.untyped_storage()
-        known = next((k for k, s in enumerate(storages) if s is storage), None)
-        if known is None:
+        number = next((k for k, s in enumerate(storages) if s is storage), None)
+        if number is None:
             storages.append(storage)
-            known = len(storages) - 1
-        return Value(Layout.of(tensor), known if known < count else count - 1 - known)
+            number = len(storages) - 1
+        return Value(Layout.of(tensor), number if number < count else count - 1 - number)
 
     return map_values(result, describe, Tensor)

@@ -1,18 +1,18 @@
-"""Attention in which each query sees an interval of keys: its operators.
+"""Attention in which each query sees an interval of keys: the operators.
 
-    out = interval_attention(q, k, v, first, last, terms, scale, score)         of a whole sequence, before it is placed
-    out, lse = attend(q, k, v, first, last, runs, terms, scale, score)          what a rank computes
+    out = interval_attention(q, k, v, first, last, terms, scale, score)         over a full sequence, before placement
+    out, lse = attend(q, k, v, first, last, runs, terms, scale, score)          on a rank
 
     q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]
     first, last   i64[b, s] or both i64[1, s]: the query sees keys at positions first <= p < last
     runs          i64[c]: keys lie in c runs of t / c, run i at positions runs[i], runs[i] + 1, ...; None: one run at 0
-    terms, score  a function of the scaled scores, applied before what is not seen is hidden: an expression of the score
+    terms, score  a function of the scaled scores, applied before unseen keys are hidden: an expression of the score
                   `s`, the key's position `j` and terms `t0`, `t1`, ... [b or 1, h or 1, s or 1, 1], as wide as lse;
                   "tanh(s / 50.0) * 50.0", "s + t0 * (j - t1)"; "" for none
     out           [b, (g r), s, f], zero for a query that sees nothing
     lse           [b, (g r), s] in fp32 or wider, -inf for such a query
 
-Kernels are of `passes/context`.
+The kernels are in `passes/context`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 
 FUNCTIONS = {name: getattr(torch, name) for name in ("tanh", "neg", "abs", "exp", "sigmoid", "relu")}
 library = torch.library.Library("ct", "FRAGMENT")
-_GIVEN = "Tensor first, Tensor last, Tensor? runs, Tensor[] terms, float scale, str score"
-library.define(f"attend(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)")
+_COMMON = "Tensor first, Tensor last, Tensor? runs, Tensor[] terms, float scale, str score"
+library.define(f"attend(Tensor q, Tensor k, Tensor v, {_COMMON}) -> (Tensor, Tensor)")
 library.define(
     "attend_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_GIVEN}) -> (Tensor, Tensor, Tensor)"
+    f"{_COMMON}) -> (Tensor, Tensor, Tensor)"
 )
 library.define(
     "interval_attention(Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, Tensor[] terms, float scale, "
@@ -41,7 +41,7 @@ attend, attend_backward = torch.ops.ct.attend.default, torch.ops.ct.attend_backw
 
 
 def evaluate(score: str, s: Tensor, j: Tensor, terms: Sequence[Tensor]) -> Tensor:
-    """A score function of scores [b, h, s, t], positions of keys and terms."""
+    """Apply a score function to scores [b, h, s, t], positions of keys and terms."""
     names = FUNCTIONS | {"s": s, "j": j.to(s.dtype)} | {f"t{i}": term for i, term in enumerate(terms)}
     return eval(_compiled(score), {"__builtins__": {}}, names).expand_as(s)
 
@@ -52,31 +52,31 @@ def _compiled(score: str) -> CodeType:
 
 
 @torch.library.impl(library, "interval_attention", "CompositeImplicitAutograd")
-def _interval_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *given) -> Tensor:
-    return attend(q, k, v, first, last, None, *given)[0]
+def _interval_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *options) -> Tensor:
+    return attend(q, k, v, first, last, None, *options)[0]
 
 
 @torch.library.register_fake("ct::attend")
-def _(q: Tensor, k: Tensor, v: Tensor, *given):
+def _(q: Tensor, k: Tensor, v: Tensor, *options):
     kind = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=kind)
 
 
 @torch.library.register_fake("ct::attend_backward")
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *given):
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *options):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _setup(ctx, inputs: tuple, output: tuple) -> None:
     q, k, v, first, last, runs, terms, scale, score = inputs
     ctx.save_for_backward(q, k, v, *output, first, last, runs, *terms)
-    ctx.rest = scale, score
+    ctx.scale_and_score = scale, score
 
 
 def _differentiate(ctx, gradient: Tensor, _: Tensor) -> tuple:
-    *tensors, = ctx.saved_tensors
-    found = attend_backward(gradient, *tensors[:8], tensors[8:], *ctx.rest)
-    return *found, None, None, None, [None] * len(tensors[8:]), None, None
+    (*tensors,) = ctx.saved_tensors
+    gradients = attend_backward(gradient, *tensors[:8], tensors[8:], *ctx.scale_and_score)
+    return *gradients, None, None, None, [None] * len(tensors[8:]), None, None
 
 
 torch.library.register_autograd("ct::attend", _differentiate, setup_context=_setup)

@@ -1,14 +1,14 @@
-"""A program as calls of bodies: pieces of its graph, those that are alike written and compiled once.
+"""A program as calls of bodies: pieces of its graph; equal pieces are written and compiled once.
 
     %block_1 = block(%x, %layers.0.w)          the program: a short list of calls
     %x1 = getitem(%block_1, 0)
     %block_2 = block(%x1, %layers.1.w)
     # body: block, called 2 times
-    p0, p1 -> mm -> silu -> return (silu)      what they call
+    p0, p1 -> mm -> silu -> return (silu)      the body that they call
 
-A body is known by its text: operators, constants and the layouts of what it is given, in order of use, and no name of
-a layer or a value. The nodes that a call stands for keep their names and origins in the call, so that `flatten` gives
-back the very program that was cut.
+A body is identified by its text: operators, constants and the layouts of its inputs, in order of use, without names of
+layers or values. A call keeps the names and origins of the nodes that it replaces, so `flatten` restores the exact
+program that was cut.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from passes.program.torch_private import OpOverload
 class Body:
     """A graph of placeholders, operators and a returned tuple; `key` is a digest of its text.
 
-    `results` says which of its operators it returns, counted in order; a call may use some of them only. A `flat` body
-    is elementwise, at most with whole sums, on contiguous tensors of one size, whichever it is, and on numbers: calls
-    of it differ in that size, and it may be compiled for tensors laid out as a line of any length.
+    `results` are the positions of the returned operators; a call may use only some of them. A `flat` body is
+    elementwise, at most with full sums, on numbers and on contiguous tensors of one size, whatever the size: its calls
+    may differ in that size, and it may be compiled for 1-D tensors of any length.
     """
 
     name: str
@@ -52,32 +52,32 @@ class Body:
         return self.name
 
     def __call__(self, *values: Any) -> Any:
-        raise TypeError(f"body {self.name} is compiled, or put in line by `flatten`; it is not called by itself")
+        raise TypeError(f"body {self.name} cannot be called; compile it, or inline it by `flatten`")
 
 
 def body_of_call(node: fx.Node) -> Body | None:
-    """The body that a node calls, if it does."""
+    """Return the body that a node calls, or None."""
     return node.target if isinstance(node.target, Body) else None
 
 
 def calls_of(program: ir.Program) -> dict[Body, list[fx.Node]]:
-    """The bodies of a program in the order of their first calls, with all their calls."""
-    found: dict[Body, list[fx.Node]] = {}
+    """Return the bodies of a program in the order of their first calls, with all their calls."""
+    calls: dict[Body, list[fx.Node]] = {}
     for node in program.calls():
         if body := body_of_call(node):
-            found.setdefault(body, []).append(node)
-    return found
+            calls.setdefault(body, []).append(node)
+    return calls
 
 
-# ---- there and back ---------------------------------------------------------------------------------
+# ---- cutting and flattening -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of nodes: the values that it reads, in order of use, and those of its own that others read.
+    """A run of nodes, the values that it reads, in order of use, and those of its nodes that others read.
 
-    Views may be among its nodes though they stand before the run: they are made where they are read. `views` are made
-    outside, before the call. `layer` is the one whose work it is.
+    Its nodes may include views from before the run, which are computed where they are read. `views` are computed
+    outside, before the call. `layer` is the layer whose work it is.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -87,11 +87,11 @@ class Piece:
     layer: Layer | None = None
 
     def positions(self) -> tuple[int, ...]:
-        """Which of its nodes are results."""
+        """Return the positions of the nodes that are results."""
         return tuple(i for i, node in enumerate(self.nodes) if node in self.results)
 
     def graph(self, results: Sequence[int]) -> fx.Graph:
-        """A graph of its own, which returns the nodes at these positions."""
+        """Return the piece as a graph, which returns the nodes at these positions."""
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for i, operand in enumerate(self.reads):
             env[operand] = graph.placeholder(f"p{i}")
@@ -105,16 +105,16 @@ class Piece:
 def cut_out(
     nodes: Sequence[fx.Node], results: Sequence[fx.Node], held: Sequence[fx.Node] = (), views: Sequence[fx.Node] = ()
 ) -> Piece:
-    """The piece of these nodes; it is given the values `held` as well, for they must not be freed before it is done."""
+    """Return the piece of these nodes; it also reads the values `held`, which must not be freed before it is done."""
     inside = set(nodes)
-    held = sorted(held, key=lambda node: describe_layout(ir.value(node)))  # pieces alike hold them in one order
-    used = (operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
-    reads = tuple(dict.fromkeys((*used, *(node for node in held if node not in inside))))
+    held = sorted(held, key=lambda node: describe_layout(ir.value(node)))  # equal pieces have the same order
+    operands = (operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
+    reads = tuple(dict.fromkeys((*operands, *(node for node in held if node not in inside))))
     return Piece(tuple(nodes), reads, tuple(results), tuple(views))
 
 
 def insert_call(graph: fx.Graph, body: Body, piece: Piece, env: dict[fx.Node, Any]) -> fx.Node:
-    """A call of the body in the place of a piece; `env` maps the nodes of the old graph to those of the new."""
+    """Insert a call of the body in place of a piece; `env` maps nodes of the old graph to those of the new."""
     for node in piece.views:
         if node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
@@ -131,7 +131,7 @@ def insert_call(graph: fx.Graph, body: Body, piece: Piece, env: dict[fx.Node, An
 
 
 def flatten(program: ir.Program) -> ir.Program:
-    """The program with every call replaced by the nodes that it stands for, under their own names."""
+    """Replace every call by the nodes that it stands for, under their own names."""
     if not any(map(body_of_call, program.calls())):
         return program
     if program.module not in _flattened:
@@ -142,19 +142,19 @@ def flatten(program: ir.Program) -> ir.Program:
     return program.with_graph(_flattened[program.module], stage=min(program.stage, Stage.ORDERED))
 
 
-_flattened: WeakKeyDictionary[fx.GraphModule, fx.Graph] = WeakKeyDictionary()  # several ask for the same one
+_flattened: WeakKeyDictionary[fx.GraphModule, fx.Graph] = WeakKeyDictionary()  # callers share these
 
 
 class _Inline:
-    """A graph in which calls are put in line; a view that several pieces make is made once."""
+    """A graph in which calls are inlined; a view that several pieces compute is computed once."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.env: dict[fx.Node, Any] = {}  # what stands for a node; for a call, all that it returns
-        self.made: dict[str, list[fx.Node]] = {}  # by the name asked for: layers written alike ask for the same
+        self.env: dict[fx.Node, Any] = {}  # old node -> new node; for a call, all its results
+        self.copies: dict[str, list[fx.Node]] = {}  # by the original name, which equal layers share
 
     def put(self, node: fx.Node) -> None:
-        """Append what a node stands for."""
+        """Append the nodes that a node stands for."""
         if body := body_of_call(node):
             self.env[node] = self.expand(body, node)
         elif node.target is operator.getitem and isinstance(self.env[node.args[0]], tuple):  # type: ignore[index]
@@ -163,59 +163,59 @@ class _Inline:
             self.env[node] = self.make(node, self.env, BodyNode(node.name, ir.record(node)))
 
     def expand(self, body: Body, call: fx.Node) -> tuple[fx.Node, ...]:
-        """Append the nodes that a call stands for; returns what the body returns."""
-        given, body_nodes = iter(call.args), iter(ir.record(call).body_nodes)
-        own: dict[fx.Node, Any] = {}
+        """Append the nodes that a call stands for; return the body's results."""
+        arguments, body_nodes = iter(call.args), iter(ir.record(call).body_nodes)
+        values: dict[fx.Node, Any] = {}
         for node in body.graph.nodes:
             if node.op == "placeholder":
-                own[node] = self.env[next(given)]  # type: ignore[index]
+                values[node] = self.env[next(arguments)]  # type: ignore[index]
             elif node.op == "output":
-                return fx.map_arg(node.args[0], own.__getitem__)
+                return fx.map_arg(node.args[0], values.__getitem__)
             else:
-                own[node] = self.make(node, own, next(body_nodes))
+                values[node] = self.make(node, values, next(body_nodes))
         raise AssertionError("a graph ends with its output")
 
-    def make(self, node: fx.Node, env: dict[fx.Node, Any], to: BodyNode) -> fx.Node:
-        """The node under its name in the flat graph, appended unless it is there already."""
+    def make(self, node: fx.Node, env: dict[fx.Node, Any], body_node: BodyNode) -> fx.Node:
+        """Return the node under its name in the flat graph, appended unless it is already there."""
         args, kwargs = fx.map_arg(node.args, env.__getitem__), node.kwargs
         if kwargs:
             kwargs = fx.map_arg(kwargs, env.__getitem__)
-        made = self.made.setdefault(to.name, [])
-        for found in made:
-            if (found.target, found.args, found.kwargs) == (node.target, args, kwargs):
-                return found
-        new = self.graph.create_node(node.op, node.target, name=to.name)
+        copies = self.copies.setdefault(body_node.name, [])
+        for copy in copies:
+            if (copy.target, copy.args, copy.kwargs) == (node.target, args, kwargs):
+                return copy
+        new = self.graph.create_node(node.op, node.target, name=body_node.name)
         new.args = args  # operands afterwards: see `ir.copy_node`
         if kwargs:
             new.kwargs = kwargs
-        ir.set_record(new, to.record)
-        made.append(new)
+        ir.set_record(new, body_node.record)
+        copies.append(new)
         return new
 
 
 def is_site(node: fx.Node) -> bool:
-    """Whether an operator yields the number of a place in the model, which dropout keys its random numbers with.
+    """Return True if a node is the number of a random operator's site, which keys dropout's random numbers.
 
-    It is made before all calls and given to bodies: layers that drop out are alike but for it.
+    It is computed before all calls and passed to bodies: layers with dropout are equal except for it.
     """
     if node.target is not torch.ops.aten.full_like.default or node.args[0].op != "placeholder":  # type: ignore[union-attr]
         return False
-    made = ir.example(node)
-    return made.dtype == torch.int64 and not made.dim()
+    value = ir.example(node)
+    return value.dtype == torch.int64 and not value.dim()
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """What a view is of."""
+    """Return the tensor that a view is of."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-# ---- the text that a body is known by ---------------------------------------------------------------
+# ---- the text that identifies a body ----------------------------------------------------------------
 
 
 def text_of(graph: fx.Graph, flat: bool = False) -> str:
-    """Operators, constants and layouts of what is given, values numbered in order; a `flat` one knows no shape."""
+    """Return operators, constants and input layouts as text, values numbered in order; without shapes if `flat`."""
     numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -228,7 +228,7 @@ def text_of(graph: fx.Graph, flat: bool = False) -> str:
 
 
 def key_of(text: str) -> str:
-    """The digest of a text."""
+    """Return the digest of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -238,7 +238,7 @@ def _target(target: Any) -> str:
 
 
 def describe_layout(value: Any, flat: bool = False) -> str:
-    """Dtype, kind of device, shape and strides of a tensor or several; of a `flat` one whether it has dims."""
+    """Return dtype, kind of device, shape and strides as text; if `flat`, only whether there are dims."""
     if isinstance(value, Tensor):
         shape = "line" if flat and value.dim() else f"{tuple(value.shape)} {value.stride()} {value.storage_offset()}"
         return f"{value.dtype} {value.device.type} {shape}"  # ranks of a machine share bodies
@@ -253,7 +253,7 @@ def same_layout(a: Any, b: Any) -> bool:
 
 
 def describe_operand(arg: Any, names: Mapping[fx.Node, str]) -> str:
-    """An operand in full; raises CompileError for one whose text would not tell it from others."""
+    """Return an operand as text; raise CompileError if the text would not distinguish it from others."""
     if isinstance(arg, fx.Node):
         return names[arg]
     if isinstance(arg, (tuple, list)):
@@ -267,7 +267,7 @@ def describe_operand(arg: Any, names: Mapping[fx.Node, str]) -> str:
     if arg is None or isinstance(arg, _CONSTANTS):
         return repr(arg)
     kind = type(arg).__name__
-    raise ir.CompileError("segment", None, f"an operator has a constant of type {kind}: two of them may read alike")
+    raise ir.CompileError("segment", None, f"an operator has a constant of type {kind}; two may have the same text")
 
 
 _CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)

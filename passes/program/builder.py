@@ -1,4 +1,4 @@
-"""Append local operators to the graph of a rank: what rules and attention see of the partitioner."""
+"""Append local operators to the graph of a rank: the partitioner as rules and attention use it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ aten = torch.ops.aten
 class Builder(Editor, ABC):
     """Appends local operators to a new graph.
 
-    `coordinates` are the rank's by axis, with the block table of a sequence, `operators` the local operators
-    made for this program by what makes them, `notes` lines for the pass's report, `context_method` the method of
-    context parallelism asked for, `balance` what `auto` takes of the machine. Ranks with other rows may hold other
-    blocks of them, unless there is `one_table` for all: something of several rows is exchanged. `attentions` are the
-    bounds of which hops are known, row by row, and `masks` counts those that were inserted.
+    `coordinates` are the rank's by axis, with the block table of a sequence. `operators` are the local operators made
+    for this program, by their source. `notes` are lines for the pass's report. `context_method` is the requested method
+    of context parallelism, `balance` the machine's rates for `auto`. Ranks with other rows may have other block tables,
+    unless rows are exchanged: then all share `one_table`. `attentions` are the bounds whose hops are known, row by row.
+    `masks` counts the inserted masks.
     """
 
     def __init__(self, mesh: Mesh, ctx: ir.Context):
@@ -51,11 +51,11 @@ class Builder(Editor, ABC):
         """Return the value in another placement; gradients are reduced in `reduce_dtype` (None: their own)."""
 
     @abstractmethod
-    def reshard(self, of: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
-        """Return the value in another placement, noted for the report as one of a node of the global graph."""
+    def reshard(self, source: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
+        """Return the value in another placement, reported as a reshard of the global node `source`."""
 
     def row_of_hops(self, bounds: Iterable[fx.Node], inner: int) -> int | None:
-        """Which row of hops, among the inputs, is of an attention with bounds and of a ring across groups of `inner`.
+        """Return the row of hops of an attention with these bounds, in a ring across groups of `inner`.
 
         None if every step is always sent.
         """
@@ -63,27 +63,27 @@ class Builder(Editor, ABC):
         return self.attentions.index(names) * len(groups) + groups.index(inner) if names in self.attentions else None
 
     def at(self, factor: Factor) -> dict[str, fx.Node]:
-        """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
+        """Return the inputs that locate the rank's share of a factor: coordinates on its axes, and a table."""
         return {name: self.coordinates[name] for name in factor.reads()}
 
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
-        """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
+        """Set padding (along `dims`; None: all) to `fill`; its gradient there is zero."""
         mask = None
-        chosen = range(len(spec.dims)) if dims is None else dims
-        for d, dim in ((d, spec.dims[d]) for d in chosen):
+        filled = range(len(spec.dims)) if dims is None else dims
+        for d, dim in ((d, spec.dims[d]) for d in filled):
             inner = 1
             for factor in reversed(dim):
                 if factor.padded(self.mesh):
-                    one = self._valid(factor, inner, d, dim, len(spec.dims), x)
-                    mask = one if mask is None else self.call(aten.logical_and.default, (mask, one))
+                    valid = self._valid(factor, inner, d, dim, len(spec.dims), x)
+                    mask = valid if mask is None else self.call(aten.logical_and.default, (mask, valid))
                 inner *= factor.local(self.mesh)
         if mask is None:
             return x
         self.masks += 1
         fill = number(fill, ir.example(x).dtype)
         out = self.call(aten.where.ScalarOther, (mask, x, fill))
-        others = any(f.padded(self.mesh) for d, dim in enumerate(spec.dims) if d not in chosen for f in dim)
-        ir.set_spec(out, replace(spec, fill=None if others and spec.fill != fill else fill))
+        has_other_padding = any(f.padded(self.mesh) for d, dim in enumerate(spec.dims) if d not in filled for f in dim)
+        ir.set_spec(out, replace(spec, fill=None if has_other_padding and spec.fill != fill else fill))
         return out
 
     def _valid(self, factor: Factor, inner: int, d: int, dim: Sequence[Factor], rank: int, x: fx.Node) -> fx.Node:
@@ -102,7 +102,7 @@ class Builder(Editor, ABC):
 
 
 def number(fill: float, dtype: torch.dtype) -> float | int | bool:
-    """The number of the dtype that is nearest to `fill`."""
+    """Return the number of the dtype that is nearest to `fill`."""
     if dtype.is_floating_point:
         return fill
     if dtype is torch.bool:

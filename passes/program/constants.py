@@ -1,4 +1,4 @@
-"""The value of what a graph computes from constants alone: a sliding window's mask, say."""
+"""Evaluate nodes that depend on constants alone, such as the mask of a sliding window."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.operators import is_random
 
-LARGEST = 2**28  # entries that are worth computing at compile time
+LARGEST = 2**28  # most entries of a tensor computed at compile time
 
 
 def constant(node: fx.Node) -> Tensor | None:
-    """The node's value, None if it depends on an input or a random number, or is too large to compute here."""
+    """Return the node's value; None if it depends on an input or a random number, or is too large."""
     needed: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
-        found = stack.pop()
-        if found.op != "call_function" or is_random(found):
+        current = stack.pop()
+        if current.op != "call_function" or is_random(current):
             return None
-        if ir.is_tensor(found) and ir.example(found).numel() > LARGEST:
+        if ir.is_tensor(current) and ir.example(current).numel() > LARGEST:
             return None
-        needed[found] = None
-        stack += [n for n in found.all_input_nodes if n not in needed]
+        needed[current] = None
+        stack += [n for n in current.all_input_nodes if n not in needed]
     values: dict[fx.Node, object] = {}
     with torch.no_grad():
         for step in node.graph.nodes:

@@ -29,7 +29,7 @@ from passes.program.trace import trace
 class Editor:
     """Inserts nodes into a graph before a `place` (None: at its end), as if they came from the node `origin`.
 
-    `traced` are the graphs of functions that were given a key, by key and layouts of operands.
+    `traced` are the graphs of functions with a key, by key and layouts of operands.
     """
 
     ctx: ir.Context
@@ -40,11 +40,11 @@ class Editor:
 
     @staticmethod
     def before(node: fx.Node, ctx: ir.Context) -> Editor:
-        """Return an editor that inserts before a node what comes from it."""
+        """Return an editor that inserts new nodes before a node, with that node as their origin."""
         return Editor(ctx, node.graph, node, node)
 
     def moved_to(self, place: fx.Node, origin: fx.Node) -> Editor:
-        """Return the editor for another place, which shares what was traced."""
+        """Return the editor for another place; it shares the traced graphs."""
         return replace(self, place=place, origin=origin)
 
     def inserting(self) -> AbstractContextManager:
@@ -70,7 +70,7 @@ class Editor:
         return self.computed(node)
 
     def computed(self, node: fx.Node) -> fx.Node:
-        """Give a node that was inserted its value and its origin."""
+        """Compute the value of an inserted node, and give it its origin."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
         with self.ctx.fake_mode, torch.no_grad():
             ir.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
@@ -93,9 +93,9 @@ class Editor:
         inputs = list(numbers)
 
         def over_tensors(*values: Any) -> Any:
-            given = dict(zip(inputs, values, strict=True))
-            plain, named = fx.map_arg((args, kwargs), given.__getitem__)
-            return fn(*plain, **named)
+            by_node = dict(zip(inputs, values, strict=True))
+            positional, keyword = fx.map_arg((args, kwargs), by_node.__getitem__)
+            return fn(*positional, **keyword)
 
         values = [ir.value(node) for node in inputs]
         if key is None:
@@ -103,8 +103,8 @@ class Editor:
         signature = key, repr(fx.map_arg((args, kwargs), numbers.__getitem__)), *map(layout, values)
         if signature not in self.traced:
             with self.ctx.fake_mode, torch.no_grad():
-                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-            self.traced[signature] = trace(over_tensors, fresh, self.ctx)
+                empties = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+            self.traced[signature] = trace(over_tensors, empties, self.ctx)
         return self.traced[signature], inputs
 
     def graft(self, body: fx.Graph, inputs: Sequence[fx.Node]) -> tuple[list[fx.Node], Any]:
@@ -124,24 +124,25 @@ class Editor:
 
 
 def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context, alike: bool = False) -> list[fx.Node]:
-    """Put the operators of `fn(*node.args, **node.kwargs)` in the node's place; return the new nodes.
+    """Replace the node by the operators of `fn(*node.args, **node.kwargs)`; return the new nodes.
 
-    With `alike`, `fn` is what the node's operator stands for, and is traced once for calls of it on operands that lie
-    alike. Their nodes then record the same fake tensors: for finished programs, where memory is read from a sweep.
+    With `alike`, `fn` is the definition of the node's operator, and is traced once for calls on operands of equal
+    layouts. Their nodes then record the same fake tensors: only for finished programs, whose memory is recomputed by a
+    sweep.
     """
     edit = replace(Editor.before(node, ctx), traced=ctx.traced)
     return splice(node, *edit.body(fn, node.args, node.kwargs, node.target if alike else None), ctx)
 
 
 def splice(node: fx.Node, body: fx.Graph, inputs: Sequence[fx.Node], ctx: ir.Context) -> list[fx.Node]:
-    """Put a graph's operators, fed with `inputs`, in the node's place; return the new nodes."""
+    """Replace the node by a graph's operators, fed with `inputs`; return the new nodes."""
     new, result = Editor.before(node, ctx).graft(body, inputs)
     replace_by(node, result)
     return new
 
 
 def replace_by(node: fx.Node, result: Any) -> None:
-    """Let the users of a node use `result`, a node or a tuple whose parts replace its getitems, and erase the node."""
+    """Replace a node by `result`, a node or a tuple whose elements replace its getitems, and erase it."""
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     else:
@@ -152,14 +153,12 @@ def replace_by(node: fx.Node, result: Any) -> None:
 
 
 def distinct(values: Sequence[Any]) -> list[Any]:
-    """The values, each tensor once: one tensor twice would become one operand."""
-    return [
-        v.clone() if isinstance(v, Tensor) and any(v is w for w in values[:i]) else v for i, v in enumerate(values)
-    ]
+    """Clone repeated tensors: a tensor passed twice would become one operand."""
+    return [v.clone() if isinstance(v, Tensor) and any(v is w for w in values[:i]) else v for i, v in enumerate(values)]
 
 
 def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
-    """A tensor with its dims in memory as those of another one, which views of it count on."""
+    """Return a tensor with its dims in the memory order of another, as later views of it require."""
     order = sorted(range(x.dim()), key=like.stride().__getitem__, reverse=True)
     return x.permute(order).contiguous().permute(*(order.index(d) for d in range(x.dim())))
 
@@ -170,26 +169,26 @@ def layout(value: Tensor) -> tuple[Any, ...]:
 
 
 def own_memory(nodes: list[fx.Node], ctx: ir.Context) -> None:
-    """Let nodes copied from a graph record tensors that lie, and share memory, as theirs do, in memory of their own."""
-    held: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
+    """Give nodes copied from a graph new recorded tensors, with the layouts and shared storages of the originals."""
+    storages: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
 
-    def fresh(tensor: Tensor) -> Tensor:
+    def renew(tensor: Tensor) -> Tensor:
         old = tensor.untyped_storage()
-        if old not in held:
+        if old not in storages:
             new = Layout.of(tensor).empty()
-            held[old] = new.untyped_storage()
+            storages[old] = new.untyped_storage()
             return new
-        place = held[old], tensor.storage_offset(), tensor.shape, tensor.stride()
+        place = storages[old], tensor.storage_offset(), tensor.shape, tensor.stride()
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)  # type: ignore[call-overload]
 
     with ctx.fake_mode, torch.no_grad():
         for node in nodes:
-            ir.set_value(node, map_values(ir.value(node), fresh, Tensor))
+            ir.set_value(node, map_values(ir.value(node), renew, Tensor))
 
 
 def move_before(node: fx.Node, target: fx.Node) -> None:
-    """Move a node that comes after the target, and with it what it reads, to right before the target."""
-    waiting = [(node, target)]  # a stack of our own: chains are as long as programs are
+    """Move a node that comes after the target right before it, and with it the nodes that it reads."""
+    waiting = [(node, target)]  # an explicit stack: chains are as long as programs
     while waiting:
         node, target = waiting.pop()
         if target < node:
@@ -198,7 +197,7 @@ def move_before(node: fx.Node, target: fx.Node) -> None:
 
 
 def move_after(node: fx.Node, target: fx.Node) -> None:
-    """Move a node that comes before the target, and with it its users, to right after the target."""
+    """Move a node that comes before the target right after it, and with it its users."""
     waiting = [(node, target)]
     while waiting:
         node, target = waiting.pop()

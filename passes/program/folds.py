@@ -1,10 +1,10 @@
-"""A deep program written with few of its layers: one that stands for those left out after it.
+"""Folds: a deep program with a few of its layers, one of which stands for the omitted layers after it.
 
     layers.0 1 2 3 4 5 ... 121 122 123 124 125        a model
-    layers.0 1 2 3                     124 125        folded up: 3 stands for 3 to 123
+    layers.0 1 2 3                     124 125        folded: 3 stands for 3 to 123
 
-Passes do then the work of six layers, whatever the depth. What they made of the layer that stands for others is
-repeated in the end (`passes/lower/unfold.py`).
+Passes then do the work of six layers, whatever the depth. At the end, the result for the layer that stands for others
+is repeated (`passes/lower/unfold.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from passes.program.record import NodeRecord, Unset
 
 @dataclass(frozen=True)
 class Fold:
-    """Layers `stack.number` to `stack.(number + left_out)` stand as the first of them."""
+    """Layers `stack.number` to `stack.(number + left_out)` are represented by the first of them."""
 
     stack: str
     number: int
@@ -31,24 +31,24 @@ class Fold:
         return f"{first} stands for {first} to {last}"
 
     def number_of(self, layer: Layer | Unset | None) -> int | None:
-        """The number of a layer of the stack; None of another."""
+        """Return the number of a layer of the stack; None for other layers."""
         return layer.number if isinstance(layer, Layer) and layer.stack == self.stack else None
 
     def names(self) -> list[str]:
-        """The layers that are left out."""
+        """Return the names of the omitted layers."""
         return [f"{self.stack}.{n}" for n in range(self.number + 1, self.number + self.left_out + 1)]
 
     def holds(self, name: str) -> bool:
-        """Whether a name is of a layer that is left out."""
+        """Return True if a name belongs to an omitted layer."""
         number = number_in(name, self.stack)
         return number is not None and self.number < number <= self.number + self.left_out
 
     def counted(self, number: int) -> int:
-        """The number of a layer if those left out are not counted."""
+        """Return the number of a layer, not counting the omitted layers."""
         return number if number <= self.number else number - self.left_out
 
     def record_in_whole(self, record: NodeRecord, missing: int) -> NodeRecord:
-        """The record of a node in the whole program, if `missing` of the layers before it were left out."""
+        """Return the record of a node in the full program, if `missing` layers before its layer were omitted."""
         origin, role = record.origin, record.role
         origin = replace(origin, modules=tuple(self.name_in_whole(path, missing) for path in origin.modules))
         layer, parameter = self.layer_in_whole(record.layer, missing), self.name_in_whole(record.parameter, missing)
@@ -58,22 +58,22 @@ class Fold:
         return replace(record, origin=origin, layer=layer, parameter=parameter, role=role)
 
     def layer_in_whole(self, layer: Layer | Unset | None, missing: int) -> Layer | Unset | None:
-        """The layer in the whole program, if `missing` of the layers before it were left out."""
+        """Return the layer in the full program, if `missing` layers before it were omitted."""
         number = self.number_of(layer)
         return layer if number is None else Layer(self.stack, self.counted(number) + missing)
 
     def name_in_whole(self, name: str, missing: int) -> str:
-        """The name of the same thing in that layer."""
+        """Return the name of the same object in that layer."""
         number = number_in(name, self.stack)
         return name if number is None else renumbered(name, self.stack, self.counted(number) + missing)
 
 
 @dataclass(frozen=True)
 class Folding:
-    """How layers are left out: `alike` tells what options say of a module or a parameter by its name.
+    """Parameters of folding: `alike` maps a module or parameter name to the options that apply to it.
 
-    So many layers alike stay `before` those left out, and `after` them: what passes do at the ends of a model reaches
-    that far. What travels between ranks is `on_its_way` through so many more.
+    `before` and `after` are the numbers of equal layers kept on each side of the omitted ones: passes treat the ends of
+    a model differently, up to that depth. `on_its_way` more are kept if tensors travel between ranks.
     """
 
     alike: Callable[[str], Hashable]
@@ -82,21 +82,21 @@ class Folding:
     on_its_way: int = 0
 
     def among(self, ranks: int) -> Folding:
-        """How they are left out where so many ranks share a model."""
-        more = self.on_its_way if ranks > 1 else 0
-        return replace(self, before=self.before + more, after=self.after + more, on_its_way=0)
+        """Return the folding for a model shared by `ranks` ranks."""
+        extra = self.on_its_way if ranks > 1 else 0
+        return replace(self, before=self.before + extra, after=self.after + extra, on_its_way=0)
 
 
 def number_in(name: str, stack: str) -> int | None:
-    """The number of the layer of a stack that a name is of: 3 for `layers.3.wq` or `exp_avg.layers.3.wq`, or None."""
-    found = _pattern(stack).search(name)
-    return int(found[2]) if found else None
+    """Return the layer number in a name: 3 for `layers.3.wq` or `exp_avg.layers.3.wq`, or None."""
+    match = _pattern(stack).search(name)
+    return int(match[2]) if match else None
 
 
 @cache
 def renumbered(name: str, stack: str, number: int) -> str:
-    """The name that the same thing has in another layer."""
-    return _pattern(stack).sub(lambda found: f"{found[1]}{stack}.{number}", name, count=1)
+    """Return the name of the same object in another layer."""
+    return _pattern(stack).sub(lambda match: f"{match[1]}{stack}.{number}", name, count=1)
 
 
 @cache

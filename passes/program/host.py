@@ -1,17 +1,16 @@
-"""Copies to the host's memory and back, each way on a stream of its own.
+"""Copies to the host's memory and back, each direction on a stream of its own.
 
-    h = offload(x)                             under way to pinned memory
+    h = offload(x)                             copy to pinned memory starts
     ...
-    h = there(h, x)                            x may be freed
+    h = there(h, x)                            done: x may be freed
     ...
-    y = reload(h, device, shape, stride)       under way back
+    y = reload(h, device, shape, stride)       copy back starts
     ...
-    y = there(y, h)                            y may be read, h be freed
+    y = there(y, h)                            done: y may be read, h freed
 
-To start and to end are two operators, as of collectives, so that what stands between them runs beside the copy. What is
-allocated is of the computation's stream, which the copy waits for, and which waits for the copy in `there`. Until then
-the tensor that is read is kept here: Inductor may pass a copy of its own to `offload`, in the layout it wants, and free
-it at once.
+Start and end are two operators, as for collectives, so that the nodes between them run during the copy. Tensors are
+allocated on the computation's stream: the copy waits for it, and it waits for the copy in `there`. Until then the
+source tensor is kept here: Inductor may pass `offload` a copy of its own, in the layout it wants, and free it at once.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _any_layout = (torch.Tag.flexible_layout,)  # so that Inductor passes the tensor
 _library.define("offload(Tensor x) -> Tensor", tags=_any_layout)
 _library.define("reload(Tensor h, Device device, int[] shape, int[] stride) -> Tensor")
 _library.define("there(Tensor(a) y, Tensor x) -> Tensor(a)", tags=_any_layout)
-_under_way: dict[int, Copy] = {}  # by address of the tensor that is written
+_running: dict[int, Copy] = {}  # by address of the destination
 
 
 class Copy(NamedTuple):
-    """A copy under way: the event at its end, the device whose stream waits for it, and the tensor that it reads."""
+    """A running copy: the event at its end, the device whose stream waits for it, and the tensor that it reads."""
 
     end: torch.Event
     device: torch.device
@@ -41,8 +40,8 @@ class Copy(NamedTuple):
 
 
 def forget() -> None:
-    """Forget the copies of a step that failed."""
-    _under_way.clear()
+    """Forget the copies of a failed step."""
+    _running.clear()
 
 
 @functools.cache
@@ -51,12 +50,12 @@ def _stream(device: torch.device, out: bool) -> torch.Stream:
 
 
 def _copy(source: Tensor, into: Tensor, device: torch.device, out: bool) -> Tensor:
-    """Begin a copy out of a device or back, after all that the device has been given so far."""
+    """Start a copy from a device or back, after all work that the device has received so far."""
     stream = _stream(device, out)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
         into.copy_(source, non_blocking=True)
-    _under_way[into.data_ptr()] = Copy(stream.record_event(), device, source)
+    _running[into.data_ptr()] = Copy(stream.record_event(), device, source)
     return into
 
 
@@ -72,11 +71,11 @@ def _reload(h: Tensor, device: torch.device, shape: Sequence[int], stride: Seque
 
 @torch.library.impl(_library, "there", "CompositeExplicitAutograd")
 def _there(y: Tensor, x: Tensor) -> Tensor:
-    if not y.numel():  # has no address
+    if not y.numel():  # an empty tensor has no address
         return y
-    if y.data_ptr() not in _under_way:
-        raise RuntimeError("ct::there: nothing is under way to this tensor; a copy was made of what was started")
-    copy = _under_way.pop(y.data_ptr())
+    if y.data_ptr() not in _running:
+        raise RuntimeError("ct::there: no copy to this tensor is running; the started tensor was itself copied")
+    copy = _running.pop(y.data_ptr())
     torch.accelerator.current_stream(copy.device).wait_event(copy.end)
     return y
 

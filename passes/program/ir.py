@@ -1,4 +1,4 @@
-"""The program that passes rewrite: an FX graph of plain tensors, with what each input and output is."""
+"""The program that passes rewrite: an FX graph of plain tensors, and a description of each input and output."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ OutputKind = Literal["loss", "gradient", "buffer", "metric", "rows", "count", "c
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
+    """A placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
 
-    A constant brings its `value`, by which it is named: a tensor that the model holds as neither parameter nor buffer,
-    or makes of Python's numbers. The `roles` of a parameter are what it is used for: `embedding`, `head`. Equal entries
-    of a batch input with `runs` must be neighbours along its last dim: documents of a row, say. A scalar
-    may bring the `count` that it is fed. A `layout` is made of each batch on the host: which blocks of it ranks hold.
-    `layer` is the one that a parameter or buffer is of, with its moments and total, None where it is of none or of
-    several. What is `carried` is a value of another task of the step. `stages` are
-    the pipeline stages that use a parameter, `microbatch` is the number of that which a batch input, or seed, is of.
-    A buffer that is `restored` changes before it is known whether the step is skipped, and then gets its value back.
-    A program may have an input for each stage that uses a parameter, or for each microbatch of a batch entry: all but
-    the first are a `copy_of` the name, under names of their own.
+    A constant has a `value`, which names it: a tensor that the model holds as neither parameter nor buffer, or creates
+    from Python numbers. The `roles` of a parameter are its uses: `embedding`, `head`. Equal entries of a batch input
+    with `runs` must be adjacent along its last dim (document ids of a row, for example). A scalar may have the `count`
+    that computes it. A `layout` is computed from each batch on the host: the blocks of it that ranks hold. `layer` is
+    the layer of a parameter or buffer, and of its moments and total; None if it has none or several. A `carried` input
+    is a value of another task of the step. `stages` are the pipeline stages that use a parameter, `microbatch` is the
+    number of the microbatch of a batch input or seed. A buffer that is `restored` changes before it is known whether
+    the step is skipped, and then gets its value back. A program may have an input for each stage that uses a parameter,
+    or for each microbatch of a batch entry: all but the first are a `copy_of` the name, under names of their own.
     """
 
     name: str
@@ -65,9 +64,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One returned value: the loss, a metric beside it, a count, the gradient of a parameter, a buffer's new value.
+    """A returned value: the loss, a metric, a count, the gradient of a parameter, a buffer's new value.
 
-    Of several microbatches metrics are averaged, counts are added.
+    Over several microbatches, metrics are averaged and counts are added.
     """
 
     name: str
@@ -79,11 +78,10 @@ class Output:
 class Program:
     """A graph whose placeholders are `inputs` and whose returned tuple is `outputs`, in order.
 
-    `stage` is how far it has come from the captured model to what is compiled. With `fold`, one of its layers
-    stands for several. `bounds` is a program of one device from a batch to the first and the last key that each query
-    sees, a pair for each attention by interval that differs; set where a sequence is sharded and documents decide.
-    `task` is the part of a step with pipeline stages that it computes; a program that `evaluates` takes no part in
-    training.
+    `stage` is its progress from the captured model to compilation. With `fold`, one of its layers stands for several.
+    `bounds` is a one-device program from a batch to the first and the last key that each query sees, a pair for each
+    distinct interval attention; it is set if a sequence is sharded and documents decide. `task` is the part of a step
+    with pipeline stages that it computes. A program that `evaluates` takes no part in training.
     """
 
     module: fx.GraphModule
@@ -103,62 +101,62 @@ class Program:
 
     @property
     def order(self) -> Order:
-        """In which order the ranks of `cp` hold the sequence of the batch."""
-        orders = (given.spec.order for given in self.inputs)
+        """The order in which the ranks of `cp` hold the batch's sequence."""
+        orders = (input_.spec.order for input_ in self.inputs)
         return next((order for order in orders if not order.is_plain), PLAIN)
 
     def placeholders(self) -> list[fx.Node]:
-        """Placeholder nodes, in the order of `inputs`."""
+        """Return the placeholder nodes, in the order of `inputs`."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     def results(self) -> list[Any]:
-        """The nodes returned, in the order of `outputs`."""
+        """Return the returned nodes, in the order of `outputs`."""
         return list(self.graph.output_node().args[0])
 
     def calls(self) -> Iterator[fx.Node]:
-        """The operator nodes, in order."""
+        """Iterate over the operator nodes, in order."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
     @property
     def has_backward(self) -> bool:
-        """Whether it is of training; an evaluation is the forward alone."""
+        """Return True for a training program; an evaluation is only a forward."""
         differentiated = Stage.JOINT <= self.stage < Stage.EXPLICIT
         return differentiated or any(phase(node) != "forward" for node in self.calls())
 
     def copy(self) -> Program:
-        """The same program over a graph of its own, safe to mutate (values in meta are shared)."""
+        """Return the same program over a graph of its own, safe to mutate (values in meta are shared)."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             copies[node] = copy_node(graph, node, copies)
         return self.with_graph(graph)
 
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
-        """This program over another graph (and with other fields changed)."""
+        """Return this program over another graph (and with other fields changed)."""
         return replace(self, module=LazyGraphModule(self.module, graph), **changes)
 
 
 @dataclass(frozen=True)
 class Count:
-    """A number that is known before a step is run: the sum of what `program`, on one device, gives of microbatches."""
+    """A number known before a step runs: the sum over microbatches of the result of `program`, on one device."""
 
     program: Program
     microbatches: int
 
     @property
     def names(self) -> list[str]:
-        """The entries of a batch that are counted."""
-        return [given.name for given in self.program.inputs]
+        """The counted entries of a batch."""
+        return [input_.name for input_ in self.program.inputs]
 
     def of(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """The count of whole microbatches, 0-d."""
-        found = torch.stack([self.program.module(*(part[name] for name in self.names))[0] for part in parts])
-        return found.sum(dtype=found.dtype)
+        """Return the count over full microbatches, 0-d."""
+        counts = torch.stack([self.program.module(*(part[name] for name in self.names))[0] for part in parts])
+        return counts.sum(dtype=counts.dtype)
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Copy a node, with its record, to where `graph` inserts now; its operands become their copies.
+    """Copy a node, with its record, to the graph's insertion point; its operands become their copies.
 
-    Operands are set afterwards because `Graph.create_node` searches those that it gets for symbolic numbers.
+    Operands are set afterwards because `Graph.create_node` searches its operands for symbolic numbers.
     """
     new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     new.args = fx.map_arg(node.args, copies.__getitem__)
@@ -170,9 +168,9 @@ def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node])
 
 @dataclass(frozen=True)
 class Reshard:
-    """One change of placement: of which node of the program given, why, and what a rank sends for it in the forward.
+    """A change of placement: its node in the input program, its reason, and a rank's bytes sent in the forward.
 
-    `collectives` are the nodes of the program returned that send it.
+    `collectives` are the nodes of the returned program that send them.
     """
 
     node: str
@@ -190,10 +188,10 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Report:
-    """What a pass did: `counts` of rewrites, one-line `notes` that name nodes and reasons, changes of placement.
+    """The outcome of a pass: `counts` of rewrites, one-line `notes` naming nodes and reasons, changes of placement.
 
-    `remarks` are notes that the user reads when the job starts.
-    `bodies` are those of custom functions, whole and as partitioned: the verifier compares them as it does the program.
+    `remarks` are notes shown to the user when the job starts. `bodies` are those of custom functions, global and local:
+    the verifier compares them like the program.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -205,10 +203,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Context:
-    """What passes may know beside the program: the fake mode its values live in, and what is known of operators.
+    """The context of passes beside the program: the fake mode of its values, and caches of operators.
 
-    `traced` are the graphs that operators were written as; `answers` are what custom ones yield (`abstract_eval.py`);
-    `operators` are those that passes made for this program, by what they do.
+    `traced` are the graphs of operators' definitions. `answers` are the results of custom operators
+    (`abstract_eval.py`). `operators` are those that passes defined for this program, by their purpose.
     """
 
     fake_mode: Any
@@ -218,10 +216,10 @@ class Context:
 
 
 class Pass(ABC):
-    """A rewrite: pure, it returns a new program and says what it did.
+    """A rewrite without side effects: it returns a new program and a report.
 
-    It takes programs of some stages, and gives one of another (None: of the same). Passes named in `after` may not come
-    later. If it `keeps` values, all that a program returns or stores is what it was, up to algebra: that is verified.
+    It takes programs of some stages, and gives one of another (None: of the same). Passes named in `after` must not
+    come later. If it `keeps` values, all returned and stored values stay equal, up to algebra; this is verified.
     """
 
     name: ClassVar[str]
@@ -231,7 +229,7 @@ class Pass(ABC):
     keeps: ClassVar[bool] = False
 
     def __call__(self, program: Program, ctx: Context) -> tuple[Program, Report]:
-        """The program after the pass, of the stage that it gives, and what was done."""
+        """Return the program after the pass, at the stage that it gives, and the report."""
         after, report = self.rewrite(program, ctx)
         stage = program.stage if self.gives is None else self.gives
         return after if after.stage is stage else replace(after, stage=stage), report
@@ -242,7 +240,7 @@ class Pass(ABC):
 
 
 class CompileError(Exception):
-    """A program that cannot be rewritten as asked: names the pass, the node, its source line and the fix."""
+    """A program that cannot be rewritten as requested: names the pass, the node, its source line and the fix."""
 
     def __init__(self, pass_name: str, node: fx.Node | None, message: str):
         line = source(node) if node is not None else ""
@@ -252,16 +250,16 @@ class CompileError(Exception):
 
 
 class Refused(CompileError):
-    """A model or an option that a pass cannot honour: for the user to change, not a defect of the pass."""
+    """A model or an option that a pass does not support: the user has to change it; it is no defect of the pass."""
 
 
 class LayersDiffer(CompileError):
-    """What passes made of a layer cannot be repeated for those that it stands for."""
+    """The result of passes for a layer cannot be repeated for the layers that it stands for."""
 
 
 @contextmanager
 def at(node: fx.Node) -> Iterator[None]:
-    """Let an error that names no line of the model, raised inside, name this node."""
+    """Make an error raised inside name this node, unless it names a line of the model."""
     try:
         yield
     except CompileError as error:
@@ -274,7 +272,7 @@ def at(node: fx.Node) -> Iterator[None]:
 
 
 def value(node: fx.Node) -> Any:
-    """The fake tensor (or tuple of them, or number) that the node computes: its shape, dtype and device."""
+    """Return the fake tensor (or tuple of them, or number) that the node computes: its shape, dtype and device."""
     return record(node).value
 
 
@@ -289,7 +287,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def spec(node: fx.Node) -> Spec | None:
-    """The node's placement, if it is known."""
+    """Return the node's placement, or None if unknown."""
     return record(node).spec
 
 
@@ -299,7 +297,7 @@ def set_spec(node: fx.Node, placement: Spec | None) -> None:
 
 
 def stands_for(node: fx.Node) -> str:
-    """The name of the node of the global program whose value this local node holds, as placed; else empty."""
+    """Return the name of the global node whose placed value this local node holds; empty if there is none."""
     return record(node).stands_for
 
 
@@ -312,11 +310,11 @@ def has_no_phase(node: fx.Node) -> bool:
 
 
 def phase(node: fx.Node) -> str:
-    """The phase of the step that an operator is in, one of `PHASES`; inputs are in the forward."""
+    """Return the phase of the step that an operator is in, one of `PHASES`; inputs are in the forward."""
     if node.op != "call_function":
         return "forward"
     name = record(node).phase
-    assert name, f"%{node.name} is of no phase"
+    assert name, f"%{node.name} has no phase"
     return name
 
 
@@ -326,48 +324,48 @@ def has_no_layer(node: fx.Node) -> bool:
 
 
 def layer(node: fx.Node) -> Layer | None:
-    """The layer that an operator is of, of an update that of the parameter; None outside of layers."""
+    """Return the layer of an operator (in an update, the parameter's); None outside of layers."""
     if node.op != "call_function":
         return None
-    known = record(node).layer
-    assert known is not UNSET, f"%{node.name} does not say its layer"
-    return known
+    layer_or_unset = record(node).layer
+    assert layer_or_unset is not UNSET, f"%{node.name} has no layer"
+    return layer_or_unset
 
 
 def role(node: fx.Node) -> Role:
-    """The role of an operator with regard to layers, known from `overlap` on."""
-    known = record(node).role
-    assert known is not None, f"%{node.name} has no role"
-    return known
+    """Return the role of an operator in its layer, known from `overlap` on."""
+    role_or_none = record(node).role
+    assert role_or_none is not None, f"%{node.name} has no role"
+    return role_or_none
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Return True if the backward computes a value of the forward again here."""
+    """Return True if the backward recomputes a value of the forward here."""
     return record(node).recomputed
 
 
 def parameter(node: fx.Node) -> str:
-    """The parameter whose update the node is part of, or an empty string."""
+    """Return the parameter whose update the node is part of, or an empty string."""
     return record(node).parameter
 
 
 def pipeline_stage(node: fx.Node) -> int | None:
-    """The pipeline stage whose ranks compute the node; None if it is computed wherever it is read."""
+    """Return the pipeline stage whose ranks compute the node; None if it is computed wherever it is read."""
     return record(node).stage
 
 
 def source(node: fx.Node) -> str:
-    """`file.py:line` of the model's or the loss's code, or an empty string."""
+    """Return `file.py:line` of the model's or the loss's code, or an empty string."""
     return record(node).origin.line
 
 
 def module_path(node: fx.Node) -> str:
-    """Dotted path of the module whose forward made the node, e.g. `layers.3.attention`."""
+    """Return the dotted path of the module whose forward made the node, e.g. `layers.3.attention`."""
     return record(node).origin.module
 
 
 def example(node: fx.Node) -> Tensor:
-    """The node's fake tensor; raises TypeError if it computes something else."""
+    """Return the node's fake tensor; raise TypeError if it computes something else."""
     val = value(node)
     if not isinstance(val, torch.Tensor):
         raise TypeError(f"%{node.name} computes {type(val).__name__}, not a tensor")
@@ -375,5 +373,5 @@ def example(node: fx.Node) -> Tensor:
 
 
 def may_have_gradient(node: fx.Node) -> bool:
-    """Whether the node computes real or complex numbers."""
+    """Return True if the node computes real or complex numbers."""
     return example(node).is_floating_point() or example(node).is_complex()

@@ -1,11 +1,11 @@
-"""The layers of a model: stacks of parts alike, each of which reads what the one before it computes.
+"""The layers of a model: stacks of equal parts, each of which reads the result of the one before it.
 
     layers.3.attention.wq   ->   layers.3
     layers.3.experts.0.w1   ->   layers.3
     norm                    ->   none
 
-By the names of modules a layer is a numbered child that has siblings; of layers inside layers the outermost counts.
-Operators carry theirs from the capture on (`ir.layer`), inputs too; nothing after it reads names to find them.
+By module names, a layer is a numbered child with siblings; of nested layers, the outermost counts. Operators and inputs
+carry their layer from the capture on (`ir.layer`); later code does not look at names to find it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, order=True)
 class Layer:
-    """One layer of a stack, `layers.3`; those of one stack are ordered by number."""
+    """A layer of a stack, `layers.3`; layers of one stack are ordered by number."""
 
     stack: str
     number: int
@@ -31,19 +31,19 @@ class Layer:
 
     @staticmethod
     def named(name: str) -> Layer:
-        """The layer of that name."""
+        """Return the layer of that name."""
         stack, _, number = name.rpartition(".")
         return Layer(stack, int(number))
 
 
 @dataclass(frozen=True)
 class Role:
-    """What an operator is to the layers, once operators stand in the order in which they run, and whose work it is.
+    """The role of an operator in its layer, once operators are in their order of execution, and the owner of its work.
 
-    own        work of the layer that it stands in; what stands outside of layers is, too
-    prefetch   what parameters of another layer are gathered by
-    late       what becomes of gradients of another layer's parameters: sent, waited for, laid out
-    update     of a parameter, after all that is differentiated
+    own        work of the layer where it is; also everything outside of layers
+    prefetch   gathers parameters of another layer
+    late       handles gradients of another layer's parameters: sends, waits for, or rearranges them
+    update     updates a parameter, after all differentiated operators
     """
 
     kind: Kind
@@ -53,7 +53,7 @@ class Role:
 
 
 def layer_names(paths: Iterable[str]) -> set[str]:
-    """Prefixes of module paths that end in a number and have siblings that do."""
+    """Return the prefixes of module paths that end in a number and have such siblings."""
     children: dict[str, set[str]] = {}
     for path in paths:
         parts = path.split(".")
@@ -64,16 +64,16 @@ def layer_names(paths: Iterable[str]) -> set[str]:
 
 
 def layer_of(path: str, names: set[str]) -> Layer | None:
-    """The outermost of the layers so named that a module path lies in."""
+    """Return the outermost of the named layers that contains a module path."""
     return next((Layer.named(prefix) for prefix in prefixes(path) if prefix in names), None)
 
 
 def within(path: str, pattern: str) -> bool:
-    """Whether a module path, or a module around it, is named like the pattern."""
+    """Return True if a module path, or a module around it, matches the pattern."""
     return any(fnmatchcase(prefix, pattern) for prefix in prefixes(path))
 
 
 def prefixes(path: str) -> list[str]:
-    """A module path and those of the modules around it, the outermost first."""
+    """Return a module path and those of the modules around it, outermost first."""
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]

@@ -1,7 +1,7 @@
-"""Where the entries of a sharded factor lie, as functions of the rank's coordinates: the same graph on every rank.
+"""The positions of a sharded factor's entries, as functions of the rank's coordinates: one graph for every rank.
 
-An axis cuts a factor into equal chunks, as many a rank as its order says (`order.py`); where that is a table, one comes
-with each batch.
+An axis cuts a factor into equal chunks, with as many on each rank as its order says (`order.py`); if the order is a
+table, each batch comes with one.
 """
 
 from __future__ import annotations
@@ -19,61 +19,61 @@ Coordinates = Mapping[str, Tensor]  # the rank's, 0-d int64, and the block table
 
 
 def entries(factor: Factor, mesh: Mesh, coordinates: Coordinates, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(index in the full factor i64[local], whether it is no padding bool[local]) of each local entry."""
+    """Return (index in the full factor i64[local], False for padding bool[local]) of each local entry."""
     index = torch.arange(factor.local(mesh), device=device)
     valid = torch.ones_like(index, dtype=torch.bool)
     for axis, size in reversed(list(factor.shards(mesh))):
-        held, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
+        share, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
         if order.table:
-            block = held // order.chunks
-            slot = (index // block).clamp(max=order.chunks - 1)  # what inner axes pad lies beyond
+            block = share // order.chunks
+            slot = (index // block).clamp(max=order.chunks - 1)  # padding of inner axes lies beyond
             number = own_blocks(coordinates, axis).index_select(0, slot)
             index = number * block + index % block
         elif order.zigzag:
-            half = held // 2
+            half = share // 2
             tail = index >= half
             chunk = torch.where(tail, 2 * mesh[axis] - 1 - axis_index, axis_index)
             index = chunk * half + index - torch.where(tail, half, 0)
         else:
-            index = axis_index * held + index
+            index = axis_index * share + index
         valid = valid & (index < size)
     return index, valid
 
 
 def locate(index: Tensor, factor: Factor, mesh: Mesh, coordinates: Coordinates) -> tuple[Tensor, Tensor]:
-    """(local index, clamped into the shard; whether the rank has the entry) of each index of the full factor."""
-    mine = (index >= 0) & (index < factor.size)
+    """Return (local index, clamped into the shard; True if the rank has the entry) of each index of the full factor."""
+    is_local = (index >= 0) & (index < factor.size)
     for axis, size in factor.shards(mesh):
-        held, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
+        share, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
         if order.table:
-            block, blocks = held // order.chunks, factor.pieces(axis, mesh)
-            own, ordered = own_blocks(coordinates, axis), torch.arange(order.chunks, device=index.device)
-            slots = torch.full((blocks,), -1, device=index.device).scatter(0, own, ordered)
+            block, blocks = share // order.chunks, factor.pieces(axis, mesh)
+            blocks_here, ordered = own_blocks(coordinates, axis), torch.arange(order.chunks, device=index.device)
+            slots = torch.full((blocks,), -1, device=index.device).scatter(0, blocks_here, ordered)
             slot = slots[(index // block).clamp(0, blocks - 1)]
-            mine = mine & (slot >= 0)
+            is_local = is_local & (slot >= 0)
             index = slot.clamp(min=0) * block + index % block
         elif order.zigzag:
-            half = held // 2
+            half = share // 2
             tail = index >= mesh[axis] * half
             chunk = torch.where(tail, 2 * mesh[axis] - 1 - axis_index, axis_index)
             index = index - chunk * half
-            mine = mine & (index >= 0) & (index < half)
+            is_local = is_local & (index >= 0) & (index < half)
             index = index.clamp(0, half - 1) + torch.where(tail, half, 0)
         else:
-            index = index - axis_index * held
-            mine = mine & (index >= 0) & (index < held)
-    return index.clamp(0, factor.local(mesh) - 1), mine
+            index = index - axis_index * share
+            is_local = is_local & (index >= 0) & (index < share)
+    return index.clamp(0, factor.local(mesh) - 1), is_local
 
 
 def own_blocks(coordinates: Coordinates, axis: str) -> Tensor:
-    """The numbers of the blocks that the rank holds of a sequence in blocks, i64[blocks]."""
+    """Return the numbers of the blocks that the rank holds of a sequence in blocks, i64[blocks]."""
     return coordinates[BLOCKS].index_select(0, coordinates[axis].view(1)).view(-1)
 
 
 def to_rank_order(x: Tensor, dim: int, parts: int, table: Tensor | None = None) -> Tensor:
-    """A whole dim padded with zeros, and its chunks in the order in which the ranks of an axis hold them.
+    """Pad a full dim with zeros, and put its chunks into the order in which the ranks of an axis hold them.
 
-    Of a zigzag those are 2 P; of blocks as many as the table has.
+    A zigzag has 2 P chunks; blocks are as many as the table's.
     """
     chunks = 2 * parts if table is None else table.numel()
     missing = -x.shape[dim] % chunks
@@ -86,7 +86,7 @@ def to_rank_order(x: Tensor, dim: int, parts: int, table: Tensor | None = None) 
 
 
 def to_natural_order(x: Tensor, dim: int, parts: int, size: int, table: Tensor | None = None) -> Tensor:
-    """The inverse: `size` entries in their own order."""
+    """Invert `to_rank_order`: return `size` entries in their natural order."""
     if table is not None:
         order = table.flatten().argsort()
         return x.unflatten(dim, (table.numel(), -1)).index_select(dim, order).flatten(dim, dim + 1).narrow(dim, 0, size)
@@ -95,6 +95,6 @@ def to_natural_order(x: Tensor, dim: int, parts: int, size: int, table: Tensor |
 
 
 def run_starts(parts: int, chunk: int, zigzag: bool, device: torch.device) -> Tensor:
-    """Where the chunks that each rank of an axis holds, in a zigzag or plainly, begin: i64[P, chunks]."""
+    """Return the starts of the chunks that each rank of an axis holds, in a zigzag or plainly: i64[P, chunks]."""
     axis_index = torch.arange(parts, device=device)
     return torch.stack([axis_index, 2 * parts - 1 - axis_index] if zigzag else [axis_index], 1) * chunk

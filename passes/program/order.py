@@ -1,8 +1,8 @@
-"""In which order the ranks of `cp` hold a sequence: said of the factor that is the sequence (`Factor.order`).
+"""The order in which the ranks of `cp` hold a sequence, stored on the sequence factor (`Factor.order`).
 
-    plain                    entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 2 3, rank 1 holds 4 5 6 7
-    zigzag                   entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
-    a table, 0 2 | 1 3       entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 4 5, rank 1 holds 2 3 6 7
+plain                    entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 2 3, rank 1 holds 4 5 6 7
+zigzag                   entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
+a table, 0 2 | 1 3       entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 4 5, rank 1 holds 2 3 6 7
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Table = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Order:
-    """Which of the chunks that an axis cuts a factor into each rank holds, as many on each.
+    """The chunks of a factor that each rank of an axis holds, equally many on each.
 
-    `zigzag`: rank r of P holds chunks r and 2P-1-r of 2P, head and tail: under a causal mask all pairs have as much to
-    do. With a `table`, a row a rank, rank r holds the blocks of row r, in that order: every batch comes with a table of
-    its own, of this one's shape, which programs read as an input; this one is the host's.
+    With `zigzag`, rank r of P holds chunks r and 2P-1-r of 2P, head and tail: under a causal mask all ranks have equal
+    work. With a `table`, a row for each rank, rank r holds the blocks of row r, in that order: every batch comes with a
+    table of its own, of this one's shape, which programs read as an input; this table is the host's.
     """
 
     zigzag: bool = False
@@ -26,16 +26,16 @@ class Order:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what ranks hold, one after the other, is the whole in its own order."""
+        """Return True if the ranks' chunks, joined in order, are the full factor in its natural order."""
         return not self.zigzag and not self.table
 
     @property
     def chunks(self) -> int:
-        """How many chunks each rank holds."""
+        """The number of chunks of each rank."""
         return len(self.table[0]) if self.table else 1 + self.zigzag
 
     def held(self, axis_index: int, ranks: int) -> tuple[int, ...]:
-        """The numbers of the chunks that a rank holds, in its order."""
+        """Return the numbers of the chunks that a rank holds, in its order."""
         if self.table:
             return self.table[axis_index]
         return (axis_index, 2 * ranks - 1 - axis_index) if self.zigzag else (axis_index,)

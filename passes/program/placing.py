@@ -1,4 +1,4 @@
-"""Where passes of one's own go among others: by the stage that they take, and by what they come after."""
+"""Insert a user's passes among others: by the stage that they take, and by the passes they must follow."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ Passes = tuple[Pass, ...]
 def placed(
     passes: Sequence[Pass], stage: Stage, extra: Sequence[Pass], later: Collection[str] = (), at_end: bool = True
 ) -> tuple[Passes, Passes]:
-    """Passes that begin at a stage with those of `extra` that fit, each as early as it may come, and those that fit.
+    """Return the passes with those of `extra` that fit inserted, each at its first position, and those that fit.
 
-    One fits where the program is of a stage that it takes and no pass of its `after` comes behind, in `later` ones
-    neither, and unless `at_end` only before another. Else they keep the order in which they are given.
+    The passes begin at `stage`. A pass fits if the program is at a stage that it takes and no pass in its `after` comes
+    later, here or among the `later` names; unless `at_end`, it must precede another pass. Otherwise passes keep the
+    given order.
     """
-    found, fit = tuple(passes), list[Pass]()
+    combined, inserted = tuple(passes), list[Pass]()
     for step in ordered(extra):
-        at = place(found, stage, step, fit, at_end)
-        if at is not None and not set(step.after) & set(later):
-            found = (*found[:at], step, *found[at:])
-            fit.append(step)
-    return found, tuple(fit)
+        index = place(combined, stage, step, inserted, at_end)
+        if index is not None and not set(step.after) & set(later):
+            combined = (*combined[:index], step, *combined[index:])
+            inserted.append(step)
+    return combined, tuple(inserted)
 
 
 def ordered(extra: Sequence[Pass]) -> list[Pass]:
-    """Passes in the order given, but each behind those of them that its `after` names."""
-    rest, found = list(extra), list[Pass]()
-    while rest:
-        names = {step.name for step in rest}
-        ready = next((step for step in rest if not names & (set(step.after) - {step.name})), rest[0])
-        rest.remove(ready)
-        found.append(ready)
-    return found
+    """Return the passes in the given order, but each after those of them that its `after` names."""
+    remaining, result = list(extra), list[Pass]()
+    while remaining:
+        names = {step.name for step in remaining}
+        ready = next((step for step in remaining if not names & (set(step.after) - {step.name})), remaining[0])
+        remaining.remove(ready)
+        result.append(ready)
+    return result
 
 
 def place(passes: Passes, stage: Stage, step: Pass, before: Collection[Pass], at_end: bool) -> int | None:
-    """The first index at which a pass may come, behind those of its kind that came `before` it, if there is one."""
-    for at in range(len(passes) + at_end):
-        rest = passes[at:]
-        if stage in step.takes and not any(each.name in step.after or each in before for each in rest):
-            return at
-        stage = after(rest[0], stage) if rest else stage
+    """Return the first index at which a pass may be inserted, after the `before` passes; None if there is none."""
+    for index in range(len(passes) + at_end):
+        following = passes[index:]
+        if stage in step.takes and not any(other.name in step.after or other in before for other in following):
+            return index
+        stage = after(following[0], stage) if following else stage
     return None
 
 
 def after(step: Pass, stage: Stage) -> Stage:
-    """The stage of a program after a pass."""
+    """Return the stage of a program after a pass."""
     return stage if step.gives is None else step.gives
 
 
 def end(passes: Sequence[Pass], stage: Stage) -> Stage:
-    """The stage of a program after several passes."""
+    """Return the stage of a program after several passes."""
     for step in passes:
         stage = after(step, stage)
     return stage

@@ -35,13 +35,13 @@ from passes.program.mesh import SEQUENCE_AXIS
 from passes.program.operators import namespace_of
 from passes.program.torch_private import OpOverload
 
-LONGEST = 8  # entries of a constant list, and eights of characters of a string, that are printed
+LONGEST = 8  # entries of a constant list that are printed; strings are printed up to 8 times as many characters
 OMITTED_NAMESPACES = ("aten.", "ct.", "_c10d_functional.")
 DTYPES = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i"}
 
 
 class Line(NamedTuple):
-    """A line of a program's text, with the node that it prints, and the path of the graph that holds it.
+    """A line of a program's text, its node, and the path of the graph that holds the node.
 
     The path is empty for the program's own graph.
     """
@@ -53,7 +53,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Printed:
-    """An operator or a constant of which no more is known than the text that it prints as."""
+    """An operator or a constant of which only the printed text is known."""
 
     text: str
 
@@ -66,7 +66,7 @@ class Printed:
 
 
 def print_program(program: ir.Program) -> str:
-    """The program as text, a line a node; the graphs that its operators call follow under their names."""
+    """Return the program as text, a line for each node; the graphs that its operators call follow by name."""
     return "\n".join(line.text for line in lines_of(program)) + "\n"
 
 
@@ -91,22 +91,22 @@ def lines_of(program: ir.Program) -> Iterator[Line]:
 
 
 def _order(program: ir.Program, axis: str) -> str:
-    """How the ranks of an axis hold what it shards, if not in its own order."""
+    """Return how the ranks of an axis hold a sharded dim, unless in its natural order."""
     return f" ({program.order})" if axis == SEQUENCE_AXIS and not program.order.is_plain else ""
 
 
 def _inputs(program: ir.Program) -> Iterator[Line]:
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        text = f'%{node.name} = {given.kind} "{given.name}" : {format_value(ir.value(node))} {given.spec}'
+    for node, input_ in zip(program.placeholders(), program.inputs, strict=True):
+        text = f'%{node.name} = {input_.kind} "{input_.name}" : {format_value(ir.value(node))} {input_.spec}'
         yield Line(text, node)
 
 
 def _counts(program: ir.Program) -> Iterator[Line]:
-    """The programs that compute the inputs which are counted in all microbatches."""
-    for given in program.inputs:
-        if given.count is not None:
-            yield Line(f"# {given.name}: the sum of {given.count.microbatches} microbatches' results of")
-            yield from _graph(given.count.program.graph, given.name)
+    """Yield the programs that compute the inputs counted over all microbatches."""
+    for input_ in program.inputs:
+        if input_.count is not None:
+            yield Line(f"# {input_.name}: the sum of {input_.count.microbatches} microbatches' results of")
+            yield from _graph(input_.count.program.graph, input_.name)
 
 
 def _outputs(program: ir.Program) -> Iterator[Line]:
@@ -116,7 +116,7 @@ def _outputs(program: ir.Program) -> Iterator[Line]:
 
 
 def _called_graphs(module: fx.GraphModule, path: str = "") -> Iterator[Line]:
-    """Every graph held by the module, such as the two bodies of a custom autograd function."""
+    """Yield every graph in the module, such as the two bodies of a custom autograd function."""
     for name, child in sorted(module.named_children()):
         if isinstance(child, fx.GraphModule):
             yield Line(f"# graph: {path}{name}")
@@ -125,7 +125,7 @@ def _called_graphs(module: fx.GraphModule, path: str = "") -> Iterator[Line]:
 
 
 def _bodies(program: ir.Program) -> Iterator[Line]:
-    """Every body that the program calls, once, each node with the origin that it has in the first call."""
+    """Yield every body that the program calls, once; its nodes have the origins of the first call."""
     for body, calls in calls_of(program).items():
         yield Line(f"# body: {body.name}, called {len(calls)} times")
         yield from _graph(body.graph, body.name)
@@ -136,9 +136,9 @@ def _graph(graph: fx.Graph, path: str) -> Iterator[Line]:
 
 
 class Place(NamedTuple):
-    """Where a node comes from, as it prints: its line, its module, its phase, and whether it is computed again.
+    """The origin of a node as printed: its line, its module, its phase, and if it is recomputed.
 
-    A node of an update has the parameter's name in the place of the module's path, one of no module its layer.
+    A node of an update has the parameter's name instead of the module's path; a node without a module has its layer.
     """
 
     source: str
@@ -148,7 +148,7 @@ class Place(NamedTuple):
 
 
 def place_of(node: fx.Node) -> Place:
-    """Return where a node comes from."""
+    """Return the printed origin of a node."""
     layer = "" if ir.has_no_layer(node) else str(ir.layer(node) or "")
     phase = "no-phase" if ir.has_no_phase(node) else ir.phase(node)
     module = ir.module_path(node) or ir.parameter(node) or layer
@@ -156,7 +156,7 @@ def place_of(node: fx.Node) -> Place:
 
 
 def format_node(node: fx.Node) -> str:
-    """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`."""
+    """Return `%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`."""
     if node.op == "output":
         return f"return {format_operand(node.args[0])}"
     spec = ir.spec(node)
@@ -174,12 +174,12 @@ def _call(node: fx.Node) -> str:
 
 
 def name_of_call(node: fx.Node) -> str:
-    """The operator that a node calls; what a node of another kind is."""
+    """Return the name of a node's operator; for other nodes, their kind."""
     return op_name(node.target) if node.op == "call_function" else node.op
 
 
 def op_name(target: Any) -> str:
-    """`linear`, `add.Tensor`, `psum`, `prims.iota`: the overload unless default, the namespace unless well known."""
+    """Return `linear`, `add.Tensor`, `psum`, `prims.iota`: overload unless default, namespace unless well known."""
     return _op_name(target) if isinstance(target, OpOverload) else target.__name__
 
 
@@ -190,13 +190,13 @@ def _op_name(target: OpOverload) -> str:
 
 @functools.cache
 def short_name(name: str) -> str:
-    """`aten.linear.default` as it prints: `linear`."""
+    """Return `aten.linear.default` as printed: `linear`."""
     name = name.removesuffix(".default")
     return next((name.removeprefix(space) for space in OMITTED_NAMESPACES if name.startswith(space)), name)
 
 
 def format_value(val: Any) -> str:
-    """`f32[4, 8]` of a tensor, `(f32[4], i64[4])` of several, else the value."""
+    """Return `f32[4, 8]` for a tensor, `(f32[4], i64[4])` for several, otherwise the value."""
     if isinstance(val, Tensor):
         return f"{format_dtype(val.dtype)}[{', '.join(map(str, val.shape))}]"
     if isinstance(val, (tuple, list)):
@@ -206,13 +206,13 @@ def format_value(val: Any) -> str:
 
 @functools.cache
 def format_dtype(dtype: torch.dtype) -> str:
-    """`f32`, `bf16`, `i64`, `f8_e4m3fn`, `bool`."""
+    """Return a dtype as `f32`, `bf16`, `i64`, `f8_e4m3fn` or `bool`."""
     name = str(dtype).removeprefix("torch.")
     return next((name.replace(long, short, 1) for long, short in DTYPES.items() if name.startswith(long)), name)
 
 
 def format_operand(arg: Any) -> str:
-    """An operand: `%name`, or a constant; a long one is cut and ends in a hash of the whole."""
+    """Return an operand as text: `%name`, or a constant; a long one is cut and ends in a hash of all of it."""
     if isinstance(arg, fx.Node):
         return f"%{arg.name}"
     if isinstance(arg, (tuple, list)):
@@ -227,13 +227,13 @@ def format_operand(arg: Any) -> str:
 def _format_list(entries: list[str]) -> str:
     is_constant = not any(entry.startswith("%") for entry in entries)
     if is_constant and len(entries) > LONGEST:
-        whole = ", ".join(entries)
-        entries = [*entries[:LONGEST], f"... {len(entries)} in all #{_digest(whole)}"]
+        full = ", ".join(entries)
+        entries = [*entries[:LONGEST], f"... {len(entries)} in all #{_digest(full)}"]
     return f"[{', '.join(entries)}]"
 
 
 def format_constant(arg: Any) -> str:
-    """A constant without its address: numbers and names in full, other objects by their type."""
+    """Return a constant without its address: numbers and names in full, other objects by their type."""
     if isinstance(arg, torch.dtype):
         return format_dtype(arg)
     if isinstance(arg, str):
@@ -243,7 +243,7 @@ def format_constant(arg: Any) -> str:
     if arg is None or isinstance(arg, (bool, int, float, complex)):
         return repr(arg)
     if isinstance(arg, torch.device):
-        return arg.type  # ranks of a machine compute on devices of other numbers
+        return arg.type  # without its number, which differs between ranks
     if isinstance(arg, (torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return str(arg).removeprefix("torch.")
     return f"<{type(arg).__name__}>"

@@ -1,9 +1,9 @@
-"""The record that a node carries: typed fields under one key of `node.meta`, which no other file of ours reads.
+"""The record of a node: typed fields under one key of `node.meta`, which no other file of ours reads.
 
     update(node, phase="backward", recomputed=True)      record(node).phase == "backward"
 
 Most readers go through `passes/program/ir.py`. Records are frozen and shared: a copied node has the record of its
-original. PyTorch's tools read and write other keys of `node.meta`; `from_torch` and `to_torch` are the door to those.
+original. PyTorch's tools read and write other keys of `node.meta`, through `from_torch` and `to_torch`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNSET = Unset.UNSET
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The code of the model that a node comes from: its `line`, `model.py:41`, and the paths of the modules called.
+    """The code of the model that a node comes from: its `line`, `model.py:41`, and the paths of the called modules.
 
     The outermost module comes first. A node of the loss, outside of the model, has none.
     """
@@ -98,10 +98,10 @@ def record(node: fx.Node) -> NodeRecord:
     return node.meta.get(_KEY, EMPTY)
 
 
-def set_record(node: fx.Node, to: NodeRecord) -> None:
-    """Replace all that a node carries, PyTorch's keys included, by a record."""
+def set_record(node: fx.Node, new_record: NodeRecord) -> None:
+    """Replace a node's metadata, PyTorch's keys included, by a record."""
     node.meta.clear()  # in place: setting any attribute of a node moves it in the graph's table of nodes by operator
-    node.meta[_KEY] = to
+    node.meta[_KEY] = new_record
 
 
 def update(node: fx.Node, **changes: Any) -> None:
@@ -114,9 +114,9 @@ def copy_origin(new: fx.Node, old: fx.Node) -> None:
 
     The fields that describe the new node's own value are not copied: value, spec, stands_for, role and body_nodes.
     """
-    own = record(new)
-    value_fields = {"value": own.value, "spec": own.spec, "stands_for": own.stands_for}
-    new.meta[_KEY] = _changed(record(old), value_fields | {"role": own.role, "body_nodes": own.body_nodes})
+    current = record(new)
+    value_fields = {"value": current.value, "spec": current.spec, "stands_for": current.stands_for}
+    new.meta[_KEY] = _changed(record(old), value_fields | {"role": current.role, "body_nodes": current.body_nodes})
 
 
 def _changed(old: NodeRecord, changes: dict[str, Any]) -> NodeRecord:
@@ -128,15 +128,15 @@ def differences(a: NodeRecord, b: NodeRecord, same_value: Callable[[Any, Any], b
     """Return the names of the fields in which two records differ; `same_value` compares values."""
     if a is b:
         return []
-    found = [] if same_value(a.value, b.value) else ["value"]
-    found += [name for name in FIELDS if name not in ("value", "body_nodes") and getattr(a, name) != getattr(b, name)]
+    names = [] if same_value(a.value, b.value) else ["value"]
+    names += [name for name in FIELDS if name not in ("value", "body_nodes") and getattr(a, name) != getattr(b, name)]
     pairs = list(zip(a.body_nodes, b.body_nodes))
     same_names = [x.name for x in a.body_nodes] == [y.name for y in b.body_nodes]
-    same = same_names and not any(differences(x.record, y.record, same_value) for x, y in pairs)
-    return found if same else [*found, "body_nodes"]
+    same_bodies = same_names and not any(differences(x.record, y.record, same_value) for x, y in pairs)
+    return names if same_bodies else [*names, "body_nodes"]
 
 
-# ---- the door to PyTorch's own tools -------------------------------------------------------------------
+# ---- exchange with PyTorch's own tools -----------------------------------------------------------------
 
 
 class Traced(NamedTuple):

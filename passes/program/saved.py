@@ -1,11 +1,11 @@
-"""Programs as JSON, and back: a restart reads what an earlier start made, tools read what a run dumped.
+"""Programs as JSON, and back: a restart reads what an earlier start wrote, tools read dumps.
 
     written({"step": program}) -> one JSON text        read(text) -> {"step": the same program}
     dumped({"step": program}) -> one JSON text         read_dump(JSON) -> {"step": a program that prints the same}
 
 Layouts, placements and the other fields of nodes' records are written once each and numbered. A program that was read
-prints as the one that was written, in line as well. Of its values it knows layouts only (`Described`). A dump may hold
-any program: where it has no form for an operator or a constant, it holds its printed text.
+prints like the one that was written, also when flattened. Its values have layouts only (`Described`). A dump may hold
+any program: operators and constants without a form are written as printed text.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub",
 RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role, Origin, Fold)}
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, str, type(None))
-FIELDS = {kind: [each.name for each in fields(kind)] for kind in RECORDS.values()}
-OF_A_PROCESS = ("fn", "local")  # namespaces of operators that are made for one program
+FIELDS = {kind: [item.name for item in fields(kind)] for kind in RECORDS.values()}
+OF_A_PROCESS = ("fn", "local")  # namespaces of operators defined for one program
 BY_NODE = ("value", "body_nodes")  # fields of a node's record that are not in a table
-SHARED = {each.name: each.default for each in fields(NodeRecord) if each.name not in BY_NODE}
+SHARED = {item.name: item.default for item in fields(NodeRecord) if item.name not in BY_NODE}
 shared_values = attrgetter(*SHARED)
 
 
 class Unwritable(Exception):
-    """A program that holds what text does not tell: it has to be made anew in each process."""
+    """A program with contents that text cannot express: each process has to build it itself."""
 
 
 class Unreadable(Exception):
-    """A text that is no program here: of another version, or of operators that this process has not."""
+    """A text that is no program here: of another version, or with operators that this process lacks."""
 
 
 def written(programs: Mapping[str, ir.Program]) -> str:
@@ -86,13 +86,13 @@ def reading() -> Iterator[None]:
 
 
 def operators_in(programs: Iterable[ir.Program]) -> set[OpOverload]:
-    """All operators that programs call, in their bodies too."""
-    found: set[OpOverload] = set()
+    """Return all operators that programs call, also in their bodies."""
+    operators: set[OpOverload] = set()
     for program in programs:
         for node in program.calls():
-            called = [node] if not isinstance(node.target, Body) else list(node.target.graph.nodes)
-            found |= {each.target for each in called if isinstance(each.target, OpOverload)}
-    return found
+            nodes = [node] if not isinstance(node.target, Body) else list(node.target.graph.nodes)
+            operators |= {inner.target for inner in nodes if isinstance(inner.target, OpOverload)}
+    return operators
 
 
 # ---- writing ----------------------------------------------------------------------------------------
@@ -115,13 +115,13 @@ class Table:
 
 @dataclass
 class Writer:
-    """Programs as JSON, what they share in tables."""
+    """Writes programs as JSON, with tables of shared entries."""
 
     layouts: Table = field(default_factory=Table)
     specs: Table = field(default_factory=Table)
     records: Table = field(default_factory=Table)
     bodies: list[Any] = field(default_factory=list)
-    known: dict[Body, int] = field(default_factory=dict)
+    body_numbers: dict[Body, int] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)  # of placements and tensors, by identity
 
     def text(self, programs: Mapping[str, ir.Program]) -> str:
@@ -136,7 +136,7 @@ class Writer:
     def program(self, program: ir.Program) -> dict[str, Any]:
         """Return a program, with those that compute its counts and bounds."""
         return {
-            "inputs": [self.input(given) for given in program.inputs],
+            "inputs": [self.input(input_) for input_ in program.inputs],
             "outputs": [[o.name, o.kind, self.spec(o.spec)] for o in program.outputs],
             "mesh": encoded(program.mesh),
             "stage": int(program.stage),
@@ -152,20 +152,20 @@ class Writer:
         children = module.named_children()
         return [self.graph(module.graph), {n: self.module(m) for n, m in children if isinstance(m, fx.GraphModule)}]
 
-    def input(self, given: ir.Input) -> dict[str, Any]:
+    def input(self, input_: ir.Input) -> dict[str, Any]:
         """Return an input, with its value if it is a constant."""
-        count = given.count and [self.program(given.count.program), given.count.microbatches]
-        value = None if given.value is None else self.constant(given.value)
-        forms = {"spec": self.spec(given.spec), "value": value, "roles": sorted(given.roles), "count": count}
-        others = (each.name for each in fields(given) if each.name not in forms)
-        return forms | {name: encoded(getattr(given, name)) for name in others}
+        count = input_.count and [self.program(input_.count.program), input_.count.microbatches]
+        value = None if input_.value is None else self.constant(input_.value)
+        forms = {"spec": self.spec(input_.spec), "value": value, "roles": sorted(input_.roles), "count": count}
+        others = (item.name for item in fields(input_) if item.name not in forms)
+        return forms | {name: encoded(getattr(input_, name)) for name in others}
 
     def constant(self, value: Tensor) -> Any:
         """Return the layout of a real tensor and its entries."""
         return [self.value(value), base64.b64encode(bytes_of(value)).decode()]
 
     def graph(self, graph: fx.Graph) -> list[Any]:
-        """The nodes of a graph in order: name, operator, target, operands, and what they carry."""
+        """Return the nodes of a graph in order: name, operator, target, operands, and record."""
         numbers = {node: i for i, node in enumerate(graph.nodes)}
         return [
             [node.name, node.op, self.target(node), *self.operands(node, numbers), *self.record(ir.record(node))]
@@ -173,7 +173,7 @@ class Writer:
         ]
 
     def target(self, node: fx.Node) -> Any:
-        """What a node calls."""
+        """Return the form of a node's target."""
         target = node.target
         if node.op in ("placeholder", "output", "get_attr"):
             return str(target)
@@ -187,28 +187,28 @@ class Writer:
         return f"operator.{name}"
 
     def unnamed(self, node: fx.Node) -> Any:
-        """Raise Unwritable for a call of what no name leads to in another process."""
-        raise Unwritable(f"%{node.name} calls {node.target}, which is made anew in each process")
+        """Raise Unwritable for the call of a target that other processes cannot find by name."""
+        raise Unwritable(f"%{node.name} calls {node.target}, which every process defines again")
 
     def body(self, body: Body) -> int:
-        """The number of a body."""
-        if body not in self.known:
+        """Return the number of a body."""
+        if body not in self.body_numbers:
             nodes = self.graph(body.graph)
-            self.known[body] = len(self.bodies)
+            self.body_numbers[body] = len(self.bodies)
             self.bodies.append([body.name, body.key, body.results, body.flat, nodes])
-        return self.known[body]
+        return self.body_numbers[body]
 
     def operands(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> tuple[Any, Any]:
-        """What a node is given, by place and by name."""
+        """Return a node's operands, positional and by keyword."""
         return self.value(node.args, numbers)["t"], {k: self.value(v, numbers) for k, v in node.kwargs.items()}
 
     def record(self, record: NodeRecord) -> tuple[int, Any, Any]:
-        """The number of a record's shared fields, its value, and the nodes that the call of a body replaces."""
+        """Return the number of a record's shared fields, its value, and the nodes that the call of a body replaces."""
         body_nodes = [[name, *self.record(inner)[:2]] for name, inner in record.body_nodes]
         return self.shared(record), self.value(record.value), body_nodes or None
 
     def shared(self, record: NodeRecord) -> int:
-        """Return the number of all fields of a record that are not at their defaults, but `BY_NODE`."""
+        """Return the number of a record's fields other than `BY_NODE`; fields at their defaults are left out."""
         values = [self.spec(v) if isinstance(v, Spec) else v for v in shared_values(record)]
         if (key := tuple(values)) in self.records.numbers:
             return self.records.numbers[key]
@@ -217,7 +217,7 @@ class Writer:
 
     def spec(self, spec: Spec) -> int:
         """Return the number of a placement."""
-        if id(spec) not in self.numbers:  # which the program keeps alive
+        if id(spec) not in self.numbers:  # the program keeps `spec` alive, so ids are unique
             self.numbers[id(spec)] = self.specs.number(repr(spec), encoded(spec))
         return self.numbers[id(spec)]
 
@@ -229,7 +229,7 @@ class Writer:
         return self.numbers[id(value)]
 
     def value(self, value: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
-        """Return an operand, or what a node yields; raise Unwritable."""
+        """Return an operand or a node's value; raise Unwritable."""
         if type(value) in PLAIN:
             return value
         if isinstance(value, fx.Node):
@@ -264,7 +264,7 @@ class DumpWriter(Writer):
         return None
 
     def unnamed(self, node: fx.Node) -> Any:
-        """Return the printed name of what a node calls."""
+        """Return the printed name of a node's target."""
         return {"p": op_name(node.target)}
 
     def unknown(self, value: Any) -> Any:
@@ -273,7 +273,7 @@ class DumpWriter(Writer):
 
 
 def encoded(value: Any) -> Any:
-    """A dataclass of `RECORDS` as JSON, by its fields; raises Unwritable."""
+    """Return a dataclass of `RECORDS` as JSON, by its fields; raise Unwritable."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -285,7 +285,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(entry: Any) -> Any:
-    """The value that `encoded` wrote."""
+    """Return the value that `encoded` wrote."""
     if isinstance(entry, list):
         return tuple(decoded(part) for part in entry)
     if not isinstance(entry, dict):
@@ -299,14 +299,14 @@ def sizes_are_known(value: Tensor) -> bool:
 
 
 def layout_of(value: Tensor) -> list[Any]:
-    """Shape, strides, offset, dtype and device of a tensor, and the bytes of its storage."""
-    where = str(value.dtype).removeprefix("torch."), value.device.type
+    """Return shape, strides, offset, dtype and device of a tensor, and the bytes of its storage."""
+    kinds = str(value.dtype).removeprefix("torch."), value.device.type
     storage = value.untyped_storage().nbytes()
-    return [list(value.shape), list(value.stride()), value.storage_offset(), *where, storage]
+    return [list(value.shape), list(value.stride()), value.storage_offset(), *kinds, storage]
 
 
 def bytes_of(value: Tensor) -> bytes:
-    """The entries of a real tensor, in order."""
+    """Return the entries of a real tensor, in order."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -314,7 +314,7 @@ def bytes_of(value: Tensor) -> bytes:
 
 
 class Reader:
-    """Programs from JSON, over tables of what they share."""
+    """Reads programs from JSON, with tables of shared entries."""
 
     def __init__(self, tables: Mapping[str, Sequence[Any]], bodies: Sequence[Any]):
         self.layouts = [tensor_of(entry) for entry in tables["layouts"]]
@@ -324,15 +324,15 @@ class Reader:
 
     @classmethod
     def programs(cls, content: Mapping[str, Any]) -> dict[str, ir.Program]:
-        """The programs by name."""
+        """Return the programs by name."""
         reader = cls(content["tables"], content["bodies"])
         return {name: reader.program(part) for name, part in content["programs"].items()}
 
     def program(self, part: Mapping[str, Any]) -> ir.Program:
-        """A program, with those that compute its counts and bounds."""
+        """Return a program, with those that compute its counts and bounds."""
         return ir.Program(
             self.module(*part["graph"]),
-            tuple(self.input(**given) for given in part["inputs"]),
+            tuple(self.input(**input_) for input_ in part["inputs"]),
             tuple(ir.Output(name, kind, self.specs[spec]) for name, kind, spec in part["outputs"]),
             decoded(part["mesh"]),
             Stage(part["stage"]),
@@ -343,33 +343,33 @@ class Reader:
         )
 
     def module(self, nodes: Sequence[Any], children: Mapping[str, Any]) -> fx.GraphModule:
-        """A module of a graph and of the graphs that its operators call."""
+        """Return a module of a graph and of the graphs that its operators call."""
         module = LazyGraphModule(torch.nn.Module(), self.graph(nodes))
         for name, child in children.items():
             module.add_module(name, self.module(*child))
         return module
 
     def input(self, spec: int, value: Any, roles: Any, count: Any, **others: Any) -> ir.Input:
-        """An input, with its value if it is a constant."""
+        """Return an input, with its value if it is a constant."""
         number = count and ir.Count(self.program(count[0]), count[1])
         real = None if value is None else tensor_from(self.value(value[0], ()), value[1])
         plain = {name: decoded(form) for name, form in others.items()}
         return ir.Input(spec=self.specs[spec], value=real, roles=frozenset(roles), count=number, **plain)
 
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:
-        """A graph of nodes in order."""
-        graph, made = fx.Graph(), list[fx.Node]()
+        """Return a graph of nodes in order."""
+        graph, new_nodes = fx.Graph(), list[fx.Node]()
         for name, op, target, args, kwargs, *record in nodes:
             node = graph.create_node(op, self.target(op, target), name=name)
-            node.args = tuple([self.value(arg, made) for arg in args])
+            node.args = tuple([self.value(arg, new_nodes) for arg in args])
             if kwargs:
-                node.kwargs = {key: self.value(arg, made) for key, arg in kwargs.items()}
+                node.kwargs = {key: self.value(arg, new_nodes) for key, arg in kwargs.items()}
             ir.set_record(node, self.record(*record))
-            made.append(node)
+            new_nodes.append(node)
         return graph
 
     def target(self, op: str, target: Any) -> Any:
-        """What a node calls."""
+        """Return a node's target."""
         if op != "call_function":
             return target
         if isinstance(target, int):
@@ -378,27 +378,27 @@ class Reader:
         return FUNCTIONS[name] if space == "operator" else getattr(getattr(getattr(torch.ops, space), name), overload)
 
     def body(self, name: str, key: str, results: Sequence[int], flat: bool, nodes: Sequence[Any]) -> Body:
-        """A body."""
+        """Return a body."""
         return Body(name, self.graph(nodes), key, tuple(results), flat)
 
     def record(self, shared: int, value: Any, body_nodes: Any = None) -> NodeRecord:
-        """The record of a node."""
+        """Return the record of a node."""
         nodes = tuple(BodyNode(name, self.record(*inner)) for name, *inner in body_nodes or ())
         return replace(self.records[shared], value=self.value(value, ()), body_nodes=nodes)
 
     def shared(self, entry: Mapping[str, Any]) -> NodeRecord:
-        """A record without the fields `BY_NODE`."""
+        """Return a record without the fields `BY_NODE`."""
         return NodeRecord(**{k: self.specs[v] if k == "spec" else decoded(v) for k, v in entry.items()})
 
-    def value(self, given: Any, made: Sequence[fx.Node]) -> Any:
-        """An operand, or what a node yields."""
-        if isinstance(given, list):
-            return [self.value(part, made) for part in given]
-        if not isinstance(given, dict):
-            return given
-        ((kind, inner),) = given.items()
+    def value(self, form: Any, nodes: Sequence[fx.Node]) -> Any:
+        """Return an operand or a node's value."""
+        if isinstance(form, list):
+            return [self.value(part, nodes) for part in form]
+        if not isinstance(form, dict):
+            return form
+        ((kind, inner),) = form.items()
         if kind == "n":
-            return made[inner]
+            return nodes[inner]
         if kind == "v":
             return self.layouts[inner]
         if kind == "c":
@@ -409,15 +409,15 @@ class Reader:
             return complex(*inner)
         if kind == "p":
             return Printed(inner)
-        parts = [self.value(part, made) for part in inner]
+        parts = [self.value(part, nodes) for part in inner]
         return tuple(parts) if kind == "t" else slice(*parts)
 
 
 class DumpReader(Reader):
-    """Reads programs whose operators are the names that they print as: another process, or version, may lack them."""
+    """Reads programs whose operators are printed names: another process or version may lack the operators."""
 
     def target(self, op: str, target: Any) -> Any:
-        """What a node calls: a body, or a name."""
+        """Return a node's target: a body, or a name."""
         if isinstance(target, dict):
             return Printed(target["p"])
         is_name = op == "call_function" and isinstance(target, str)
@@ -425,7 +425,7 @@ class DumpReader(Reader):
 
 
 def names_of_calls(content: Mapping[str, Any]) -> list[str]:
-    """The printed names of the operators in a dump, those of a body once; raise Unreadable."""
+    """Return the printed names of the operators in a dump, those of a body once; raise Unreadable."""
     with reading():
         graphs: list[Any] = [(body[4], {}) for body in content["bodies"]]
         graphs += [part["graph"] for part in content["programs"].values()]
@@ -436,32 +436,32 @@ def names_of_calls(content: Mapping[str, Any]) -> list[str]:
 
 
 def printed_name(target: str) -> str:
-    """An operator of the text as it prints."""
+    """Return a written operator's printed name."""
     return short_name(target.removeprefix("operator."))
 
 
 def constant_of(name: str) -> Any:
-    """A dtype, a layout or a memory format by its name; raises ValueError for all else that PyTorch has."""
-    found = getattr(torch, name)
-    if not isinstance(found, CONSTANTS):
-        raise ValueError(f"{name} is no constant")
-    return found
+    """Return a dtype, layout or memory format by its name; raise ValueError for other attributes of torch."""
+    value = getattr(torch, name)
+    if not isinstance(value, CONSTANTS):
+        raise ValueError(f"{name} is not a dtype, layout or memory format")
+    return value
 
 
 def tensor_of(layout: Sequence[Any]) -> Tensor:
-    """What describes a tensor."""
+    """Return the description of a tensor."""
     shape, stride, offset, dtype, device, storage_bytes = layout
     return described(shape, stride, offset, constant_of(dtype), device_here(device), storage_bytes)
 
 
 def device_here(kind: str) -> torch.device:
-    """The device of a kind that this process computes on: ranks of a machine read one text."""
+    """Return this process's device of a kind: ranks of a machine read one text."""
     index = torch.cuda.current_device() if kind == "cuda" and torch.cuda.is_available() else 0
     return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
 
 
 def tensor_from(layout: Tensor, entries: str) -> Tensor:
-    """A real tensor of a layout, of its entries in order."""
+    """Return a real tensor of a layout, from its entries in order."""
     flat = torch.frombuffer(bytearray(base64.b64decode(entries)), dtype=torch.uint8) if entries else torch.empty(0)
-    made = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
-    return made.copy_(flat.view(layout.dtype).view(layout.shape)).to(layout.device)
+    result = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
+    return result.copy_(flat.view(layout.dtype).view(layout.shape)).to(layout.device)

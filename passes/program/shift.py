@@ -1,13 +1,13 @@
-"""Ring communication: every rank of an axis sends to the one `by` places on, and receives from as far back.
+"""Ring communication: every rank of an axis sends to the rank `by` places after it, and receives from that before it.
 
     y = shift(x, "cp", 1)       in flight
     ...
-    y = arrive(y, x)            there; x may be written again
+    y = arrive(y, x)            done; x may be written again
 
-    y = shift_by(x, hops, "cp", 0, 1, False)    as far as row 0 of hops, of step 1 of a ring, says; 0: nothing is sent
+    y = shift_by(x, hops, "cp", 0, 1, False)    as far as row 0 of hops says for step 1 of a ring; 0: nothing is sent
 
-To start and to end are two operators, as functional collectives have a wait, so that what stands between them runs
-beside the transfer. `arrive` takes what was sent as well: its memory must not be used for anything else before.
+Start and end are two operators, like functional collectives and their waits, so that the nodes between them run during
+the transfer. `arrive` also takes the sent tensor: its memory must not be reused before.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _library = torch.library.Library("ct", "FRAGMENT")
 _library.define("shift(Tensor x, str axis, int by) -> Tensor")
 _library.define("shift_by(Tensor x, Tensor hops, str axis, int row, int step, bool home) -> Tensor")
 _library.define("arrive(Tensor(a) y, Tensor x) -> Tensor(a)")
-_in_flight: dict[int, Flight] = {}  # by address of the tensor that is received
+_in_flight: dict[int, Flight] = {}  # by address of the received tensor
 
 
 class Flight(NamedTuple):
-    """Transfers to be waited for, and the tensor that is sent: Inductor may pass a copy of its own, and free it."""
+    """Running transfers, and the sent tensor: Inductor may pass a copy of its own, and free it."""
 
     works: list[Any]
     sent: Tensor
 
 
 def forget() -> None:
-    """Forget the transfers of a step that failed."""
+    """Forget the transfers of a failed step."""
     _in_flight.clear()
 
 
@@ -57,15 +57,15 @@ def _shift(x: Tensor, axis: str, by: int) -> Tensor:
 
 
 def divisors(axis_size: int) -> list[int]:
-    """How many neighbours may be one place of a ring: each has rows of its own in a table of hops."""
+    """Return the numbers of adjacent ranks that may form one place of a ring; a table of hops has rows for each."""
     return [inner for inner in range(1, axis_size) if axis_size % inner == 0]
 
 
 def hops_at(hops: Tensor, row: int, step: int, home: bool, axis_size: int) -> int:
-    """How many ranks further to send the keys at hand after a step of the ring, from the table `hops`.
+    """Return how many ranks further to send the current keys after a step of the ring, from the table `hops`.
 
-    `hops`, i64[rows, steps] on the host, holds the distance from each step that is needed to the next, from the last
-    one home, and 0 at a step that no rank needs. With `home` the last step sends, too.
+    `hops`, i64[rows, steps] on the host, holds the distance from each needed step to the next, from the last one home,
+    and 0 at a step that no rank needs. With `home` the last step sends, too.
     """
     by = int(hops[row, step])
     return by % axis_size if home or step + by < axis_size else 0
@@ -79,7 +79,7 @@ def _shift_by(x: Tensor, hops: Tensor, axis: str, row: int, step: int, home: boo
 @torch.library.impl(_library, "arrive", "CompositeExplicitAutograd")
 def _arrive(y: Tensor, x: Tensor) -> Tensor:
     if y.numel() and y.data_ptr() not in _in_flight:
-        raise RuntimeError("ct::arrive: nothing is on its way to this tensor; a copy was made of what a shift returned")
+        raise RuntimeError("ct::arrive: no transfer to this tensor is running; the result of the shift was copied")
     if y.numel():
         for work in _in_flight.pop(y.data_ptr()).works:
             work.wait()

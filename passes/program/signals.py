@@ -1,4 +1,4 @@
-"""Compilers that a signal for this process does not end."""
+"""Protect compiler processes from signals that this process handles."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ PLAIN = (None, signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
 
 
 def undisturbed(work: Callable[P, R]) -> Callable[P, R]:
-    """`work`, in which processes that it starts do not get the signals that this process handles itself.
+    """Wrap `work` so that processes it starts do not get the signals that this process handles itself.
 
-    Ctrl-C goes to a whole group of processes: a run that ends after its step would lose it with the compiler. This
-    process goes on handling them, in other threads.
+    Ctrl-C goes to a whole group of processes: a run that ends after its step would lose its compiler. This process
+    still handles the signals, in other threads.
     """
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        handled = {each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) not in PLAIN}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # which a child inherits
+        handled = {number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) not in PLAIN}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # child processes inherit the mask
         try:
             return work(*args, **kwargs)
         finally:

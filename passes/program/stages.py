@@ -1,4 +1,4 @@
-"""How far a program has come from the captured model to what ranks run; `check/verify.py` says what each may hold.
+"""The stages of a program from the captured model to the program of a rank; `check/verify.py` checks their promises.
 
     captured -> normalized -> placed -> local -> joint -> step -> bucketed -> explicit -> ordered -> segmented
 
@@ -11,17 +11,17 @@ from enum import IntEnum
 
 
 class Stage(IntEnum):
-    """A stage; a later one is greater."""
+    """A stage; later ones are greater."""
 
     CAPTURED = 0  # the model and its loss on one device, as `torch.export` left them
-    NORMALIZED = 1  # of operators that rules speak of
-    PLACED = 2  # inputs say where they live
-    LOCAL = 3  # what one rank runs: reshard operators change placements
+    NORMALIZED = 1  # the same, written in operators that have rules
+    PLACED = 2  # the same, with a placement for each input
+    LOCAL = 3  # the program of one rank: reshard operators change placements
     JOINT = 4  # forward and backward: every parameter has a gradient
-    STEP = 5  # which an update or an accumulator has consumed
-    BUCKETED = 6  # collectives stand where they are sent, those that travel together as one
+    STEP = 5  # an update or an accumulator has consumed the gradients
+    BUCKETED = 6  # collectives are where they are sent, and merged into buckets
     EXPLICIT = 7  # reshard operators are functional collectives and plain arithmetic
-    ORDERED = 8  # operators stand in the order in which they run, and say what they are to the layers
+    ORDERED = 8  # operators are in their order of execution, with their roles in layers
     SEGMENTED = 9  # calls of bodies, each compiled once
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""The tasks of a pipelined step: the part of the program that ranks of one stage run in one turn.
+"""The tasks of a pipelined step: the part of the program that ranks of one stage run at a time.
 
-    F0, B0   the forward and the backward of stage 0       I0, W0   a backward in two: of inputs, then of weights
-    A0       gathers the parameters of stage 0             G0, R0, U0   the update of pipeline rank 0
+F0, B0   the forward and the backward of stage 0       I0, W0   a backward in two: of inputs, then of weights
+A0       gathers the parameters of stage 0             G0, R0, U0   the update of pipeline rank 0
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 GATHER = "A"
-SHARE, REDUCE, UPDATE = "G", "R", "U"  # terms of gradients that ranks share, the norm, and what changes
+SHARE, REDUCE, UPDATE = "G", "R", "U"  # exchange gradient terms, compute the norm, update
 OF_RANKS = (SHARE, REDUCE, UPDATE)
 SQUARE = "square"  # the square of the gradients' norm
 
@@ -26,7 +26,7 @@ class Task(NamedTuple):
 
 
 def square_of(rank: int) -> str:
-    """Return the name of the squared norm that a pipeline rank sends the next: of its gradients and all before them."""
+    """Return the name of the running sum of squared norms that a pipeline rank sends to the next."""
     return f"{SQUARE}@{rank}"
 
 

@@ -1,6 +1,6 @@
-"""Every use of PyTorch's private API, all of it checked on torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0.
+"""All uses of PyTorch's private API, checked on torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0.
 
-What differs between them asks for `VERSION`.
+Code that differs between them checks `VERSION`.
 """
 
 from __future__ import annotations
@@ -115,18 +115,18 @@ __all__ = [
 ]
 
 c10d = torch.ops._c10d_functional
-Ask = Callable[[list[str], str], Callable[[], Any]]  # the types of a C++ kernel's arguments, its source -> its loader
-SET_GRAD_ENABLED = torch._C._set_grad_enabled  # a node's target in a graph whose regions are in line
+Ask = Callable[[list[str], str], Callable[[], Any]]  # (argument types of a C++ kernel, its source) -> its loader
+SET_GRAD_ENABLED = torch._C._set_grad_enabled  # a node's target in a graph with inline regions
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @functools.cache
 def _core_decompositions() -> dict:
-    return core_aten_decompositions()  # built anew on every call, in a second
+    return core_aten_decompositions()  # takes a second on every call
 
 
 def decomposition(op: Any) -> Callable | None:
-    """One level of an operator's definition in terms of others, or None."""
+    """Return one level of an operator's definition in terms of others, or None."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
     table = _core_decompositions()
@@ -138,49 +138,49 @@ def decomposition(op: Any) -> Callable | None:
 
 
 class _Composite(ProxyTorchDispatchMode):
-    """A mode that gets composite operators whole, which PyTorch lets its own kinds of modes do alone."""
+    """A mode that sees composite operators undecomposed, which PyTorch allows only its own kinds of modes."""
 
     def __init__(self, called: Callable[[OpOverload, tuple, dict], Any]):
         super().__init__(None, "real", pre_dispatch=True)  # type: ignore[arg-type]
         self.called = called
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
-        with torch._C._DisablePythonDispatcher():  # which is slow, and has done its part
+        with torch._C._DisablePythonDispatcher():  # the dispatcher is slow, and no longer needed here
             return self.called(func, args, kwargs or {})
 
 
 @contextmanager
 def composite_operators(called: Callable[[OpOverload, tuple, dict], Any]) -> Iterator[None]:
-    """While on, `called` is asked for what operators yield, composite ones among them."""
+    """While active, call `called` for the results of operators, composite ones included."""
     with enable_python_dispatcher(), _Composite(called):
         yield
 
 
 @contextmanager
 def composites_of(module: fx.GraphModule) -> Iterator[None]:
-    """While on, an exported program that is made functional keeps whole those composite operators that it calls.
+    """While active, let functionalization of an exported program keep the composite operators that it calls.
 
-    By itself PyTorch gets ready to keep each that exists, a thousand, which takes longer than a small model.
+    By default PyTorch prepares to keep all existing ones, a thousand, which takes longer than a small model.
     """
     from torch._export.utils import _is_preservable_cia_op
 
     graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
     called = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
-    kept = {op for op in called if _is_preservable_cia_op(op)}
-    with patch("torch.export.exported_program._collect_all_valid_cia_ops", lambda: kept):
+    preserved = {op for op in called if _is_preservable_cia_op(op)}
+    with patch("torch.export.exported_program._collect_all_valid_cia_ops", lambda: preserved):
         yield
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Whether an operator is written in terms of others, so that it may return an operand as it is."""
+    """Return True if an operator is defined in terms of others, so that it may return an operand itself."""
     return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 @contextmanager
 def regions_in_line() -> Iterator[None]:
-    """While on, export leaves regions of `no_grad` and `autocast` in line, between the nodes that begin and end them.
+    """While active, export leaves regions of `no_grad` and `autocast` inline, between nodes that begin and end them.
 
-    By itself it makes each an operator with a graph of its own, which nobody would look into.
+    By default it makes each an operator with a graph of its own, which none of our passes would look into.
     """
     passes = "torch._export.passes"
     with ExitStack() as stack:
@@ -190,24 +190,24 @@ def regions_in_line() -> Iterator[None]:
 
 
 def has_autograd_kernel(op: OpOverload) -> bool:
-    """Whether an operator brings a gradient of its own, or refuses to have one."""
+    """Return True if an operator has a gradient of its own, or refuses to have one."""
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in ("Autograd", "AutogradCPU"))
 
 
 def number_in(value: Tensor) -> bool | int | float | complex:
-    """The entry of a real tensor that has one, under whatever fake mode."""
+    """Return the entry of a real tensor that has one, under any fake mode."""
     with unset_fake_temporarily():
         return value.detach().item()
 
 
 def snapshot(value: Any) -> Any:
-    """A tensor as it is now, in the same storage and without history; anything else as it is."""
+    """Return a tensor as it is now, in the same storage and without history; other values unchanged."""
     return snapshot_fake(value) if isinstance(value, Tensor) else value
 
 
 @contextmanager
 def checkpoints_inside(region: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """While on, `torch.utils.checkpoint` calls its function once, inside `region()`, and as if it were not there."""
+    """While active, `torch.utils.checkpoint` calls its function once, inside `region()`, without checkpointing."""
 
     def reentrant(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
         with region():
@@ -219,25 +219,25 @@ def checkpoints_inside(region: Callable[[], AbstractContextManager]) -> Iterator
 
     from torch.utils import checkpoint
 
-    generator = "_checkpoint_without_reentrant_generator"  # from 2.14 on that is for callers outside of PyTorch
+    generator = "_checkpoint_without_reentrant_generator"  # since 2.14 only for callers outside of PyTorch
     generator = generator + "_impl" if VERSION >= (2, 14) else generator
     with patch.object(checkpoint.CheckpointFunction, "apply", reentrant), patch.object(checkpoint, generator, around):
         yield
 
 
 def data_dependent() -> type[Exception]:
-    """What is raised where Python code asks for a number that is known at run time only."""
+    """Return the exception raised if Python code needs a number that is known only at run time."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # imports sympy
 
     return GuardOnDataDependentSymNode
 
 
 class Described(Tensor):
-    """How a tensor lies, without one: to make a fake mode takes seconds of imports."""
+    """The layout of a tensor without data: creating a fake mode takes seconds of imports."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        raise TypeError(f"{func} was called on what only describes a tensor")
+        raise TypeError(f"{func} was called on a mere description of a tensor")
 
 
 def described(
@@ -248,7 +248,7 @@ def described(
     device: torch.device,
     storage_bytes: int,
 ) -> Tensor:
-    """What tells shape, strides, offset, dtype, device and the size of the storage of a tensor, and no more."""
+    """Return an object with only shape, strides, offset, dtype, device and storage size of a tensor."""
     return Tensor._make_wrapper_subclass(
         Described,
         shape,
@@ -261,19 +261,19 @@ def described(
 
 
 def lazy_graph_modules() -> AbstractContextManager:
-    """While on, what is traced becomes a graph module whose code is generated when it is first called, if ever."""
+    """While active, traced graph modules generate their code when they are first called, if ever."""
     return _use_lazy_graph_module(True)
 
 
 def inductor_decompositions() -> dict:
-    """The decompositions that Inductor expects to have been applied."""
+    """Return the decompositions that Inductor expects to have been applied."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
 
 
 def keep_after(graph: fx.Graph, earlier: Mapping[fx.Node, fx.Node]) -> None:
-    """Let Inductor place nodes after others that they do not read."""
+    """Make Inductor place nodes after others that they do not read."""
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
@@ -300,35 +300,35 @@ def compile_inner(
 ) -> Any:
     """Return Inductor's compilation of a flat graph, by its `options`; results keep their strides.
 
-    It is called with a list, which it empties. No kernel writes over the operands of the operators that it `starts`
-    transfers with, nor of collectives that are waited for elsewhere.
+    It is called with a list, which it empties. No kernel overwrites the operands of the operators in `starts`, which
+    start transfers, or of collectives whose wait is elsewhere.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
     output = module.graph.output_node()
-    to_torch(output, user_visible_output_idxs=list(range(len(output.args[0]))))  # or Inductor picks strides of its own
+    to_torch(output, user_visible_output_idxs=list(range(len(output.args[0]))))  # otherwise Inductor picks strides
     settings = {
         **options,
         "reorder_for_peak_memory": False,  # the order is the graph's
-        "fx_graph_cache": False,  # we keep what is compiled
+        "fx_graph_cache": False,  # we have a cache of our own
     }
-    with ExitStack() as on:
-        for each in (tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(settings)):
-            on.enter_context(each)
-        on.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # a job in float32 says it when it starts
-        on.enter_context(_flex_as_laid_out())
-        on.enter_context(_never_reused(starts))
+    with ExitStack() as stack:
+        for context in (tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(settings)):
+            stack.enter_context(context)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # a float32 job logs this itself
+        stack.enter_context(_flex_as_laid_out())
+        stack.enter_context(_never_reused(starts))
         return compile_fx_inner(module, list(values))
 
 
 @contextmanager
 def _never_reused(operators: Collection[OpOverload]) -> Iterator[None]:
-    """Let Inductor never use the memory of what is in flight after an operator, or a body, for another value.
+    """Keep Inductor from reusing the memory of values in flight after an operator, or after a body.
 
-    It may pass an operand as a copy, in other strides, of which it takes the operator to be the last reader.
+    It may pass an operand as a copy, in other strides, and take the operator for the copy's last reader.
     """
     from torch._inductor.ir import FallbackKernel
     from torch._inductor.virtualized import V
@@ -344,11 +344,11 @@ def _never_reused(operators: Collection[OpOverload]) -> Iterator[None]:
 
 
 def _is_waited_for_elsewhere(node: fx.Node) -> bool:
-    """Return whether a node starts a collective that no node of its graph waits for."""
+    """Return True if a node starts a collective that no node of its graph waits for."""
     if getattr(node.target, "namespace", "") != "_c10d_functional" or node.target is _WAIT:
         return False
     results = [user for user in node.users if user.target is operator.getitem]
-    return not any(user.target is _WAIT for each in (node, *results) for user in each.users)
+    return not any(user.target is _WAIT for result in (node, *results) for user in result.users)
 
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -356,11 +356,11 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @contextmanager
 def kernels_together(ask: Ask | None = None, build: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let Inductor lower one graph after another while workers compile their kernels; all are loaded on exit.
+    """Let Inductor lower one graph after another while workers compile their kernels; load all on exit.
 
-    By itself it waits for the kernels of each graph before it lowers the next. Graphs that have a kernel in common
-    share it: a kernel that a worker returns can be taken once. With `ask`, C++ kernels come from there; `build` begins
-    the last of them.
+    By default it waits for the kernels of each graph before it lowers the next. Graphs with a kernel in common share
+    it: a kernel that a worker returns can be taken once. With `ask`, C++ kernels come from there; `build` starts
+    building the last of them.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CodeCacheFuture, LambdaFuture
@@ -368,22 +368,22 @@ def kernels_together(ask: Ask | None = None, build: Callable[[], None] = lambda:
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
     wait = AsyncCompile.wait
 
-    def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+    def defer(self: AsyncCompile, scope: dict[str, Any]) -> None:
         waiting.append((self, scope))
 
     def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source: str) -> Any:
         return LambdaFuture(ask(argtypes, source))  # type: ignore[misc]
 
-    with patch.object(AsyncCompile, "wait", later), ExitStack() as on:
+    with patch.object(AsyncCompile, "wait", defer), ExitStack() as stack:
         if ask is not None:
-            on.enter_context(patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding))
+            stack.enter_context(patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding))
         yield
     build()
     compiled: dict[CodeCacheFuture, Any] = {}
-    for each, scope in waiting:
+    for compiler, scope in waiting:
         kernels = {name: value for name, value in scope.items() if isinstance(value, CodeCacheFuture)}
         scope.update({name: compiled[kernel] for name, kernel in kernels.items() if kernel in compiled})
-        wait(each, scope)
+        wait(compiler, scope)
         compiled |= {kernel: scope[name] for name, kernel in kernels.items()}
 
 
@@ -397,22 +397,22 @@ def start_workers() -> None:
 def see_one_gpu(number: int) -> int:
     """Let CUDA see only the GPU `number` of those that this process sees; return the number it has from then on.
 
-    That is 0: what Inductor writes for one rank's GPU is then right for all ranks of a machine. NCCL reaches GPUs that
-    a process does not see. If CUDA has started already, all GPUs stay visible and keep their numbers.
+    That is 0: the code that Inductor writes for one rank's GPU then works for all ranks of a machine. NCCL reaches GPUs
+    that a process does not see. If CUDA has started already, all GPUs stay visible and keep their numbers.
     """
     name = "CUDA_VISIBLE_DEVICES"
-    before, count = os.environ.get(name), 0 if torch.version.cuda is None else torch.cuda.device_count()
+    earlier, count = os.environ.get(name), 0 if torch.version.cuda is None else torch.cuda.device_count()
     if count < 2 or torch.cuda.is_initialized():
         return number if count > 1 else 0
-    os.environ[name] = before.split(",")[number].strip() if before else str(number)
+    os.environ[name] = earlier.split(",")[number].strip() if earlier else str(number)
     if torch._C._cuda_getDeviceCount() == 1:
         return 0
-    os.environ.pop(name) if before is None else os.environ.update({name: before})  # CUDA read it before
+    os.environ.pop(name) if earlier is None else os.environ.update({name: earlier})  # CUDA read it before
     return number
 
 
 def save_compiled(compiled: Any, source: str) -> bytes:
-    """What `compile_inner` returned, with this as its source, to be loaded by another process of this machine."""
+    """Serialize the result of `compile_inner`, with this source, for other processes of this machine."""
     from torch._inductor.codecache import PyCodeCache
 
     saved = copy.copy(compiled)
@@ -423,29 +423,29 @@ def save_compiled(compiled: Any, source: str) -> bytes:
 
 
 def load_compiled(saved: bytes) -> Any:
-    """Return what `compile_inner` returned, from what `save_compiled` saved."""
+    """Return the result of `compile_inner` that `save_compiled` serialized."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
     compiled, constants = pickle.loads(saved), CompiledFxGraphConstants()
-    compiled.cache_key, _ = PyCodeCache.write(compiled.source_code)  # unless it is there as it was
+    compiled.cache_key, _ = PyCodeCache.write(compiled.source_code)  # no-op if it is unchanged
     compiled.after_deserialization(constants)
     compiled.post_compile((), constants, compiled.fx_kwargs)
     return compiled
 
 
 def kernels_of(compiled: Any) -> Callable:
-    """What runs of a compiled graph: the graph itself, when called, adds a mark for profilers that names nothing."""
+    """Return the code of a compiled graph: calling the graph itself adds an unnamed mark for profilers."""
     return compiled.current_callable
 
 
 def is_code_alone(compiled: Any) -> bool:
-    """Whether nothing but its code, on the CPU, runs of a compiled graph: no constants, and inputs as they come."""
+    """Return True if a compiled graph is only code, on the CPU: no constants, and no input checks."""
     return set(compiled.device_types) <= {"cpu"} and not compiled.constants and not compiled.inputs_to_check
 
 
 def line_mode() -> tuple[FakeTensorMode, Any]:
-    """A fake mode for tensors of one dim of any length, and that length."""
+    """Return a fake mode for 1-D tensors of any length, and that length."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -455,7 +455,7 @@ def line_mode() -> tuple[FakeTensorMode, Any]:
 
 
 def compiler_folder() -> Path:
-    """Where Inductor keeps what it compiles; found without its import, by the same rules."""
+    """Return Inductor's cache folder, by its rules but without importing it."""
     if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return Path(os.path.abspath(folder))
     try:
@@ -466,14 +466,14 @@ def compiler_folder() -> Path:
 
 
 def inductor_options() -> str:
-    """Inductor's options as they are."""
+    """Return Inductor's current options."""
     from torch._inductor import config
 
     return repr(config.save_config_portable())
 
 
 def compiler_state() -> str:
-    """What Inductor's results depend on beside the graph: its source, its options, the machine."""
+    """Return the state that Inductor's results depend on besides the graph: its source, its options, the machine."""
     from torch._inductor import config
     from torch._inductor.codecache import CacheBase, torch_key
 
@@ -488,7 +488,7 @@ def import_cpp_compiler() -> None:
     import torch._dynamo
     import torch._inductor.async_compile
     import torch._inductor.output_code
-    import torch.utils.cpp_extension  # noqa: F401  # which building imports, and with AVX-512 the choice before it
+    import torch.utils.cpp_extension  # noqa: F401  # needed for building, and for choosing AVX-512
 
 
 @contextmanager
@@ -497,17 +497,17 @@ def execute_only(
 ) -> Iterator[None]:
     """Let Inductor use a file of its cache only if it has the content that was written or built.
 
-    By itself Inductor trusts the name. A source with another content is `put` again; a library or precompiled header
-    is built again unless it `is_whole`, and `note`d.
+    By default Inductor trusts the name. A source with other content is `put` again; a library or precompiled header is
+    built again unless it `is_whole`, and `note`d.
     """
     from torch._inductor import codecache
     from torch.utils._filelock import FileLock
 
     def write(content: str | bytes, *args: Any, **kwargs: Any) -> tuple[str, str]:
         key, path = _write(content, *args, **kwargs)
-        wanted = content.encode() if isinstance(content, str) else content
-        if Path(path).read_bytes() != wanted:
-            put(Path(path), wanted)
+        expected = content.encode() if isinstance(content, str) else content
+        if Path(path).read_bytes() != expected:
+            put(Path(path), expected)
         return key, path
 
     def build(lock_path: str, cpp_builders: Sequence[Any]) -> None:
@@ -527,10 +527,10 @@ def execute_only(
 
 @contextmanager
 def instructions_untested() -> Iterator[None]:
-    """Let Inductor take the best instruction set of the processor on trust, and forget it on exit.
+    """Make Inductor take the processor's best instruction set without tests, and forget it on exit.
 
-    By itself it builds a library of PyTorch's vectors for every set, seconds each, and loads it in another process.
-    A choice that was made before stays.
+    By default it builds a library of PyTorch's vectors for every set, seconds each, and loads it in another process. An
+    earlier choice stays.
     """
     from torch._inductor import config, cpu_vec_isa
 
@@ -539,32 +539,32 @@ def instructions_untested() -> Iterator[None]:
         yield
         return
     try:
-        with config.patch({"cpp.vec_isa_ok": True}):  # for this thread, but the choice is cached for all
+        with config.patch({"cpp.vec_isa_ok": True}):  # only in this thread, but the choice is cached for all
             choose()
         yield
     finally:
         choose.cache_clear()
-        for each in cpu_vec_isa.supported_vec_isa_list:
-            getattr(type(each).__bool__, "cache_clear", lambda: None)()
+        for kind in cpu_vec_isa.supported_vec_isa_list:
+            getattr(type(kind).__bool__, "cache_clear", lambda: None)()
 
 
 def instruction_set() -> str:
-    """Return the name of the instruction set that C++ kernels are built for, empty if it has no vectors."""
+    """Return the name of the instruction set that C++ kernels are built for; empty if it has no vectors."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     return str(chosen) if (chosen := pick_vec_isa()) else ""
 
 
 def build_library(source: str) -> Callable[[], Any]:
-    """Begin to build C++ of a Python module `kernels`, unless it is built; return its loader, which waits."""
+    """Start building C++ of a Python module `kernels`, unless it is built; return its loader, which waits."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     class Library(CppPythonBindingsCodeCache):
         entry_function = "kernels"
 
-    # Built in a thread from the start, because the header may be under construction; loaded by the thread that waits.
-    # The flags are those of vectors even if a library has none: the header is precompiled with them.
+    # A thread builds it, because the header may still be in progress; the thread that waits loads it.
+    # The flags are those for vectors even if the library has none: the header is precompiled with them.
     pool = AsyncCompile.pool()
 
     def submit(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -603,7 +603,7 @@ LOWERING = "from torch._inductor.select_algorithm import extern_kernels"
 
 
 def without_lowering(source: str) -> str:
-    """Return a body's code with `torch` in the place of Inductor's `extern_kernels`, if the functions are the same.
+    """Replace Inductor's `extern_kernels` by `torch` in a body's code, if the functions are the same.
 
     Importing Inductor's namespace of them imports all of its lowering, which takes a second.
     """
@@ -621,15 +621,15 @@ def without_lowering(source: str) -> str:
 
 
 def register_axis_group(axis: str, group: Any) -> None:
-    """Let functional collectives find a process group under the name of its mesh axis, and none before it."""
+    """Register a process group under the name of its mesh axis, in place of any earlier one."""
     torch._C._distributed_c10d._unregister_process_group(axis)
     torch._C._distributed_c10d._register_process_group(axis, group)
 
 
 def gloo_of_one_thread(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo backend whose collectives run one after another.
+    """Return a gloo backend whose collectives run one after another.
 
-    Its two threads corrupt the heap where two collectives of a group run at once: glibc's malloc aborts in
+    With its default two threads, two simultaneous collectives of a group corrupt the heap: glibc's malloc aborts in
     `gloo::transport::tcp::UnboundBuffer`, in torch 2.13.0 once in about 400 small steps with an evaluation or a save.
     """
     kind = torch.distributed.ProcessGroupGloo
@@ -639,13 +639,13 @@ def gloo_of_one_thread(store: Any, rank: int, size: int, timeout: timedelta) -> 
 
 
 def resolve_axis_group(axis: str) -> Any:
-    """The process group registered under the name of a mesh axis."""
+    """Return the process group registered under the name of a mesh axis."""
     return torch._C._distributed_c10d._resolve_process_group(axis)
 
 
 @contextmanager
 def step_by_step() -> Iterator[None]:
-    """Let recurrent networks be written out over time: the CPU's kernel of all steps has a fake one of other shapes."""
+    """Let recurrent networks be unrolled over time: the fake kernel of the CPU's fused one gives other shapes."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -655,7 +655,7 @@ def step_by_step() -> Iterator[None]:
 
 
 def _with_states_alike(layer: Callable[..., tuple[Tensor, tuple]]) -> Callable[..., tuple[Tensor, tuple]]:
-    """A layer of an LSTM whose last state has the shape of its first."""
+    """Wrap an LSTM layer so that its last state has the shape of its first."""
 
     def called(x: Tensor, state: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, tuple]:
         out, last = layer(x, state, *args, **kwargs)
@@ -664,7 +664,7 @@ def _with_states_alike(layer: Callable[..., tuple[Tensor, tuple]]) -> Callable[.
     return called
 
 
-if VERSION < (2, 13):  # squeezes the wrong dim, so that states have one more
+if VERSION < (2, 13):  # one_layer_lstm squeezes the wrong dim, so its states have an extra one
     decompositions.one_layer_lstm = _with_states_alike(decompositions.one_layer_lstm)
 
 
@@ -682,7 +682,7 @@ def gradients_inside() -> Iterator[None]:
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """While on, `torch.inference_mode` switches gradients off, which is recorded, until it ends: `enable_grad` too."""
+    """While active, `torch.inference_mode` disables gradients, as recorded nodes; inside it so does `enable_grad`."""
 
     def begin(region: Any) -> None:
         region.earlier = torch.is_grad_enabled(), torch._C._set_grad_enabled
@@ -698,114 +698,119 @@ def inference_as_no_grad() -> Iterator[None]:
 
 
 def conversions_as(instead: Callable[..., Any]) -> AbstractContextManager:
-    """While on, `module.to(...)` and its like call `instead(module, convert, recurse)`."""
+    """While active, `module.to(...)` and similar methods call `instead(module, convert, recurse)`."""
     return patch.object(torch.nn.Module, "_apply", instead)
 
 
 def unvalidated_distributions() -> AbstractContextManager:
-    """While on, distributions do not look at the values that they are given, unless they are told to."""
+    """While active, distributions do not validate their arguments unless asked to."""
     return patch.object(torch.distributions.Distribution, "_validate_args", False)
 
 
 class _HoldsDerivative(Exception):
-    """A transform of torch.func is around a derivative, so that it has to be traced with it."""
+    """A torch.func transform contains a derivative, so that it has to be traced together with it."""
 
 
 @contextmanager
 def derivatives_as_operators(vjp: Callable[..., Any]) -> Iterator[None]:
-    """While on, what is exported may call `torch.func.grad`, also inside `vmap` and `jvp`; `vjp` stands for that one.
+    """While active, exported code may call `torch.func.grad`, also inside `vmap` and `jvp`; `vjp` replaces PyTorch's.
 
-    Export does not follow a derivative: the outermost transform is traced apart, and its operators are called instead.
+    Export does not follow a derivative: the outermost transform is traced separately, and its operators are called
+    instead.
     """
     from torch._functorch import apis, eager_transforms
 
-    around, apart = 0, False
+    depth, tracing_apart = 0, False
 
     def traced(transform: Callable, *args: Any, **kwargs: Any) -> Any:
-        nonlocal apart
-        apart = True
+        nonlocal tracing_apart
+        tracing_apart = True
         try:
             with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
                 body = make_fx(lambda: transform(*args, **kwargs), _core_decompositions())()
         finally:
-            apart = False
-        return body()  # which holds the tensors that it reads
+            tracing_apart = False
+        return body()  # the body holds the tensors that it reads
 
-    def derivative(transform: Callable) -> Callable:
+    def wrap_derivative(transform: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:
-            if around and not apart:
+            if depth and not tracing_apart:
                 raise _HoldsDerivative
-            return transform(*args, **kwargs) if apart else traced(transform, *args, **kwargs)
+            return transform(*args, **kwargs) if tracing_apart else traced(transform, *args, **kwargs)
 
         return called
 
-    def outer(transform: Callable) -> Callable:
+    def wrap_outer(transform: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:
-            nonlocal around
-            around += 1
+            nonlocal depth
+            depth += 1
             try:
                 return transform(*args, **kwargs)
             except _HoldsDerivative:
-                if around > 1:
+                if depth > 1:
                     raise
             finally:
-                around -= 1
+                depth -= 1
             return traced(transform, *args, **kwargs)
 
         return called
 
-    instead = {"grad_and_value_impl": derivative, "_jvp_with_argnums": outer, "_vjp_with_argnums": lambda _: vjp}
+    patches = {
+        "grad_and_value_impl": wrap_derivative,
+        "_jvp_with_argnums": wrap_outer,
+        "_vjp_with_argnums": lambda _: vjp,
+    }
     with ExitStack() as stack:
-        for name, make in instead.items():
+        for name, make in patches.items():
             stack.enter_context(patch.object(eager_transforms, name, make(getattr(eager_transforms, name))))
-        stack.enter_context(patch.object(apis, "vmap_impl", outer(apis.vmap_impl)))
+        stack.enter_context(patch.object(apis, "vmap_impl", wrap_outer(apis.vmap_impl)))
         yield
 
 
 @contextmanager
 def quiet_failures() -> Iterator[None]:
-    """Without what export prints and logs when it fails: the graph so far, advice for its own users."""
-    talking = map(logging.getLogger, ("torch.export._trace", "torch.fx.experimental.symbolic_shapes"))
+    """Silence the output of a failing export: the graph so far, advice for its own users."""
+    loggers = map(logging.getLogger, ("torch.export._trace", "torch.fx.experimental.symbolic_shapes"))
     with ExitStack() as stack:
         stack.enter_context(patch("torch.export._trace.print", lambda *_, **__: None, create=True))
-        for log in talking:
-            stack.enter_context(patch.object(log, "disabled", True))
+        for logger in loggers:
+            stack.enter_context(patch.object(logger, "disabled", True))
         yield
 
 
 @contextmanager
 def functions_as(instead: Callable[[type, tuple], tuple[Any, list[Tensor]]]) -> Iterator[None]:
-    """While on, a call of a custom `autograd.Function` runs `instead(cls, args)` for its forward, and saves nothing.
+    """While active, calling a custom `autograd.Function` runs `instead(cls, args)` as its forward, and saves nothing.
 
-    That returns the results and the operands that it changed.
+    `instead` returns the results and the operands that it changed.
 
-    `Function.apply` may have been kept under another name long before, and is C from 2.14 on. But what it does is to
-    look up `_backward_cls`, then `forward`, then `setup_context` if that is the function's own: these are replaced.
+    `Function.apply` may have been stored under another name long before, and is C from 2.14 on. But it always looks up
+    `_backward_cls`, then `forward`, then `setup_context` if the function has its own: these are replaced.
     """
     kind, base = type(torch.autograd.Function), torch.autograd.Function.setup_context
-    begun: type | None = None
-    ended: type | None = None
+    begun_cls: type | None = None
+    ended_cls: type | None = None
     changed: list[Tensor] = []
 
     def look_up(cls: type, name: str) -> Any:
-        nonlocal begun, ended
-        found = type.__getattribute__(cls, name)
+        nonlocal begun_cls, ended_cls
+        attribute = type.__getattribute__(cls, name)
         if name == "_backward_cls" and not cls.__module__.startswith("torch."):
-            begun = cls
-        elif name == "forward" and begun is cls:
-            begun = None
+            begun_cls = cls
+        elif name == "forward" and begun_cls is cls:
+            begun_cls = None
             return partial(forward, cls, type.__getattribute__(cls, "setup_context") is base)
-        elif name == "setup_context" and ended is cls:
-            ended = None
+        elif name == "setup_context" and ended_cls is cls:
+            ended_cls = None
             return lambda ctx, *args: ctx.mark_dirty(*changed)
-        return found
+        return attribute
 
     def forward(cls: type, has_context: bool, *args: Any) -> Any:
-        nonlocal ended, changed
+        nonlocal ended_cls, changed
         result, changed = instead(cls, args[has_context:])
         if has_context:
             args[0].mark_dirty(*changed)
-        ended = None if has_context else cls
+        ended_cls = None if has_context else cls
         return result
 
     kind.__getattribute__ = look_up  # type: ignore[method-assign, assignment]
@@ -817,13 +822,13 @@ def functions_as(instead: Callable[[type, tuple], tuple[Any, list[Tensor]]]) -> 
 
 @contextmanager
 def flex_with_gradients() -> Iterator[None]:
-    """Let FlexAttention be captured on devices where PyTorch's kernel has no backward: that kernel will not be run."""
+    """Allow capture of FlexAttention on devices where PyTorch's kernel has no backward: it will not run."""
     with patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
         yield
 
 
-_FLEX = {  # what the public function sets by itself
-    "BACKEND": "TRITON",  # not a kernel of its own for few queries, nor one that is installed beside PyTorch
+_FLEX = {  # options that the public function sets itself
+    "BACKEND": "TRITON",  # neither the kernel for few queries nor one installed separately
     "PRESCALE_QK": False,
     "ROWS_GUARANTEED_SAFE": False,  # a query may see nothing
     "BLOCKS_ARE_CONTIGUOUS": False,
@@ -836,9 +841,9 @@ _FLEX = {  # what the public function sets by itself
 def flex_attention(
     q: Tensor, k: Tensor, v: Tensor, change: Callable, mask: Any, scale: float, read: tuple, bounds: tuple
 ) -> tuple[Tensor, Tensor]:
-    """FlexAttention's operator: (out, lse in base 2) of a `BlockMask` whose function is given `bounds` as well.
+    """Call FlexAttention's operator: (out, lse in base 2) for a `BlockMask` whose function also takes `bounds`.
 
-    `change(score, b, h, i, j, *read)` makes the scores.
+    `change(score, b, h, i, j, *read)` computes the scores.
     """
     operator = torch.ops.higher_order.flex_attention
     out, lse, _ = operator(q, k, v, change, mask.as_tuple(), scale, _FLEX, read, bounds)
@@ -848,53 +853,53 @@ def flex_attention(
 def flex_attention_backward(
     given: Sequence[Tensor], change: Callable, joint: Callable, mask: Any, scale: float, read: tuple, bounds: tuple
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, `given` these, out, its lse in base 2 and its gradient.
+    """Return the gradients of q, k and v, from `given`: these, out, its lse in base 2 and its gradient.
 
-    `joint(score, b, h, i, j, gradient, *read)` returns a gradient or None for each but the sixth.
+    `joint(score, b, h, i, j, gradient, *read)` returns a gradient or None for each argument but the sixth.
     """
     operator = torch.ops.higher_order.flex_attention_backward
     return operator(*given, None, change, joint, mask.as_tuple(), scale, _FLEX, read, bounds)[:3]
 
 
 def graph_of(fn: Callable, *args: Tensor) -> fx.GraphModule:
-    """The operators that a function calls, also where a graph is being traced: they are no part of that one."""
+    """Return the operators that a function calls; a graph that is being traced does not record them."""
     with disable_proxy_modes_tracing():
         return make_fx(fn)(*args)
 
 
 @contextmanager
 def _flex_as_laid_out() -> Iterator[None]:
-    """Let Inductor give FlexAttention's kernels contiguous lists of blocks and log-sum-exps, which they take as such.
+    """Make Inductor pass FlexAttention's kernels contiguous lists of blocks and log-sum-exps, as they require.
 
-    By itself it may pad the rows of what it computes in the same graph. What score and mask functions read is made
-    before: in the kernel, it would be computed for each pair, where that can be written at all.
+    By default it may pad the rows of values computed in the same graph. The inputs of score and mask functions are
+    computed beforehand: in the kernel, they would be computed for each pair, if that can be written at all.
     """
     from torch._inductor.ir import ExternKernel, TensorBox
     from torch._inductor.lowering import lowerings
     from torch.utils._pytree import tree_map_only
 
-    def lowered(lower: Callable, places: tuple[int, ...]) -> Callable:
+    def lowered(lower: Callable, positions: tuple[int, ...]) -> Callable:
         def run(*args: Any) -> Any:
-            exact = {i: tree_map_only(TensorBox, ExternKernel.require_contiguous, args[i]) for i in places}
+            exact = {i: tree_map_only(TensorBox, ExternKernel.require_contiguous, args[i]) for i in positions}
             return lower(*(exact.get(i, arg) for i, arg in enumerate(args)))
 
         return run
 
     operators = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
-    places = (4, 7, 8), (4, 9, 12, 13)  # blocks and what functions read; log-sum-exp before them
-    with patch.dict(lowerings, {op: lowered(lowerings[op], each) for op, each in zip(operators, places)}):
+    positions = (4, 7, 8), (4, 9, 12, 13)  # blocks and inputs of functions; log-sum-exps before them
+    with patch.dict(lowerings, {op: lowered(lowerings[op], indices) for op, indices in zip(operators, positions)}):
         yield
 
 
 @contextmanager
 def grouped_products_as(instead: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:
-    """Let `instead(F.grouped_mm's own function)` be called in its place."""
+    """Replace F.grouped_mm's own function by `instead` of it."""
     with patch("torch._grouped_mm", instead(torch._grouped_mm)):
         yield
 
 
 def context_parallel_internals() -> Any:
-    """PyTorch's own context parallelism, to compare with: its rings, and its table of kernels that run in one."""
+    """Return PyTorch's own context parallelism, for comparison: its rings, and its table of kernels."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     return _attention
@@ -908,17 +913,17 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 
 
 def collectives_recorded() -> bytes:
-    """What NCCL's flight recorder holds of this process, pickled for `torchfrtrace`; empty in a build without NCCL."""
+    """Return NCCL's flight record of this process, pickled for `torchfrtrace`; empty without NCCL."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     return dump() if dump else b""
 
 
 def record_allocations() -> None:
-    """From now on let CUDA's allocator keep who allocates and frees."""
+    """Start recording who allocates and frees memory in CUDA's allocator."""
     torch.cuda.memory._record_memory_history()
 
 
 def dump_allocations(path: Path) -> None:
-    """Write what it kept, for pytorch.org/memory_viz, and let it keep no more."""
+    """Write the recorded allocations, for pytorch.org/memory_viz, and stop recording."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)

@@ -2,8 +2,8 @@
 
     trace(lambda x: x.t().contiguous(), [x], ctx)  ->  %t = t(%x0); %contiguous = contiguous(%t)
 
-`make_fx` does the same for many more kinds of functions, at three times the cost an operator and five times the cost
-a trace: half of the time of a compilation, which traces thousands of small functions.
+`make_fx` does the same for many more kinds of functions, at three times the cost per operator and five times the cost
+per trace: half of the time of a compilation, which traces thousands of small functions.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ aten = torch.ops.aten
 
 
 class UnknownTensor(ValueError):
-    """A function reads a tensor that it was not given."""
+    """A function reads a tensor that is not among its arguments."""
 
 
 class Tape:
-    """A graph that grows by every operator that is called on its tensors.
+    """A graph that grows by every operator called on its tensors.
 
     `written` is called with each new node.
     """
@@ -42,40 +42,40 @@ class Tape:
     def __init__(self, written: Callable[[fx.Node], None] = lambda node: None):
         self.graph = fx.Graph()
         self.written = written
-        # by the tensor's id, while it lives; PyTorch would copy a tensor that it makes if it were held here
+        # by the tensor's id, weakly: PyTorch would copy a new tensor that had another reference here
         self.nodes: dict[int, tuple[weakref.ref[Tensor], fx.Node]] = {}
 
     def input(self, value: Tensor) -> None:
-        """A placeholder for a tensor."""
-        self._known(value, self.graph.placeholder(f"x{len(self.nodes)}"))
+        """Add a placeholder for a tensor."""
+        self._register(value, self.graph.placeholder(f"x{len(self.nodes)}"))
 
     def output(self, results: Any) -> fx.Graph:
-        """The graph, which ends with its results: tensors, and tuples and lists of them."""
+        """End the graph with its results (tensors, and tuples and lists of them), and return it."""
         self.graph.output(self._read(results))
         return self.graph
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator yields; it is written down if these are tensors."""
-        found = target(*args, **kwargs)
-        if target is aten.lift_fresh.default:  # what PyTorch makes of a constant before it is used
-            self._known(found, self._node(args[0]))
-            return found
-        parts = [found] if isinstance(found, Tensor) else found if isinstance(found, (tuple, list)) else []
+        """Call an operator, and record it if its results are tensors; return them."""
+        result = target(*args, **kwargs)
+        if target is aten.lift_fresh.default:  # PyTorch's wrapper of a constant
+            self._register(result, self._node(args[0]))
+            return result
+        parts = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else []
         if not any(isinstance(part, Tensor) for part in parts):
-            return found
+            return result
         name = target.overloadpacket.__name__.lower()
         node = self.graph.create_node("call_function", target, self._read(args), self._read(kwargs), name)
-        if isinstance(found, Tensor):
-            self._known(found, node)
+        if isinstance(result, Tensor):
+            self._register(result, node)
         else:
-            for i, part in enumerate(found):
+            for i, part in enumerate(result):
                 if isinstance(part, Tensor):
-                    self._known(part, self.graph.create_node("call_function", operator.getitem, (node, i)))
-            ir.set_value(node, type(found)(map(snapshot, found)))
+                    self._register(part, self.graph.create_node("call_function", operator.getitem, (node, i)))
+            ir.set_value(node, type(result)(map(snapshot, result)))
             self.written(node)
-        return found
+        return result
 
-    def _known(self, value: Tensor, node: fx.Node) -> None:
+    def _register(self, value: Tensor, node: fx.Node) -> None:
         self.nodes[id(value)] = weakref.ref(value), node
         ir.set_value(node, snapshot(value))
         self.written(node)
@@ -84,21 +84,25 @@ class Tape:
         return fx.node.map_aggregate(tree, lambda x: self._node(x) if isinstance(x, Tensor) else x)
 
     def _node(self, value: Tensor) -> fx.Node:
-        known, node = self.nodes.get(id(value), (lambda: None, None))
-        return node if known() is value else self._alias(value) or self._constant(value)
+        reference, node = self.nodes.get(id(value), (lambda: None, None))
+        return node if reference() is value else self._alias(value) or self._constant(value)
 
     def _alias(self, value: Tensor) -> fx.Node | None:
-        """What is known of the same memory: autograd gives a result that it saved back as another tensor."""
-        for known, node in reversed(self.nodes.values()):
-            other = known()
-            if other is not None and other.untyped_storage() is value.untyped_storage() and lies(other) == lies(value):
+        """Return a node with the same memory and layout: autograd returns a saved result as another tensor."""
+        for reference, node in reversed(self.nodes.values()):
+            other = reference()
+            if (
+                other is not None
+                and other.untyped_storage() is value.untyped_storage()
+                and layout_of(other) == layout_of(value)
+            ):
                 return node
         return None
 
     def _constant(self, value: Tensor) -> fx.Node:
-        """A number that a function holds as a tensor, written as one."""
+        """Record a number that a function holds as a tensor."""
         if isinstance(value, FakeTensor) or value.numel() != 1:
-            raise UnknownTensor(f"a tensor ({value.dtype} {list(value.shape)}) that it is not given")
+            raise UnknownTensor(f"a tensor ({value.dtype} {list(value.shape)}) that is not an argument")
         args, kwargs = (list(value.shape), number_in(value)), {"dtype": value.dtype, "device": value.device}
         node = self.graph.create_node("call_function", aten.full.default, args, kwargs, "full")
         ir.set_value(node, aten.full.default(*args, **kwargs))
@@ -107,7 +111,7 @@ class Tape:
 
 
 class Recorder(TorchDispatchMode):
-    """While on, operators go to a tape as autograd and PyTorch's composite definitions leave them."""
+    """While active, records operators on a tape, after autograd and PyTorch's composite definitions."""
 
     def __init__(self, tape: Tape):
         super().__init__()
@@ -117,16 +121,17 @@ class Recorder(TorchDispatchMode):
         return self.tape.call(func, args, kwargs or {})
 
 
-def lies(value: Tensor) -> tuple[Any, ...]:
-    """Where in its memory a tensor's entries are."""
+def layout_of(value: Tensor) -> tuple[Any, ...]:
+    """Return the layout of a tensor in its memory."""
     return value.dtype, value.shape, value.stride(), value.storage_offset()
 
 
 def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
-    """The operators that `fn` calls on fake tensors `args`, composite ones whole: a placeholder for each argument.
+    """Return the operators that `fn` calls on fake tensors `args`, composite ones undecomposed.
 
-    What it writes in place is new values in the graph, except into an argument, which is written last. Raises
-    UnknownTensor if it reads a tensor that it is not given, unless that is a single number.
+    The graph has a placeholder for each argument. In-place writes become new values, except that writes into an
+    argument come last. Raises UnknownTensor if `fn` reads a tensor that is not an argument, unless that is a single
+    number.
     """
     tape = Tape()
     for value in args:
@@ -137,12 +142,12 @@ def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx
 
 
 def functional(graph: fx.Graph, args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
-    """The graph without writes in place, and composite operators written out."""
+    """Return the graph without in-place writes, with composite operators decomposed."""
     tape = Tape()
     for value in args:
         tape.input(value)
     run = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run
     with torch.no_grad(), ctx.fake_mode, Recorder(tape):
-        found = tape.output(torch.func.functionalize(run, remove="mutations")(*args))
-    found.eliminate_dead_code()
-    return found
+        result = tape.output(torch.func.functionalize(run, remove="mutations")(*args))
+    result.eliminate_dead_code()
+    return result

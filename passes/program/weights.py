@@ -1,4 +1,4 @@
-"""What is computed from parameters alone: gathers of them, casts, quantized copies."""
+"""Values computed from parameters alone: gathers of them, casts, quantized copies."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from passes.program import ir
 
 
 def weight_nodes(program: ir.Program) -> list[fx.Node]:
-    """Operator nodes computed from parameters, coordinates and constants alone, in order."""
-    kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs, strict=True)}
+    """Return the operator nodes computed from parameters, coordinates and constants alone, in order."""
+    kinds = {node: input_.kind for node, input_ in zip(program.placeholders(), program.inputs, strict=True)}
     weights = {node for node, kind in kinds.items() if kind == "parameter"}
     constants = {node for node, kind in kinds.items() if kind == "coordinate"}
-    found = []
+    nodes = []
     for node in program.calls():
-        read = set(node.all_input_nodes) - constants
-        if not read:
+        operands = set(node.all_input_nodes) - constants
+        if not operands:
             constants.add(node)
-        elif read <= weights:
+        elif operands <= weights:
             weights.add(node)
-            found.append(node)
-    return found
+            nodes.append(node)
+    return nodes

@@ -1,4 +1,4 @@
-"""The rule table: operator name -> what its dims are made of. `rule_of` is the one way in."""
+"""The rule table: operator name -> the factors of its dims. Use `rule_of` to look up a node's rule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from passes.rules import (
 from passes.rules.base import Rule, RuleMaker, from_text, opaque, tensor_operands
 
 RULES: dict[str, RuleMaker] = {}
-ADDED: dict[str, RuleMaker | str] = {}  # those that were added, as they were given
+ADDED: dict[str, RuleMaker | str] = {}  # the arguments of `add_rule`, by operator name
 FAMILIES = (
     contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, spatial, views
 )  # fmt: skip
@@ -35,24 +35,27 @@ OURS = frozenset(RULES)
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether the table has a rule for the node's operator."""
+    """Return True if the table has a rule for the node's operator."""
     return name_of(node) in RULES
 
 
 def is_ours(node: fx.Node) -> bool:
-    """Whether the node's operator is of PyTorch's own set, or one that the table has had a rule for from the start."""
+    """Return True if the operator belongs to PyTorch or has had a rule here from the start."""
     return node.target.namespace in ("aten", "prims") or name_of(node) in OURS  # type: ignore[union-attr]
 
 
 def rule_of(node: fx.Node) -> Rule:
-    """The node's rule; every operand whole where the table has none."""
+    """Return the node's rule; without one in the table, every operand has to be gathered."""
     return RULES[name_of(node)](node) if has_rule(node) else opaque(node)
 
 
 def add_rule(name: str, rule: RuleMaker | str) -> None:
-    """Give an operator a rule, as text (`...k, nk -> ...n; sum k`) or as a function of its node; raises ValueError."""
+    """Add an operator's rule, as text (`...k, nk -> ...n; sum k`) or as a function of its node.
+
+    Raises ValueError if the name or the text is malformed.
+    """
     if not re.fullmatch(r"\w+::\w+", name):
-        raise ValueError(f"{name!r} is no name of an operator; write `namespace::name`, without an overload")
+        raise ValueError(f"{name!r} is not an operator name; write `namespace::name`, without an overload")
     RULES[name] = from_text(rule) if isinstance(rule, str) else rule
     ADDED[name] = rule
 

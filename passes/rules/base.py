@@ -1,4 +1,4 @@
-"""What a rule says: of which factors an operator's dims are made, and what happens when one is sharded."""
+"""Rules: the factors of an operator's dims, and the effect of sharding each factor."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
 
 Names = tuple[str, ...]  # the factors of one dim, major to minor; () for a dim of size one
-Held = Sequence[Mapping[str, Factor]]  # of each operand the atoms that shards of it are made of, as it holds them
+Held = Sequence[Mapping[str, Factor]]  # for each operand: atom -> its current factor
 Place = Callable[[Held, Mesh], Mapping[str, tuple[str, ...]]]  # -> axes of factors, or of single atoms
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The dims of each tensor operand and result as factors.
+    """The dims of each tensor operand and result, as factors.
 
-    reduced   factors that vanish: sharded, the result is partial in the way named (sum or max)
+    reduced   factors that vanish: if one is sharded, the result is partial in the named way (sum or max)
     whole     factors that must not be sharded
     linear    sets of operands in which, jointly, the result is linear: partial sums pass through
-    pad_in    what the padding of a reduced factor must hold in every operand that has it
-    pad_out   from what each operand's padding holds (NaN: it has none) to what the result's does (None: anything)
-    pad_safe  operand -> value its padding must hold so that the result stays finite
-    moves     the result is the operand's own entries, rearranged: conversions may hoist above it
+    pad_in    the required padding value of a reduced factor, in every operand that has it
+    pad_out   maps each operand's padding value (NaN: no padding) to the result's (None: unknown)
+    pad_safe  operand -> padding value that keeps the result finite
+    moves     the result is the operand's own entries, rearranged: conversions may be hoisted above it
     resize    rewrites size arguments for local shapes: (args, local result shape) -> args
-    emit      builds the local node where a plain call of the operator is not enough
-    only      factors that may be sharded on these axes alone
-    columns   matrices that the kernel takes only if each of their columns is in one piece
-    repeats   the result has entries of operand 0 several times: made replicate before, its gradient reduced after
-    place     puts some factors on axes of its own choice, given how operands are held; no others are on these axes
+    emit      builds the local node if a plain call of the operator is not enough
+    only      factor -> the only axes that may shard it
+    columns   operands (matrices) whose columns the kernel needs to be contiguous
+    repeats   the result repeats entries of operand 0, which is made replicate first: its gradient is reduced afterwards
+    place     places some factors on axes of its choice, from the operands' factors; no other factors use these axes
     """
 
     operands: tuple[tuple[Names, ...], ...]
@@ -57,21 +57,21 @@ class Rule:
     place: Place | None = None
 
     def may_shard(self, factor: str, axis: str) -> bool:
-        """Whether the operator can run with the factor sharded on the axis."""
+        """Return True if the operator can run with the factor sharded on the axis."""
         return factor not in self.whole and axis in self.only.get(factor, (axis,))
 
     def may_lie(self, factor: str, axes: tuple[str, ...]) -> bool:
-        """Whether the factor may be over axes of these names; the ranks of `cp` alone hold what is stored otherwise."""
+        """Return True if the factor's `only` axes, if any, include all of these."""
         only = self.only.get(factor)
         return only is None or only.issuperset(axes)
 
 
 RuleMaker = Callable[[fx.Node], Rule]
-EMITTERS: dict[str, Emit] = {}  # operator -> its local form, where a room above the rules writes it
+EMITTERS: dict[str, Emit] = {}  # operator -> its emitter, registered by higher packages
 
 
 def emit_of(name: str) -> Emit:
-    """The local form that a room above has registered in `EMITTERS`, looked up when it is needed."""
+    """Return an emitter that looks up `EMITTERS[name]` when it runs, because a higher package registers it."""
 
     def emit(
         builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
@@ -82,25 +82,25 @@ def emit_of(name: str) -> Emit:
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The node's tensor operands, in argument order, lists flattened."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if ir.is_tensor(n) else None)
-    return found
+    """Return the node's tensor operands, in argument order, with lists flattened."""
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if ir.is_tensor(n) else None)
+    return operands
 
 
 def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that the node computes."""
+    """Return the shapes of the tensors that the node computes."""
     val = ir.value(node)
     return [tuple(v.shape) for v in ((val,) if isinstance(val, Tensor) else val) if isinstance(v, Tensor)]
 
 
 def zero_if_zero(fills: Sequence[float | None]) -> float | None:
-    """A product's padding is zero where a factor's is."""
+    """Return 0 if the padding of any operand is 0, as in a multiplication; otherwise None."""
     return 0.0 if 0.0 in fills else None
 
 
 def same_fill(fills: Sequence[float | None]) -> float | None:
-    """Moved entries keep what they hold."""
+    """Return the padding value that all operands share, as moved entries keep it; otherwise None."""
     return fills[0] if fills and all(f == fills[0] for f in fills) else None
 
 
@@ -108,54 +108,54 @@ _DIM = re.compile(r"\((\w+)\)|(\w)")
 
 
 def parse_dims(text: str, lead: int) -> tuple[Names, ...]:
-    """`...b(gr)t` -> (("...0",), ("b",), ("g", "r"), ("t",)), with `lead` leading dims for the dots."""
+    """Parse `...b(gr)t` into (("...0",), ("b",), ("g", "r"), ("t",)), with `lead` leading dims for the dots."""
     text = text.strip()
     dims: list[Names] = [(f"…{i}",) for i in range(lead)] if text.startswith("...") else []
     return (*dims, *(tuple(group or letter) for group, letter in _DIM.findall(text)))
 
 
 def bind_sizes(dims: Sequence[tuple[Names, ...]], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Sizes of all factors, solved from the dims of one factor first; raises ValueError where they disagree."""
+    """Return the sizes of all factors, solving single-factor dims first; raise ValueError if dims disagree."""
     sizes: dict[str, int] = {}
     pairs = [(names, n) for d, shape in zip(dims, shapes, strict=True) for names, n in zip(d, shape, strict=True)]
     for names, n in sorted(pairs, key=lambda pair: len(pair[0])):
         unknown = [name for name in names if name not in sizes]
-        known = math.prod(sizes[name] for name in names if name in sizes)
-        if len(unknown) > 1 or (not unknown and known != n) or (unknown and n % known):
+        product = math.prod(sizes[name] for name in names if name in sizes)
+        if len(unknown) > 1 or (not unknown and product != n) or (unknown and n % product):
             raise ValueError(f"dim of size {n} does not fit the factors {names} of sizes {sizes}")
         if unknown:
-            sizes[unknown[0]] = n // known
+            sizes[unknown[0]] = n // product
     return sizes
 
 
 def from_text(text: str) -> RuleMaker:
-    """The rule of a line like `mk, kn -> mn; sum k; linear 0; linear 1` (also: `whole q k`, `moves`)."""
+    """Make a rule from a line like `mk, kn -> mn; sum k; linear 0; linear 1` (also: `whole q k`, `moves`)."""
     signature, *clauses = (part.strip() for part in text.split(";"))
     left, right = sides(signature, text)
     words = [clause.split() for clause in clauses]
     check_clauses(words, {letter for letter in signature if letter.isalpha()}, len(left), text)
     folded = {f: w[0] for w in words if w[0] in ("sum", "max") for f in w[1:]}
-    named = frozenset(f for w in words if w[0] == "whole" for f in w[1:])
+    declared_whole = frozenset(f for w in words if w[0] == "whole" for f in w[1:])
     linear = frozenset(frozenset(map(int, w[1:])) for w in words if w[0] == "linear")
 
     def make(node: fx.Node) -> Rule:
-        given = tensor_operands(node)
-        shapes, outs = [tuple(ir.example(n).shape) for n in given], result_shapes(node)
+        nodes = tensor_operands(node)
+        shapes, outs = [tuple(ir.example(n).shape) for n in nodes], result_shapes(node)
         if len(shapes) > len(left) or len(outs) != len(right):
-            fits = f"it takes {len(shapes)} tensors and gives {len(outs)}"
-            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {fits}")
+            mismatch = f"it takes {len(shapes)} tensors and gives {len(outs)}"
+            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {mismatch}")
         texts = left[: len(shapes)]
-        # tied maxima on several ranks would share a gradient
-        alone = {f for f, how in folded.items() if how == "max" and any(map(needs_gradient, given))}
-        reduced = {f: how for f, how in folded.items() if f not in alone}
-        whole = named | alone
+        # with a gradient, tied maxima on several ranks would have to share it
+        tied = {f for f, how in folded.items() if how == "max" and any(map(needs_gradient, nodes))}
+        reduced = {f: how for f, how in folded.items() if f not in tied}
+        whole = declared_whole | tied
         lead = max((len(s) - len(parse_dims(t, 0)) for t, s in zip(texts, shapes) if "..." in t), default=0)
         operands = tuple(parse_dims(t, lead) for t in texts)
         results = tuple(parse_dims(t, lead) for t in right)
         ranks = [len(shape) for shape in (*shapes, *outs)]
         if ranks != [len(dims) for dims in (*operands, *results)]:
-            fits = f"its tensors have {', '.join(map(str, ranks))} dims"
-            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {fits}")
+            mismatch = f"its tensors have {', '.join(map(str, ranks))} dims"
+            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {mismatch}")
         sizes = bind_sizes([*operands, *results], [*shapes, *outs])
         return Rule(
             operands,
@@ -173,30 +173,30 @@ def from_text(text: str) -> RuleMaker:
 
 
 def needs_gradient(x: fx.Node) -> bool:
-    """Whether a gradient may flow to a value: it computes real numbers, and is not detached."""
+    """Return True if a gradient may flow to a value: it has a floating-point dtype and is not detached."""
     return x.target is not torch.ops.aten.detach.default and ir.example(x).is_floating_point()
 
 
 def sides(signature: str, text: str) -> tuple[list[str], list[str]]:
-    """The dims of operands and those of results, as they are written; raises ValueError."""
+    """Split a signature into the dims of operands and of results, as text; raise ValueError if malformed."""
     left, arrow, right = signature.partition("->")
     if not arrow or "->" in right:
-        raise ValueError(f"rule {text!r}: dims of operands, one ->, dims of results")
+        raise ValueError(f"rule {text!r} is malformed; write dims of operands, one ->, dims of results")
     return left.split(","), right.split(",")
 
 
 def check_clauses(clauses: Sequence[Sequence[str]], letters: Collection[str], operands: int, text: str) -> None:
-    """Raise ValueError naming a clause that is none, or a letter or operand that the rule does not have."""
+    """Raise ValueError naming an unknown clause, or a letter or operand that the rule lacks."""
     for word, *names in clauses:
         if word not in ("sum", "max", "whole", "linear", "moves"):
-            raise ValueError(f"rule {text!r}: {word!r} is none of sum, max, whole, linear, moves")
-        known = [str(i) for i in range(operands)] if word == "linear" else letters
-        if strange := [name for name in names if name not in known]:
-            raise ValueError(f"rule {text!r}: {word} {strange[0]}, but there is no {strange[0]} in it")
+            raise ValueError(f"rule {text!r}: {word!r} is not a clause; use sum, max, whole, linear or moves")
+        allowed = [str(i) for i in range(operands)] if word == "linear" else letters
+        if unknown := [name for name in names if name not in allowed]:
+            raise ValueError(f"rule {text!r}: {word} {unknown[0]}, but the rule has no {unknown[0]}")
 
 
 def opaque(node: fx.Node) -> Rule:
-    """The rule of an operator nobody has a rule for: every operand is needed whole."""
+    """Return the rule of an operator without a rule: every operand is needed in full."""
     shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
     outs = result_shapes(node)
     operands, results = (

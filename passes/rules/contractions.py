@@ -1,4 +1,4 @@
-"""Matrix products, one line each: `m k, k n -> m n; sum k` reads as in einsum."""
+"""Matmuls, one line each: `m k, k n -> m n; sum k` reads as in einsum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from passes.rules.base import Rule, RuleMaker, from_text, result_shapes, tensor_
 from passes.rules.pointwise import broadcast_dims
 
 TABLE = {
-    "addmm": "mn, mk, kn -> mn; whole k",  # a bias is added once: normalize splits it off where k may be sharded
+    "addmm": "mn, mk, kn -> mn; whole k",  # the bias must be added once; normalize splits it off
     "bmm": "bmk, bkn -> bmn; sum k; linear 0; linear 1",
     "dot": "k, k -> ; sum k; linear 0; linear 1",
     "mm": "mk, kn -> mn; sum k; linear 0; linear 1",
@@ -21,20 +21,20 @@ TABLE = {
 
 
 def linear(node: fx.Node) -> Rule:
-    """x[..., k] times w[n, k] transposed; with a bias k must be whole (normalize splits the bias off)."""
+    """Make the rule of x[..., k] @ w[n, k].T; with a bias, k cannot be sharded (normalize splits the bias off)."""
     biased = len(tensor_operands(node)) == 3
     return from_text("...k, nk, n -> ...n; whole k" if biased else "...k, nk -> ...n; sum k; linear 0; linear 1")(node)
 
 
 def scaled_product(node: fx.Node) -> Rule:
-    """A product of float8 matrices; each has one scale, or one a row (column), which its shards share along k."""
+    """Make the rule of a float8 matmul; each matrix has one scale, or one a row (column), shared by shards along k."""
     by_row = ir.example(tensor_operands(node)[2]).dim() > 0
     rule = from_text("mk, kn, mi, jn -> mn; sum k" if by_row else "mk, kn, , -> mn; sum k")(node)
     return replace(rule, columns=frozenset({1}))
 
 
 def matmul(node: fx.Node) -> Rule:
-    """matmul with broadcast leading dims."""
+    """Make the rule of matmul with broadcast leading dims."""
     a, b = (tuple(ir.example(n).shape) for n in tensor_operands(node))
     (out,) = result_shapes(node)
     lead = out[: len(out) - (len(a) > 1) - (len(b) > 1)]
@@ -60,7 +60,7 @@ def matmul(node: fx.Node) -> Rule:
 
 
 def distances(node: fx.Node) -> Rule:
-    """cdist of x[..., m, k] and y[..., n, k], with broadcast leading dims."""
+    """Make the rule of cdist of x[..., m, k] and y[..., n, k], with broadcast leading dims."""
     shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
     (out,) = result_shapes(node)
     left, right = broadcast_dims([shape[:-2] for shape in shapes], out[:-2])
@@ -71,7 +71,7 @@ def distances(node: fx.Node) -> Rule:
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for matrix products."""
+    """Return operator name -> rule, for matmuls."""
     return {name: from_text(text) for name, text in TABLE.items()} | {
         "_cdist_forward": distances,
         "linear": linear,

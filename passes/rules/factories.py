@@ -1,4 +1,4 @@
-"""Operators that make a tensor from nothing: the same on every rank, cut where a share of it is met."""
+"""Operators that create tensors: computed in full on every rank, and cut where a shard is needed."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from passes.rules.base import RuleMaker, opaque
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for factories."""
+    """Return operator name -> rule, for factories."""
     return dict.fromkeys("arange full zeros ones empty scalar_tensor eye linspace".split(), opaque)

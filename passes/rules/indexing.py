@@ -1,4 +1,4 @@
-"""Operators that look entries up, or write over them, by position: embedding, gather, scatter, slice_scatter."""
+"""Operators that look up or overwrite entries by position: embedding, gather, scatter, slice_scatter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def embedding(node: fx.Node) -> Rule:
-    """weight[v, d] looked up by ids[...]: sharded v leaves the rows of other ranks zero, a partial sum."""
+    """Make the rule of weight[v, d] looked up by ids[...]: if v is sharded, other ranks' rows are 0, a partial sum."""
     by_frequency = argument(node, "scale_grad_by_freq")
     (_, d), ids = (tuple(ir.example(n).shape) for n in tensor_operands(node))
     dims = tuple((f"i{k}",) if n != 1 else () for k, n in enumerate(ids))
@@ -34,7 +34,6 @@ def embedding(node: fx.Node) -> Rule:
 
 
 def dims_names(dims: tuple[Names, ...]) -> set[str]:
-    """All factors of some dims."""
     return {name for names in dims for name in names}
 
 
@@ -44,37 +43,40 @@ def emit_embedding(
     """Look up the local rows; ids of other ranks' rows give zeros."""
     weight, ids = operands
     (factor,) = specs[0].dims[0] or (None,)
-    rest = node.args[2:]
+    options = node.args[2:]
     if factor is None or not factor.axes:
-        return builder.call(node.target, (weight, ids, *rest), node.kwargs)
-    local, mine = local_index(builder, ids, (factor,))
-    looked_up = builder.call(aten.embedding.default, (weight, local))
-    if rest[:1] and rest[0] >= 0:  # the row that is looked up but not trained
-        trained = builder.call(aten.unsqueeze.default, (builder.call(aten.ne.Scalar, (ids, rest[0])), -1))
-        looked_up = builder.call(aten.where.self, (trained, looked_up, builder.call(aten.detach.default, (looked_up,))))
-    mine = builder.call(aten.unsqueeze.default, (mine, -1))
-    return builder.call(aten.where.ScalarOther, (mine, looked_up, 0.0))
+        return builder.call(node.target, (weight, ids, *options), node.kwargs)
+    local, is_local = local_index(builder, ids, (factor,))
+    rows = builder.call(aten.embedding.default, (weight, local))
+    if options[:1] and options[0] >= 0:  # padding_idx: this row gets no gradient
+        is_trainable = builder.call(aten.unsqueeze.default, (builder.call(aten.ne.Scalar, (ids, options[0])), -1))
+        rows = builder.call(aten.where.self, (is_trainable, rows, builder.call(aten.detach.default, (rows,))))
+    is_local = builder.call(aten.unsqueeze.default, (is_local, -1))
+    return builder.call(aten.where.ScalarOther, (is_local, rows, 0.0))
 
 
 def local_index(builder: Builder, ids: fx.Node, factors: tuple[Factor, ...]) -> tuple[fx.Node, fx.Node]:
-    """(ids along a dim of some factors relative to this rank's shard, clamped into it; which of them lie in it)."""
+    """Return (ids relative to this rank's shard of the factors' dim, clamped into it; a mask of the ids in it)."""
     at = {name: node for factor in factors for name, node in builder.at(factor).items()}
 
     def find(ids: Tensor, *coordinates: Tensor) -> tuple[Tensor, Tensor]:
-        known, stride = dict(zip(at, coordinates)), 1
-        local, mine = torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
-        for factor in factors[:0:-1]:  # the innermost first
-            part, here = locate(ids % factor.size, factor, builder.mesh, known)
-            local, mine, ids = local + part * stride, mine & here, ids // factor.size
+        places, stride = dict(zip(at, coordinates)), 1
+        local, is_local = torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
+        for factor in factors[:0:-1]:  # innermost first
+            part, is_here = locate(ids % factor.size, factor, builder.mesh, places)
+            local, is_local, ids = local + part * stride, is_local & is_here, ids // factor.size
             stride *= factor.local(builder.mesh)
-        part, here = locate(ids, factors[0], builder.mesh, known)
-        return (local + part * stride, mine & here) if len(factors) > 1 else (part, here)
+        part, is_here = locate(ids, factors[0], builder.mesh, places)
+        return (local + part * stride, is_local & is_here) if len(factors) > 1 else (part, is_here)
 
     return builder.trace(find, ids, *at.values())
 
 
 def gather(node: fx.Node) -> Rule:
-    """x gathered along a dim by an index of the same rank: sharded, entries of other ranks are zero, a partial sum."""
+    """Make the rule of gather, with an index of the same number of dims.
+
+    If the gathered dim is sharded, entries of other ranks are zero: the result is a partial sum.
+    """
     x, index = tensor_operands(node)
     dim = node.args[1] % ir.example(x).dim()  # type: ignore[operator]
     shape, out = tuple(ir.example(x).shape), tuple(ir.example(index).shape)
@@ -97,20 +99,20 @@ def gather(node: fx.Node) -> Rule:
 def emit_gather(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
-    """Gather local entries; indices of other ranks' entries give zeros, of the same dtype."""
+    """Gather local entries; indices of other ranks' entries give zeros of the same dtype."""
     x, index = operands
     dim = node.args[1] % len(specs[0].dims)  # type: ignore[operator]
     factors = specs[0].dims[dim]
     if not any(f.axes for f in factors):
         return builder.call(aten.gather.default, (x, dim, index))
-    local, mine = local_index(builder, index, factors)
-    looked_up = builder.call(aten.gather.default, (x, dim, local))
+    local, is_local = local_index(builder, index, factors)
+    entries = builder.call(aten.gather.default, (x, dim, local))
     zero = torch.zeros((), dtype=ir.example(x).dtype).item()
-    return builder.call(aten.where.ScalarOther, (mine, looked_up, zero))
+    return builder.call(aten.where.ScalarOther, (is_local, entries, zero))
 
 
 def index_select(node: fx.Node) -> Rule:
-    """Rows chosen by a 1-D index: the chosen dim must be whole."""
+    """Make the rule of a 1-D index: the indexed dim cannot be sharded."""
     x, index = tensor_operands(node)
     shape, (out,) = tuple(ir.example(x).shape), result_shapes(node)
     dim = node.args[1] % len(shape)  # type: ignore[operator]
@@ -127,25 +129,25 @@ def index_select(node: fx.Node) -> Rule:
 
 
 def index(node: fx.Node) -> Rule:
-    """x[i, j, :]: indexed dims of x must be whole, the others and those of the broadcast indices are free."""
+    """Make the rule of x[i, j, :]: the indexed dims of x cannot be sharded; others, and the indices' dims, can."""
     x, *indices = tensor_operands(node)
     shape, (out,) = tuple(ir.example(x).shape), result_shapes(node)
-    at = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
-    free = [d for d in range(len(shape)) if d not in at]
-    rank = len(out) - len(free)  # of the indices together
-    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0  # where their dims stand in the result
-    looked_up = tuple(_names("i", out[first : first + rank]))
+    indexed = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
+    free = [d for d in range(len(shape)) if d not in indexed]
+    rank = len(out) - len(free)  # dims of the broadcast indices
+    first = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0  # position of these dims in the result
+    index_dims = tuple(_names("i", out[first : first + rank]))
     names = [(f"d{d}",) for d in range(len(shape))]
-    kept = [names[d] for d in free]
+    free_names = [names[d] for d in free]
     sizes = {f"d{d}": n for d, n in enumerate(shape)} | {
         f"i{k}": n for k, n in enumerate(out[first : first + rank]) if n != 1
     }
-    dims = [_broadcast(tuple(ir.example(i).shape), looked_up) for i in indices]
+    dims = [_broadcast(tuple(ir.example(i).shape), index_dims) for i in indices]
     return Rule(
         (tuple(names), *dims),
-        ((*kept[:first], *looked_up, *kept[first:]),),
+        ((*free_names[:first], *index_dims, *free_names[first:]),),
         sizes,
-        whole=frozenset(f"d{d}" for d in at),
+        whole=frozenset(f"d{d}" for d in indexed),
         linear=frozenset([frozenset([0])]),
     )
 
@@ -159,34 +161,37 @@ def _broadcast(shape: tuple[int, ...], full: tuple[Names, ...]) -> tuple[Names, 
 
 
 def scatter(node: fx.Node) -> Rule:
-    """scatter and scatter_add along a dim: that dim, and any dim that the index leaves short, must be whole."""
+    """Make the rule of scatter and scatter_add: neither the dim nor any dim that the index shortens can be sharded."""
     x, *others = tensor_operands(node)
     shape, dim = tuple(ir.example(x).shape), node.args[1] % ir.example(x).dim()  # type: ignore[operator]
     sizes = {f"d{d}": n for d, n in enumerate(shape)}
-    same = [d for d, n in enumerate(shape) if d != dim and all(ir.example(o).shape[d] == n for o in others)]
+    full_dims = [d for d, n in enumerate(shape) if d != dim and all(ir.example(o).shape[d] == n for o in others)]
     dims = []
     for k, other in enumerate(others):
-        sizes |= {f"o{k}.{d}": n for d, n in enumerate(ir.example(other).shape) if d not in same}
-        dims.append(tuple((f"d{d}",) if d in same else (f"o{k}.{d}",) for d in range(len(shape))))
+        sizes |= {f"o{k}.{d}": n for d, n in enumerate(ir.example(other).shape) if d not in full_dims}
+        dims.append(tuple((f"d{d}",) if d in full_dims else (f"o{k}.{d}",) for d in range(len(shape))))
     names = tuple((f"d{d}",) for d in range(len(shape)))
-    return Rule((names, *dims), (names,), sizes, whole=frozenset(sizes) - {f"d{d}" for d in same})
+    return Rule((names, *dims), (names,), sizes, whole=frozenset(sizes) - {f"d{d}" for d in full_dims})
 
 
 def searchsorted(node: fx.Node) -> Rule:
-    """Where values[..., n] stand in seq[..., k], which is whole, or in a line of them; the last of three orders it."""
-    line, *rest = tensor_operands(node)
-    one = ir.example(line).dim() == 1
-    values = rest[: int("Scalar" not in node.target._overloadname)]  # type: ignore[union-attr]
+    """Make the rule of searching values[..., n] in seq[..., k] or a 1-D seq: k cannot be sharded.
+
+    A last operand, if given, sorts seq.
+    """
+    line, *others = tensor_operands(node)
+    is_line = ir.example(line).dim() == 1
+    values = others[: int("Scalar" not in node.target._overloadname)]  # type: ignore[union-attr]
     shape = result_shapes(node)[0]
     names = tuple((f"d{d}",) for d in range(len(shape)))
-    ordered = (("k",),) if one else (*names[:-1], ("k",))
-    dims = (ordered, *(names for _ in values), *(ordered for _ in rest[len(values) :]))
+    ordered = (("k",),) if is_line else (*names[:-1], ("k",))
+    dims = (ordered, *(names for _ in values), *(ordered for _ in others[len(values) :]))
     sizes = {f"d{d}": n for d, n in enumerate(shape)} | {"k": ir.example(line).shape[-1]}
     return Rule(dims, (names,), sizes, whole=frozenset("k"))
 
 
 def bucketize(node: fx.Node) -> Rule:
-    """x, and the boundaries of buckets, which must be whole."""
+    """Make the rule of x and bucket boundaries, which cannot be sharded."""
     x, limits = tensor_operands(node)
     shape = tuple(ir.example(x).shape)
     names = tuple((f"d{d}",) for d in range(len(shape)))
@@ -195,14 +200,14 @@ def bucketize(node: fx.Node) -> Rule:
 
 
 def slice_scatter(node: fx.Node) -> Rule:
-    """x with a slice of one dim written over: that dim must be whole."""
+    """Make the rule of x with a slice of one dim overwritten: that dim cannot be sharded."""
     x, _ = tensor_operands(node)
     shape = tuple(ir.example(x).shape)
     dim = argument(node, "dim") % len(shape)
     names = tuple((f"d{d}",) for d in range(len(shape)))
-    over = tuple(("s",) if d == dim else n for d, n in enumerate(names))
+    part_dims = tuple(("s",) if d == dim else n for d, n in enumerate(names))
     return Rule(
-        (names, over),
+        (names, part_dims),
         (names,),
         {f"d{d}": n for d, n in enumerate(shape)} | {"s": ir.example(tensor_operands(node)[1]).shape[dim]},
         whole=frozenset([f"d{dim}", "s"]),
@@ -212,21 +217,21 @@ def slice_scatter(node: fx.Node) -> Rule:
 
 
 def index_put(node: fx.Node) -> Rule:
-    """x[i, j, :] written over or added to: all but the dims of x that are not indexed must be whole."""
+    """Make the rule of writing or adding to x[i, j, :]: only the dims of x that are not indexed can be sharded."""
     x, *indices, value = tensor_operands(node)
     shape = tuple(ir.example(x).shape)
-    at = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
-    free = [d for d in range(len(shape)) if d not in at]
-    together = torch.broadcast_shapes(*(ir.example(i).shape for i in indices))
-    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0  # where the dims of the indices stand in what is written
-    looked_up = tuple(_names("i", together))
+    indexed = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
+    free = [d for d in range(len(shape)) if d not in indexed]
+    index_shape = torch.broadcast_shapes(*(ir.example(i).shape for i in indices))
+    first = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0  # position of the indices' dims in value
+    index_dims = tuple(_names("i", index_shape))
     names = tuple((f"d{d}",) for d in range(len(shape)))
-    kept = [names[d] for d in free]
-    written = (*kept[:first], *looked_up, *kept[first:])
-    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {f"i{k}": n for k, n in enumerate(together) if n != 1}
-    dims = [_broadcast(tuple(ir.example(i).shape), looked_up) for i in indices]
+    free_names = [names[d] for d in free]
+    value_dims = (*free_names[:first], *index_dims, *free_names[first:])
+    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {f"i{k}": n for k, n in enumerate(index_shape) if n != 1}
+    dims = [_broadcast(tuple(ir.example(i).shape), index_dims) for i in indices]
     return Rule(
-        (names, *dims, _broadcast(tuple(ir.example(value).shape), written)),
+        (names, *dims, _broadcast(tuple(ir.example(value).shape), value_dims)),
         (names,),
         sizes,
         whole=frozenset(sizes) - {f"d{d}" for d in free},
@@ -236,7 +241,7 @@ def index_put(node: fx.Node) -> Rule:
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for look-ups."""
+    """Return operator name -> rule, for look-ups."""
     return {
         "bucketize": bucketize,
         "embedding": embedding,

@@ -1,4 +1,4 @@
-"""Losses, in the summed form that `normalize` leaves: the sum over rows is partial when rows are sharded."""
+"""Losses in the summed form that `normalize` produces: if rows are sharded, the sum over rows is partial."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from passes.rules.base import Rule, RuleMaker, emit_of, tensor_operands
 
 aten = torch.ops.aten
 SUM = 2  # aten's code for reduction="sum"
-LINEAR_CROSS_ENTROPY = "ct::linear_cross_entropy"  # its local form is of `passes/memory/chunked.py`
-LINEAR_CROSS_ENTROPIES = "ct::linear_cross_entropies"  # that of each token, of `passes/memory/chunked_tokens.py`
+LINEAR_CROSS_ENTROPY = "ct::linear_cross_entropy"  # emitter in `passes/memory/chunked.py`
+LINEAR_CROSS_ENTROPIES = "ct::linear_cross_entropies"  # one loss a token; emitter in `passes/memory/chunked_tokens.py`
 IN_CHUNKS = (LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPIES)
 
 
 def cross_entropy_loss(node: fx.Node) -> Rule:
-    """Summed cross-entropy of logits[n, c] and class ids[n]: padded rows are ignored, the classes must be whole."""
+    """Make the rule of a summed cross-entropy of logits[n, c] and class ids[n]: c cannot be sharded.
+
+    Padded rows get the ignored label. Raises CompileError for any other form of the loss.
+    """
     logits, target = tensor_operands(node)[:2]
     rows, classes = ir.example(logits).shape
     reduction = node.args[3] if len(node.args) > 3 else 1
@@ -38,14 +41,17 @@ def cross_entropy_loss(node: fx.Node) -> Rule:
 def emit_cross_entropy(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
-    """The local sum, rows of padding carrying the ignored class id."""
-    ignored = node.args[4] if len(node.args) > 4 else -100
-    target = builder.fill_padding(operands[1], specs[1], float(ignored))  # type: ignore[arg-type]
+    """Compute the local sum, with the ignored class id in padded rows."""
+    ignore_index = node.args[4] if len(node.args) > 4 else -100
+    target = builder.fill_padding(operands[1], specs[1], float(ignore_index))  # type: ignore[arg-type]
     return builder.call(node.target, (operands[0], target, *node.args[2:]))
 
 
 def linear_cross_entropy(node: fx.Node) -> Rule:
-    """hidden[n, d], weight[c, d], labels[n], bias[c] -> the cross-entropy of hidden weight^T + bias, summed or [n]."""
+    """Make the rule of hidden[n, d], weight[c, d], labels[n], bias[c] -> cross-entropy, summed or [n].
+
+    The logits are hidden weight^T + bias.
+    """
     hidden, weight, labels, *bias = tensor_operands(node)
     (n, d), c = ir.example(hidden).shape, ir.example(weight).shape[0]
     classes, features, tokens = ("c",), ("d",), ("n",)
@@ -57,11 +63,11 @@ def linear_cross_entropy(node: fx.Node) -> Rule:
         {"n": n, "c": c, "d": d},
         {"n": "sum", "c": "sum"} if is_summed else {"c": "sum"},
         whole=frozenset("d"),
-        pad_out=lambda fills: 0.0,  # labels of padding are ignored
+        pad_out=lambda fills: 0.0,  # padding has the ignored label
         emit=emit_of(name),
     )
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for losses."""
+    """Return operator name -> rule, for losses."""
     return {"cross_entropy_loss": cross_entropy_loss, **dict.fromkeys(IN_CHUNKS, linear_cross_entropy)}

@@ -1,4 +1,4 @@
-"""Operators that compute each entry from the entries at the same place, with broadcasting."""
+"""Elementwise operators, with broadcasting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ bitwise_or bitwise_xor where remainder fmod atan2 floor_divide __and__ __or__ rs
 clamp_min clamp_max fmax fmin true_divide xlogy logaddexp hypot copysign polar complex
 __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift gcd ldexp nextafter"""
 
-# Scaling: the result is a sum when the operand is one. Sums of sums too; a product in either factor.
+# sets of operands that may be partial sums together: the result is then a partial sum
 LINEAR = {
     "neg": [{0}],
     "clone": [{0}],
@@ -36,8 +36,8 @@ LINEAR = {
     "div": [{0}],
 }
 MOVES = {"clone", "contiguous", "alias"}
-UNDEFINED = {"empty_like"}  # what they yield is whatever lay in memory, which differs from call to call
-# What padding must hold (operand -> value) lest the result or its gradient be infinite.
+UNDEFINED = {"empty_like"}  # results are uninitialized memory
+# operand -> padding value that keeps the result and its gradient finite
 SAFE = {
     "log": {0: 1.0},
     "log2": {0: 1.0},
@@ -75,7 +75,7 @@ SAFE = {
 
 
 def broadcast_dims(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> list[tuple[tuple[str, ...], ...]]:
-    """The factors of each operand's dims under broadcasting to `out`: a dim of size one has none."""
+    """Return the factors of each operand's dims under broadcasting to `out`; dims of size 1 have none."""
     return [
         tuple(
             (f"d{len(out) - len(s) + i}",) if n == out[len(out) - len(s) + i] and n != 1 else ()
@@ -86,7 +86,7 @@ def broadcast_dims(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> list[
 
 
 def _fills(node: fx.Node, name: str) -> Callable[[list[float | None]], float | None]:
-    """Padding of the result: the operator itself, applied to what the operands' padding holds."""
+    """Return a function that applies the operator itself to the operands' padding values."""
 
     def apply(fills: list[float | None]) -> float | None:
         if name == "mul" and 0.0 in fills:
@@ -102,7 +102,7 @@ def _fills(node: fx.Node, name: str) -> Callable[[list[float | None]], float | N
 
 
 def rule(node: fx.Node) -> Rule:
-    """The rule of a pointwise node."""
+    """Make the rule of an elementwise node."""
     name = name_of(node)
     operands = tensor_operands(node)
     (out,) = result_shapes(node)
@@ -110,7 +110,7 @@ def rule(node: fx.Node) -> Rule:
     result = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(out))
     linear = [frozenset(s) for s in LINEAR.get(name, []) if max(s) < len(operands)]
     if argument(node, "rounding_mode"):
-        linear = []  # what is rounded is no sum of its rounded terms
+        linear = []  # a rounded sum differs from the sum of rounded terms
     return Rule(
         tuple(dims),
         (result,),
@@ -123,10 +123,10 @@ def rule(node: fx.Node) -> Rule:
 
 
 def _safe(node: fx.Node, name: str) -> dict[int, float]:
-    """Operand -> what its padding must hold lest the result or its gradient be infinite."""
+    """Return operand -> padding value that keeps the result and its gradient finite."""
     if name == "pow":
-        whole_power = isinstance(node.args[1], int) and node.args[1] >= 1
-        return {} if whole_power else {0: 1.0}
+        is_positive_integer = isinstance(node.args[1], int) and node.args[1] >= 1
+        return {} if is_positive_integer else {0: 1.0}
     if name == "masked_fill":
         return {1: 0.0}
     if name == "where":
@@ -135,10 +135,10 @@ def _safe(node: fx.Node, name: str) -> dict[int, float]:
 
 
 def _is_single(value: object) -> bool:
-    """Whether an argument is a number, or a tensor of one: perhaps the infinity that a mask puts in."""
+    """Return True if an argument is a number or a tensor with one entry, such as the -inf of a mask."""
     return not isinstance(value, fx.Node) or ir.example(value).numel() == 1
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for all pointwise operators."""
+    """Return operator name -> rule, for all elementwise operators."""
     return {name: rule for name in (UNARY + " " + BINARY).split()}

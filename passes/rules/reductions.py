@@ -1,4 +1,4 @@
-"""Operators that fold dims away, and the norms, whose folded dims must be whole."""
+"""Reductions, and norms, whose reduced dims cannot be sharded."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from passes.program.operators import argument, name_of
 from passes.rules import pointwise
 from passes.rules.base import Names, Rule, RuleMaker, needs_gradient, result_shapes, tensor_operands
 
-FOLDS = {"sum": ("sum", 0.0), "amax": ("max", float("-inf")), "any": ("max", 0.0), "count_nonzero": ("sum", 0.0)}
+REDUCTIONS = {"sum": ("sum", 0.0), "amax": ("max", float("-inf")), "any": ("max", 0.0), "count_nonzero": ("sum", 0.0)}
 
 
-def _folded(node: fx.Node, rank: int) -> set[int]:
+def _reduced_dims(node: fx.Node, rank: int) -> set[int]:
     dims = argument(node, "dim")
     if dims is None or dims == []:
         return set(range(rank))
     return {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])} if rank else set()
 
 
-def _fold_dims(node: fx.Node) -> tuple[tuple[Names, ...], tuple[Names, ...], dict[str, int], set[int]]:
+def _factors(node: fx.Node) -> tuple[tuple[Names, ...], tuple[Names, ...], dict[str, int], set[int]]:
     (x,) = tensor_operands(node)
     shape = tuple(ir.example(x).shape)
-    folded, keep = _folded(node, len(shape)), len(result_shapes(node)[0]) == len(shape)
+    reduced_dims, keeps_dims = _reduced_dims(node, len(shape)), len(result_shapes(node)[0]) == len(shape)
     names = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(shape))
-    result = tuple(() if i in folded else n for i, n in enumerate(names) if i not in folded or keep)
-    return names, result, {f"d{i}": n for i, n in enumerate(shape) if n != 1}, folded
+    result = tuple(() if i in reduced_dims else n for i, n in enumerate(names) if i not in reduced_dims or keeps_dims)
+    return names, result, {f"d{i}": n for i, n in enumerate(shape) if n != 1}, reduced_dims
 
 
-def fold(node: fx.Node) -> Rule:
-    """sum, amax, any: a sharded folded dim leaves the result partial."""
-    names, result, sizes, folded = _fold_dims(node)
+def reduction(node: fx.Node) -> Rule:
+    """Make the rule of sum, amax, any: if a reduced dim is sharded, the result is partial."""
+    names, result, sizes, reduced_dims = _factors(node)
     if name_of(node) == "amax" and needs_gradient(tensor_operands(node)[0]):
-        return whole_fold(node)  # tied maxima on several ranks share the gradient
-    how, needs = FOLDS[name_of(node)]
-    reduced = {n: how for i in folded for n in names[i]}
+        return full_reduction(node)  # tied maxima on several ranks would have to share the gradient
+    kind, padding = REDUCTIONS[name_of(node)]
+    reduced = {n: kind for i in reduced_dims for n in names[i]}
     linear = frozenset([frozenset([0])]) if name_of(node) == "sum" else frozenset()
-    return Rule((names,), (result,), sizes, reduced, linear=linear, pad_in=needs)
+    return Rule((names,), (result,), sizes, reduced, linear=linear, pad_in=padding)
 
 
-def whole_fold(node: fx.Node) -> Rule:
-    """mean, var, argmax, norms of a dim: the folded dims must be whole."""
-    names, result, sizes, folded = _fold_dims(node)
+def full_reduction(node: fx.Node) -> Rule:
+    """Make the rule of mean, var, argmax, norms of a dim: the reduced dims cannot be sharded."""
+    names, result, sizes, reduced_dims = _factors(node)
     outs = tuple(result for _ in result_shapes(node))
-    return Rule((names,), outs, sizes, whole=frozenset(n for i in folded for n in names[i]))
+    return Rule((names,), outs, sizes, whole=frozenset(n for i in reduced_dims for n in names[i]))
 
 
 def extremum(node: fx.Node) -> Rule:
-    """max and min: a fold of one tensor, or pointwise of two."""
-    return pointwise.rule(node) if len(tensor_operands(node)) > 1 else whole_fold(node)
+    """Make the rule of max and min: a reduction of one tensor, or elementwise of two."""
+    return pointwise.rule(node) if len(tensor_operands(node)) > 1 else full_reduction(node)
 
 
 def normalize(node: fx.Node) -> Rule:
-    """rms_norm and layer_norm: the trailing normalized dims must be whole, weight and bias have those dims."""
+    """Make the rule of rms_norm and layer_norm: the normalized trailing dims cannot be sharded."""
     x, *weights = tensor_operands(node)
     shape, tail = tuple(ir.example(x).shape), len(node.args[1])  # type: ignore[arg-type]
     names = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(shape))
@@ -69,18 +69,18 @@ def normalize(node: fx.Node) -> Rule:
 
 
 def _norm_fills(weights: int, node: fx.Node):
-    def fills(held: Sequence[float | None]) -> float | None:
-        return 0.0 if name_of(node) == "rms_norm" and held[0] == 0 else None
+    def fills(operand_fills: Sequence[float | None]) -> float | None:
+        return 0.0 if name_of(node) == "rms_norm" and operand_fills[0] == 0 else None
 
     return fills
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for folds and norms."""
-    table: dict[str, RuleMaker] = dict.fromkeys(FOLDS, fold)
+    """Return operator name -> rule, for reductions and norms."""
+    table: dict[str, RuleMaker] = dict.fromkeys(REDUCTIONS, reduction)
     table |= dict.fromkeys(
         "amin kthvalue mean median var std  argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(),
-        whole_fold,
+        full_reduction,
     )
     table |= dict.fromkeys(("max", "min"), extremum)
     return table | dict.fromkeys(("rms_norm", "layer_norm"), normalize)

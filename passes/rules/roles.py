@@ -1,4 +1,4 @@
-"""What parameters are used for, as the graph shows it: looked up as an embedding, or the last product."""
+"""Find parameters used as embeddings or in the last matmul, from the graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRODUCTS = ("linear", "mm", "matmul")
 
 
 def keeps_dims(node: fx.Node) -> bool:
-    """Whether an operator leaves the dims of its one operand: in another order, with new ones of size one, cast."""
+    """Return True if an operator keeps its operand's dims: reordered, with new dims of size 1, or cast."""
     if name_of(node) in ("_to_copy", "alias"):
         return True
     rule = rule_of(node)
@@ -25,7 +25,7 @@ def keeps_dims(node: fx.Node) -> bool:
 
 
 def root(node: fx.Node, parameters: Collection[fx.Node]) -> fx.Node | None:
-    """The parameter of which the node is a transpose, a cast or a view with its dims, if it is."""
+    """Return the parameter whose transpose, cast or view with the same dims the node is; None if there is none."""
     while node not in parameters:
         if not is_operator(node) or len(tensor_operands(node)) != 1 or not keeps_dims(node):
             return None
@@ -34,8 +34,8 @@ def root(node: fx.Node, parameters: Collection[fx.Node]) -> fx.Node | None:
 
 
 def last_of(program: ir.Program, layers: Collection[fx.Node]) -> set[fx.Node]:
-    """Those of the layers whose results reach no other."""
-    before = set[fx.Node]()  # nodes that a layer follows
+    """Return the nodes of `layers` whose results reach no other of them."""
+    before = set[fx.Node]()  # nodes whose results reach a layer
     for node in reversed(list(program.calls())):
         if any(user in before or user in layers for user in node.users):
             before.add(node)
@@ -43,15 +43,15 @@ def last_of(program: ir.Program, layers: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
-    """Parameter name -> `embedding`, `head` or both; the others have none."""
+    """Map parameter names to `embedding`, `head` or both; parameters without a role are left out."""
     names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
-    named = (*PRODUCTS, *IN_CHUNKS)
-    products = [n for n in program.calls() if name_of(n) in named]
-    uses = [("head", operand) for node in last_of(program, products) for operand in tensor_operands(node)[:2]]
+    matmul_names = (*PRODUCTS, *IN_CHUNKS)
+    matmuls = [n for n in program.calls() if name_of(n) in matmul_names]
+    uses = [("head", operand) for node in last_of(program, matmuls) for operand in tensor_operands(node)[:2]]
     lookups = (n for n in program.calls() if n.target is torch.ops.aten.embedding.default)
     uses += [("embedding", tensor_operands(node)[0]) for node in lookups]
-    found: dict[str, frozenset[str]] = {}
+    result: dict[str, frozenset[str]] = {}
     for role, operand in uses:
         if (parameter := root(operand, names.keys())) is not None:
-            found[names[parameter]] = found.get(names[parameter], frozenset()) | {role}
-    return found
+            result[names[parameter]] = result.get(names[parameter], frozenset()) | {role}
+    return result

@@ -1,4 +1,4 @@
-"""Operators over the dims of an image: convolutions, pooling, borders, upsampling. Rows and channels are free."""
+"""Operators over image dims: convolutions, pooling, padding, upsampling. Batch rows and channels can be sharded."""
 
 from __future__ import annotations
 
@@ -18,72 +18,72 @@ TABLE = {
     "grid_sampler_3d": "nchwd, nxyzk -> ncxyz; whole h w d k",
     "im2col": "...chw -> ...(ck)l; whole h w k l; linear 0",
 }
-# by the number of dims that a window moves along: what it reads and writes, and the factors that must be whole
+# number of image dims -> (dims read, dims written, factors that cannot be sharded)
 WINDOW = {1: ("...h", "...x", "h x"), 2: ("...hw", "...xy", "h w x y"), 3: ("...hwd", "...xyz", "h w d x y z")}
 LINEAR = "{0} -> {1}; whole {2}; linear 0"
-ONE = "{0} -> {1}; whole {2}"  # linear, too, but the backward is given the operand, of which it reads the shape
-VALUES_AND_PLACES = "{0} -> {1}, {1}; whole {2}"
-BACK_IN_PLACE = "{0}, {0} -> {1}; whole {2}"
+LINEAR_BY_OPERAND = "{0} -> {1}; whole {2}"  # linear too, but the backward takes the operand, for its shape
+VALUES_AND_INDICES = "{0} -> {1}, {1}; whole {2}"
+VALUES_BY_INDEX = "{0}, {0} -> {1}; whole {2}"
 WINDOWED = {
     1: {
         LINEAR: "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d",
-        ONE: "reflection_pad1d replication_pad1d",
+        LINEAR_BY_OPERAND: "reflection_pad1d replication_pad1d",
     },
     2: {
         LINEAR: """upsample_bilinear2d upsample_bicubic2d upsample_nearest2d _upsample_bicubic2d_aa
             _upsample_bilinear2d_aa _upsample_nearest_exact2d""",
-        ONE: "avg_pool2d _adaptive_avg_pool2d reflection_pad2d replication_pad2d",
-        VALUES_AND_PLACES: "adaptive_max_pool2d max_pool2d_with_indices",
-        BACK_IN_PLACE: "max_unpool2d",
+        LINEAR_BY_OPERAND: "avg_pool2d _adaptive_avg_pool2d reflection_pad2d replication_pad2d",
+        VALUES_AND_INDICES: "adaptive_max_pool2d max_pool2d_with_indices",
+        VALUES_BY_INDEX: "max_unpool2d",
     },
     3: {
         LINEAR: "upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d",
-        ONE: "avg_pool3d _adaptive_avg_pool3d reflection_pad3d replication_pad3d",
-        VALUES_AND_PLACES: "adaptive_max_pool3d max_pool3d_with_indices",
-        BACK_IN_PLACE: "max_unpool3d",
+        LINEAR_BY_OPERAND: "avg_pool3d _adaptive_avg_pool3d reflection_pad3d replication_pad3d",
+        VALUES_AND_INDICES: "adaptive_max_pool3d max_pool3d_with_indices",
+        VALUES_BY_INDEX: "max_unpool3d",
     },
 }
 
 
 def convolution(node: fx.Node) -> Rule:
-    """x[n, (g c), ...] * w[(g o), c, ...] -> [n, (g o), ...], g groups, or w[(g c), o, ...] transposed.
+    """Make the rule of x[n, (g c), ...] * w[(g o), c, ...] -> [n, (g o), ...], or transposed with w[(g c), o, ...].
 
-    With a bias c must be whole (normalize splits the bias off).
+    g counts groups. With a bias, c cannot be sharded (normalize splits the bias off).
     """
     operands = tensor_operands(node)
     transposed, groups = node.args[6], node.args[8]
     (rows, channels, *image), kernel = (list(ir.example(n).shape) for n in operands[:2])
-    ((_, outs, *places),) = result_shapes(node)
+    ((_, outs, *outputs),) = result_shapes(node)
     sizes = {"n": rows, "g": groups, "c": channels // groups, "o": outs // groups}  # type: ignore[operator]
-    spatial = (("h", image), ("k", kernel[2:]), ("x", places))
+    spatial = (("h", image), ("k", kernel[2:]), ("x", outputs))
     sizes |= {f"{tag}{i}": n for tag, extent in spatial for i, n in enumerate(extent)}
 
     def dims(*names: str, tag: str) -> tuple[Names, ...]:
-        each = (*names, *(f"{tag}{i}" for i in range(len(image))))
-        return tuple(tuple(f for f in dim if sizes.get(f, 0) > 1) for dim in (name.split() for name in each))
+        dim_names = (*names, *(f"{tag}{i}" for i in range(len(image))))
+        return tuple(tuple(f for f in dim if sizes.get(f, 0) > 1) for dim in (name.split() for name in dim_names))
 
     weight = dims("g c", "o", tag="k") if transposed else dims("g o", "c", tag="k")
     bias = [(dims("g o", tag="")[0],)] if len(operands) > 2 else []
-    whole = {f"{tag}{i}" for tag, extent in spatial for i in range(len(extent))}
+    full = {f"{tag}{i}" for tag, extent in spatial for i in range(len(extent))}
     return Rule(
         (dims("n", "g c", tag="h"), weight, *bias),
         (dims("n", "g o", tag="x"),),
         {f: n for f, n in sizes.items() if n > 1},
         {"c": "sum"},
-        whole=frozenset(whole | ({"c"} if bias else set())),
+        whole=frozenset(full | ({"c"} if bias else set())),
         pad_out=zero_if_zero if not bias else lambda fills: None,
         resize=_local_groups,
     )
 
 
 def _local_groups(args: tuple, shape: tuple[int, ...]) -> tuple:
-    """A convolution of those groups that are here."""
+    """Set the number of groups to that of the local shard."""
     x, weight = (ir.example(n).shape for n in args[:2])
     return (*args[:8], (shape if args[6] else x)[1] // weight[1])
 
 
 def constant_pad(node: fx.Node) -> Rule:
-    """Entries added before or behind, or cut off: those dims must be whole."""
+    """Make the rule of adding or cutting entries at the ends of dims: those dims cannot be sharded."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
     shape, pad = tuple(ir.example(x).shape), node.args[1]
     value = node.args[2] if len(node.args) > 2 else 0
@@ -101,7 +101,7 @@ def constant_pad(node: fx.Node) -> Rule:
 
 
 def windows(node: fx.Node) -> Rule:
-    """Tensor.unfold: windows of a dim, which must be whole, as a last dim of their own."""
+    """Make the rule of Tensor.unfold: windows of a dim, which cannot be sharded, become a last dim."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
     shape = tuple(ir.example(x).shape)
     dim = node.args[1] % len(shape)  # type: ignore[operator]
@@ -118,11 +118,11 @@ def windows(node: fx.Node) -> Rule:
 
 
 def group_norm(node: fx.Node) -> Rule:
-    """x[n, (g c), ...] normalized in each of g groups, weight and bias [(g c)]: groups are free."""
+    """Make the rule of x[n, (g c), ...] normalized in each of g groups, weight and bias [(g c)]: g can be sharded."""
     x, *weights = tensor_operands(node)
     shape, groups = tuple(ir.example(x).shape), node.args[1]
-    each = shape[1] // groups  # type: ignore[operator]
-    sizes = {"n": shape[0], "g": groups, "c": each} | {f"h{i}": n for i, n in enumerate(shape[2:])}
+    group_size = shape[1] // groups  # type: ignore[operator]
+    sizes = {"n": shape[0], "g": groups, "c": group_size} | {f"h{i}": n for i, n in enumerate(shape[2:])}
     channels = tuple(f for f in "gc" if sizes[f] > 1)  # type: ignore[operator]
     dims = (("n",), channels, *((f"h{i}",) for i in range(len(shape) - 2)))
     return Rule(
@@ -130,30 +130,30 @@ def group_norm(node: fx.Node) -> Rule:
         (dims,),
         sizes,  # type: ignore[arg-type]
         whole=frozenset(sizes) - {"n", "g"},
-        resize=lambda args, local: (args[0], local[1] // each, *args[2:]),
+        resize=lambda args, local: (args[0], local[1] // group_size, *args[2:]),
     )
 
 
-def emit_in_order(
+def emit_contiguous(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
-    """The operator on contiguous operands: its gradient takes views of them, and a conversion may have left gaps."""
-    ordered = [x if ir.example(x).is_contiguous() else builder.trace(torch.clone, x) for x in operands]
-    return builder.call(node.target, (*ordered, *node.args[len(operands) :]), node.kwargs)
+    """Call the operator on contiguous operands: its backward takes views of them."""
+    contiguous = [x if ir.example(x).is_contiguous() else builder.trace(torch.clone, x) for x in operands]
+    return builder.call(node.target, (*contiguous, *node.args[len(operands) :]), node.kwargs)
 
 
-def ordered(make: RuleMaker) -> RuleMaker:
-    """A rule whose operator takes contiguous operands only."""
-    return lambda node: replace(make(node), emit=emit_in_order)
+def require_contiguous(make: RuleMaker) -> RuleMaker:
+    """Wrap a rule for an operator that takes contiguous operands only."""
+    return lambda node: replace(make(node), emit=emit_contiguous)
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for images."""
+    """Return operator name -> rule, for images."""
     table = {name: from_text(text) for name, text in TABLE.items()}
     for n, lines in WINDOWED.items():
         for line, names in lines.items():
             make = from_text(line.format(*WINDOW[n]))
-            table |= dict.fromkeys(names.split(), ordered(make) if line is BACK_IN_PLACE else make)
+            table |= dict.fromkeys(names.split(), require_contiguous(make) if line is VALUES_BY_INDEX else make)
     return table | {
         "constant_pad_nd": constant_pad,
         "convolution": convolution,

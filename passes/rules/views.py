@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def split_shapes(a: Sequence[int], b: Sequence[int]) -> tuple[list[Names], list[Names], dict[str, int]]:
-    """Common factors of two shapes of equal count, major to minor: the dims of each, and the factors' sizes."""
+    """Return the dims of two shapes of equal count in common factors, major to minor, and the factors' sizes."""
     dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in a], [[] for _ in b])
     sizes: dict[str, int] = {}
     i = j = 0
@@ -45,144 +45,144 @@ def split_shapes(a: Sequence[int], b: Sequence[int]) -> tuple[list[Names], list[
 
 
 def _fused_tail(a, b, dims, sizes, i, j):
-    """Shapes whose remaining dims share no factor: those dims are separate factors, none of which may be sharded."""
+    """Give the remaining dims, which share no factors, separate factors that cannot be sharded."""
     for side, shape, start, tag in ((0, a, i, "x"), (1, b, j, "y")):
         for k in range(start, len(shape)):
-            done = math.prod(sizes[n] for n in dims[side][k])
-            if shape[k] // done > 1:
-                sizes[f"{tag}{k}!"] = shape[k] // done
+            product = math.prod(sizes[n] for n in dims[side][k])
+            if shape[k] // product > 1:
+                sizes[f"{tag}{k}!"] = shape[k] // product
                 dims[side][k].append(f"{tag}{k}!")
     return [tuple(d) for d in dims[0]], [tuple(d) for d in dims[1]], sizes
 
 
-def _moving(dims: Sequence[Names], out: Sequence[Names], sizes: dict[str, int], **more) -> Rule:
-    whole = frozenset(name for name in sizes if name.endswith("!"))
+def _rearrangement(dims: Sequence[Names], out: Sequence[Names], sizes: dict[str, int], **options) -> Rule:
+    full = frozenset(name for name in sizes if name.endswith("!"))
     return Rule(
         (tuple(dims),),
         (tuple(out),),
         sizes,
-        whole=whole | more.pop("whole", frozenset()),
+        whole=full | options.pop("whole", frozenset()),
         linear=frozenset([frozenset([0])]),
         pad_out=same_fill,
         moves=True,
-        **more,
+        **options,
     )
 
 
 def reshape(node: fx.Node) -> Rule:
-    """view, reshape, flatten, squeeze, unsqueeze: the same entries in the same order."""
+    """Make the rule of view, reshape, flatten, squeeze, unsqueeze: the same entries in the same order."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
     dims, out_dims, sizes = split_shapes(ir.example(x).shape, out)
-    return _moving(dims, out_dims, sizes, emit=emit_reshape)
+    return _rearrangement(dims, out_dims, sizes, emit=emit_reshape)
 
 
 def emit_reshape(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
-    """A local reshape to the local shape of the result."""
+    """Reshape to the local shape of the result."""
     return builder.call(aten.reshape.default, (operands[0], list(results[0].local_shape(builder.mesh))))
 
 
 def permute(node: fx.Node) -> Rule:
-    """transpose, permute, movedim, t: dims in another order, found by following a tensor of distinct sizes."""
+    """Make the rule of transpose, permute, movedim, t; calling it on a tensor of distinct sizes gives the order."""
     (x,) = tensor_operands(node)
     shape = tuple(ir.example(x).shape)
     marks = torch.empty([i + 2 for i in range(len(shape))], device="meta")
     order = [n - 2 for n in node.target(marks, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
     names: list[Names] = [(f"d{i}",) if n != 1 else () for i, n in enumerate(shape)]
-    return _moving(names, [names[i] for i in order], {f"d{i}": n for i, n in enumerate(shape) if n != 1})
+    return _rearrangement(names, [names[i] for i in order], {f"d{i}": n for i, n in enumerate(shape) if n != 1})
 
 
 def expand(node: fx.Node) -> Rule:
-    """expand: new leading dims and dims of size one are repeated; each rank repeats for its own share."""
+    """Make the rule of expand: new leading dims and dims of size 1 are repeated; each rank repeats its own share."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
     shape = tuple(ir.example(x).shape)
     lead = len(out) - len(shape)
     dims = [(f"d{lead + i}",) if n != 1 else () for i, n in enumerate(shape)]
     sizes = {f"d{i}": n for i, n in enumerate(out) if n != 1}
-    rule = _moving(dims, [(f"d{i}",) if n != 1 else () for i, n in enumerate(out)], sizes, emit=emit_expand)
+    rule = _rearrangement(dims, [(f"d{i}",) if n != 1 else () for i, n in enumerate(out)], sizes, emit=emit_expand)
     return Rule(**{**rule.__dict__, "moves": False})
 
 
 def emit_expand(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
-    """A local expand to the local shape of the result."""
+    """Expand to the local shape of the result."""
     return builder.call(aten.expand.default, (operands[0], list(results[0].local_shape(builder.mesh))))
 
 
 def cut(node: fx.Node) -> Rule:
-    """slice, select, split, chunk, narrow along a dim: that dim must be whole unless all of it is kept."""
+    """Make the rule of slice, select, split, chunk, narrow: the dim cannot be sharded unless all of it is kept."""
     (x,) = tensor_operands(node)
     shape, outs = tuple(ir.example(x).shape), result_shapes(node)
-    removed = len(shape) - len(outs[0])
+    removed_dims = len(shape) - len(outs[0])
     dim = argument(node, "dim") % len(shape)
     names: list[Names] = [(f"d{i}",) if n != 1 or i == dim else () for i, n in enumerate(shape)]
     sizes = {f"d{i}": n for i, n in enumerate(shape) if names[i]}
-    results, whole = [], set()
+    results, full = [], set()
     for k, out in enumerate(outs):
-        if removed:
+        if removed_dims:
             results.append(tuple(n for i, n in enumerate(names) if i != dim))
         elif out[dim] == shape[dim] and name_of(node) == "slice":
-            return _moving(names, names, sizes, resize=_keep_whole_slice)
+            return _rearrangement(names, names, sizes, resize=_keep_whole_slice)
         else:
             sizes[f"o{k}"] = out[dim]
-            whole.add(f"o{k}")
+            full.add(f"o{k}")
             results.append(tuple((f"o{k}",) if i == dim else n for i, n in enumerate(names)))
-        whole.add(f"d{dim}")
+        full.add(f"d{dim}")
     return Rule(
         (tuple(names),),
         tuple(results),
         sizes,
-        whole=frozenset(whole),
+        whole=frozenset(full),
         linear=frozenset([frozenset([0])]),
         pad_out=same_fill,
     )
 
 
 def _keep_whole_slice(args: tuple, shape: tuple[int, ...]) -> tuple:
-    """A slice that keeps all of a dim, whatever its local extent."""
+    """Rewrite the bounds of a slice that keeps all of a dim, so that they hold for any local size."""
     return (*args[:2], 0, 2**63 - 1, *args[4:]) if len(args) > 2 else args
 
 
 def join(node: fx.Node) -> Rule:
-    """cat and stack: the joined dim must be whole."""
+    """Make the rule of cat and stack: the joined dim cannot be sharded."""
     operands, (out,) = tensor_operands(node), result_shapes(node)
     rank = len(out)
     dim = argument(node, "dim") % rank
-    stacked = ir.example(operands[0]).dim() < rank
+    is_stack = ir.example(operands[0]).dim() < rank
     sizes = {f"d{i}": n for i, n in enumerate(out) if i != dim and n != 1} | {"j": out[dim]}
     names: list[Names] = [("j",) if i == dim else (f"d{i}",) if n != 1 else () for i, n in enumerate(out)]
-    dims, whole = [], {"j"}
+    dims, full = [], {"j"}
     for k, operand in enumerate(operands):
-        if stacked:
+        if is_stack:
             dims.append(tuple(n for i, n in enumerate(names) if i != dim))
             continue
         sizes[f"c{k}"] = ir.example(operand).shape[dim]
-        whole.add(f"c{k}")
+        full.add(f"c{k}")
         dims.append(tuple((f"c{k}",) if i == dim else n for i, n in enumerate(names)))
     return Rule(
         tuple(dims),
         (tuple(names),),
         sizes,
-        whole=frozenset(whole),
+        whole=frozenset(full),
         linear=frozenset([frozenset(range(len(operands)))]),
         pad_out=same_fill,
     )
 
 
-# A row of padding sees nothing: all of its scores may be infinite, by a mask that is cast or added twice, and what
-# softmax makes of these, NaN, would reach the weights as NaN times zero.
+# All scores of a padded row may be -inf (a mask that is cast or added twice). Their softmax, NaN, would reach the
+# weights as NaN times zero.
 SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
 
 
 def along_dim(node: fx.Node) -> Rule:
-    """cumsum, softmax, sort, roll, fft...: an operator along one dim, which must be whole; the others are free."""
+    """Make the rule of operators along a dim (cumsum, softmax, sort, roll, fft, ...): it cannot be sharded."""
     operands = tensor_operands(node)
     shape = tuple(ir.example(operands[0]).shape)
     dims = argument(node, "dim", argument(node, "dims"))
-    along = {d % len(shape) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
-    along = along or set(range(len(shape)))  # roll without dims goes through all of them
+    scan_dims = {d % len(shape) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
+    scan_dims = scan_dims or set(range(len(shape)))  # roll without dims uses all of them
     names = tuple((f"d{i}",) for i in range(len(shape)))
     sizes = {f"d{i}": n for i, n in enumerate(shape)}
     results = []
@@ -194,16 +194,16 @@ def along_dim(node: fx.Node) -> Rule:
         tuple(names for _ in operands),
         tuple(results),
         sizes,
-        whole=frozenset([f"d{i}" for i in along] + [n for n in sizes if n.startswith("o")]),
+        whole=frozenset([f"d{i}" for i in scan_dims] + [n for n in sizes if n.startswith("o")]),
         pad_safe={0: 0.0} if name_of(node) in SOFTMAX else {},
     )
 
 
 def diagonal(node: fx.Node) -> Rule:
-    """The diagonal of two dims, which must be whole, as a last dim."""
+    """Make the rule of a diagonal of two dims, which cannot be sharded, as a last dim."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
-    shape, given = tuple(ir.example(x).shape), (*node.args[1:], *(0, 0, 1)[len(node.args) - 1 :])
-    pair = {d % len(shape) for d in given[1:]}  # type: ignore[operator]
+    shape, arguments = tuple(ir.example(x).shape), (*node.args[1:], *(0, 0, 1)[len(node.args) - 1 :])
+    pair = {d % len(shape) for d in arguments[1:]}  # type: ignore[operator]
     names = tuple((f"d{d}",) for d in range(len(shape)))
     return Rule(
         (names,),
@@ -216,19 +216,19 @@ def diagonal(node: fx.Node) -> Rule:
 
 
 def as_pairs(node: fx.Node) -> Rule:
-    """view_as_complex, view_as_real: a last dim of two numbers, which is one entry, is there or is not."""
+    """Make the rule of view_as_complex and view_as_real, which remove or add a last dim of size 2."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
     shape = tuple(ir.example(x).shape)
     longer = max(shape, out, key=len)
     names: list[Names] = [(f"d{i}",) if n != 1 else () for i, n in enumerate(longer[:-1])]
     dims, results = (names if len(s) < len(longer) else [*names, ("pair",)] for s in (shape, out))
     sizes = {f"d{i}": n for i, n in enumerate(longer[:-1]) if n != 1} | {"pair": 2}
-    zero = frozenset([frozenset([0])])
-    return Rule((tuple(dims),), (tuple(results),), sizes, whole=frozenset({"pair"}), linear=zero, pad_out=zero_if_zero)
+    first = frozenset([frozenset([0])])
+    return Rule((tuple(dims),), (tuple(results),), sizes, whole=frozenset({"pair"}), linear=first, pad_out=zero_if_zero)
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for views, cuts, joins and scans."""
+    """Return operator name -> rule, for views, cuts, joins and scans."""
     table: dict[str, RuleMaker] = {}
     table |= dict.fromkeys("view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split(), reshape)
     table |= dict.fromkeys("transpose permute t movedim moveaxis swapaxes mT numpy_T".split(), permute)

@@ -1,1 +1,1 @@
-"""Where each tensor lives on the mesh, and the local program that every rank runs."""
+"""Place tensors on the mesh, and build the local program that every rank runs."""

@@ -1,16 +1,16 @@
-"""Common refinement of a rule's factors and the factors of the specs that it meets.
+"""Refine a rule's factors until every shard of an operand consists of whole factors (atoms).
 
-A rule of `[b, t*d]` knows two factors in its second dim, 6 and 8. An operand whose 48 entries are 3 shards of 16 cuts
-the factor `t` in two: its atoms are 3, which `tp` shards, and 2.
+A rule of `[b, t*d]` knows two factors in its second dim, 6 and 8. If an operand splits these 48 entries into 3 shards
+of 16, the factor `t` is cut in two: its atoms are 3, which `tp` shards, and 2.
 
     >>> rule = Rule(((("b",), ("t", "d")),), ((("b",), ("t",), ("d",)),), {"b": 4, "t": 6, "d": 8})
     >>> atoms = refine(rule, [((Factor(4),), (Factor(3, ("tp",)), Factor(16)))], [0], Mesh.of({"tp": 3}))
     >>> atoms.operands[0], atoms.sizes
     ((('b',), ('t.#0', 't.#1', 'd')), {'b': 4, 't.#0': 3, 't.#1': 2, 'd': 8})
-    >>> print(*atoms.held[0][1])
+    >>> print(*atoms.factors[0][1])
     3@tp 2 8
 
-Where no such atoms exist, as of 6 x 4 and 4 x 6, the operand is gathered first.
+If there are no common factors, as for 6 x 4 and 4 x 6, the operand is gathered first.
 
     >>> common_sizes([4, 6], [8, 3]), common_sizes([4, 6], [6, 4])
     ([4, 2, 3], None)
@@ -29,7 +29,7 @@ from passes.rules.base import Names, Rule
 
 
 def boundaries(sizes: Iterable[int]) -> list[int]:
-    """Products of the minor sizes at each cut: [4, 2, 3] -> [6, 3]."""
+    """Return the products of the minor sizes at each cut: [4, 2, 3] -> [6, 3]."""
     cuts, product = [], 1
     for size in reversed(list(sizes)):
         product *= size
@@ -38,7 +38,7 @@ def boundaries(sizes: Iterable[int]) -> list[int]:
 
 
 def common_sizes(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
-    """The coarsest factors that refine both (their products are equal), or None if there are none, or no entries."""
+    """Return the coarsest sizes that refine both lists (of equal product); None if there are none or a size is 0."""
     if 0 in a:
         return None
     cuts = sorted({math.prod(a), *boundaries(a), *boundaries(b), 1}, reverse=True)
@@ -48,17 +48,17 @@ def common_sizes(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
 
 
 def split_factor(factor: Factor, sizes: Sequence[int], mesh: Mesh) -> list[Factor] | None:
-    """The factor as several, major to minor, with the same layout on every rank; None if its shards cut across."""
+    """Split a factor into `sizes`, major to minor, with the same layout on every rank; None if this cuts a shard."""
     if len(sizes) == 1:
         return [factor]
     pieces, axes = [], list(factor.axes)
     for size in sizes:
-        taken, rest = [], size
-        while axes and rest % factor.pieces(axes[0], mesh) == 0 and rest > 1:
-            rest //= mesh[axes[0]]
-            taken.append(axes.pop(0))
-        pieces.append(replace(factor, size=size, axes=tuple(taken), label=""))
-        if axes and rest > 1:
+        piece_axes, remaining = [], size
+        while axes and remaining % factor.pieces(axes[0], mesh) == 0 and remaining > 1:
+            remaining //= mesh[axes[0]]
+            piece_axes.append(axes.pop(0))
+        pieces.append(replace(factor, size=size, axes=tuple(piece_axes), label=""))
+        if axes and remaining > 1:
             return None
     if axes:
         return None
@@ -67,15 +67,15 @@ def split_factor(factor: Factor, sizes: Sequence[int], mesh: Mesh) -> list[Facto
 
 
 def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> tuple[Factor, ...] | None:
-    """A dim over finer factors of the given sizes; None if one of its shards would be cut across."""
+    """Split a dim into factors of the given sizes; None if this cuts a shard."""
     pieces: list[Factor] = []
-    left = list(sizes)
+    remaining = list(sizes)
     for factor in dim:
-        mine, product = [], 1
+        factor_sizes, product = [], 1
         while product < factor.size:
-            mine.append(left.pop(0))
-            product *= mine[-1]
-        split = split_factor(factor, mine, mesh) if mine else []
+            factor_sizes.append(remaining.pop(0))
+            product *= factor_sizes[-1]
+        split = split_factor(factor, factor_sizes, mesh) if factor_sizes else []
         if split is None:
             return None
         pieces += split
@@ -83,7 +83,7 @@ def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> tuple[Factor, ...] 
 
 
 def merge_dim(dim: Iterable[Factor], mesh: Mesh) -> Dim:
-    """Adjacent factors joined where the layout stays the same and no label is lost."""
+    """Join adjacent factors if the layout stays the same and no label is lost."""
     merged: list[Factor] = []
     for factor in dim:
         last = merged[-1] if merged else None
@@ -98,58 +98,60 @@ def merge_dim(dim: Iterable[Factor], mesh: Mesh) -> Dim:
 
 @dataclass(frozen=True)
 class Atoms:
-    """A rule whose factors are fine enough that every operand's shards are whole atoms.
+    """A rule whose factors are refined so that every operand's shards consist of whole atoms.
 
-    `operands[i][d]` and `results[i][d]` name the atoms of a dim; `held[i][d]` are the operand's factors over
-    them, None where its shards cut across an atom (it has to be gathered first).
+    `operands[i][d]` and `results[i][d]` name the atoms of a dim. `factors[i][d]` are the operand's factors over these
+    atoms; None if its shards cut an atom (it has to be gathered first).
     """
 
     rule: Rule
     operands: tuple[tuple[Names, ...], ...]
     results: tuple[tuple[Names, ...], ...]
     sizes: Mapping[str, int]
-    held: tuple[tuple[tuple[Factor, ...] | None, ...], ...]
+    factors: tuple[tuple[tuple[Factor, ...] | None, ...], ...]
 
     @property
     def order(self) -> Order:
-        """In which order `cp` holds what it shards of the operands."""
-        factors = (f for dims in self.held for held in dims for f in held or ())
-        return next((f.order for f in factors if not f.order.is_plain), PLAIN)
+        """The order of the chunks in the dims that `cp` shards."""
+        flat = (f for dims in self.factors for factors in dims for f in factors or ())
+        return next((f.order for f in flat if not f.order.is_plain), PLAIN)
 
     def origin(self, atom: str) -> str:
-        """The rule's factor of which the atom is a part."""
+        """Return the rule's factor that contains the atom."""
         return atom.split(".#")[0]
 
 
-def placed_by_rule(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The axes of those atoms that the operator places by itself."""
+def place_by_rule(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Return the axes of the atoms that the operator places itself (`Rule.place`)."""
     if atoms.rule.place is None:
         return {}
-    pairs = zip(atoms.operands, atoms.held)
-    held = [{n: f for names, fs in zip(dims, held) for n, f in zip(names, fs or ())} for dims, held in pairs]
-    found = atoms.rule.place(held, mesh)
-    return {a: found[key] for a in atoms.sizes for key in (atoms.origin(a), a) if key in found}
+    pairs = zip(atoms.operands, atoms.factors)
+    placements = [
+        {n: f for names, fs in zip(dims, factors) for n, f in zip(names, fs or ())} for dims, factors in pairs
+    ]
+    axes = atoms.rule.place(placements, mesh)
+    return {a: axes[key] for a in atoms.sizes for key in (atoms.origin(a), a) if key in axes}
 
 
-def with_placed(
+def override_axes(
     axes: Mapping[str, tuple[str, ...]], placed: Mapping[str, tuple[str, ...]], mesh: Mesh
 ) -> dict[str, tuple[str, ...]]:
-    """The axes of all atoms: of those that are placed so, and of the others where these leave them free."""
-    taken = {a for names in placed.values() for name in names for a in mesh.over(name)}
-    left = {atom: tuple(x for x in names if taken.isdisjoint(mesh.over(x))) for atom, names in axes.items()}
-    return left | dict(placed)
+    """Return the axes of all atoms: `placed` takes precedence, and removes its axes from all other atoms."""
+    placed_axes = {a for names in placed.values() for name in names for a in mesh.over(name)}
+    others = {atom: tuple(x for x in names if placed_axes.isdisjoint(mesh.over(x))) for atom, names in axes.items()}
+    return others | dict(placed)
 
 
 def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mesh: Mesh) -> Atoms:
-    """Split the rule's factors where the operands' specs do; operands earlier in `order` win disagreements."""
+    """Split the rule's factors as the operands' specs do; if operands disagree, those earlier in `order` win."""
     parts: dict[str, list[int]] = {name: [size] for name, size in rule.sizes.items()}
     for i in order:
         for names, dim in zip(rule.operands[i], specs[i], strict=True):
-            mine = [size for name in names for size in parts[name]]
-            theirs = [f.size for f in dim if f.size > 1]
-            cut = common_sizes([s for s in mine if s > 1], theirs) if mine and theirs else None
+            rule_sizes = [size for name in names for size in parts[name]]
+            spec_sizes = [f.size for f in dim if f.size > 1]
+            cut = common_sizes([s for s in rule_sizes if s > 1], spec_sizes) if rule_sizes and spec_sizes else None
             if cut is not None:
-                _assign(parts, names, cut)
+                _assign_sizes(parts, names, cut)
     atoms = {
         name: tuple(f"{name}.#{k}" for k in range(len(sizes))) if len(sizes) > 1 else (name,)
         for name, sizes in parts.items()
@@ -160,34 +162,34 @@ def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mes
         return tuple(tuple(atom for name in names for atom in atoms[name]) for names in dims)
 
     operands = tuple(over(dims) for dims in rule.operands)
-    held = tuple(
-        tuple(_hold(dim, names, sizes, mesh) for names, dim in zip(dims, spec, strict=True))
+    factors = tuple(
+        tuple(_factors_over(dim, names, sizes, mesh) for names, dim in zip(dims, spec, strict=True))
         for dims, spec in zip(operands, specs, strict=True)
     )
-    return Atoms(rule, operands, tuple(over(dims) for dims in rule.results), sizes, held)
+    return Atoms(rule, operands, tuple(over(dims) for dims in rule.results), sizes, factors)
 
 
-def _assign(parts: dict[str, list[int]], names: Names, cut: list[int]) -> None:
+def _assign_sizes(parts: dict[str, list[int]], names: Names, cut: list[int]) -> None:
     cut = list(cut)
     for name in names:
-        total, mine, product = math.prod(parts[name]), [], 1
+        total, pieces, product = math.prod(parts[name]), [], 1
         while product < total:
-            mine.append(cut.pop(0))
-            product *= mine[-1]
-        parts[name] = mine or [1]
+            pieces.append(cut.pop(0))
+            product *= pieces[-1]
+        parts[name] = pieces or [1]
 
 
-def _hold(dim: Dim, names: Names, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Factor, ...] | None:
-    wanted = [sizes[name] for name in names]
-    if not wanted:
+def _factors_over(dim: Dim, names: Names, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Factor, ...] | None:
+    atom_sizes = [sizes[name] for name in names]
+    if not atom_sizes:
         return ()
     trimmed = tuple(f for f in dim if f.size > 1) or dim[:1]
-    if common_sizes([w for w in wanted if w > 1], [f.size for f in trimmed if f.size > 1]) != [
-        w for w in wanted if w > 1
+    if common_sizes([w for w in atom_sizes if w > 1], [f.size for f in trimmed if f.size > 1]) != [
+        w for w in atom_sizes if w > 1
     ]:
         return None
-    pieces = split_dim(trimmed, [w for w in wanted if w > 1], mesh)
+    pieces = split_dim(trimmed, [w for w in atom_sizes if w > 1], mesh)
     if pieces is None:
         return None
     supply = iter(pieces)
-    return tuple(next(supply) if w > 1 else Factor(1) for w in wanted)
+    return tuple(next(supply) if w > 1 else Factor(1) for w in atom_sizes)

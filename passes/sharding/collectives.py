@@ -1,8 +1,8 @@
-"""Write the reshard operators as functional collectives of the axis-named groups.
+"""Write the reshard operators as functional collectives over the process groups named after mesh axes.
 
     psum(x, "tp")   ->   wait_tensor(all_reduce(x, "sum", "tp"))
 
-The definitions are those of `passes/program/reshard.py`, and of `routed.py` for what moves rows to their experts.
+The definitions are in `passes/program/reshard.py`, and in `routed.py` for operators that move rows to their experts.
 After this pass no reshard operator is left.
 """
 
@@ -24,35 +24,35 @@ from passes.program.stages import Stage
 
 
 def definition_of(node: fx.Node) -> Callable[..., Tensor] | None:
-    """What an operator is in terms of functional collectives; None of what is no reshard operator."""
+    """Return an operator's definition in functional collectives; None if it is not a reshard operator."""
     record = RESHARD_OPS.get(node.target)
     return record.body if record else ROUTED.get(node.target)
 
 
 def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The definition with the memory layout that the operator promised: contiguous."""
+    """Wrap a definition so that its result is contiguous, as the operator promises."""
     return lambda *args: body(*args).contiguous()
 
 
 def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
-    """Write bodies in place of the operators that stand for them, without what nobody reads of their results.
+    """Replace operators that stand for a body by that body, without the parts whose results are unused.
 
-    What a body calls in turn, chunk after chunk, are layers: `NAME.0`, `NAME.1`, and so on.
+    The bodies that a body calls, one for each chunk, become layers: `NAME.0`, `NAME.1`, and so on.
     """
-    made, numbers = set[fx.Node](), Counter[str]()
+    inserted, numbers = set[fx.Node](), Counter[str]()
     waiting = [node for node in program.calls() if body_of(node)]
     while waiting:
         node = waiting.pop(0)
-        new = inline(node, results_of(body_of(node)), ctx, alike=True)  # type: ignore[arg-type]
-        inner = [n for n in new if body_of(n)]
+        nodes = inline(node, results_of(body_of(node)), ctx, alike=True)  # type: ignore[arg-type]
+        inner = [n for n in nodes if body_of(n)]
         for call in inner:
             name = call.target._opname.rpartition("_")[0]  # type: ignore[union-attr]
             ir.update(call, layer=Layer(name, numbers[name]))
             numbers[name] += 1
-        made.update(new)
+        inserted.update(nodes)
         waiting = inner + waiting
     for node in reversed(list(program.calls())):
-        if node in made and not node.users and not node.is_impure():
+        if node in inserted and not node.users and not node.is_impure():
             program.graph.erase_node(node)
 
 

@@ -1,12 +1,12 @@
-"""Custom autograd functions: forward and backward are partitioned by the same rules, each as a program of its own.
+"""Partition custom autograd functions: forward and backward are programs of their own, under the same rules.
 
     forward   x [3@dp_shard, 4], w [4] replicate(dp_shard)      placed as the operands of the call are
     backward  g [3@dp_shard, 4], saved x, w                     g is placed as the gradient of the result
               -> gradient of x [3@dp_shard, 4], of w [4] sum(dp_shard)
 
-The backward returns gradients placed as those of the operands: partial sums where the forward read a replicate copy,
-and zeros in padding. This holds for any function, whatever its backward computes: one that makes something of a zero
-gradient (`g + 0.01 * x`) makes it of padding's too, and the zeros are put there.
+The backward returns gradients placed as the gradients of the operands: partial sums for replicate operands, and zeros
+in padding. This holds for any backward: if it computes something from a zero gradient (`g + 0.01 * x`), it does so in
+padding too, and zeros are written there afterwards.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from passes.program.trace import UnknownTensor, trace
 from passes.rules import tensor_operands
 from passes.sharding.normalize import Normalize
 
-PLACES = ("coordinate", "layout")  # inputs that say where a rank's entries lie
+PLACES = ("coordinate", "layout")  # kinds of inputs that locate a rank's entries
 
 
 def body_graph(name: str, fn: Callable[..., Any], examples: list[Tensor], ctx: ir.Context, own: bool) -> fx.Graph:
-    """The operators of a body of the custom function `name`; what it is given is its `own` to write into, or refused.
+    """Trace a body of the custom function `name`; if `own`, the body may write into its arguments.
 
-    An author may write into gradients, which nobody reads any more.
+    An author may write into gradients, because nobody reads them afterwards. Raises Refused if the body writes into
+    arguments that it does not own, or uses tensors that are not arguments.
     """
     with ctx.fake_mode, torch.no_grad():
-        fresh = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
+        empties = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
     try:
-        graph = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
+        graph = trace(lambda *t: tuple(fn(*t)), empties, ctx)
     except UnknownTensor as error:
         raise ir.Refused("shard", None, f"{name} uses {error}; make it an argument of the function") from error
-    for node in [n for n in graph.nodes if is_mutable(n)]:  # those into what the body makes itself are gone
+    for node in [n for n in graph.nodes if is_mutable(n)]:  # tracing has removed writes into the body's own tensors
         if not own:
-            fix = "call ctx.mark_dirty, or clone it first"
-            raise ir.Refused("shard", None, f"{name} writes into what it is given; {fix}")
+            fix = "call ctx.mark_dirty, or clone them first"
+            raise ir.Refused("shard", None, f"{name} writes into its arguments; {fix}")
         graph.erase_node(node)
     return graph
 
@@ -61,7 +62,7 @@ def body_program(
     ctx: ir.Context,
     backward: bool = False,
 ) -> ir.Program:
-    """The operators of a body of the custom function `name` over full tensors, normalized."""
+    """Trace a body of the custom function `name` over full tensors, and normalize it."""
     graph = body_graph(name, fn, examples, ctx, own=backward)
     results = graph.output_node().args[0]
     kind = "gradient" if backward else "metric"
@@ -70,8 +71,8 @@ def body_program(
     return Normalize()(ir.Program(module, tuple(inputs), outputs, mesh), ctx)[0]
 
 
-def in_line(program: ir.Program, ctx: ir.Context) -> ir.Program:
-    """The program with what custom functions compute in their place, normalized."""
+def inline_custom_functions(program: ir.Program, ctx: ir.Context) -> ir.Program:
+    """Replace custom functions by the operators of their forward, and normalize the program."""
     if not any(map(function_of, program.calls())):
         return program
     program = program.copy()
@@ -89,7 +90,7 @@ def in_line(program: ir.Program, ctx: ir.Context) -> ir.Program:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A function on operands of a kind, with the placements of its operands and results; calls alike share it."""
+    """A custom function on operands of one kind, with the placements of operands and results; equal calls share it."""
 
     function: Function
     examples: tuple[Tensor, ...]  # operands of a call
@@ -108,50 +109,50 @@ def place_forward(
     ctx: ir.Context,
     propagate: Callable[[ir.Program], Any],
 ) -> Placed:
-    """Placements of the forward body; an operand that the body only reads as a replicate copy is one from the start."""
+    """Place the forward body; an operand that the body reads only as a replicate copy is replicate from the start."""
     kinds = ["parameter" if w else "batch" for w in weights]
 
-    def place(given: list[Spec]) -> Placed:
-        inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, given))]  # type: ignore
+    def place(operand_specs: list[Spec]) -> Placed:
+        inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, operand_specs))]  # type: ignore
         program = body_program(function.name, function.forward, examples, inputs, mesh, ctx)
         plan = propagate(program)
         results = tuple(plan.current(n) for n in program.results())
-        return Placed(function, tuple(examples), program, plan, tuple(given), results)
+        return Placed(function, tuple(examples), program, plan, tuple(operand_specs), results)
 
     mixed = {axis for axis in mesh.axes if any(spec.state(axis) != "invariant" for spec in specs)}
     specs = [replace(spec, fill=padding_kept(spec)) for spec in specs]
     placed = place(specs)
-    varied = [
+    replicate_specs = [
         with_replicate(spec, placeholder, placed, mixed, mesh)
         for spec, placeholder in zip(specs, placed.program.placeholders())
     ]
-    return placed if varied == specs else place(varied)
+    return placed if replicate_specs == specs else place(replicate_specs)
 
 
 def padding_kept(spec: Spec) -> float | None:
-    """What an operand's padding holds in whatever placement it is read: conversions pad with zeros, and keep those."""
+    """Return the padding value that conversions preserve: 0, because they pad with zeros; otherwise None."""
     return 0.0 if spec.fill == 0.0 else None
 
 
 def gradient_of(spec: Spec) -> Spec:
-    """The placement of a value's gradient, which is zero in padding: no result depends on what padding holds."""
+    """Return the placement of a value's gradient, which is zero in padding: no result depends on padding."""
     return replace(spec.gradient(), fill=0.0)
 
 
 def with_replicate(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[str], mesh: Mesh) -> Spec:
-    """The operand's placement, replicate on `mixed` axes and on those on which all uses in the body want it so.
+    """Make an operand replicate on `mixed` axes, and on those on which all its uses in the body need it so.
 
-    On a mixed axis other operands differ by rank, and what the body makes of a copy may meet them.
+    On a mixed axis other operands differ by rank, and the body may combine them with values computed from a copy.
     """
-    wanted = [
+    needed = [
         d.operands[i]
         for user in placeholder.users
         if (d := placed.plan.decisions.get(user)) is not None
         for i, n in enumerate(tensor_operands(user))
         if n is placeholder
     ]
-    asked = {a for a in mesh.axes if wanted and all(w.state(a) == "replicate" for w in wanted)}
-    axes = [a for a in mesh.axes if spec.state(a) == "invariant" and a in mixed | asked]
+    replicate_axes = {a for a in mesh.axes if needed and all(w.state(a) == "replicate" for w in needed)}
+    axes = [a for a in mesh.axes if spec.state(a) == "invariant" and a in mixed | replicate_axes]
     return replace(spec, replicate=(*spec.replicate, *axes))
 
 
@@ -162,21 +163,21 @@ def emit(
     propagate: Callable[[ir.Program], Any],
     partition: Callable[..., ir.Program],
 ) -> fx.Node:
-    """Call the local operator, defined at the first of the calls that are alike."""
+    """Call the local operator; the first of equal calls defines it."""
     if placed not in builder.operators:
-        builder.operators[placed] = partitioned(placed, builder.mesh, builder.ctx, propagate, partition)
+        builder.operators[placed] = partition_function(placed, builder.mesh, builder.ctx, propagate, partition)
     op, axes = builder.operators[placed]
     return builder.call(op, (*values, *(builder.coordinates[axis] for axis in axes)))
 
 
-def partitioned(
+def partition_function(
     placed: Placed,
     mesh: Mesh,
     ctx: ir.Context,
     propagate: Callable[[ir.Program], Any],
     partition: Callable[..., ir.Program],
 ) -> tuple[Any, list[str]]:
-    """The local operator of a placed function, with its gradient; the axes of which it is given the coordinates."""
+    """Return the local operator of a placed function, with its gradient, and the axes whose coordinates it takes."""
     function, operands = placed.function, placed.operands
     forward = partition(placed.program, placed.plan, placed.results)
     outs = [ir.example(n) for n in placed.program.results()]
@@ -185,30 +186,30 @@ def partitioned(
     specs = [*operands, *placed.results, *gradients]
     kinds = [i.kind for i in placed.program.inputs[: len(operands)]] + ["batch"] * len(specs)
     inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, specs))]
-    kept: list[int] = []
+    present: list[int] = []
 
     def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found = function.backward(*tensors)
-        kept[:] = [i for i, g in enumerate(found) if g is not None]
-        return tuple(found[i] for i in kept)
+        grads = function.backward(*tensors)
+        present[:] = [i for i, g in enumerate(grads) if g is not None]
+        return tuple(grads[i] for i in present)
 
     program = body_program(function.name, differentiate, examples, inputs, mesh, ctx, backward=True)
-    backward = partition(program, propagate(program), tuple(gradient_of(operands[i]) for i in kept))
-    return local_operator(function, forward, backward, kept, len(operands))
+    backward = partition(program, propagate(program), tuple(gradient_of(operands[i]) for i in present))
+    return local_operator(function, forward, backward, present, len(operands))
 
 
 def local_operator(
-    function: Function, forward: ir.Program, backward: ir.Program, kept: list[int], operands: int
+    function: Function, forward: ir.Program, backward: ir.Program, present: list[int], operands: int
 ) -> tuple[Any, list[str]]:
-    """`local::name(*operands, *coordinates that the bodies read)` and its gradient, of local operators both."""
-    read = {i.name for program in (forward, backward) for i in program.inputs if i.kind in PLACES}
-    axes = [name for name in (*forward.mesh.names, BLOCKS) if name in read]
-    run_forward, run_backward = _by_axis(forward, axes), _by_axis(backward, axes)
-    count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind not in PLACES])
+    """Define `local::name(*operands, *coordinates that the bodies read)` and its gradient, itself a local operator."""
+    read_axes = {i.name for program in (forward, backward) for i in program.inputs if i.kind in PLACES}
+    axes = [name for name in (*forward.mesh.names, BLOCKS) if name in read_axes]
+    run_forward, run_backward = _bind_coordinates(forward, axes), _bind_coordinates(backward, axes)
+    count, operand_count = len(forward.outputs), len([i for i in backward.inputs if i.kind not in PLACES])
     op = define("local", function.name, run_forward, operands + len(axes), count)
-    back = define("local", f"{function.name}_backward", run_backward, wide + len(axes), len(kept))
+    backward_op = define("local", f"{function.name}_backward", run_backward, operand_count + len(axes), len(present))
     remember(op, run_forward)
-    remember(back, run_backward)
+    remember(backward_op, run_backward)
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.save_for_backward(*inputs, *(output if isinstance(output, tuple) else (output,)))
@@ -217,21 +218,21 @@ def local_operator(
         saved = ctx.saved_tensors
         inputs, outs = saved[:operands], saved[operands + len(axes) :]
         coordinates = saved[operands : operands + len(axes)]
-        given = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients[: function.results], outs)]
-        found = back(*inputs, *outs, *given, *coordinates)
-        by_operand = dict(zip(kept, found if isinstance(found, (tuple, list)) else (found,)))
+        incoming = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients[: function.results], outs)]
+        grads = backward_op(*inputs, *outs, *incoming, *coordinates)
+        by_operand = dict(zip(present, grads if isinstance(grads, (tuple, list)) else (grads,)))
         return tuple(by_operand.get(i) for i in range(operands + len(axes)))
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
     return op, axes
 
 
-def _by_axis(program: ir.Program, axes: list[str]) -> Callable[..., Any]:
-    """Run a local body whose coordinates are those it reads, given those of `axes` at the end."""
-    used = [i.name for i in program.inputs if i.kind in PLACES]
+def _bind_coordinates(program: ir.Program, axes: list[str]) -> Callable[..., Any]:
+    """Return a function that runs a local body, given the coordinates of all `axes` as its last arguments."""
+    names = [i.name for i in program.inputs if i.kind in PLACES]
 
     def run(*tensors: Tensor) -> Any:
         values, coordinates = tensors[: len(tensors) - len(axes)], dict(zip(axes, tensors[len(tensors) - len(axes) :]))
-        return fx.Interpreter(program.module).run(*values, *(coordinates[axis] for axis in used))
+        return fx.Interpreter(program.module).run(*values, *(coordinates[axis] for axis in names))
 
     return run

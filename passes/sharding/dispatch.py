@@ -1,13 +1,14 @@
-"""How rows get to the experts that are spread over ranks, and back.
+"""Choose how rows get to experts that are spread over ranks, and back.
 
-`all_gather`   an owner takes what is its own of all tokens; results are a sum over owners
-`dropless`     each source sends each owner its rows, in a buffer as large as the worst case
+`all_gather`   owners gather all tokens and take their own rows; results are summed over owners
+`dropless`     each source sends each owner its rows, in a buffer of the worst-case size
 `bounded`      the same with smaller buffers: `capacity` times an even share; rows beyond that are dropped
 
-A rank sends, of T tokens of its own with k choices each, to each of the other owners: T tokens; T min(k, experts of an
-owner) rows; capacity T k / D rows. As much comes back. Shapes are static, so buffers travel as a whole.
+With T tokens of its own and k choices for each, a rank sends each other owner T tokens (`all_gather`), T min(k, experts
+of an owner) rows (`dropless`), or capacity T k / D rows (`bounded`). As much comes back. Shapes are static, so buffers
+travel whole.
 
-On one device, or where each rank has all experts, there is one owner and nothing is sent.
+On one device, or if each rank has all experts, there is one owner and nothing is sent.
 """
 
 from __future__ import annotations
@@ -33,66 +34,66 @@ Method = Literal["auto", "all_gather", "dropless", "bounded"]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that go to experts together, and come back."""
+    """Rows that go to experts together, and come back together."""
 
     ids: fx.Node
     way: Way
-    groups: fx.Node  # what experts they are for
+    groups: fx.Node  # the rows' experts
 
     @property
     def among(self) -> float:
-        """Of how many of the rows that it is given an owner multiplies one."""
+        """Rows that an owner gets for each row that it multiplies."""
         rows = self.way.owners * self.way.sources * self.way.capacity
         return max(1.0, rows / ir.example(self.ids).shape[0]) if rows else float(self.way.owners)
 
 
 def parts_of(ids: fx.Node, way: Way, chunks: int, edit: Editor) -> list[Part]:
-    """Rows that travel do so in chunks, so that one travels while another is computed."""
+    """Split rows that travel into chunks, so that a chunk travels while another is computed."""
     chunks = min(chunks, way.capacity) if way.sources else 1
     ways = [way._replace(part=i, parts=chunks) for i in range(chunks)]
     return [Part(ids, part, edit.call(routed.groups, (ids, list(part)))) for part in ways]
 
 
 def choose(kind: Method, factor: float, ids: fx.Node, way: Way, program: ir.Program) -> tuple[Way, str]:
-    """(the way with what rows it takes, why); raises Refused where tokens are not where experts are spread."""
+    """Return (the way with its buffer sizes, the reason); raise Refused if the tokens' placement is unknown."""
     mesh, tokens = program.mesh, ir.example(ids).shape[0] // way.share
     if way.owners == 1:
         return way, ""
-    lie = placed_tokens(program, tokens)
-    if kind in ("auto", "all_gather") and lie is None:
-        return way, "all_gather: tokens are gathered: they are not those of a batch"
-    if lie is None:
-        why = "these tokens are not those of a batch, so where they lie is not known; use all_gather"
-        raise ir.Refused("experts", ids, f"passes.moe.dispatch: {kind}: {why}")
-    own = math.prod(lie.local_shape(mesh))
-    worst = own * min(way.share, way.each)
+    placement = placed_tokens(program, tokens)
+    if kind in ("auto", "all_gather") and placement is None:
+        return way, "all_gather: tokens are gathered, because they are not those of a batch"
+    if placement is None:
+        problem = "these tokens are not those of a batch, so their placement is unknown; use all_gather"
+        raise ir.Refused("experts", ids, f"passes.moe.dispatch: {kind}: {problem}")
+    rank_tokens = math.prod(placement.local_shape(mesh))
+    worst = rank_tokens * min(way.share, way.each)
     rows = {
-        "all_gather": own,
+        "all_gather": rank_tokens,
         "dropless": worst,
-        "bounded": min(worst, math.ceil(factor * own * way.share / way.owners)),
+        "bounded": min(worst, math.ceil(factor * rank_tokens * way.share / way.owners)),
     }
-    said = f"rows that a rank sends to each other owner: {', '.join(f'{name} {n:,}' for name, n in rows.items())}"
+    counts = f"rows that a rank sends to each other owner: {', '.join(f'{name} {n:,}' for name, n in rows.items())}"
     if kind in ("auto", "all_gather"):
-        return way, f"all_gather: {said}{'; all_gather sends fewest of those that drop none' * (kind == 'auto')}"
+        return way, f"all_gather: {counts}{'; all_gather sends the fewest without dropping any' * (kind == 'auto')}"
     sources = math.prod(mesh[axis] for axis in mesh.axes if axis in (*DATA_AXES, *mesh.experts))
-    return way._replace(sources=sources, capacity=rows[kind], drops=kind == "bounded"), f"{kind}: {said}"
+    return way._replace(sources=sources, capacity=rows[kind], drops=kind == "bounded"), f"{kind}: {counts}"
 
 
 def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
-    """Where so many tokens lie, as rows and positions of the batch; None if it has another number of them.
+    """Return the placement of `tokens` tokens as rows and positions of the batch; None if no input has that many.
 
-    Where experts are spread over `tp`, positions are too.
+    If experts are spread over `tp`, positions are too.
     """
-    placed = (place_batch(given.spec.shape[:2], program.mesh) for given in program.inputs if given.kind == "batch")
+    placed = (place_batch(input_.spec.shape[:2], program.mesh) for input_ in program.inputs if input_.kind == "batch")
     specs = (spec.ordered(program.order) for spec in placed)
-    found = next((spec for spec in specs if math.prod(spec.shape) == tokens and len(spec.shape) == 2), None)
-    return found and (split_dim(found, 1, "tp") if "tp" in program.mesh.experts else found)
+    spec = next((spec for spec in specs if math.prod(spec.shape) == tokens and len(spec.shape) == 2), None)
+    return spec and (split_dim(spec, 1, "tp") if "tp" in program.mesh.experts else spec)
 
 
 def dropped(parts: Sequence[Part], edit: Editor) -> fx.Node:
-    """How many rows find no room in what is exchanged, of all ranks together, int64 []."""
+    """Count the rows that find no room in the exchanged buffers, over all ranks; int64 []."""
     ids, way = parts[0].ids, parts[0].way
-    left = edit.call(aten.sum.default, (edit.call(aten.lt.Scalar, (ids, way.groups)),))
+    unsent = edit.call(aten.sum.default, (edit.call(aten.lt.Scalar, (ids, way.groups)),))
     for part in parts:
-        left = edit.call(aten.sub.Tensor, (left, edit.call(routed.sent, (ids, list(part.way)))))
-    return left
+        unsent = edit.call(aten.sub.Tensor, (unsent, edit.call(routed.sent, (ids, list(part.way)))))
+    return unsent

@@ -2,11 +2,11 @@
 
     y = linear(x, w1); z = silu(y); o = linear(z, w2)     ->     w1 {"tp": 0}, w2 {"tp": 1}
 
-The output dim of a weight is followed through the graph by the rules. Where every path ends in a product that
-sums it away with another weight, the first weight is split by columns and the second by rows, and biases
-and scales met on the way are split alike; where every path ends in the loss, it is a vocabulary. Where a
-path needs the dim whole (a norm of the residual stream, a router) the weight stays whole. Embeddings looked up by
-entries of the batch are split by vocabulary. Shards follow what views say a dim is made of: whole heads.
+The output dim of a weight is followed through the graph by the rules. If every path ends in a matmul that sums it with
+another weight, the first weight is split by columns and the second by rows; biases and scales on the way are split
+alike. If every path ends in the loss, the dim is a vocabulary. If a path needs the full dim (a norm of the residual
+stream, a router), the weight is not split. Embeddings looked up by entries of the batch are split by vocabulary. Shards
+respect the factors that views give a dim: heads are never cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from passes.rules.roles import root
 
 @dataclass(frozen=True)
 class Blocks:
-    """A dim as `outer * size * inner` entries, of which `size` is split over the axis: whole heads, say."""
+    """A dim as `outer * size * inner` entries, of which `size` (the heads, for example) is split over the axis."""
 
     dim: int
     outer: int
@@ -35,31 +35,31 @@ class Blocks:
     inner: int
 
     def refine(self, part: Part) -> Blocks:
-        """The same dim, split by a part of the blocks only."""
+        """Return the same dim, split by a part of the blocks only."""
         return Blocks(self.dim, self.outer * part[0], part[1], part[2] * self.inner)
 
 
-Part = tuple[int, int, int]  # blocks, or a factor, as `major * split * minor`: what of them is really split
+Part = tuple[int, int, int]  # blocks, or a factor, as `major * split * minor`; only `split` is sharded
 
 
 @dataclass
 class Trail:
-    """What following blocks met: weights that share them, whether they were summed away with a weight or folded."""
+    """The outcome of following blocks: weights that share them, and how they were reduced."""
 
     part: Part  # the finest part that some use needs split
     weights: dict[fx.Node, Blocks] = field(default_factory=dict)
-    contracted: bool = False
-    folded: bool = False
+    contracted: bool = False  # summed in a matmul with a weight
+    folded: bool = False  # reduced without a weight
 
     def join(self, other: Trail) -> None:
-        """Both trails as one."""
+        """Merge another trail into this one."""
         self.weights |= other.weights
         self.part = min(self.part, other.part, key=lambda part: part[1])
         self.contracted |= other.contracted
         self.folded |= other.folded
 
     def within(self, part: Part) -> Trail:
-        """The trail of a part of some blocks as one of the blocks."""
+        """Return the trail of a part of some blocks as a trail of the blocks."""
         return replace(self, part=(part[0] * self.part[0], self.part[1], self.part[2] * part[2]))
 
 
@@ -68,61 +68,61 @@ Search = Generator[Any, Any, Trail | None]  # yields the searches whose results 
 
 
 def infer(program: ir.Program, parts: int) -> Plan:
-    """Parameter name -> the dim to split over `parts` ranks, in which blocks; the others stay whole."""
+    """Map parameter names to the dim to split over `parts` ranks, and its blocks; other parameters are not split."""
     finder = _Finder(program, parts)
     for node in program.calls():
         if is_operator(node):
             finder.visit(node)
-    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}
-    return {names[node]: blocks for node, blocks in sorted(finder.found.items(), key=lambda item: names[item[0]])}
+    names = {node: input_.name for node, input_ in zip(program.placeholders(), program.inputs)}
+    return {names[node]: blocks for node, blocks in sorted(finder.splits.items(), key=lambda item: names[item[0]])}
 
 
 def result_of(search: Search) -> Trail | None:
-    """What a search finds: on a stack of our own, for a recurrence written out goes through thousands of operators."""
-    stack, found = [search], None
+    """Run a search on an explicit stack: an unrolled recurrence goes through thousands of operators."""
+    stack, trail = [search], None
     while stack:
         try:
-            stack.append(stack[-1].send(found))
-            found = None
+            stack.append(stack[-1].send(trail))
+            trail = None
         except StopIteration as end:
             stack.pop()
-            found = end.value
-    return found
+            trail = end.value
+    return trail
 
 
 def experts_of(program: ir.Program) -> dict[str, int]:
-    """Parameter name -> the dim that counts experts.
+    """Map the names of expert weights to the dim that counts experts.
 
-    A parameter is an expert weight if sorted rows use it by expert, or if a product by expert over it is summed over
-    the experts, as in a mixture that sends all tokens through all of them.
+    A parameter is an expert weight if sorted rows use it by expert, or if a matmul by expert is summed over the
+    experts, as in a mixture that sends all tokens through all of them.
     """
-    finder, found = _Finder(program, 1), dict[str, int]()
-    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}
-    for operand, dim in (pair for node in program.calls() for pair in finder.by_expert(node)):
+    finder, dims = _Finder(program, 1), dict[str, int]()
+    names = {node: input_.name for node, input_ in zip(program.placeholders(), program.inputs)}
+    for operand, dim in (pair for node in program.calls() for pair in finder.expert_operands(node)):
         if (root := finder.root(operand)) is not None:
-            found[names[root]] = finder.dim_of_root(operand, dim)
-    return found
+            dims[names[root]] = finder.dim_of_root(operand, dim)
+    return dims
 
 
 def products_of_all(program: ir.Program) -> list[fx.Node]:
-    """Products by which all tokens go through all experts."""
+    """Return the matmuls that send all tokens through all experts."""
     finder = _Finder(program, 1)
-    return [node for node in program.calls() if name_of(node) == "bmm" and finder.by_expert(node)]
+    return [node for node in program.calls() if name_of(node) == "bmm" and finder.expert_operands(node)]
 
 
 class _Finder:
     def __init__(self, program: ir.Program, parts: int):
-        self.parts, self.found = parts, dict[fx.Node, Blocks]()
-        kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs)}
+        self.parts, self.splits = parts, dict[fx.Node, Blocks]()
+        kinds = {node: input_.kind for node, input_ in zip(program.placeholders(), program.inputs)}
         self.parameters = {node for node, kind in kinds.items() if kind == "parameter"}
         self.batch = {node for node, kind in kinds.items() if kind == "batch"}
         self.state = {node for node, out in zip(program.results(), program.outputs) if out.kind == "buffer"}
 
     def visit(self, node: fx.Node) -> None:
-        """Split the weight of an embedding or product, if its dim can be followed to a good end."""
+        """Split the weight of an embedding or a matmul, if all paths of its dim end well."""
         if name_of(node) == "embedding":
             weight, ids = tensor_operands(node)
-            if self.root(weight) is not None and self.from_batch(ids):
+            if self.root(weight) is not None and self.is_from_batch(ids):
                 self.split(weight, Blocks(0, 1, ir.example(weight).shape[0], 1), None)
             return
         if name_of(node) in IN_CHUNKS:
@@ -131,7 +131,7 @@ class _Finder:
                 if self.root(operand) is not None:
                     self.split(operand, Blocks(0, 1, ir.example(operand).shape[0], 1), None)
             return
-        for operand, names in self.products(node):
+        for operand, names in self.matmul_operands(node):
             if self.root(operand) is None:
                 continue
             rule = rule_of(node)
@@ -140,8 +140,8 @@ class _Finder:
                 name, dim = next(iter(free.items()))
                 self.split(operand, blocks_of(rule, names[dim], name, dim, (1, rule.sizes[name], 1)), (node, name))
 
-    def by_expert(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
-        """(operand, its dim that counts experts) of an operator that uses weights by expert."""
+    def expert_operands(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
+        """Return (operand, the dim that counts experts) of an operator that uses weights by expert."""
         name = name_of(node)
         if name in ("ct::expert_mm", "ct::of_expert"):
             return [(tensor_operands(node)[-2], 0)]
@@ -151,8 +151,8 @@ class _Finder:
         summed = trail is not None and trail.folded and not trail.contracted and trail.part[0] == trail.part[2] == 1
         return [(x, 0) for x in tensor_operands(node) if self.root(x) is not None] if summed else []
 
-    def products(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
-        """Matrices of a product, or one of each expert, with their factors."""
+    def matmul_operands(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
+        """Return the matrices of a matmul (or the stacks of one matrix for each expert), with their factors."""
         if name_of(node) == "convolution":
             return [(tensor_operands(node)[1], rule_of(node).operands[1])]
         dims = {"linear": 2, "mm": 2, "matmul": 2, "ct::grouped_mm": 3, "ct::expert_mm": 3}.get(name_of(node))
@@ -161,11 +161,11 @@ class _Finder:
         return [(n, names) for n, names in zip(tensor_operands(node), rule_of(node).operands) if len(names) == dims]
 
     def root(self, node: fx.Node) -> fx.Node | None:
-        """The parameter that the node is with its dims, if it is one."""
+        """Return the parameter that the node is, up to the order of its dims; None if it is none."""
         return root(node, self.parameters)
 
-    def from_batch(self, node: fx.Node) -> bool:
-        """Whether ids come straight from the batch, not from positions or constants."""
+    def is_from_batch(self, node: fx.Node) -> bool:
+        """Return True if ids come straight from the batch, not from positions or constants."""
         while node not in self.batch:
             operands = tensor_operands(node) if is_operator(node) else []
             if len(operands) != 1:
@@ -176,8 +176,8 @@ class _Finder:
     def split(self, weight: fx.Node, start: Blocks, product: tuple[fx.Node, str] | None) -> None:
         """Record the split of a weight, and of all weights on its trail, if the trail ends well."""
         root = self.root(weight)
-        if root in self.found and self.found[root].dim != self.dim_of_root(weight, start.dim):
-            return  # rows: what they yield is summed
+        if root in self.splits and self.splits[root].dim != self.dim_of_root(weight, start.dim):
+            return  # already split by rows: its results are summed
         if product is None:
             trail: Trail | None = Trail((1, start.size, 1), folded=True)
         else:
@@ -189,11 +189,11 @@ class _Finder:
             return
         for operand, blocks in {**trail.weights, weight: start.refine(trail.part)}.items():
             root = self.root(operand)
-            if root is not None and root not in self.found:
-                self.found[root] = replace(blocks, dim=self.dim_of_root(operand, blocks.dim))
+            if root is not None and root not in self.splits:
+                self.splits[root] = replace(blocks, dim=self.dim_of_root(operand, blocks.dim))
 
     def dim_of_root(self, node: fx.Node, dim: int) -> int:
-        """The dim of the parameter that is `dim` of its transpose."""
+        """Return the parameter's dim that became `dim` of its transpose."""
         while node not in self.parameters:
             rule = rule_of(node)
             dim = rule.operands[0].index(rule.results[0][dim])
@@ -202,44 +202,44 @@ class _Finder:
 
     # -- following a dim ------------------------------------------------------------------------------
 
-    def follow(self, node: fx.Node, blocks: Blocks, seen: dict) -> Search:
-        """All that becomes of the blocks of a value; None where some use needs them whole."""
+    def follow(self, node: fx.Node, blocks: Blocks, memo: dict) -> Search:
+        """Follow the blocks of a value through all its uses; None if some use needs them unsplit."""
         key = (node, blocks)
-        if key in seen:
-            return seen[key]
-        seen[key] = trail = Trail((1, blocks.size, 1))
+        if key in memo:
+            return memo[key]
+        memo[key] = trail = Trail((1, blocks.size, 1))
         for user in node.users:
             if user.op == "output" and node in self.state:
-                continue  # gathered as it leaves
-            found = (yield self.through(user, node, blocks, seen)) if user.op != "output" else None
-            if found is None:
-                seen[key] = None
+                continue  # an updated buffer is gathered at the output
+            result = (yield self.through(user, node, blocks, memo)) if user.op != "output" else None
+            if result is None:
+                memo[key] = None
                 return None
-            trail.join(found)
+            trail.join(result)
         return trail
 
-    def through(self, user: fx.Node, node: fx.Node, blocks: Blocks, seen: dict) -> Search:
-        """What becomes of the blocks in one use: of several ways to go on, the first that ends well."""
+    def through(self, user: fx.Node, node: fx.Node, blocks: Blocks, memo: dict) -> Search:
+        """Follow the blocks through one use: of several ways, take the first that ends well."""
         if not is_operator(user):
-            return (yield self.follow(user, blocks, seen))  # a part of a tuple
+            return (yield self.follow(user, blocks, memo))  # an element of a tuple
         rule, operands = rule_of(user), tensor_operands(user)
         trail = Trail((1, blocks.size, 1))
         for i in (i for i, n in enumerate(operands) if n is node):
-            ways = [self.use(user, operands, rule, *candidate, seen) for candidate in candidates(rule, i, blocks)]
-            if (best := (yield first_of(ways))) is None:
+            ways = [self.use(user, operands, rule, *candidate, memo) for candidate in candidates(rule, i, blocks)]
+            if (first := (yield first_of(ways))) is None:
                 return None
-            trail.join(best)
+            trail.join(first)
         return trail
 
     def use(
-        self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, cut: Part, part: Part, seen: dict
+        self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, cut: Part, part: Part, memo: dict
     ) -> Search:
-        """The operator with a factor split: weights that have it are split too, then its results are followed."""
+        """Split a factor of the operator: its weights with the factor are split too, and its results are followed."""
         if name in rule.whole:
             return None
         trail = Trail((1, cut[1], 1))
         for d, names in ((d, names) for dims in rule.results for d, names in enumerate(dims) if name in names):
-            further = yield self.follow(user, blocks_of(rule, names, name, d, cut), seen)
+            further = yield self.follow(user, blocks_of(rule, names, name, d, cut), memo)
             if further is None:
                 return None
             trail.join(further)
@@ -253,33 +253,33 @@ class _Finder:
 
 
 def first_of(ways: list[Search]) -> Search:
-    """The first that ends well."""
+    """Return the first result that is not None."""
     for way in ways:
-        if (found := (yield way)) is not None:
-            return found
+        if (trail := (yield way)) is not None:
+            return trail
     return None
 
 
 def candidates(rule: Rule, i: int, blocks: Blocks) -> list[tuple[str, Part, Part]]:
-    """Factors of the operand's dim that lie within the blocks or around them, major first.
+    """List the factors of an operand's dim that lie within the blocks or around them, major first.
 
-    With each: where the blocks lie in it, and which part of them it is.
+    Each comes as (factor, the position of the blocks in it, the part of the blocks that it is).
     """
-    inner, found = 1, list[tuple[str, Part, Part]]()
+    inner, factors = 1, list[tuple[str, Part, Part]]()
     low, high = blocks.inner, blocks.inner * blocks.size
     for name in reversed(rule.operands[i][blocks.dim]):
         size = rule.sizes[name]
         top = inner * size
         if top <= high and not inner % low and not high % top:
-            found.append((name, (1, size, 1), (high // top, size, inner // low)))
+            factors.append((name, (1, size, 1), (high // top, size, inner // low)))
         elif top >= high and not low % inner and not top % high:
-            found.append((name, (top // high, blocks.size, low // inner), (1, blocks.size, 1)))
+            factors.append((name, (top // high, blocks.size, low // inner), (1, blocks.size, 1)))
         inner = top
-    return found[::-1]
+    return factors[::-1]
 
 
 def blocks_of(rule: Rule, names: tuple[str, ...], name: str, dim: int, cut: Part) -> Blocks:
-    """The blocks of a dim that are those of one of its factors."""
+    """Return the blocks of a dim that a part of one of its factors makes."""
     at = names.index(name)
     outer, inner = (math.prod(rule.sizes[n] for n in part) for part in (names[:at], names[at + 1 :]))
     return Blocks(dim, outer * cut[0], cut[1], cut[2] * inner)

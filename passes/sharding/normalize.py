@@ -1,13 +1,13 @@
-"""Rewrite a captured graph into operators that the rules speak of, before placements are decided.
+"""Rewrite a captured graph into operators that have rules, before placements are decided.
 
     cross_entropy_loss(x, y)      ->  cross_entropy_loss(x, y, reduction=sum) / (y != -100).sum()
     mean(x, [1])                  ->  sum(x, [1]) / 128
     linear(x, w, b)               ->  linear(x, w) + b
 
-A sum can be partial where a mean cannot: it is divided once, by the logical count, after its reduction.
-Where vocabulary may be sharded, cross-entropy becomes a max, a sum of exponentials and one looked-up
-logit a row, so that the logits are never gathered. Operators without a rule are decomposed level by level;
-one that ends without a rule needs its operands whole, which the shard pass reports.
+A sum can be partial, a mean cannot: the sum is divided once, by the logical count, after its reduction. If the
+vocabulary may be sharded, cross-entropy becomes a max, a sum of exponentials and a look-up of one logit a row, so the
+logits are never gathered. Operators without a rule are decomposed level by level; the operands of those that remain
+without one are gathered, which the shard pass reports.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ NONE, MEAN, SUM = 0, 1, 2  # aten's codes for `reduction`
 
 
 def mean(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Tensor:
-    """A mean as a sum over the logical count."""
+    """Compute a mean as a sum over the logical count."""
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     dims = list(dims)
     return x.sum(dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
 
 
 def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A linear layer whose bias is added once the sum is complete."""
+    """Compute a linear layer whose bias is added after the sum is complete."""
     return F.linear(x, weight) + bias
 
 
 def convolution_bias(x: Tensor, weight: Tensor, bias: Tensor, *options: Any) -> Tensor:
-    """A convolution whose bias is added once the sum is complete."""
-    return aten.convolution.default(x, weight, None, *options) + norms.by_channel(bias, x)
+    """Compute a convolution whose bias is added after the sum is complete."""
+    return aten.convolution.default(x, weight, None, *options) + norms.per_channel(bias, x)
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
-    """addmm whose bias is added once the sum is complete."""
+    """Compute addmm with the bias added after the sum is complete."""
     product = a @ b if alpha == 1 else alpha * (a @ b)
     return product + (bias if beta == 1 else beta * bias)
 
@@ -66,7 +66,7 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
 def cross_entropy_summed(
     x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Mean cross-entropy over class ids as a sum and a count."""
+    """Compute the mean cross-entropy over class ids as a sum and a count."""
     total = aten.cross_entropy_loss.default(x, y, None, SUM, ignore_index, label_smoothing)
     return total if reduction == SUM else total / (y != ignore_index).sum()
 
@@ -74,7 +74,7 @@ def cross_entropy_summed(
 def cross_entropy_split(
     x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Cross-entropy of logits[n, c] from a max, a sum and one look-up a row, none of which needs all classes."""
+    """Compute the cross-entropy of logits[n, c] from a max, a sum and one look-up a row; classes stay sharded."""
     keep = y != ignore_index
     highest = x.detach().amax(-1, keepdim=True)
     lse = (x - highest).exp().sum(-1).log() + highest.squeeze(-1)
@@ -86,66 +86,66 @@ def cross_entropy_split(
 def cross_entropy_general(
     x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Cross-entropy of logits[n, c, ...] with class weights, smoothing, or probabilities y[n, c, ...] as targets."""
+    """Compute cross-entropy of logits[n, c, ...] with class weights, smoothing, or probabilities y[n, c, ...]."""
     dim = min(x.dim() - 1, 1)
     logs, classes = x.log_softmax(dim), x.shape[dim]
     weights = None if weight is None else weight.view(-1, *[1] * (x.dim() - 1 - dim)).expand(x.shape)
     weighted = logs if weights is None else logs * weights
     if y.is_floating_point():
-        each = -(weighted * (y * (1 - label_smoothing) + label_smoothing / classes)).sum(dim)
-        return each if reduction == NONE else each.sum() if reduction == SUM else each.sum() / each.numel()
+        losses = -(weighted * (y * (1 - label_smoothing) + label_smoothing / classes)).sum(dim)
+        return losses if reduction == NONE else losses.sum() if reduction == SUM else losses.sum() / losses.numel()
     keep = y != ignore_index
     ids = torch.where(keep, y, 0).unsqueeze(dim)
-    each = (1 - label_smoothing) * weighted.gather(dim, ids).squeeze(dim)
+    losses = (1 - label_smoothing) * weighted.gather(dim, ids).squeeze(dim)
     if label_smoothing:
-        each = each + label_smoothing / classes * weighted.sum(dim)
-    each = torch.where(keep, -each, 0.0)
+        losses = losses + label_smoothing / classes * weighted.sum(dim)
+    losses = torch.where(keep, -losses, 0.0)
     if reduction != MEAN:
-        return each if reduction == NONE else each.sum()
-    counted = keep if weights is None else torch.where(keep, weights.gather(dim, ids).squeeze(dim), 0.0)
-    return each.sum() / counted.sum()
+        return losses if reduction == NONE else losses.sum()
+    denominator = keep if weights is None else torch.where(keep, weights.gather(dim, ids).squeeze(dim), 0.0)
+    return losses.sum() / denominator.sum()
 
 
 def copied(over: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
-    """What was written over a whole tensor, as it is found there; `aten::copy` has no derivative."""
+    """Return the value that `aten::copy`, which has no derivative, writes over the tensor `over`."""
     return x.to(over.dtype).expand(over.shape)
 
 
 def slice_of_pairs(x: Tensor, part: Tensor, dim: int = 0, *at: Any) -> Tensor:
-    """A slice of complex numbers written over, as pairs: `aten::slice_scatter` has a derivative for real ones alone."""
+    """Overwrite a slice of complex numbers as pairs: `aten::slice_scatter` has a derivative only for real numbers."""
     over, written = (torch.view_as_real(value.resolve_conj()) for value in (x, part))
     return torch.view_as_complex(aten.slice_scatter.default(over, written, dim % x.dim(), *at))
 
 
 def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
-    """Zeros and a one a row, int64; a row of an id that is no class is zero."""
+    """Return int64 rows with one 1 each; the row of an id outside the classes is all zeros."""
     return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).to(torch.int64)
 
 
 def put_where(x: Tensor, indices: list[Tensor | None], value: Tensor, accumulate: bool = False) -> Tensor:
-    """One value, or one for each entry of the dims after it, written to where a mask of some dims is true."""
+    """Write `value` where a mask of some dims is true: one number, or one for each entry of the dims after the mask."""
     ((at, mask),) = ((at, i) for at, i in enumerate(indices) if i is not None)
     after = x.dim() - at - mask.dim()
     value = value.reshape(()) if value.numel() == 1 else value
     return torch.where(mask.view(*mask.shape, *[1] * after), x + value if accumulate else value, x)
 
 
-def repeated(x: Tensor, repeats: list[int]) -> Tensor:
-    """Every dim, with new ones before them, so often in a row: a factor of its own, major to what is repeated."""
+def repeat(x: Tensor, repeats: list[int]) -> Tensor:
+    """Repeat every dim; the repeats are a major factor of its own. `repeats` may have more dims than x."""
     shape = (*[1] * (len(repeats) - x.dim()), *x.shape)
     pairs = [n for pair in zip(repeats, shape) for n in pair]
-    whole = [r * n for r, n in zip(repeats, shape)]
-    found = x.reshape([n for size in shape for n in (1, size)]).expand(pairs).reshape(whole)
-    return found if found.is_contiguous() else found.clone(memory_format=torch.contiguous_format)
+    sizes = [r * n for r, n in zip(repeats, shape)]
+    result = x.reshape([n for size in shape for n in (1, size)]).expand(pairs).reshape(sizes)
+    return result if result.is_contiguous() else result.clone(memory_format=torch.contiguous_format)
 
 
 def mean_pool(x: Tensor, size: list[int]) -> Tensor:
-    """Pooling of a whole image into one pixel."""
+    """Pool a full image into one pixel."""
     return x.mean(list(range(-len(size), 0)), keepdim=True)
 
 
 def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x[..., i] and y[..., j] under each of weight[o, i, j]."""
+    """Apply each matrix of weight[o, i, j] to x[..., i] and y[..., j]."""
     outs, inner, _ = weight.shape
     by_output = F.linear(x, weight.transpose(1, 2).reshape(-1, inner)).unflatten(-1, (outs, -1))
     product = (by_output * y.unsqueeze(-2)).sum(-1)
@@ -153,156 +153,157 @@ def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = None) -> Tensor:
-    """Each padded dim with its own end before it and its own beginning behind it; a negative pad cuts off."""
+    """Pad each dim with its own end before it and its own beginning after it; a negative pad cuts off."""
     for d, (before, behind) in zip(range(x.dim() - 1, -1, -1), zip(pad[::2], pad[1::2])):
-        own = x.narrow(d, max(-before, 0), x.shape[d] + min(before, 0) + min(behind, 0))
-        end, beginning = own.narrow(d, own.shape[d] - max(before, 0), max(before, 0)), own.narrow(d, 0, max(behind, 0))
-        x = torch.cat([part for part in (end, own, beginning) if part.shape[d]], d) if before or behind else x
+        mid = x.narrow(d, max(-before, 0), x.shape[d] + min(before, 0) + min(behind, 0))
+        end, beginning = mid.narrow(d, mid.shape[d] - max(before, 0), max(before, 0)), mid.narrow(d, 0, max(behind, 0))
+        x = torch.cat([part for part in (end, mid, beginning) if part.shape[d]], d) if before or behind else x
     return x
 
 
 def index_own_rows(x: Tensor, indices: list[Tensor]) -> Tensor:
-    """x[rows, ids] where `rows` counts the rows of x, along dim 0 of the result: each row looks up its own."""
+    """Compute x[rows, ids] with `rows` = 0, 1, 2, ... along dim 0 of the result: each row looks up its own ids."""
     rows, ids = indices
-    n, *rest = torch.broadcast_shapes(rows.shape, ids.shape)
-    if ids.dim() <= len(rest) or ids.shape[0] != n:
-        return aten.index.Tensor(x, [None, ids.reshape(rest)])
-    ids = torch.where(ids < 0, ids + x.shape[1], ids).expand(n, *rest).reshape(n, -1, *[1] * (x.dim() - 2))
-    return x.gather(1, ids.expand(-1, -1, *x.shape[2:])).reshape(n, *rest, *x.shape[2:])
+    n, *tail = torch.broadcast_shapes(rows.shape, ids.shape)
+    if ids.dim() <= len(tail) or ids.shape[0] != n:
+        return aten.index.Tensor(x, [None, ids.reshape(tail)])
+    ids = torch.where(ids < 0, ids + x.shape[1], ids).expand(n, *tail).reshape(n, -1, *[1] * (x.dim() - 2))
+    return x.gather(1, ids.expand(-1, -1, *x.shape[2:])).reshape(n, *tail, *x.shape[2:])
 
 
-def strided(x: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
-    """Entries of dense memory by their place in it; leading dims that both have alike are kept."""
-    base, offset, kept = in_memory_order(x), storage_offset or 0, 0
-    while kept < min(len(size), base.dim()):
-        reach = offset + 1 + sum((n - 1) * step for n, step in zip(size[kept + 1 :], stride[kept + 1 :]))
-        alike = size[kept] == base.shape[kept] and (size[kept] == 1 or stride[kept] == base.stride(kept))
-        if not alike or reach > base.stride(kept):
+def gather_strided(x: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
+    """Gather entries of dense memory by their position (as_strided); leading dims that both share are kept."""
+    base, offset, shared = in_memory_order(x), storage_offset or 0, 0
+    while shared < min(len(size), base.dim()):
+        reach = offset + 1 + sum((n - 1) * step for n, step in zip(size[shared + 1 :], stride[shared + 1 :]))
+        is_shared = size[shared] == base.shape[shared] and (size[shared] == 1 or stride[shared] == base.stride(shared))
+        if not is_shared or reach > base.stride(shared):
             break
-        kept += 1
-    flat, rest = base.reshape(*base.shape[:kept], -1), len(size) - kept
-    if not rest:
+        shared += 1
+    flat, remaining = base.reshape(*base.shape[:shared], -1), len(size) - shared
+    if not remaining:
         return flat.select(-1, offset)
     at = torch.full((), offset, device=x.device)
-    for d, (n, step) in enumerate(zip(size[kept:], stride[kept:])):
-        at = at + torch.arange(n, device=x.device).view(n, *[1] * (rest - 1 - d)) * step
-    return aten.index.Tensor(flat, [None] * kept + [at])
+    for d, (n, step) in enumerate(zip(size[shared:], stride[shared:])):
+        at = at + torch.arange(n, device=x.device).view(n, *[1] * (remaining - 1 - d)) * step
+    return aten.index.Tensor(flat, [None] * shared + [at])
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """A view of x whose dims have falling strides."""
+    """Permute x so that its strides decrease."""
     return x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
 
 
-def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """Parts one after another, without those that are empty: caches begin so, with fewer dims than what is added."""
-    held = [part for part in parts if part.numel()]
-    return torch.cat(held, dim) if len(held) > 1 else held[0].contiguous()  # which later views rely on
+def concatenate_nonempty(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate the parts that are not empty: caches start empty, and with fewer dims than the parts added later."""
+    nonempty = [part for part in parts if part.numel()]
+    # later views rely on contiguous memory
+    return torch.cat(nonempty, dim) if len(nonempty) > 1 else nonempty[0].contiguous()
 
 
-def nothing(like: Tensor, *_: Any, **__: Any) -> Tensor:
-    """An empty tensor as a constant: what it is made of does not matter."""
+def empty_constant(like: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return an empty tensor as a constant."""
     return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """Equal pieces of a dim as entries of a dim of their own: what is within a piece may then be sharded."""
+    """Split a dim into equal pieces by indexing a new dim, so that the entries within a piece may be sharded."""
     parts = x.shape[dim] // size
     return tuple(x.unflatten(dim, (parts, size)).select(dim % x.dim(), i) for i in range(parts))
 
 
-def one_of_each(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
-    """Every n-th entry of a dim as one of each n: x[..., ::2] of gates and values that alternate."""
+def take_every_nth(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
+    """Take every n-th entry of a dim by indexing a new dim of n: x[..., ::2] of alternating gates and values."""
     return x.unflatten(dim, (-1, step)).select(dim % x.dim() + 1, start)
 
 
 def _plain_cross_entropy(node: fx.Node) -> bool:
-    logits, target, *rest = node.args
+    logits, target, *options = node.args
     return (
         ir.example(logits).dim() == 2
         and ir.example(target).dim() == 1
-        and (not rest or rest[0] is None)
-        and (len(rest) < 2 or rest[1] in (MEAN, SUM))
-        and (len(rest) < 4 or rest[3] == 0.0)
+        and (not options or options[0] is None)
+        and (len(options) < 2 or options[1] in (MEAN, SUM))
+        and (len(options) < 4 or options[3] == 0.0)
     )
 
 
-def _by_mask(node: fx.Node) -> bool:
-    """Whether an index_put goes by a mask, and what it writes does not depend on how much of it is true."""
+def _writes_by_mask(node: fx.Node) -> bool:
+    """Return True if an index_put goes by a mask; raise Refused if its values depend on the number of true entries."""
     x, indices, value = (fx.map_arg(argument, ir.example) for argument in node.args[:3])
-    given = [(at, i) for at, i in enumerate(indices) if i is not None]
-    if not any(i.dtype is torch.bool for _, i in given):
+    present = [(at, i) for at, i in enumerate(indices) if i is not None]
+    if not any(i.dtype is torch.bool for _, i in present):
         return False
-    at, mask = given[0]
-    if len(given) > 1 or value.numel() > 1 and value.dim() > x.dim() - at - mask.dim():
+    at, mask = present[0]
+    if len(present) > 1 or value.numel() > 1 and value.dim() > x.dim() - at - mask.dim():
         raise ir.Refused(
             "normalize",
             node,
-            f"{node.target} writes a value for each true entry of a mask, as many as the data says; use torch.where",
+            f"{node.target} writes a value per true entry of a mask, whose number the data decides; use torch.where",
         )
     return True
 
 
 def _partly_empty(node: fx.Node) -> bool:
-    """Whether some of what is joined, but not all, is empty."""
+    """Return True if some parts, but not all, are empty."""
     empty = [ir.example(part).numel() == 0 for part in node.args[0]]
     return any(empty) and not all(empty)
 
 
 def _looks_up_own_rows(node: fx.Node) -> bool:
-    """Whether an index is by the number of each row, and by something else along the dim after it."""
+    """Return True if an index is each row's own number, with another index along the next dim."""
     x, indices = node.args
     if len(indices) != 2 or None in indices or len(rows := ir.example(x).shape) < 2 or rows[0] == 1:
         return False
-    (n, *rest), counted = ir.example(indices[0]).shape or (0,), _counts(indices[0])
-    return counted and n == rows[0] and len(rest) + 1 >= ir.example(indices[1]).dim() and math.prod(rest) == 1
+    (n, *tail), is_row_number = ir.example(indices[0]).shape or (0,), _is_row_number(indices[0])
+    return is_row_number and n == rows[0] and len(tail) + 1 >= ir.example(indices[1]).dim() and math.prod(tail) == 1
 
 
-def _counts(node: fx.Node) -> bool:
-    """Whether a node's entries, in their order, are 0, 1, 2, ..."""
+def _is_row_number(node: fx.Node) -> bool:
+    """Return True if a node's entries, in order, are 0, 1, 2, ..."""
     while name_of(node) in KEEPS_ORDER:
-        (given,) = tensor_operands(node)
-        if ir.example(node).numel() != ir.example(given).numel():
+        (source,) = tensor_operands(node)
+        if ir.example(node).numel() != ir.example(source).numel():
             return False
-        node = given
+        node = source
     if node.op != "call_function" or name_of(node) != "arange":
         return False
     return len(node.args) == 1 or node.args[0] == 0 and node.args[2:] in ((), (1,))
 
 
 def _is_empty(node: fx.Node) -> bool:
-    """Whether an operator of tensors computes a tensor without entries."""
-    found = ir.value(node)
-    return isinstance(found, Tensor) and found.numel() == 0 and bool(tensor_operands(node))
+    """Return True if an operator with tensor operands computes a tensor without entries."""
+    result = ir.value(node)
+    return isinstance(result, Tensor) and result.numel() == 0 and bool(tensor_operands(node))
 
 
-def _equal_split(node: fx.Node) -> bool:
+def _is_equal_split(node: fx.Node) -> bool:
     x, size, *dim = node.args
     return isinstance(size, int) and ir.example(x).shape[dim[0] if dim else 0] % size == 0
 
 
 def _takes_every_nth(node: fx.Node) -> bool:
-    """Whether a slice takes one of each n entries of a dim that has so many times n."""
+    """Return True if a slice takes every n-th entry of a dim whose size n divides."""
     x, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
     size = ir.example(x).shape[dim]
     return step > 1 and size % step == 0 and 0 <= (start or 0) < step and ir.example(node).shape[dim] * step == size
 
 
 def _divides_by_zero(node: fx.Node) -> bool:
-    """Whether a norm of a row of zeros, which padding is, would be infinite or NaN."""
+    """Return True if a norm of a row of zeros (as in padding) would be infinite or NaN."""
     eps = argument(node, "eps")
     return eps is not None and eps <= 0
 
 
 def attention_written(node: fx.Node, record: AttentionOp, parts: int) -> Any:
-    """How a call of attention is to be written: as its record says, and with heads of keys enough for the ranks."""
+    """Return the function to write an attention call as: its record's, or one that repeats key heads for `parts`."""
     q, k = (ir.example(n) for n in node.args[:2])
-    few = q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
-    return record.written(node) or (heads_repeated(record.op) if few else None)
+    too_few = q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
+    return record.written(node) or (heads_repeated(record.op) if too_few else None)
 
 
-# operators that are always written as these functions
-WRITTEN = {
+# always written as these functions
+REPLACED = {
     "_native_batch_norm_legit": norms.batch_norm_of_batch,
     "_native_batch_norm_legit_functional": norms.batch_norm_functional,
     "_native_batch_norm_legit_no_training": norms.batch_norm_given,
@@ -312,22 +313,23 @@ WRITTEN = {
     "copy": copied,
     "mean": mean,
     "native_batch_norm": norms.batch_norm_functional,
-    "repeat": repeated,
+    "repeat": repeat,
 }
-# norms that are so where they would divide by zero
+
+# written as these functions if they would divide by zero in padding
 SAFE_NORMS = {"group_norm": norms.group_norm, "layer_norm": norms.layer_norm, "rms_norm": norms.rms_norm}
 
 
 def replacement(node: fx.Node, mesh: Mesh) -> Any:
-    """The function that the node is to be written as, or None if the rules take it as it is."""
+    """Return the function to write the node as; None if its rule takes it unchanged."""
     name = name_of(node)
     if _is_empty(node):
-        return partial(nothing, ir.example(node))
+        return partial(empty_constant, ir.example(node))
     split_vocabulary = any(axis in mesh.axes for axis in WEIGHT_AXES)
-    if name == "split" and mesh["tp"] > 1 and _equal_split(node):
+    if name == "split" and mesh["tp"] > 1 and _is_equal_split(node):
         return split_as_select
     if name == "slice" and mesh["tp"] > 1 and _takes_every_nth(node):
-        return one_of_each
+        return take_every_nth
     if node.target in OPERATORS:
         return attention_written(node, OPERATORS[node.target], mesh["tp"])
     if name == "pad" and node.args[2:] and node.args[2] == "circular":
@@ -336,73 +338,73 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return mean_pool
     if name in SAFE_NORMS and _divides_by_zero(node):
         return SAFE_NORMS[name]
-    if name in WRITTEN:
-        return WRITTEN[name]
+    if name in REPLACED:
+        return REPLACED[name]
     if name == "index" and _looks_up_own_rows(node):
         return index_own_rows
     if name == "as_strided" and in_memory_order(ir.example(node.args[0])).is_contiguous():
-        return strided
+        return gather_strided
     if name == "cat" and _partly_empty(node):
-        return joined
+        return concatenate_nonempty
     if name == "one_hot" and node.args[1:] and node.args[1] > 0:  # type: ignore[operator]
         return one_hot
     if name == "slice_scatter" and ir.example(node).is_complex():
         return slice_of_pairs
-    if name == "index_put" and _by_mask(node):
+    if name == "index_put" and _writes_by_mask(node):
         return put_where
     if name == "linear" and len(node.args) == 3 and node.args[2] is not None:
         return linear_bias
     if name == "convolution" and node.args[2] is not None:
         return convolution_bias
     if name == "cross_entropy_loss" and _plain_cross_entropy(node):
-        done = len(node.args) > 3 and node.args[3] == SUM
-        return cross_entropy_split if split_vocabulary else None if done else cross_entropy_summed
+        is_sum = len(node.args) > 3 and node.args[3] == SUM
+        return cross_entropy_split if split_vocabulary else None if is_sum else cross_entropy_summed
     if name == "cross_entropy_loss":
         return cross_entropy_general
     return None if has_rule(node) else decomposition(node.target)
 
 
 def drops(node: fx.Node) -> bool:
-    """Whether the node is a dropout that is on."""
+    """Return True if the node is a dropout that is on."""
     return is_dropout(node) and bool(node.args[2]) and node.args[1] != 0
 
 
 def is_dropout(node: fx.Node) -> bool:
-    """Whether the node is a dropout, on or off."""
+    """Return True if the node is a dropout, on or off."""
     return name_of(node) in ("dropout", "native_dropout")
 
 
 def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
-    """What draws random numbers as a function of a `seed` input and each entry's index; raises Refused for others."""
+    """Make random operators functions of a `seed` input and each entry's index; raise Refused for unknown ones."""
     sites = [node for node in program.calls() if is_dropout(node) or is_random(node)]
     for node in sites:
-        if not is_dropout(node) and drawing.written(node) is None:
+        if not is_dropout(node) and drawing.keyed_form(node) is None:
             raise ir.Refused(
                 "normalize",
                 node,
                 f"{node.target} draws random numbers that would differ by mesh; "
-                f"use dropout outside of it, draw in the data, or by one of {', '.join(drawing.names())}",
+                f"use dropout outside of it, draw them in the data, or use one of {', '.join(drawing.names())}",
             )
     seed = seed_input(program, ctx) if any(drops(node) or not is_dropout(node) for node in sites) else None
     for site, node in enumerate(sites):
-        drawn = keyed(node, seed, site, ctx) if seed is not None and (drops(node) or not is_dropout(node)) else None
-        kept = node.args[0] if drawn is None else drawn
-        replace_by(node, (kept,) if name_of(node) == "native_dropout" else kept)
+        new = key_node(node, seed, site, ctx) if seed is not None and (drops(node) or not is_dropout(node)) else None
+        value = node.args[0] if new is None else new
+        replace_by(node, (value,) if name_of(node) == "native_dropout" else value)
     if seed is None:
         return program
     return replace(program, inputs=(*program.inputs, ir.Input("seed", "scalar", Spec(()))))
 
 
-def keyed(node: fx.Node, seed: fx.Node, site: int, ctx: ir.Context) -> fx.Node:
-    """Insert before the node the operators that draw what it does; return the result."""
+def key_node(node: fx.Node, seed: fx.Node, site: int, ctx: ir.Context) -> fx.Node:
+    """Insert a random operator's keyed form before it, and return the result."""
     edit = Editor.before(node, ctx)
     if is_dropout(node):
         return edit.trace(dropout, *node.args[:2], seed, site)
-    return edit.graft(*edit.body(drawing.written(node), (seed, site, *node.args), node.kwargs))[1]
+    return edit.graft(*edit.body(drawing.keyed_form(node), (seed, site, *node.args), node.kwargs))[1]
 
 
 def seed_input(program: ir.Program, ctx: ir.Context) -> fx.Node:
-    """A new placeholder, 0-d int64."""
+    """Add a 0-d int64 placeholder for the seed."""
     with program.graph.inserting_after(program.placeholders()[-1]):
         seed = program.graph.placeholder("seed")
     with ctx.fake_mode:

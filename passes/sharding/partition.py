@@ -5,8 +5,8 @@ becomes
     %all_gather_default = all_gather(%p_model_up_weight, 0, "dp_shard", 2, 6, f32, None)
     %linear_default = linear(%values_0, %all_gather_default)
 
-A value is converted once for all its users that need the same placement. Padding is filled with what a rule needs
-before the operator that would otherwise count it, and sizes among an operator's arguments become local ones.
+A value is converted once for all its users that need the same placement. Padding is set to the value that a rule needs
+before the operator that would otherwise count it. Sizes among an operator's arguments become local sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 
 class GraphBuilder(Builder):
-    """Writes the local graph of a program; it lists the bodies of custom functions, whole and local, and reshards."""
+    """Builds a program's local graph; collects its reshards and the global and local bodies of custom functions."""
 
     def __init__(self, mesh: Mesh, ctx: ir.Context):
         super().__init__(mesh, ctx)
@@ -54,8 +54,8 @@ class GraphBuilder(Builder):
         """Insert the conversion of a value to another placement."""
         return convert(self, x, before, after, has_grad, reduce_dtype)
 
-    def reshard(self, of: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str, *how: Any) -> fx.Node:
-        """The value in another placement, noted for the report as one of a node of the global graph."""
+    def reshard(self, source: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str, *how: Any) -> fx.Node:
+        """Convert a value of the global node `source`, and record the reshard for the report."""
         last = next(iter(reversed(self.graph.nodes)), None)
         new = self.convert(x, before, after, *how)
         if new is not x:
@@ -63,12 +63,14 @@ class GraphBuilder(Builder):
             sending = [n for n in added if kind_of(n)][::-1]
             sent = sum(sent_bytes(n, recorded(), self.mesh) for n in sending)
             names = tuple(n.name for n in sending)
-            self.reshards[new] = ir.Reshard(of.name, ir.source(of), str(before), str(after), reason, sent, names)
+            self.reshards[new] = ir.Reshard(
+                source.name, ir.source(source), str(before), str(after), reason, sent, names
+            )
         return new
 
 
 class Partitioner:
-    """Walks the global graph once, in order, and emits the local one."""
+    """Walks the global graph once, in order, and emits the local graph."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class Partitioner:
         self.tuples: dict[Any, fx.Node] = {}
 
     def run(self) -> ir.Program:
-        """The local program."""
+        """Return the local program."""
         inputs = self.place_inputs()
         for node in self.program.calls():
             self.builder.origin = node
@@ -100,32 +102,32 @@ class Partitioner:
         for node, output in zip(self.program.results(), self.program.outputs, strict=True):
             self.builder.origin = node
             result = self.version(node, output.spec, "output")
-            results.append(self.zeroed(result, output.spec) if output.kind == "gradient" else result)
+            results.append(self.zero_padding(result, output.spec) if output.kind == "gradient" else result)
         self.builder.graph.output(tuple(results))
         inputs = self.drop_unused_places(inputs)
         inputs = self.hoist_replicate(inputs) if self.differentiable else inputs
         return self.program.with_graph(self.builder.graph, inputs=inputs, stage=Stage.LOCAL)
 
-    def zeroed(self, gradient: fx.Node, spec: Spec) -> fx.Node:
-        """A gradient that a custom function returns, with zeros in padding, whatever it makes of those given to it."""
-        held = ir.spec(gradient)
-        return gradient if held and held.fill == 0.0 else self.builder.fill_padding(gradient, spec, 0.0)
+    def zero_padding(self, gradient: fx.Node, spec: Spec) -> fx.Node:
+        """Return a custom function's gradient with zeros in its padding, whatever its backward computed there."""
+        placement = ir.spec(gradient)
+        return gradient if placement and placement.fill == 0.0 else self.builder.fill_padding(gradient, spec, 0.0)
 
     @property
     def reshards(self) -> list[ir.Reshard]:
-        """The conversions that something reads."""
-        left = set(self.builder.graph.nodes)
-        return [reshard for node, reshard in self.builder.reshards.items() if node in left]
+        """The reshards whose results are used."""
+        nodes = set(self.builder.graph.nodes)
+        return [reshard for node, reshard in self.builder.reshards.items() if node in nodes]
 
     # -- inputs -----------------------------------------------------------------------------------
 
     def place_inputs(self) -> tuple[ir.Input, ...]:
-        """Placeholders of local shape, and one 0-d coordinate an axis."""
-        for node, given in zip(self.program.placeholders(), self.program.inputs):
-            local = ir.example(node).new_empty(given.spec.local_shape(self.program.mesh))
-            self.versions[node, given.spec] = new = self.builder.placeholder(node.name, local, given.spec)
+        """Create placeholders of local shape, and a 0-d int64 coordinate for each axis."""
+        for node, input_ in zip(self.program.placeholders(), self.program.inputs):
+            local = ir.example(node).new_empty(input_.spec.local_shape(self.program.mesh))
+            self.versions[node, input_.spec] = new = self.builder.placeholder(node.name, local, input_.spec)
             ir.update(new, stands_for=node.name)
-            if given.kind == "parameter" and self.differentiable:
+            if input_.kind == "parameter" and self.differentiable:
                 self.grads.add(node)
         coordinates = []
         for axis in self.program.mesh.names:
@@ -140,19 +142,19 @@ class Partitioner:
         return (*self.program.inputs, *coordinates)
 
     def place_layout(self) -> Iterator[ir.Input]:
-        """What each group of ranks along `cp` knows of a batch: a table of blocks, or how far keys travel in rings."""
+        """Create the inputs that describe a batch's layout along `cp`: the block table and the hops of rings."""
         mesh, bounds, order = self.program.mesh, self.program.bounds, self.program.order
-        rows = {axis for given in self.program.inputs if given.kind == "batch" for axis in given.spec.sharded}
+        rows = {axis for input_ in self.program.inputs if input_.kind == "batch" for axis in input_.spec.sharded}
         replicate = tuple(axis for axis in BATCH_AXES if axis in rows)
-        given: dict[str, tuple[int, int, torch.device]] = {}
+        layouts: dict[str, tuple[int, int, torch.device]] = {}
         if order.table:
-            given[BLOCKS] = mesh[SEQUENCE_AXIS], order.chunks, self.device()
+            layouts[BLOCKS] = mesh[SEQUENCE_AXIS], order.chunks, self.device()
         if bounds is not None and self.skip_steps:
             names = [output.name for output in bounds.outputs]
             self.builder.attentions = list(zip(names[::2], names[1::2]))
             steps = len(self.builder.attentions) * len(divisors(mesh[SEQUENCE_AXIS]))
-            given[HOPS] = steps, mesh[SEQUENCE_AXIS], torch.device("cpu")
-        for name, (*shape, device) in given.items():
+            layouts[HOPS] = steps, mesh[SEQUENCE_AXIS], torch.device("cpu")
+        for name, (*shape, device) in layouts.items():
             with self.builder.ctx.fake_mode:
                 empty = torch.zeros(shape, dtype=torch.int64, device=device)
             spec = replace(Spec.whole(shape), replicate=replicate)
@@ -164,39 +166,39 @@ class Partitioner:
         return ir.example(self.program.placeholders()[0]).device
 
     def drop_unused_places(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
-        """Leave out coordinates that nothing reads, and settle of whom a table is."""
+        """Remove unused coordinates, and make the block table invariant if all ranks need the same one."""
         self.builder.graph.eliminate_dead_code()
         unused = {name for name, node in self.builder.coordinates.items() if not node.users}
-        unused -= {BLOCKS} if self.differentiable else set()  # a step is always given its table
+        unused -= {BLOCKS} if self.differentiable else set()  # a step always takes its table
         for name in unused:
             self.builder.graph.erase_node(self.builder.coordinates.pop(name))
         if BLOCKS in self.builder.coordinates and self.builder.one_table:
-            same = replace(ir.spec(self.builder.coordinates[BLOCKS]), replicate=())  # type: ignore[type-var]
-            ir.set_spec(self.builder.coordinates[BLOCKS], same)
-            inputs = tuple(replace(i, spec=same) if i.name == BLOCKS else i for i in inputs)
+            invariant_spec = replace(ir.spec(self.builder.coordinates[BLOCKS]), replicate=())  # type: ignore[type-var]
+            ir.set_spec(self.builder.coordinates[BLOCKS], invariant_spec)
+            inputs = tuple(replace(i, spec=invariant_spec) if i.name == BLOCKS else i for i in inputs)
         return tuple(i for i in inputs if not (i.kind in ("coordinate", "layout") and i.name in unused))
 
     def hoist_replicate(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
-        """A parameter used only as a replicate copy is one from the start: its gradient leaves as a partial sum."""
+        """Make a parameter replicate from the start if it is used only so: its gradient is then a partial sum."""
         placeholders = [n for n in self.builder.graph.nodes if n.op == "placeholder"]
-        new = []
-        for node, given in zip(placeholders, inputs, strict=True):
-            while given.kind == "parameter" and len(node.users) == 1:
+        new_inputs = []
+        for node, input_ in zip(placeholders, inputs, strict=True):
+            while input_.kind == "parameter" and len(node.users) == 1:
                 (user,) = node.users
                 if user.target is not reshard.invariant_to_replicate:
                     break
-                replicate = (*given.spec.replicate, *self.program.mesh.over(str(user.args[1])))
-                given = replace(given, spec=replace(given.spec, replicate=replicate))
+                replicate = (*input_.spec.replicate, *self.program.mesh.over(str(user.args[1])))
+                input_ = replace(input_, spec=replace(input_.spec, replicate=replicate))
                 user.replace_all_uses_with(node)
                 self.builder.graph.erase_node(user)
-            ir.set_spec(node, given.spec)
-            new.append(given)
-        return tuple(new)
+            ir.set_spec(node, input_.spec)
+            new_inputs.append(input_)
+        return tuple(new_inputs)
 
     # -- operators --------------------------------------------------------------------------------
 
     def emit(self, node: fx.Node) -> None:
-        """Emit one operator on its operands as its decision needs them, then what reductions follow it."""
+        """Emit one operator on its operands, converted as its decision needs, and the reductions that follow it."""
         if node.target is operator.getitem:
             source, index = node.args
             if source in self.grads:
@@ -211,7 +213,7 @@ class Partitioner:
         self.finish(node, self.emit_on(node, decision, values, decision.results))
 
     def finish(self, node: fx.Node, new: fx.Node) -> None:
-        """Check the local shape, remember the value, reduce it where the plan says so."""
+        """Check the local shape, record the value, and reduce it if the plan says so."""
         produced = self.plan.produced[node]
         if not isinstance(ir.value(new), Tensor):
             self.tuples[node] = new
@@ -228,14 +230,14 @@ class Partitioner:
         self.complete(node)
 
     def complete(self, node: fx.Node) -> None:
-        """Reduce a partial value where the plan says so."""
+        """Reduce a partial value if the plan says so."""
         if node in self.plan.reduced:
             before, after = self.plan.produced[node], self.plan.reduced[node]
             new = self.record(node, self.versions[node, before], before, after, "sum complete before use")
             self.versions[node, after] = new
 
     def emit_on(self, node: fx.Node, decision: Decision, values: list[fx.Node], results: Sequence[Spec]) -> fx.Node:
-        """The operator on local operands, padding made safe first."""
+        """Emit the operator on local operands, after setting their padding to safe values."""
         if decision.body is not None:
             with ir.at(node):
                 return emit(self.builder, decision.body, values, self.propagate, self.body)
@@ -251,13 +253,13 @@ class Partitioner:
         return self.builder.call(node.target, args, kwargs)
 
     def in_columns(self, x: fx.Node) -> fx.Node:
-        """A matrix whose columns are in one piece each: a conversion may have left its rows so."""
+        """Return a matrix whose columns are contiguous, as a conversion may have made its rows contiguous."""
         if ir.example(x).stride(0) == 1:
             return x
         return self.builder.trace(lambda x: x.t().contiguous().t(), x)
 
     def body(self, program: ir.Program, plan: Plan, results: tuple[Spec, ...]) -> ir.Program:
-        """A custom function's body as a local program; its gradient is given, not derived."""
+        """Return the body of a custom function as a local program; its gradient is not derived."""
         outputs = tuple(replace(o, spec=spec) for o, spec in zip(program.outputs, results, strict=True))
         program = replace(program, outputs=outputs)
         inner = Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False)
@@ -267,38 +269,38 @@ class Partitioner:
         return local
 
     def padding(self, i: int, x: fx.Node, spec: Spec, decision: Decision, node: fx.Node) -> fx.Node:
-        """Operand `i` with its padding set to what the rule needs, where it might hold something else."""
+        """Return operand `i` with its padding set to the rule's value, if it may hold another value."""
         rule = decision.rule
         if not spec.padded(self.program.mesh):
             return x
         if i in rule.pad_safe and spec.fill != rule.pad_safe[i]:
             return self.builder.fill_padding(x, spec, rule.pad_safe[i])
-        stops_gradient = rule_is_fold(rule) and ir.may_have_gradient(x)
+        stops_gradient = is_reduction(rule) and ir.may_have_gradient(x)
         if (spec.fill != rule.pad_in or stops_gradient) and (folded := self.folded_padding(i, spec, rule)):
             return self.builder.fill_padding(x, spec, rule.pad_in, folded)
         return x
 
     def folded_padding(self, i: int, spec: Spec, rule: Rule) -> list[int]:
-        """Dims of operand `i` with padding along a factor that the operator folds away by itself."""
+        """Return the padded dims of operand `i` along factors that the operator itself reduces."""
         if rule.emit is not None:
             return []
         return [
             d
             for d, (names, dim) in enumerate(zip(rule.operands[i], spec.dims))
-            if any(f.padded(self.program.mesh) for f in factors_of(names, dim, rule, self.program.mesh))
+            if any(f.padded(self.program.mesh) for f in reduced_factors(names, dim, rule, self.program.mesh))
         ]
 
     # -- versions of a value ----------------------------------------------------------------------
 
     def version(self, node: fx.Node, wanted: Spec, user: str) -> fx.Node:
-        """The node's value in the wanted placement, converted once for all users."""
+        """Return the node's value in the wanted placement, converted once for all users."""
         if (node, wanted) in self.versions:
             return self.versions[node, wanted]
         current = self.plan.current(node)
         may_hoist = node in self.plan.weights and (node in self.grads or not self.differentiable)
         if may_hoist and (hoisted := self.hoist(node, wanted)):
             new = hoisted
-        elif self.repeats(node) and wanted == replace(current, replicate=wanted.replicate):
+        elif self.is_repeat(node) and wanted == replace(current, replicate=wanted.replicate):
             new = self.replicate_first(node, wanted)
         else:
             new = self.record(node, self.versions[node, current], current, wanted, f"for {user}")
@@ -306,31 +308,32 @@ class Partitioner:
         return new
 
     def hoist(self, node: fx.Node, wanted: Spec) -> fx.Node | None:
-        """A rearranged weight is converted before it is rearranged: one conversion serves all its forms.
+        """Convert a weight before it is rearranged, so that one conversion serves all its forms; None if not possible.
 
-        In the body of a function, which has no gradient, that leaves a transposed one as its product takes it.
+        In the body of a custom function, which has no gradient, this leaves a transposed weight in the layout that its
+        matmul takes.
         """
         decision = self.plan.decisions.get(node)
         if decision is None or not decision.rule.moves or wanted.partial:
             return None
-        dims = above(decision.rule, wanted, self.program.mesh)
+        dims = operand_dims(decision.rule, wanted, self.program.mesh)
         if dims is None:
             return None
         (operand,) = tensor_operands(node)
-        below = Spec(dims, (), wanted.replicate)  # complete: what is wanted is no sum, whatever the operand is
+        below = Spec(dims, (), wanted.replicate)  # `wanted` has no partial axes, even if the operand has
         value = self.version(operand, below, node.name)
         new = self.emit_on(node, decision, [value], [wanted])
-        held = ir.spec(value)
-        ir.update(new, spec=replace(wanted, fill=held.fill if held else None), stands_for=node.name)
+        placement = ir.spec(value)
+        ir.update(new, spec=replace(wanted, fill=placement.fill if placement else None), stands_for=node.name)
         return new
 
-    def repeats(self, node: fx.Node) -> bool:
-        """Whether an operator repeats entries of its first operand."""
+    def is_repeat(self, node: fx.Node) -> bool:
+        """Return True if the operator repeats entries of its first operand."""
         decision = self.plan.decisions.get(node)
         return decision is not None and decision.rule.repeats
 
     def replicate_first(self, node: fx.Node, wanted: Spec) -> fx.Node:
-        """What repeats entries, of a copy that is replicate already: its gradient is then reduced once an entry."""
+        """Repeat entries of a copy that is already replicate, so that its gradient is reduced once an entry."""
         decision = self.plan.decisions[node]
         first, *others = zip(tensor_operands(node), decision.operands, strict=True)
         below = replace(first[1], replicate=tuple(dict.fromkeys((*first[1].replicate, *wanted.replicate))))
@@ -340,7 +343,7 @@ class Partitioner:
         return new
 
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
-        """Convert a value, which then stands for the node as well."""
+        """Convert a value; the result stands for the same global node."""
         dtype = self.reduce_dtype if node in self.plan.weights else None
         new = self.builder.reshard(node, value, before, after, reason, node in self.grads, dtype)
         if new is not value:
@@ -348,43 +351,45 @@ class Partitioner:
         return new
 
 
-def above(rule: Rule, wanted: Spec, mesh: Mesh) -> tuple[Dim, ...] | None:
-    """The placement of a rearranged operand's dims that gives the result as wanted; None if shards are cut across."""
+def operand_dims(rule: Rule, wanted: Spec, mesh: Mesh) -> tuple[Dim, ...] | None:
+    """Return the dims of a rearranged operand that give the wanted result; None if this cuts a shard."""
     factors: dict[str, Sequence[Factor]] = {}
     for names, dim in zip(rule.results[0], wanted.dims):
-        pieces = over_names(tuple(f for f in dim if f.size > 1), [rule.sizes[n] for n in names], mesh)
+        pieces = group_factors(tuple(f for f in dim if f.size > 1), [rule.sizes[n] for n in names], mesh)
         if pieces is None:
             return None
         factors |= dict(zip(names, pieces))
-    own = {n: factors.pop(n, (Factor(rule.sizes[n]),)) for names in rule.operands[0] for n in names}
-    if any(f.axes for rest in factors.values() for f in rest):  # entries in an order that the operand has no dims for
+    operand_factors = {n: factors.pop(n, (Factor(rule.sizes[n]),)) for names in rule.operands[0] for n in names}
+    if any(f.axes for leftover in factors.values() for f in leftover):  # a sharded factor that the operand lacks
         return None
-    return tuple(merge_dim((f for n in names for f in own[n]), mesh) or (Factor(1),) for names in rule.operands[0])
+    return tuple(
+        merge_dim((f for n in names for f in operand_factors[n]), mesh) or (Factor(1),) for names in rule.operands[0]
+    )
 
 
-def over_names(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Sequence[Factor]] | None:
-    """A dim's factors, those of each name together; None if one of its shards would be cut across."""
+def group_factors(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Sequence[Factor]] | None:
+    """Group a dim's factors by name, in the order of `sizes`; None if this cuts a shard."""
     cut = common_sizes(sizes, [f.size for f in dim]) if sizes else []
     pieces = split_dim(dim, [size for size in cut if size > 1], mesh) if cut is not None else None
     if pieces is None:
         return None
-    supply, found = iter(pieces), []
+    supply, groups = iter(pieces), []
     for size in sizes:
-        mine: list[Factor] = []
-        while math.prod(f.size for f in mine) < size:
-            mine.append(next(supply))
-        found.append(mine or [Factor(1)])
-    return found
+        group: list[Factor] = []
+        while math.prod(f.size for f in group) < size:
+            group.append(next(supply))
+        groups.append(group or [Factor(1)])
+    return groups
 
 
-def factors_of(names: Sequence[str], dim: Dim, rule: Rule, mesh: Mesh) -> Iterable[Factor]:
-    """Those factors of a dim of which an operator folds some away."""
-    over = over_names(dim, [rule.sizes[n] for n in names], mesh)
-    if over is None:
+def reduced_factors(names: Sequence[str], dim: Dim, rule: Rule, mesh: Mesh) -> Iterable[Factor]:
+    """Return the factors of a dim that the operator reduces; all if it reduces any and names cut the dim's shards."""
+    groups = group_factors(dim, [rule.sizes[n] for n in names], mesh)
+    if groups is None:
         return dim if any(n in rule.reduced for n in names) else ()
-    return (factor for name, factors in zip(names, over) for factor in factors if name in rule.reduced)
+    return (factor for name, factors in zip(names, groups) for factor in factors if name in rule.reduced)
 
 
-def rule_is_fold(rule: Rule) -> bool:
-    """Whether the operator sums one operand: its gradient reaches padding unless a mask stops it."""
+def is_reduction(rule: Rule) -> bool:
+    """Return True if the operator reduces its one operand: the gradient reaches padding unless a mask stops it."""
     return len(rule.operands) == 1 and bool(rule.reduced)

@@ -1,12 +1,12 @@
-"""Say where the inputs live: the batch on the data axes and `cp`, parameters by plan, the rest of them by FSDP.
+"""Place the inputs: the batch on the data axes and `cp`, parameters by a plan and by FSDP.
 
     tokens                 i64[16, 256]    ->  [16@dp_shard, 256@cp]
     layers.0.wq.weight     f32[256, 256]   ->  [256@tp@fsdp, 256]
 
-A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the first
-match holds. Without a plan one is inferred from the graph. FSDP is nothing but the placement chosen here: a
-parameter stored in shards on `dp_shard` (with `cp`: on both as one axis, `fsdp`) is gathered where it is used, because
-on these axes activations stay and weights move.
+A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the first match
+holds. Without a plan, `infer` derives one from the graph. FSDP is only a placement: a parameter stored in shards on
+`dp_shard` (with `cp`: on both as one axis, `fsdp`) is gathered at its uses, because on these axes activations stay and
+weights move.
 """
 
 from __future__ import annotations
@@ -21,53 +21,50 @@ from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.program.spec import Dim, Factor, Spec
 from passes.program.stages import Stage
 from passes.rules.roles import roles
-from passes.sharding.custom import in_line
+from passes.sharding.custom import inline_custom_functions
 from passes.sharding.infer import Blocks, experts_of, infer
 
 LABELS = ("batch", "sequence")
 
 
 def place_batch(shape: tuple[int, ...], mesh: Mesh) -> Spec:
-    """A batch tensor: rows over the data axes, the sequence over `cp`; its dims are known as batch and sequence."""
+    """Place a batch tensor: rows over the data axes, the sequence over `cp`; label these dims batch and sequence."""
     spec = Spec.whole(shape, LABELS)
-    wanted = [tuple(axis for axis in BATCH_AXES if axis in mesh.axes), tuple({SEQUENCE_AXIS} & set(mesh.axes))]
-    axes = [axes if size > 1 else () for axes, size in zip(wanted, shape)]
+    batch_axes = [tuple(axis for axis in BATCH_AXES if axis in mesh.axes), tuple({SEQUENCE_AXIS} & set(mesh.axes))]
+    axes = [axes if size > 1 else () for axes, size in zip(batch_axes, shape)]
     dims = tuple((replace(dim[0], axes=axes[d]),) if d < len(axes) else dim for d, dim in enumerate(spec.dims))
     return replace(spec, dims=dims)
 
 
 def add_axis(dim: Dim, axis: str) -> Dim:
-    """A dim whose major factor is also split over the axis, inside the axes it is on already."""
+    """Split a dim's major factor over one more axis, inside the axes that already shard it."""
     return (replace(dim[0], axes=(*dim[0].axes, axis)), *dim[1:])
 
 
 def split_blocks(spec: Spec, blocks: Blocks, axis: str) -> Spec:
-    """The tensor with blocks of one dim (heads, say) split over the axis."""
+    """Split the blocks (heads, for example) of one dim over the axis."""
     sizes = ((blocks.outer, ()), (blocks.size, (axis,)), (blocks.inner, ()))
     dim = tuple(Factor(size, axes) for size, axes in sizes if size > 1 or axes)
     return replace(spec, dims=(*spec.dims[: blocks.dim], dim, *spec.dims[blocks.dim + 1 :]))
 
 
 def split_dim(spec: Spec, d: int, axis: str) -> Spec:
-    """The tensor with a dim also split over the axis."""
+    """Split a dim over one more axis."""
     return replace(spec, dims=tuple(add_axis(dim, axis) if i == d else dim for i, dim in enumerate(spec.dims)))
 
 
 def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
-    """The dim that FSDP splits: the first, unless its shards are blocks (heads), where another has no such cut.
-
-    Experts that are spread are split in another dim.
-    """
+    """Return the dim that FSDP splits: the first without blocks (heads) or experts, the first without blocks, or 0."""
     plain = [d for d, dim in enumerate(spec.dims) if len(dim) == 1 and shape[d] > 1]
-    whole = [d for d in plain if set(spec.dims[d][0].axes) <= {"tp"}]
-    return (whole or plain or [0])[0]
+    without_experts = [d for d in plain if set(spec.dims[d][0].axes) <= {"tp"}]
+    return (without_experts or plain or [0])[0]
 
 
 @dataclass(frozen=True)
 class Place(ir.Pass):
     """Give every input its placement; `plan` is pattern -> {axis: dim}, None to infer it.
 
-    `stored` are placements that parameters have already, by name: those of another program over the same state.
+    `stored` has the placements that parameters already have, by name: those of another program over the same state.
     """
 
     plan: Mapping[str, Mapping[str, int]] | None = None
@@ -79,17 +76,15 @@ class Place(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unmatched = set() if self.stored else set(self.plan or ())
-        inferred = infer(in_line(program, ctx), program.mesh["tp"]) if "tp" in program.mesh.axes else {}
+        inferred = infer(inline_custom_functions(program, ctx), program.mesh["tp"]) if "tp" in program.mesh.axes else {}
         experts = experts_of(program) if program.mesh.experts else {}
         if "tp" in program.mesh.experts:
             inferred = {name: blocks for name, blocks in inferred.items() if name not in experts}
         used = roles(program)
-        placed = (self.place(given, program.mesh, unmatched, inferred, experts) for given in program.inputs)
+        placed = (self.place(input_, program.mesh, unmatched, inferred, experts) for input_ in program.inputs)
         inputs = tuple(replace(i, roles=used[i.name]) if i.name in used else i for i in placed)
         if unmatched:
-            raise ir.Refused(
-                "place", None, f"passes.shard.plan: no parameter is named like {', '.join(sorted(unmatched))}"
-            )
+            raise ir.Refused("place", None, f"passes.shard.plan: no parameter matches {', '.join(sorted(unmatched))}")
         notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in ("parameter", "batch"))
         sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind == "parameter")
         changes = {"parameters_sharded": sharded}
@@ -98,56 +93,56 @@ class Place(ir.Pass):
 
     def place(
         self,
-        given: ir.Input,
+        input_: ir.Input,
         mesh: Mesh,
         unmatched: set[str],
         inferred: Mapping[str, Blocks],
         experts: Mapping[str, int],
     ) -> ir.Input:
-        """One input with its placement."""
-        if given.kind == "batch":
-            return replace(given, spec=place_batch(given.spec.shape, mesh).ordered(given.spec.order))
-        if given.kind != "parameter":
-            return given
-        if given.name in self.stored:
-            return replace(given, spec=self.stored[given.name])
-        spec = Spec.whole(given.spec.shape)
-        pattern = next((p for p in self.plan or () if fnmatchcase(given.name, p)), None)
+        """Return one input with its placement."""
+        if input_.kind == "batch":
+            return replace(input_, spec=place_batch(input_.spec.shape, mesh).ordered(input_.spec.order))
+        if input_.kind != "parameter":
+            return input_
+        if input_.name in self.stored:
+            return replace(input_, spec=self.stored[input_.name])
+        spec = Spec.whole(input_.spec.shape)
+        pattern = next((p for p in self.plan or () if fnmatchcase(input_.name, p)), None)
         if pattern is not None and self.plan is not None:
             unmatched.discard(pattern)
-            spec = self.apply(given, spec, self.plan[pattern], mesh, inferred.get(given.name))
-        elif self.plan is None and given.name in inferred:
-            spec = split_blocks(spec, inferred[given.name], "tp")
-        if given.name not in experts:
-            return replace(given, spec=self.store(spec, mesh, mesh.stored_over))
-        if twice := [axis for axis in spec.sharded if axis in mesh.experts]:
-            fix = f"mesh.ep spreads experts over it already; leave {twice[0]} out"
-            raise ir.Refused("place", None, f"passes.shard.plan: {given.name} is sharded on {twice[0]}, but {fix}")
-        spec = split_dim(spec, experts[given.name], mesh.experts_over)  # type: ignore[arg-type]
-        left = [axis for axis in mesh.over(mesh.stored_over or "fsdp") if axis not in mesh.experts]
-        return replace(given, spec=self.store(spec, mesh, left[0] if left else None))
+            spec = self.apply(input_, spec, self.plan[pattern], mesh, inferred.get(input_.name))
+        elif self.plan is None and input_.name in inferred:
+            spec = split_blocks(spec, inferred[input_.name], "tp")
+        if input_.name not in experts:
+            return replace(input_, spec=self.store(spec, mesh, mesh.stored_over))
+        if conflicts := [axis for axis in spec.sharded if axis in mesh.experts]:
+            fix = f"mesh.ep spreads experts over it already; leave {conflicts[0]} out"
+            raise ir.Refused("place", None, f"passes.shard.plan: {input_.name} is sharded on {conflicts[0]}, but {fix}")
+        spec = split_dim(spec, experts[input_.name], mesh.experts_over)  # type: ignore[arg-type]
+        free = [axis for axis in mesh.over(mesh.stored_over or "fsdp") if axis not in mesh.experts]
+        return replace(input_, spec=self.store(spec, mesh, free[0] if free else None))
 
     def store(self, spec: Spec, mesh: Mesh, axis: str | None) -> Spec:
-        """The parameter in shards, unless it is too small for that."""
+        """Shard the parameter over `axis`, unless it is too small."""
         size = math.prod(spec.shape)
         if axis is None or size == 1 or size < self.min_shard_elements:
             return spec
         return split_dim(spec, fsdp_dim(spec, spec.shape), axis)
 
     def apply(
-        self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh, blocks: Blocks | None
+        self, input_: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh, blocks: Blocks | None
     ) -> Spec:
-        """The plan's axes on the parameter's dims."""
+        """Apply the plan's axes to the parameter's dims."""
         stored = () if mesh.stored_over is None else mesh.over(mesh.stored_over)
         for axis, dim in sharding.items():
             if axis in stored:
-                fix = f"parameters are stored over {' and '.join(stored)} without being asked; leave {axis} out"
-                raise ir.Refused("place", None, f"passes.shard.plan: {given.name} is sharded on {axis}, but {fix}")
+                fix = f"parameters are always stored over {' and '.join(stored)}; leave {axis} out"
+                raise ir.Refused("place", None, f"passes.shard.plan: {input_.name} is sharded on {axis}, but {fix}")
             if not -len(spec.shape) <= dim < len(spec.shape):
                 raise ir.Refused(
                     "place",
                     None,
-                    f"passes.shard.plan: {given.name} has shape {spec.shape}, no dim {dim} to shard on {axis}",
+                    f"passes.shard.plan: {input_.name} has shape {spec.shape}, no dim {dim} to shard on {axis}",
                 )
             d = dim % len(spec.shape)
             if axis == "tp" and axis in mesh.axes and blocks is not None and blocks.dim == d:

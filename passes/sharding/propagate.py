@@ -1,4 +1,4 @@
-"""Decide, operator by operator, how each tensor is placed: one forward walk over the global graph.
+"""Decide each operator's placements in one forward walk over the global graph.
 
     x [3@dp_shard, 4], up.weight [6@dp_shard, 4]    they disagree on dp_shard: the activation stays, the weight moves
     linear                                          up.weight is needed as [6, 4] replicate(dp_shard)
@@ -7,12 +7,13 @@
     linear                                          gives [3, 6@tp]
     linear with down.weight [4, 6@tp]               gives [3, 4] sum(tp), reduced before `square`, which is not linear
 
-On each mesh axis an operator shards at most one factor of its rule. Where operands disagree, the data axes (`dp_*`,
-`cp`) keep activations in place and move weights; `tp` keeps weights in place and moves activations. Remaining ties keep
-the larger operand in place. Some operators place factors by themselves (`Rule.place`).
+On each mesh axis an operator shards at most one factor of its rule. If operands disagree, the data axes (`dp_*`, `cp`)
+keep activations in place and move weights; `tp` keeps weights in place and moves activations. Remaining ties keep the
+larger operand in place. Some operators place factors themselves (`Rule.place`).
 
-A partial sum passes through linear operators while they alone use it, and is reduced before anything else: into shards
-of the sequence with sequence parallelism (or of whatever dim the other operands shard), else into a full copy.
+A partial sum passes through linear operators as long as it has one user. It is reduced before any other operator: with
+sequence parallelism into shards of the sequence (or of the dim that the other operands shard), otherwise into a full
+copy.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ from passes.program.mesh import WEIGHT_AXES, Mesh
 from passes.program.order import Order
 from passes.program.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
-from passes.sharding.atoms import Atoms, merge_dim, placed_by_rule, refine, with_placed
+from passes.sharding.atoms import Atoms, merge_dim, override_axes, place_by_rule, refine
 from passes.sharding.custom import Placed, padding_kept, place_forward
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How one operator runs: the placement it needs of each operand, and the placements it produces."""
+    """The placements that an operator needs of its operands, and the placements of its results."""
 
     rule: Rule
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
-    body: Placed | None = None  # of a custom function
+    body: Placed | None = None  # set for a custom function
 
 
 @dataclass
 class Plan:
-    """All decisions, and for each partial value reduced before use, what it is reduced to."""
+    """All decisions, and the placement to which each partial value is reduced before use."""
 
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)
     produced: dict[fx.Node, Any] = field(default_factory=dict)  # Spec, or a tuple of them
@@ -57,22 +58,22 @@ class Plan:
     reasons: dict[tuple[fx.Node, str], str] = field(default_factory=dict)
 
     def current(self, node: fx.Node) -> Spec:
-        """The placement in which later users find the node's value."""
+        """Return the node's placement after its reduction, if it has one."""
         return self.reduced.get(node, self.produced[node])
 
 
 def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> Plan:
-    """The placements of every tensor of a captured program whose inputs have theirs."""
+    """Decide the placements of every tensor in a captured program whose inputs are placed."""
     plan = Plan()
     sweep = _Sweep(plan, program.mesh, program.order, sequence_parallel, ctx)
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        plan.produced[node] = given.spec
-        if given.kind in ("parameter", "buffer"):
+    for node, input_ in zip(program.placeholders(), program.inputs, strict=True):
+        plan.produced[node] = input_.spec
+        if input_.kind in ("parameter", "buffer"):
             plan.weights.add(node)
     for node in program.calls():
         sweep.visit(node)
     for node, output in zip(program.results(), program.outputs, strict=True):
-        sweep.deliver(node, output)
+        sweep.check_output(node, output)
     return plan
 
 
@@ -80,7 +81,7 @@ class _Sweep:
     def __init__(self, plan: Plan, mesh: Mesh, order: Order, sequence_parallel: bool, ctx: ir.Context):
         self.plan, self.mesh, self.order, self.ctx = plan, mesh, order, ctx
         self.sequence_parallel = sequence_parallel
-        self.placed: dict[Any, Placed] = {}  # bodies of custom functions
+        self.bodies: dict[Any, Placed] = {}  # bodies of custom functions
 
     def visit(self, node: fx.Node) -> None:
         """Decide one operator."""
@@ -102,76 +103,78 @@ class _Sweep:
         atoms = refine(rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
         choice = self.choices(node, operands, atoms)
         self.reduce_partials(node, operands, atoms, choice)
-        decision = self.settle(node, operands, atoms, choice)
+        decision = self.decide(node, operands, atoms, choice)
         self.plan.decisions[node] = decision
         is_tuple = not isinstance(ir.value(node), Tensor)
         self.plan.produced[node] = decision.results if is_tuple else decision.results[0]
 
     def visit_function(self, node: fx.Node, function: Function, operands: Sequence[fx.Node]) -> None:
-        """Decide a custom function, of which no operand is a partial sum, by propagating through its forward body."""
+        """Decide a custom function by propagating through its forward body; partial operands are reduced first."""
         for n in operands:
             self.complete(n)
         specs, weights = [self.plan.current(n) for n in operands], [n in self.plan.weights for n in operands]
         examples = [ir.example(n) for n in operands]
         key = function, *zip(map(layout, examples), specs, map(padding_kept, specs), weights)
-        if key not in self.placed:
+        if key not in self.bodies:
             inner = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=self.ctx)
             with ir.at(node):
-                self.placed[key] = place_forward(function, examples, specs, weights, self.mesh, self.ctx, inner)
-        placed = self.placed[key]
+                self.bodies[key] = place_forward(function, examples, specs, weights, self.mesh, self.ctx, inner)
+        placed = self.bodies[key]
         decision = Decision(opaque(node), placed.operands, placed.results, placed)
         self.plan.decisions[node] = decision
         self.plan.produced[node] = placed.results if len(placed.results) > 1 else placed.results[0]
 
     def priority(self, operands: Sequence[fx.Node]) -> list[int]:
-        """Operand numbers, those with the most sharded axes first."""
+        """Return the operand numbers, most sharded axes first."""
         return sorted(range(len(operands)), key=lambda i: -len(self.plan.current(operands[i]).sharded))
 
     def choices(self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> dict[str, str | None]:
-        """For each axis the atom that the operator shards on it, an operand's if there is one, or None."""
+        """Return the atom that the operator shards on each axis: preferably an operand's atom; None if none."""
         choice = {axis: self.choose(axis, node, operands, atoms) for axis in self.mesh.axes}
         if atoms.rule.place is None:
             return choice
         axes = self.axis_order(operands, atoms, choice)
-        given = [n for dims in atoms.operands for names in dims for n in names]
+        operand_atoms = [n for dims in atoms.operands for names in dims for n in names]
         return {
-            axis: next((n for n in (choice[axis], *given, *axes) if n and axis in self.over(axes[n])), None)
+            axis: next(
+                (n for n in (choice[axis], *operand_atoms, *axes) if n and axis in self.mesh_axes(axes[n])), None
+            )
             for axis in self.mesh.axes
         }
 
     # -- one axis ---------------------------------------------------------------------------------
 
     def candidates(self, axis: str, atoms: Atoms) -> dict[str, list[int]]:
-        """Atoms that some operand has sharded on the axis and the rule allows to shard -> those operands."""
-        found: dict[str, list[int]] = {}
-        for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
-            for names, factors in zip(dims, held):
+        """Map each atom that may be sharded on the axis to the operands that already shard it there."""
+        candidates: dict[str, list[int]] = {}
+        for i, (dims, dim_factors) in enumerate(zip(atoms.operands, atoms.factors)):
+            for names, factors in zip(dims, dim_factors):
                 for name, factor in zip(names, factors or ()):
-                    if axis in self.over(factor.axes) and atoms.rule.may_shard(atoms.origin(name), axis):
-                        found.setdefault(name, []).append(i)
-        return found
+                    if axis in self.mesh_axes(factor.axes) and atoms.rule.may_shard(atoms.origin(name), axis):
+                        candidates.setdefault(name, []).append(i)
+        return candidates
 
     def choose(self, axis: str, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> str | None:
-        """The atom that the operator shards on the axis, or None."""
-        found = self.candidates(axis, atoms)
+        """Return the atom that the operator shards on the axis, or None."""
+        candidates = self.candidates(axis, atoms)
         is_weight = [n in self.plan.weights for n in operands]
         if axis not in WEIGHT_AXES and not all(is_weight):
-            found = {atom: i for atom, i in found.items() if not all(is_weight[k] for k in i)}
-        if not found:
+            candidates = {atom: i for atom, i in candidates.items() if not all(is_weight[k] for k in i)}
+        if not candidates:
             return None
 
         def rank(atom: str) -> tuple[bool, int]:
-            stays = any(is_weight[i] == (axis in WEIGHT_AXES) for i in found[atom])
-            return stays, sum(ir.example(operands[i]).numel() for i in found[atom])
+            stays = any(is_weight[i] == (axis in WEIGHT_AXES) for i in candidates[atom])
+            return stays, sum(ir.example(operands[i]).numel() for i in candidates[atom])
 
-        best = max(found, key=rank)
-        if len(found) > 1:
-            why = "weights stay" if axis in WEIGHT_AXES else "activations stay"
-            self.plan.reasons[node, axis] = f"{why} on {axis}: keeps {best} of {', '.join(found)}"
+        best = max(candidates, key=rank)
+        if len(candidates) > 1:
+            reason = "weights stay" if axis in WEIGHT_AXES else "activations stay"
+            self.plan.reasons[node, axis] = f"{reason} on {axis}: keeps {best} of {', '.join(candidates)}"
         return best
 
-    def over(self, names: Iterable[str]) -> list[str]:
-        """The axes of the mesh that axes are made of."""
+    def mesh_axes(self, names: Iterable[str]) -> list[str]:
+        """Return the mesh axes that the given (possibly joined) axes consist of."""
         return [axis for name in names for axis in self.mesh.over(name)]
 
     # -- partial sums -----------------------------------------------------------------------------
@@ -179,7 +182,7 @@ class _Sweep:
     def reduce_partials(
         self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms, choice: dict[str, str | None]
     ) -> None:
-        """Reduce every partial operand that cannot be carried through, choosing a shard where one is wanted."""
+        """Reduce each partial operand that the operator cannot carry through, into a shard if one is wanted."""
         for axis in self.mesh.axes:
             partial = {i for i, n in enumerate(operands) if self.plan.current(n).state(axis) == "partial"}
             if not partial or self.carries(partial, operands, atoms, axis, choice):
@@ -190,7 +193,7 @@ class _Sweep:
                 self.reduce(operands[i], axis, i, atoms, choice[axis])
 
     def complete(self, node: fx.Node) -> None:
-        """Reduce a value that is partial, whatever reads it."""
+        """Reduce a partial value, whichever operator uses it."""
         names = tuple((f"d{i}",) for i in range(ir.example(node).dim()))
         rule = Rule((names,), (names,), dict(zip((n for (n,) in names), ir.example(node).shape)))
         atoms = refine(rule, [self.plan.current(node).dims], [0], self.mesh)
@@ -199,110 +202,111 @@ class _Sweep:
     def carries(
         self, partial: set[int], operands: Sequence[fx.Node], atoms: Atoms, axis: str, choice: Mapping[str, str | None]
     ) -> bool:
-        """Whether the operator may run on the terms of the sums and leave its result to be reduced."""
+        """Return True if the operator may run on terms of the sums and leave its result to be reduced."""
         used_once = all(len(operands[i].users) == 1 for i in partial)
         sums = all((axis, "sum") in self.plan.current(operands[i]).partial for i in partial)
         return used_once and sums and choice[axis] is None and frozenset(partial) in atoms.rule.linear
 
     def sequence_atom(self, operands: Sequence[fx.Node], atoms: Atoms, partial: set[int], axis: str) -> str | None:
-        """The atom of the sequence dim of a partial operand, if the rule lets it be sharded."""
+        """Return the atom of a partial operand's sequence dim, if the rule allows it to be sharded."""
         for i in sorted(partial):
-            for names, factors in zip(atoms.operands[i], atoms.held[i]):
+            for names, factors in zip(atoms.operands[i], atoms.factors[i]):
                 for name, factor in zip(names, factors or ()):
                     if factor.label == "sequence" and atoms.rule.may_shard(atoms.origin(name), axis):
                         return name
         return None
 
     def reduce(self, node: fx.Node, axis: str, operand: int, atoms: Atoms, atom: str | None) -> None:
-        """Record that a value is reduced on the axis, into shards of the atom's dim where the operand has it."""
+        """Record that a value is reduced on the axis, into shards of the atom's dim if the operand has the atom."""
         before = self.plan.current(node)
-        dims, done = list(before.dims), False
-        for d, (names, factors) in enumerate(zip(atoms.operands[operand], atoms.held[operand])):
+        dims, is_shard = list(before.dims), False
+        for d, (names, factors) in enumerate(zip(atoms.operands[operand], atoms.factors[operand])):
             if atom in names and factors is not None:
                 k = names.index(atom)
-                more = replace(factors[k], axes=(*factors[k].axes, axis), order=self.order)
-                new = [*factors[:k], more, *factors[k + 1 :]]
-                dims[d], done = merge_dim(new, self.mesh), True
+                sharded_factor = replace(factors[k], axes=(*factors[k].axes, axis), order=self.order)
+                new = [*factors[:k], sharded_factor, *factors[k + 1 :]]
+                dims[d], is_shard = merge_dim(new, self.mesh), True
         partial = tuple(p for p in before.partial if p[0] != axis)
-        fill = 0.0 if done and before.fill == 0 else before.fill
+        fill = 0.0 if is_shard and before.fill == 0 else before.fill
         self.plan.reduced[node] = replace(before, dims=tuple(dims), partial=partial, fill=fill)
 
     # -- the outcome ------------------------------------------------------------------------------
 
-    def settle(
+    def decide(
         self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms, choice: Mapping[str, str | None]
     ) -> Decision:
-        """Placements of operands and results under the choice of atoms."""
-        # a reduction above may have changed what an operand holds
+        """Return the placements of operands and results for the chosen atoms."""
+        # a reduction above may have changed the operands' placements
         atoms = refine(atoms.rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
         axes = self.axis_order(operands, atoms, choice)
         labels = {
             name: f.label
-            for dims, held in zip(atoms.operands, atoms.held)
-            for names, fs in zip(dims, held)
+            for dims, dim_factors in zip(atoms.operands, atoms.factors)
+            for names, fs in zip(dims, dim_factors)
             for name, f in zip(names, fs or ())
             if f.label
         }
         states = {axis: [self.plan.current(n).state(axis) for n in operands] for axis in self.mesh.axes}
-        wanted = [self.operand_spec(i, atoms, axes, labels, choice, states) for i in range(len(operands))]
-        held = [atoms.rule.pad_safe.get(i, self.plan.current(n).fill) for i, n in enumerate(operands)]
+        needed = [self.operand_spec(i, atoms, axes, labels, choice, states) for i in range(len(operands))]
+        fills = [atoms.rule.pad_safe.get(i, self.plan.current(n).fill) for i, n in enumerate(operands)]
         results = [
             replace(
                 self.result_spec(dims, atoms, axes, labels, choice, states),
-                fill=self.result_fill(dims, atoms, axes, held),
+                fill=self.result_fill(dims, atoms, axes, fills),
             )
             for dims in atoms.results
         ]
-        return Decision(atoms.rule, tuple(wanted), tuple(results))
+        return Decision(atoms.rule, tuple(needed), tuple(results))
 
-    def result_fill(self, dims, atoms: Atoms, axes, held: Sequence[float | None]) -> float | None:
-        """What a result's padding holds: what the rule says along each padded atom, where it says the same of all."""
+    def result_fill(self, dims, atoms: Atoms, axes, operand_fills: Sequence[float | None]) -> float | None:
+        """Return a result's padding value: the rule's if all padded atoms agree, otherwise None; 0 without padding."""
         padded = [n for dim in dims for n in dim if self.factor(n, atoms, axes).padded(self.mesh)]
         lacks = [{n for dim in operand for n in dim}.isdisjoint for operand in atoms.operands]
-        found = {
-            atoms.rule.pad_out([math.nan if lacking([n]) else fill for lacking, fill in zip(lacks, held)])
+        fills = {
+            atoms.rule.pad_out([math.nan if lacking([n]) else fill for lacking, fill in zip(lacks, operand_fills)])
             for n in padded
         }
-        return found.pop() if len(found) == 1 else None if found else 0.0
+        return fills.pop() if len(fills) == 1 else None if fills else 0.0
 
     def axis_order(
         self, operands: Sequence[fx.Node], atoms: Atoms, choice: Mapping[str, str | None]
     ) -> dict[str, tuple[str, ...]]:
-        """For each atom the axes that shard it, as one and in the order in which an operand already has them.
+        """Return the axes that shard each atom, joined and ordered as in an operand that already has them.
 
-        An activation is asked after all weights: `cp` alone shards a sequence in another order than what is stored.
+        Activations are considered after all weights: only `cp` may shard a sequence in another order than that of
+        stored tensors.
         """
         chosen = {atom: tuple(axis for axis, a in choice.items() if a == atom) for atom in atoms.sizes}
         for i in sorted(range(len(operands)), key=lambda i: operands[i] not in self.plan.weights):
-            for names, factors in zip(atoms.operands[i], atoms.held[i]):
+            for names, factors in zip(atoms.operands[i], atoms.factors[i]):
                 for name, factor in zip(names, factors or ()):
                     if atoms.rule.may_lie(atoms.origin(name), factor.axes):
-                        chosen[name] = self.as_held(chosen[name], factor.axes)
-        return with_placed(chosen, placed_by_rule(atoms, self.mesh), self.mesh)
+                        chosen[name] = self.order_as_held(chosen[name], factor.axes)
+        return override_axes(chosen, place_by_rule(atoms, self.mesh), self.mesh)
 
-    def as_held(self, chosen: tuple[str, ...], held: tuple[str, ...]) -> tuple[str, ...]:
-        """The chosen axes, first those that an operand holds, as it holds them."""
-        first = [name for name in held if set(self.mesh.over(name)) <= set(self.over(chosen))]
-        taken = set(self.over(first))
-        apart = [(name,) if taken.isdisjoint(over := self.mesh.over(name)) else over for name in chosen]
-        return (*first, *(axis for names in apart for axis in names if axis not in taken))
+    def order_as_held(self, chosen: tuple[str, ...], operand_axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the chosen axes; those that an operand holds come first, as it holds them."""
+        first = [name for name in operand_axes if set(self.mesh.over(name)) <= set(self.mesh_axes(chosen))]
+        used = set(self.mesh_axes(first))
+        others = [(name,) if used.isdisjoint(mesh_axes := self.mesh.over(name)) else mesh_axes for name in chosen]
+        return (*first, *(axis for names in others for axis in names if axis not in used))
 
     def operand_spec(self, i: int, atoms: Atoms, axes, labels, choice, states) -> Spec:
-        """The placement needed of operand `i`: shards of the chosen atoms, replicate where it lacks the atom."""
-        sharded = self.over(a for dim in atoms.operands[i] for name in dim for a in axes[name])
+        """Return the placement needed of operand `i`: shards of the chosen atoms, replicate if it lacks the atom."""
+        sharded = self.mesh_axes(a for dim in atoms.operands[i] for name in dim for a in axes[name])
         replicate, partial = [], []
         for axis in self.mesh.axes:
             if axis in sharded:
                 continue
             if states[axis][i] == "partial":
                 partial.append((axis, "sum"))
-            elif choice[axis] is not None or self.mixed(states[axis]):
+            elif choice[axis] is not None or self.is_mixed(states[axis]):
                 replicate.append(axis)
         return Spec(self.dims(atoms.operands[i], atoms, axes, labels), tuple(partial), tuple(replicate))
 
     def result_spec(self, dims, atoms: Atoms, axes, labels, choice, states) -> Spec:
-        """The placement of a result: partial on the axes of vanished atoms or carried sums, else as the operands."""
-        sharded = self.over(a for dim in dims for name in dim for a in axes[name])
+        """Return a result's placement: partial for summed atoms or carried sums, otherwise as the operands."""
+        sharded = self.mesh_axes(a for dim in dims for name in dim for a in axes[name])
         replicate, partial = [], []
         for axis in self.mesh.axes:
             atom = choice[axis]
@@ -311,17 +315,17 @@ class _Sweep:
             if atom is not None:
                 how = atoms.rule.reduced.get(atoms.origin(atom))
                 if how is None:
-                    replicate.append(axis)  # a result without the factor: computed alike on every rank
+                    replicate.append(axis)  # the result lacks the factor: every rank computes the same value
                 else:
                     partial.append((axis, how))
             elif "partial" in states[axis]:
                 partial.append((axis, "sum"))
-            elif self.mixed(states[axis]):
+            elif self.is_mixed(states[axis]):
                 replicate.append(axis)
         return Spec(self.dims(dims, atoms, axes, labels), tuple(partial), tuple(replicate))
 
-    def mixed(self, states: Sequence[str]) -> bool:
-        """Whether, nothing being sharded, some operand is a replicate copy or a carried sum: then all must be."""
+    def is_mixed(self, states: Sequence[str]) -> bool:
+        """Return True if some operand is replicate or partial, so that the others have to be replicate."""
         return "replicate" in states or "partial" in states
 
     def dims(self, dims, atoms: Atoms, axes, labels):
@@ -331,11 +335,10 @@ class _Sweep:
         )
 
     def factor(self, atom: str, atoms: Atoms, axes: Mapping[str, tuple[str, ...]], label: str = "") -> Factor:
-        """An atom over its axes."""
         return Factor(atoms.sizes[atom], axes.get(atom, ()), label, self.order)
 
-    def deliver(self, node: fx.Node, output: ir.Output) -> None:
-        """Outputs leave as `output.spec` asks; partial ones are reduced."""
+    def check_output(self, node: fx.Node, output: ir.Output) -> None:
+        """Raise CompileError unless an output has the shape of `output.spec`."""
         spec = self.plan.current(node)
         if output.spec.shape != spec.shape:
             raise ir.CompileError("shard", node, f"output {output.name} has shape {spec.shape}")

@@ -1,12 +1,12 @@
-"""From one global program to the local one that every rank runs.
+"""Turn the global program into the local program that every rank runs.
 
     linear(x, w)    x [4@dp_shard, 9, 8]  w [8@dp_shard, 8]
 becomes
     all_gather(w, 0, "dp_shard")
     linear(x, all_gather)
 
-`propagate` decides placements, `partition` emits local operators and the reshard operators between them.
-Refuses, under `strict`, an operator that has no rule and so needs its operands whole.
+`propagate` decides placements; `partition` emits local operators and the reshard operators between them.
+With `strict`, an operator without a rule, whose operands would have to be gathered, is refused.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from passes.sharding.propagate import propagate
 class Shard(ir.Pass):
     """Partition the program; gradients of weights are reduced in `reduce_dtype` (None: their own).
 
-    `context` is the method of attention over a sequence that `cp` shards, `auto` by the `balance` of a machine; with
-    `skip_steps` rings leave out, batch by batch, steps that no rank needs.
+    `context` is the attention method over a sequence that `cp` shards; `auto` chooses by the `balance` of a machine.
+    With `skip_steps`, rings omit, for each batch, the steps that no rank needs.
     """
 
     sequence_parallel: bool = True
@@ -65,6 +65,6 @@ class Shard(ir.Pass):
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
         notes += partitioner.builder.notes
         notes += map(str, reshards := partitioner.reshards)
-        notes += [f"%{node.name} ({ir.source(node)}): {why}" for (node, _), why in plan.reasons.items()]
+        notes += [f"%{node.name} ({ir.source(node)}): {reason}" for (node, _), reason in plan.reasons.items()]
         counts = {"reshards": len(reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}
         return local, ir.Report(counts, tuple(notes), tuple(reshards), tuple(partitioner.builder.bodies))

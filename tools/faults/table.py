@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "locate_no_lower_bound",
         "passes/program/layout.py",
-        "mine = mine & (index >= 0) & (index < held)",
-        "mine = mine & (index < held)",
+        "is_local = is_local & (index >= 0) & (index < share)",
+        "is_local = is_local & (index < share)",
         "Indices of ranks before this one count as its own.",
     ),
     Fault(
@@ -113,7 +113,7 @@ FAULTS = (
     Fault(
         "softmax_of_a_shard",
         "passes/rules/views.py",
-        'whole=frozenset([f"d{i}" for i in along] + [n for n in sizes if n.startswith("o")]),',
+        'whole=frozenset([f"d{i}" for i in scan_dims] + [n for n in sizes if n.startswith("o")]),',
         'whole=frozenset(n for n in sizes if n.startswith("o")),',
         "A softmax is taken over a rank's share.",
     ),
@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "loss_of_padding",
         "passes/rules/losses.py",
-        "target = builder.fill_padding(operands[1], specs[1], float(ignored))",
+        "target = builder.fill_padding(operands[1], specs[1], float(ignore_index))",
         "target = operands[1]",
         "Rows of padding count in the loss.",
     ),
@@ -155,7 +155,7 @@ FAULTS = (
     Fault(
         "copies_not_replicate",
         "passes/sharding/propagate.py",
-        "elif choice[axis] is not None or self.mixed(states[axis]):",
+        "elif choice[axis] is not None or self.is_mixed(states[axis]):",
         "elif choice[axis] is not None:",
         "An invariant copy that meets a replicate one stays invariant.",
     ),
@@ -197,8 +197,8 @@ FAULTS = (
     Fault(
         "function_operands_not_mixed",
         "passes/sharding/custom.py",
-        'if spec.state(a) == "invariant" and a in mixed | asked]',
-        'if spec.state(a) == "invariant" and a in asked]',
+        'if spec.state(a) == "invariant" and a in mixed | replicate_axes]',
+        'if spec.state(a) == "invariant" and a in replicate_axes]',
         "A copy that a custom function lets meet replicate values stays the same.",
     ),
     Fault(

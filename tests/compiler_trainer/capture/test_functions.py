@@ -234,7 +234,7 @@ def test_a_function_may_hold_a_number(mesh) -> None:
 
 
 def test_a_function_that_holds_a_tensor_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"Scaled uses a tensor \(torch.float64 \[7\]\) that it is not given; make it an argument"):
+    with pytest.raises(UserError, match=r"Scaled uses a tensor \(torch.float64 \[7\]\) that is not an argument; make it an argument"):
         compile_lockstep(perceptron(Calling(Scaled)), squared_error, points()[0], {"dp_shard": 2})
 
 

@@ -1,4 +1,4 @@
-"""Copies that may drift apart are found: a gradient, a norm or a result that some axis leaves as it is."""
+"""Copies that may drift apart are detected: an unreduced gradient, norm or result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MESHES = ((("dp_shard", 2), ("tp", 2)), (("dp_replicate", 2), ("tp", 2)), (("dp_
 
 
 def stepped(mesh) -> tuple[ir.Program, ir.Context]:
-    """A whole step, clipped, its reshard operators still there."""
+    """Return a full step with clipping, before its reshard operators are expanded."""
     program, ctx = joint(mesh)
     for rewrite in (Remat(), Optimize(AdamW(), 1.0)):
         program, _ = rewrite(program, ctx)

@@ -1,4 +1,4 @@
-"""Values that `passes.verify=numeric` runs a program with."""
+"""The values with which `passes.verify=numeric` runs a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_zeros_are_replaced_and_all_else_is_left():
 
 
 class Average(nn.Module):
-    """Keeps an average, at first zero, of what it is given."""
+    """Keeps a running average of its inputs, initially zero."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Average(nn.Module):
 
 
 def test_a_buffer_that_is_zero_hides_nothing(monkeypatch):
-    """Added to every term of a sum, zero changes nothing in the first step."""
+    """A zero added to every term of a sum would change nothing in the first step."""
 
     def compiled():
         return compile_step(Average().double(), lambda m, b: m(b["x"]).square().mean(), {"x": torch.randn(4, 4).double()},

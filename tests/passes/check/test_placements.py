@@ -1,4 +1,4 @@
-"""Placements recomputed: what a rule does not yield, and what reshard operators do not make, is found."""
+"""Recomputed placements: records that contradict a rule or a reshard operator are detected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESH = {"dp_shard": 2, "tp": 2}
 
 
 class Net(nn.Module):
-    """Table, gated product and head of uneven sizes; two results of one operator."""
+    """A table, a gated matmul and a head of uneven sizes; one operator has two results."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def whole(**mesh: int) -> tuple[ir.Program, ir.Context]:
 
 
 def local(**mesh: int) -> tuple[ir.Program, ir.Program]:
-    """Before and after `shard`, the latter to be damaged."""
+    """Return the programs before and after `shard`; tests damage the latter."""
     before, ctx = whole(**mesh)
     return before, Shard()(before, ctx)[0]
 
@@ -63,11 +63,11 @@ def test_a_partitioned_program_is_what_it_says(mesh):
 
 
 def claims(spec: Spec, mesh: Mesh):
-    """Every placement one step from `spec` that says something else of the value."""
+    """Yield every placement that differs from `spec` in one step and claims something else about the value."""
     for axis, how in spec.partial:
-        rest = tuple(p for p in spec.partial if p[0] != axis)
-        yield replace(spec, partial=rest)
-        yield replace(spec, partial=(*rest, (axis, "max" if how == "sum" else "sum")))
+        others = tuple(p for p in spec.partial if p[0] != axis)
+        yield replace(spec, partial=others)
+        yield replace(spec, partial=(*others, (axis, "max" if how == "sum" else "sum")))
     for axis in mesh.axes:
         if spec.state(axis) in ("invariant", "replicate"):
             yield replace(spec, partial=(*spec.partial, (axis, "sum")), replicate=tuple(a for a in spec.replicate if a != axis))
@@ -94,17 +94,17 @@ def test_every_other_claim_about_any_node_is_refused():
 
 
 def remove(target) -> Callable[[ir.Program], bool]:
-    """Each use of a reshard operator reads its operand instead, the record staying on what reads it."""
+    """Replace a reshard operator by its operand in all users; their records stay."""
 
     def damage(program: ir.Program) -> bool:
         for node in program.calls():
             if node.target is target:
                 (first, *_) = node.args
                 if ir.example(first).shape == ir.example(node).shape:
-                    before, known = ir.spec(first), ir.spec(node)
+                    before, after = ir.spec(first), ir.spec(node)
                     node.replace_all_uses_with(first)
-                    if before is None and known is not None:
-                        ir.set_spec(first, known)
+                    if before is None and after is not None:
+                        ir.set_spec(first, after)
                         ir.update(first, stands_for=ir.stands_for(node))
                     return True
         return False
@@ -123,8 +123,8 @@ def test_operands_exchanged_for_others_are_found():
     before, after = local(**MESH)
     node = next(n for n in after.calls() if ir.stands_for(n).startswith("mul") and len(n.all_input_nodes) == 2)
     node.args = (node.args[0], node.args[0])
-    (found, message), *_ = check_placements(before, after)
-    assert found is node and "reads nothing that stands for" in message
+    (faulty, message), *_ = check_placements(before, after)
+    assert faulty is node and "has no operand that stands for" in message
 
 
 def test_a_maximum_is_not_completed_by_adding():

@@ -1,4 +1,4 @@
-"""Running passes: order, records, refusals that name the pass, and dumps."""
+"""Runs of passes: order, records, refusals that name the pass, and dumps."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ NAMES = ["capture", "normalize", "place", "shard", "joint", "collectives"]
 
 @functools.cache
 def fresh() -> tuple[ir.Program, ir.Context, dict[str, Tensor]]:
-    """A captured program of one block, and whole values of its inputs."""
+    """Return a captured program of one block, and full values of its inputs."""
     model, batch = example(n_blocks=1)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
     return *capture(model, loss_fn, batch, torch.device("cpu")), values
 
 
 def captured(**mesh: int) -> tuple[ir.Program, ir.Context, dict[str, Tensor]]:
-    """A copy of the captured program, on a mesh."""
+    """Return a copy of the captured program, on a mesh."""
     program, ctx, values = fresh()
     return replace(program.copy(), mesh=Mesh.of(mesh)), ctx, values
 
 
 @dataclass(frozen=True)
 class Fake(ir.Pass):
-    """A pass that does what it is given."""
+    """A pass that applies a given rewrite."""
 
     does: Callable[[ir.Program], ir.Program] = lambda program: program
     name: str = "fake"
@@ -66,23 +66,23 @@ class Fake(ir.Pass):
 
 
 def refusal(rewrite: Callable[[ir.Program], ir.Program], **options) -> str:
-    """What running a captured program through a pass raises."""
+    """Return the error that a captured program raises in a pass."""
     program, ctx, values = captured()
     with pytest.raises(ir.CompileError) as error:
         run_passes("test", [Fake(rewrite)], program, ctx, inputs=values, **options)
     return str(error.value)
 
 
-# ---- a whole run -----------------------------------------------------------------------------------
+# ---- a full run ------------------------------------------------------------------------------------
 
 
 def test_every_pass_is_recorded_verified_in_numbers_and_observed():
     program, ctx, values = captured(dp_shard=2)
-    seen: list[tuple[ir.Program, PassRecord]] = []
+    observed: list[tuple[ir.Program, PassRecord]] = []
     final, records = run_passes("step", PASSES, program, ctx, verify="numeric", inputs=values,
-                                observe=lambda *stage: seen.append(stage))
+                                observe=lambda *stage: observed.append(stage))
     assert [r.name for r in records] == NAMES and {r.program for r in records} == {"step"}
-    assert [record for _, record in seen] == records and seen[-1][0] is final
+    assert [record for _, record in observed] == records and observed[-1][0] is final
     assert final.stage is Stage.EXPLICIT
     for before, after in zip(records, records[1:], strict=False):
         assert after.nodes_before == before.nodes_after
@@ -93,7 +93,7 @@ def test_every_pass_is_recorded_verified_in_numbers_and_observed():
 
 
 class Rounded(torch.autograd.Function):
-    """Rounds; its author's gradient passes 0.7 of what comes, its derivative would pass nothing."""
+    """Rounds; its author's gradient is 0.7 of the incoming one, its derivative would be zero."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Rounding(nn.Module):
-    """A linear layer whose weight is rounded."""
+    """A linear layer with a rounded weight."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_records_hold_what_the_program_will_cost():
     parameters = sum(p.numel() for p in example(n_blocks=1)[0].parameters())
     gathered, reduced = (next(t for t in joint.traffic if t.kind == kind) for kind in ("all_gather", "reduce_scatter"))
     assert gathered.calls == reduced.calls == sum(i.kind == "parameter" for i in program.inputs)
-    assert parameters * 2 <= gathered.sent_bytes <= parameters * 2 * 1.2  # half of each, 4 bytes, and padding
+    assert parameters * 2 <= gathered.sent_bytes <= parameters * 2 * 1.2  # half of each, in 4 bytes, with padding
     assert joint.traffic == expanded.traffic
     recomputed = 2 * 3 * 4 * 4 * 5  # the backward of attention begins with q @ k again: 3 rows, 4 tokens, 5 wide
     assert joint.flops["backward"] == 2 * joint.flops["forward"] + recomputed
@@ -201,21 +201,21 @@ def test_an_exception_names_the_node_that_the_pass_was_at_and_keeps_its_cause():
         return program
 
     program, ctx, _ = captured()
-    with pytest.raises(ir.CompileError, match=r"^fake: %\w+ \(joint_programs.py:\d+\) \w+: ") as found:
+    with pytest.raises(ir.CompileError, match=r"^fake: %\w+ \(joint_programs.py:\d+\) \w+: ") as error:
         run_passes("step", [Fake(rewrite)], program, ctx)
-    assert isinstance(found.value.__cause__, (RuntimeError, TypeError))
+    assert isinstance(error.value.__cause__, (RuntimeError, TypeError))
 
 
 def test_a_compile_error_is_left_as_it_is():
     program, ctx, _ = captured()
-    error = ir.Refused("inner", None, "no such thing")
-    with pytest.raises(ir.Refused) as found:
-        run_passes("step", [Fake(fail(error))], program, ctx)
-    assert found.value is error
+    refusal = ir.Refused("inner", None, "no such thing")
+    with pytest.raises(ir.Refused) as raised:
+        run_passes("step", [Fake(fail(refusal))], program, ctx)
+    assert raised.value is refusal
 
 
 def scale_the_loss(program: ir.Program) -> ir.Program:
-    """A rewrite that is legal in every respect but its value."""
+    """Rewrite the program legally in every respect but its value."""
     program = program.copy()
     (loss,) = program.results()
     with program.graph.inserting_after(loss):
@@ -228,17 +228,17 @@ def scale_the_loss(program: ir.Program) -> ir.Program:
 def test_a_graph_left_as_it_is_is_not_recomputed_and_its_new_stage_is_checked(monkeypatch):
     program, ctx, _ = captured(tp=2)
     program, _ = run_passes("test", [Normalize(), Place(), Shard(), Joint()], program, ctx)
-    asked = []
-    monkeypatch.setattr("passes.check.verify.abstract_eval", lambda *given: asked.append(given) or abstract_eval(*given))
-    same, again, wrong = Fake(lambda p: p), Fake(lambda p: p), Fake(lambda p: p, gives=Stage.EXPLICIT)
-    _, (first, second) = run_passes("test", [same, again], program, ctx)
-    assert len(asked) == 1
+    calls = []
+    monkeypatch.setattr("passes.check.verify.abstract_eval", lambda *arguments: calls.append(arguments) or abstract_eval(*arguments))
+    unchanged, again, wrong = Fake(lambda p: p), Fake(lambda p: p), Fake(lambda p: p, gives=Stage.EXPLICIT)
+    _, (first, second) = run_passes("test", [unchanged, again], program, ctx)
+    assert len(calls) == 1
     assert first.accounting == second.accounting
     with pytest.raises(ir.CompileError, match="is a reshard operator"):
-        run_passes("test", [same, wrong], program, ctx)
+        run_passes("test", [unchanged, wrong], program, ctx)
     changed = Fake(lambda p: replace(p, inputs=(replace(p.inputs[0], spec=Spec.whole((7,))), *p.inputs[1:])))
     with pytest.raises(ir.CompileError, match="is of shape"):
-        run_passes("test", [same, changed], program, ctx)
+        run_passes("test", [unchanged, changed], program, ctx)
 
 
 def drop_all(program: ir.Program) -> ir.Program:

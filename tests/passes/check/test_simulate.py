@@ -1,4 +1,4 @@
-"""The lockstep simulator: every collective against its definition, in every group of a mesh of two axes."""
+"""The lockstep simulator: every collective against its definition, in every group of a two-axis mesh."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ VALUES = [torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64) * 10**rank
 
 
 def run(op, *args, mesh=(("dp_shard", 2), ("tp", 2)), values=VALUES) -> list[Tensor]:
-    """What every rank holds after a collective of its value and a wait."""
+    """Return every rank's value after a collective and its wait."""
     small = Small(**dict(mesh))
     x = small.input("x", cut(values[0].shape))
     out = small.call(c10d.wait_tensor.default, small.call(op, x, *args))
-    whole = Spec.whole(tuple(ir.example(out).shape))
-    return [out for (out,) in Lockstep(small.program([("metric", "out", out, whole)])).run([[v] for v in values])]
+    spec = Spec.whole(tuple(ir.example(out).shape))
+    return [out for (out,) in Lockstep(small.program([("metric", "out", out, spec)])).run([[v] for v in values])]
 
 
 @pytest.mark.parametrize("axis", GROUPS)
@@ -43,20 +43,20 @@ def run(op, *args, mesh=(("dp_shard", 2), ("tp", 2)), values=VALUES) -> list[Ten
     ids=["all_gather", "sum", "max", "reduce_scatter", "all_to_all"],
 )
 def test_each_group_exchanges_its_own_values(axis, op, args, expected):
-    held = run(op, *args, axis)
+    values_after = run(op, *args, axis)
     for low, high in GROUPS[axis]:
         for rank, value in zip((low, high), expected(VALUES[low], VALUES[high]), strict=True):
-            assert torch.equal(held[rank], value)
+            assert torch.equal(values_after[rank], value)
 
 
 def test_all_to_all_transposes_ranks_and_pieces():
     values = [torch.arange(3.0) + 10 * rank for rank in range(3)]
-    held = run(c10d.all_to_all_single.default, [1, 1, 1], [1, 1, 1], "tp", mesh=(("tp", 3),), values=values)
-    assert [h.tolist() for h in held] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+    values_after = run(c10d.all_to_all_single.default, [1, 1, 1], [1, 1, 1], "tp", mesh=(("tp", 3),), values=values)
+    assert [h.tolist() for h in values_after] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
 
 
 def test_sums_run_in_rank_order():
-    """1e16 - 1e16 + 1 is 1 in that order only: order is what makes runs reproducible."""
+    """1e16 - 1e16 + 1 is 1 only in this order; a fixed order makes runs reproducible."""
     values = [torch.tensor([x], dtype=torch.float64) for x in (1e16, -1e16, 1.0)]
     assert [h.item() for h in run(c10d.all_reduce.default, "sum", "tp", mesh=(("tp", 3),), values=values)] == [1, 1, 1]
 
@@ -65,11 +65,11 @@ def test_results_are_memory_of_their_own():
     small = Small(tp=2)
     x = small.input("x", cut((2,)))
     out = small.call(c10d.wait_tensor.default, small.call(c10d.all_reduce.default, x, "sum", "tp"))
-    one = small.call(torch.ops.aten.add_.Tensor, out, small.axis_index("tp"))
-    program = small.program([("metric", "out", one, cut((2,)))])
-    given = [[torch.ones(2, dtype=torch.float64), torch.tensor(rank)] for rank in range(2)]
-    assert [out.tolist() for (out,) in Lockstep(program).run(given)] == [[2, 2], [3, 3]]
-    assert [values[0].tolist() for values in given] == [[1, 1], [1, 1]]
+    result = small.call(torch.ops.aten.add_.Tensor, out, small.axis_index("tp"))
+    program = small.program([("metric", "out", result, cut((2,)))])
+    inputs = [[torch.ones(2, dtype=torch.float64), torch.tensor(rank)] for rank in range(2)]
+    assert [out.tolist() for (out,) in Lockstep(program).run(inputs)] == [[2, 2], [3, 3]]
+    assert [values[0].tolist() for values in inputs] == [[1, 1], [1, 1]]
 
 
 def test_an_operator_that_fails_is_named_with_its_line():

@@ -1,4 +1,4 @@
-"""Passes after `joint` keep what is returned and stored; a fault planted in each of them is heard by `verify=spec`."""
+"""Passes after `joint` keep returned and stored values; `verify=spec` detects a planted fault in each of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import fx
 from passes.autograd import simplify
 from passes.autograd.simplify import Simplify
 from passes.check.runner import run_passes
-from passes.check.values import Numbers, check_kept, located
+from passes.check.values import Numbers, check_kept, index_at
 from passes.check.verify import check_in_flight
 from passes.communication import bucket, cse, overlap, reassociate
 from passes.communication.bucket import Bucket
@@ -45,7 +45,7 @@ PASSES = (Simplify(), CSE(), Reassociate(), Remat("full"), Optimize(AdamW(), 1.0
 
 
 def run(*passes: ir.Pass, mesh: Any = MESH) -> ir.Program:
-    """The joint program of a small model after passes, each verified."""
+    """Return the joint program of a small model after passes, each verified."""
     program, ctx = joint(mesh)
     return run_passes("step", passes, program, ctx)[0]
 
@@ -83,17 +83,17 @@ def test_simplify_that_loses_a_scale(monkeypatch):
 
 
 def test_simplify_that_drops_a_product_by_a_sum_over_ranks():
-    """Not a scale of its own any more, but in numbers still one."""
+    """The factor is no separate scale any more, but still a factor in the numbers."""
     small = Small(tp=2)
     x = small.input("x", cut((4,), tp=0), "batch")
     term = small.call(MUL, small.call(aten.sum.default, x), 0.5)
     right = small.program([("loss", "loss", small.call(reshard.psum, term, "tp", F64, None), cut(()))], Stage.JOINT)
-    assert not kept(right, moved(right, outwards=True), small.ctx)
-    assert "makes another value of 'loss' 'loss'" in kept(right, moved(right, outwards=False), small.ctx)
+    assert not difference(right, moved(right, outwards=True), small.ctx)
+    assert "makes another value of 'loss' 'loss'" in difference(right, moved(right, outwards=False), small.ctx)
 
 
 def moved(program: ir.Program, outwards: bool) -> ir.Program:
-    """The factor taken out of the sum over the ranks, or lost there."""
+    """Move the factor out of the sum over ranks, or lose it there."""
     program = program.copy()
     scale, reduced = (next(n for n in program.calls() if n.target is t) for t in (MUL, reshard.psum))
     scale.replace_all_uses_with(scale.args[0])
@@ -106,13 +106,13 @@ def moved(program: ir.Program, outwards: bool) -> ir.Program:
     return program
 
 
-def kept(before: ir.Program, after: ir.Program, ctx: ir.Context) -> str:
+def difference(before: ir.Program, after: ir.Program, ctx: ir.Context) -> str:
     numbers = [Numbers(program, abstract_eval(program, ctx)) for program in (before, after)]
     return "; ".join(message for _, message in check_kept(*numbers))
 
 
 def test_a_dim_that_differs_by_minus_one_and_minus_two():
-    """Python's hash of both is the same."""
+    """Python's hash is the same for both."""
     small = Small()
     x = small.input("x", cut((4, 4)), "batch")
     total = small.call(aten.sum.dim_IntList, x, [-1])
@@ -121,8 +121,8 @@ def test_a_dim_that_differs_by_minus_one_and_minus_two():
     (node,) = first.calls()
     node.args = (node.args[0], [-2])
     assert hash((int, -1)) == hash((int, -2))
-    assert not kept(last, last, small.ctx)
-    assert "makes another value of 'metric' 'm'" in kept(last, first, small.ctx)
+    assert not difference(last, last, small.ctx)
+    assert "makes another value of 'metric' 'm'" in difference(last, first, small.ctx)
 
 
 def test_cse_that_ignores_other_arguments(monkeypatch):
@@ -131,9 +131,9 @@ def test_cse_that_ignores_other_arguments(monkeypatch):
     scaled = [small.call(MUL, x, number) for number in (2.0, 3.0, 2.0)]
     total = small.call(ADD, scaled[2], small.call(ADD, *scaled[:2]))
     right = small.program([("metric", "m", total, cut((4,)))], Stage.JOINT)
-    assert not kept(right, CSE()(right, small.ctx)[0], small.ctx)
+    assert not difference(right, CSE()(right, small.ctx)[0], small.ctx)
     monkeypatch.setattr(cse, "signature", lambda tree: tuple(n for n in tree if isinstance(n, fx.Node)))
-    assert "makes another value of 'metric' 'm'" in kept(right, CSE()(right, small.ctx)[0], small.ctx)
+    assert "makes another value of 'metric' 'm'" in difference(right, CSE()(right, small.ctx)[0], small.ctx)
 
 
 def test_cse_that_draws_once():
@@ -142,9 +142,9 @@ def test_cse_that_draws_once():
     drawn = [small.call(aten.bernoulli.p, x, 0.5) for _ in range(2)]
     right = small.program([("metric", "m", small.call(aten.sub.Tensor, *drawn), cut((4,)))], Stage.JOINT)
     wrong = right.copy()
-    one, two = (n for n in wrong.calls() if n.target is aten.bernoulli.p)
-    two.replace_all_uses_with(one)
-    assert not kept(right, right.copy(), small.ctx) and kept(right, wrong, small.ctx)
+    first, second = (n for n in wrong.calls() if n.target is aten.bernoulli.p)
+    second.replace_all_uses_with(first)
+    assert not difference(right, right.copy(), small.ctx) and difference(right, wrong, small.ctx)
 
 
 @pytest.mark.parametrize("other", ["tp", "dp_shard"])
@@ -156,7 +156,7 @@ def test_reassociation_over_different_axes(other):
     wrong = right.copy()
     node = next(n for n in wrong.calls() if n.target is ADD)
     reassociate.reduce_sum(node, list(node.all_input_nodes), small.ctx)
-    assert bool(kept(right, wrong, small.ctx)) == (other != "tp")
+    assert bool(difference(right, wrong, small.ctx)) == (other != "tp")
 
 
 def test_remat_from_another_input(monkeypatch):
@@ -170,7 +170,7 @@ def test_remat_from_another_input(monkeypatch):
     assert "makes another value of" in planted(monkeypatch, recompute, "clone", operand, Remat("full"))
 
 
-@pytest.mark.parametrize(("times", "text"), [(0, "is a full copy on every rank of"), (2, "what is the same on all ranks there")])
+@pytest.mark.parametrize(("times", "text"), [(0, "is a full copy on every rank of"), (2, "a value that is already a sum over them")])
 def test_optimize_that_reduces_over_too_few_axes_or_twice(monkeypatch, times, text):
     right = optimize.reduce_gradient
 
@@ -181,7 +181,7 @@ def test_optimize_that_reduces_over_too_few_axes_or_twice(monkeypatch, times, te
 
 
 def rolled(together: Callable[..., Any]) -> Callable[..., Any]:
-    """What a bucket gives, each tensor an entry too far."""
+    """Return a bucket's tensors, each cut one entry too late."""
     return lambda xs, **options: [
         torch.cat([flat[1:], flat[:1]]).view(y.shape) for y in together(xs, **options) for flat in (y.reshape(-1),)
     ]
@@ -197,12 +197,12 @@ def test_schedule_that_cuts_buckets_wrongly(monkeypatch, op):
 
 
 def test_communicators_that_change_more_than_the_name():
-    done = (Optimize(AdamW(), 1.0), Bucket(), Collectives())
-    program, ctx = run(*done), joint(MESH)[1]
+    passes = (Optimize(AdamW(), 1.0), Bucket(), Collectives())
+    program, ctx = run(*passes), joint(MESH)[1]
     wrong = Communicators()(program, ctx)[0].copy()
     node = next(n for n in wrong.calls() if str(n.args[-1]).endswith(":gradients"))
     node.update_arg(1, "max")
-    assert "another value" in kept(program, wrong, ctx)
+    assert "another value" in difference(program, wrong, ctx)
 
 
 def test_overlap_that_waits_after_its_use(monkeypatch):
@@ -220,9 +220,9 @@ def test_overlap_that_waits_after_what_is_sent_is_overwritten():
     write = next(n for n in wrong.calls() if n.target is aten.copy_.default and n.args[0] is base_of(start.args[0]))
     start.append(write)
     assert wait > write
-    assert any("has written into that meanwhile" in message for _, message in check_in_flight(wrong))
+    assert any("has overwritten it meanwhile" in message for _, message in check_in_flight(wrong))
 
 
 def test_entries_that_share_memory_are_the_first_of_them():
     expanded = torch.empty(3, 1, 2).expand(3, 4, 2)
-    assert located(3, tuple(expanded.shape), expanded.stride()) == [1, 0, 1]
+    assert index_at(3, tuple(expanded.shape), expanded.stride()) == [1, 0, 1]

@@ -1,4 +1,4 @@
-"""The verifier: every planted defect is found, and the message leads to it."""
+"""The verifier: every planted defect is detected, and the message points to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Plant = Callable[[ir.Program], ir.Program]
 
 
 def program() -> tuple[ir.Program, ir.Context]:
-    """loss = sum(linear(x, w) * b): the weight and the batch sharded on tp, the bias varied; all placed."""
+    """Return loss = sum(linear(x, w) * b): weight and batch sharded on tp, bias replicate, all placed."""
     small = Small(tp=2)
     w, b = small.input("w", cut((6, 4), tp=0)), small.input("b", cut((6,)))
     x = small.input("x", cut((4, 4), tp=0), "batch")
@@ -46,80 +46,83 @@ def program() -> tuple[ir.Program, ir.Context]:
     return small.program([("loss", "loss", loss, Spec(()))]), small.ctx
 
 
-def node(where: ir.Program, name: str) -> fx.Node:
-    return next(n for n in where.graph.nodes if n.name == name)
+def node(subject: ir.Program, name: str) -> fx.Node:
+    return next(n for n in subject.graph.nodes if n.name == name)
 
 
-def message(where: ir.Program, ctx: ir.Context) -> str:
+def message(subject: ir.Program, ctx: ir.Context) -> str:
     with pytest.raises(ir.CompileError) as error:
-        verify_spec(where, ctx, pass_name="planted")
+        verify_spec(subject, ctx, pass_name="planted")
     return str(error.value)
 
 
 def expanded() -> tuple[ir.Program, ir.Context]:
-    where, ctx = program()
-    return Collectives()(where, ctx)[0], ctx
+    subject, ctx = program()
+    return Collectives()(subject, ctx)[0], ctx
 
 
 def joint() -> tuple[ir.Program, ir.Context]:
-    where, ctx = program()
-    return Joint()(where, ctx)[0], ctx
+    subject, ctx = program()
+    return Joint()(subject, ctx)[0], ctx
 
 
 @pytest.mark.parametrize("make", [program, joint, expanded])
 def test_a_right_program_passes_and_is_left_alone(make):
-    where, ctx = make()
-    avals = verify_spec(where, ctx)
-    assert set(avals.values) == {n for n in where.graph.nodes if n.op != "output"}
+    subject, ctx = make()
+    avals = verify_spec(subject, ctx)
+    assert set(avals.values) == {n for n in subject.graph.nodes if n.op != "output"}
 
 
 def test_a_failure_names_the_pass_the_node_its_line_both_values_and_ten_nodes_around():
-    where, ctx = program()
-    y = node(where, "linear_default")
+    subject, ctx = program()
+    y = node(subject, "linear_default")
     ir.set_value(y, ir.example(y).to(torch.bfloat16))
-    first, *lines = message(where, ctx).splitlines()
+    first, *lines = message(subject, ctx).splitlines()
     assert first == "planted: %linear_default (model.py:31) records bf16[2, 6], computes f64[2, 6]"
-    assert len(lines) == 10  # five before it, itself, and the four that are left
+    assert len(lines) == 10  # five nodes before it, itself, and the remaining four
     assert [line for line in lines if line.startswith(">")] == [
         "> %linear_default = linear(%x, %all_gather_default) : bf16[2, 6] [4@tp, 6]   # model.py:31 forward"]
 
 
 @pytest.mark.parametrize("phase", [None, "later"])
 def test_an_operator_of_no_phase_is_found(phase):
-    """A rewrite that forgets it would move a node of the backward into the forward."""
-    where, ctx = program()
-    ir.update(next(n for n in where.calls() if n.target is aten.mul.Tensor), phase=phase)
-    assert "is of no phase; one of forward, backward, optimizer has to be recorded with it" in message(where, ctx)
+    """A rewrite without phases would move a node of the backward into the forward."""
+    subject, ctx = program()
+    ir.update(next(n for n in subject.calls() if n.target is aten.mul.Tensor), phase=phase)
+    assert "has no phase; record one of forward, backward, optimizer" in message(subject, ctx)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_an_operator_that_does_not_say_its_layer_is_found(phase):
-    """A rewrite that makes a node and gives it a phase alone would have it stand outside of layers."""
-    where, ctx = program()
-    wrong = next(n for n in where.calls() if n.target is aten.mul.Tensor)
+    """A rewrite that gives a new node only a phase would leave it outside of layers."""
+    subject, ctx = program()
+    wrong = next(n for n in subject.calls() if n.target is aten.mul.Tensor)
     ir.update(wrong, phase=phase, layer=UNSET)
-    assert "does not say which layer it is of" in message(where, ctx)
+    assert "has no recorded layer" in message(subject, ctx)
 
 
 def within_a_layer(*lost: Layer | None, phase: str = "forward", another: Layer | None = None) -> str:
-    """What is found of operators of a layer in a row, those within without it, the last read by `another`, too."""
+    """Return the finding for operators of a layer in a row, of which the inner ones have the layers `lost`.
+
+    With `another`, an operator of that layer also reads the last inner one.
+    """
     small, layer = Small(), Layer("layers", 3)
     x = small.input("x", cut((2,)))
-    for each in (layer, *lost, layer):
+    for inner_layer in (layer, *lost, layer):
         x = small.call(aten.neg.default, x, spec=cut((2,)), phase=phase)
-        ir.update(x, layer=each)
+        ir.update(x, layer=inner_layer)
     if another:
         ir.update(small.call(aten.exp.default, x.args[0], spec=cut((2,))), layer=another)
-    where = small.program([("metric", "m", x, cut((2,)))])
-    return next((f"%{node} {text}" for node, text in check_layers(where)), "")
+    subject = small.program([("metric", "m", x, cut((2,)))])
+    return next((f"%{node} {text}" for node, text in check_layers(subject)), "")
 
 
 def test_an_operator_that_lost_its_layer_is_found():
-    assert "%neg_default_1 is of no layer, between operators of layers.3" in within_a_layer(None)
-    assert "%neg_default_3 is of no layer, between operators of layers.3" in within_a_layer(None, None, None)
+    assert "%neg_default_1 has no layer, but is between operators of layers.3" in within_a_layer(None)
+    assert "%neg_default_3 has no layer, but is between operators of layers.3" in within_a_layer(None, None, None)
     assert not within_a_layer(Layer("layers", 3))
-    assert not within_a_layer(None, phase="backward")  # sums of gradients of several layers are of none
-    assert not within_a_layer(None, another=Layer("layers", 4))  # it leaves the layer
+    assert not within_a_layer(None, phase="backward")  # sums of gradients of several layers have no layer
+    assert not within_a_layer(None, another=Layer("layers", 4))  # its value leaves the layer
 
 
 def test_neighbours_are_five_before_and_five_after():
@@ -134,87 +137,87 @@ def test_neighbours_are_five_before_and_five_after():
 # ---- planted in the graph or its records ---------------------------------------------------------
 
 
-def record_shape(where: ir.Program) -> ir.Program:
-    y = node(where, "linear_default")
+def record_shape(subject: ir.Program) -> ir.Program:
+    y = node(subject, "linear_default")
     ir.set_value(y, ir.example(y).new_empty(3, 6))
     ir.set_spec(y, None)
-    return where
+    return subject
 
 
-def forget_value(where: ir.Program) -> ir.Program:
-    ir.set_value(node(where, "linear_default"), None)
-    return where
+def forget_value(subject: ir.Program) -> ir.Program:
+    ir.set_value(node(subject, "linear_default"), None)
+    return subject
 
 
-def use_before_definition(where: ir.Program) -> ir.Program:
-    node(where, "sum_default").append(node(where, "mul_tensor"))
-    return where
+def use_before_definition(subject: ir.Program) -> ir.Program:
+    node(subject, "sum_default").append(node(subject, "mul_tensor"))
+    return subject
 
 
-def wrong_operand(where: ir.Program) -> ir.Program:
-    node(where, "linear_default").replace_input_with(node(where, "all_gather_default"), node(where, "invariant_to_replicate_default"))
-    return where
+def wrong_operand(subject: ir.Program) -> ir.Program:
+    node(subject, "linear_default").replace_input_with(node(subject, "all_gather_default"), node(subject, "invariant_to_replicate_default"))
+    return subject
 
 
-def one_input_too_many(where: ir.Program) -> ir.Program:
-    return replace(where, inputs=(*where.inputs, where.inputs[0]))
+def one_input_too_many(subject: ir.Program) -> ir.Program:
+    return replace(subject, inputs=(*subject.inputs, subject.inputs[0]))
 
 
-def one_output_too_few(where: ir.Program) -> ir.Program:
-    return replace(where, outputs=())
+def one_output_too_few(subject: ir.Program) -> ir.Program:
+    return replace(subject, outputs=())
 
 
-def global_input(where: ir.Program) -> ir.Program:
-    return replace(where, inputs=(replace(where.inputs[0], spec=cut((6, 4))), *where.inputs[1:]))
+def global_input(subject: ir.Program) -> ir.Program:
+    return replace(subject, inputs=(replace(subject.inputs[0], spec=cut((6, 4))), *subject.inputs[1:]))
 
 
-def input_placed_otherwise(where: ir.Program) -> ir.Program:
-    return replace(where, inputs=(replace(where.inputs[0], spec=cut((5, 4), tp=0)), *where.inputs[1:]))
+def input_placed_otherwise(subject: ir.Program) -> ir.Program:
+    return replace(subject, inputs=(replace(subject.inputs[0], spec=cut((5, 4), tp=0)), *subject.inputs[1:]))
 
 
-def constant_output(where: ir.Program) -> ir.Program:
-    where.graph.output_node().args = ((1.0,),)
-    return where
+def constant_output(subject: ir.Program) -> ir.Program:
+    subject.graph.output_node().args = ((1.0,),)
+    return subject
 
 
 def place(name: str, spec: Spec) -> Plant:
-    def plant(where: ir.Program) -> ir.Program:
-        ir.set_spec(node(where, name), spec)
-        return where
+    def plant(subject: ir.Program) -> ir.Program:
+        ir.set_spec(node(subject, name), spec)
+        return subject
 
     return plant
 
 
 def argument(name: str, index: int, new: str | int) -> Plant:
-    def plant(where: ir.Program) -> ir.Program:
-        node(where, name).update_arg(index, new)
-        return where
+    def plant(subject: ir.Program) -> ir.Program:
+        node(subject, name).update_arg(index, new)
+        return subject
 
     return plant
 
 
 def drop(name: str) -> Plant:
-    """Let the users of a node use its operand."""
+    """Return a defect that replaces a node by its operand in all users."""
 
-    def plant(where: ir.Program) -> ir.Program:
-        gone = node(where, name)
+    def plant(subject: ir.Program) -> ir.Program:
+        gone = node(subject, name)
         gone.replace_all_uses_with(gone.all_input_nodes[0])
-        where.graph.erase_node(gone)
-        return where
+        subject.graph.erase_node(gone)
+        return subject
 
     return plant
 
 
-def a_sum_made_replicate(where: ir.Program) -> ir.Program:
-    psum = node(where, "psum_default")
+def a_sum_made_replicate(subject: ir.Program) -> ir.Program:
+    psum = node(subject, "psum_default")
     psum.target, psum.args = reshard.invariant_to_replicate, (psum.args[0], "tp", None)
-    return where
+    return subject
 
 
-def found(plant: Plant, planted: tuple[ir.Program, ir.Context], name: str | None, text: str) -> None:
-    """The defect's message names the node (if it has one) and says so."""
-    where, ctx = planted
-    first = message(plant(where), ctx).splitlines()[0]
+def assert_found(plant: Plant, planted: tuple[ir.Program, ir.Context], name: str | None, text: str) -> None:
+    """Check that the defect's message names the node (if it has one) and the problem."""
+    subject, ctx = planted
+    first = message(plant(subject), ctx).splitlines()[0]
     assert first.startswith(f"planted: %{name} " if name else "planted: ")
     assert text in first
 
@@ -245,23 +248,23 @@ Y = "linear_default"
     ],
 )
 def test_defects_of_a_local_program_are_found(plant, name, text):
-    found(plant, program(), name, text)
+    assert_found(plant, program(), name, text)
 
 
-def no_gradient(where: ir.Program) -> ir.Program:
-    where.graph.output_node().args = (tuple(where.results()[:-1]),)
-    return replace(where, outputs=where.outputs[:-1])
+def no_gradient(subject: ir.Program) -> ir.Program:
+    subject.graph.output_node().args = (tuple(subject.results()[:-1]),)
+    return replace(subject, outputs=subject.outputs[:-1])
 
 
-def two_gradients(where: ir.Program) -> ir.Program:
-    where.graph.output_node().args = ((*where.results(), where.results()[-1]),)
-    return replace(where, outputs=(*where.outputs, where.outputs[-1]))
+def two_gradients(subject: ir.Program) -> ir.Program:
+    subject.graph.output_node().args = ((*subject.results(), subject.results()[-1]),)
+    return replace(subject, outputs=(*subject.outputs, subject.outputs[-1]))
 
 
-def gradient_laid_out_otherwise(where: ir.Program) -> ir.Program:
-    w = where.results()[1]
+def gradient_laid_out_otherwise(subject: ir.Program) -> ir.Program:
+    w = subject.results()[1]
     ir.set_spec(w, None)
-    return replace(where, outputs=(where.outputs[0], replace(where.outputs[1], spec=cut((3, 4))), where.outputs[2]))
+    return replace(subject, outputs=(subject.outputs[0], replace(subject.outputs[1], spec=cut((3, 4))), subject.outputs[2]))
 
 
 @pytest.mark.parametrize(
@@ -269,37 +272,37 @@ def gradient_laid_out_otherwise(where: ir.Program) -> ir.Program:
     [
         (no_gradient, "b", "parameter 'b' has 0 gradients among the outputs"),
         (two_gradients, "b", "parameter 'b' has 2 gradients among the outputs"),
-        (lambda where: replace(where, stage=Stage.STEP), "w", "parameter 'w' has 1 gradients"),
+        (lambda subject: replace(subject, stage=Stage.STEP), "w", "parameter 'w' has 1 gradients"),
         (gradient_laid_out_otherwise, "reduce_scatter", "gradient of 'w' is placed [3, 4], the parameter [6@tp, 4]"),
     ],
 )
 def test_defects_of_a_joint_program_are_found(plant, name, text):
-    found(plant, joint(), name, text)
+    assert_found(plant, joint(), name, text)
 
 
-def wait_of(where: ir.Program, target) -> fx.Node:
-    collective = next(n for n in where.calls() if n.target is target)
+def wait_of(subject: ir.Program, target) -> fx.Node:
+    collective = next(n for n in subject.calls() if n.target is target)
     return next(iter(collective.users))
 
 
-def use_before_wait(where: ir.Program) -> ir.Program:
-    wait = wait_of(where, c10d.all_gather_into_tensor.default)
+def use_before_wait(subject: ir.Program) -> ir.Program:
+    wait = wait_of(subject, c10d.all_gather_into_tensor.default)
     next(iter(wait.users)).replace_input_with(wait, wait.all_input_nodes[0])
-    return where
+    return subject
 
 
-def never_wait(where: ir.Program) -> ir.Program:
-    gathered = next(n for n in where.calls() if n.target is c10d.all_gather_into_tensor.default)
-    with where.graph.inserting_after(gathered):
-        again = where.graph.node_copy(gathered)
+def never_wait(subject: ir.Program) -> ir.Program:
+    gathered = next(n for n in subject.calls() if n.target is c10d.all_gather_into_tensor.default)
+    with subject.graph.inserting_after(gathered):
+        again = subject.graph.node_copy(gathered)
     ir.set_record(again, ir.record(gathered))
-    return where
+    return subject
 
 
-def return_before_wait(where: ir.Program) -> ir.Program:
-    wait = wait_of(where, c10d.all_reduce.default)
-    where.graph.output_node().args = ((wait.all_input_nodes[0],),)
-    return where
+def return_before_wait(subject: ir.Program) -> ir.Program:
+    wait = wait_of(subject, c10d.all_reduce.default)
+    subject.graph.output_node().args = ((wait.all_input_nodes[0],),)
+    return subject
 
 
 @pytest.mark.parametrize(
@@ -313,41 +316,41 @@ def return_before_wait(where: ir.Program) -> ir.Program:
     ],
 )
 def test_defects_of_expanded_collectives_are_found(plant, name, text):
-    found(plant, expanded(), name, text)
+    assert_found(plant, expanded(), name, text)
 
 
 def test_a_layer_that_is_lost_when_a_program_becomes_local_is_found():
     small, layer = Small(), Layer("layers", 3)
     x = small.call(aten.neg.default, small.input("x", cut((2,))), spec=cut((2,)))
     ir.update(x, layer=layer)
-    whole = small.program([("metric", "m", x, cut((2,)))], Stage.PLACED)
-    local = replace(whole.copy(), stage=Stage.LOCAL)
+    global_program = small.program([("metric", "m", x, cut((2,)))], Stage.PLACED)
+    local = replace(global_program.copy(), stage=Stage.LOCAL)
     (y,) = local.calls()
     ir.update(y, stands_for=x.name)
     ir.update(local.placeholders()[0], stands_for="x")
-    verify_spec(local, small.ctx, before=whole)
+    verify_spec(local, small.ctx, before=global_program)
     ir.update(y, layer=None)
-    with pytest.raises(ir.CompileError, match="all others that stand for operators of layers.3 are not of it"):
-        verify_spec(local, small.ctx, before=whole)
+    with pytest.raises(ir.CompileError, match="all other nodes that stand for operators of layers.3 are outside of it"):
+        verify_spec(local, small.ctx, before=global_program)
 
 
 def of_role(role: Role | None, target=aten.mul.Tensor, phase: str = "forward") -> str:
-    """What is found where an operator of a parameter and the batch has the role."""
+    """Return the finding if an operator of a parameter and the batch has the role."""
     small = Small()
     w, x = small.input("w", cut((2, 2))), small.input("x", cut((2, 2)), "batch")
     y = small.call(target, w, x, spec=cut((2, 2)), phase=phase)
     if role:
         ir.update(y, role=role)
-    where = small.program([("metric", "m", y, cut((2, 2)))], Stage.ORDERED)
-    return next((text for _, text in check_roles(where)), "")
+    subject = small.program([("metric", "m", y, cut((2, 2)))], Stage.ORDERED)
+    return next((text for _, text in check_roles(subject)), "")
 
 
 @pytest.mark.parametrize(("kind", "target", "phase", "text"), [
-    ("prefetch", aten.mul.Tensor, "forward", "is made of more than parameters, its role is prefetch"),
-    ("prefetch", aten.mm.default, "forward", "is a product of more than parameters, its role is prefetch"),
-    ("late", aten.mul.Tensor, "forward", "is of the forward, its role is late"),
-    ("late", aten.mm.default, "backward", "is a product, its role is late"),
-    ("update", aten.mm.default, "backward", "is a product of the backward, its role is update"),
+    ("prefetch", aten.mul.Tensor, "forward", "is computed of more than parameters, its role is prefetch"),
+    ("prefetch", aten.mm.default, "forward", "is a matmul or attention of more than parameters, its role is prefetch"),
+    ("late", aten.mul.Tensor, "forward", "is in the forward, its role is late"),
+    ("late", aten.mm.default, "backward", "is a matmul or attention, its role is late"),
+    ("update", aten.mm.default, "backward", "is a matmul or attention of the backward, its role is update"),
     ("update", aten.mm.default, "optimizer", ""),
     ("own", aten.mm.default, "backward", ""),
 ])
@@ -356,11 +359,11 @@ def test_roles_that_operators_plainly_do_not_have_are_found(kind, target, phase,
 
 
 def test_an_operator_without_a_role_is_found():
-    assert of_role(None) == "has no role; one of own, prefetch, late, update has to be recorded with it"
+    assert of_role(None) == "has no role; record one of own, prefetch, late, update"
 
 
 def test_a_boundary_operator_left_after_expansion_is_found():
-    found(lambda where: replace(where, stage=Stage.EXPLICIT), program(), "all_gather_default",
+    assert_found(lambda subject: replace(subject, stage=Stage.EXPLICIT), program(), "all_gather_default",
           "is a reshard operator, which `collectives` should have expanded")
 
 
@@ -369,19 +372,19 @@ def test_float8_that_travels_as_such_is_found():
     x = small.input("x", cut((4,)), "batch")
     small8 = small.call(aten._to_copy.default, x, spec=cut((4,)), dtype=torch.float8_e4m3fn)
     sent = small.call(c10d.all_gather_into_tensor.default, small8, 2, "tp")
-    done = small.call(c10d.wait_tensor.default, sent)
-    where = small.program([("metric", "out", done, cut((8,)))])
-    where = replace(where, stage=Stage.EXPLICIT)
-    found(lambda where: where, (where, small.ctx), "all_gather_into_tensor_default", "send its bytes as uint8")
+    received = small.call(c10d.wait_tensor.default, sent)
+    subject = small.program([("metric", "out", received, cut((8,)))])
+    subject = replace(subject, stage=Stage.EXPLICIT)
+    assert_found(lambda subject: subject, (subject, small.ctx), "all_gather_into_tensor_default", "send its bytes as uint8")
 
 
 def test_all_to_all_has_a_piece_for_every_rank():
     small = Small(tp=2)
     x = small.input("x", cut((3,)), "batch")
     sent = small.call(c10d.all_to_all_single.default, x, [1, 1, 1], [1, 1, 1], "tp")
-    done = small.call(c10d.wait_tensor.default, sent)
-    where = small.program([("metric", "out", done, cut((3,)))])
-    found(lambda where: where, (where, small.ctx), "all_to_all_single_default", "is for 3 ranks, axis 'tp' has 2")
+    received = small.call(c10d.wait_tensor.default, sent)
+    subject = small.program([("metric", "out", received, cut((3,)))])
+    assert_found(lambda subject: subject, (subject, small.ctx), "all_to_all_single_default", "is for 3 ranks, axis 'tp' has 2")
 
 
 # ---- in numbers ------------------------------------------------------------------------------------
@@ -392,21 +395,21 @@ VALUES = {name: torch.randn(shape, dtype=F64, generator=torch.Generator().manual
 
 
 def test_a_local_program_is_run_as_what_it_means():
-    where, ctx = program()
+    subject, ctx = program()
     w, b = (VALUES[name].clone().requires_grad_() for name in ("w", "b"))
     loss = (torch.nn.functional.linear(VALUES["x"], w) * b).sum()
     gradients = dict(zip("wb", torch.autograd.grad(loss, [w, b]), strict=True))
     expected = {("loss", "loss"): loss, **{("gradient", name): g for name, g in gradients.items()}}
     for make in (program, joint, expanded):
-        where, ctx = make()
-        results = run(where, ctx, VALUES)
+        subject, ctx = make()
+        results = run(subject, ctx, VALUES)
         assert results.keys() == expected.keys()
         for key, result in results.items():
             torch.testing.assert_close(result.value.detach(), expected[key], rtol=0, atol=1e-12)
 
 
 def off(plant: Plant, make: Callable[[], tuple[ir.Program, ir.Context]]) -> str:
-    """What comparing a right program with the planted one says."""
+    """Return the message of comparing a correct program with the planted one."""
     before, ctx = make()
     with pytest.raises(ir.CompileError) as error:
         verify_numeric(before, plant(before.copy()), ctx, VALUES, pass_name="planted")
@@ -427,10 +430,10 @@ def test_a_dropped_reduction_of_a_gradient_is_found():
 
 def test_a_gradient_that_the_pass_derives_wrong_is_found():
     """`before` has no gradients: they come from differentiating its run, not from the operators' own gradients."""
-    where, ctx = program()
-    wrong = drop("psum_1")(Joint()(where, ctx)[0])
+    subject, ctx = program()
+    wrong = drop("psum_1")(Joint()(subject, ctx)[0])
     with pytest.raises(ir.CompileError, match="planted: .* gradient 'b' is off by"):
-        verify_numeric(where, wrong, ctx, VALUES, pass_name="planted")
+        verify_numeric(subject, wrong, ctx, VALUES, pass_name="planted")
 
 
 def test_nan_is_found():
@@ -473,28 +476,28 @@ def test_what_is_written_in_place_is_compared():
         return small.program([("metric", "m", new, cut((5,), dp_shard=0))], Stage.STEP), small.ctx
 
     (before, ctx), (after, _) = stepped(0.5), stepped(0.25)
-    given = {"w": torch.ones(5, dtype=F64)}
-    results = run(before, ctx, given)
+    inputs = {"w": torch.ones(5, dtype=F64)}
+    results = run(before, ctx, inputs)
     assert {key: r.value.tolist() for key, r in results.items()} == {
         ("metric", "m"): [0.5] * 5, ("moment", "momentum.w"): [0.5] * 5, ("parameter", "w"): [0.5] * 5}
-    assert given["w"].tolist() == [1.0] * 5
-    assert verify_numeric(before, before, ctx, given) == {"metric m": 0, "moment momentum.w": 0, "parameter w": 0}
+    assert inputs["w"].tolist() == [1.0] * 5
+    assert verify_numeric(before, before, ctx, inputs) == {"metric m": 0, "moment momentum.w": 0, "parameter w": 0}
     with pytest.raises(ir.CompileError, match="was 0.5, is 0.25"):
-        verify_numeric(before, after, ctx, given)
+        verify_numeric(before, after, ctx, inputs)
 
 
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"w": VALUES["w"], "x": VALUES["x"]}, "no value is given for parameter 'b'"),
+        ({"w": VALUES["w"], "x": VALUES["x"]}, "parameter 'b' has no value"),
         ({**VALUES, "b": torch.ones(7)}, "'b' is given as torch.float32 [7], the program takes torch.float64 [6]"),
         ({**VALUES, "x": torch.ones(4, 4, dtype=torch.int64)}, "batch 'x' is given as torch.int64 [4, 4]"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused_by_name(values, text):
-    where, ctx = program()
+    subject, ctx = program()
     with pytest.raises(ir.CompileError) as error:
-        run(where, ctx, values)
+        run(subject, ctx, values)
     assert text in str(error.value)
 
 
@@ -512,7 +515,7 @@ def test_a_result_that_is_neither_returned_nor_stored_is_refused():
 
 
 def without_first_result(program: ir.Program) -> fx.Graph:
-    """The program's graph, its first result dropped."""
+    """Remove the first result of the program's graph."""
     graph = program.copy().graph
     end = graph.output_node()
     end.args = (tuple(end.args[0][1:]),)  # type: ignore[index]

@@ -147,5 +147,5 @@ def test_each_way_has_a_stream_that_waits_for_the_computation(streams):
 def test_a_failed_step_leaves_no_copies(streams):
     h = host._copy(torch.ones(4), torch.empty(4), torch.device("cpu"), out=True)
     host.forget()
-    with pytest.raises(RuntimeError, match="nothing is under way"):
+    with pytest.raises(RuntimeError, match="no copy to this tensor is running"):
         host._there(h, h)

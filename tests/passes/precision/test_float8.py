@@ -114,7 +114,7 @@ def test_products_take_their_second_matrix_by_columns(mesh, monkeypatch):
     assert products and all(ir.example(n.args[1]).stride(0) == 1 for n in products)
     monkeypatch.setattr(Partitioner, "in_columns", lambda self, x: x)
     monkeypatch.setattr(Partitioner, "hoist", lambda self, node, wanted: None)
-    with pytest.raises(ir.CompileError, match=r"joint: %_scaled_mm.* by columns, which lies in strides"):
+    with pytest.raises(ir.CompileError, match=r"joint: %_scaled_mm.* needs %.* in contiguous columns, not strides"):
         compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes)
 
 

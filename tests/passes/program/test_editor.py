@@ -1,4 +1,4 @@
-"""Inserted nodes have values and origins; nodes move with all that they hang together with, however long the chain is."""
+"""Inserted nodes have values and origins; moved nodes take their operands or users along, however long the chain."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from passes.program.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 
-LONG = 3000  # more than Python's stack has frames
+LONG = 3000  # exceeds Python's recursion limit
 
 
 def chains() -> tuple[fx.Graph, list[fx.Node], fx.Node]:
-    """A graph with a chain, and a node after it that is of nothing in it."""
+    """Return a graph with a chain, and a later node outside of the chain."""
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     nodes = [x]
@@ -46,7 +46,7 @@ def test_a_node_moves_ahead_with_what_it_reads():
 
 
 def small() -> tuple[ir.Context, list[fx.Node], fx.Node]:
-    """Two matrices, and the larger of each row of the first, which comes from a line of a model."""
+    """Return two matrices, and the maximum of each row of the first, which comes from a line of a model."""
     ctx, graph = ir.Context(FakeTensorMode()), fx.Graph()
     edit = Editor(ctx, graph)
     with ctx.fake_mode:

@@ -1,4 +1,4 @@
-"""Docstrings of modules show what the code does."""
+"""Examples in module docstrings match the code."""
 
 import doctest
 import importlib
@@ -37,11 +37,11 @@ class Net(nn.Module):
 
 
 def local_text(**mesh: int) -> str:
-    """The local program of the net on a mesh, as text."""
+    """Return the net's local program on a mesh as text."""
     program, ctx = capture(Net(), lambda net, batch: net(batch["x"]).square().sum(), {"x": torch.ones(3, 4)}, torch.device("cpu"))
     program = replace(program, mesh=Mesh.of(mesh))
-    for each in (Normalize(), Place(), Shard()):
-        program, _ = each(program, ctx)
+    for step in (Normalize(), Place(), Shard()):
+        program, _ = step(program, ctx)
     return print_program(program)
 
 
@@ -55,7 +55,7 @@ def test_the_local_program_is_as_shown():
 
 
 def placement(text: str) -> Spec:
-    """A spec of its text."""
+    """Parse a spec."""
     dims, kind, axis = re.fullmatch(r"\[(.*)\](?: (\w+)\((\w+)\))?", text).groups()
     factors = tuple((Factor(int(size), tuple(axes)),) for size, *axes in (dim.split("@") for dim in dims.split(", ")))
     partial, copies = ((axis, "sum"),) if kind == "sum" else (), (axis,) if kind == "replicate" else ()

@@ -1,4 +1,4 @@
-"""Ranks of a machine share compiled bodies: each sees one GPU, number 0, which is the number in all generated code."""
+"""Ranks of a machine share compiled bodies: each sees one GPU, number 0, and all generated code has that number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 class Driver:
-    """CUDA of a machine with some GPUs, which reads the visible ones when it is first asked."""
+    """CUDA of a machine with some GPUs; it reads the visible ones on first use."""
 
     def __init__(self, monkeypatch, gpus, visible=None):
         self.gpus, self.started = gpus, None
@@ -43,7 +43,7 @@ class Driver:
     (8, "4,5,6,7", 1, ["5"]),
     (2, "GPU-9a1c, GPU-77e0", 1, ["GPU-77e0"]),
     (1, None, 0, ["0"]),
-    (8, "6", 3, ["6"]),  # a scheduler that gives each rank its GPU
+    (8, "6", 3, ["6"]),  # a scheduler that assigns each rank a GPU
 ])
 def test_a_rank_sees_its_gpu_as_number_0(gpus, visible, rank, seen, monkeypatch):
     driver = Driver(monkeypatch, gpus, visible)

@@ -1,4 +1,4 @@
-"""Groups of ranks along an axis, and the one that a rank is in."""
+"""Groups of ranks along an axis, and the group of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of operators by themselves."""
+"""Facts about single operators."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_what_may_copy_is_a_view_where_it_does_not(name, lies_otherwise):
     small = Small()
     x = small.input("x", cut((2, 3, 4)))
     x = small.call(aten.transpose.int, x, 0, 2) if lies_otherwise else small.call(aten.exp.default, x)
-    made = MAYBE_COPIES[name](small, x)
+    node = MAYBE_COPIES[name](small, x)
     value = torch.empty(2, 3, 4).transpose(0, 2) if lies_otherwise else torch.empty(2, 3, 4)
     plain = value.contiguous() if name == "contiguous" else getattr(value, name)(*[24] * (name == "reshape"))
-    assert ir.example(made).shape == plain.shape
-    assert is_view(made) == (plain.data_ptr() == value.data_ptr())
+    assert ir.example(node).shape == plain.shape
+    assert is_view(node) == (plain.data_ptr() == value.data_ptr())

@@ -1,4 +1,4 @@
-"""The text of a program: complete, a line a node, and the same whenever the program is the same."""
+"""The text of a program: complete, one line for each node, and equal for equal programs."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ return %add
 
 def test_the_order_of_a_sequence_is_said():
     _, program = linear_program()
-    first, *rest = program.inputs
-    inputs = (replace(first, spec=first.spec.ordered(ZIGZAG)), *rest)
+    first, *others = program.inputs
+    inputs = (replace(first, spec=first.spec.ordered(ZIGZAG)), *others)
     zigzag = replace(program, mesh=Mesh.of({"dp_shard": 2, "cp": 2}), inputs=inputs)
     assert print_program(zigzag).startswith("# mesh: dp_shard=2 cp=2 (head and tail) ")

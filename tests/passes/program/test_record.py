@@ -1,4 +1,4 @@
-"""The record of a node: frozen, shared by copies, and inherited in part by the nodes that take a node's place."""
+"""The record of a node: frozen, shared by copies, and partly inherited by replacements."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_node_of_the_same_origin_has_a_value_of_its_own():
     new, value = node_of(NodeRecord()), torch.ones(2)
     ir.set_value(new, value)
     ir.copy_origin(new, node_of(NodeRecord(**OTHER)))
-    found = {name for name in FIELDS if getattr(ir.record(new), name) is OTHER[name]}
-    assert found == INHERITED and ir.value(new) is value and ir.spec(new) is None
+    inherited = {name for name in FIELDS if getattr(ir.record(new), name) is OTHER[name]}
+    assert inherited == INHERITED and ir.value(new) is value and ir.spec(new) is None
 
 
 def test_a_copied_node_shares_the_record_and_a_change_leaves_the_original():

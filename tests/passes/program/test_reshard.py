@@ -1,4 +1,4 @@
-"""Reshard operators by value: each keeps the logical value, its gradient keeps the logical gradient."""
+"""Reshard operators by value: each keeps the logical value, and its gradient the logical gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ F64 = torch.float64
 
 
 class Case(NamedTuple):
-    """What the operator takes and gives on `tp`, and its arguments after x, from (axis_index, axis_size, size of dim 1)."""
+    """The states an operator takes and gives on `tp`; its arguments after x, from (axis_index, axis_size, size of dim 1)."""
 
     takes: str
     gives: str
@@ -52,7 +52,7 @@ SETTINGS = [*itertools.product(MESHES, SHAPES), ({"tp": 2, "dp_shard": 2}, (5, 7
 
 
 def placed(shape: tuple[int, ...], state: str) -> Spec:
-    """A tensor in a state on `tp`, whole elsewhere; its padding holds garbage."""
+    """Return a tensor in a state on `tp`, otherwise full; its padding holds garbage."""
     whole = replace(cut(shape), fill=77.0)
     if state.startswith("shard"):
         return replace(cut(shape, tp=0 if state == "shard0" else 1), fill=77.0)
@@ -62,14 +62,14 @@ def placed(shape: tuple[int, ...], state: str) -> Spec:
 
 
 def draw(spec: Spec, mesh: Mesh) -> list[Tensor]:
-    """Random local tensors of every rank: terms on partial axes, copies elsewhere."""
+    """Draw local tensors for every rank: terms on partial axes, copies elsewhere."""
     indices = itertools.product(*(range(mesh[axis]) for axis in spec.partial_axes))
     terms = {at: torch.randn(spec.shape, dtype=F64) for at in indices}
     return [shard(terms[tuple(rank[a] for a in spec.partial_axes)], spec, mesh, rank) for rank in mesh]
 
 
 def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
-    """(specs of x and of the result, x, result, cotangent, gradient), values by rank; pmax has no gradient."""
+    """Return (specs of x and of the result, x, result, cotangent, gradient), values by rank; pmax has no gradient."""
     case, small = CASES[op], Small(**mesh)
     before, after = placed(shape, case.takes), placed(shape, case.gives)
     with_gradient = op is not reshard.pmax
@@ -81,13 +81,13 @@ def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
     for rewrite in (Joint(), Collectives()) if with_gradient else (Collectives(),):
         program, _ = rewrite(program, small.ctx)
     xs, ys = draw(before, small.mesh), draw(after.gradient(), small.mesh)
-    given = [[*pair, torch.tensor(rank["tp"])] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
-    results = list(zip(*Lockstep(program).run(given), strict=True))
+    inputs = [[*pair, torch.tensor(rank["tp"])] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
+    results = list(zip(*Lockstep(program).run(inputs), strict=True))
     return (before, after), xs, list(results[1]), ys, list(results[2]) if with_gradient else None
 
 
 def assert_value(locals_by_rank: list[Tensor], spec: Spec, mesh: Mesh, value: Tensor) -> None:
-    """Together the ranks hold the value, and where it is not a sum every single one its part."""
+    """Check that the ranks together hold the value; if it is not a sum, each one its part."""
     torch.testing.assert_close(unshard(locals_by_rank, spec, mesh), value, rtol=0, atol=1e-12)
     for rank, local in zip(mesh, locals_by_rank, strict=True):
         assert tuple(local.shape) == spec.local_shape(mesh)
@@ -96,7 +96,7 @@ def assert_value(locals_by_rank: list[Tensor], spec: Spec, mesh: Mesh, value: Te
 
 
 def inner(a: list[Tensor], b: list[Tensor], spec: Spec, mesh: Mesh) -> float:
-    """<a, b> of values placed dually: all ranks' terms, of copies that are the same one rank's."""
+    """Return <a, b> of dually placed values: all ranks' terms, but only one rank's of equal copies."""
     counted = [rank for rank in mesh if all(rank[axis] == 0 for axis in mesh.axes if spec.state(axis) == "invariant")]
     return sum(float((box.of_local(x) * box.of_local(y)).sum()) for rank, x, y in zip(mesh, a, b, strict=True)
                for box in boxes(spec, mesh, rank) if rank in counted)
@@ -110,8 +110,8 @@ def test_the_table_of_the_docs_says_what_the_records_say():
     rows = re.findall(r"^\| `(\w+)` \| (.*) -> (.*) \| (.*) \|$", reshard.__doc__, re.M)
     names = {"Shard": "shard", "Partial": "partial", "Partial max": "partial", "Invariant": "invariant",
              "Replicate": "replicate", "Shard of another dim": "shard"}  # fmt: skip
-    said = {name: (names[takes], names[gives]) for name, takes, gives, _ in rows}
-    assert said == {r.name: (r.takes[0], r.gives) for r in reshard.RESHARD_OPS.values()}
+    documented = {name: (names[takes], names[gives]) for name, takes, gives, _ in rows}
+    assert documented == {r.name: (r.takes[0], r.gives) for r in reshard.RESHARD_OPS.values()}
     assert {name for name, *_, gradient in rows if gradient.startswith("none")} == {
         r.name for r in reshard.RESHARD_OPS.values() if r.gradient is None}  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_a_bf16_gather_reduces_its_gradient_in_fp32():
     outs = Lockstep(program).run(list(zip(values, terms, strict=True)))
     for _, gathered, gradient in outs:
         assert torch.equal(gathered, torch.cat(values).to(torch.bfloat16))
-        assert torch.equal(gradient, torch.full((2,), 1 + 2.0**-9))  # which bf16 would round to 1
+        assert torch.equal(gradient, torch.full((2,), 1 + 2.0**-9))  # bf16 would round it to 1
 
 
 @pytest.mark.parametrize("op", [op for op in CASES if op is not reshard.pmax], ids=lambda op: op._opname)

@@ -1,4 +1,4 @@
-"""Programs as text: what is read prints, and lies, as what was written."""
+"""Programs as text: a program that was read prints like the original, with the same layouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def programs(job):
     changes, mesh, microbatches = JOBS[job]
     model = Llama(ModelConfig(**vars(SMALL) | changes))
     step = compile_step(model, loss_fn, BATCH, mesh=mesh, microbatches=microbatches, ranks="lockstep")
-    return {name: each.finished for name, each in (step.train | step.evaluation).items()}
+    return {name: part.finished for name, part in (step.train | step.evaluation).items()}
 
 
 RECORD = NodeRecord(
@@ -58,7 +58,7 @@ RECORD = NodeRecord(
 
 @pytest.mark.parametrize("record", [RECORD, NodeRecord()])
 def test_every_field_of_a_record_is_read_as_it_was_written(record):
-    """A field added to records has to be given a value above."""
+    """A new field of records needs a value above."""
     assert [name for name in FIELDS if getattr(RECORD, name) == getattr(NodeRecord(), name)] == []
     graph = fx.Graph()
     ir.set_record(graph.placeholder("x"), record)
@@ -112,7 +112,7 @@ def test_constants_keep_their_values():
     try:
         after = read(written({"step": step.train["step"].finished}))["step"]
     except Unwritable as error:
-        assert "made anew in each process" in str(error)
+        assert "every process defines again" in str(error)
         return
     for old, new in zip(step.train["step"].finished.inputs, after.inputs, strict=True):
         assert (old.value is None) == (new.value is None)
@@ -131,11 +131,11 @@ def test_a_text_of_what_there_is_not_is_refused(old, new):
 
 
 def test_what_is_read_is_never_run():
-    """Names lead to operators, functions of a list, dtypes and layouts alone."""
+    """Names lead only to operators, listed functions, dtypes and layouts."""
     text = json.loads(written(programs("one rank")))
     targets = {node[2] for body in text["bodies"] for node in body[4] if node[1] == "call_function"}
     assert targets and all(isinstance(target, str) for target in targets)
     assert all(isinstance(op, OpOverload) for op in operators_in(read(json.dumps(text)).values()))
     text["tables"]["layouts"][0][3] = "load"
-    with pytest.raises(Unreadable, match="no constant"):
+    with pytest.raises(Unreadable, match="not a dtype, layout or memory format"):
         read(json.dumps(text))

@@ -1,4 +1,4 @@
-"""Layers alike are traced once; what differs in layout, dtype or placement shares nothing."""
+"""Equal layers are traced once; layers that differ in layout, dtype or placement share nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TP_PLAN = {"layers.*.up.weight": {"tp": 0}, "layers.*.down.weight": {"tp": 1}}
 
 
 class Layer(nn.Module):
-    """Two products of one shape, which tensor parallelism places as columns and as rows."""
+    """Two matmuls of one shape, which tensor parallelism places as columns and as rows."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def sharded(*hidden: int) -> tuple[ir.Program, ir.Context]:
-    """The local program of float8 layers on four ranks."""
+    """Return the local program of float8 layers on four ranks."""
     batch = {"x": torch.randn(4, 16, WIDTH)}
     program, ctx = capture(
         Model(hidden), lambda model, batch: F.mse_loss(model(batch["x"]), batch["x"]), batch, torch.device("cpu")
@@ -63,14 +63,14 @@ def sharded(*hidden: int) -> tuple[ir.Program, ir.Context]:
 
 
 def products(program: ir.Program) -> list[OpOverload]:
-    """The operators that float8 layers call, in order."""
+    """Return the operators that float8 layers call, in order."""
     return [n.target for n in program.calls() if "float8_linear" in str(n.target)]
 
 
 def test_products_of_one_shape_share_an_operator_only_if_placed_alike():
     first, _, up, down, up_again, down_again = products(sharded(WIDTH, WIDTH, WIDTH)[0])
     assert (up, down) == (up_again, down_again)
-    assert len({first, up, down}) == 3  # of a batch placed otherwise than activations, by columns, by rows
+    assert len({first, up, down}) == 3  # for the batch, by columns, by rows: three placements
 
 
 def test_products_of_other_shapes_share_no_operator():
@@ -94,15 +94,15 @@ def test_more_layers_are_not_more_traces(monkeypatch):
 
 
 def test_more_layers_are_not_more_questions_nor_is_the_same_program_in_another_context(monkeypatch):
-    known = {}
-    monkeypatch.setattr(abstract_eval, "_answers", known)
+    cache = {}
+    monkeypatch.setattr(abstract_eval, "_answers", cache)
 
-    def asked(layers: int) -> int:
+    def count_calls(layers: int) -> int:
         program, ctx = sharded(*[WIDTH] * layers)
         run_passes("step", (Joint(),), program, ctx)
-        return len(known)
+        return len(cache)
 
-    assert 0 < asked(3) == asked(3) == asked(4)
+    assert 0 < count_calls(3) == count_calls(3) == count_calls(4)
 
 
 def test_copies_of_a_traced_body_have_memory_of_their_own():
@@ -120,8 +120,8 @@ def test_copies_of_a_traced_body_have_memory_of_their_own():
     first, second = (Editor(ctx, outer).graft(graph, [x])[0] for _ in range(2))
     for nodes in (first, second):
         own_memory(nodes, ctx)
-    for one, other in zip(first, second):
-        a, b = ir.example(one), ir.example(other)
+    for first_node, second_node in zip(first, second):
+        a, b = ir.example(first_node), ir.example(second_node)
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
         assert a.untyped_storage() is ir.example(first[0]).untyped_storage() is not b.untyped_storage()
 
@@ -136,8 +136,8 @@ def test_shapes_of_an_operator_are_found_once_a_layout(rows, dtype):
 
     op = define("local", "transposed", body, 1, 1)
     with FakeTensorMode() as mode:
-        given = [mode.from_tensor(t) for t in (torch.empty(2, 3), torch.empty(2, 3), torch.empty(rows, 3, dtype=dtype))]
-        results = [op(x) for x in given]
+        operands = [mode.from_tensor(t) for t in (torch.empty(2, 3), torch.empty(2, 3), torch.empty(rows, 3, dtype=dtype))]
+        results = [op(x) for x in operands]
     assert len(calls) == 2
-    assert [(r.shape, r.dtype) for r in results] == [(x.t().shape, x.dtype) for x in given]
+    assert [(r.shape, r.dtype) for r in results] == [(x.t().shape, x.dtype) for x in operands]
     assert all(r.is_contiguous() for r in results)

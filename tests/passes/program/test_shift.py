@@ -1,4 +1,4 @@
-"""Transfers of a ring: who waits for one gets it, or an error."""
+"""Transfers of a ring: a wait for one gets its tensor or an error."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def test_what_goes_nowhere_arrives(x):
 
 
 def test_a_copy_of_what_is_on_its_way_is_refused():
-    """A wait for it would end at once, with the numbers of whatever stood in that memory before."""
+    """A wait for it would end at once, with the previous contents of its memory."""
     x = torch.arange(6.0)
     y = shift(x, "cp", 0)
-    with pytest.raises(RuntimeError, match="nothing is on its way"):
+    with pytest.raises(RuntimeError, match="no transfer to this tensor is running"):
         arrive(y.clone(), x)
     arrive(y, x)
-    with pytest.raises(RuntimeError, match="nothing is on its way"):
+    with pytest.raises(RuntimeError, match="no transfer to this tensor is running"):
         arrive(y, x)

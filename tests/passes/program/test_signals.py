@@ -1,4 +1,4 @@
-"""Processes that are started undisturbed outlive a signal that this process handles, and no other."""
+"""Processes started undisturbed outlive the signals that this process handles, and no others."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def compiled() -> str:
 
 @pytest.fixture
 def handlers():
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    for each, handler in before.items():
-        signal.signal(each, handler)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_compiler_ends_its_work_where_signals_are_handled(handlers):
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, lambda number, frame: None)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda number, frame: None)
     assert compiled() == ""
     assert undisturbed(compiled)() == "done\n"
     assert compiled() == "", "the mask is put back"

@@ -1,4 +1,4 @@
-"""Placements: who owns which entry, against the definition one entry at a time."""
+"""Placements: the owner of each entry, against an entry-wise definition."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ AXES = ("dp_shard", "cp", "tp")
 
 @st.composite
 def placements(draw, states=("invariant", "replicate", "sum")):
-    """A mesh of up to three axes, and a spec of up to three dims, some of several factors; sizes need not divide."""
+    """Draw a mesh of up to three axes and a spec of up to three dims, some with several factors; sizes need not divide."""
     mesh = Mesh.of({axis: draw(st.integers(1, 3)) for axis in AXES})
     order = ZIGZAG if draw(st.booleans()) else PLAIN
     dims = [[draw(st.integers(1, 5)) for _ in range(draw(st.integers(0, 2)))] for _ in range(draw(st.integers(0, 3)))]
     slots = [(d, f) for d, sizes in enumerate(dims) for f in range(len(sizes))]
     axes = mesh.flatten(mesh.axes) if draw(st.booleans()) else mesh.axes
-    where = {a: draw(st.sampled_from([None, *slots])) for a in draw(st.permutations(axes))}
-    rest = {a: draw(st.sampled_from(states)) for name, slot in where.items() if slot is None for a in mesh.over(name)}
-    factors = tuple(tuple(Factor(size, tuple(a for a, slot in where.items() if slot == (d, f)))
+    slot_of = {a: draw(st.sampled_from([None, *slots])) for a in draw(st.permutations(axes))}
+    states_of = {a: draw(st.sampled_from(states)) for name, slot in slot_of.items() if slot is None for a in mesh.over(name)}
+    factors = tuple(tuple(Factor(size, tuple(a for a, slot in slot_of.items() if slot == (d, f)))
                           for f, size in enumerate(sizes)) for d, sizes in enumerate(dims))
-    partial = tuple((axis, state) for axis, state in rest.items() if state in ("sum", "max"))
-    replicate = tuple(axis for axis, state in rest.items() if state == "replicate")
+    partial = tuple((axis, state) for axis, state in states_of.items() if state in ("sum", "max"))
+    replicate = tuple(axis for axis, state in states_of.items() if state == "replicate")
     return mesh, Spec(factors, partial, replicate, fill=draw(st.sampled_from([0.0, -1.0]))).ordered(order)
 
 
 def owner(index: int, factor: Factor, mesh: Mesh) -> tuple[dict[str, int], int]:
-    """The coordinates that own an entry of a factor and where it lies there: `ceil(n / p)` a rank, axis by axis.
+    """Return the coordinates that own an entry of a factor, and its position there: `ceil(n / p)` a rank, axis by axis.
 
     Over `cp`, in a zigzag, rank r owns `ceil(n / 2p)` entries at r and as many at 2p - 1 - r.
     """
@@ -59,15 +59,15 @@ def owner(index: int, factor: Factor, mesh: Mesh) -> tuple[dict[str, int], int]:
 
 
 def owner_of_entry(entry: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[dict[str, int], tuple[int, ...]]:
-    """The coordinates that own an entry of the tensor, and its local index."""
+    """Return the coordinates that own an entry of the tensor, and its local index."""
     coordinates: dict[str, int] = {}
     local: list[int] = []
     for i, dim in zip(entry, spec.dims, strict=True):
         at = 0
         indices = [i // math.prod(f.size for f in dim[k + 1:]) % f.size for k, f in enumerate(dim)]
         for index, factor in zip(indices, dim, strict=True):
-            mine, inner = owner(index, factor, mesh)
-            coordinates |= mine
+            owner_coordinates, inner = owner(index, factor, mesh)
+            coordinates |= owner_coordinates
             at = at * factor.local(mesh) + inner
         local.append(at)
     return coordinates, tuple(local)
@@ -78,7 +78,7 @@ def entries(spec: Spec):
 
 
 def numbered(spec: Spec) -> torch.Tensor:
-    """A tensor whose entries are 1, 2, 3..."""
+    """Return a tensor with the entries 1, 2, 3..."""
     return torch.arange(1, math.prod(spec.shape) + 1, dtype=torch.float64).view(spec.shape)
 
 
@@ -122,13 +122,13 @@ def test_unshard_reduces_the_terms_of_a_partial_value(data, how, reduce):
 @settings(max_examples=100, deadline=None)
 def test_boxes_cover_every_entry_once_over_the_sharding_axes(placement):
     mesh, spec = placement
-    held: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()
     for coordinates in mesh:
         for box in boxes(spec, mesh, coordinates):
             assert len(box.size) == len(box.offset) == len(box.local_offset) == len(spec.dims)
-            held.update(itertools.product(*(range(o, o + n) for o, n in zip(box.offset, box.size, strict=True))))
+            counts.update(itertools.product(*(range(o, o + n) for o, n in zip(box.offset, box.size, strict=True))))
     copies = math.prod(mesh[axis] for axis in mesh.axes if spec.state(axis) != "shard")
-    assert held == {entry: copies for entry in entries(spec)}
+    assert counts == {entry: copies for entry in entries(spec)}
 
 
 @given(placements())
@@ -136,9 +136,9 @@ def test_boxes_cover_every_entry_once_over_the_sharding_axes(placement):
 def test_a_factor_is_padded_if_and_only_if_its_shards_hold_more_than_it(placement):
     mesh, spec = placement
     for factor in (f for dim in spec.dims for f in dim):
-        held = factor.local(mesh) * math.prod(mesh[axis] for axis in factor.axes)
-        assert held >= factor.size
-        assert factor.padded(mesh) == (held > factor.size)
+        entries = factor.local(mesh) * math.prod(mesh[axis] for axis in factor.axes)
+        assert entries >= factor.size
+        assert factor.padded(mesh) == (entries > factor.size)
 
 
 @pytest.mark.parametrize(("size", "held"), [
@@ -158,8 +158,8 @@ def test_a_zigzag_gives_each_rank_head_and_tail(size, held):
         at = {axis: torch.tensor(p) for axis, p in coordinates.items()}
         index, valid = layout.entries(factor, mesh, at, full.device)
         assert torch.equal(torch.where(valid, index, -1), local)
-        where, mine = layout.locate(full, factor, mesh, at)
-        assert torch.equal(local[where][mine], full[mine]) and int(mine.sum()) == int((local >= 0).sum())
+        local_index, is_local = layout.locate(full, factor, mesh, at)
+        assert torch.equal(local[local_index][is_local], full[is_local]) and int(is_local.sum()) == int((local >= 0).sum())
     ranks = layout.to_rank_order(full + 1, 0, 2) - 1
     assert torch.equal(ranks, torch.cat(locals_by_rank))
     assert torch.equal(layout.to_natural_order(ranks, 0, 2, size), full)

@@ -1,4 +1,4 @@
-"""Rules given as lines: what they say is checked, and maxima are right with padding and with gradients."""
+"""Rules written as lines: their text is checked, and maxima are right with padding and with gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ rowmax.register_autograd(
 
 
 class Most(nn.Module):
-    """A product whose columns tp may share out unevenly, and the largest of them, all negative."""
+    """A matmul whose columns tp may shard unevenly, and their maximum; all are negative."""
 
     def __init__(self, with_gradient: bool):
         super().__init__()
@@ -64,28 +64,28 @@ def test_a_maximum_of_negative_numbers_over_uneven_shards(rule, ranks, with_grad
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        ("...d, d -> ...d; sums d", "'sums' is none of sum, max, whole, linear, moves"),
-        ("...d, d -> ...d; whole z", "whole z, but there is no z in it"),
-        ("...d, d -> ...d; linear 7", "linear 7, but there is no 7 in it"),
+        ("...d, d -> ...d; sums d", "'sums' is not a clause; use sum, max, whole, linear or moves"),
+        ("...d, d -> ...d; whole z", "whole z, but the rule has no z"),
+        ("...d, d -> ...d; linear 7", "linear 7, but the rule has no 7"),
         ("...d => ...d", "one ->"),
         ("a -> b -> c", "one ->"),
     ],
 )
-def test_what_a_line_cannot_mean_is_refused(line, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_a_line_cannot_mean_is_refused(line, message):
+    with pytest.raises(ValueError, match=message):
         from_text(line)
 
 
 @pytest.mark.parametrize("name", ["my.relu", "my::relu.default", "relu", "my::"])
 def test_a_name_that_no_operator_has_is_refused(name):
-    with pytest.raises(ValueError, match="no name of an operator"):
+    with pytest.raises(ValueError, match="not an operator name"):
         add_rule(name, "...d -> ...d")
 
 
-@pytest.mark.parametrize(("line", "said"), [("d -> ", "its tensors have 2, 1 dims"), ("nd -> n, n", "it takes 1 tensors and gives 1")])
-def test_a_line_that_does_not_fit_its_operator_is_refused_by_node(rule, line, said):
+@pytest.mark.parametrize(("line", "message"), [("d -> ", "its tensors have 2, 1 dims"), ("nd -> n, n", "it takes 1 tensors and gives 1")])
+def test_a_line_that_does_not_fit_its_operator_is_refused_by_node(rule, line, message):
     add_rule("test_add_rule::rowmax", line)
-    with pytest.raises(CompileError, match=rf"%rowmax.* its rule '{line}' does not fit: {said}"):
+    with pytest.raises(CompileError, match=rf"%rowmax.* its rule '{line}' does not fit: {message}"):
         trained_alike(Most(False), loss, [{"x": torch.randn(4, 5).double()}] * 3, {"tp": 2}, NO_DECAY)

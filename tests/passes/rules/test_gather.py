@@ -1,4 +1,4 @@
-"""gather along dims that are flattened from two, of which ranks hold parts."""
+"""gather along dims flattened from two dims, of which ranks hold parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Chosen(nn.Module):
-    """The five tokens of all rows with the largest scores, gathered."""
+    """Gathers the five tokens with the highest scores over all rows."""
 
     def __init__(self):
         super().__init__()

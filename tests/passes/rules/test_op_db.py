@@ -1,6 +1,6 @@
 """PyTorch's own sample inputs for every operator with a rule: each input dim sharded in turn, by value and gradient.
 
-A case is (operator, sample, sharding). What is not run falls into a named category, which the summary lists.
+A case is (operator, sample, sharding). Cases that do not run fall into named categories, which the summary lists.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.rules import RULES
 
-SAMPLES, LARGEST = 6, 4096  # samples an operator, entries an input
-# Operators whose result is not a function of their inputs, or is not a tensor.
+SAMPLES, LARGEST = 6, 4096  # samples per operator, entries per input
+# operators whose result is not a function of their inputs, or not a tensor
 UNCOMPARABLE = {"empty": "uninitialised memory", "empty_like": "uninitialised memory", "new_empty": "uninitialised memory",
                 "nn.functional.dropout": "random", "bernoulli": "random", "rand_like": "random"}
-# The part of the sweep that every run takes: these operators, on two ranks.
+# the part of the sweep in every run: these operators, on two ranks
 EVERY_RUN = frozenset("""add addmm amax bmm cat cumsum div embedding exp expand gather index_select layer_norm linear log
     masked_fill matmul mul nn.functional.cross_entropy nn.functional.embedding nn.functional.gelu nn.functional.linear
     nn.functional.layer_norm nn.functional.rms_norm nn.functional.scaled_dot_product_attention nn.functional.silu permute
@@ -35,7 +35,7 @@ EVERY_RUN = frozenset("""add addmm amax bmm cat cumsum div embedding exp expand 
 
 @dataclass
 class Tally:
-    """How many cases ran and passed, and why others did not run."""
+    """The numbers of cases that ran and passed, and the reasons why others did not run."""
 
     ran: int = 0
     passed: int = 0
@@ -50,33 +50,33 @@ class Tally:
 
 
 def with_rules() -> list[Any]:
-    """The entries of op_db whose ATen operator has a rule."""
+    """Return the entries of op_db whose ATen operator has a rule."""
     return [info for info in op_db if aten_name(info) in RULES]
 
 
 def aten_name(info: Any) -> str:
-    """The ATen name of an entry."""
+    """Return the ATen name of an entry."""
     return (info.aten_name or info.name).split(".")[-1]
 
 
 def as_function(info: Any, sample: Any) -> tuple[Callable[..., Any], list[Tensor]]:
-    """The sample as a function of its tensors alone."""
+    """Return the sample as a function of its tensors alone."""
     leaves, tree = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def fn(*tensors: Tensor) -> Any:
-        given = list(leaves)
-        for i, tensor in zip(where, tensors):
-            given[i] = tensor
-        args, kwargs = pytree.tree_unflatten(given, tree)
+        values = list(leaves)
+        for i, tensor in zip(positions, tensors):
+            values[i] = tensor
+        args, kwargs = pytree.tree_unflatten(values, tree)
         out = info.op(*args, **kwargs)
         return sample.output_process_fn_grad(out)
 
-    return fn, [leaves[i] for i in where]
+    return fn, [leaves[i] for i in positions]
 
 
 def obstacle(fn: Callable[..., Any], tensors: list[Tensor]) -> str | None:
-    """Why a sample is not run, if it is not."""
+    """Return the reason why a sample is not run, if any."""
     if any(x.is_complex() or x.layout is not torch.strided for x in tensors):
         return "complex or sparse input"
     if any(x.is_floating_point() and x.dtype is not torch.float64 for x in tensors):
@@ -99,14 +99,14 @@ def obstacle(fn: Callable[..., Any], tensors: list[Tensor]) -> str | None:
 
 
 def samples(info: Any) -> Iterator[Any]:
-    """The first samples in fp64, or in the widest integers the operator takes."""
+    """Yield the first samples in fp64, or in the widest integers that the operator takes."""
     dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if d in info.dtypes), torch.float32)
-    made = info.sample_inputs("cpu", dtype, requires_grad=False)
-    yield from list(made)[:SAMPLES]  # to its end: what holds `no_grad` open would be traced if collected in a trace
+    inputs = info.sample_inputs("cpu", dtype, requires_grad=False)
+    yield from list(inputs)[:SAMPLES]  # to its end: what holds `no_grad` open would be traced if collected in a trace
 
 
 def sweep(info: Any, meshes: tuple[int, ...], tally: Tally) -> None:
-    """All samples of an operator, each input dim sharded in turn."""
+    """Run all samples of an operator, with each input dim sharded in turn."""
     name = info.name + ("." + info.variant_test_name if info.variant_test_name else "")
     if info.name in UNCOMPARABLE:
         tally.left_out[f"{name}: {UNCOMPARABLE[info.name]}"] += 1

@@ -17,22 +17,22 @@ from passes.program.order import ZIGZAG
 from passes.program.spec import Factor, Spec
 from passes.rules import RULES, rule_of
 
-# ranks, what padding holds (None: garbage)
+# ranks, padding value (None: garbage)
 RUNS = ((2, 0.0), (3, None), (4, None))
 
 
 def test_every_rule_has_a_case():
-    ours = [{name for name in names if "::" not in name} for names in (CASES, RULES)]  # the others are added from outside
+    ours = [{name for name in names if "::" not in name} for names in (CASES, RULES)]  # the others are added by other modules
     assert ours[0] == ours[1]
 
 
 def placements(tensors) -> list[tuple[int, int]]:
-    """(operand, dim) of everything that can be sharded."""
+    """Return (operand, dim) of each dim that can be sharded."""
     return [(i, dim) for i, x in enumerate(tensors) for dim, n in enumerate(x.shape) if n > 1]
 
 
 def check_single_dims(name: str, every_run: bool) -> None:
-    """Each dim of each operand in turn, on every number of ranks or, in turn, on one of them."""
+    """Shard each dim of each operand in turn, on every number of ranks or, in turn, on one of them."""
     for fn, tensors in CASES[name]:
         function = capture(fn, tensors, Mesh.of({"tp": 2}))
         functions = [on(Mesh.of({"tp": ranks}), function) for ranks, _ in RUNS]
@@ -49,7 +49,7 @@ def check_single_dims(name: str, every_run: bool) -> None:
 
 
 def test_padding_of_what_nobody_wrote_is_not_known():
-    """Asked of the operator it would be what lay in memory: zero, more often than not."""
+    """The operator itself would give uninitialized memory: mostly zero."""
     like = capture(torch.empty_like, (real(5),), Mesh.of({"tp": 2}))
     (node,) = [n for n in like.program.calls() if n.target is torch.ops.aten.empty_like.default]
     assert rule_of(node).pad_out([0.0]) is None
@@ -68,7 +68,7 @@ def test_single_dim_on_2_3_and_4_ranks(name: str):
 
 
 def check_in_a_zigzag(name: str) -> None:
-    """Each dim of each operand in turn, on ranks that hold its head and tail chunks."""
+    """Shard each dim of each operand in turn, on ranks that hold its head and tail chunks."""
     fn, tensors = CASES[name][0]
     for ranks, fill in ((2, None), (3, 0.0)):
         function = replace(capture(fn, tensors, Mesh.of({"cp": ranks})), order=ZIGZAG)
@@ -95,7 +95,7 @@ PAIRS = ("add", "addcmul", "bmm", "cat", "embedding", "gather", "linear", "matmu
 @pytest.mark.parametrize(("name", "axis"), in_turn(PAIRS, ("dp_shard", "tp")))
 @pytest.mark.sample(2)
 def test_operands_sharded_differently(name: str, axis: str):
-    """The first two operands each on a dim of its own: as activations, then the second as a weight."""
+    """Shard the first two operands each on a dim of its own: as activations, then the second as a weight."""
     fn, tensors = CASES[name][0]
     ranks = 3 if axis == "tp" else 2
     pairs = [(a, b) for a in range(tensors[0].dim()) for b in range(tensors[1].dim())
@@ -107,9 +107,9 @@ def test_operands_sharded_differently(name: str, axis: str):
 
 
 def check_over_two_axes(name: str, every: int) -> None:
-    """The second operand stored over `fsdp`, the first on any dims of `dp_shard` and `cp`: as activation, as weight.
+    """Store the second operand over `fsdp`, and shard the first on `dp_shard` and `cp`: as activation, as weight.
 
-    Of all these placements, in order, each one that `every` divides.
+    Of all these placements, in order, run each `every`-th.
     """
     fn, tensors = CASES[name][0]
     mesh = Mesh.of({"dp_shard": 2, "cp": 2})
@@ -127,7 +127,7 @@ def check_over_two_axes(name: str, every: int) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.sample(2)
 def test_a_weight_over_two_axes_as_one_meets_what_either_shards(name: str):
-    check_over_two_axes(name, every=7)  # no number of dims divides by it: in turn all axes and dims
+    check_over_two_axes(name, every=7)  # no number of dims is a multiple, so all axes and dims come in turn
 
 
 @pytest.mark.full
@@ -141,7 +141,7 @@ def test_a_weight_over_two_axes_as_one_meets_whatever_either_shards(name: str):
                                   "index_put", "slice_scatter"))
 @pytest.mark.sample(4)
 def test_terms_of_a_sum_and_replicate(name: str):
-    """Each floating operand as terms of a sum, then as a replicate copy: linear operators carry them, others reduce."""
+    """Give each floating operand as terms of a sum, then replicate: linear operators carry sums, others reduce."""
     fn, tensors = CASES[name][0]
     for ranks in (2, 3):
         function = capture(fn, tensors, Mesh.of({"tp": ranks}))
@@ -153,13 +153,13 @@ def test_terms_of_a_sum_and_replicate(name: str):
 
 
 def floating(tensors) -> list[int]:
-    """The numbers of those that hold real numbers."""
+    """Return the numbers of the operands with floating-point values."""
     return [i for i, x in enumerate(tensors) if x.is_floating_point()]
 
 
 @pytest.mark.parametrize("name", sorted(name for name in CASES if floating(CASES[name][0][1])))
 def test_terms_of_a_sum_go_into_any_rule(name: str):
-    """What is not linear gets the whole sum."""
+    """Operators that are not linear get the complete sum."""
     for fn, tensors in (case for case in CASES[name] if floating(case[1])):
         first = floating(tensors)[0]
         terms = replace(Spec.whole(tuple(tensors[first].shape)), partial=(("tp", "sum"),))
@@ -177,7 +177,7 @@ def test_two_operands_that_are_terms_of_sums_at_once(name: str):
 
 @pytest.mark.parametrize("name", ("add", "bmm", "linear", "matmul", "mm", "mul"))
 def test_terms_of_a_sum_meet_shards(name: str):
-    """What the first operand is a sum over, the second is sharded on."""
+    """The second operand is sharded on the axis over which the first is a sum."""
     fn, tensors = CASES[name][0]
     function = capture(fn, tensors, Mesh.of({"tp": 2}))
     terms = replace(Spec.whole(tuple(tensors[0].shape)), partial=(("tp", "sum"),))
@@ -189,7 +189,7 @@ def test_terms_of_a_sum_meet_shards(name: str):
 @pytest.mark.parametrize("name", ("add", "amax", "cos", "layer_norm", "mul", "rms_norm", "sum", "where"))
 @pytest.mark.sample(2)
 def test_padding_of_zeros(name: str):
-    """What a rule makes of it in its result is what is there."""
+    """The result's padding has the value that the rule gives."""
     for fn, tensors in CASES[name]:
         function = capture(fn, tensors, Mesh.of({"tp": 3}))
         for dim in range(tensors[0].dim()):
@@ -197,13 +197,13 @@ def test_padding_of_zeros(name: str):
 
 
 def placed(fn, x, dims: dict[int, tuple[Factor, ...]], ranks: int) -> ir.Report:
-    """Run one operand with the given factors in some dims, checked by value; the shard report."""
+    """Run one operand with the given factors in some dims, checked by value; return the shard report."""
     spec = Spec.whole(tuple(x.shape))
     spec = replace(spec, dims=tuple(dims.get(d, dim) for d, dim in enumerate(spec.dims)))
     return check(capture(fn, (x,), Mesh.of({"tp": ranks})), {0: spec})
 
 
-# A view, the dim that is sharded, and its factors: none of these needs to move an entry.
+# (view, sharded dim, its factors): none of these needs to move an entry
 LOCAL_VIEWS = {
     "flatten, major sharded": (lambda x: x.flatten(0, 1), real(7, 4, 3), 0, (Factor(7, ("tp",)),)),
     "flatten, minor sharded": (lambda x: x.flatten(0, 1), real(4, 7, 3), 1, (Factor(7, ("tp",)),)),

@@ -23,7 +23,7 @@ def factorizations(n):
         yield []
     for first in range(2, n + 1):
         if n % first == 0:
-            yield from ([first, *rest] for rest in factorizations(n // first))
+            yield from ([first, *others] for others in factorizations(n // first))
 
 
 def dims():
@@ -82,11 +82,11 @@ def test_operands_of_a_rule_meet_in_common_atoms():
     atoms = refine(rule, [(dp, (Factor(3, ("tp",)), Factor(16))), ((Factor(48),),)], [0, 1], tp)
     assert atoms.sizes == {"b": 4, "t.#0": 3, "t.#1": 2, "d": 8}
     assert atoms.operands == ((("b",), ("t.#0", "t.#1", "d")), (("t.#0", "t.#1", "d"),))
-    assert [str(f) for f in atoms.held[0][1]] == ["3@tp", "2", "8"] and [str(f) for f in atoms.held[1][0]] == ["3", "2", "8"]
+    assert [str(f) for f in atoms.factors[0][1]] == ["3@tp", "2", "8"] and [str(f) for f in atoms.factors[1][0]] == ["3", "2", "8"]
     assert {atoms.origin(atom) for atom in atoms.sizes} == {"b", "t", "d"}
 
 
 def test_an_operand_without_common_atoms_has_to_be_gathered():
     rule = Rule(((("t", "d"),),), ((("t",), ("d",)),), {"t": 6, "d": 4})
     atoms = refine(rule, [((Factor(4, ("tp",)), Factor(6)),)], [0], Mesh.of({"tp": 2}))
-    assert atoms.sizes == {"t": 6, "d": 4} and atoms.held == ((None,),)
+    assert atoms.sizes == {"t": 6, "d": 4} and atoms.factors == ((None,),)

@@ -1,4 +1,4 @@
-"""A partial value is carried only into operators that are linear in it: by value against one device."""
+"""A partial value is carried only through operators that are linear in it: by value against one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAN = {"up.weight": {"tp": 0}, "down.weight": {"tp": 1}}
 
 
 class Net(nn.Module):
-    """Two layers of which the first leaves shards and the second a partial sum; `between` makes the result of them."""
+    """Two layers: the first gives shards, the second a partial sum; `between` computes the result from them."""
 
     def __init__(self, between):
         super().__init__()
@@ -71,16 +71,16 @@ def test_sums_that_are_added_are_reduced_once():
             wide = self.up(x).tanh()
             return self.down(wide) + self.other(wide)
 
-    seen, batch = {}, {"x": torch.randn(4, 3, 6)}
+    programs, batch = {}, {"x": torch.randn(4, 3, 6)}
     plan = {**PLAN, "other.weight": {"tp": 1}}
     compile_lockstep(Two(), lambda model, batch: model(batch["x"]).square().mean(), batch, {"tp": 2},
-                     passes={"shard": {"plan": plan}}, observe=lambda program, record: seen.setdefault(record.name, program))
-    reduced = [n for n in seen["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
+                     passes={"shard": {"plan": plan}}, observe=lambda program, record: programs.setdefault(record.name, program))
+    reduced = [n for n in programs["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
     assert len([n for n in reduced if ir.example(n).dim() == 3]) == 1
 
 
 class Summed(nn.Module):
-    """A parameter that is added up where it is stored, in shards of which the last is padded."""
+    """A parameter that is summed where it is stored, in shards with padding in the last one."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def test_padding_of_a_stored_shard_stays_what_it_is_while_its_sum_is_trained():
 
 
 class OverTheBatch(nn.Module):
-    """Makes one of all rows."""
+    """Reduces all rows to one."""
 
     def __init__(self):
         super().__init__()
@@ -109,9 +109,9 @@ class OverTheBatch(nn.Module):
 
 
 def test_sums_over_the_batch_are_whole_on_each_rank_of_it():
-    """Only over tp, whose ranks share the tokens, are they cut along the sequence."""
-    seen, batch = {}, {"x": torch.randn(4, 3, 6)}
+    """They are cut along the sequence only over tp, whose ranks share the tokens."""
+    programs, batch = {}, {"x": torch.randn(4, 3, 6)}
     compile_lockstep(OverTheBatch(), lambda model, batch: model(batch["x"]).square().mean(), batch, {"dp_shard": 2},
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    forward = [n for n in seen["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    forward = [n for n in programs["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
     assert [n.target for n in forward if ir.example(n).dim() == 2] == [reshard.psum]

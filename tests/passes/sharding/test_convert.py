@@ -1,4 +1,4 @@
-"""From any placement to any other: the value stays, its gradient comes back dual, and padding is what is said of it."""
+"""Conversions between any two placements keep the value; the gradient comes back dual, and padding is as recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_TP = ("invariant", "replicate", "sum", "rows", "columns")
 
 
 def placed(tp: str, dp: str = "invariant") -> Spec:
-    """A tensor in a state on each of two axes; nothing is said of its padding."""
+    """Return a spec with a state on each of two axes, and unknown padding."""
     dims = {axis: ("rows", "columns").index(state) for axis, state in (("dp_shard", dp), ("tp", tp)) if state in ("rows", "columns")}
     states = (("dp_shard", dp), ("tp", tp))
     return replace(
@@ -36,14 +36,14 @@ def placed(tp: str, dp: str = "invariant") -> Spec:
 
 
 def parts(spec: Spec, mesh: Mesh) -> list[Tensor]:
-    """Random local tensors of every rank, terms on partial axes, with garbage as padding."""
+    """Draw local tensors for every rank, terms on partial axes, with garbage as padding."""
     terms = {at: torch.randn(SHAPE, dtype=F64) for at in itertools.product(*(range(mesh[a]) for a in spec.partial_axes))}
     full = replace(spec, fill=GARBAGE)
     return [shard(terms[tuple(rank[a] for a in spec.partial_axes)], full, mesh, rank) for rank in mesh]
 
 
 def assert_held(locals_by_rank: list[Tensor], spec: Spec, mesh: Mesh, value: Tensor, fill: float | None) -> None:
-    """Together the ranks hold the value, each one its part if it is no sum, and padding holds what it is said to."""
+    """Check that the ranks together hold the value, each its part unless it is a sum, and that padding is as recorded."""
     torch.testing.assert_close(unshard(locals_by_rank, spec, mesh), value, rtol=0, atol=1e-12)
     for rank, local in zip(mesh, locals_by_rank, strict=True):
         padding = torch.ones_like(local, dtype=torch.bool)
@@ -74,7 +74,7 @@ def test_a_value_and_its_gradient(axes, dp, then, before, after):
         program, _ = rewrite(program, small.ctx)
     xs, ys = parts(start, small.mesh), parts(end.gradient(), small.mesh)
     ys = [torch.where(y == GARBAGE, 0, y) for y in ys]
-    given = [[*pair, *map(torch.tensor, rank.values())] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
-    _, outs, gradients = map(list, zip(*Lockstep(program).run(given), strict=True))
+    inputs = [[*pair, *map(torch.tensor, rank.values())] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
+    _, outs, gradients = map(list, zip(*Lockstep(program).run(inputs), strict=True))
     assert_held(outs, end, small.mesh, unshard(xs, start, small.mesh), fill)
     assert_held(gradients, start.gradient(), small.mesh, unshard(ys, end.gradient(), small.mesh), None)

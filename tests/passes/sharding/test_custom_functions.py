@@ -1,4 +1,4 @@
-"""Custom autograd functions between the products of a block: weights are split through them as through operators."""
+"""Custom autograd functions between the matmuls of a block: weights are split through them as through operators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SquaredReLU(Function):
 
 
 class SwiGLU(Function):
-    """Of two operands; both bodies, and the gradient given, are written in place."""
+    """Takes two operands; both bodies, and its gradient, are written in place."""
 
     @staticmethod
     def forward(ctx, a, b):
@@ -46,7 +46,7 @@ class SwiGLU(Function):
 
 
 class JoinedSwiGLU(Function):
-    """Of one operand that holds both; its gradient is written by halves."""
+    """Takes one operand that holds both; its gradient is written by halves."""
 
     @staticmethod
     def forward(ctx, x):
@@ -97,7 +97,7 @@ class InPlace(Function):
 
 
 class RMSNorm(Function):
-    """Needs its rows whole."""
+    """Needs full rows."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -127,7 +127,7 @@ class Product(Function):
 
 
 class Block(nn.Module):
-    """Two blocks with the same weights: a norm, one layer in or two, what is between, a layer out."""
+    """Two blocks with the same weights: a norm, one or two input layers, the function between, an output layer."""
 
     def __init__(self, between):
         super().__init__()
@@ -193,7 +193,7 @@ def test_weights_around_them_are_split_in_pairs(between, mesh):
 
 
 class Sneaky(Function):
-    """Changes its operand without saying so."""
+    """Changes its operand without marking it."""
 
     @staticmethod
     def forward(ctx, x):
@@ -206,7 +206,7 @@ class Sneaky(Function):
 
 
 class Losing(InPlace):
-    """Does not return what it changes."""
+    """Does not return the operand that it changes."""
 
     @staticmethod
     def forward(ctx, x):
@@ -214,9 +214,9 @@ class Losing(InPlace):
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
-@pytest.mark.parametrize(("function", "said"), [(Sneaky, r"test_custom_functions.py:\d+\) Sneaky writes into what it is given.*mark_dirty"),
+@pytest.mark.parametrize(("function", "message"), [(Sneaky, r"test_custom_functions.py:\d+\) Sneaky writes into its arguments.*mark_dirty"),
                                                 (Losing, "Losing.*does not return")])  # fmt: skip
 @pytest.mark.sample(2)
-def test_a_change_that_is_not_declared_is_refused(function, said, mesh):
-    with pytest.raises(UserError, match=said):
+def test_a_change_that_is_not_declared_is_refused(function, message, mesh):
+    with pytest.raises(UserError, match=message):
         compile_lockstep(Block(lambda block, a, y: function.apply(a)), loss, data()[0], mesh, NO_DECAY)

@@ -1,4 +1,4 @@
-"""A dim is followed through as many operators as a model has."""
+"""A dim can be followed through as many operators as a model has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random operators draw the same on every mesh, other numbers each step, and what their names say."""
+"""Random operators draw the same numbers on every mesh, others in each step, with the distribution that they name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.sharding.draws import integers, normal
 from passes.sharding.random import global_index, uniform_at
 
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}]
-DRAWS = {  # operator -> (what it draws for x, its mean, its variance)
+DRAWS = {  # operator -> (a call of it on x, its mean, its variance)
     "bernoulli": (lambda x: torch.empty_like(x).bernoulli_(0.7), 0.7, 0.21),
     "bernoulli_each": (lambda x: torch.full_like(x, 0.4).bernoulli(), 0.4, 0.24),
     "dropout": (lambda x: F.dropout(torch.ones_like(x), 0.5), 1.0, 1.0),
@@ -35,7 +35,7 @@ DRAWS = {  # operator -> (what it draws for x, its mean, its variance)
 
 
 class Drawing(nn.Module):
-    """Two linear layers between which something is drawn, if in training."""
+    """Two linear layers with a random operator between them, active in training."""
 
     def __init__(self, draw):
         super().__init__()
@@ -83,19 +83,19 @@ def test_mean_and_variance_and_two_draws_that_differ(name):
 
         def forward(self, x):
             first, second = draw(x), draw(x)
-            found = [first.mean(), first.var(), (first * second).mean() - first.mean() * second.mean()]
-            return found[self.which] * self.weight
+            results = [first.mean(), first.var(), (first * second).mean() - first.mean() * second.mean()]
+            return results[self.which] * self.weight
 
     model = Moments()
     batch = {"x": torch.ones(200, 100, dtype=torch.float64)}
     for model.which, wanted in enumerate((mean, variance, 0.0)):
         step = compile_lockstep(model, lambda m, b: m(b["x"]), batch, {}, NO_DECAY)
-        found = [step(batch, 0.0)["loss"] for _ in range(2)]
-        assert found[0] != found[1] and found == pytest.approx([wanted] * 2, abs=0.04 * max(1.0, variance))
+        results = [step(batch, 0.0)["loss"] for _ in range(2)]
+        assert results[0] != results[1] and results == pytest.approx([wanted] * 2, abs=0.04 * max(1.0, variance))
 
 
 def test_two_draws_of_each_kind_are_apart_in_any_test():
-    """Of the cases above few are run each time."""
+    """Each run tests only a few of the cases above."""
     seed, x = torch.zeros((), dtype=torch.int64), torch.zeros(20_000, dtype=torch.float64)
     first, second = (normal(seed, site, x) for site in (3, 4))
     assert abs((first * second).mean()) < 0.03 and abs(first.var() - 1) < 0.03
@@ -107,8 +107,8 @@ def test_two_draws_of_each_kind_are_apart_in_any_test():
 
 
 def test_whole_numbers_of_a_wide_range_have_all_their_bits():
-    found = integers(torch.zeros((), dtype=torch.int64), 0, torch.zeros(1000, dtype=torch.int64), 1 << 40)
-    assert 400 < int((found % 2).sum()) < 600 and 0 <= int(found.min()) and int(found.max()) < 1 << 40
+    numbers = integers(torch.zeros((), dtype=torch.int64), 0, torch.zeros(1000, dtype=torch.int64), 1 << 40)
+    assert 400 < int((numbers % 2).sum()) < 600 and 0 <= int(numbers.min()) and int(numbers.max()) < 1 << 40
 
 
 def test_a_step_that_draws_evaluates_without():
@@ -119,7 +119,7 @@ def test_a_step_that_draws_evaluates_without():
 
 
 class Attention(nn.Module):
-    """Grouped attention whose weights drop out so rarely that none does."""
+    """Grouped attention with a dropout rate so low that nothing is dropped."""
 
     def __init__(self, mask: str, p: float = 1e-12):
         super().__init__()
@@ -141,21 +141,21 @@ class Attention(nn.Module):
 def test_attention_that_drops_out_is_attention(mask, mesh):
     model, batches = nn.Sequential(Attention(mask), Attention(mask)).double(), data(3, 7, 6)
     step = trained_alike(model, loss, batches, mesh, NO_DECAY, evaluate=True)
-    model.load_state_dict(step.state_dict())  # in evaluation it is PyTorch's, over cp a ring that lies otherwise
+    model.load_state_dict(step.state_dict())  # evaluation runs PyTorch's attention, but over cp a ring, with another layout
     assert step.evaluate(batches[0]) == pytest.approx(loss(model.eval(), batches[0]).item(), abs=1e-10)
 
 
 @pytest.mark.full
 def test_attention_drops_the_same_on_every_mesh():
-    def found(mesh, p):
+    def loss_of(mesh, p):
         batches = data(3, 7, 6)
         step = compile_lockstep(Attention("causal", p).double(), loss, batches[0], mesh, NO_DECAY)
         return [step(batch, 1e-2)["loss"] for batch in batches]
 
-    wanted = found({}, 0.3)
-    assert wanted != pytest.approx(found({}, 1e-12), abs=1e-3)
+    wanted = loss_of({}, 0.3)
+    assert wanted != pytest.approx(loss_of({}, 1e-12), abs=1e-3)
     for mesh in MESHES:
-        assert found(mesh, 0.3) == pytest.approx(wanted, abs=1e-12)
+        assert loss_of(mesh, 0.3) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_what_is_drawn_otherwise_is_refused_by_name():
@@ -171,7 +171,7 @@ def test_the_first_entry_is_no_exception_in_the_first_step_of_the_first_seed():
 
 @pytest.mark.parametrize("most", [0, random.MOST])
 def test_entries_of_a_shard_have_the_indices_of_the_full_tensor(most, monkeypatch):
-    """Also where these are kept in 64 bits, as they are for tensors of more than 2^31 - 1 entries."""
+    """Also if they are kept in 64 bits, as for tensors of more than 2^31 - 1 entries."""
     monkeypatch.setattr(random, "MOST", most)
     mesh, full = Mesh.of({"dp_shard": 3, "tp": 2}), torch.arange(120).view(6, 5, 4)
     spec = Spec(((Factor(6, ("dp_shard",)),), (Factor(5),), (Factor(4, ("tp",)),)))

@@ -1,4 +1,4 @@
-"""Experts spread over ranks (`mesh.ep`): each way to send rows gives what one device computes."""
+"""Experts spread over ranks (`mesh.ep`): each way to send rows gives the results of one device."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class Layers(nn.Module):
 
 
 def spread(mesh, dispatch="auto", model=None, sizes=(4, 6), **passes):
-    seen = {}
+    programs = {}
     compile_lockstep(model or mixture(), squared_error, sequences(*sizes)[0], mesh,
                      passes={"moe": {"dispatch": dispatch}} | passes,
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    return seen
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    return programs
 
 
 @pytest.mark.parametrize(("mesh", "dispatch", "changes", "sizes"),
@@ -91,7 +91,7 @@ def test_numeric_verification_agrees(mesh, dispatch):
 
 
 class AllExperts(nn.Module):
-    """Sends all tokens through all of six experts and sums what they make of them, as Llama 4 does in `transformers`."""
+    """Sends all tokens through all of six experts and sums the results, like Llama 4 in `transformers`."""
 
     def __init__(self):
         super().__init__()
@@ -110,12 +110,12 @@ def test_experts_that_take_all_tokens_are_spread(mesh):
     torch.manual_seed(0)
     model = AllExperts().double()
     trained_alike(model, squared_error, sequences(3, 5), mesh)
-    places = {given.name: given.spec for given in spread(mesh, model=model)["place"].inputs}
+    places = {input_.name: input_.spec for input_ in spread(mesh, model=model)["place"].inputs}
     assert {places[name].dims[0][0].axes[0] for name in ("up", "down")} == {Mesh.of(mesh).experts_over}
 
 
 class Offset(nn.Module):
-    """What its experts make of nothing is not nothing: cos(0) is one."""
+    """Its experts map zeros to other numbers: cos(0) is one."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ def test_heads_that_are_multiplied_one_by_one_are_no_experts():
 
 @pytest.mark.full
 def test_state_moves_between_meshes(tmp_path):
-    """6 experts on 4 ranks, then on 2, on 4 with tp, on one: each goes on as the others do, moments included."""
+    """6 experts on 4 ranks, then on 2, on 4 with tp, on one: training continues equally, moments included."""
     model, data, found = mixture(), sequences(), []
     first = compile_lockstep(model, squared_error, data[0], MESHES[1])
     first(data[0])
@@ -178,7 +178,7 @@ def test_rows_of_microbatches_that_are_computed_again():
                   passes={"moe": {"dispatch": "dropless"}, "remat": {"modules": {"0": "recompute"}}})
 
 
-# ---- rows that find no room ----------------------------------------------------------------------------------
+# ---- rows beyond capacity -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mesh", "factor"), quick([(m, f) for m in (MESHES[0], MESHES[1], MESHES[2], MESHES[8])
@@ -207,21 +207,21 @@ def test_nothing_is_dropped_where_there_is_room(mesh):
     step = compile_lockstep(mixture(), squared_error, data[0], mesh, microbatches=1,
                             passes={"moe": {"dispatch": "bounded", "capacity_factor": 8}})
     metrics, _ = train_plainly(mixture(), squared_error, data)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted | {"dropped_rows": 0.0}, EXACT)
+    for values, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(values, wanted | {"dropped_rows": 0.0}, EXACT)
 
 
 def test_rows_dropped_in_all_layers_and_microbatches_are_counted():
     model = nn.Sequential(nn.Linear(3, 3), Layers()).double()
     step = compile_lockstep(model, squared_error, sequences(8, 6)[0], MESHES[0], microbatches=2,
                             passes={"moe": {"dispatch": "bounded", "capacity_factor": 0.5}})
-    # of 48 rows a layer, all for one owner, 2 ranks in 2 microbatches have room for 0.5 * 12 / 2 each
+    # a layer has 48 rows, all for one owner; 2 ranks in 2 microbatches have room for 0.5 * 12 / 2 each
     assert step(sequences(8, 6)[0])["dropped_rows"] == 2 * (48 - 4 * 3)
 
 
 def test_rows_of_padding_take_no_room():
     model = nn.Sequential(nn.Linear(3, 3), Layers()).double()
-    data = sequences(2, 5)[0]  # three tokens a sequence on each rank, of which the second rank's last is padding
+    data = sequences(2, 5)[0]  # three tokens of a sequence on each rank; the second rank's last one is padding
     kept = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 0]])[..., None]  # an owner has room for 3 of each rank's 6 and 4
 
     def plainly(x):
@@ -231,9 +231,9 @@ def test_rows_of_padding_take_no_room():
         return model[1].last(rows)
 
     step = compile_lockstep(model, squared_error, data, MESHES[5], passes={"moe": {"dispatch": "bounded", "capacity_factor": 1.0}})
-    found = step(data)
-    assert found["dropped_rows"] == 2 * (6 - 3 + 4 - 3)
-    assert found["loss"] == pytest.approx(squared_error(plainly, data).item(), abs=1e-12)
+    metrics = step(data)
+    assert metrics["dropped_rows"] == 2 * (6 - 3 + 4 - 3)
+    assert metrics["loss"] == pytest.approx(squared_error(plainly, data).item(), abs=1e-12)
 
 
 @pytest.mark.parametrize(("mesh", "chunks", "changes", "sizes"),
@@ -251,11 +251,11 @@ def test_chunks_drop_the_rows_that_one_buffer_would():
                                 passes={"moe": {"dispatch": "bounded", "capacity_factor": 0.7, "chunks": chunks}})
         return train_step(step, sequences(8, 6)), step.state_dict()
 
-    (wanted, state), (metrics, found) = trained(1), trained(2)
+    (wanted, state), (metrics, other_state) = trained(1), trained(2)
     assert wanted[0]["dropped_rows"] > 0
-    for ours, theirs in zip(metrics, wanted, strict=True):
-        assert_same(ours, theirs, EXACT)
-    assert_same(found, state, EXACT)
+    for metric, expected in zip(metrics, wanted, strict=True):
+        assert_same(metric, expected, EXACT)
+    assert_same(other_state, state, EXACT)
 
 
 @pytest.mark.parametrize(("chunks", "forward", "backward"), (
@@ -263,8 +263,8 @@ def test_chunks_drop_the_rows_that_one_buffer_would():
     (2, [False, True, True, False], [False, True, True, True]),
 ))
 def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, forward, backward):
-    """Of exchanges of rows, whether products of experts are computed meanwhile: all but the first and the last."""
-    monkeypatch.setattr(request, "balance_of", lambda *_: Balance(8, 1e-3))  # these products are short beside what small rows take
+    """All exchanges of rows but the first and the last run during matmuls of experts."""
+    monkeypatch.setattr(request, "balance_of", lambda *_: Balance(8, 1e-3))  # makes matmuls short compared with the transfer of small rows
     program = spread(MESHES[2], "dropless", moe={"dispatch": "dropless", "chunks": chunks})["overlap"]
     found = {"forward": [], "backward": []}
     order = NodeOrder(program.graph)
@@ -278,27 +278,27 @@ def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, for
 @pytest.mark.parametrize(("load", "times"), ((1.0, 1.0), (1.5, 1.5), (9.0, 2.0)))
 @pytest.mark.sample(2)
 def test_all_wait_for_the_rank_that_gets_most_rows(load, times):
-    """Of twice the mean, for which buffers of the worst case have room here."""
+    """It gets twice the mean; buffers of the worst case have room for that here."""
     program = spread(MESHES[2], "dropless", sizes=(8, 6))["joint"]
-    one = Curve.flat(1.0)
-    cluster = Cluster(2, Rates({torch.float64: one}, one, one, one, one), Links(1.0, 1.0), expert_load=load)
+    flat = Curve.flat(1.0)
+    cluster = Cluster(2, Rates({torch.float64: flat}, flat, flat, flat, flat), Links(1.0, 1.0), expert_load=load)
     costs = Prices(program, recorded(), cluster)
     products = [n for n in program.calls() if n.target in (routed.grouped_mm, routed.grouped_outer)]
-    rows = 8 * 6 * TOP // 4  # of each rank in the mean
+    rows = 8 * 6 * TOP // 4  # mean per rank
     matrices = {n: ir.example(n if n.target is routed.grouped_outer else n.args[1]).shape[1:] for n in products}
     wanted = {n: times * 2 * rows * math.prod(shape) for n, shape in matrices.items()}
     assert {n: costs.flops(n) for n in products} == wanted
 
 
-# ---- where things lie, what is sent --------------------------------------------------------------------------
+# ---- placements and bytes sent ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mesh", "held"), ((MESHES[0], 3), (MESHES[1], 2), (MESHES[2], 3), (MESHES[4], 2), (MESHES[7], 2)))
 @pytest.mark.sample(2)
 def test_a_rank_holds_its_own_experts(mesh, held):
-    """Of 6 on 4 ranks two each, the last has none; what is left of `dp_shard` splits another dim."""
+    """With 6 experts on 4 ranks, three hold two and the last none; the remaining `dp_shard` splits another dim."""
     program = spread(mesh)["place"]
-    places = {given.name: given.spec for given in program.inputs}
+    places = {input_.name: input_.spec for input_ in program.inputs}
     for name in ("up", "down"):
         shape = places[name].local_shape(program.mesh)
         assert shape[0] == held
@@ -307,23 +307,23 @@ def test_a_rank_holds_its_own_experts(mesh, held):
 
 
 def sent(program, mesh, kinds, width):
-    """Rows of so many numbers that a rank sends to each other rank, as (axis, rows)."""
-    found = []
+    """Return the rows of so many numbers that a rank sends to each other rank, as (axis, rows)."""
+    sizes = []
     for node in program.calls():
         if node.target in kinds and ir.example(node).shape[-1:] == (width,):
             parts = Mesh.of(mesh)[axis := next(str(a) for a in node.args if isinstance(a, str))]
             largest = max(ir.example(node).numel(), ir.example(node.args[0]).numel())
-            found.append((axis, largest // width // parts))
-    return found
+            sizes.append((axis, largest // width // parts))
+    return sizes
 
 
 @pytest.mark.parametrize("mesh", quick((MESHES[0], MESHES[1], MESHES[2], MESHES[4]), 1, 3))
 @pytest.mark.sample(1)
 def test_bytes_are_those_of_the_formula(mesh):
-    """There and back, forward and backward: four times; with tokens of their own gradient and weights apart."""
+    """Rows go there and back, in forward and backward: four times; weights of choices travel separately."""
     tokens, owners = 8 * 6 // Mesh.of(mesh).world_size, mesh["ep"]
-    each = -(-6 // owners)
-    rows = {"dropless": tokens * min(TOP, each), "bounded": math.ceil(1.25 * tokens * TOP / owners)}
+    per_owner = -(-6 // owners)
+    rows = {"dropless": tokens * min(TOP, per_owner), "bounded": math.ceil(1.25 * tokens * TOP / owners)}
     for dispatch, capacity in rows.items():
         program = spread(mesh, dispatch, sizes=(8, 6))["joint"]
         assert sent(program, mesh, (reshard.all_to_all,), WIDTH).count((Mesh.of(mesh).experts_over, capacity)) == 4
@@ -339,13 +339,13 @@ def test_a_gradient_is_reduced_once_and_not_over_the_owners(mesh):
     program = spread(mesh, "dropless")["optimize"]
     reductions = [n for n in program.calls() if n.target in (reshard.reduce_scatter, reshard.psum)
                   and ir.example(n).dim() == 3]
-    own = set(program.mesh.experts)
-    assert all(own.isdisjoint(program.mesh.over(str(a))) for n in reductions for a in n.args if isinstance(a, str))
-    left = [axis for axis in program.mesh.axes if axis not in own]
-    assert len(reductions) == 2 * len(left)
+    expert_axes = set(program.mesh.experts)
+    assert all(expert_axes.isdisjoint(program.mesh.over(str(a))) for n in reductions for a in n.args if isinstance(a, str))
+    other_axes = [axis for axis in program.mesh.axes if axis not in expert_axes]
+    assert len(reductions) == 2 * len(other_axes)
 
 
-# ---- what is refused, or seen --------------------------------------------------------------------------------
+# ---- refusals and findings -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mesh", "message"), (
@@ -376,7 +376,7 @@ def test_a_model_without_experts_is_refused():
 
 
 class Running(nn.Module):
-    """Minds the order of rows."""
+    """Depends on the order of rows."""
 
     def forward(self, rows):
         return rows.cumsum(0)
@@ -417,4 +417,4 @@ def test_buffers_that_may_not_hold_all_are_refused():
 def test_the_report_says_which_way_rows_travel_and_why():
     step = compile_lockstep(mixture(), squared_error, sequences()[0], MESHES[0])
     notes = next(p["report"]["notes"] for p in step.report["passes"] if p["name"] == "experts")
-    assert "all_gather 12, dropless 24, bounded 15; all_gather sends fewest of those that drop none" in notes[0]
+    assert "all_gather 12, dropless 24, bounded 15; all_gather sends the fewest without dropping any" in notes[0]

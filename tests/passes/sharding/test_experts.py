@@ -1,4 +1,4 @@
-"""Rows sorted by expert: each rank sorts those of its own tokens, and it is what one device computes."""
+"""Rows sorted by expert: each rank sorts those of its own tokens, with the results of one device."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rows_may_be_computed_again():
 
 
 def layer(x, gates, weight, table, ids):
-    """What the pass makes of a mixture: two choices a token, of four experts."""
+    """Return the pass's result for a mixture with two choices a token, of four experts."""
     way = list(routed.Way(groups=4, share=2, owners=1))
     groups = routed.groups(ids, way)
     rows = routed.expert_mm(routed.dispatch(x, ids, 2, way), weight, groups, 1.0) + routed.of_expert(table, groups)
@@ -80,18 +80,18 @@ def test_each_dim_of_each_operand_sharded(axis, ranks):
     check(function, rows | {1: slots, 4: slots, 2: sharded((4, 3, 5), 0, axis)})
 
 
-# ---- what it costs -------------------------------------------------------------------------------------------
+# ---- costs --------------------------------------------------------------------------------------------------
 
 
 def local_program(mesh, **passes):
-    seen = {}
+    programs = {}
     compile_lockstep(mixture(), squared_error, sequences()[0], mesh, passes=passes,
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    return seen
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    return programs
 
 
 def test_rows_stay_where_their_tokens_are():
-    """Over data axes nothing of the size of rows is sent; over tp tokens are, once, and not each of their choices."""
+    """Over data axes nothing of the size of rows is sent; over tp each token is sent once, not once a choice."""
     program = local_program({"dp_shard": 2, "tp": 2})["shard"]
     (sort,) = [n for n in program.calls() if n.target is routed.order]
     assert ir.example(sort).shape == (1, 4 * 6 * TOP // 2)
@@ -106,7 +106,7 @@ def test_gradients_are_reduced_over_tp_by_token():
     program = local_program({"dp_shard": 2, "tp": 2})["joint"]
     sums = [n for n in program.calls() if n.target is reshard.psum and "tp" in n.args]
     rows = [shape for shape in (tuple(ir.example(n).shape) for n in sums) if shape[:1] == (4 * 6 * TOP // 2,)]
-    assert all(shape[1:] in ((), (1,)) for shape in rows)  # weights of choices, but no rows
+    assert all(shape[1:] in ((), (1,)) for shape in rows)  # weights of choices are sent, rows are not
 
 
 def test_experts_that_are_whole_over_tp_send_nothing_over_it():
@@ -132,18 +132,18 @@ def test_products_of_experts_run_in_one_dtype():
     assert step_dtypes and all(dtypes == {torch.bfloat16} for dtypes in step_dtypes)
 
 
-# ---- what it does not take -----------------------------------------------------------------------------------
+# ---- unsupported models -------------------------------------------------------------------------------------
 
 
 class Running(nn.Module):
-    """Minds the order of rows: each is added to those before it."""
+    """Depends on the order of rows: adds each row to those before it."""
 
     def forward(self, rows):
         return rows.cumsum(0)
 
 
 class Centred(nn.Module):
-    """Minds the rows of others."""
+    """Depends on the other rows."""
 
     def forward(self, rows):
         return rows - rows.mean(0)
@@ -164,7 +164,7 @@ def test_bins_that_are_no_experts_are_left_as_they_are():
 
 
 class Halves(nn.Module):
-    """A product of rows that somebody else has grouped: half of them each."""
+    """A matmul of rows in given groups: half of them each."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ def test_rows_with_ends_of_their_own_are_whole():
     trained_alike(Halves().double(), squared_error, sequences(), {"dp_shard": 2})
 
 
-# ---- faults that a verifier sees -----------------------------------------------------------------------------
+# ---- faults that a verifier finds ----------------------------------------------------------------------------
 
 
 def test_counts_of_all_ranks_are_refused_where_each_rank_has_its_own_rows(monkeypatch):
@@ -191,24 +191,24 @@ def test_counts_of_all_ranks_are_refused_where_each_rank_has_its_own_rows(monkey
         return replace(rule, place=lambda held, mesh: {"t": ()}) if node.target is routed.groups else rule
 
     monkeypatch.setattr("passes.sharding.propagate.rule_of", complete)
-    with pytest.raises(ir.CompileError, match="rows in a rank's own order are converted"):
+    with pytest.raises(ir.CompileError, match="rows in a rank's own order are resharded"):
         compile_lockstep(mixture(), squared_error, sequences()[0], {"dp_shard": 2})
 
 
 def test_an_order_that_is_cut_into_shards_is_refused(monkeypatch):
-    """Of ids that all ranks have each sorts all of them; a share of that order says nothing of a rank's tokens."""
-    placed = rules.routed._placed  # of tokens, where their ids are
+    """Ranks that all have the ids sort all of them; a shard of that order does not match a rank's tokens."""
+    placed = rules.routed._placed  # places tokens where their ids are
     monkeypatch.setattr(rules.routed, "_placed", lambda node, way, held, mesh: placed(node, way, held[:1], mesh))
     model = mixture()
     model.experts = routed_alike.__get__(model)
-    with pytest.raises(ir.CompileError, match="rows in a rank's own order are converted"):
+    with pytest.raises(ir.CompileError, match="rows in a rank's own order are resharded"):
         compile_lockstep(model, squared_error, sequences()[0], {"dp_shard": 2})
     monkeypatch.undo()
     trained_alike(model, squared_error, sequences(), {"dp_shard": 2}, NO_DECAY)
 
 
 def routed_alike(self, x):
-    """Tokens to experts in turn, whatever they are."""
+    """Send tokens to experts in turn, regardless of their values."""
     ids, perm = (torch.arange(x.shape[0] * TOP) % 3).sort()
     ends = self.counts(ids, 6).cumsum(0, dtype=torch.int32)
     gate, up = grouped(x[perm // TOP], self.up.transpose(1, 2), ends).chunk(2, -1)

@@ -1,4 +1,4 @@
-"""Gradients that an author gives need not be derivatives: what they make of a zero, they make of padding's, too."""
+"""An author's gradients need not be derivatives: they may map zeros to other values, in padding too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIVEN = {
     "cosine": lambda g, x: torch.cos(g) * x,
 }
 PLACES = ("weight", "activation", "hidden", "logits", "loss of a token", "loss")
-# (mesh, rows of 9 tokens): none of the sizes divides
+# (mesh, rows of 9 tokens): no size divides evenly
 MESHES = [
     ({"cp": 2}, 2),
     ({"dp_shard": 2}, 3),
@@ -42,7 +42,7 @@ MESHES = [
 
 
 def function(backward):
-    """A function that halves, with a gradient of one's own."""
+    """Return a function that halves, with the given gradient."""
 
     class Halved(Function):
         @staticmethod
@@ -54,11 +54,11 @@ def function(backward):
         def backward(ctx, g):
             return backward(g, *ctx.saved_tensors)
 
-    return Halved.apply  # bound before anything is captured, as PyTorch's own examples do
+    return Halved.apply  # bound before the capture, as in PyTorch's own examples
 
 
 class Model(nn.Module):
-    """A block with a norm and a feed-forward; `fn` stands at the places named."""
+    """A block with a norm and a feed-forward; `fn` is called at the named places."""
 
     def __init__(self, fn, places):
         super().__init__()
@@ -80,18 +80,18 @@ class Model(nn.Module):
 
 def loss(model, batch):
     logits = model(batch["tokens"])
-    each = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="none")
-    return model.at("loss", model.at("loss of a token", each).sum() / (batch["labels"] != -100).sum())
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="none")
+    return model.at("loss", model.at("loss of a token", losses).sum() / (batch["labels"] != -100).sum())
 
 
 def data(rows):
     generator = torch.Generator().manual_seed(1)
 
-    def one():
+    def batch_of():
         tokens, labels = (torch.randint(0, 11, (rows, 9), generator=generator) for _ in range(2))
         return {"tokens": tokens, "labels": labels.masked_fill(torch.rand(rows, 9, generator=generator) < 0.3, -100)}
 
-    return [one() for _ in LRS]
+    return [batch_of() for _ in LRS]
 
 
 def check(fn, places, mesh, rows):
@@ -111,7 +111,7 @@ def test_at_one_place(place, kind, where):
 
 
 class Routed(Mixture):
-    """A mixture of experts with `fn` at the places named."""
+    """A mixture of experts with `fn` at the named places."""
 
     def __init__(self, fn, places, **changes):
         torch.manual_seed(0)
@@ -124,7 +124,7 @@ class Routed(Mixture):
 
 
 AT_EXPERTS, OF_ROWS = ("scores", "chosen", "up", "down"), ("routed", "hidden", "made")
-EXPERT_MESHES = [  # (mesh, how rows travel), with 5 experts and 3 rows of 5: none of the sizes divides
+EXPERT_MESHES = [  # (mesh, method), with 5 experts and 3 rows of 5: no size divides evenly
     ({"dp_shard": 2, "ep": 2}, "all_gather"),
     ({"cp": 2, "ep": 2}, "dropless"),
     ({"tp": 2, "ep": 2}, "all_gather"),
@@ -156,7 +156,7 @@ def test_at_one_place_of_experts(place, kind, where):
 @pytest.mark.parametrize(("place", "where"), list(zip(OF_ROWS, EXPERT_MESHES[1::2])), ids=str)
 @pytest.mark.sample(2)
 def test_of_rows_that_are_to_travel_it_is_refused(place, where):
-    """Nobody knows of a function whether it minds the order of rows, or the empty ones of a buffer."""
+    """A function may depend on the order of rows, or on the empty rows of a buffer."""
     with pytest.raises(UserError, match="rows sorted by expert are gathered: %halved_0 .* is fn::Halved_0 of them"):
         check_routed(function(GIVEN["affine"]), (place,), *where)
 
@@ -171,8 +171,8 @@ def test_of_rows_that_stay(place):
 @pytest.mark.parametrize("kind", ["affine", "quadratic", "sign", "exponential"])
 @pytest.mark.sample(2)
 def test_a_gradient_left_unmasked_is_heard(monkeypatch, kind):
-    monkeypatch.setattr(Partitioner, "zeroed", lambda self, gradient, spec: gradient)
-    with pytest.raises(CompileError, match="is a gradient whose padding may hold .*; it has to be 0"):
+    monkeypatch.setattr(Partitioner, "zero_padding", lambda self, gradient, spec: gradient)
+    with pytest.raises(CompileError, match="is a gradient whose padding may hold .*; it must be 0"):
         check(function(GIVEN[kind]), ("activation",), {"dp_shard": 2}, 3)
 
 

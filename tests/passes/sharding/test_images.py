@@ -1,4 +1,4 @@
-"""Models of images: convolutions split over tp in pairs, norms by the statistics of all ranks' rows."""
+"""Image models: convolutions split over tp in pairs, norms with the statistics of all ranks' rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SGD = {"name": "sgd", "momentum": 0.9, "max_norm": 0.5}
 
 
 class Net(nn.Module):
-    """A stem, a residual block of a column and a row, a depthwise and a grouped convolution, and one that is transposed."""
+    """A stem, a residual block with a column and a row split, a depthwise, a grouped and a transposed convolution."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def net() -> Net:
-    """The same weights at each call, running statistics that are no longer as they began."""
+    """Return a net with the same weights at each call, and running statistics other than their initial ones."""
     torch.manual_seed(0)
     model = Net().double()
     for name, buffer in model.named_buffers():
@@ -43,26 +43,26 @@ def net() -> Net:
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy over images."""
+    """Return the mean cross-entropy over images."""
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def images(rows: int = 5) -> list[dict[str, Tensor]]:
-    """Batches of 8 x 8 pixels."""
+    """Return batches of 8 x 8 pixels."""
     generator = torch.Generator().manual_seed(1)
     return [{"x": torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64),
              "y": torch.randint(0, 4, (rows,), generator=generator)} for _ in range(3)]
 
 
 def gathered(step) -> list[str]:
-    """Notes on operators whose operands are gathered for want of a rule."""
+    """Return the notes on operators without a rule, whose operands are gathered."""
     return [note for record in step.report["passes"] for note in record["report"]["notes"] if "has no rule" in note]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.sample(1)
 def test_trains_as_on_one_device(mesh):
-    """Losses, gradients' norms, weights and running statistics; then evaluation, which takes those."""
+    """Compare losses, gradient norms, weights and running statistics; then evaluation, which uses those."""
     model = net()
     step = trained_alike(model, loss, images(), mesh, SGD, evaluate=True)
     assert not gathered(step)
@@ -72,7 +72,7 @@ def test_trains_as_on_one_device(mesh):
 
 
 def plan_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, str]:
-    """Parameter -> its placement over two ranks of tp."""
+    """Map each parameter to its placement over two ranks of tp."""
     step = compile_lockstep(model, loss, batch, {"tp": 2})
     return {name.removeprefix("model."): str(state.spec) for name, state in step.state.items()}
 
@@ -81,6 +81,6 @@ def test_a_column_is_followed_by_a_row():
     plan = plan_of(net(), images()[0])
     names = ("stem", "norm", "up", "down", "groups", "each", "wide", "grouped", "larger", "head")
     assert {name: plan[f"{name}.weight"].replace(", 3, 3", "") for name in names} == {
-        "stem": "[3@tp*2, 3]", "norm": "[3@tp*2]",  # in blocks that are groups of `groups`, whom the residual adds it to
+        "stem": "[3@tp*2, 3]", "norm": "[3@tp*2]",  # in blocks that match the groups of `groups`, to which the residual is added
         "up": "[10, 6@tp]", "down": "[3@tp*2, 10, 1, 1]", "groups": "[3@tp*2]", "each": "[3@tp*2, 1]",
         "wide": "[8, 3@tp*2, 1, 1]", "grouped": "[4@tp*2, 2]", "larger": "[4@tp*2, 5, 2, 2]", "head": "[4@tp, 5]"}

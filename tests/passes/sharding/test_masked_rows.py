@@ -1,4 +1,4 @@
-"""A row of padding sees nothing: where all of its scores are masked, softmax of it must not be NaN."""
+"""The softmax of a padded row, all of whose scores may be masked, must not be NaN."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MASKED = {
 
 
 class Masked(nn.Module):
-    """One attention that does not look at token 0, which is what padding is."""
+    """An attention that ignores token 0, the padding token."""
 
     def __init__(self, how: str):
         super().__init__()
@@ -50,6 +50,6 @@ def test_rows_of_padding_have_no_gradient(how):
     loss = loss_of(model, batch)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    found = compile_lockstep(model, loss_of, batch, {"dp_shard": 2})(batch)
-    assert found["loss"] == pytest.approx(loss.item(), abs=1e-10)
-    assert found["grad_norm"] == pytest.approx(norm.item(), abs=1e-6)  # some compute softmax in fp32
+    metrics = compile_lockstep(model, loss_of, batch, {"dp_shard": 2})(batch)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-10)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), abs=1e-6)  # some models compute softmax in fp32

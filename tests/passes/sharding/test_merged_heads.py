@@ -1,4 +1,4 @@
-"""Attention by hand over heads that are merged with the batch into one dim, as its minor or its major part."""
+"""Hand-written attention over heads merged with the batch into one dim, as its minor or its major part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Merged(nn.Module):
-    """Queries of `heads`, keys and values of `groups`."""
+    """Attention with `heads` of queries, `groups` of keys and values."""
 
     def __init__(self, heads: int, groups: int, minor: bool, attend):
         super().__init__()
@@ -33,7 +33,7 @@ class Merged(nn.Module):
         self.double()
 
     def split(self, x: Tensor) -> Tensor:
-        """[b, t, h * w] -> [b * heads, t, w] or [heads * b, t, w]."""
+        """Reshape [b, t, h * w] -> [b * heads, t, w] or [heads * b, t, w]."""
         x = x.unflatten(-1, (-1, WIDTH))
         x = x.repeat_interleave(self.heads // x.shape[2], 2)
         return (x.transpose(1, 2) if self.minor else x.permute(2, 0, 1, 3)).reshape(-1, x.shape[1], WIDTH)

@@ -1,4 +1,4 @@
-"""Operators that are written as others first: two updates are those of plain PyTorch, on meshes that divide nothing."""
+"""Operators that `normalize` rewrites: two updates equal plain PyTorch's, on meshes with uneven sizes."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def own_rows(x, ids):
 
 
 def padded(x, mask):
-    """Attention under a mask that is looked up by the number of each row."""
+    """Apply attention with a mask that is looked up by each row's number."""
     rows, at = torch.arange(x.shape[0])[:, None, None, None], torch.arange(x.shape[1])
-    seen = mask[rows, at[None, None, None, :]] & (at[:, None] >= at)
-    return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], seen)[:, 0]
+    visible = mask[rows, at[None, None, None, :]] & (at[:, None] >= at)
+    return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], visible)[:, 0]
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, {"cp": 2}, {"dp_shard": 2, "cp": 2}], ids=str)
@@ -84,12 +84,12 @@ def test_each_row_looks_up_its_own(look_up, mesh):
 
 
 def pooled_in_place(x):
-    """The mean of each row's entries as PyTorch's pooling lays it out."""
+    """Return the mean of each row's entries, in the layout of PyTorch's pooling."""
     return x.mean((1, 2)).view(5, 1, 1, 1).as_strided((5, 1, 1, 1), (1, 7, 1, 1)) * x.unsqueeze(1)
 
 
 def windows(x):
-    """Three neighbours of each position, overlapping."""
+    """Return three neighbours of each position, overlapping."""
     return x.contiguous().as_strided((5, 5, 3, 6), (42, 6, 6, 1)).sum(2)
 
 

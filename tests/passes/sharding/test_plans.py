@@ -1,4 +1,4 @@
-"""The inferred tensor-parallel plan of every model is the one Megatron would write: golden files, reviewed by hand."""
+"""The inferred tensor-parallel plan of every model is Megatron's: golden files, reviewed by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "golden" / "plans"
 
 
 def plan_text(model, loss_fn, batch) -> str:
-    """One line a split parameter: its shape, and the dim as outer * blocks@tp * inner."""
+    """Return one line for each split parameter: its shape, and the dim as outer * blocks@tp * inner."""
     program, ctx = capture(model, loss_fn, batch, torch.device("cpu"))
     program, _ = Normalize()(replace(program, mesh=Mesh.of({"tp": 2})), ctx)
     shapes = {i.name: i.spec.shape for i in program.inputs}

@@ -1,4 +1,4 @@
-"""Each operator of a placed program: which operand stays, where sums are reduced, and what no placement may do."""
+"""Each operator of a placed program: the operand that stays, the reductions, and placements that are refused."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def sequence(spec: Spec) -> Spec:
 
 
 class Placed:
-    """A program of one device whose inputs have placements, and what propagation decides of it."""
+    """A one-device program whose inputs have placements, and the decisions of propagation."""
 
     def __init__(self, mesh: dict[str, int], write, sequence_parallel: bool = True, **specs: tuple[str, Spec]):
         small = Small()
         inputs = {name: small.input(name, Spec.whole(spec.shape), kind) for name, (kind, spec) in specs.items()}
         results = write(small.call, **inputs)
         program = small.program(("metric", node.name, node, Spec.whole(tuple(ir.example(node).shape))) for node in results)
-        given = tuple(replace(i, spec=specs[i.name][1]) for i in program.inputs)
-        program = replace(program, mesh=Mesh.of(mesh), inputs=given, stage=Stage.CAPTURED)
+        placed_inputs = tuple(replace(i, spec=specs[i.name][1]) for i in program.inputs)
+        program = replace(program, mesh=Mesh.of(mesh), inputs=placed_inputs, stage=Stage.CAPTURED)
         self.plan = propagate(program, sequence_parallel, small.ctx)
         self.nodes = {node.name: node for node in program.graph.nodes}
 
@@ -42,11 +42,11 @@ class Placed:
         return [str(spec) for spec in self.plan.decisions[self.nodes[name]].operands]
 
     def made(self, name: str) -> str:
-        """Return the placement of a result before it is reduced."""
+        """Return the placement of a result before its reduction."""
         return str(self.plan.produced[self.nodes[name]])
 
     def reduced(self, name: str) -> str | None:
-        """Return what a sum is reduced to before it is used, None if it is not."""
+        """Return the placement to which a sum is reduced before use; None if it is not."""
         spec = self.plan.reduced.get(self.nodes[name])
         return spec and str(spec)
 
@@ -68,7 +68,7 @@ def test_activations_stay_on_data_axes_and_weights_on_tp(axis, x, w, needed):
 
 
 def test_weights_alone_stay_where_they_are_on_data_axes():
-    """What is computed from parameters is sharded as they are, so that the result is gathered, not each of them."""
+    """Values computed from parameters are sharded like them, so that one result is gathered, not each parameter."""
 
     def scaled(call, a, b):
         return [call(aten.mul.Tensor, a, b)]
@@ -93,10 +93,10 @@ MODEL = {
 
 @pytest.mark.parametrize(("sequence_parallel", "whole"), [(True, "[6@tp, 4]"), (False, "[6, 4]")])
 def test_a_sum_is_carried_through_what_is_linear_and_reduced_before_what_is_not(sequence_parallel, whole):
-    found = Placed({"tp": 2}, twice, sequence_parallel, **MODEL)
-    assert found.made("linear_default_1") == found.made("mul_scalar") == "[6, 4] sum(tp)"
-    assert found.reduced("linear_default_1") is None and found.reduced("mul_scalar") == whole
-    assert found.needed("square_default") == [whole]
+    placed = Placed({"tp": 2}, twice, sequence_parallel, **MODEL)
+    assert placed.made("linear_default_1") == placed.made("mul_scalar") == "[6, 4] sum(tp)"
+    assert placed.reduced("linear_default_1") is None and placed.reduced("mul_scalar") == whole
+    assert placed.needed("square_default") == [whole]
 
 
 def test_a_sum_of_two_users_is_reduced_once_for_both():
@@ -104,17 +104,17 @@ def test_a_sum_of_two_users_is_reduced_once_for_both():
         down = call(aten.linear.default, call(aten.linear.default, x, w), v)
         return [call(aten.mul.Scalar, down, 2.0), call(aten.mul.Scalar, down, 3.0)]
 
-    found = Placed({"tp": 2}, used_twice, **MODEL)
-    assert found.reduced("linear_default_1") == "[6@tp, 4]"
-    assert found.needed("mul_scalar") == found.needed("mul_scalar_1") == ["[6@tp, 4]"]
+    placed = Placed({"tp": 2}, used_twice, **MODEL)
+    assert placed.reduced("linear_default_1") == "[6@tp, 4]"
+    assert placed.needed("mul_scalar") == placed.needed("mul_scalar_1") == ["[6@tp, 4]"]
 
 
 @pytest.mark.parametrize("x", [{}, {"dp_shard": 0}, {"tp": 1}, {"dp_shard": 0, "tp": 1}, {"dp_shard": 1, "tp": 0}], ids=str)
 @pytest.mark.parametrize("w", [{}, {"tp": 0}, {"tp": 1}, {"dp_shard": 0, "tp": 1}, {"dp_shard": 1, "tp": 1}], ids=str)
 def test_an_axis_has_one_state_in_each_placement(x, w):
     specs = {"x": ("batch", cut((ROWS, NARROW), **x)), "w": ("parameter", cut((WIDE, NARROW), **w))}
-    found = Placed({"dp_shard": 2, "tp": 2}, linear, **specs)
-    decision = found.plan.decisions[found.nodes["linear_default"]]
+    placed = Placed({"dp_shard": 2, "tp": 2}, linear, **specs)
+    decision = placed.plan.decisions[placed.nodes["linear_default"]]
     for spec in (*decision.operands, *decision.results):
         states = Counter([*spec.sharded, *spec.partial_axes, *spec.replicate])
         assert all(count == 1 for count in states.values()), str(spec)

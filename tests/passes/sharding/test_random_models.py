@@ -42,12 +42,12 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return self.kv_heads * self.groups
 
     @property
     def dim(self) -> int:
-        """Width of the residual stream."""
+        """The width of the residual stream."""
         return self.heads * self.width
 
 
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class Fused(nn.Module):
-    """Attention by hand from one projection: split, matmul, mask, softmax."""
+    """Hand-written attention from one projection: split, matmul, mask, softmax."""
 
     def __init__(self, s: Shape):
         super().__init__()
@@ -154,12 +154,12 @@ class Model(nn.Module):
 
 
 def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean over labels that are not ignored."""
+    """Return the mean over labels that are not ignored."""
     return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
 
 def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean squared logit, weighted by the label."""
+    """Return the mean squared logit, weighted by the label."""
     return (model(batch["tokens"]).square().mean(-1) * (batch["labels"] + 101)).mean()
 
 
@@ -177,8 +177,8 @@ def difference(model: nn.Module, loss_fn, batch: dict[str, Tensor], mesh: dict[s
     program, _ = apply((Normalize(), Place(plan), Shard(sequence_parallel), Joint(), Collectives()), program, ctx)
     loss = loss_fn(model, batch)
     names = [name for name, _ in model.named_parameters()]
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    wanted = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(model.named_parameters(), found)}
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    wanted = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(model.named_parameters(), gradients)}
     assert names == [o.name for o in program.outputs if o.kind == "gradient"]
     state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
     outs = Lockstep(program).run([[_given(i, state, program, place) for i in program.inputs] for place in program.mesh])
@@ -193,7 +193,7 @@ def _given(i: ir.Input, state: dict[str, Tensor], program: ir.Program, place: di
 
 @st.composite
 def plans(draw, model: nn.Module, inferred: bool) -> dict[str, dict[str, int]] | None:
-    """No plan, or for each parameter a dim on tp or none."""
+    """Draw no plan, or for each parameter a dim on tp or none."""
     if inferred:
         return None
     dims = {n: draw(st.sampled_from([None, *range(p.dim())]), label=n) for n, p in model.named_parameters()}
@@ -201,7 +201,7 @@ def plans(draw, model: nn.Module, inferred: bool) -> dict[str, dict[str, int]] |
 
 
 def build(data, shape: Shape, blocks, tied: bool) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model of random weights and its batch; some labels are ignored, at least one is not."""
+    """Return a model with random weights and its batch; some labels are ignored, at least one is not."""
     torch.manual_seed(0)
     model = Model(shape, blocks, tied).double()
     tokens, labels = (torch.randint(shape.vocabulary, (shape.batch, shape.time)) for _ in range(2))
@@ -210,7 +210,7 @@ def build(data, shape: Shape, blocks, tied: bool) -> tuple[nn.Module, dict[str, 
 
 
 def check_one(data, shape: Shape, mesh, blocks, tied: bool, loss_fn, sequence_parallel: bool, inferred: bool) -> None:
-    """One random model against one device."""
+    """Compare one random model with one device."""
     model, batch = build(data, shape, blocks, tied)
     difference(model, loss_fn, batch, mesh, data.draw(plans(model, inferred)), sequence_parallel)
 

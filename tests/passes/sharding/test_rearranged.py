@@ -1,4 +1,4 @@
-"""A weight that is rearranged is complete where it is used, whatever sum it was made as."""
+"""A rearranged weight is complete at its uses, even if it was computed as a sum."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_loss_and_gradients_are_those_of_one_device(form, rows):
 
 
 def keep_the_terms(self: Partitioner, node, wanted):
-    """`hoist` as it once was: the operand's sum is left as it is, and the result called complete."""
+    """Run an earlier, faulty `hoist`: the operand's sum is not reduced, but the result is called complete."""
     decision = self.plan.decisions.get(node)
     if decision is None or not decision.rule.moves or wanted.partial:
         return None
-    dims = partition.above(decision.rule, wanted, self.program.mesh)
+    dims = partition.operand_dims(decision.rule, wanted, self.program.mesh)
     if dims is None:
         return None
     (operand,) = partition.tensor_operands(node)
@@ -51,7 +51,7 @@ def keep_the_terms(self: Partitioner, node, wanted):
 def test_the_verifier_refuses_a_sum_that_is_called_complete(form, rows, monkeypatch):
     monkeypatch.setattr(Partitioner, "hoist", keep_the_terms)
     model, batch = example(form, rows)
-    with pytest.raises(ir.CompileError, match=r"its rule makes .* sum\(dp_shard\) of .* sum\(dp_shard\)"):
+    with pytest.raises(ir.CompileError, match=r"its rule gives .* sum\(dp_shard\) for .* sum\(dp_shard\)"):
         compile_lockstep(model, loss, batch, MESH)
 
 
@@ -63,7 +63,7 @@ def test_without_the_verifier_that_sum_is_taken_for_complete(monkeypatch):
 
 
 class Turned(nn.Module):
-    """Heads whose bias is stored by entry and head, and read as by head and entry: the dims share no factor."""
+    """Heads whose bias is stored by entry and head, but read by head and entry: the dims share no factor."""
 
     def __init__(self, *stored: int):
         super().__init__()

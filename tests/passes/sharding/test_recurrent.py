@@ -15,7 +15,7 @@ MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 3}, {}, {"dp_shard
 
 
 class Network(nn.Module):
-    """Outputs and last states of a network along the sequence."""
+    """Returns outputs and last states of a network along the sequence."""
 
     def __init__(self, kind, **options):
         super().__init__()
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
 
 class Cells(nn.Module):
-    """One cell, step by step."""
+    """Runs one cell, step by step."""
 
     def __init__(self, kind):
         super().__init__()
@@ -40,11 +40,11 @@ class Cells(nn.Module):
         self.double()
 
     def forward(self, x):
-        state, found = None, []
+        state, outputs = None, []
         for t in range(x.shape[1]):
             state = self.cell(x[:, t], state)
-            found.append(self.out(state[0] if isinstance(state, tuple) else state))
-        return torch.stack(found, 1)
+            outputs.append(self.out(state[0] if isinstance(state, tuple) else state))
+        return torch.stack(outputs, 1)
 
 
 MODELS = {
@@ -74,16 +74,16 @@ def test_it_trains_as_on_one_device(model, mesh):
 
 
 def test_a_network_is_one_operator_until_gradients_are_traced():
-    seen = {}
+    programs = {}
     compile_lockstep(MODELS["lstm"](), loss, data(20)[0], {"dp_shard": 2}, NO_DECAY,
-                     observe=lambda program, record: seen.setdefault(record.name, program))  # fmt: skip
-    (node,) = [n for n in seen["shard"].calls() if "lstm" in n.name and n.op == "call_function" and "getitem" not in str(n.target)]
+                     observe=lambda program, record: programs.setdefault(record.name, program))  # fmt: skip
+    (node,) = [n for n in programs["shard"].calls() if "lstm" in n.name and n.op == "call_function" and "getitem" not in str(n.target)]
     assert ir.value(node)[0].shape == (2, 20, 4)  # half of the rows
-    assert not [n for n in seen["joint"].calls() if "lstm.input" in str(n.target)]
+    assert not [n for n in programs["joint"].calls() if "lstm.input" in str(n.target)]
 
 
 def test_in_fp32_it_is_written_out_as_well():
-    """PyTorch would take a kernel of the CPU for all steps at once."""
+    """PyTorch would use a fused CPU kernel for all steps."""
     model, batch = MODELS["lstm"]().float(), {"x": data()[0]["x"].float()}
     step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, NO_DECAY, evaluate=True)
     assert step(batch, 0.0)["loss"] == pytest.approx(loss(model, batch).item(), rel=1e-5)

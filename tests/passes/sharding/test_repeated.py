@@ -1,4 +1,4 @@
-"""What is repeated keeps its placement, and so do numbers in pairs that are taken for complex ones."""
+"""Repeated values keep their placement, and so do pairs of numbers viewed as complex ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAN = {"q.weight": {"tp": 0}, "o.weight": {"tp": 1}}
 
 
 class Rotary(nn.Module):
-    """Positions turned as complex numbers, as in the first Llama and in Llama 4, heads of three pairs."""
+    """Positions rotated as complex numbers, as in the first Llama and in Llama 4, with heads of three pairs."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Rotary(nn.Module):
 
 
 class Repeated(nn.Module):
-    """A weight repeated for each row, and features twice in a row."""
+    """A weight repeated for each row, and features repeated twice."""
 
     def __init__(self):
         super().__init__()
@@ -67,5 +67,5 @@ def test_nothing_is_gathered_over_tp(form):
     model, batch, graphs = form().double(), {"x": torch.randn(4, 6, 8, dtype=torch.float64)}, {}
     passes = {"shard": {"plan": PLAN, "sequence_parallel": False}}
     compile_lockstep(model, loss, batch, {"tp": 2}, passes=passes, observe=lambda p, r: graphs.setdefault(r.name, p))
-    found = {str(node.target) for node in graphs["shard"].calls()}
-    assert not any("gather" in target for target in found), found
+    targets = {str(node.target) for node in graphs["shard"].calls()}
+    assert not any("gather" in target for target in targets), targets

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism on sizes that nothing divides, by value against one device in fp64."""
+"""Tensor and sequence parallelism on uneven sizes, by value against one device in fp64."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MESHES = ({"tp": 2}, {"tp": 3}, {"tp": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replic
 
 
 def assert_trains_like_one_device(model, loss_fn, data, mesh, tolerance=1e-10, **options) -> None:
-    """Three steps: losses, norms and all parameters."""
+    """Compare losses, norms and all parameters of three steps."""
     metrics, final = train_plainly(model, loss_fn, data)
     step = compile_lockstep(model, loss_fn, data[0], mesh, ADAMW, **options)
     for batch, lr, expected in zip(data, LRS, metrics):
-        found = step(batch, lr)
-        assert found["loss"] == pytest.approx(expected["loss"], abs=tolerance)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], abs=tolerance)
-    found = step.state_dict()
+        values = step(batch, lr)
+        assert values["loss"] == pytest.approx(expected["loss"], abs=tolerance)
+        assert values["grad_norm"] == pytest.approx(expected["grad_norm"], abs=tolerance)
+    state = step.state_dict()
     for name, _ in model.named_parameters():
-        assert (found[name] - final[name]).abs().max() < tolerance, name
+        assert (state[name] - final[name]).abs().max() < tolerance, name
 
 
 @pytest.mark.parametrize(("mesh", "sequence_parallel"), quick(product(MESHES, [True, False]), 2, 7, 8), ids=str)
@@ -45,7 +45,7 @@ def test_our_llama(mesh: dict[str, int], sequence_parallel: bool) -> None:
 @pytest.mark.parametrize(("name", "mesh"), quick(product(zoo.MODELS, ({"tp": 4}, MESHES[-1])), 4, 8, 11), ids=str)
 @pytest.mark.sample(1)
 def test_models_of_others(name: str, mesh: dict[str, int]) -> None:
-    # Gemma's and Mixtral's own arithmetic is partly fp32: its rounding depends on the order of sums
+    # Gemma and Mixtral compute partly in fp32, whose rounding depends on the order of sums
     tolerance = 1e-7 if name in ("gemma", "mixtral") else 1e-10
     assert_trains_like_one_device(zoo.build(name), zoo.loss_fn, [zoo.batch()] * 3, mesh, tolerance)
 
@@ -62,15 +62,15 @@ def test_with_recomputation_and_microbatches(policy: str) -> None:
 
 
 def communication(n_layers: int, sequence_parallel: bool, length: int = 8) -> tuple[Counter, Counter]:
-    """Collectives of the joint graph by phase and kind, and their traffic in bytes by kind."""
-    found: list[tuple[ir.Program, PassRecord]] = []
+    """Return the collectives of the joint graph by phase and kind, and their bytes by kind."""
+    observed: list[tuple[ir.Program, PassRecord]] = []
     data = {k: torch.zeros(2, length, dtype=torch.long) for k in ("tokens", "labels", "positions")}
     cfg = ModelConfig(dim=16, n_layers=n_layers, n_heads=4, n_kv_heads=2, ffn_dim=32, vocab_size=VOCAB)
     torch.manual_seed(0)
     ct.compile_step(Llama(cfg), llama_loss, data, mesh={"tp": 2}, ranks="lockstep",
                     passes={"shard": {"sequence_parallel": sequence_parallel}},
-                    observe=lambda program, record: found.append((program, record)))
-    program, record = next((p, r) for p, r in found if r.name == "joint")
+                    observe=lambda program, record: observed.append((program, record)))
+    program, record = next((p, r) for p, r in observed if r.name == "joint")
     calls = Counter((ir.phase(n), n.target._opname) for n in program.calls()
                     if n.target in RESHARD_OPS.keys() - {reshard.invariant_to_replicate, reshard.invariant_to_shard})
     return calls, Counter({t.kind: t.sent_bytes for t in record.accounting.traffic})
@@ -144,5 +144,5 @@ def test_gates_and_values_that_alternate_are_sharded(tp: int) -> None:
     model = Alternating().double()
     assert_trains_like_one_device(model, loss, batches(), {"dp_shard": 2, "tp": tp})
     step = compile_lockstep(model, loss, batches()[0], {"tp": tp})
-    held = {name: step.state[f"model.{name}"].local[0].shape for name in ("up.weight", "down.weight")}
-    assert held == {"up.weight": (2 * -(-10 // tp), 8), "down.weight": (8, -(-10 // tp))}
+    shapes = {name: step.state[f"model.{name}"].local[0].shape for name in ("up.weight", "down.weight")}
+    assert shapes == {"up.weight": (2 * -(-10 // tp), 8), "down.weight": (8, -(-10 // tp))}

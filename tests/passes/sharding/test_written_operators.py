@@ -1,4 +1,4 @@
-"""Operators that `normalize` writes in others: by value, each dim sharded in turn, nothing gathered for want of a rule."""
+"""Operators that `normalize` rewrites: by value, each dim sharded in turn, with a rule for every operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAIRS = real(8, 4, 2)
 
 
 def normed(x, mean, var, training=False, **options):
-    """A batch norm of given statistics, in which PyTorch itself differentiates nothing."""
+    """Apply a batch norm with given statistics, which PyTorch itself does not differentiate."""
     return F.batch_norm(x, mean.detach(), var.detach(), training=training, **options)
 
 
