@@ -72,18 +72,11 @@ class Plan:
         return self.flops_per_token * self.tokens_per_s(found) / peak_flops(self.asked.cfg)
 
 
-SLACK = 0.00025  # of memory a layer: the peak of 126 layers, continued from four, was 2.9 % too low
-
-
 def room(asked: Asked) -> float:
-    """Bytes of a GPU that may be alive, beside what the cluster says of the device and its allocator.
-
-    A share is left free for each layer that figures are continued to.
-    """
-    cluster, (few, layers) = asked.cfg.cluster, compiled.depths(asked.cfg)
+    """Bytes of a GPU that may be alive, beside what the cluster says of the device and its allocator."""
+    cluster = asked.cfg.cluster
     beside = cluster.context_gib + (cluster.communicator_gib if asked.gpus > 1 else 0.0)
-    continued = layers - few[-1] if few else 0
-    return (1 - SLACK * continued) * GIB * (cluster.hbm_gib - beside) / (1 + cluster.allocator_loss)
+    return GIB * (cluster.hbm_gib - beside) / (1 + cluster.allocator_loss)
 
 
 def all_forms(asked: Asked, sizes: Sizes, left: Left) -> list[Estimate]:
