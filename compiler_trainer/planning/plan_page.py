@@ -11,6 +11,7 @@ from plotly import graph_objects as go
 from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.page import BLUE, ORANGE, drawn, page, plots, table, tr
 from compiler_trainer.planning import answer, compiled
+from compiler_trainer.planning.error import error_bar
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
 from compiler_trainer.planning.vary import Varied
@@ -36,6 +37,7 @@ def write(plan: Plan, folder: Path) -> None:
     of = "" if layers in (None, getattr(plan.asked.cfg.model, "n_layers", None)) else f" of its first {layers} layers"
     parts = (
         f"<p>{html.escape(answer.job(plan))}. {html.escape(answer.counted(plan))}.</p>",
+        f"<p>{html.escape(error_bar(plan.asked.cfg))}</p>",
         table(ranking(plan)),
         plots(
             (

@@ -31,7 +31,6 @@ from compiler_trainer.training.speed import peak_flops
 
 GIB = 2**30
 ROUNDS = 3  # in which settings are compiled: what one shows corrects the forms for the next
-HOPELESS = 2  # times the memory that there is: beyond it nothing is compiled
 SLOW = 1.5  # times the fastest that fits: beyond it nothing is a choice
 WORTH = 0.99  # of the fastest's time: from which on a mixture of two recomputations is worth compiling both
 TRIES = 3  # times that further settings are compiled where none fits
@@ -153,7 +152,7 @@ def sought(asked: Asked) -> Sought:
         what = "; ".join(left.count) or "no mesh has that many ranks with the axes that are stated"
         raise UserError("train.global_batch_size", f"leaves no setting: {what}; change the batch, or cluster.gpus")
     least = min(forms, key=lambda e: e.bytes)
-    if least.bytes > HOPELESS * room(asked):
+    if all(e.least_bytes > room(asked) for e in forms):
         raise nothing_fits(asked, least)
     flops = trained.flops_per_token(asked.cfg.train.seq_len)
     return Sought(asked, flops, worth_keeping(forms, room(asked)), len(forms), left, sizes.names)
@@ -187,7 +186,8 @@ def search(jobs: Sequence[Asked], compile_all: Compile) -> list[Plan]:
 
 def shortlist(forms: Iterable[Estimate], limit: float, known: set[Candidate], count: int) -> list[Candidate]:
     """The fastest settings that may fit, one of a kind; then those that need least memory."""
-    order = sorted(forms, key=lambda e: (e.bytes > limit, e.step_s if e.bytes <= limit else e.bytes))
+    possible = (form for form in forms if form.least_bytes <= limit)
+    order = sorted(possible, key=lambda e: (e.bytes > limit, e.step_s if e.bytes <= limit else e.bytes))
     chosen: dict[object, Candidate] = {}
     for found in order:
         if found.candidate not in known and len(chosen) < count:

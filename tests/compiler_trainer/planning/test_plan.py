@@ -187,7 +187,7 @@ def graphs(cfg, candidate):
     ids=lambda candidate: candidate.axes(),
 )
 def test_an_estimate_is_the_prediction_of_a_dry_run(candidate):
-    deep = replace(JOB, model=replace(SMALL, n_layers=16))
+    deep = replace(JOB, model=replace(SMALL, n_layers=14))
     (found,) = compiled.estimate(deep, candidate, [deep.cluster])
     cfg = replaced(candidate.applied(deep), {"passes": {"verify": "none"}})
     whole = predict_step(cfg, compile_dry(cfg, None))
@@ -231,6 +231,23 @@ def test_a_model_is_captured_with_few_layers_unless_options_or_periods_tell_them
     assert few(replace(deep, n_layers=count)) is None and few(replace(deep, nope_every=4)) is None
     assert few(deep, remat={"layers": {"layers.3": "full"}}) is None
     assert few(deep, remat={"layers": {"layers.*": "full"}}) == count
+
+
+def test_the_least_bytes_are_a_lower_bound(found):
+    least = {form.candidate: form.least_bytes for form in found.forms}
+    compiled_ones = [e for e in (*found.ranked, *found.too_large) if e.candidate in least]
+    assert compiled_ones and all(0 < least[e.candidate] <= e.bytes for e in compiled_ones)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("candidate", [*SETTINGS, Candidate(MeshConfig(dp_replicate=2, dp_shard=2, cp=2), 2, "full", method="ring")], ids=str)
+def test_no_setting_needs_less_than_the_lower_bound(candidate, optimizer, max_norm):
+    cfg = replace(JOB, optim=replace(JOB.optim, name=optimizer, max_norm=max_norm), model=replace(SMALL, n_layers=8))
+    (form,) = (e for e in all_forms(Asked(cfg), sizes(cfg), Left()) if e.candidate == candidate)
+    (real,) = compiled.estimate(cfg, candidate, [cfg.cluster])
+    assert form.least_bytes <= real.bytes
 
 
 # ---- the answer -----------------------------------------------------------------------------------------
