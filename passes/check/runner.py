@@ -87,12 +87,13 @@ def run_passes(
     inputs: Mapping[str, Tensor] | None = None,
     known: Results | None = None,
     tell: Callable[[str], None] = lambda what: None,
+    brief: bool = False,
 ) -> tuple[ir.Program, list[PassRecord]]:
     """The program after all passes, and a record of each; a captured program is recorded first, as "capture".
 
     `inputs` are the whole inputs by name on which `verify="numeric"` runs the program before and after a pass, `known`
     its results as the passes before left them: gradients, too, that this program does not yield by itself. `tell` is
-    called with the name of each pass that begins.
+    called with the name of each pass that begins. If `brief`, the last pass alone is checked, counted and recorded.
     Raises ValueError if the passes are out of order, CompileError where a pass fails or leaves a wrong program.
     """
     check_order(passes, program.stage)
@@ -115,16 +116,17 @@ def run_passes(
         if observe is not None:
             observe(after, replace(record, costs=costs(ledger)))
 
-    if program.stage is Stage.CAPTURED:
+    if program.stage is Stage.CAPTURED and not brief:
         check.remember(program)
         finish("capture", 0.0, program, program, ir.Report())
-    for step in passes:
+    for number, step in enumerate(passes, 1):
         tell(step.name)
         before = program
         check.remember(before)
         started = time.perf_counter()
         program, report = apply_pass(step, before, ctx)
-        finish(step.name, time.perf_counter() - started, before, program, report, step.keeps)
+        if not brief or number == len(passes):
+            finish(step.name, time.perf_counter() - started, before, program, report, step.keeps)
     return program, records
 
 
