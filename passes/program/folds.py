@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from passes.program.layer import Layer
-from passes.program.record import NodeRecord, Unset
+from passes.program.record import NodeRecord, Origin, Unset, changed
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,17 @@ class Fold:
         return number if number <= self.number else number - self.left_out
 
     def record_in_whole(self, record: NodeRecord, missing: int) -> NodeRecord:
-        """The record of a node in the whole program, if `missing` of the layers before it were left out."""
-        origin, role = record.origin, record.role
-        origin = replace(origin, modules=tuple(self.name_in_whole(path, missing) for path in origin.modules))
-        layer, parameter = self.layer_in_whole(record.layer, missing), self.name_in_whole(record.parameter, missing)
+        """Return the record of a node in the whole program, if `missing` of the layers before it were left out."""
+        role = record.role
+        changes = {
+            "origin": origin_in_whole(self, record.origin, missing),
+            "layer": self.layer_in_whole(record.layer, missing),
+            "parameter": self.name_in_whole(record.parameter, missing),
+        }
         if role is not None:
             role_layer = self.layer_in_whole(role.layer, missing)
-            role = replace(role, layer=role_layer, parameter=self.name_in_whole(role.parameter, missing))
-        return replace(record, origin=origin, layer=layer, parameter=parameter, role=role)
+            changes["role"] = replace(role, layer=role_layer, parameter=self.name_in_whole(role.parameter, missing))
+        return changed(record, changes)
 
     def layer_in_whole(self, layer: Layer | Unset | None, missing: int) -> Layer | Unset | None:
         """The layer in the whole program, if `missing` of the layers before it were left out."""
@@ -64,8 +67,14 @@ class Fold:
 
     def name_in_whole(self, name: str, missing: int) -> str:
         """The name of the same thing in that layer."""
-        number = number_in(name, self.stack)
+        number = number_in(name, self.stack) if name else None
         return name if number is None else renumbered(name, self.stack, self.counted(number) + missing)
+
+
+@cache
+def origin_in_whole(fold: Fold, origin: Origin, missing: int) -> Origin:
+    """Return the code that a node comes from in the whole program: cached, because many nodes share it."""
+    return replace(origin, modules=tuple(fold.name_in_whole(path, missing) for path in origin.modules))
 
 
 @dataclass(frozen=True)
