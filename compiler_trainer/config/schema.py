@@ -685,7 +685,7 @@ class PlanConfig:
     them does not fit, another may take some of the layers.
     """
 
-    compile: Positive = 12  # of the best by closed forms so many are compiled
+    compile: Positive = 6  # the number of settings to compile: those that closed forms rank best
     recompute: tuple[Recompute, ...] = RECOMPUTE
     float8: bool = False  # whether products in float8 may be chosen, where others are in bfloat16
     processes: Positive | None = None  # that compile side by side; null: one a core
