@@ -28,6 +28,7 @@ from compiler_trainer.step.given import Captured, Reporter
 from compiler_trainer.step.programs import compile_exported
 from passes.program import ir
 from passes.program.folds import Fold, Folding, number_in, renumbered
+from passes.program.layer import Layer
 
 T = TypeVar("T", ir.Input, ir.Output)
 MOST_CAPTURES = 4  # sizes of microbatches, say
@@ -109,20 +110,23 @@ def deepened(program: ir.Program, fold: Fold, missing: int) -> ir.Program:
     """Return a program whose folded layer stands for `missing` more layers: those after it get their numbers."""
     all_but_missing = dataclasses.replace(fold, left_out=0)
 
-    def moved(end: T) -> T:
+    def renamed(end: T) -> T:
         number = number_in(end.name, fold.stack)
         if number is None or number <= fold.number:
             return end
-        changes = {"name": renumbered(end.name, fold.stack, number + missing)}
-        layer = {"layer": all_but_missing.layer_in_whole(end.layer, missing)} if isinstance(end, ir.Input) else {}
-        return dataclasses.replace(end, **changes, **layer)
+        return dataclasses.replace(end, name=renumbered(end.name, fold.stack, number + missing))
+
+    def moved(given: ir.Input) -> ir.Input:
+        number = fold.number_of(given.layer)
+        layer = Layer(fold.stack, number + missing) if number is not None and number > fold.number else given.layer
+        return dataclasses.replace(renamed(given), layer=layer)
 
     program = program.copy()
     for node in program.calls():
         record = ir.record(node)
         if (fold.number_of(record.layer) or 0) > fold.number:
             ir.set_record(node, all_but_missing.record_in_whole(record, missing))
-    inputs, outputs = tuple(map(moved, program.inputs)), tuple(map(moved, program.outputs))
+    inputs, outputs = tuple(map(moved, program.inputs)), tuple(map(renamed, program.outputs))
     fold = dataclasses.replace(fold, left_out=fold.left_out + missing)
     return dataclasses.replace(program, inputs=inputs, outputs=outputs, fold=fold)
 

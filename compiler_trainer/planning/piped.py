@@ -33,25 +33,12 @@ T = TypeVar("T", ir.Input, ir.Output)
 
 @dataclass(frozen=True)
 class FewStages:
-    """A job on few ranks of the pipeline, the table of all ranks, and the compiled rank that stands for each."""
+    """A job on few ranks of the pipeline, the table of all ranks, and the rank and the stage compiled in place of each."""
 
     cfg: Config
     table: Table
-    alike: tuple[int, ...]
-
-    @property
-    def last(self) -> int:
-        """The last of the compiled ranks."""
-        return self.alike[-1]
-
-    def rank(self, rank: int) -> int:
-        """Return the compiled rank that stands for a rank."""
-        return self.alike[rank]
-
-    def stage(self, stage: int) -> int:
-        """Return the compiled stage that stands for a stage: in the same chunk."""
-        chunk, place = divmod(stage, self.table.ranks)
-        return chunk * (self.last + 1) + self.alike[place]
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
 
 
 def few_stages(cfg: Config) -> FewStages | None:
@@ -64,19 +51,34 @@ def few_stages(cfg: Config) -> FewStages | None:
     chunks = table.stages // ranks
     schedule = schedules.get((table.is_split, chunks), "interleaved")
     counts = cfg.passes.pipeline.stages or layers_by_stage(cfg, table.stages)
-    kinds = [counts[place::ranks] for place in range(ranks)]  # layers of each chunk of the rank at a place
+    by_rank = stages_by_rank(table)
+    kinds = [tuple(counts[stage] for stage in stages) for stages in by_rank]
     between = list(dict.fromkeys(kinds[1:-1]))
     alike = (0, *(1 + between.index(kind) for kind in kinds[1:-1]), 1 + len(between))
-    few = FewStages(cfg, table, alike)
-    few_counts = dict(sorted((few.stage(stage), count) for stage, count in enumerate(counts)))
-    pipeline = {"schedule": schedule, "chunks": max(2, chunks), "stages": [*few_counts.values()]}
-    changes = {"model": {"n_layers": sum(few_counts.values())}, "mesh": {"pp": few.last + 1}}
-    few_cfg = replaced(cfg, changes | {"passes": {"pipeline": pipeline}})
-    rank_of = build_table(few_cfg.passes.pipeline, few.last + 1, cfg.train.microbatches).rank_of
-    if few.last + 1 == ranks or len(rank_of) != len(few_counts):
+    few_ranks = 2 + len(between)
+    changes = {"mesh": {"pp": few_ranks}, "passes": {"pipeline": {"schedule": schedule, "chunks": max(2, chunks)}}}
+    few_cfg = replaced(cfg, changes)
+    few_table = build_table(few_cfg.passes.pipeline, few_ranks, cfg.train.microbatches)
+    few_by_rank = stages_by_rank(few_table)
+    if few_ranks == ranks or any(len(few_by_rank[few]) != len(by_rank[rank]) for rank, few in enumerate(alike)):
         return None
-    is_alike = all(rank_of[few.stage(s)] == few.rank(rank) for s, rank in enumerate(table.rank_of))
-    return dataclasses.replace(few, cfg=few_cfg) if is_alike else None
+    pairs = [pair for rank, few in enumerate(alike) for pair in zip(by_rank[rank], few_by_rank[few])]
+    stages = tuple(few for _, few in sorted(pairs))
+    ends = [
+        (chunk * ranks + at * (ranks - 1), chunk * few_ranks + at * (few_ranks - 1))
+        for chunk in range(chunks)
+        for at in (0, 1)
+    ]
+    if any(stages[stage] != few for stage, few in ends):  # chunks lie in another order than those of the few
+        return None
+    few_counts = [count for _, count in sorted(dict(zip(stages, counts)).items())]
+    changes = {"model": {"n_layers": sum(few_counts)}, "passes": {"pipeline": {"stages": few_counts}}}
+    return FewStages(replaced(few_cfg, changes), table, alike, stages)
+
+
+def stages_by_rank(table: Table) -> list[list[int]]:
+    """Return the stages of each rank of the pipeline in order."""
+    return [[stage for stage, of in enumerate(table.rank_of) if of == rank] for rank in range(table.ranks)]
 
 
 def layers_by_stage(cfg: Config, stages: int) -> tuple[int, ...]:
@@ -97,11 +99,11 @@ def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:
     for name, captured in step.programs.items():
         task = task_of(captured)
         of_rank = task.kind in OF_RANKS
-        count, stands_in = (few.table.ranks, few.rank) if of_rank else (few.table.stages, few.stage)
-        for number in (n for n in range(count) if stands_in(n) == task.stage):
+        compiled = few.ranks if of_rank else few.stages
+        for number in (n for n, stands_in in enumerate(compiled) if stands_in == task.stage):
             repeated = Task(number, task.kind)
             if of_rank:
-                new_name = names_in_update(step, task.stage, number, (few.last, count - 1))
+                new_name = names_in_update(step, task.stage, number, (few.ranks[-1], few.table.ranks - 1))
             else:
                 new_name = partial(name_in_stage, labels=labels, few_stage=task.stage, stage=number)
             program = dataclasses.replace(renamed(captured.program, new_name), task=repeated)

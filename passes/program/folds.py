@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from passes.program.layer import Layer
 from passes.program.record import NodeRecord, Origin, Unset, changed
@@ -50,7 +51,7 @@ class Fold:
     def record_in_whole(self, record: NodeRecord, missing: int) -> NodeRecord:
         """Return the record of a node in the whole program, if `missing` of the layers before it were left out."""
         role = record.role
-        changes = {
+        changes: dict[str, Any] = {
             "origin": origin_in_whole(self, record.origin, missing),
             "layer": self.layer_in_whole(record.layer, missing),
             "parameter": self.name_in_whole(record.parameter, missing),

@@ -60,12 +60,13 @@ def test_few_stages_tell_what_all_do(schedule):
 
 def test_ranks_with_as_many_layers_are_alike():
     few = few_stages(job("1f1b", mesh=MeshConfig(pp=6, dp_shard=2)))  # 12 layers and a head
-    assert len(few.alike) == 6 and few.alike[0] == 0 and few.alike[-1] == few.last == few.cfg.mesh.pp - 1
-    assert few.cfg.model.n_layers == sum(few.cfg.passes.pipeline.stages)
-    chunks = few_stages(job("interleaved", mesh=MeshConfig(pp=8), model=replace(MODEL, n_layers=32)))
+    assert len(few.ranks) == 6 and few.ranks[0] == 0 and few.ranks[-1] == few.cfg.mesh.pp - 1
+    assert few.stages == few.ranks and few.cfg.model.n_layers == sum(few.cfg.passes.pipeline.stages)
     assert few_stages(job("1f1b", mesh=MeshConfig(pp=2))) is None and few_stages(job("1f1b", mesh=MeshConfig())) is None
-    assert [chunks.stage(s) for s in range(8)] == list(chunks.alike)
-    assert [chunks.stage(8 + s) for s in range(8)] == [chunks.last + 1 + rank for rank in chunks.alike]
+    chunks = few_stages(job("interleaved", mesh=MeshConfig(pp=8), model=replace(MODEL, n_layers=32)))
+    assert chunks.stages == (*chunks.ranks, *(chunks.cfg.mesh.pp + rank for rank in chunks.ranks))
+    back = few_stages(job("zbv", mesh=MeshConfig(pp=8), model=replace(MODEL, n_layers=32)))
+    assert back.stages == (*back.ranks, *(2 * back.cfg.mesh.pp - 1 - rank for rank in reversed(back.ranks)))
 
 
 @pytest.mark.full
