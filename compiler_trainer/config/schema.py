@@ -673,7 +673,7 @@ class RunConfig:
     dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
 
 
-Recompute = Literal["none", "selective", "attention", "every_second", "full"]
+Recompute = Literal["none", "selective", "attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
@@ -681,11 +681,11 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 class PlanConfig:
     """What `compiler-trainer plan` and `mesh=auto` may choose, and how thoroughly they look (docs/guides/plan.md).
 
-    What is stated on the command line is kept. `recompute` lists what `passes.remat.policy` may become (every_second
-    is every_n with 2); where one of them does not fit, another may take some of the layers.
+    What is stated on the command line is kept. `recompute` lists what `passes.remat.policy` may become; where one of
+    them does not fit, another may take some of the layers.
     """
 
-    compile: Positive = 12  # of the best by closed forms so many are compiled
+    compile: Positive = 6  # the number of settings to compile: those that closed forms rank best
     recompute: tuple[Recompute, ...] = RECOMPUTE
     float8: bool = False  # whether products in float8 may be chosen, where others are in bfloat16
     processes: Positive | None = None  # that compile side by side; null: one a core

@@ -16,6 +16,7 @@ from rich.table import Table
 from compiler_trainer.config.files import put
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import named
+from compiler_trainer.planning.error import error_bar
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
 from compiler_trainer.training.speed import computes_in
@@ -86,7 +87,8 @@ def computed_in(plan: Plan) -> str:
 
 def table(plan: Plan) -> Table:
     """The compiled settings that fit, best first."""
-    found = Table(*HEADINGS, title=f"{title(plan)}: {job(plan)}", caption=counted(plan) + computed_in(plan))
+    caption = "\n".join(filter(None, (counted(plan) + computed_in(plan), error_bar(plan.asked.cfg))))
+    found = Table(*HEADINGS, title=f"{title(plan)}: {job(plan)}", caption=caption)
     for number, one in enumerate(plan.ranked[:SHOWN], 1):
         found.add_row(*row(plan, number, one))
     return found
@@ -159,6 +161,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "job": f"{title(plan)}: {job(plan)}",
         "gpus": plan.asked.gpus,
         "memory_bytes": round(room(plan.asked)),
+        "error": error_bar(plan.asked.cfg),
         "settings": plan.count,
         "left_out": plan.left,
         "ranked": [of(found) for found in plan.ranked],

@@ -29,7 +29,14 @@ from compiler_trainer.planning.dry_table import show
 from compiler_trainer.planning.playing import in_flight, kept_beside, play
 from compiler_trainer.planning.stages import PP
 from compiler_trainer.request import CompileRequest
-from compiler_trainer.step.given import Captured, check_offsets, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.given import (
+    Captured,
+    StepPrograms,
+    check_offsets,
+    check_recordable,
+    mesh_of,
+    one_microbatch,
+)
 from compiler_trainer.step.messages import messages
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.step import state_name
@@ -87,7 +94,11 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     """The programs that training would lower."""
     trained = subject(cfg)
     request = request_of(cfg, trained)
-    made = compile_programs(request, observe=observe)
+    return flat_step(cfg, trained, request, compile_programs(request, observe=observe))
+
+
+def flat_step(cfg: Config, trained: Subject, request: CompileRequest, made: StepPrograms) -> DryStep:
+    """Return the programs as flat graphs; raise UserError if they cannot run as the options say."""
     programs, report = made.programs, made.report
     if cfg.lower.cudagraphs is True:
         check_recordable(programs, cfg.lower.backend == "inductor")
@@ -131,7 +142,9 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     cluster = cluster_of(recorded if is_recorded(cfg, step) else cfg.cluster)
     interpreted = cfg.lower.backend == "eager"
     fused = fused or (lambda node: not interpreted)
-    found = {name: predict(*captured, cluster, fused, interpreted) for name, captured in step.programs.items()}
+    different = {captured.program.graph: captured for captured in step.programs.values()}  # stages alike share a graph
+    by_graph = {graph: predict(*captured, cluster, fused, interpreted) for graph, captured in different.items()}
+    found = {name: by_graph[captured.program.graph] for name, captured in step.programs.items()}
     timelines = {name: p.timeline for name, p in found.items()}
     seconds = {name: timeline.step_s for name, timeline in timelines.items()}
     programs, mesh = {name: captured.program for name, captured in step.programs.items()}, mesh_of(cfg.mesh)

@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from compiler_trainer.config.schema import Config
+from compiler_trainer.planning.error import error_bar
 
 
 def show(cfg: Config, report: dict[str, Any]) -> None:
@@ -20,6 +21,8 @@ def show(cfg: Config, report: dict[str, Any]) -> None:
             console.print(table)
     if "pipeline" in report["prediction"]:
         console.print(stages(report["prediction"]["pipeline"]))
+    if error := error_bar(cfg):
+        console.print(error, soft_wrap=True)
 
 
 def stages(found: dict[str, Any]) -> str:

@@ -1,261 +1,179 @@
-"""What a setting with pipeline stages takes: a first, a middle and a last stage, as they come in the schedule's table.
+"""Pipeline stages alike, compiled once: ranks of the pipeline between the first and the last that have as many layers.
 
-    compiled     3 stages of 1 layer, and of 2      embedding, layer | layer | layer, head
-    continued    16 stages of 7 or 8 layers         each on the line between the two, played as the table says
+    compiled     F0         F1         F2            3 ranks: embedding, 2 layers | 2 layers | 2 layers, head
+    repeated     F0   F1 F2 F3 F4 F5 F6   F7         8 ranks; F2 to F6 are the graph of F1 with other names
 
-A task's time and bytes are linear in its layers, and stages in the middle are alike.
+A value that a stage sends its neighbour is known by its place among those sent, so that one graph may stand anywhere
+between others: each stage must send its next one as many values, and so its previous one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
-from compiler_trainer.config.clusters import cluster_of
-from compiler_trainer.config.schema import ClusterConfig, Config, ModelConfig
+from compiler_trainer.config.schema import Config, ModelConfig
 from compiler_trainer.config.tables import build_table
-from compiler_trainer.planning import stages
-from compiler_trainer.planning.dry import DryStep, compile_dry, stored_bytes
-from compiler_trainer.planning.estimate import Estimate
-from compiler_trainer.planning.space import Candidate, depth_pattern, replaced
-from compiler_trainer.step.given import mesh_of
-from compiler_trainer.step.messages import Message, messages
-from compiler_trainer.step.turns import turns_of_step
-from passes.cost.cluster import Cluster, collective_seconds
-from passes.cost.predict import Timeline, predict
+from compiler_trainer.models.subject import subject
+from compiler_trainer.planning.dry import DryStep
+from compiler_trainer.planning.sizes import sizes_of
+from compiler_trainer.planning.space import depth_pattern, replaced
+from compiler_trainer.step.given import Captured, Reporter
 from passes.pipeline.assign import even
-from passes.pipeline.tables import Table, play
-from passes.program.mesh import Mesh
-from passes.program.task import BACKWARD, FORWARD, GATHER, INPUTS, SHARE, UPDATE, WEIGHTS, Task
+from passes.pipeline.tables import Table
+from passes.program import ir
+from passes.program.task import OF_RANKS, SQUARE, Task, square_of, term_of
 
-ROLES = 3  # a first, a middle and a last stage
-KINDS = (GATHER, FORWARD, BACKWARD, INPUTS, WEIGHTS, SHARE, UPDATE)
-TRAINED = FORWARD + BACKWARD + INPUTS + WEIGHTS
-OF_STATE = {"model": "parameters", "optim": "optimizer", "gradient": "gradients"}
-Figures = dict[tuple[str, ...], float]
-
-
-def estimates(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig]) -> tuple[Estimate, ...]:
-    """What a job takes in a setting on each cluster; raises UserError where a pass refuses it."""
-    cfg = candidate.applied(cfg)
-    table = build_table(cfg.passes.pipeline, cfg.mesh.pp, cfg.train.microbatches)
-    steps = [(count, compile_dry(small, None)) for count, small in few(cfg, table)]
-    mesh = mesh_of(cfg.mesh)
-    return tuple(Piped(candidate, table, mesh, cluster_of(c), repeated(cfg), steps).estimate() for c in clusters)
-
-
-def timelines(cfg: Config) -> tuple[int | None, dict[str, Timeline]]:
-    """(layers, the timeline of each task) of the larger of the two that are compiled."""
-    table = build_table(cfg.passes.pipeline, cfg.mesh.pp, cfg.train.microbatches)
-    _, small = few(cfg, table)[-1]
-    cluster = cluster_of(cfg.cluster)
-    found = {name: predict(*captured, cluster).timeline for name, captured in compile_dry(small, None).programs.items()}
-    return layers_of(small), found
-
-
-def layers_of(cfg: Config) -> int:
-    """How many layers the model has; what they are counted in for a model that options do not make is one a stage."""
-    return cfg.model.n_layers if isinstance(cfg.model, ModelConfig) else cfg.mesh.pp
-
-
-def repeated(cfg: Config) -> int:
-    """How many layers repeat: dense ones before experts are part of the first stage, as compiled."""
-    return layers_of(cfg) - (depth_pattern(cfg.model)[0] if isinstance(cfg.model, ModelConfig) else 0)
-
-
-def few(cfg: Config, table: Table) -> list[tuple[int, Config]]:
-    """The job with few stages, of few layers and of twice as many; as it is where it has no more, or none are told."""
-    plain: dict[str, dict[str, Any]] = {"passes": {"verify": "none"}, "run": {"dump_graphs": False}}
-    if not isinstance(cfg.model, ModelConfig):
-        return [(1, replaced(cfg, plain))]
-    count, (first, period) = min(ROLES, table.stages), depth_pattern(cfg.model)
-    found = []
-    for n in (period, 2 * period):
-        schedule = {"schedule": "zero_bubble" if table.is_split else "1f1b", "stages": [first + n, *[n] * (count - 1)]}
-        model, mesh = {"n_layers": first + n * count}, {"pp": count}
-        passes = plain["passes"] | {"pipeline": schedule}
-        found.append((n, replaced(cfg, plain | {"model": model, "mesh": mesh, "passes": passes})))
-    return found if found[-1][1].model.n_layers < cfg.model.n_layers else [(1, replaced(cfg, plain))]  # type: ignore[union-attr]
+T = TypeVar("T", ir.Input, ir.Output)
 
 
 @dataclass(frozen=True)
-class Piped:
-    """A setting of a job of so many repeated `layers` on a cluster, and its tasks' order; `steps` have few of them."""
+class FewStages:
+    """A job on few ranks of the pipeline, the table of all ranks, and the rank and the stage compiled in place of each."""
 
-    candidate: Candidate
+    cfg: Config
     table: Table
-    mesh: Mesh
-    cluster: Cluster
-    layers: int
-    steps: Sequence[tuple[int, DryStep]]
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all stages were compiled."""
-        return len(self.steps) == 1
 
-    def role(self, stage: int) -> int:
-        """The compiled stage that is like a stage: the first, the last, or one in the middle."""
-        if self.is_whole or stage == 0:
-            return stage
-        count = min(ROLES, self.table.stages)
-        return count - 1 if stage == self.table.stages - 1 else 1
+def few_stages(cfg: Config) -> FewStages | None:
+    """Return a job on few ranks of the pipeline whose stages are those of `cfg`; None if all have to be compiled."""
+    ranks = cfg.mesh.pp
+    if ranks == 1 or not isinstance(cfg.model, ModelConfig) or depth_pattern(cfg.model)[1] > 1:
+        return None
+    table = build_table(cfg.passes.pipeline, ranks, cfg.train.microbatches)
+    schedules = {(False, 1): "1f1b", (True, 1): "zero_bubble", (True, 2): "zbv"}
+    chunks = table.stages // ranks
+    schedule = schedules.get((table.is_split, chunks), "interleaved")
+    counts = cfg.passes.pipeline.stages or layers_by_stage(cfg, table.stages)
+    by_rank = stages_by_rank(table)
+    kinds = [tuple(counts[stage] for stage in stages) for stages in by_rank]
+    between = list(dict.fromkeys(kinds[1:-1]))
+    alike = (0, *(1 + between.index(kind) for kind in kinds[1:-1]), 1 + len(between))
+    few_ranks = 2 + len(between)
+    changes = {"mesh": {"pp": few_ranks}, "passes": {"pipeline": {"schedule": schedule, "chunks": max(2, chunks)}}}
+    few_cfg = replaced(cfg, changes)
+    few_table = build_table(few_cfg.passes.pipeline, few_ranks, cfg.train.microbatches)
+    few_by_rank = stages_by_rank(few_table)
+    if few_ranks == ranks or any(len(few_by_rank[few]) != len(by_rank[rank]) for rank, few in enumerate(alike)):
+        return None
+    pairs = [pair for rank, few in enumerate(alike) for pair in zip(by_rank[rank], few_by_rank[few])]
+    stages = tuple(few for _, few in sorted(pairs))
+    ends = [
+        (chunk * ranks + at * (ranks - 1), chunk * few_ranks + at * (few_ranks - 1))
+        for chunk in range(chunks)
+        for at in (0, 1)
+    ]
+    if any(stages[stage] != few for stage, few in ends):  # chunks lie in another order than those of the few
+        return None
+    few_counts = [count for _, count in sorted(dict(zip(stages, counts)).items())]
+    changes = {"model": {"n_layers": sum(few_counts)}, "passes": {"pipeline": {"stages": few_counts}}}
+    return FewStages(replaced(few_cfg, changes), table, alike, stages)
 
-    @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """How many layers each stage has, as `assign` shares them out by FLOPs."""
-        if self.is_whole:
-            return (1,) * self.table.stages
-        (few, low), (more, high) = ((n, step) for n, step in self.steps)
-        first, last, middle = 0, min(ROLES, self.table.stages) - 1, 1 % min(ROLES, self.table.stages)
-        layer, whole = ((flops(high, middle, k) - flops(low, middle, k)) / (more - few) for k in (FORWARD, TRAINED))
-        costs = [round(layer)] * self.layers
-        costs[0] += round(flops(low, first) - few * layer)
-        costs[-1] += round((flops(low, last, TRAINED) - few * whole) / 3)  # a loss in chunks has its backward in F
-        return even(costs, self.table.stages)
 
-    @cached_property
-    def figures(self) -> list[dict[int, Figures]]:
-        """The figures of each compiled stage, of few layers and of more."""
-        return [{role: self.of_stage(step, role) for role in roles(step)} for _, step in self.steps]
+def stages_by_rank(table: Table) -> list[list[int]]:
+    """Return the stages of each rank of the pipeline in order."""
+    return [[stage for stage, of in enumerate(table.rank_of) if of == rank] for rank in range(table.ranks)]
 
-    def of_stage(self, step: DryStep, stage: int) -> Figures:
-        """Seconds, bytes sent, bytes that the stage's rank keeps, and what its tasks need beside, by task."""
-        found: Figures = {}
-        read, own = carried_sizes(step, stage), dict[str, int]()
-        for kind in KINDS:
-            name = str(Task(stage, kind))
-            if name not in step.programs:
-                continue
-            captured, costs = step.programs[name], step.costs(name)
-            prediction = predict(*captured, self.cluster)
-            timeline = prediction.timeline
-            found |= {(kind, "seconds"): timeline.step_s, (kind, "compute"): timeline.compute_s}
-            found |= {(kind, "exposed", axis): s for axis, s in timeline.exposed_s.items()}
-            found |= {(kind, "sent", *key): float(size) for key, size in prediction.sent_bytes.items()}
-            for output in captured.program.outputs:
-                if output.kind == "carried" and output.name in read:
-                    size, until = read[output.name]
-                    found[kind, "until", until] = found.get((kind, "until", until), 0.0) + size
-            given = sum(read[i.name][0] for i in captured.program.inputs if i.name in read and i.kind == "carried")
-            mine = stored_bytes(captured)
-            own |= mine
-            found[kind, "beside"] = float(costs["peak_bytes"] - given - sum(mine.values()))
-        for name, size in own.items():
-            key = ("state", OF_STATE[name.partition(".")[0]])
-            found[key] = found.get(key, 0.0) + size
-        return found
 
-    def of(self, stage: int) -> Figures:
-        """The figures of a stage with all its layers."""
-        if stage not in self.continued:
-            role, count = self.role(stage), self.counts[stage]
-            low = self.figures[0][role]
-            if self.is_whole:
-                self.continued[stage] = low
+def layers_by_stage(cfg: Config, stages: int) -> tuple[int, ...]:
+    """Return how many layers `assign` gives each stage."""
+    sizes = sizes_of(cfg, subject(cfg).module)
+    heads, length = sizes.heads, cfg.train.seq_len
+    layer = 2 * sizes.used + 2 * length * heads.queries * (heads.key_dim + heads.value_dim)
+    return even([round(layer)] * (sizes.layers - 1) + [round(layer + 2 * sizes.head)], stages)
+
+
+def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:
+    """Return the programs of all stages of `cfg` from those of few; None if some stages send others other values."""
+    labels = labels_of(step)
+    if labels is None:
+        return None
+    programs, passes = dict[str, Captured](), []
+    last = {done["program"]: done for done in step.report["passes"]}
+    for name, captured in step.programs.items():
+        task = task_of(captured)
+        of_rank = task.kind in OF_RANKS
+        compiled = few.ranks if of_rank else few.stages
+        for number in (n for n, stands_in in enumerate(compiled) if stands_in == task.stage):
+            repeated = Task(number, task.kind)
+            if of_rank:
+                new_name = names_in_update(step, task.stage, number, (few.ranks[-1], few.table.ranks - 1))
             else:
-                (few, _), (more, _) = self.steps
-                steps, high = (count - few) / (more - few), self.figures[1][role]
-                line = {key: value + steps * (high[key] - value) for key, value in low.items() if key in high}
-                self.continued[stage] = {key: max(0.0, value) for key, value in line.items()}
-        return self.continued[stage]
-
-    @cached_property
-    def continued(self) -> dict[int, Figures]:
-        """Figures of stages that were asked for."""
-        return {}
-
-    # -- the step -------------------------------------------------------------------------------------
-
-    def estimate(self) -> Estimate:
-        """Seconds of the step, bytes of the rank that needs most."""
-        send = self.send_s()
-        timing = play(self.table, lambda task: self.of(task.stage).get((task.kind, "seconds"), 0.0), send)
-        around = [self.once(rank, "seconds") for rank in range(self.table.ranks)]
-        step_s = timing.length + max(around)
-        busiest = max(range(self.table.ranks), key=lambda rank: timing.busy[rank])
-        compute = self.total(busiest, "compute")
-        exposed = {axis: self.total(busiest, "exposed", axis) for axis in self.axes("exposed")}
-        exposed = {axis: s for axis, s in exposed.items() if s > 0}
-        exposed["pp"] = max(0.0, step_s - compute - sum(exposed.values()))
-        memory, place = max((self.memory(rank) for rank in range(self.table.ranks)), key=lambda m: sum(m[0].values()))
-        sent: dict[str, dict[str, float]] = {}
-        for axis, link in {key[2:] for key in self.of(0) if key[1:2] == ("sent",)}:
-            sent.setdefault(axis, {})[link] = self.total(busiest, "sent", axis, link)
-        return Estimate(self.candidate, compute, exposed, memory, step_s, sum(memory.values()), sent, place)
-
-    def axes(self, what: str) -> set[str]:
-        """The axes that a figure is known of."""
-        return {key[2] for stage in range(self.table.stages) for key in self.of(stage) if key[1:2] == (what,)}
-
-    def total(self, rank: int, *what: str) -> float:
-        """A figure of all tasks of a rank in a step."""
-        slots = sum(self.of(s.task.stage).get((s.task.kind, *what), 0.0) for s in self.table.rows[rank])
-        return slots + self.once(rank, *what)
-
-    def once(self, rank: int, *what: str) -> float:
-        """A figure of what a rank does once a step."""
-        own = [self.of(stage) for stage, of in enumerate(self.table.rank_of) if of == rank]
-        return sum(figures.get((kind, *what), 0.0) for figures in own for kind in (GATHER, SHARE, UPDATE))
-
-    def memory(self, rank: int) -> tuple[dict[str, float], str]:
-        """Bytes of a rank at its peak, by kind, and the task in which that is."""
-        own = [stage for stage, of in enumerate(self.table.rank_of) if of == rank]
-        found: dict[str, float] = {}
-        for stage in own:
-            for key, size in self.of(stage).items():
-                if key[0] == "state" or key[:2] == (GATHER, "until"):
-                    kind = key[1] if key[0] == "state" else "gathered weights"
-                    found[kind] = found.get(kind, 0.0) + size
-        once = [(Task(stage, kind), 0.0) for stage in own for kind in (GATHER, SHARE, UPDATE)]
-        task, activations = max((*self.kept_beside(rank), *once), key=lambda each: each[1] + self.beside(each[0]))
-        return found | {"activations": activations, "work": self.beside(task)}, f"{task} of rank {rank}"
-
-    def beside(self, task: Task) -> float:
-        """Bytes that a task needs beside its inputs."""
-        return self.of(task.stage).get((task.kind, "beside"), 0.0)
-
-    def kept_beside(self, rank: int) -> Iterator[tuple[Task, float]]:
-        """Each task of a rank, with the bytes that others have made for later ones by then."""
-        kept = 0.0
-        for (stage, kind), _ in self.table.rows[rank]:
-            yield Task(stage, kind), kept
-            for key, size in self.of(stage).items():
-                if key[1:2] == ("until",) and key[0] != GATHER:
-                    kept += size * ((key[0] == kind) - (key[2] == kind))
-
-    def send_s(self) -> float:
-        """How long what a stage gives the next one travels."""
-        size = max((border["bytes"] for border in self.borders()), default=0)
-        between = stages.link(self.mesh, Message(("", 0), 0, 1, 0), self.cluster.gpus_per_node)
-        return collective_seconds("shift", size, between, self.cluster.links)
-
-    def borders(self) -> list[dict]:
-        """What is sent between the first two stages that were compiled."""
-        _, step = self.steps[0]
-        programs = {name: captured.program for name, captured in step.programs.items()}
-        turns = [turn for turn in turns_of_step(programs, step.table, 1) if turn.program in programs]
-        return stages.borders(messages(turns, programs), stages.sizes_of(programs))[:1]
+                new_name = partial(name_in_stage, labels=labels, few_stage=task.stage, stage=number)
+            program = dataclasses.replace(renamed(captured.program, new_name), task=repeated)
+            programs[str(repeated)] = Captured(program, captured.ctx)
+            passes.append(last[name] | {"program": str(repeated)})
+    table = build_table(cfg.passes.pipeline, cfg.mesh.pp, cfg.train.microbatches, Reporter(passes=passes).cost)
+    return DryStep(programs, step.report | {"passes": passes}, step.flops_per_token, table)
 
 
-def roles(step: DryStep) -> range:
-    """The stages of a compiled step."""
-    assert step.table is not None
-    return range(step.table.stages)
+def task_of(captured: Captured) -> Task:
+    """Return the task that a program of a pipelined step does."""
+    assert captured.program.task is not None
+    return captured.program.task
 
 
-def flops(step: DryStep, stage: int, kinds: str = FORWARD) -> int:
-    """Of some tasks of a stage."""
-    names = [name for kind in kinds if (name := str(Task(stage, kind))) in step.programs]
-    return sum(sum(step.costs(name)["flops"].values()) for name in names)
+def renamed(program: ir.Program, new_name: Callable[[str], str]) -> ir.Program:
+    """Return a program over the same graph with other names of the values that it is sent and sends."""
+
+    def change(end: T) -> T:
+        return dataclasses.replace(end, name=new_name(end.name)) if end.kind == "carried" else end
+
+    return dataclasses.replace(
+        program, inputs=tuple(map(change, program.inputs)), outputs=tuple(map(change, program.outputs))
+    )
 
 
-def carried_sizes(step: DryStep, stage: int) -> Mapping[str, tuple[int, str]]:
-    """What tasks of a stage read of each other, by name: bytes, and the last that reads it."""
-    names = [name for kind in KINDS if (name := str(Task(stage, kind))) in step.programs]
-    programs = {name: step.programs[name].program for name in names}
-    own = {output.name for program in programs.values() for output in program.outputs}
-    last = {given.name: name[0] for name, program in programs.items() for given in program.inputs}
-    return {name: (size, last[name]) for name, size in stages.sizes_of(programs).items() if name in own}
+def labels_of(step: DryStep) -> dict[str, tuple[int, str]] | None:
+    """Return the stage that makes each value, and a label for it: the place among the values for the same neighbour.
+
+    None if values go to other stages than neighbours, or stages make different numbers of them.
+    """
+    tasks = [(task_of(captured), captured.program) for captured in step.programs.values()]
+    ends = {task: (carried(p.inputs), carried(p.outputs)) for task, p in tasks if task.kind not in OF_RANKS}
+    made_by = {value: task.stage for task, (_, made) in ends.items() for value in made}
+    to_next, to_previous = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
+    for value, stage in made_by.items():
+        others = {task.stage for task, (read, _) in ends.items() if value in read} - {stage}
+        if not others <= {stage - 1, stage + 1} or len(others) > 1:
+            return None
+        for other in others:
+            (to_next if other > stage else to_previous)[stage].append(value)
+    stages = len({*made_by.values()})
+    ways = (to_next.values(), to_previous.values())
+    if any(len({*map(len, lists)}) > 1 or len(lists) not in (0, stages - 1) for lists in ways):
+        return None
+    labels = {value: (stage, value) for value, stage in made_by.items()}
+    for label, lists in (("next", to_next), ("previous", to_previous)):
+        labels |= {value: (stage, f"{label} {i}") for stage, values in lists.items() for i, value in enumerate(values)}
+    return labels
+
+
+def carried(ends: Iterable[ir.Input | ir.Output]) -> list[str]:
+    """Return the names of carried values."""
+    return [end.name for end in ends if end.kind == "carried"]
+
+
+def name_in_stage(name: str, labels: Mapping[str, tuple[int, str]], few_stage: int, stage: int) -> str:
+    """Return the name of a value that a stage reads or makes, if the compiled stage calls it `name`."""
+    source, label = labels[name]
+    return f"stage {stage + source - few_stage}: {label}"  # names of updates begin with the number of their rank
+
+
+def names_in_update(step: DryStep, few_rank: int, rank: int, last: tuple[int, int]) -> Callable[[str], str]:
+    """Return the function that renames what a compiled rank's update reads and makes as a rank's update names it.
+
+    `last` are the last of the compiled ranks and of all. Ranks exchange squared norms and terms of the gradients of
+    parameters that the first and the last rank share (`passes/program/task.py`); all else stays on the rank.
+    """
+    sources = {0: 0, last[0]: last[1], few_rank: rank}
+    parameters = {i.name for c in step.programs.values() for i in c.program.inputs if i.kind == "parameter"}
+    names = {SQUARE: SQUARE, square_of(few_rank - 1): square_of(rank - 1), square_of(few_rank): square_of(rank)}
+    names |= {term_of(name, old): term_of(name, new) for name in parameters for old, new in sources.items()}
+    return lambda name: names.get(name) or f"rank {rank}: {name}"

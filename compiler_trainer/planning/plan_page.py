@@ -8,11 +8,14 @@ from pathlib import Path
 
 from plotly import graph_objects as go
 
+from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.page import BLUE, ORANGE, drawn, page, plots, table, tr
 from compiler_trainer.planning import answer, compiled
+from compiler_trainer.planning.error import error_bar
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
 from compiler_trainer.planning.vary import Varied
+from passes.cost.predict import predict
 from passes.cost.timeline import COMPUTE, Timeline
 
 FILE = "plan.html"
@@ -28,10 +31,13 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 def write(plan: Plan, folder: Path) -> None:
     """Write `plan.html` into a run folder."""
-    layers, timelines = compiled.timeline(plan.asked.cfg, plan.best.candidate)
+    layers, step = compiled.drawn(plan.asked.cfg, plan.best.candidate)
+    cluster = cluster_of(plan.asked.cfg.cluster)
+    timelines = {name: predict(*captured, cluster).timeline for name, captured in step.programs.items()}
     of = "" if layers in (None, getattr(plan.asked.cfg.model, "n_layers", None)) else f" of its first {layers} layers"
     parts = (
         f"<p>{html.escape(answer.job(plan))}. {html.escape(answer.counted(plan))}.</p>",
+        f"<p>{html.escape(error_bar(plan.asked.cfg))}</p>",
         table(ranking(plan)),
         plots(
             (

@@ -1,7 +1,7 @@
 """The turns of a step on paper: when each begins and ends, and what lies beside it in its rank's memory.
 
-    1f1b, 2 ranks      rank 0  F0 0  F0 1  ....  B0 0  ....  B0 1  U0
-                       rank 1  ....  F1 0  B1 0  F1 1  B1 1  U1
+1f1b, 2 ranks      rank 0  F0 0  F0 1  ....  B0 0  ....  B0 1  U0
+                   rank 1  ....  F1 0  B1 0  F1 1  B1 1  U1
 """
 
 from __future__ import annotations

@@ -24,11 +24,8 @@ from passes.program.machine import reach
 from passes.program.mesh import Mesh
 
 MASTER = {"float32": 4, "bfloat16": 2}
-MOMENTS = {"adamw": 2.0, "adamw8bit": 0.51, "adamwfp8": 0.51, "muon": 1.0}  # of the bytes of an entry
-LOGIT_BYTES = 24  # moved of a logit, forward and backward
+MOMENTS = {"adamw": 2.0, "adamw8bit": 0.5, "adamwfp8": 0.5, "muon": 1.0}  # of the bytes of an entry
 LOGITS_ALIVE, LOGITS_LATER = 5.4, 2.4  # copies of a chunk of logits that are alive at once
-TP_EXPOSED, ULYSSES_EXPOSED = 0.65, 0.5  # of what these send, the share that nothing hides
-MATRICES = 7.0  # of a layer: its products, and most buckets that it travels in
 ATTENTION_BACKWARD = 2.5  # FLOPs of the forward
 
 
@@ -109,7 +106,7 @@ class Rank:
     def product_s(self, flops: float, eight: bool = False) -> float:
         """Products of a layer that have so many FLOPs together, each as large as the mean one."""
         rates = self.cluster.rates.products[torch.float8_e4m3fn if eight else self.dtype]
-        return flops / rates.at(max(1.0, flops / MATRICES))
+        return flops / rates.at(max(1.0, flops / self.sizes.products))
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -149,22 +146,9 @@ class Rank:
         return self.tokens * features * self.used / self.memory_bytes_per_s
 
     @cached_property
-    def copied_s(self) -> float:
-        """Writing once what enters a layer, of all ranks of `tp`: gathered sequences are put in order."""
-        return self.tokens * self.sizes.dim * self.used / self.memory_bytes_per_s if self.axes.tp > 1 else 0.0
-
-    @cached_property
-    def merged_s(self) -> float:
-        """Writing once the results of all steps of a ring in fp32."""
-        features = math.ceil(self.sizes.heads.queries / self.axes.tp) * self.sizes.heads.value_dim
-        return (self.axes.cp - 1) * self.tokens * features * 4 / self.memory_bytes_per_s
-
-    @cached_property
     def head_s(self) -> float:
         """Head and loss, forward and backward."""
-        products = 3 * self.product_s(2 * self.tokens * self.sizes.head / self.axes.tp)
-        moved = LOGIT_BYTES * self.tokens * self.sizes.vocabulary / self.axes.tp
-        return products + moved / self.memory_bytes_per_s
+        return 3 * self.product_s(2 * self.tokens * self.sizes.head / self.axes.tp)
 
     # -- communication, seconds -----------------------------------------------------------------------
 
@@ -179,7 +163,7 @@ class Rank:
     def buckets(self, size: float) -> float:
         """In how many calls so many bytes travel that a layer has on a rank."""
         bucket = max(self.cfg.passes.communication.bucket_mib, 1e-3) * 2**20
-        return min(MATRICES, max(1.0, math.ceil(size / bucket)))
+        return max(1.0, math.ceil(size / bucket))
 
     @cached_property
     def gather_s(self) -> float:
@@ -214,9 +198,9 @@ class Rank:
 
     @cached_property
     def sequence_s(self) -> float:
-        """What one gather or one reduction of a layer's input over `tp` keeps waiting."""
+        """One gather or one reduction of a layer's input over `tp`."""
         part = self.tokens * self.sizes.dim * self.used / self.axes.tp
-        return TP_EXPOSED * self.seconds("all_gather", part, "tp")
+        return self.seconds("all_gather", part, "tp")
 
     @cached_property
     def context_s(self) -> Mapping[str, float]:
@@ -227,7 +211,7 @@ class Rank:
         own = self.tokens * keys * features * self.used
         exchanged = self.tokens * queries * features * self.used + own * max(1, ranks // max(keys, 1))
         ring = (2 * (ranks - 1) + ranks * 4 / self.used) * self.seconds("shift", own, "cp")
-        swapped = 2 * ULYSSES_EXPOSED * self.seconds("all_to_all", exchanged, "cp", 4)
+        swapped = 2 * self.seconds("all_to_all", exchanged, "cp", 4)
         waits = {"ring": max(0.0, ring - (self.attention_s + self.attention_backward_s)), "ulysses": swapped}
         waits["all_gather"] = 2 * self.seconds("all_gather", own, "cp")
         waits["hybrid"] = swapped / 2 + max(0.0, ring / 2 - (self.attention_s + self.attention_backward_s))
@@ -245,9 +229,13 @@ class Rank:
     @cached_property
     def state(self) -> Mapping[str, float]:
         """What is stored from step to step."""
+        return {"parameters": self.master * self.local, "optimizer": self.moment_bytes * self.local}
+
+    @cached_property
+    def moment_bytes(self) -> float:
+        """Bytes of the moments of an entry, without the scales of those in eight bits."""
         optim = self.cfg.optim
-        moments = moments_of(optim) * MASTER[optim.state or self.cfg.train.dtype]
-        return {"parameters": self.master * self.local, "optimizer": moments * self.local}
+        return moments_of(optim) * MASTER[optim.state or self.cfg.train.dtype]
 
     @cached_property
     def expert_rows(self) -> float:

@@ -31,7 +31,6 @@ from compiler_trainer.training.speed import peak_flops
 
 GIB = 2**30
 ROUNDS = 3  # in which settings are compiled: what one shows corrects the forms for the next
-HOPELESS = 2  # times the memory that there is: beyond it nothing is compiled
 SLOW = 1.5  # times the fastest that fits: beyond it nothing is a choice
 WORTH = 0.99  # of the fastest's time: from which on a mixture of two recomputations is worth compiling both
 TRIES = 3  # times that further settings are compiled where none fits
@@ -72,18 +71,11 @@ class Plan:
         return self.flops_per_token * self.tokens_per_s(found) / peak_flops(self.asked.cfg)
 
 
-SLACK = 0.00025  # of memory a layer: the peak of 126 layers, continued from four, was 2.9 % too low
-
-
 def room(asked: Asked) -> float:
-    """Bytes of a GPU that may be alive, beside what the cluster says of the device and its allocator.
-
-    A share is left free for each layer that figures are continued to.
-    """
-    cluster, (few, layers) = asked.cfg.cluster, compiled.depths(asked.cfg)
+    """Bytes of a GPU that may be alive, beside what the cluster says of the device and its allocator."""
+    cluster = asked.cfg.cluster
     beside = cluster.context_gib + (cluster.communicator_gib if asked.gpus > 1 else 0.0)
-    continued = layers - few[-1] if few else 0
-    return (1 - SLACK * continued) * GIB * (cluster.hbm_gib - beside) / (1 + cluster.allocator_loss)
+    return GIB * (cluster.hbm_gib - beside) / (1 + cluster.allocator_loss)
 
 
 def all_forms(asked: Asked, sizes: Sizes, left: Left) -> list[Estimate]:
@@ -160,7 +152,7 @@ def sought(asked: Asked) -> Sought:
         what = "; ".join(left.count) or "no mesh has that many ranks with the axes that are stated"
         raise UserError("train.global_batch_size", f"leaves no setting: {what}; change the batch, or cluster.gpus")
     least = min(forms, key=lambda e: e.bytes)
-    if least.bytes > HOPELESS * room(asked):
+    if all(e.least_bytes > room(asked) for e in forms):
         raise nothing_fits(asked, least)
     flops = trained.flops_per_token(asked.cfg.train.seq_len)
     return Sought(asked, flops, worth_keeping(forms, room(asked)), len(forms), left, sizes.names)
@@ -194,7 +186,8 @@ def search(jobs: Sequence[Asked], compile_all: Compile) -> list[Plan]:
 
 def shortlist(forms: Iterable[Estimate], limit: float, known: set[Candidate], count: int) -> list[Candidate]:
     """The fastest settings that may fit, one of a kind; then those that need least memory."""
-    order = sorted(forms, key=lambda e: (e.bytes > limit, e.step_s if e.bytes <= limit else e.bytes))
+    possible = (form for form in forms if form.least_bytes <= limit)
+    order = sorted(possible, key=lambda e: (e.bytes > limit, e.step_s if e.bytes <= limit else e.bytes))
     chosen: dict[object, Candidate] = {}
     for found in order:
         if found.candidate not in known and len(chosen) < count:

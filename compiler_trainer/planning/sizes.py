@@ -41,12 +41,15 @@ class Sizes:
     experts: float
     expert_count: int
     routed: float  # rows that a token becomes among experts
+    products: float  # of a layer
     made: float
     read: float
     vocabulary: int
     looked_up: int
     head: int
     is_tied: bool
+    stored_bytes: int  # of all parameters
+    trained: int
     heads: Heads
 
     @property
@@ -85,12 +88,15 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
         experts=total["experts"] / count,
         expert_count=max([shape[0] for shape in inside.values() if len(shape) == 3], default=1),
         routed=routed,
+        products=max(1.0, total["products"] / count),
         made=total["made"] / count,
         read=total["read"] / count,
         vocabulary=head[0],
         looked_up=looked_up,
         head=head[0] * head[1],
         is_tied=not heads and bool(tables),
+        stored_bytes=sum(p.nbytes for p in module.parameters()),
+        trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
         heads=heads_of(cfg),
     )
 
@@ -99,7 +105,7 @@ def totals(
     inside: Mapping[str, tuple[int, ...]], layers: Mapping[str, str], routed: float
 ) -> tuple[dict[str, float], float]:
     """Sums over all layers, and over layers the entries that a token uses of the last matrix of each."""
-    total = dict.fromkeys(("used", "dense", "experts", "made", "read"), 0.0)
+    total = dict.fromkeys(("used", "dense", "experts", "products", "made", "read"), 0.0)
     last: dict[str, float] = {}
     for name, shape in inside.items():
         entries = 1
@@ -110,6 +116,7 @@ def totals(
             continue
         rows = routed if len(shape) == 3 else 1.0
         made, read = (shape[2], shape[1]) if len(shape) == 3 else (shape[0], shape[1])
+        total["products"] += 1
         total["used"] += rows * made * read
         total["made"] += rows * made
         total["read"] += rows * read

@@ -20,7 +20,6 @@ POLICIES: Mapping[str, dict[str, Any]] = {
     "none": {"policy": "none"},
     "selective": {"policy": "selective"},
     "attention": {"policy": "attention"},
-    "every_second": {"policy": "every_n", "every_n": 2},
     "full": {"policy": "full"},
 }
 REPEATED = {"all_gather": "recompute", "reduce_scatter": "recompute"}
@@ -109,7 +108,7 @@ class Candidate:
         """Its recomputation in words."""
         kept = "" if self.regather else ", weights kept"
         some = "" if self.first is None else f"{self.first.policy} in the first {self.first.layers}, else "
-        return f"{some}{self.recompute.replace('_', ' ')}{' + collectives' if self.collectives else ''}{kept}"
+        return f"{some}{self.recompute}{' + collectives' if self.collectives else ''}{kept}"
 
 
 def replaced(options: Any, changes: Mapping[str, Any]) -> Any:

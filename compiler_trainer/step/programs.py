@@ -76,18 +76,19 @@ def compile_exported(
     report: Reporter,
     observe: Observer | None,
     tell: Tell,
+    brief: bool = False,
 ) -> StepPrograms:
-    """Return the programs made from exported graphs; add to the report what passes did."""
+    """Return the programs made from exported graphs; add to the report what passes did, or if `brief` the last ones."""
     observer = Withholding(observe)
     try:
-        made = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell), report)
+        made = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell, brief), report)
     except ir.LayersDiffer as error:
         observer.withheld.clear()
         capture_s, pipeline = report.seconds["capture"], replace(pipeline, folding=None)
         report.restart(f"no layer stands for others: {error}")
         exported = report.time("capture", lambda: export(request, None, tell))
         report.seconds["capture"] += capture_s
-        made = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell), report)
+        made = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell, brief), report)
     finally:
         observer.release()
     return made
@@ -114,10 +115,17 @@ class Withholding:
 
 
 def run_rows(
-    request: CompileRequest, pipeline: Pipeline, exported: Exported, report: Reporter, observe: Withholding, tell: Tell
+    request: CompileRequest,
+    pipeline: Pipeline,
+    exported: Exported,
+    report: Reporter,
+    observe: Withholding,
+    tell: Tell,
+    brief: bool = False,
 ) -> dict[str, Captured]:
     """Return the finished programs by name: each row's passes run on the program of its source."""
-    runner = Runner(request.passes.verify, pipeline.unfold, inputs_of(request), report, observe, tell)
+    observer = None if brief else observe
+    runner = Runner(request.passes.verify, pipeline.unfold, inputs_of(request), report, observer, tell, brief)
     sources = {CAPTURED: exported.training}
     if exported.evaluation is not None:
         pipeline, sources[CAPTURED_IN_EVAL] = in_eval_mode(pipeline), exported.evaluation
@@ -146,8 +154,9 @@ class Runner:
     unfold: ir.Pass
     inputs: Mapping[str, Tensor] | None
     report: Reporter
-    observe: Observer
+    observe: Observer | None
     tell: Tell
+    brief: bool = False
     results: dict[str, Results] = field(default_factory=dict)
 
     def run(self, name: str, passes: Passes, given: Captured, known: Results | None = None) -> Captured:
@@ -168,6 +177,7 @@ class Runner:
                 inputs=self.inputs,
                 known=known,
                 tell=lambda what: self.tell(f"{name}: {what}"),
+                brief=self.brief,
             )
         except ir.Refused as error:
             raise UserError(error.pass_name, error.located) from error

@@ -87,13 +87,14 @@ def run_passes(
     inputs: Mapping[str, Tensor] | None = None,
     known: Results | None = None,
     tell: Callable[[str], None] = lambda what: None,
+    brief: bool = False,
 ) -> tuple[ir.Program, list[PassRecord]]:
     """Return the program after all passes, and a record of each; a captured program's first record is "capture".
 
     `inputs` are full inputs by name; `verify="numeric"` runs the program on them before and after each pass. `known`
     are its results after earlier passes, including gradients that this program does not return. `tell` is called with
-    the name of each pass before it starts. Raises ValueError if the passes are out of order, CompileError if a pass
-    fails or leaves a wrong program.
+    the name of each pass before it starts. If `brief`, only the last pass is checked, measured and recorded. Raises
+    ValueError if the passes are out of order, CompileError if a pass fails or leaves a wrong program.
     """
     check_order(passes, program.stage)
     check = _Checker(verify, ctx, inputs, known)
@@ -115,16 +116,17 @@ def run_passes(
         if observe is not None:
             observe(after, replace(record, costs=costs(ledger)))
 
-    if program.stage is Stage.CAPTURED:
+    if program.stage is Stage.CAPTURED and not brief:
         check.remember(program)
         finish("capture", 0.0, program, program, ir.Report())
-    for step in passes:
+    for number, step in enumerate(passes, 1):
         tell(step.name)
         before = program
         check.remember(before)
         started = time.perf_counter()
         program, report = apply_pass(step, before, ctx)
-        finish(step.name, time.perf_counter() - started, before, program, report, step.keeps)
+        if not brief or number == len(passes):
+            finish(step.name, time.perf_counter() - started, before, program, report, step.keeps)
     return program, records
 
 

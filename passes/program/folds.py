@@ -13,9 +13,10 @@ import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from passes.program.layer import Layer
-from passes.program.record import NodeRecord, Unset
+from passes.program.record import NodeRecord, Origin, Unset, changed
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,16 @@ class Fold:
 
     def record_in_whole(self, record: NodeRecord, missing: int) -> NodeRecord:
         """Return the record of a node in the full program, if `missing` layers before its layer were omitted."""
-        origin, role = record.origin, record.role
-        origin = replace(origin, modules=tuple(self.name_in_whole(path, missing) for path in origin.modules))
-        layer, parameter = self.layer_in_whole(record.layer, missing), self.name_in_whole(record.parameter, missing)
+        role = record.role
+        changes: dict[str, Any] = {
+            "origin": origin_in_whole(self, record.origin, missing),
+            "layer": self.layer_in_whole(record.layer, missing),
+            "parameter": self.name_in_whole(record.parameter, missing),
+        }
         if role is not None:
             role_layer = self.layer_in_whole(role.layer, missing)
-            role = replace(role, layer=role_layer, parameter=self.name_in_whole(role.parameter, missing))
-        return replace(record, origin=origin, layer=layer, parameter=parameter, role=role)
+            changes["role"] = replace(role, layer=role_layer, parameter=self.name_in_whole(role.parameter, missing))
+        return changed(record, changes)
 
     def layer_in_whole(self, layer: Layer | Unset | None, missing: int) -> Layer | Unset | None:
         """Return the layer in the full program, if `missing` layers before it were omitted."""
@@ -64,8 +68,14 @@ class Fold:
 
     def name_in_whole(self, name: str, missing: int) -> str:
         """Return the name of the same object in that layer."""
-        number = number_in(name, self.stack)
+        number = number_in(name, self.stack) if name else None
         return name if number is None else renumbered(name, self.stack, self.counted(number) + missing)
+
+
+@cache
+def origin_in_whole(fold: Fold, origin: Origin, missing: int) -> Origin:
+    """Return the source of a node in the full program, cached because many nodes share it."""
+    return replace(origin, modules=tuple(fold.name_in_whole(path, missing) for path in origin.modules))
 
 
 @dataclass(frozen=True)

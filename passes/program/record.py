@@ -106,7 +106,7 @@ def set_record(node: fx.Node, new_record: NodeRecord) -> None:
 
 def update(node: fx.Node, **changes: Any) -> None:
     """Set fields of a node's record."""
-    node.meta[_KEY] = _changed(record(node), changes)
+    node.meta[_KEY] = changed(record(node), changes)
 
 
 def copy_origin(new: fx.Node, old: fx.Node) -> None:
@@ -116,11 +116,11 @@ def copy_origin(new: fx.Node, old: fx.Node) -> None:
     """
     current = record(new)
     value_fields = {"value": current.value, "spec": current.spec, "stands_for": current.stands_for}
-    new.meta[_KEY] = _changed(record(old), value_fields | {"role": current.role, "body_nodes": current.body_nodes})
+    new.meta[_KEY] = changed(record(old), value_fields | {"role": current.role, "body_nodes": current.body_nodes})
 
 
-def _changed(old: NodeRecord, changes: dict[str, Any]) -> NodeRecord:
-    """Do as `dataclasses.replace`, in half the time: passes change tens of thousands of records."""
+def changed(old: NodeRecord, changes: dict[str, Any]) -> NodeRecord:
+    """Return a record with some fields changed, in half the time of `dataclasses.replace`: passes change thousands."""
     return NodeRecord(**dict(zip(FIELDS, _values(old))) | changes)
 
 

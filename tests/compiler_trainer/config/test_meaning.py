@@ -39,7 +39,7 @@ def test_what_an_option_takes_is_in_words():
         "optim.betas": "list of 2, each a number, 0 or more and below 1",
         "optim.groups": "by name: {kinds, names, lr, weight_decay, optimizer}",
         "passes.cast.ops": "by name: float32 | bfloat16",
-        "plan.recompute": "list of none | selective | attention | every_second | full",
+        "plan.recompute": "list of none | selective | attention | full",
         "data.files": "list of text",
         "data.document_separator": "text, at least a character | null",
         "data.chat": "true or false",

@@ -1,4 +1,4 @@
-"""Plans with pipeline stages: three compiled stages of few layers tell what a dry run of all of them does."""
+"""Plans with pipeline stages: of stages alike one is compiled, and tells what a dry run of all of them does."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from compiler_trainer.config.schema import (
     TrainConfig,
 )
 from compiler_trainer.models.subject import subject
+from compiler_trainer.planning import compiled
 from compiler_trainer.planning.dry import compile_dry, predict_step
-from compiler_trainer.planning.piped import Piped, estimates
+from compiler_trainer.planning.piped import few_stages
 from compiler_trainer.planning.search import all_forms, one, search
 from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import Asked, Candidate, Left, candidates
+from compiler_trainer.planning.space import Asked, Left, candidates
 
 MODEL = ModelConfig(dim=256, n_layers=12, n_heads=8, n_kv_heads=4, ffn_dim=704, vocab_size=4096)
 CAST = CastConfig(param_dtype="bfloat16", reduce_dtype="float32")
@@ -44,24 +45,36 @@ def job(schedule: str, **changes) -> Config:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
-def test_few_layers_and_stages_tell_what_all_do(schedule):
-    cfg = job(schedule)
-    (found,) = estimates(cfg, Candidate(cfg.mesh, cfg.train.microbatches), [cfg.cluster])
-    known = predict_step(cfg, compile_dry(cfg, None))
-    assert found.step_s == pytest.approx(known["predicted"]["step_ms"] / 1e3, rel=0.01)
-    most = max(each["bytes"] for each in known["prediction"]["pipeline"]["memory"])
-    assert found.bytes == pytest.approx(most, rel=0.08)
-    assert found.place and found.exposed_s["pp"] > 0
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zbv"])
+def test_few_stages_tell_what_all_do(schedule):
+    cfg = job(schedule, mesh=MeshConfig(pp=5, dp_shard=2), model=replace(MODEL, n_layers=20))
+    found = compiled.compile_setting(cfg)
+    known = compile_dry(cfg, None)
+    assert found.table == known.table and sorted(found.programs) == sorted(known.programs)
+    assert len({program.graph for program, _ in found.programs.values()}) < len(known.programs)
+    few, all_stages = predict_step(cfg, found), predict_step(cfg, known)
+    assert few["predicted"]["step_ms"] == pytest.approx(all_stages["predicted"]["step_ms"], rel=1e-6)
+    assert few["predicted"]["peak_mem_bytes"] == all_stages["predicted"]["peak_mem_bytes"]
+    assert few["prediction"]["sent_bytes"] == all_stages["prediction"]["sent_bytes"]
+
+
+def test_ranks_with_as_many_layers_are_alike():
+    few = few_stages(job("1f1b", mesh=MeshConfig(pp=6, dp_shard=2)))  # 12 layers and a head
+    assert len(few.ranks) == 6 and few.ranks[0] == 0 and few.ranks[-1] == few.cfg.mesh.pp - 1
+    assert few.stages == few.ranks and few.cfg.model.n_layers == sum(few.cfg.passes.pipeline.stages)
+    assert few_stages(job("1f1b", mesh=MeshConfig(pp=2))) is None and few_stages(job("1f1b", mesh=MeshConfig())) is None
+    chunks = few_stages(job("interleaved", mesh=MeshConfig(pp=8), model=replace(MODEL, n_layers=32)))
+    assert chunks.stages == (*chunks.ranks, *(chunks.cfg.mesh.pp + rank for rank in chunks.ranks))
+    back = few_stages(job("zbv", mesh=MeshConfig(pp=8), model=replace(MODEL, n_layers=32)))
+    assert back.stages == (*back.ranks, *(2 * back.cfg.mesh.pp - 1 - rank for rank in reversed(back.ranks)))
 
 
 @pytest.mark.full
-def test_dense_layers_before_experts_are_counted_once(monkeypatch):
+def test_dense_layers_before_experts_are_in_the_first_stage():
     experts = ExpertsConfig(count=4, top_k=2, width=128, dense_layers=1)
-    cfg = job("1f1b", model=replace(MODEL, n_layers=13, experts=experts))
-    monkeypatch.setattr(Piped, "estimate", lambda made: made)
-    (made,) = estimates(cfg, Candidate(cfg.mesh, cfg.train.microbatches), [cfg.cluster])
-    assert sum(made.counts) == 12  # the dense one is part of the first stage, as compiled
+    cfg = job("1f1b", model=replace(MODEL, n_layers=16, experts=experts), mesh=MeshConfig(pp=4, dp_shard=2))
+    found, known = (predict_step(cfg, step) for step in (compiled.compile_setting(cfg), compile_dry(cfg, None)))
+    assert found["predicted"]["step_ms"] == pytest.approx(known["predicted"]["step_ms"], rel=0.02)
 
 
 def test_stages_lie_between_nodes_and_have_microbatches_enough():
