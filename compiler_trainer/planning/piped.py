@@ -33,7 +33,7 @@ T = TypeVar("T", ir.Input, ir.Output)
 
 @dataclass(frozen=True)
 class FewStages:
-    """A job on few ranks of the pipeline, the table of all ranks, and the rank and the stage compiled in place of each."""
+    """A job on few ranks of the pipeline, the table of all ranks, and the rank and stage compiled in place of each."""
 
     cfg: Config
     table: Table
