@@ -1,11 +1,11 @@
-"""Context parallelism: attention of a sequence that `cp` shards, by a method chosen for each call (`call.py`).
+"""Context parallelism: attention over a sequence that `cp` shards, by a method chosen for each call (`call.py`).
 
     ring         keys and values travel around the ranks (`passes/context/ring.py`): O(S/P) of them a rank
-    all_gather   keys and values are gathered, one kernel call: any mask, also one with a gradient
-    ulysses      heads are exchanged for sequence, each rank attends with its heads over all of it (arXiv 2309.14509)
+    all_gather   keys and values are gathered, one kernel call: any mask, also with a gradient
+    ulysses      heads are exchanged for sequence; each rank attends with its heads over all of it (arXiv 2309.14509)
     hybrid       ulysses among U neighbours, ring across P/U such groups (arXiv 2405.07719)
 
-What an operator does of it, its record says (`attention.py`).
+The operator's record (`attention.py`) says what it computes in each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from passes.program.spec import Spec
 def emit(
     record: AttentionOp, builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs
 ) -> fx.Node:
-    """Attention on the rank's queries; where keys are sharded as they are, by the method asked for."""
+    """Insert attention of the rank's queries; if keys are sharded on `cp` like queries, use the configured method."""
     if AXIS not in specs[1].sharded or specs[1].dims[-2][0].axes != (AXIS,):
         return record.local(builder, node, operands, None)
     call = replace(record.call(builder, node, operands, specs), forms=record.forms)
@@ -57,13 +57,13 @@ def emit(
 
 
 def heads_of(record: AttentionOp, node: fx.Node) -> list[int | None]:
-    """Of each operand after values, the dim that has the heads of queries, None if it has none."""
+    """Return, for each operand after values, its dim of query heads, or None if it has none."""
     query, _, _, *rest = record.rule(node).operands
     return [dims.index(query[1]) if query[1] in dims else None for dims in rest]
 
 
 def note(node: fx.Node, call: AttentionCall, method: str, why: str) -> str:
-    """A line for the report."""
+    """Return a line for the report."""
     rings = method in ("ring", "hybrid") and call.pairs is not None
     steps = f"; anything is seen in steps {call.steps(call.exchanging(method))}" if rings else ""
     sent, held = call.sent_bytes(method), call.kept_bytes(method)
@@ -72,20 +72,20 @@ def note(node: fx.Node, call: AttentionCall, method: str, why: str) -> str:
 
 
 def gather(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
-    """A sequence gathered from the ranks that share it, a copy whose gradients are summed."""
+    """Gather a sequence from the ranks that share it; gradients of the copies are summed."""
     dims = (*spec.dims[:-2], (replace(spec.dims[-2][0], axes=()), *spec.dims[-2][1:]), spec.dims[-1])
     return builder.convert(x, spec, replace(spec, dims=dims, replicate=(*spec.replicate, AXIS)), True, None)
 
 
 def gather_as_held(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
-    """The same, one rank's entries after the other's, padding among them."""
+    """Gather a sequence in rank order: the entries of one rank after those of the next, with padding."""
     parts, dim = builder.mesh[AXIS], len(spec.dims) - 2
     held = parts * ir.example(x).shape[dim]
     return builder.call(reshard.all_gather, (x, dim, AXIS, parts, held, ir.example(x).dtype, None))
 
 
 def starts_of(builder: Builder, spec: Spec, inner: int) -> fx.Node:
-    """Where the runs of keys begin that each group of `inner` ranks holds, in its order: i64[P / inner, runs]."""
+    """Return the first position of each key run of each group of `inner` ranks, in its order: i64[P / inner, runs]."""
     mesh, (factor, *_) = builder.mesh, spec.dims[-2]
     parts, chunk = mesh[AXIS] // inner, factor.local(mesh) // factor.order.chunks
     if factor.order.table:
@@ -104,11 +104,10 @@ def exchanged(
     heads: list[int | None],
     as_held: bool,
 ) -> fx.Node:
-    """Heads exchanged for sequence among `inner` neighbours, attention, and sequence for heads after.
+    """Exchange heads for sequence among `inner` neighbours, attend, and exchange sequence for heads.
 
-    What comes with queries (`specs` 3 and on) is gathered along the dim that cp shards; of what differs by head, along
-    the dim in `heads`, a rank takes that of its heads. Entries are put into their own order, unless they are taken
-    `as_held`.
+    Operands after values (`specs` 3 and on) are gathered along the dim that cp shards. If one differs by head along its
+    dim in `heads`, a rank takes the entries of its heads. Entries are put into natural order unless `as_held`.
     """
     q, k, v, *rows = operands
     parts, axis = call.parts, AXIS if inner == call.parts else f"{AXIS}.inner{inner}"
@@ -165,7 +164,7 @@ def ring_attention(
     score: str | None = None,
     row: int | None = None,
 ) -> fx.Node:
-    """One local operator, in line when the program is finished; across groups of ranks that exchange heads."""
+    """Insert one local operator, inlined when the program is finished; a ring across groups that exchange heads."""
     inner, size = call.exchanging(method), specs[1].dims[-2][0].size
     axis, axis_index = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.coordinates[AXIS]
     how = ring.Ring(axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row)
@@ -175,5 +174,3 @@ def ring_attention(
     if inner > 1:
         axis_index = builder.trace(lambda at: at // inner, axis_index)
     return builder.call(operator.getitem, (builder.call(builder.operators[key], (*operands, axis_index)), 0))
-
-

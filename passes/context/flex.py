@@ -1,13 +1,13 @@
-"""Attention by interval on CUDA: FlexAttention's operator, whose block mask is made of bounds.
+"""Attention by interval on CUDA: FlexAttention's operator, with a block mask computed from bounds.
 
     out, lse = attend(q, k, v, first, last, ...)
-becomes, when a body is compiled for CUDA (`passes/lower/inductor.py`),
-    out, lse = flex_attention(q, k, v, score, (blocks seen in part, blocks seen whole, mask), ...)
+becomes, when compiled for CUDA (`passes/lower/inductor.py`),
+    out, lse = flex_attention(q, k, v, score, (partly seen blocks, fully seen blocks, mask), ...)
 
-and so kernels that Inductor writes in Triton. Which pairs of blocks see nothing, something or all follows from the
-least and greatest bound of a block of queries and the positions of a block of keys: no pair of query and key is looked
-at, and nothing but counts and lists of blocks is in memory. Their log-sum-exp is of base 2 and ours is not. The
-backward is given the result and log-sum-exp over all keys, wherever these are, so that blocks of a ring add up.
+for which Inductor writes Triton kernels. The least and greatest bounds of a block of queries and the positions of a
+block of keys tell if the pair of blocks sees nothing, something or all. No pair of query and key is looked at; memory
+holds only counts and lists of blocks. FlexAttention's log-sum-exp has base 2, ours base e. The backward gets the result
+and log-sum-exp over all keys, wherever these are, so that gradients of a ring's blocks add up.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from passes.program.attend import evaluate
 from passes.program.torch_private import flex_attention, flex_attention_backward, gradients_inside, graph_of
 
-BLOCK, BLOCKS = 128, 1024  # positions of a block, doubled until a sequence has no more blocks than these
-NARROWEST, WIDEST = 16, 256  # heads that the kernels take; narrower ones are filled up
+BLOCK, BLOCKS = 128, 1024  # least positions of a block, most blocks of a sequence; blocks double until both hold
+NARROWEST, WIDEST = 16, 256  # head widths that the kernels take; narrower heads are zero-padded
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FAR = 2**30  # beyond any position
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why CUDA has no kernel by interval for these, empty if it has one."""
+    """Return the reason why CUDA has no kernel by interval for these tensors, empty if it has one."""
     dtypes = {x.dtype for x in (q, k, v)}
     if len(dtypes) > 1 or q.dtype not in DTYPES:
         return f"the kernel of CUDA takes {_listed(DTYPES)}, not {_listed(sorted(dtypes, key=str))}"
@@ -48,7 +48,7 @@ def _listed(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def block_size(rows: int, keys: int) -> int:
-    """Positions of a block."""
+    """Return the number of positions of a block."""
     size = BLOCK
     while size * BLOCKS < max(rows, keys):
         size *= 2
@@ -56,7 +56,7 @@ def block_size(rows: int, keys: int) -> int:
 
 
 def positions(runs: Tensor | None, keys: int, device: torch.device) -> Tensor:
-    """Where each key lies in the sequence, i32[t]."""
+    """Return each key's position in the sequence, i32[t]."""
     index = torch.arange(keys, dtype=torch.int32, device=device)
     if runs is None:
         return index
@@ -65,14 +65,14 @@ def positions(runs: Tensor | None, keys: int, device: torch.device) -> Tensor:
 
 
 def in_blocks(x: Tensor, size: int, filled: int) -> Tensor:
-    """The last dim in blocks, [..., n] -> [..., n / size, size], the last one filled up."""
+    """Split the last dim into blocks, [..., n] -> [..., n / size, size], and pad the last block."""
     return F.pad(x, [0, -x.shape[-1] % size], value=filled).unflatten(-1, (-1, size))
 
 
 def pairs_of_blocks(first: Tensor, last: Tensor, where: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Which blocks of queries see some of a block of keys but not all, and which all, bool[b, 1, s / size, t / size].
+    """Return which query blocks see a key block in part, and which see all of it, bool[b, 1, s / size, t / size] each.
 
-    Bounds are i32[b, s], positions i32[t]. A block that ends beyond the sequence is never seen as a whole.
+    Bounds are i32[b, s], positions i32[t]. A block that ends beyond the sequence is never fully seen.
     """
     empty = last <= first
     first, last = torch.where(empty, FAR, first), torch.where(empty, -FAR, last)
@@ -86,9 +86,9 @@ def pairs_of_blocks(first: Tensor, last: Tensor, where: Tensor, size: int) -> tu
 
 
 def listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row has, i32[..., m], and which these are, first and in order, i32[..., m, n]."""
+    """Return the number of blocks of each row, i32[..., m], and their indices, first and in order, i32[..., m, n]."""
     count, blocks = pairs.cumsum(-1, dtype=torch.int32), pairs.shape[-1]
-    if blocks == 1:  # Triton refuses the search for a constant (torch 2.11 to 2.13)
+    if blocks == 1:  # Triton does not compile the search for a constant (torch 2.11 to 2.13)
         return pairs.sum(-1, dtype=torch.int32), torch.zeros_like(count)
     number = torch.arange(1, blocks + 1, dtype=torch.int32, device=pairs.device).expand(pairs.shape).contiguous()
     order = torch.searchsorted(count.contiguous(), number, out_int32=True).clamp(max=blocks - 1)
@@ -96,7 +96,7 @@ def listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_mask(first: Tensor, last: Tensor, where: Tensor, sees: Callable[..., Tensor]) -> BlockMask:
-    """What blocks of queries see of blocks of keys, and what blocks of keys are seen by."""
+    """Return FlexAttention's block mask: the key blocks that each query block sees, and the reverse."""
     size = block_size(first.shape[-1], len(where))
     kinds = pairs_of_blocks(first, last, where, size)
     (some, some_at), (whole, whole_at) = (listed(kind) for kind in kinds)
@@ -120,13 +120,13 @@ def block_mask(first: Tensor, last: Tensor, where: Tensor, sees: Callable[..., T
 
 
 def entry(x: Tensor, *at: Tensor) -> Tensor:
-    """An entry of a tensor, by an index for each dim that is not of size one."""
+    """Return an entry of a tensor, with an index for each dim; dims of size 1 ignore theirs."""
     index = [torch.zeros_like(i) if n == 1 else i for i, n in zip(at, x.shape)]
-    return torch.ops.aten.index.Tensor(x, index)  # `x[i]` would ask for the number
+    return torch.ops.aten.index.Tensor(x, index)  # `x[i]` would call `item()`
 
 
 def told(given: Sequence[Any], keys: int) -> tuple[Callable, BlockMask, tuple, tuple]:
-    """What the operator takes: the score function, the block mask, and the tensors that either reads."""
+    """Return FlexAttention's arguments: the score function, the block mask, and the tensors that either reads."""
     first, last, runs, terms, _, score = given
     first, last = (x.to(torch.int32) for x in (first, last))
     where = positions(runs, keys, first.device)
@@ -144,7 +144,7 @@ def told(given: Sequence[Any], keys: int) -> tuple[Callable, BlockMask, tuple, t
 
 
 def gradient_of(change: Callable, read: Sequence[Tensor], q: Tensor) -> Callable:
-    """The score function's gradient: (score, b, h, i, j, gradient, *read) -> that of the score, and nothing else."""
+    """Return the score function's gradient: (score, b, h, i, j, gradient, *read) -> [gradient of score, None, ...]."""
 
     def joint(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, gradient: Tensor, *read: Tensor) -> list:
         rest = [None, None, None, None, *[None] * len(read)]
@@ -161,15 +161,14 @@ def gradient_of(change: Callable, read: Sequence[Tensor], q: Tensor) -> Callable
 
 
 def filled(x: Tensor, width: int) -> Tensor:
-    """Heads filled up with zeros."""
     return F.pad(x, [0, width - x.shape[-1]]) if x.shape[-1] < width else x
 
 
 def widths(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Of heads of queries and values as the kernels take them.
+    """Return the head widths of queries and values that the kernels take.
 
-    From the first a table of PyTorch's has the size of what a block of threads holds: a width that is not in it, or
-    values wider than queries, may take more shared memory than there is.
+    PyTorch chooses the tile of a thread block from a table by the query width. If the width is not in it, or values are
+    wider than queries, the kernel may need more shared memory than there is.
     """
     value = max(v.shape[-1], NARROWEST)
     wide = max(q.shape[-1], value)
@@ -179,7 +178,7 @@ def widths(q: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """`attend` by FlexAttention."""
+    """Compute `attend` with FlexAttention."""
     change, mask, read, bounds = told(given, k.shape[2])
     wide, value = widths(q, v)
     tensors = filled(q, wide), filled(k, wide), filled(v, value)
@@ -190,7 +189,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tenso
 def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given: Any
 ) -> tuple[Tensor, ...]:
-    """`attend_backward` by FlexAttention."""
+    """Compute `attend_backward` with FlexAttention."""
     change, mask, read, bounds = told(given, k.shape[2])
     wide, value = widths(q, v)
     lse = torch.where(lse > -math.inf, lse / math.log(2), 0.0)

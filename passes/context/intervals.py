@@ -1,14 +1,14 @@
-"""Attention that sees an interval of keys a query, whatever made its mask, as one operator with the interval's bounds.
+"""Rewrite attention in which each query sees an interval of keys as one operator that takes the interval's bounds.
 
     scaled_dot_product_attention(q, k, v, (i >= j) & (ids_i == ids_j))
 becomes
     interval_attention(q, k, v, first, last)        first, last: i64[b, s], made once for all layers that share the mask
 
-`masks.py` reads the mask, `match_attention.py` attention that a model writes out, with a function of its scores. No
-mask is in memory any more, blocks that nothing sees are not computed, and every method of context parallelism takes
-bounds along with the queries. The kernel is `interval_cpu.py` on the CPU and `flex.py` on CUDA. An
-attention with another mask, or a mask or term that may have a gradient, or with dropout, or one that the device has no
-kernel for, is left as it is, and the report says why.
+`masks.py` reads the mask; `match_attention.py` reads attention that a model writes out, with a function of its scores.
+No mask is in memory any more, blocks that no query sees are not computed, and every method of context parallelism sends
+bounds along with queries. The kernel is `interval_cpu.py` on the CPU and `flex.py` on CUDA. Attention is left as it is,
+with a reason in the report, if it has another mask, a mask or term that may need a gradient, dropout, or no kernel on
+the device.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Bounds = tuple[fx.Node, fx.Node]
 
 @dataclass(frozen=True)
 class Intervals(ir.Pass):
-    """Give attention its bounds."""
+    """Replace attention masks by bounds."""
 
     name = "intervals"
     takes = (Stage.CAPTURED,)
-    after = ("cast",)  # which knows operators by the names that the model gives them
+    after = ("cast",)  # it knows operators by the model's names
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -65,7 +65,7 @@ class Intervals(ir.Pass):
 
 
 def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention | None:
-    """The attention of a call with a mask, or around a softmax; None for another node. Raises NotAnInterval."""
+    """Return the attention of a call with a mask, or around a softmax; None for another node. Raises NotAnInterval."""
     if node.target in SOFTMAX:
         return written_attention(node, differentiable)
     if node.target is not SDPA:
@@ -93,7 +93,7 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
 
 @dataclass
 class Reading:
-    """What was read of masks: the bounds that each has become, or why it has none; inputs of which runs are asked."""
+    """The masks read, each with its bounds or its obstacle, and the inputs whose equal entries must be adjacent."""
 
     batch: frozenset[fx.Node]
     ctx: ir.Context
@@ -101,7 +101,7 @@ class Reading:
     runs: set[fx.Node] = field(default_factory=set)
 
     def bounds(self, of: Attention) -> Bounds:
-        """First and last of the keys that each query sees, i64[b or 1, s]; raises NotAnInterval."""
+        """Return the first and last key that each query sees, i64[b or 1, s]; raises NotAnInterval."""
         queries, keys = ir.example(of.q).shape[2], ir.example(of.v).shape[2]
         key = tuple(of.masks), of.zeroed, queries, keys
         if key not in self.known:
@@ -114,7 +114,7 @@ class Reading:
         return found
 
     def read(self, of: Attention, queries: int, keys: int) -> Bounds:
-        """The same of masks that are new."""
+        """Return the bounds of masks that were not read before; raises NotAnInterval."""
         q, k, v = map(ir.example, (of.q, of.k, of.v))
         if why := why_no_kernel(q, k, v):
             raise NotAnInterval(why)
@@ -130,14 +130,14 @@ class Reading:
 
 
 def why_no_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why these have no kernel by interval, empty if they have one."""
+    """Return the reason why these tensors have no kernel by interval, empty if they have one."""
     if q.device.type == "cuda":
         return flex.why_not(q, k, v)
     return "" if q.device.type == "cpu" else f"there is no kernel by interval for {q.device.type}"
 
 
 def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device, ctx: ir.Context) -> Bounds:
-    """Operators that compute an interval's bounds."""
+    """Insert operators that compute an interval's bounds."""
     leaves, queries, keys = list(reader.leaves), reader.queries, reader.keys
 
     def body(*values: Tensor) -> tuple[Tensor, ...]:
@@ -157,7 +157,7 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
 
 
 def put(of: Attention, bounds: Bounds, ctx: ir.Context) -> None:
-    """Put attention by interval in the place of a result."""
+    """Replace an attention's result by attention by interval."""
     leaves, example = [term.node for term in of.terms], ir.example(of.result)
     kind = wide(ir.example(of.q).dtype)
 

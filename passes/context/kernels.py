@@ -1,4 +1,4 @@
-"""Attention of local blocks with its log-sum-exp, by device: what ring attention is made of.
+"""Attention of local blocks with its log-sum-exp, by device, for ring attention.
 
 q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]; a mask is additive, in the dtype of q, broadcast over [b, (g r), s, t].
 """
@@ -22,7 +22,7 @@ Part = tuple[Tensor, Tensor]  # a result and its log-sum-exp, in fp32 or wider
 
 
 class Block(NamedTuple):
-    """What a kernel is told beside its tensors; `change` is a function of the scores, applied before the mask."""
+    """A kernel's options; `change` is a function of the scores, applied before the mask."""
 
     causal: bool = False
     scale: float | None = None
@@ -31,12 +31,12 @@ class Block(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which results are merged and gradients added: fp64 for fp64, else fp32."""
+    """Return the dtype in which results are merged and gradients added: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(a: Part | None, b: Part) -> Part:
-    """The attention over both sets of keys; a row that saw nothing yet has a log-sum-exp of -inf."""
+    """Merge attention over two sets of keys; a row that saw nothing yet has a log-sum-exp of -inf."""
     if a is None:
         return b
     lse = torch.logaddexp(a[1], b[1])
@@ -45,7 +45,7 @@ def merge(a: Part | None, b: Part) -> Part:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """(out[b, h, s, f], lse[b, h, s] in fp32 or wider); a row that sees nothing has zeros and -inf."""
+    """Return (out[b, h, s, f], lse[b, h, s] in fp32 or wider); a row that sees nothing has zeros and -inf."""
     run, _ = kernel_for(q, v, block)
     out, lse = run(q, k, v, block)
     if block.mask is not None:
@@ -58,13 +58,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tens
 def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of the gradients of q, k and v, given the result over all blocks."""
+    """Return this block's share of the gradients of q, k and v, given the result over all blocks."""
     _, run = kernel_for(q, v, block)
     return run(gradient, q, k, v, out, torch.where(lse > -math.inf, lse, 0.0), block)
 
 
 def kernel_for(q: Tensor, v: Tensor, block: Block) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward by device: flash where it can, else plain operators."""
+    """Return forward and backward for the device: flash attention if possible, otherwise plain operators."""
     width = max(q.shape[-1], v.shape[-1])
     if block.change is not None:
         return _math, _math_backward
@@ -77,22 +77,22 @@ def kernel_for(q: Tensor, v: Tensor, block: Block) -> tuple[Callable[..., Any], 
 
 
 def is_plain(q: Tensor, v: Tensor) -> bool:
-    """Whether attention without a mask takes plain operators here, which hold the scores of all they are given."""
+    """Return True if attention without a mask uses plain operators here, which hold the scores of their whole input."""
     return kernel_for(q, v, Block())[0] is _math
 
 
 def of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Heads of queries, keys and values as wide as the widest: zeros that follow add nothing to scores or results."""
+    """Pad heads of queries, keys and values to the widest: trailing zeros add nothing to scores or results."""
     return [padded(x, max(y.shape[-1] for y in tensors)) for x in tensors]
 
 
 def padded(x: Tensor, width: int) -> Tensor:
-    """Heads with zeros up to a width."""
+    """Pad heads with zeros to a width."""
     return x if x.shape[-1] == width else F.pad(x, [0, width - x.shape[-1]])
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """What scores are multiplied by, stated for queries as wide as these."""
+    """Return the factor of the scores, by default that of the queries' width; needed when these get padded."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
@@ -126,13 +126,13 @@ def _flash_cuda_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Ten
 
 
 def _as_given(gradients: Sequence[Tensor], *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients as wide as what they are of."""
+    """Cut gradients to the widths of their tensors."""
     found = zip(gradients, tensors, strict=True)
     return tuple(gradient.narrow(-1, 0, x.shape[-1]).contiguous() for gradient, x in found)  # type: ignore[return-value]
 
 
 def _products(q: Tensor, k: Tensor, block: Block) -> Tensor:
-    """Scaled products of queries and keys in fp32 or wider, [b, g, r, s, t]."""
+    """Return the scaled matmul of queries and keys in fp32 or wider, [b, g, r, s, t]."""
     b, h, s, e = q.shape
     scale = scale_of(q, block.scale)
     grouped = q.to(wide(q.dtype)).reshape(b, k.shape[1], h // k.shape[1], s, e)
@@ -140,14 +140,14 @@ def _products(q: Tensor, k: Tensor, block: Block) -> Tensor:
 
 
 def _changed(products: Tensor, block: Block) -> Tensor:
-    """What the block's function makes of them."""
+    """Apply the block's score function."""
     if block.change is None:
         return products
     return block.change(products.flatten(1, 2)).view(products.shape)
 
 
 def _unchanged(gradient: Tensor, products: Tensor, block: Block) -> Tensor:
-    """The gradient of what the block's function was given, from that of what it made."""
+    """Return the gradient through the block's score function."""
     if block.change is None:
         return gradient
     with gradients_inside():
@@ -157,7 +157,7 @@ def _unchanged(gradient: Tensor, products: Tensor, block: Block) -> Tensor:
 
 
 def _masked(scores: Tensor, block: Block) -> Tensor:
-    """Scores, -inf where a query does not see a key."""
+    """Return the scores, -inf where a query does not see a key."""
     b, g, r, s, t = scores.shape
     if block.causal:
         row, column = torch.arange(s, device=scores.device)[:, None], torch.arange(t, device=scores.device)

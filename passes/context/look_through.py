@@ -1,4 +1,4 @@
-"""What lies below a view: values whose entries another shows in other places, and numbers that are known everywhere."""
+"""Look through views: the value whose entries a view shows in other places, and values that are one known number."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ aten = torch.ops.aten
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default)
 CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default)
 WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
-WIDE = {torch.int32, torch.int64}  # no sum of positions wraps in these
+WIDE = {torch.int32, torch.int64}  # sums of positions do not overflow in these
 ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 FULL = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default)
 
 
 def beneath(node: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
-    """What a view shows: (node, dim of the view, from the right, for each of its dims); None if it is no view."""
+    """Return (node under a view, for each of its dims the view's dim, from the right); None if `node` is no view."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     x: fx.Node = node.args[0]
@@ -49,7 +49,7 @@ def beneath(node: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
 
 
 def number_of(x: Any) -> float | None:
-    """The number that a value is everywhere, if that is known."""
+    """Return the number that a value is everywhere, None if it is not one known number."""
     if not isinstance(x, fx.Node):
         return x if isinstance(x, (int, float)) else None
     while x.target in (*COPIES, *CASTS, aten.expand.default):
@@ -61,7 +61,7 @@ def number_of(x: Any) -> float | None:
 
 
 def order_of(node: fx.Node, rank: int) -> list[int]:
-    """Which dim of its operand each dim of a permuted value is."""
+    """Return, for each dim of a permuted value, the dim of its operand."""
     order = list(range(rank))
     if node.target is aten.permute.default:
         return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr]
@@ -71,7 +71,7 @@ def order_of(node: fx.Node, rank: int) -> list[int]:
 
 
 def looked_up(node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
-    """A look-up by positions, as a view: `ids[b, j]` where b and j count along dims of the result."""
+    """Treat a look-up by positions as a view: `ids[b, j]` where b and j count along dims of the result."""
     into: list[int | None] = []
     indices: Any = node.args[1]
     if len(indices) != ir.example(x).dim():
@@ -85,7 +85,7 @@ def looked_up(node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[int | None]] | N
 
 
 def counting_dim(index: fx.Node, size: int) -> int | None:
-    """Along which dim, from the right, an index counts 0, 1, ... `size` - 1; 0 where there is but one; else None."""
+    """Return the dim, from the right, along which an index counts 0, 1, ... `size` - 1; 0 for size 1; None if none."""
     if size == 1:
         return 0
     rank = ir.example(index).dim()
@@ -104,7 +104,7 @@ def counting_dim(index: fx.Node, size: int) -> int | None:
 
 
 def span(node: fx.Node) -> tuple[Any, Any]:
-    """First entry and step of an `arange`."""
+    """Return the first entry and the step of an `arange`."""
     if node.target is aten.arange.default:
         return 0, 1
     return node.args[0], node.args[2] if len(node.args) > 2 else 1  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Masks read from the graph that makes them: where each query sees an interval of keys, which one.
+"""Read masks from the graph that makes them: if each query sees an interval of keys, return the interval.
 
     causal            i >= j                                        0 <= j < i + 1
     window            i - j < w                                     i - w < j
@@ -6,10 +6,10 @@
     prefix            (i >= j) | (j < n[b])                         0 <= j < max(i + 1, n[b])
     by positions      p[b, i] >= p[b, j] within a run of p          as i >= j
 
-and what `&` makes of them. A mask is followed in its own coordinates: its last dim counts keys, the one before queries,
-and what broadcasts has size one there. Values that do not vary along keys are left to the graph (`Row`), so a bound may
-be whatever the model computes. Ids say an interval only where those alike stand together: running counts do; of inputs
-it is asked for, and checked on every batch.
+and their combinations by `&`. A mask is followed in its own coordinates: its last dim counts keys, the one before it
+queries, and broadcast dims have size 1. Values that do not vary along keys are left to the graph (`Row`), so the model
+may compute a bound in any way. Ids describe an interval only if equal ones are adjacent: running counts always are;
+inputs must be, which is checked on every batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from passes.program import ir
 
 aten = torch.ops.aten
 KEYS, QUERIES = -1, -2
-RANK = 4  # of a mask: batch, head, query, key
+RANK = 4  # dims of a mask: batch, head, query, key
 
 ORDER: dict[Any, Callable[[Any, Any], Any]] = {
     op: compare
@@ -44,31 +44,31 @@ ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
 
 @dataclass(frozen=True)
 class Given:
-    """Values of a graph that bounds are made of."""
+    """The values from the graph from which bounds are computed."""
 
     values: Mapping[fx.Node, Tensor]
     device: torch.device
 
 
 class NotAnInterval(Exception):
-    """What a mask does that no interval says, and where."""
+    """Raised if a mask cannot be described by an interval; the message names the operator."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A value below its views: dim d of `node` is dim `dims[d]` of the mask, None where it is of size one."""
+    """A value under its views: dim d of `node` is dim `dims[d]` of the mask, None if its size is 1."""
 
     node: fx.Node
     dims: tuple[int | None, ...]
 
     @property
     def in_place(self) -> bool:
-        """Whether its dims are those of the mask, from the last one on."""
+        """True if its dims are the mask's last dims, in order."""
         rank = len(self.dims)
         return all(at is None or at == d - rank for d, at in enumerate(self.dims))
 
     def of(self, given: Given) -> Tensor:
-        """The value as the mask sees it, of size one where it does not vary."""
+        """Return the value in the mask's dims, with size 1 in dims along which it does not vary."""
         x = given.values[self.node]
         order = sorted((d for d, at in enumerate(self.dims) if at is not None), key=lambda d: self.dims[d])
         shape = [1] * RANK
@@ -80,9 +80,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Row:
-    """A whole number for each query: `value(given)`, which is `base` and `more`, if that is known.
+    """An integer for each query: `value(given)`, which equals `base` plus `more` if `base` is not None.
 
-    A base is QUERIES for the query's own position, 0 for nothing but a number, or a value seen at the query.
+    A base is QUERIES (the query's own position), 0 (the value is the number `more`), or a value seen at the query.
     """
 
     value: Callable[[Given], Any]
@@ -90,7 +90,7 @@ class Row:
     more: int = 0
 
     def plus(self, other: Row, sign: int = 1) -> Row:
-        """The sum, or difference."""
+        """Return the sum, or the difference if `sign` is -1."""
         base = self.base if other.base == 0 else other.base if self.base == 0 and sign == 1 else None
         return Row(
             lambda given: self.value(given) + sign * other.value(given),
@@ -100,13 +100,13 @@ class Row:
 
 
 def number(value: int) -> Row:
-    """The same number for all queries."""
+    """Return a row that is the same number for all queries."""
     return Row(lambda given: value, 0, value)
 
 
 @dataclass(frozen=True)
 class Column:
-    """`sign` times the position of a key, or times a value seen at it, and a row."""
+    """`sign` times a key's position, or times a value seen at the key, plus a row."""
 
     base: Seen | None  # None: the position itself
     row: Row
@@ -115,9 +115,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Atom:
-    """What a key has to be: at `row` or behind it (lower), before it (upper), of the query's run, or of no interest.
+    """One condition on a key: at `row` or after it (lower), before it (upper), or in the query's run (run).
 
-    `base` is what it is compared by, None for its position; a run's base is what its entries have in common.
+    `base` is the value that is compared, None for the key's position; for a run, the value whose equal entries form it.
     """
 
     kind: str  # lower | upper | run
@@ -127,7 +127,7 @@ class Atom:
 
 @dataclass(frozen=True)
 class Interval:
-    """Keys at positions `first` <= p < `last`, None where nothing bounds them; whether each query sees itself."""
+    """Keys at positions `first` <= p < `last`, None if unbounded; `itself` is True if each query sees its own key."""
 
     first: Row | None
     last: Row | None
@@ -135,17 +135,17 @@ class Interval:
 
 
 class Reader:
-    """Reads masks of one graph; `inputs` are those of which runs are asked for."""
+    """Reads masks of one graph; `inputs` are the batch inputs whose equal entries may be required to be adjacent."""
 
     def __init__(self, queries: int, keys: int, inputs: frozenset[fx.Node]):
         self.queries, self.keys, self.inputs = queries, keys, inputs
         self.leaves: dict[fx.Node, None] = {}
-        self.runs: dict[fx.Node, None] = {}  # inputs whose equal entries have to stand together
+        self.runs: dict[fx.Node, None] = {}  # inputs whose equal entries must be adjacent
 
     # -- values -----------------------------------------------------------------------------------
 
     def below(self, node: fx.Node) -> Seen:
-        """The value below its views."""
+        """Return the value under all views."""
         rank = ir.example(node).dim()
         dims: list[int | None] = [d - rank if n > 1 else None for d, n in enumerate(ir.example(node).shape)]
         while isinstance(node, fx.Node) and (step := beneath(node)) is not None:
@@ -154,7 +154,7 @@ class Reader:
         return Seen(node, tuple(dims))
 
     def leaf(self, seen: Seen) -> Row:
-        """A value that does not vary along keys, left to the graph."""
+        """Return a value that does not vary along keys; the graph computes it."""
         self.leaves[seen.node] = None
         if seen.node.target in ARANGE:
             start, step = span(seen.node)
@@ -163,7 +163,7 @@ class Reader:
         return Row(lambda given: seen.of(given).to(torch.int64), seen)
 
     def value(self, x: Any) -> Row | Column:
-        """A whole number for each query and key."""
+        """Return an integer value as a row, or as a column if it varies along keys; raises NotAnInterval."""
         if isinstance(x, (bool, int)):
             return number(int(x))
         if not isinstance(x, fx.Node):
@@ -188,7 +188,7 @@ class Reader:
         return Column(seen, number(0))
 
     def shifted(self, seen: Seen) -> Row:
-        """A value that does not vary along keys, known as another one and a number where it is a sum of these."""
+        """Return a value that does not vary along keys, as another value plus a number if it is such a sum."""
         node, sums = seen.node, (aten.add.Tensor, aten.sub.Tensor)
         wide = ir.example(node).dtype in WIDE
         if wide and node.target in sums and isinstance(node.args[1], int) and not node.kwargs:
@@ -202,7 +202,7 @@ class Reader:
     # -- masks ------------------------------------------------------------------------------------
 
     def atoms(self, x: Any) -> list[Atom]:
-        """All that a key has to be."""
+        """Return the conditions on a key under which the mask lets it through; raises NotAnInterval."""
         if x is True:
             return []
         if not isinstance(x, fx.Node):
@@ -235,18 +235,18 @@ class Reader:
         raise NotAnInterval(f"%{node.name} ({node.target}) of keys is no interval")
 
     def all_or_none(self, seen: Seen) -> Atom:
-        """What is said of a query alone: it sees all keys or none."""
+        """Return the condition of a mask that does not vary along keys: a query sees all keys or none."""
         self.leaves[seen.node] = None
         return Atom("upper", Row(lambda given: torch.where(seen.of(given), self.keys, 0)))
 
     def triangle(self, node: fx.Node) -> Atom:
-        """Of `tril` and `triu`: j <= i + d, or j >= i + d."""
+        """Return the condition of `tril` (j <= i + d) or `triu` (j >= i + d)."""
         diagonal = node.args[1] if len(node.args) > 1 else 0
         lower = node.target is aten.tril.default
         return Atom("upper" if lower else "lower", self.query().plus(number(int(diagonal) + lower)))  # type: ignore
 
     def query(self) -> Row:
-        """The query's own position."""
+        """Return the query's own position."""
         size = self.queries
 
         def positions(given: Given) -> Tensor:
@@ -255,7 +255,7 @@ class Reader:
         return Row(positions, QUERIES, 0)
 
     def ordered(self, compare: Callable, left: Row | Column, right: Row | Column, node: fx.Node) -> Atom:
-        """A comparison of something of a key with something of a query."""
+        """Return the condition of a comparison between a value of a key and a value of a query."""
         if isinstance(right, Column):
             left, right, compare = right, left, MIRRORED[compare]
         if not isinstance(left, Column) or isinstance(right, Column):
@@ -268,7 +268,7 @@ class Reader:
         return Atom(kind, bound.plus(number(more)), left.base)
 
     def equal(self, left: Row | Column, right: Row | Column, node: fx.Node) -> list[Atom]:
-        """A key that is just there, or in the run of the query."""
+        """Return the conditions of an equality: the key has one position, or is in the query's run."""
         if isinstance(right, Column):
             left, right = right, left
         if not isinstance(left, Column) or isinstance(right, Column):
@@ -289,14 +289,20 @@ class Reader:
         return [Atom("run", right, left.base)]
 
     def stand_together(self, node: fx.Node, user: fx.Node) -> None:
-        """Raise NotAnInterval unless equal entries are known to be neighbours, or it is an input that can be asked."""
+        """Raise NotAnInterval unless equal entries are known to be adjacent.
+
+        An input passes, because each batch is checked.
+        """
         if node in self.inputs:
             self.runs[node] = None
         elif not counts_up(node):
             raise NotAnInterval(f"%{user.name} compares %{node.name}, whose equal entries need not stand together")
 
     def negated(self, x: Any, node: fx.Node) -> list[Atom]:
-        """What a key has to be that a mask does not let through: of one bound the other side, of two both of these."""
+        """Return the conditions of a negated mask.
+
+        A single bound turns to its other side, an `or` to both operands negated.
+        """
         below = self.below(x) if isinstance(x, fx.Node) else None
         if below is not None and below.in_place and below.node.target in NOT:
             return self.atoms(below.node.args[0])
@@ -309,7 +315,7 @@ class Reader:
         return [replace(atom, kind={"lower": "upper", "upper": "lower"}[atom.kind])]
 
     def either(self, a: Interval, b: Interval, node: fx.Node) -> list[Atom]:
-        """Of two intervals that begin, or end, where nothing bounds them the wider one."""
+        """Return the union of two intervals that are both unbounded at the same end."""
         if a.first is None and b.first is None:
             return [Atom("upper", further(torch.maximum, a.last, b.last))] if a.last and b.last else []
         if a.last is None and b.last is None:
@@ -317,15 +323,15 @@ class Reader:
         raise NotAnInterval(f"%{node.name} may see two intervals")
 
     def interval(self, x: Any) -> Interval:
-        """What a mask lets each query see."""
+        """Return the interval of keys that a mask lets each query see."""
         return self.all_of(self.atoms(x))
 
     def let_through(self, mask: fx.Node, hides: bool) -> list[Atom]:
-        """All that a key has to be for a mask to let it through, or not to hide it."""
+        """Return the conditions under which a key is let through by a mask, or not hidden by it if it `hides`."""
         return self.negated(mask, mask) if hides else self.atoms(mask)
 
     def all_of(self, atoms: list[Atom]) -> Interval:
-        """The keys that are all that is asked of them."""
+        """Return the interval of keys that meet all conditions."""
         runs = [atom for atom in atoms if atom.kind == "run"]
         first: Row | None = None
         last: Row | None = None
@@ -345,7 +351,7 @@ class Reader:
         return Interval(first, last, itself)
 
     def run(self, base: Seen) -> tuple[Row, Row]:
-        """Where the run of each query begins, and where it has ended."""
+        """Return the first position of each query's run, and the position after its last."""
         dims = tuple(QUERIES if at == KEYS else at for at in base.dims)
         bounds = [lambda x: run_bounds(x)[0], lambda x: run_bounds(x)[1]]
 
@@ -358,7 +364,7 @@ class Reader:
         return row(bounds[0]), row(bounds[1])
 
     def by_position(self, atom: Atom, runs: list[Atom]) -> Row:
-        """A bound on positions that a model counts by itself, anew in each run, as one on positions in the row."""
+        """Return a bound on positions that restart in each run as a bound on positions in the sequence."""
         assert atom.base is not None
         for run in runs:
             if run.base is not None and counted_by(run.base.node) is not None:
@@ -372,7 +378,7 @@ class Reader:
 
 
 def added(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
-    """The sum, or difference, of what varies along keys at most in one of them."""
+    """Return the sum or difference of two values, of which at most one varies along keys."""
     if isinstance(left, Row) and isinstance(right, Row):
         return left.plus(right, sign)
     if isinstance(left, Column) and isinstance(right, Column):
@@ -385,7 +391,7 @@ def added(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
 
 
 def further(pick: Callable[[Tensor, Tensor], Tensor], a: Row, b: Row) -> Row:
-    """The larger, or smaller, of two."""
+    """Return the larger or the smaller of two rows, as `pick` chooses."""
 
     def value(given: Given) -> Any:
         return pick(*(torch.as_tensor(x.value(given), device=given.device) for x in (a, b)))
@@ -394,7 +400,7 @@ def further(pick: Callable[[Tensor, Tensor], Tensor], a: Row, b: Row) -> Row:
 
 
 def hidden_by(node: Any) -> fx.Node | None:
-    """m of `where(m, 0, x)` with a number x that is not zero: where the value is no zero, m is not."""
+    """Return m for `where(m, 0, x)` with a number x that is not zero: the value cast to bool is not m."""
     while isinstance(node, fx.Node) and (node.target in COPIES or node.target is aten.expand.default):
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not aten.where.ScalarOther or not node.args[2]:
@@ -403,16 +409,14 @@ def hidden_by(node: Any) -> fx.Node | None:
 
 
 def constant_true(node: fx.Node) -> bool:
-    """Whether a mask is true everywhere, made so."""
+    """Return True if an operator makes a mask that is True everywhere."""
     if node.target in ONES:
         return True
-    return node.target in FULL and bool(
-        node.args[-1] is True
-    )
+    return node.target in FULL and bool(node.args[-1] is True)
 
 
 def counts_up(node: fx.Node) -> bool:
-    """Whether entries never decrease along the last dim: running counts, positions."""
+    """Return True if entries never decrease along the last dim: running counts, positions."""
     if node.target in ARANGE:
         return True
     if node.target is aten.cumsum.default and isinstance(node.args[0], fx.Node):
@@ -426,7 +430,7 @@ def counts_up(node: fx.Node) -> bool:
 
 
 def counted_by(node: fx.Node) -> fx.Node | None:
-    """p of `cumsum(diff(p) != 1)`: positions that rise by one in each of these runs; None for another value."""
+    """Return p for `cumsum(diff(p) != 1)`, positions that rise by 1 within each of these runs; otherwise None."""
     if not counts_up(node) or node.target is not aten.cumsum.default:
         return None
     turn: Any = node.args[0]
@@ -445,7 +449,7 @@ def counted_by(node: fx.Node) -> fx.Node | None:
 
 
 def run_bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the run of equal entries that each is in begins along the last dim, and where it has ended, i64."""
+    """Return the first position of each entry's run of equal entries in the last dim, and one past its last, i64."""
     size = x.shape[-1]
     at = torch.arange(size, device=x.device).expand(x.shape)
     turns = x[..., 1:] != x[..., :-1]

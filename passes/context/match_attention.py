@@ -1,12 +1,13 @@
-"""Attention that a model writes out, read from the graph: softmax(masked(f(q @ k^T))) @ v.
+"""Read attention that a model writes out from the graph: softmax(masked(f(q @ k^T))) @ v.
 
     x = matmul(q, k.mT) * 0.125
     softmax(tanh(x / 50) * 50 + where(mask, 0, -inf)) @ v
 
 is attention of scale 0.125 under `mask` with the score function "tanh(s / 50.0) * 50.0" (`attend.py`). A score function
-takes the score, the key's position, numbers, and values that do not vary along keys, its terms: slopes of heads
-(ALiBi), the query's own position. It is computed in fp32, or fp64 where queries are fp64, whatever the model does. A
-term whose gradient somebody may want, a bias of pairs, and a softmax with more columns than keys are left as they are.
+takes the score, the key's position, numbers, and terms: values that do not vary along keys, such as slopes of heads
+(ALiBi) or the query's own position. It is computed in fp32, or in fp64 if queries are fp64, whatever the model does.
+Attention is left as it is if a term may need a gradient, if a bias varies over pairs, or if the softmax has more
+columns than keys.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ FILL = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 @dataclass
 class Attention:
-    """One attention: where its result is, what it attends with, and the score function with its terms.
+    """One attention: its result, its operands, and the score function with its terms.
 
-    Of each mask it is said whether it says what is hidden. Where nothing is zeroed for queries that see no key, they
-    would see all of them alike, or make no number: such a mask may be taken only where each query sees itself.
+    A mask comes with True if it marks hidden keys. `zeroed` says that queries that see no key get zeros. Otherwise they
+    would see all keys equally, or yield NaN: such a mask may be replaced only if each query sees itself.
     """
 
     result: fx.Node
@@ -57,9 +58,9 @@ class Attention:
 
 
 def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> Attention | None:
-    """The attention around a softmax, None if there is none; raises NotAnInterval where it cannot be taken.
+    """Return the attention around a softmax, None if there is none; raises NotAnInterval if it cannot be rewritten.
 
-    `differentiable` are the placeholders whose gradients are wanted.
+    `differentiable` are the placeholders that need gradients.
     """
     x, dim, *_ = softmax.args
     if ir.example(softmax).dim() != RANK or int(dim) % RANK != RANK - 1:  # type: ignore[arg-type]
@@ -84,7 +85,7 @@ def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> A
 
 
 def check_kinds(found: Attention) -> None:
-    """Raise NotAnInterval for what the operator does not take."""
+    """Raise NotAnInterval if the operator does not support the dtypes or shapes."""
     query, key, value = (tuple(ir.example(x).shape) for x in (found.q, found.k, found.v))
     key = (*key[:2], key[3], key[2]) if found.turned else key
     if len({ir.example(x).dtype for x in (found.q, found.k, found.v)}) > 1:
@@ -94,11 +95,11 @@ def check_kinds(found: Attention) -> None:
         raise NotAnInterval(f"queries are {query}, keys {key}, values {value}")
 
 
-# -- products ---------------------------------------------------------------------------------
+# -- matmuls ----------------------------------------------------------------------------------
 
 
 def product_above(x: fx.Node) -> fx.Node | None:
-    """The only product of 4-dim values that scores are made of."""
+    """Return the only matmul of 4-dim values from which scores are made, None if there are none or several."""
     seen: set[fx.Node] = set()
     stack, found = [x], []
     while stack:
@@ -114,7 +115,7 @@ def product_above(x: fx.Node) -> fx.Node | None:
 
 
 def product_below(softmax: fx.Node) -> fx.Node | None:
-    """The product of the softmax with values."""
+    """Return the matmul of the softmax with values, None if there is none."""
     node = softmax
     while len(node.users) == 1:
         (user,) = node.users
@@ -131,7 +132,7 @@ def product_below(softmax: fx.Node) -> fx.Node | None:
 
 
 def scaled(product: fx.Node) -> tuple[fx.Node, float]:
-    """What a product is when it has been multiplied with a number, and the number."""
+    """Return the matmul after its multiplication by a number, and the number; 1.0 if there is none."""
     node = product
     while len(node.users) == 1:
         (user,) = node.users
@@ -145,7 +146,7 @@ def scaled(product: fx.Node) -> tuple[fx.Node, float]:
 
 
 def untransposed(x: fx.Node) -> fx.Node | None:
-    """What a transposition of the last two dims turns; None for another value."""
+    """Return the operand of a transposition of the last two dims; None for another value."""
     if x.target in (aten.mT.default, aten.adjoint.default):
         return x.args[0]  # type: ignore[return-value]
     if x.target is aten.transpose.int and {int(d) % RANK for d in x.args[1:3]} == {RANK - 2, RANK - 1}:  # type: ignore
@@ -156,13 +157,13 @@ def untransposed(x: fx.Node) -> fx.Node | None:
 
 
 def single_heads(k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Keys and values before their heads were repeated for the queries of a group, if both were."""
+    """Return keys and values before heads were repeated for the queries of a group, if both were repeated."""
     single = unrepeated(k), unrepeated(v)
     return single if ir.example(single[0]).shape[1] == ir.example(single[1]).shape[1] else (k, v)
 
 
 def unrepeated(x: fx.Node) -> fx.Node:
-    """Heads of keys or values before each was repeated for the queries of its group; else the value itself."""
+    """Return keys or values before each head was repeated for its query group; the value itself if it was not."""
     if x.target is aten.repeat_interleave.self_int and len(x.args) == 3 and int(x.args[2]) % RANK == 1:  # type: ignore
         return x.args[0]  # type: ignore[return-value]
     node = x
@@ -182,13 +183,13 @@ def unrepeated(x: fx.Node) -> fx.Node:
 
 
 def as_seen(node: fx.Node) -> Seen:
-    """A value in its own dims."""
+    """Return a value in its own dims."""
     shape = ir.example(node).shape
     return Seen(node, tuple(d - len(shape) if n > 1 else None for d, n in enumerate(shape)))
 
 
 def under(seen: Seen) -> Seen:
-    """The value below views and casts that keep its numbers, its dims those of the scores."""
+    """Return the value under views and casts that keep its numbers, in the dims of the scores."""
     while True:
         node = seen.node
         into: list[int | None]
@@ -203,9 +204,9 @@ def under(seen: Seen) -> Seen:
 
 @dataclass
 class Scores:
-    """Reads what becomes of scores before their softmax, on the way noting masks, guards and terms.
+    """Reads the operators between scores and their softmax, and collects masks, guards and terms.
 
-    A guard puts something finite where a query sees nothing.
+    A guard puts finite numbers into the rows of queries that see nothing.
     """
 
     scored: fx.Node
@@ -215,7 +216,10 @@ class Scores:
     terms: list[Seen] = field(default_factory=list)
 
     def read(self, seen: Seen, offset: int) -> str:
-        """An expression of the score `s`, the key's position `j` and terms; entry t of `seen` is of key t - offset."""
+        """Return an expression of the score `s`, the key's position `j` and terms.
+
+        Entry t of `seen` belongs to key t - offset.
+        """
         seen = seen if seen.node is self.scored else under(seen)
         node = seen.node
         if node is self.scored and seen.in_place:
@@ -239,12 +243,12 @@ class Scores:
         raise NotAnInterval(f"scores are made with %{node.name} ({node.target})")
 
     def operand(self, seen: Seen, x: Any) -> Seen:
-        """An operand of an elementwise operator, in the dims of the scores."""
+        """Return an operand of an elementwise operator, in the dims of the scores."""
         shape = ir.example(x).shape
         return Seen(x, tuple(seen.dims[d - len(shape)] if n > 1 else None for d, n in enumerate(shape)))
 
     def joined(self, seen: Seen, offset: int) -> str:
-        """Of an operator with two operands; a mask of numbers that is added is noted as a mask."""
+        """Return the expression of an operator with two operands; an added mask of numbers is collected as a mask."""
         left, right = seen.node.args[:2]
         sign = INFIX[seen.node.target]
         for x, other in ((left, right), (right, left)):
@@ -253,11 +257,11 @@ class Scores:
         return f"({self.side(seen, left, offset)} {sign} {self.side(seen, right, offset)})"
 
     def side(self, seen: Seen, x: Any, offset: int) -> str:
-        """One of the operands."""
+        """Return the expression of one of two operands."""
         return self.read(self.operand(seen, x), offset) if isinstance(x, fx.Node) else repr(float(x))
 
     def cut(self, seen: Seen, offset: int) -> str:
-        """Of a slice of keys."""
+        """Return the expression of a slice of keys."""
         x, dim, start, _, step = (*seen.node.args, *(None, 0, 0, None, 1)[len(seen.node.args) :])
         rank = len(seen.dims)
         if int(dim) % rank != rank - 1 or seen.dims[-1] != KEYS or step != 1:  # type: ignore[call-overload]
@@ -267,7 +271,7 @@ class Scores:
         return self.read(Seen(x, seen.dims), offset + start)  # type: ignore[arg-type]
 
     def term(self, seen: Seen) -> str:
-        """A value that does not vary along keys."""
+        """Return the name of a value that does not vary along keys; raises NotAnInterval if it may need a gradient."""
         if not self.differentiable.isdisjoint((seen.node, *above(seen.node))):
             raise NotAnInterval(f"%{seen.node.name}, which scores are made with, may have a gradient")
         if seen not in self.terms:
@@ -277,7 +281,7 @@ class Scores:
     # -- masks ------------------------------------------------------------------------------------
 
     def masks_by(self, node: fx.Node, low: Any) -> bool:
-        """Whether a `where` or `masked_fill` hides keys, by a number as low as they go; its mask is noted."""
+        """Return True if a `where` or `masked_fill` hides keys by the lowest number; its mask is collected."""
         if not is_lowest(low, ir.example(node).dtype):
             return False
         fills = node.target in FILL
@@ -285,7 +289,7 @@ class Scores:
         return True
 
     def adds_mask(self, x: fx.Node) -> bool:
-        """Whether a value is zero where keys are seen, and as low as numbers go elsewhere; its mask is noted."""
+        """Return True if a value is zero at visible keys and the lowest number elsewhere; its mask is collected."""
         node = below_views(x)
         if node.target in WHERE and is_zero(node.args[1]):
             return self.masks_by(node, node.args[2])
@@ -293,7 +297,7 @@ class Scores:
 
 
 def bare(text: str) -> str:
-    """An expression without brackets around all of it."""
+    """Strip brackets around a whole expression."""
     depth = 0
     for at, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -303,7 +307,7 @@ def bare(text: str) -> str:
 
 
 def above(node: fx.Node) -> Iterator[fx.Node]:
-    """All that a value is made of."""
+    """Yield all values from which a value is computed."""
     seen: set[fx.Node] = set()
     stack = list(node.all_input_nodes)
     while stack:
@@ -314,30 +318,29 @@ def above(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def below_views(node: fx.Node) -> fx.Node:
-    """The value of which a view or cast shows all numbers in their places, or one for many."""
+    """Return the value under copies, casts and expansions of floating-point numbers."""
     while node.target in (*COPIES, *CASTS, aten.expand.default) and ir.example(node).is_floating_point():
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def is_zero(x: Any) -> bool:
-    """Whether a value is zero everywhere."""
     return number_of(x) == 0
 
 
 def is_lowest(x: Any, dtype: torch.dtype) -> bool:
-    """Whether a value is -inf everywhere, or as low as the numbers of a dtype go."""
+    """Return True if a value is -inf everywhere, or the lowest number of a dtype."""
     found = number_of(x)
     return found is not None and (found == -math.inf or found <= torch.finfo(dtype).min)
 
 
 def is_guard(x: Any) -> bool:
-    """Whether a value says of each query that it sees any key."""
+    """Return True if a value tells of each query if it sees any key."""
     return isinstance(x, fx.Node) and x.target is aten.any.dim and int(x.args[1]) in (-1, RANK - 1)  # type: ignore
 
 
 def guarded(found: Attention, guards: list[fx.Node]) -> fx.Node:
-    """The result with zeros for queries that see nothing, which attention by interval has by itself."""
+    """Return the result after zeros are put in for queries that see nothing; attention by interval does this itself."""
     users = list(found.result.users)
     if len(users) == 1 and users[0].target in WHERE and users[0].args[1] is found.result and is_zero(users[0].args[2]):
         conditions: list[Any] = [node.args[0] for node in (*guards, users[0])]

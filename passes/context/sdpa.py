@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention`, as PyTorch has it: its record."""
+"""The record of PyTorch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """What a call is given, by name; defaults are left out."""
+    """Return a call's arguments by name, without defaults."""
     return dict(zip(NAMES, node.args)) | node.kwargs
 
 
 def is_causal(node: fx.Node) -> bool:
-    """Whether the call hides keys beyond a query's own."""
+    """Return True if the call hides keys after a query's own."""
     return bool(arguments(node).get("is_causal", False))
 
 
-# ---- how it is written ------------------------------------------------------------------------------
+# ---- the rule and rewrites --------------------------------------------------------------------------
 
 
 def scaled_dot_product_attention(node: fx.Node) -> Rule:
-    """q[..., (g r), s, e], k[..., g, s, e], v[..., g, s, f], mask -> [..., (g r), s, f]; r > 1 under GQA.
+    """Return the rule q[..., (g r), s, e], k[..., g, s, e], v[..., g, s, f], mask -> [..., (g r), s, f]; GQA: r > 1.
 
-    Where keys are not as many as queries, they are whole, and queries free unless a causal mask numbers them.
+    If there are not as many keys as queries, keys stay unsharded; queries too under a causal mask, which numbers them.
     """
     q, k, v, *masks = tensor_operands(node)
     shapes = [tuple(ir.example(n).shape) for n in (q, k, v)]
@@ -70,7 +70,7 @@ def scaled_dot_product_attention(node: fx.Node) -> Rule:
 
 
 def attention_of_four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest, **options) -> Tensor:
-    """Attention over q[n, h, s, e]: leading dims that are missing are of size one, those that are too many are one."""
+    """Compute attention with q as [n, h, s, e]: missing leading dims get size 1, excess ones are flattened."""
     lead = q.shape[:-3]
 
     def four(x: Tensor) -> Tensor:
@@ -93,7 +93,10 @@ def dropping(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention written out, q[..., t, d] over k[..., s, d]: its weights drop out; a row that sees nothing is zero."""
+    """Compute attention from its parts, q[..., t, d] over k[..., s, d], with dropout of its weights.
+
+    A row that sees nothing is zero.
+    """
     if enable_gqa:
         k, v = (repeat_heads(x, q.shape[-3] // k.shape[-3]) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -110,7 +113,7 @@ def dropping(
 
 
 def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
-    """PyTorch's attention over all keys of the rank's queries."""
+    """Insert PyTorch's attention over all keys of the rank's queries."""
     q, k, v, *masks = operands
     given = arguments(node)
     values = q, k, v, masks[0] if masks else None, given.get("dropout_p", 0.0), is_causal(node)
@@ -118,14 +121,15 @@ def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None
 
 
 def options_of(node: fx.Node) -> dict[str, Any]:
-    """What a call says of scores and heads."""
+    """Return a call's scale and grouping of heads, if given."""
     return {name: given for name, given in arguments(node).items() if name in ("scale", "enable_gqa")}
 
 
 def sdpa(builder: Builder, values: tuple[Any, ...], options: dict[str, Any]) -> fx.Node:
-    """PyTorch's attention; on the CPU, whose flash kernel takes one width, of queries, keys and values as wide alike.
+    """Insert PyTorch's attention; on the CPU, pad queries, keys and values to one width, which its flash kernel needs.
 
-    It would have the scores of all pairs in memory otherwise (latent attention: keys of 192, values of 128).
+    With different widths (latent attention: keys of 192, values of 128), PyTorch would hold the scores of all pairs in
+    memory.
     """
     q, k, v, *rest = values
     width, given = ir.example(v).shape[-1], ir.example(q)
@@ -139,7 +143,7 @@ def sdpa(builder: Builder, values: tuple[Any, ...], options: dict[str, Any]) -> 
 
 
 def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
-    """Keys and values gathered, their gradients scattered; a causal mask spelled out for the rank's queries."""
+    """Gather keys and values, whose gradients are scattered, and expand a causal mask for the rank's queries."""
     q, k, v, *masks = operands
     factor = specs[0].dims[-2][0]
     whole = [gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])]
@@ -156,12 +160,12 @@ def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, run
 
 
 def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str) -> fx.Node:
-    """A ring."""
+    """Insert a ring."""
     return ring_attention(builder, operands, specs, arguments(node).get("scale"), call, method)
 
 
 def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> AttentionCall:
-    """The call as its rank sees it, with what its mask, that of the whole attention, lets through."""
+    """Return the call as its rank sees it, with the pairs that its mask, of the full attention, lets through."""
     call, masks, order = attention.call_of(builder, node, operands, specs), operands[3:], specs[1].order
     mask = arguments(node).get("attn_mask")
     by_head = bool(masks) and ir.example(masks[0]).dim() > 2 and ir.example(masks[0]).shape[-3] > 1
@@ -173,7 +177,7 @@ def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> A
 
 
 def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, zigzag: bool, parts: int) -> Pairs:
-    """(rank of queries, rank of keys) of which any query sees a key."""
+    """Return the (query rank, key rank) pairs in which any query sees a key."""
     sees = mask.reshape(-1, *mask.shape[-2:]).any(0).expand(rows.size, columns.size)
     for dim in (0, 1):
         missing = -sees.shape[dim] % (2 * parts if zigzag else parts)
@@ -187,7 +191,7 @@ def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, zigzag: bool, pa
 
 
 def flash(name: str) -> AttentionKernel:
-    """One of PyTorch's own kernels, by its name."""
+    """Return the kernel record of one of PyTorch's own kernels, by name."""
     return AttentionKernel(getattr(aten, name).default, getattr(aten, f"{name}_backward").default)
 
 

@@ -1,14 +1,14 @@
-"""How a sequence lies over the ranks of `cp`.
+"""The layout of the sequence over the ranks of `cp`.
 
-    none         a run a rank
-    head_tail    a chunk from the front and one from the back: under a causal mask all have as much to do
-    blocks       head and tail in blocks, of which ranks exchange some, anew for each batch, until what its documents
-                 let each of them see is even
-    auto         blocks where documents decide what attention sees and a rank has four of them or more; head_tail where
-                 attention is causal, or by interval; else none
+    none         one run for each rank
+    head_tail    a chunk from the front and one from the back: balanced under a causal mask
+    blocks       head and tail in blocks; for each batch, ranks exchange blocks until the work that its documents
+                 cause is balanced
+    auto         blocks if documents decide what attention sees and a rank has four blocks or more; head_tail if
+                 attention is causal or by interval; otherwise none
 
-Attention by interval takes keys wherever they lie. Any other gathers them, or heads, where it is in blocks, so
-`auto` leaves a program that has some alone.
+Attention by interval takes keys in any order. Other attention over a sequence in blocks gathers keys or heads, so
+`auto` does not choose blocks for a program with such attention.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Layout = Literal["auto", "head_tail", "blocks", "none"]
 
 @dataclass(frozen=True)
 class SequenceLayout(ir.Pass):
-    """Say how the sequence lies; a `block` has at most so many tokens."""
+    """Choose the layout of the sequence; a `block` has at most that many tokens."""
 
     layout: Layout = "auto"
     block: int = 128
@@ -50,14 +50,14 @@ class SequenceLayout(ir.Pass):
         said = f"the sequence lies as {taken} over {AXIS}: {why}"
         order = ZIGZAG if taken == "head_tail" else PLAIN
         if taken == "blocks":
-            order = Order(table=assign_blocks(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
+            order = Order(table=assign_blocks(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # equal work: head and tail
             said += f"; {each} blocks a rank, of {-(-length // (each * mesh[AXIS]))} tokens"
         inputs = tuple(replace(i, spec=i.spec.ordered(order)) if i.kind == "batch" else i for i in program.inputs)
         return replace(program, inputs=inputs), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
 
 
 def choose(program: ir.Program, each: int) -> tuple[Layout, str]:
-    """What `auto` takes, where a rank would have so many blocks, and why."""
+    """Return the layout that `auto` chooses if a rank would have `each` blocks, and the reason."""
     calls = {node: OPERATORS[node.target] for node in program.calls() if node.target in OPERATORS}  # type: ignore[index]
     plain = [node for node, record in calls.items() if record.bounds is None]
     if len(plain) == len(calls) and not any(calls[node].causal(node) for node in plain):
@@ -72,13 +72,16 @@ def choose(program: ir.Program, each: int) -> tuple[Layout, str]:
 
 
 def length_of(program: ir.Program) -> int:
-    """Tokens of the longest sequence of the batch, 0 if it has none."""
+    """Return the tokens of the longest sequence of the batch, 0 if it has none."""
     shapes = (given.spec.shape for given in program.inputs if given.kind == "batch")
     return max((shape[1] for shape in shapes if len(shape) > 1), default=0)
 
 
 def bounds_of(program: ir.Program) -> ir.Program | None:
-    """What computes the bounds of all attention by interval from a batch, on the host; None if no batch decides."""
+    """Return a program that computes the bounds of all attention by interval from a batch, on the host.
+
+    None if no bounds depend on a batch.
+    """
     given = dict(zip(program.placeholders(), program.inputs))
     ends = {node: i for node, i in given.items() if i.kind in ("batch", "constant")}
     pairs = dict.fromkeys(filter(None, map(bounds_at, program.calls())))
@@ -94,13 +97,13 @@ def bounds_of(program: ir.Program) -> ir.Program | None:
 
 
 def bounds_at(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """First and last of the keys that queries of a call of attention by interval see; None of another node."""
+    """Return the first and last key that each query of a call of attention by interval sees; None for another node."""
     record = OPERATORS.get(node.target)  # type: ignore[arg-type]
     return record.bounds(node) if record is not None and record.bounds is not None else None
 
 
 def bounds_in(bounds: ir.Program, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """First and last of the keys that queries of a batch see, i64[B or 1, T], of each attention that sees otherwise."""
+    """Return the first and last key that each query of a batch sees, i64[B or 1, T], for each attention's bounds."""
     values = [batch[i.name].cpu() if i.value is None else i.value.cpu() for i in bounds.inputs]
     with torch.no_grad():
         found = bounds.module(*values)
