@@ -29,12 +29,12 @@ Nodes = list[fx.Node]
 Specs = list[Spec]
 
 
-def products(q: tuple, k: tuple, v: tuple, *rest: Any, **named: Any) -> int:
+def attention_flops(q: tuple, k: tuple, v: tuple, *others: Any, **options: Any) -> int:
     """Return the FLOPs of both matmuls over all pairs of query and key, from the operands' shapes."""
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
-def products_behind(gradient: tuple, q: tuple, k: tuple, v: tuple, *rest: Any, **named: Any) -> int:
+def attention_backward_flops(gradient: tuple, q: tuple, k: tuple, v: tuple, *others: Any, **options: Any) -> int:
     """Return the FLOPs of the backward: scores again, and gradients of scores, values, queries and keys."""
     return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
 
@@ -53,7 +53,7 @@ class AttentionKernel:
 
     forward: OpOverload
     backward: OpOverload | None = None
-    flops: tuple[Callable[..., int], Callable[..., int]] = (products, products_behind)
+    flops: tuple[Callable[..., int], Callable[..., int]] = (attention_flops, attention_backward_flops)
     compiled: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = field(default_factory=dict)
     on_host: str = ""
 
@@ -62,8 +62,8 @@ def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> A
     """Return the call as its rank sees it, if nothing is known about its mask."""
     q, k, v = (tuple(ir.example(x).shape) for x in operands[:3])
     dtype, ranks, order = ir.example(operands[0]).dtype, builder.mesh[SEQUENCE_AXIS], specs[1].order
-    where = {"stride": builder.mesh.stride(SEQUENCE_AXIS), "balance": builder.balance}
-    return AttentionCall(q, k, v, dtype, ranks, zigzag=order.zigzag, in_blocks=bool(order.table), **where)
+    topology = {"stride": builder.mesh.stride(SEQUENCE_AXIS), "balance": builder.balance}
+    return AttentionCall(q, k, v, dtype, ranks, zigzag=order.zigzag, in_blocks=bool(order.table), **topology)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def attention_rule(node: fx.Node, *others: str, **options: Any) -> Rule:
     Dims of size 1 are not sharded. Self-attention may be sharded on `cp`. If there are other keys than queries, the
     keys stay unsharded.
     """
-    q, k, v, *rest = tensor_operands(node)
+    q, k, v, *more_nodes = tensor_operands(node)
     (b, h, s, _), (_, g, t, _) = (tuple(ir.example(x).shape) for x in (q, k))
     lead: Names = ("b",) if b != 1 else ()
     heads: Names = ("g", "r") if h != g else ("g",)
@@ -120,7 +120,7 @@ def attention_rule(node: fx.Node, *others: str, **options: Any) -> Rule:
     sizes = bind_sizes(dims, [list(ir.example(x).shape) for x in (q, k, v)])
     names = {"b": lead, "h": heads, "s": (query,), "1": ()}
     return Rule(
-        (*dims, *(dims_of(x, [names[letter] for letter in text]) for x, text in zip(rest, others, strict=True))),
+        (*dims, *(dims_of(x, [names[letter] for letter in text]) for x, text in zip(more_nodes, others, strict=True))),
         ((*queries, ("f",)),),
         sizes,
         **{"whole": frozenset({"k", "e", "f"}), "only": {query: CONTEXT}} | options,
@@ -136,10 +136,10 @@ def dims_of(x: fx.Node, names: Sequence[Names]) -> tuple[Names, ...]:
 def heads_repeated(op: OpOverload) -> Callable[..., Tensor]:
     """Return the operator with each key and value head repeated for its group of query heads."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
         groups = q.shape[-3] // k.shape[-3]
-        same = {name: False for name in options if name == "enable_gqa"}
-        return op(q, repeat_heads(k, groups), repeat_heads(v, groups), *rest, **options | same)
+        gqa_off = {name: False for name in options if name == "enable_gqa"}
+        return op(q, repeat_heads(k, groups), repeat_heads(v, groups), *others, **options | gqa_off)
 
     return run
 

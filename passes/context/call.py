@@ -96,8 +96,8 @@ class AttentionCall:
     def travelling_bytes(self, inner: int) -> int:
         """Return the bytes that a rank sends around the ring across groups, forward and backward."""
         n = len(self.steps(inner))
-        each = 2 * (n - 1) * self.dtype.itemsize + n * wide(self.dtype).itemsize
-        return self.keys * self.copies(inner) * each if n > 1 else 0
+        bytes_per_entry = 2 * (n - 1) * self.dtype.itemsize + n * wide(self.dtype).itemsize
+        return self.keys * self.copies(inner) * bytes_per_entry if n > 1 else 0
 
     def sent_bytes(self, method: str) -> int:
         """Return the bytes that a rank sends, forward and backward."""
@@ -108,11 +108,11 @@ class AttentionCall:
 
     def kept_bytes(self, method: str) -> int:
         """Return the bytes of keys and values that a rank holds at once in the forward."""
-        own = self.keys * self.dtype.itemsize
+        local_bytes = self.keys * self.dtype.itemsize
         if method == "all_gather":
-            return own * self.parts
+            return local_bytes * self.parts
         inner = self.exchanging(method)
-        return own * self.copies(inner) * min(2, len(self.steps(inner)))
+        return local_bytes * self.copies(inner) * min(2, len(self.steps(inner)))
 
     # -- the choice -------------------------------------------------------------------------------
 
@@ -128,8 +128,8 @@ class AttentionCall:
 
     def near_bytes(self, kind: str, sent: int, ranks: int, apart: int = 1) -> int:
         """Return the bytes that take as long within a node as `sent` bytes among `ranks` ranks that are `apart`."""
-        where = spread(ranks, self.stride * apart, self.balance.gpus_per_node)
-        return int(self.balance.near_bytes(kind, sent, where))
+        placement = spread(ranks, self.stride * apart, self.balance.gpus_per_node)
+        return int(self.balance.near_bytes(kind, sent, placement))
 
     def cost_across(self, inner: int) -> int:
         """Return the bytes of exchanged heads and of a ring across groups that computation does not hide."""
@@ -150,32 +150,32 @@ class AttentionCall:
         """Return the reason why this call cannot use a method, or an empty string."""
         (_, h, _, _), (_, g, _, _) = self.query, self.key
         if method not in self.forms:
-            return "the operator has no such form"
+            return "the operator does not support it"
         if method in ("ring", "hybrid") and self.mask == "numbers":
-            return "a mask of numbers may have a gradient"
+            return "a floating-point mask may need a gradient"
         if method in ("ring", "hybrid") and self.in_blocks:
-            return "the sequence is in blocks, and this is no attention by interval"
+            return "the sequence lies in blocks, and this attention is not by interval"
         if method in ("ring", "hybrid") and self.causal and not self.zigzag:
-            return "the sequence does not lie in a zigzag"
+            return "the sequence is not laid out in a zigzag"
         if method == "ulysses" and (h % self.parts or (g % self.parts and self.parts % g)):
-            return f"{h} heads, {g} of keys, do not go evenly over {self.parts} ranks"
+            return f"{h} heads ({g} of keys) do not divide evenly over {self.parts} ranks"
         if method == "hybrid" and not self.divisors():
-            return f"{h} heads, {g} of keys, do not go evenly over any part of {self.parts} ranks"
+            return f"{h} heads ({g} of keys) do not divide evenly over any part of {self.parts} ranks"
         if method in ("ulysses", "hybrid") and self.mask_by_head:
             return "the mask differs by head"
         return ""
 
-    def choose(self, asked: str) -> tuple[str, str]:
+    def choose(self, requested: str) -> tuple[str, str]:
         """Return the method and the reason for it; an empty method if the operator supports none."""
         obstacles = {method: self.obstacle(method) for method in METHODS}
-        costs = {method: self.cost(method) for method, why in obstacles.items() if not why}
-        if asked in costs:
-            return asked, "asked for"
+        costs = {method: self.cost(method) for method, obstacle in obstacles.items() if not obstacle}
+        if requested in costs:
+            return requested, "as configured"
         if not costs:
             return "", "; ".join(f"{method} cannot: {obstacles[method]}" for method in self.forms)
-        if asked != "auto" and "all_gather" in costs:
-            return "all_gather", f"{asked} cannot: {obstacles[asked]}"
+        if requested != "auto" and "all_gather" in costs:
+            return "all_gather", f"{requested} cannot: {obstacles[requested]}"
         best = min(costs, key=costs.__getitem__)
-        listed = ", ".join(f"{m} {cost:,}" for m, cost in costs.items())
-        instead = "" if asked == "auto" else f"{asked} cannot: {obstacles[asked]}; "
-        return best, f"{instead}the cheapest, in bytes: {listed}"
+        cost_list = ", ".join(f"{m} {cost:,}" for m, cost in costs.items())
+        instead = "" if requested == "auto" else f"{requested} cannot: {obstacles[requested]}; "
+        return best, f"{instead}cheapest, in bytes: {cost_list}"

@@ -35,10 +35,10 @@ def emit(
     if AXIS not in specs[1].sharded or specs[1].dims[-2][0].axes != (AXIS,):
         return record.local(builder, node, operands, None)
     call = replace(record.call(builder, node, operands, specs), forms=record.forms)
-    method, why = call.choose(builder.context_method)
+    method, reason = call.choose(builder.context_method)
     if not method:
-        raise ir.Refused("shard", node, f"{node.target} cannot run over mesh.{AXIS}={call.parts}: {why}")
-    builder.notes.append(note(node, call, method, why))
+        raise ir.Refused("shard", node, f"{node.target} cannot run over mesh.{AXIS}={call.parts}: {reason}")
+    builder.notes.append(note(node, call, method, reason))
     as_held, runs = record.bounds is not None and bool(specs[1].order.table), None
     if as_held and method in ("all_gather", "ulysses"):
         runs = builder.trace(torch.flatten, starts_of(builder, specs[1], 1))
@@ -58,17 +58,17 @@ def emit(
 
 def heads_of(record: AttentionOp, node: fx.Node) -> list[int | None]:
     """Return, for each operand after values, its dim of query heads, or None if it has none."""
-    query, _, _, *rest = record.rule(node).operands
-    return [dims.index(query[1]) if query[1] in dims else None for dims in rest]
+    query, _, _, *others = record.rule(node).operands
+    return [dims.index(query[1]) if query[1] in dims else None for dims in others]
 
 
-def note(node: fx.Node, call: AttentionCall, method: str, why: str) -> str:
+def note(node: fx.Node, call: AttentionCall, method: str, reason: str) -> str:
     """Return a line for the report."""
     rings = method in ("ring", "hybrid") and call.pairs is not None
-    steps = f"; anything is seen in steps {call.steps(call.exchanging(method))}" if rings else ""
-    sent, held = call.sent_bytes(method), call.kept_bytes(method)
-    which = f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {why}{steps}"
-    return f"{which}; {sent:,} bytes sent, {held:,} of keys and values held at once"
+    steps = f"; needed steps: {call.steps(call.exchanging(method))}" if rings else ""
+    sent, held_bytes = call.sent_bytes(method), call.kept_bytes(method)
+    choice = f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {reason}{steps}"
+    return f"{choice}; {sent:,} bytes sent, {held_bytes:,} bytes of keys and values held at once"
 
 
 def gather(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
@@ -80,8 +80,8 @@ def gather(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
 def gather_as_held(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
     """Gather a sequence in rank order: the entries of one rank after those of the next, with padding."""
     parts, dim = builder.mesh[AXIS], len(spec.dims) - 2
-    held = parts * ir.example(x).shape[dim]
-    return builder.call(reshard.all_gather, (x, dim, AXIS, parts, held, ir.example(x).dtype, None))
+    size = parts * ir.example(x).shape[dim]
+    return builder.call(reshard.all_gather, (x, dim, AXIS, parts, size, ir.example(x).dtype, None))
 
 
 def starts_of(builder: Builder, spec: Spec, inner: int) -> fx.Node:
@@ -115,17 +115,17 @@ def exchanged(
     in_order = as_held or order.is_plain
     table = [builder.coordinates[BLOCKS]] if order.table else []
 
-    def natural(x: fx.Node, spec: Spec, dim: int, held: int) -> fx.Node:
+    def natural(x: fx.Node, spec: Spec, dim: int, size: int) -> fx.Node:
         if as_held:
             return x
-        kept = spec.dims[dim][0].size if inner == parts else held
+        length = spec.dims[dim][0].size if inner == parts else size
         if in_order:
-            return builder.trace(lambda x: x.narrow(dim, 0, kept), x)
-        return builder.trace(lambda x, *table: to_natural_order(x, dim, inner, kept, *table), x, *table)
+            return builder.trace(lambda x: x.narrow(dim, 0, length), x)
+        return builder.trace(lambda x, *table: to_natural_order(x, dim, inner, length, *table), x, *table)
 
     def exchange(x: fx.Node, spec: Spec) -> fx.Node:
-        held = inner * ir.example(x).shape[2]
-        return natural(builder.call(reshard.all_to_all, (x, 1, 2, held, axis, inner)), spec, 2, held)
+        size = inner * ir.example(x).shape[2]
+        return natural(builder.call(reshard.all_to_all, (x, 1, 2, size, axis, inner)), spec, 2, size)
 
     def own_heads(x: fx.Node, dim: int | None) -> fx.Node:
         if dim is None:
@@ -140,9 +140,9 @@ def exchanged(
         if AXIS not in spec.sharded:
             return x
         (dim,) = (d for d, factors in enumerate(spec.dims) if any(AXIS in f.axes for f in factors))
-        held = inner * ir.example(x).shape[dim]
+        size = inner * ir.example(x).shape[dim]
         return natural(
-            builder.call(reshard.all_gather, (x, dim, axis, inner, held, ir.example(x).dtype, None)), spec, dim, held
+            builder.call(reshard.all_gather, (x, dim, axis, inner, size, ir.example(x).dtype, None)), spec, dim, size
         )
 
     if (copies := call.copies(inner)) > 1:
@@ -167,8 +167,10 @@ def ring_attention(
     """Insert one local operator, inlined when the program is finished; a ring across groups that exchange heads."""
     inner, size = call.exchanging(method), specs[1].dims[-2][0].size
     axis, axis_index = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.coordinates[AXIS]
-    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row)
-    key = (how, len(operands))
+    definition = ring.Ring(
+        axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row
+    )
+    key = (definition, len(operands))
     if key not in builder.operators:
         builder.operators[key] = ring.operator(*key)
     if inner > 1:

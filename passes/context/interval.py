@@ -32,8 +32,8 @@ def rule(node: fx.Node) -> Rule:
 def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
     """Attend with the queries' bounds to keys at the positions that `runs` gives."""
     q, k, v, first, last, *terms = operands
-    found = builder.call(attend, (q, k, v, first, last, runs, terms, *node.args[-2:]))
-    return builder.call(operator.getitem, (found, 0))
+    results = builder.call(attend, (q, k, v, first, last, runs, terms, *node.args[-2:]))
+    return builder.call(operator.getitem, (results, 0))
 
 
 def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
@@ -43,13 +43,19 @@ def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, run
     return local(builder, node, [q, *map(partial(together, builder), (k, v), specs[1:3]), *rows], runs)
 
 
-def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str) -> fx.Node:
+def ring_form(
+    builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str
+) -> fx.Node:
     """Insert a ring: bounds stay with their queries, keys come with their positions."""
     scale, score = node.args[-2:]
     inner = call.exchanging(method)
     row = builder.row_of_hops(bounds(node), inner) if call.pairs is None else None
-    given = [*operands, starts_of(builder, specs[1], inner), *([] if row is None else [builder.coordinates[HOPS]])]
-    return ring_attention(builder, given, specs, scale, call, method, score, row)  # type: ignore[arg-type]
+    ring_operands = [
+        *operands,
+        starts_of(builder, specs[1], inner),
+        *([] if row is None else [builder.coordinates[HOPS]]),
+    ]
+    return ring_attention(builder, ring_operands, specs, scale, call, method, score, row)  # type: ignore[arg-type]
 
 
 def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> AttentionCall:
@@ -77,11 +83,11 @@ RECORD = AttentionOp(
             attend,
             attend_backward,
             compiled={"cuda": (flex.forward, flex.backward)},
-            on_host="reads its bounds on the host where it is not compiled; use lower.backend=inductor",
+            on_host="reads its bounds on the host if it is not compiled; use lower.backend=inductor",
         ),
     ),
     bounds=bounds,
     call=call_of,
     gathered=gathered,
-    ring=around,
+    ring=ring_form,
 )

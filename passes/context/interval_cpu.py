@@ -88,9 +88,9 @@ def tile(first: Tensor, last: Tensor, start: int, end: int) -> Iterator[Tile]:
         yield Tile(slice(start, end), slice(int(lower[sees].min()), int(upper[sees].max())), masked=True)
 
 
-def tiled(found: Iterator[Tile], rows: int = ROWS, keys: int = KEYS) -> Iterator[Tile]:
+def cut_into_tiles(tiles: Iterator[Tile], rows: int = ROWS, keys: int = KEYS) -> Iterator[Tile]:
     """Cut pieces into tiles, for kernels that hold the scores of their whole input."""
-    for piece in found:
+    for piece in tiles:
         for row in range(piece.rows.start, piece.rows.stop, rows):
             for key in range(piece.keys.start, piece.keys.stop, keys):
                 limits = min(row + rows, piece.rows.stop), min(key + keys, piece.keys.stop)
@@ -105,66 +105,66 @@ class Part(NamedTuple):
     rows: slice
     keys: slice
     causal: bool
-    own: Block | None  # kernel options, if they differ between parts of one size
+    options: Block | None  # kernel options, if they differ between parts of one size
 
-    def here(self) -> tuple[slice, slice, slice]:
+    def query_index(self) -> tuple[slice, slice, slice]:
         return self.batch, slice(None), self.rows
 
-    def near(self) -> tuple[slice, slice, slice]:
+    def key_index(self) -> tuple[slice, slice, slice]:
         return self.batch, slice(None), self.keys
 
 
-def calls(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[tuple[list[Part], Block]]:
+def calls(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence) -> Iterator[tuple[list[Part], Block]]:
     """Yield the kernel calls: parts of one size that share no query, with the kernel's options."""
     waiting: dict[tuple[int, int, int, bool], list[Part]] = defaultdict(list)
-    for part in parts(q, k, v, given):
-        if part.own:
-            yield [part], part.own
+    for part in parts(q, k, v, arguments):
+        if part.options:
+            yield [part], part.options
             continue
         rows, keys = part.rows.stop - part.rows.start, part.keys.stop - part.keys.start
         kind = part.run, rows, keys, part.causal
         waiting[kind].append(part)
         if len(waiting[kind]) * rows * keys * q.shape[1] * (q.shape[-1] + v.shape[-1]) >= ENOUGH:
-            yield waiting.pop(kind), _alike(rows, keys, part.causal, given[4], q)
-    for (_, rows, keys, causal), together in waiting.items():
-        yield together, _alike(rows, keys, causal, given[4], q)
+            yield waiting.pop(kind), _shared_options(rows, keys, part.causal, arguments[4], q)
+    for (_, rows, keys, causal), group in waiting.items():
+        yield group, _shared_options(rows, keys, causal, arguments[4], q)
 
 
-def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
+def parts(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence) -> Iterator[Part]:
     """Yield all parts: together they cover every pair of a query and a key that it sees."""
-    first, last, runs, terms, scale, score = given
+    first, last, runs, terms, scale, score = arguments
     first, last = first.cpu(), last.cpu()
-    found_runs = [(0, 0, k.shape[2])] if runs is None else joined(runs.tolist(), k.shape[2] // len(runs))
+    key_runs = [(0, 0, k.shape[2])] if runs is None else merge_runs(runs.tolist(), k.shape[2] // len(runs))
     plain = bool(score) or kernels.is_plain(q, v)
     largest = k.shape[2] if plain else TRIANGLE if q.device.type == "cpu" else 0
-    for b, (run, (near_start, start, held)) in itertools.product(range(first.shape[0]), enumerate(found_runs)):
+    for b, (run, (first_key, start, count)) in itertools.product(range(first.shape[0]), enumerate(key_runs)):
         batch = slice(b, b + 1) if first.shape[0] > 1 else slice(0, q.shape[0])
-        lower, upper = ((x[b] - start).clamp(0, held) for x in (first, last))
-        seen = upper > lower
-        bounds = [torch.where(seen, x, 0) for x in (lower, upper)]
-        found = pieces(bounds[0], bounds[1], largest)
-        for piece in tiled(found) if plain else found:
-            near = slice(near_start + piece.keys.start, near_start + piece.keys.stop)
-            far = slice(start + piece.keys.start, start + piece.keys.stop)
-            change = _change(score, terms, batch, piece.rows, far) if score else None
+        lower, upper = ((x[b] - start).clamp(0, count) for x in (first, last))
+        visible = upper > lower
+        bounds = [torch.where(visible, x, 0) for x in (lower, upper)]
+        tiles = pieces(bounds[0], bounds[1], largest)
+        for piece in cut_into_tiles(tiles) if plain else tiles:
+            key_slice = slice(first_key + piece.keys.start, first_key + piece.keys.stop)
+            position_slice = slice(start + piece.keys.start, start + piece.keys.stop)
+            change = _change(score, terms, batch, piece.rows, position_slice) if score else None
             mask = _mask(piece, bounds[0], bounds[1], q) if piece.masked else None
-            own = Block(scale=scale, mask=mask, change=change) if piece.masked or score else None
-            yield Part(run, batch, piece.rows, near, piece.causal, own)
+            options = Block(scale=scale, mask=mask, change=change) if piece.masked or score else None
+            yield Part(run, batch, piece.rows, key_slice, piece.causal, options)
 
 
-def joined(starts: Sequence[int], size: int) -> list[tuple[int, int, int]]:
+def merge_runs(starts: Sequence[int], size: int) -> list[tuple[int, int, int]]:
     """Return (index of the first key, its position, number of keys) of runs of one size; adjacent runs are merged."""
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for number, start in enumerate(starts):
-        first, position, count = found[-1] if found else (0, -1, 0)
+        first, position, count = merged[-1] if merged else (0, -1, 0)
         if position + count == start and count:
-            found[-1] = (first, position, count + size)
+            merged[-1] = (first, position, count + size)
         else:
-            found.append((number * size, start, size))
-    return found
+            merged.append((number * size, start, size))
+    return merged
 
 
-def _alike(rows: int, keys: int, causal: bool, scale: float | None, q: Tensor) -> Block:
+def _shared_options(rows: int, keys: int, causal: bool, scale: float | None, q: Tensor) -> Block:
     """Return kernel options if all queries see all keys, or the last one all and each one before it a key fewer."""
     if not causal or rows == keys:
         return Block(causal, scale)
@@ -187,9 +187,11 @@ def _mask(piece: Tile, first: Tensor, last: Tensor, q: Tensor) -> Tensor:
 
 def _change(score: str, terms: Sequence[Tensor], batch: slice, rows: slice, keys: slice) -> Callable[[Tensor], Tensor]:
     """Return the score function applied to one block of scores."""
-    near = [x[batch if x.shape[0] > 1 else slice(None), :, rows if x.shape[2] > 1 else slice(None)] for x in terms]
+    local_terms = [
+        x[batch if x.shape[0] > 1 else slice(None), :, rows if x.shape[2] > 1 else slice(None)] for x in terms
+    ]
     positions = torch.arange(keys.start, keys.stop)
-    return lambda scores: evaluate(score, scores, positions.to(scores.device), near)
+    return lambda scores: evaluate(score, scores, positions.to(scores.device), local_terms)
 
 
 def _stacked(x: Tensor, places: Sequence[tuple[slice, ...]]) -> Tensor:
@@ -199,33 +201,43 @@ def _stacked(x: Tensor, places: Sequence[tuple[slice, ...]]) -> Tensor:
 
 @torch.library.impl(library, "attend", "CPU")
 @torch.library.impl(library, "attend", "CUDA")
-def _attend(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
     kind = wide(q.dtype)
     out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=kind, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
-    for together, block in calls(q, k, v, given):
-        here, near = [part.here() for part in together], [part.near() for part in together]
-        found, level = kernels.forward(_stacked(q, here), _stacked(k, near), _stacked(v, near), block)
-        before = _stacked(lse, here)
+    for group, block in calls(q, k, v, arguments):
+        query_slices, key_slices = [part.query_index() for part in group], [part.key_index() for part in group]
+        block_out, block_lse = kernels.forward(
+            _stacked(q, query_slices), _stacked(k, key_slices), _stacked(v, key_slices), block
+        )
+        before = _stacked(lse, query_slices)
         if (before > -torch.inf).any():
-            found, level = kernels.merge((_stacked(out, here), before), (found.to(kind), level))
-        for place, x, y in zip(here, found.chunk(len(here)), level.chunk(len(here)), strict=True):
+            block_out, block_lse = kernels.merge((_stacked(out, query_slices), before), (block_out.to(kind), block_lse))
+        for place, x, y in zip(
+            query_slices, block_out.chunk(len(query_slices)), block_lse.chunk(len(query_slices)), strict=True
+        ):
             out[place], lse[place] = x, y
     return out.to(q.dtype), lse
 
 
 @torch.library.impl(library, "attend_backward", "CPU")
 @torch.library.impl(library, "attend_backward", "CUDA")
-def _attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given):
+def _attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments):
     kind = wide(q.dtype)
     totals = [torch.zeros(x.shape, dtype=kind, device=q.device) for x in (q, k, v)]
-    for together, block in calls(q, k, v, given):
-        here, near = [part.here() for part in together], [part.near() for part in together]
-        keys, values = _stacked(k, near), _stacked(v, near)
-        found = kernels.backward(
-            _stacked(gradient, here), _stacked(q, here), keys, values, _stacked(out, here), _stacked(lse, here), block
+    for group, block in calls(q, k, v, arguments):
+        query_slices, key_slices = [part.query_index() for part in group], [part.key_index() for part in group]
+        keys, values = _stacked(k, key_slices), _stacked(v, key_slices)
+        gradients = kernels.backward(
+            _stacked(gradient, query_slices),
+            _stacked(q, query_slices),
+            keys,
+            values,
+            _stacked(out, query_slices),
+            _stacked(lse, query_slices),
+            block,
         )
-        for total, places, shares in zip(totals, (here, near, near), found, strict=True):
+        for total, places, shares in zip(totals, (query_slices, key_slices, key_slices), gradients, strict=True):
             for place, share in zip(places, shares.chunk(len(places)), strict=True):
                 total[place] += share
     return tuple(total.to(x.dtype) for total, x in zip(totals, (q, k, v)))

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from passes.context import flex
 from passes.context.kernels import wide
-from passes.context.masks import RANK, Given, Interval, NotAnInterval, Reader, Row
+from passes.context.masks import RANK, Interval, LeafValues, NotAnInterval, Reader, Row
 from passes.context.match_attention import SOFTMAX, Attention, Scores, single_heads, written_attention
 from passes.context.sdpa import NAMES, SDPA, arguments
 from passes.program import ir
@@ -44,24 +44,24 @@ class Intervals(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        given = list(zip(program.placeholders(), program.inputs))
-        batch = frozenset(node for node, of in given if of.kind == "batch")
-        differentiable = frozenset(node for node, of in given if of.kind == "parameter")
+        inputs_by_node = list(zip(program.placeholders(), program.inputs))
+        batch = frozenset(node for node, item in inputs_by_node if item.kind == "batch")
+        differentiable = frozenset(node for node, item in inputs_by_node if item.kind == "parameter")
         reading = Reading(batch, ctx)
-        taken, notes = 0, []
+        count, notes = 0, []
         for node in list(program.calls()):
             try:
                 if (attention := attention_at(node, differentiable)) is not None:
                     put(attention, reading.bounds(attention), ctx)
-                    taken += 1
-            except NotAnInterval as why:
-                what = "its mask stays in memory" if node.target is SDPA else "stays written out"
-                notes.append(f"%{node.name} ({ir.source(node)}): {what}: {why}")
+                    count += 1
+            except NotAnInterval as reason:
+                outcome = "its mask stays in memory" if node.target is SDPA else "stays written out"
+                notes.append(f"%{node.name} ({ir.source(node)}): {outcome}: {reason}")
         program.graph.eliminate_dead_code()
         nodes = zip(program.placeholders(), program.inputs)
-        inputs = tuple(replace(given, runs=given.runs or node in reading.runs) for node, given in nodes)
+        inputs = tuple(replace(item, runs=item.runs or node in reading.runs) for node, item in nodes)
         program = replace(program, inputs=inputs)
-        return program, ir.Report({"attention_by_interval": taken}, tuple(notes))
+        return program, ir.Report({"attention_by_interval": count}, tuple(notes))
 
 
 def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention | None:
@@ -70,16 +70,16 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
         return written_attention(node, differentiable)
     if node.target is not SDPA:
         return None
-    given = DEFAULTS | arguments(node)
-    q, k, v, mask = (given[name] for name in NAMES[:4])
+    args = DEFAULTS | arguments(node)
+    q, k, v, mask = (args[name] for name in NAMES[:4])
     if mask is None:
         return None
-    if given["dropout_p"]:
-        raise NotAnInterval("dropout draws for each pair")
-    if given["is_causal"] or ir.example(q).dim() != RANK:
-        and_causal = " and is_causal is given" * bool(given["is_causal"])
+    if args["dropout_p"]:
+        raise NotAnInterval("dropout draws a random number for each pair")
+    if args["is_causal"] or ir.example(q).dim() != RANK:
+        and_causal = " and is_causal is set" * bool(args["is_causal"])
         raise NotAnInterval(f"queries have {ir.example(q).dim()} dims{and_causal}")
-    scale = 1 / math.sqrt(ir.example(q).shape[-1]) if given["scale"] is None else float(given["scale"])
+    scale = 1 / math.sqrt(ir.example(q).shape[-1]) if args["scale"] is None else float(args["scale"])
     k, v = single_heads(k, v)
     masks: list[tuple[fx.Node, bool]] = [(mask, False)]  # type: ignore[list-item]
     zeroed = ir.example(mask).dtype == torch.bool
@@ -97,36 +97,36 @@ class Reading:
 
     batch: frozenset[fx.Node]
     ctx: ir.Context
-    known: dict[tuple[Masks, bool, int, int], Bounds | NotAnInterval] = field(default_factory=dict)
+    results: dict[tuple[Masks, bool, int, int], Bounds | NotAnInterval] = field(default_factory=dict)
     runs: set[fx.Node] = field(default_factory=set)
 
-    def bounds(self, of: Attention) -> Bounds:
+    def bounds(self, attention: Attention) -> Bounds:
         """Return the first and last key that each query sees, i64[b or 1, s]; raises NotAnInterval."""
-        queries, keys = ir.example(of.q).shape[2], ir.example(of.v).shape[2]
-        key = tuple(of.masks), of.zeroed, queries, keys
-        if key not in self.known:
+        queries, keys = ir.example(attention.q).shape[2], ir.example(attention.v).shape[2]
+        key = tuple(attention.masks), attention.zeroed, queries, keys
+        if key not in self.results:
             try:
-                self.known[key] = self.read(of, queries, keys)
-            except NotAnInterval as why:
-                self.known[key] = why
-        if isinstance(found := self.known[key], NotAnInterval):
-            raise found
-        return found
+                self.results[key] = self.read(attention, queries, keys)
+            except NotAnInterval as reason:
+                self.results[key] = reason
+        if isinstance(outcome := self.results[key], NotAnInterval):
+            raise outcome
+        return outcome
 
-    def read(self, of: Attention, queries: int, keys: int) -> Bounds:
+    def read(self, attention: Attention, queries: int, keys: int) -> Bounds:
         """Return the bounds of masks that were not read before; raises NotAnInterval."""
-        q, k, v = map(ir.example, (of.q, of.k, of.v))
-        if why := why_no_kernel(q, k, v):
-            raise NotAnInterval(why)
+        q, k, v = map(ir.example, (attention.q, attention.k, attention.v))
+        if reason := why_no_kernel(q, k, v):
+            raise NotAnInterval(reason)
         if queries < 2 or keys < 2:
             raise NotAnInterval("a single query or key")
         reader = Reader(queries, keys, self.batch)
-        interval = reader.all_of([atom for mask in of.masks for atom in reader.let_through(*mask)])
-        if not (of.zeroed or interval.itself and queries <= keys):
-            raise NotAnInterval("a query might see nothing, and would then see all keys alike")
-        found = emit(of.result, reader, interval, q.device, self.ctx)
+        interval = reader.intersect([condition for mask in attention.masks for condition in reader.let_through(*mask)])
+        if not (attention.zeroed or interval.itself and queries <= keys):
+            raise NotAnInterval("a query might see no key, and would then attend to all keys equally")
+        bounds = emit(attention.result, reader, interval, q.device, self.ctx)
         self.runs |= reader.runs.keys()
-        return found
+        return bounds
 
 
 def why_no_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -141,14 +141,16 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
     leaves, queries, keys = list(reader.leaves), reader.queries, reader.keys
 
     def body(*values: Tensor) -> tuple[Tensor, ...]:
-        given = Given(dict(zip(leaves, values)), device)
+        leaf_values = LeafValues(dict(zip(leaves, values)), device)
 
         def bound(row: Row | None, other: int) -> Tensor:
-            found = torch.as_tensor(other if row is None else row.value(given), device=device)
-            found = found.to(torch.int64).clamp(0, keys).view([1] * (RANK - found.dim()) + list(found.shape))
-            if found.shape[1] > 1:
-                raise NotAnInterval("it differs by head")
-            return found.expand(-1, -1, queries, -1).reshape(-1, queries)
+            positions = torch.as_tensor(other if row is None else row.value(leaf_values), device=device)
+            positions = (
+                positions.to(torch.int64).clamp(0, keys).view([1] * (RANK - positions.dim()) + list(positions.shape))
+            )
+            if positions.shape[1] > 1:
+                raise NotAnInterval("the mask differs by head")
+            return positions.expand(-1, -1, queries, -1).reshape(-1, queries)
 
         return torch.broadcast_tensors(bound(interval.first, 0), bound(interval.last, keys))  # type: ignore[return-value]
 
@@ -156,18 +158,20 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
     return first, last
 
 
-def put(of: Attention, bounds: Bounds, ctx: ir.Context) -> None:
+def put(attention: Attention, bounds: Bounds, ctx: ir.Context) -> None:
     """Replace an attention's result by attention by interval."""
-    leaves, example = [term.node for term in of.terms], ir.example(of.result)
-    kind = wide(ir.example(of.q).dtype)
+    leaves, example = [term.node for term in attention.terms], ir.example(attention.result)
+    kind = wide(ir.example(attention.q).dtype)
 
     def body(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *values: Tensor) -> Tensor:
-        given = Given(dict(zip(leaves, values)), q.device)
-        terms = [term.of(given).to(kind) for term in of.terms]
-        k = k.transpose(-1, -2) if of.turned else k
-        out = interval_attention(q, k, v, first, last, terms, of.scale, of.score)
+        leaf_values = LeafValues(dict(zip(leaves, values)), q.device)
+        terms = [term.align(leaf_values).to(kind) for term in attention.terms]
+        k = k.transpose(-1, -2) if attention.turned else k
+        out = interval_attention(q, k, v, first, last, terms, attention.scale, attention.score)
         return laid_out_as(example, out).to(example.dtype)
 
-    out = Editor.before(of.result, ctx).trace(body, of.q, of.k, of.v, *bounds, *leaves, key=body)
-    of.result.replace_all_uses_with(out)
-    of.result.graph.erase_node(of.result)
+    out = Editor.before(attention.result, ctx).trace(
+        body, attention.q, attention.k, attention.v, *bounds, *leaves, key=body
+    )
+    attention.result.replace_all_uses_with(out)
+    attention.result.graph.erase_node(attention.result)

@@ -59,8 +59,8 @@ def compiled_for(device: str) -> dict[OpOverload, Callable[..., Any]]:
 
 def sources_for(device: str) -> str:
     """Return the source of the files with these functions, and the operators' names, as one text for a cache key."""
-    found = ((op.name(), inspect.getsourcefile(fn)) for op, fn in compiled_for(device).items())
-    return "".join(f"{name}\n{Path(str(file)).read_text()}" for name, file in found)
+    files = ((op.name(), inspect.getsourcefile(fn)) for op, fn in compiled_for(device).items())
+    return "".join(f"{name}\n{Path(str(file)).read_text()}" for name, file in files)
 
 
 for _record in RECORDS:

@@ -54,7 +54,7 @@ class Ring:
 
     def hops(self) -> dict[int, int]:
         """Return the distance that keys travel after each step: to the next step, after the last one home."""
-        return {here: there - here for here, there in itertools.pairwise((*self.steps, self.axis_size))}
+        return {step: next_step - step for step, next_step in itertools.pairwise((*self.steps, self.axis_size))}
 
     # -- travel -----------------------------------------------------------------------------------
 
@@ -72,21 +72,21 @@ class Ring:
         flat = torch.cat([x.reshape(-1) for x in tensors])
         for step in self.steps:
             last = step == self.steps[-1]
-            coming = None if last else self.send(flat, step, hops, home=False)
-            axis_size = flat.split([x.numel() for x in tensors])
-            yield step, *(part.view(x.shape) for part, x in zip(axis_size, tensors))
-            flat = flat if last else arrive(coming, flat)
+            incoming = None if last else self.send(flat, step, hops, home=False)
+            pieces = flat.split([x.numel() for x in tensors])
+            yield step, *(part.view(x.shape) for part, x in zip(pieces, tensors))
+            flat = flat if last else arrive(incoming, flat)
 
     # -- causal -----------------------------------------------------------------------------------
 
     def causal_forward(self, q: Tensor, k: Tensor, v: Tensor, axis_index: Tensor) -> Part:
         """Return result and log-sum-exp of the rank's queries."""
         q0, q1 = halves(q)
-        axis_size: list[Part | None] = [None, None]
+        partials: list[Part | None] = [None, None]
         for step, key, value in self.around(k, v):
             if step == 0:
                 out, lse = kernels.forward(q, key, value, Block(True, self.scale))
-                axis_size = list(zip(halves(out.to(wide(q.dtype))), halves(lse)))
+                partials = list(zip(halves(out.to(wide(q.dtype))), halves(lse)))
                 continue
             lower = axis_index >= step
             (k0, k1), (v0, v1) = halves(key), halves(value)
@@ -97,21 +97,21 @@ class Ring:
                 Block(False, self.scale),
             )
             (tail, either), (tail_lse, either_lse) = out.to(wide(q.dtype)).chunk(2), lse.chunk(2)
-            axis_size[0] = merge(axis_size[0], (either, torch.where(lower, either_lse, -math.inf)))
-            axis_size[1] = merge(axis_size[1], (tail, tail_lse))
-            axis_size[1] = merge(axis_size[1], (either, torch.where(lower, -math.inf, either_lse)))
-        (out0, lse0), (out1, lse1) = axis_size  # type: ignore[misc]
+            partials[0] = merge(partials[0], (either, torch.where(lower, either_lse, -math.inf)))
+            partials[1] = merge(partials[1], (tail, tail_lse))
+            partials[1] = merge(partials[1], (either, torch.where(lower, -math.inf, either_lse)))
+        (out0, lse0), (out1, lse1) = partials  # type: ignore[misc]
         return torch.cat([out0, out1], 2).to(q.dtype), torch.cat([lse0, lse1], 2)
 
     def causal_backward(self, gradient, q, k, v, out, lse, axis_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the rank's own q, k and v."""
         along_q: Any = None
-        home = Home(self)
+        key_gradients = KeyGradients(self)
         for step, key, value in self.around(k, v):
             if step == 0:
-                found = kernels.backward(gradient, q, key, value, out, lse, Block(True, self.scale))
-                along_q = list(halves(found[0].to(wide(q.dtype))))
-                home.add(step, *found[1:])
+                gradients = kernels.backward(gradient, q, key, value, out, lse, Block(True, self.scale))
+                along_q = list(halves(gradients[0].to(wide(q.dtype))))
+                key_gradients.add(step, *gradients[1:])
                 continue
             lower = axis_index >= step
 
@@ -120,7 +120,7 @@ class Ring:
                 return torch.cat([tail, torch.where(lower, head, tail)])
 
             (k0, k1), (v0, v1) = halves(key), halves(value)
-            found = kernels.backward(
+            gradients = kernels.backward(
                 pick(gradient),
                 pick(q),
                 torch.cat([k0, torch.where(lower, k0, k1)]),
@@ -129,11 +129,11 @@ class Ring:
                 pick(lse),
                 Block(False, self.scale),
             )
-            tail, either = found[0].to(wide(q.dtype)).chunk(2)
+            tail, either = gradients[0].to(wide(q.dtype)).chunk(2)
             along_q[0] = along_q[0] + torch.where(lower, either, 0.0)
             along_q[1] = along_q[1] + tail + torch.where(lower, 0.0, either)
-            home.add(step, *(self.to_halves(x.to(wide(q.dtype)), lower) for x in found[1:]))
-        return torch.cat(along_q, 2).to(q.dtype), *home.arrived(k.dtype)
+            key_gradients.add(step, *(self.to_halves(x.to(wide(q.dtype)), lower) for x in gradients[1:]))
+        return torch.cat(along_q, 2).to(q.dtype), *key_gradients.arrived(k.dtype)
 
     @staticmethod
     def to_halves(x: Tensor, lower: Tensor) -> Tensor:
@@ -159,29 +159,33 @@ class Ring:
         by_rank = to_rank_order(full, last, self.axis_size) if self.zigzag else full
         by_rank = by_rank.unflatten(last, (self.axis_size, -1))
 
-        def at(step: int) -> Tensor:
+        def mask_at(step: int) -> Tensor:
             source = torch.remainder(axis_index - step, self.axis_size).reshape(1)
             return by_rank.index_select(last, source).squeeze(last).contiguous()
 
-        return at
+        return mask_at
 
     def full_forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis_index: Tensor) -> Part:
         """Return result and log-sum-exp of the rank's queries."""
-        at, found = self.masks(mask, q, k, axis_index), None
+        mask_at, merged = self.masks(mask, q, k, axis_index), None
         for step, key, value in self.around(k, v):
-            out, lse = kernels.forward(q, key, value, Block(False, self.scale, at(step)))
-            found = merge(found, (out.to(wide(q.dtype)), lse))
-        assert found is not None
-        return found[0].to(q.dtype), found[1]
+            out, lse = kernels.forward(q, key, value, Block(False, self.scale, mask_at(step)))
+            merged = merge(merged, (out.to(wide(q.dtype)), lse))
+        assert merged is not None
+        return merged[0].to(q.dtype), merged[1]
 
     def full_backward(self, gradient, q, k, v, mask, out, lse, axis_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the rank's own q, k and v."""
-        at, along_q, home = self.masks(mask, q, k, axis_index), torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
+        mask_at, along_q, key_gradients = (
+            self.masks(mask, q, k, axis_index),
+            torch.zeros_like(q, dtype=wide(q.dtype)),
+            KeyGradients(self),
+        )
         for step, key, value in self.around(k, v):
-            found = kernels.backward(gradient, q, key, value, out, lse, Block(False, self.scale, at(step)))
-            along_q = along_q + found[0]
-            home.add(step, *found[1:])
-        return along_q.to(q.dtype), *home.arrived(k.dtype)
+            gradients = kernels.backward(gradient, q, key, value, out, lse, Block(False, self.scale, mask_at(step)))
+            along_q = along_q + gradients[0]
+            key_gradients.add(step, *gradients[1:])
+        return along_q.to(q.dtype), *key_gradients.arrived(k.dtype)
 
     # -- intervals --------------------------------------------------------------------------------
 
@@ -189,52 +193,52 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], hops: Tensor | None, axis_index: Tensor
     ) -> Part:
         """Return result and log-sum-exp of the rank's queries."""
-        found = None
+        merged = None
         for step, key, value in self.around(k, v, hops=hops):
-            out, lse = attend(q, key, value, *self.told(rows, axis_index, step))
-            found = merge(found, (out.to(wide(q.dtype)), lse))
-        assert found is not None
-        return found[0].to(q.dtype), found[1]
+            out, lse = attend(q, key, value, *self.interval_arguments(rows, axis_index, step))
+            merged = merge(merged, (out.to(wide(q.dtype)), lse))
+        assert merged is not None
+        return merged[0].to(q.dtype), merged[1]
 
     def interval_backward(self, gradient, q, k, v, rows, hops, out, lse, axis_index) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the rank's own q, k and v."""
-        along_q, home = torch.zeros_like(q, dtype=wide(q.dtype)), Home(self, hops)
+        along_q, key_gradients = torch.zeros_like(q, dtype=wide(q.dtype)), KeyGradients(self, hops)
         for step, key, value in self.around(k, v, hops=hops):
-            told = self.told(rows, axis_index, step)
-            found = attend_backward(gradient, q, key, value, out, lse, *told)
-            along_q = along_q + found[0]
-            home.add(step, *found[1:])
-        return along_q.to(q.dtype), *home.arrived(k.dtype)
+            arguments = self.interval_arguments(rows, axis_index, step)
+            gradients = attend_backward(gradient, q, key, value, out, lse, *arguments)
+            along_q = along_q + gradients[0]
+            key_gradients.add(step, *gradients[1:])
+        return along_q.to(q.dtype), *key_gradients.arrived(k.dtype)
 
-    def told(self, rows: Sequence[Tensor], axis_index: Tensor, step: int) -> tuple[Any, ...]:
+    def interval_arguments(self, rows: Sequence[Tensor], axis_index: Tensor, step: int) -> tuple[Any, ...]:
         """Return the arguments of attention by interval after queries, keys and values."""
         first, last, *terms, starts = rows
         runs = starts.index_select(0, torch.remainder(axis_index - step, self.axis_size).view(1)).view(-1)
         return first, last, runs, terms, self.scale, self.score
 
 
-class Home:
+class KeyGradients:
     """Gradients of keys and values on their way home, one step behind the keys and values."""
 
     def __init__(self, ring: Ring, hops: Tensor | None = None):
         self.ring, self.hops = ring, hops
         self.sent: Tensor | None = None
-        self.coming: Tensor | None = None
+        self.incoming: Tensor | None = None
         self.shapes: list[torch.Size] = []
 
     def add(self, step: int, *gradients: Tensor) -> None:
         """Add this step's gradients to those of earlier steps, and send the sum on."""
         self.shapes = [g.shape for g in gradients]
         flat = torch.cat([g.to(wide(g.dtype)).reshape(-1) for g in gradients])
-        if self.coming is not None:
-            flat = flat + arrive(self.coming, self.sent)
+        if self.incoming is not None:
+            flat = flat + arrive(self.incoming, self.sent)
         self.sent = flat
         if len(self.ring.steps) > 1:
-            self.coming = self.ring.send(flat, step, self.hops, home=True)
+            self.incoming = self.ring.send(flat, step, self.hops, home=True)
 
     def arrived(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the gradients of the rank's own keys and values."""
-        flat = self.sent if self.coming is None else arrive(self.coming, self.sent)
+        flat = self.sent if self.incoming is None else arrive(self.incoming, self.sent)
         assert flat is not None
         pieces = flat.split([math.prod(shape) for shape in self.shapes])
         return tuple(piece.view(shape).to(dtype) for piece, shape in zip(pieces, self.shapes))
@@ -264,9 +268,9 @@ def operator(ring: Ring, operands: int) -> Any:
             return ring.interval_backward(gradient, q, k, v, rows[:split], rows[-1], out, lse, axis_index)
         return ring.full_backward(gradient, q, k, v, rows[0] if rows else None, out, lse, axis_index)
 
-    given = operands + 1
-    op = define("local", "ring_attention", run, given, 2)
-    back = define("local", "ring_attention_backward", run_backward, given + 3, 3)
+    inputs_count = operands + 1
+    op = define("local", "ring_attention", run, inputs_count, 2)
+    back = define("local", "ring_attention_backward", run_backward, inputs_count + 3, 3)
     remember(op, run, communicates=True)
     remember(back, run_backward, communicates=True)
 
@@ -274,8 +278,8 @@ def operator(ring: Ring, operands: int) -> Any:
         ctx.save_for_backward(*inputs, *output)
 
     def differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple:
-        found = back(*ctx.saved_tensors, gradient)
-        return (*found, *[None] * (given - 3))
+        gradients = back(*ctx.saved_tensors, gradient)
+        return (*gradients, *[None] * (inputs_count - 3))
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
     return op

@@ -14,7 +14,7 @@ from passes.context import attention
 from passes.context.attention import CONTEXT, AttentionKernel, AttentionOp, Nodes, Specs, dims_of, repeat_heads
 from passes.context.call import AttentionCall, Pairs
 from passes.context.context import gather, ring_attention
-from passes.context.kernels import padded, scale_of
+from passes.context.kernels import pad_to_width, scale_of
 from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.constants import constant
@@ -69,15 +69,15 @@ def scaled_dot_product_attention(node: fx.Node) -> Rule:
     )
 
 
-def attention_of_four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest, **options) -> Tensor:
+def attention_in_four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *others, **options) -> Tensor:
     """Compute attention with q as [n, h, s, e]: missing leading dims get size 1, excess ones are flattened."""
     lead = q.shape[:-3]
 
-    def four(x: Tensor) -> Tensor:
+    def to_four_dims(x: Tensor) -> Tensor:
         return x.expand(*lead, *x.shape[-3:]).flatten(0, -4) if lead else x.view(*[1] * (4 - x.dim()), *x.shape)
 
-    mask = mask if mask is None or mask.dim() < 4 else four(mask)
-    out = F.scaled_dot_product_attention(four(q), four(k), four(v), mask, *rest, **options)
+    mask = mask if mask is None or mask.dim() < 4 else to_four_dims(mask)
+    out = F.scaled_dot_product_attention(to_four_dims(q), to_four_dims(k), to_four_dims(v), mask, *others, **options)
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
@@ -115,14 +115,14 @@ def dropping(
 def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
     """Insert PyTorch's attention over all keys of the rank's queries."""
     q, k, v, *masks = operands
-    given = arguments(node)
-    values = q, k, v, masks[0] if masks else None, given.get("dropout_p", 0.0), is_causal(node)
+    args = arguments(node)
+    values = q, k, v, masks[0] if masks else None, args.get("dropout_p", 0.0), is_causal(node)
     return sdpa(builder, values, options_of(node))
 
 
 def options_of(node: fx.Node) -> dict[str, Any]:
     """Return a call's scale and grouping of heads, if given."""
-    return {name: given for name, given in arguments(node).items() if name in ("scale", "enable_gqa")}
+    return {name: value for name, value in arguments(node).items() if name in ("scale", "enable_gqa")}
 
 
 def sdpa(builder: Builder, values: tuple[Any, ...], options: dict[str, Any]) -> fx.Node:
@@ -131,22 +131,22 @@ def sdpa(builder: Builder, values: tuple[Any, ...], options: dict[str, Any]) -> 
     With different widths (latent attention: keys of 192, values of 128), PyTorch would hold the scores of all pairs in
     memory.
     """
-    q, k, v, *rest = values
-    width, given = ir.example(v).shape[-1], ir.example(q)
-    if width == given.shape[-1] or given.device.type != "cpu":
+    q, k, v, *others = values
+    width, query = ir.example(v).shape[-1], ir.example(q)
+    if width == query.shape[-1] or query.device.type != "cpu":
         return builder.call(aten.scaled_dot_product_attention.default, values, options)
-    widest = max(width, given.shape[-1])
-    alike = [builder.trace(lambda x: padded(x, widest), x) for x in (q, k, v)]
-    stated = options | {"scale": scale_of(given, options.get("scale"))}
-    found = builder.call(aten.scaled_dot_product_attention.default, (*alike, *rest), stated)
-    return found if width == widest else builder.trace(lambda x: x.narrow(-1, 0, width).contiguous(), found)
+    widest = max(width, query.shape[-1])
+    padded_operands = [builder.trace(lambda x: pad_to_width(x, widest), x) for x in (q, k, v)]
+    with_scale = options | {"scale": scale_of(query, options.get("scale"))}
+    result = builder.call(aten.scaled_dot_product_attention.default, (*padded_operands, *others), with_scale)
+    return result if width == widest else builder.trace(lambda x: x.narrow(-1, 0, width).contiguous(), result)
 
 
 def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
     """Gather keys and values, whose gradients are scattered, and expand a causal mask for the rank's queries."""
     q, k, v, *masks = operands
     factor = specs[0].dims[-2][0]
-    whole = [gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])]
+    full = [gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])]
     mask = masks[0] if masks else None
     if is_causal(node):
         device, at = ir.example(q).device, builder.at(factor)
@@ -156,10 +156,12 @@ def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, run
             return index[:, None] >= torch.arange(factor.size, device=device)
 
         mask = builder.trace(sees, *at.values())
-    return sdpa(builder, (q, *whole, mask, 0.0, False), options_of(node))
+    return sdpa(builder, (q, *full, mask, 0.0, False), options_of(node))
 
 
-def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str) -> fx.Node:
+def ring_form(
+    builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str
+) -> fx.Node:
     """Insert a ring."""
     return ring_attention(builder, operands, specs, arguments(node).get("scale"), call, method)
 
@@ -170,9 +172,9 @@ def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> A
     mask = arguments(node).get("attn_mask")
     by_head = bool(masks) and ir.example(masks[0]).dim() > 2 and ir.example(masks[0]).shape[-3] > 1
     kind = "none" if mask is None else "numbers" if ir.example(mask).is_floating_point() else "bool"
-    seen = constant(mask) if mask is not None and kind == "bool" and not order.table else None
+    visible = constant(mask) if mask is not None and kind == "bool" and not order.table else None
     rows, columns = specs[0].dims[-2][0], specs[1].dims[-2][0]
-    pairs = None if seen is None else pairs_that_see(seen, rows, columns, order.zigzag, call.parts)
+    pairs = None if visible is None else pairs_that_see(visible, rows, columns, order.zigzag, call.parts)
     return replace(call, causal=is_causal(node), mask=kind, mask_by_head=by_head, pairs=pairs)
 
 
@@ -183,8 +185,8 @@ def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, zigzag: bool, pa
         missing = -sees.shape[dim] % (2 * parts if zigzag else parts)
         sees = torch.cat([sees, sees.new_zeros([missing if d == dim else n for d, n in enumerate(sees.shape)])], dim)
         sees = to_rank_order(sees, dim, parts) if zigzag else sees
-    found = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
-    return frozenset((i, j) for i, j in found.nonzero().tolist())
+    pairs = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
+    return frozenset((i, j) for i, j in pairs.nonzero().tolist())
 
 
 # ---- the record -------------------------------------------------------------------------------------
@@ -207,10 +209,10 @@ RECORD = AttentionOp(
         flash("_scaled_dot_product_cudnn_attention"),
         flash("_scaled_dot_product_fused_attention_overrideable"),
     ),
-    written=lambda node: None if ir.example(node.args[0]).dim() == 4 else attention_of_four,
+    written=lambda node: None if ir.example(node.args[0]).dim() == 4 else attention_in_four_dims,
     dropping=dropping,
     causal=is_causal,
     call=call_of,
     gathered=gathered,
-    ring=around,
+    ring=ring_form,
 )

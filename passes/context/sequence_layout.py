@@ -45,35 +45,35 @@ class SequenceLayout(ir.Pass):
         if AXIS not in mesh.axes or not length:
             return program, ir.Report({"blocks": 0})
         program = replace(program, bounds=bounds_of(program))
-        each = 2 * -(-length // (2 * mesh[AXIS] * self.block))
-        taken, why = choose(program, each) if self.layout == "auto" else (self.layout, "asked for")
-        said = f"the sequence lies as {taken} over {AXIS}: {why}"
-        order = ZIGZAG if taken == "head_tail" else PLAIN
-        if taken == "blocks":
-            order = Order(table=assign_blocks(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # equal work: head and tail
-            said += f"; {each} blocks a rank, of {-(-length // (each * mesh[AXIS]))} tokens"
+        blocks = 2 * -(-length // (2 * mesh[AXIS] * self.block))
+        layout, reason = choose(program, blocks) if self.layout == "auto" else (self.layout, "as configured")
+        text = f"sequence layout over {AXIS}: {layout}, {reason}"
+        order = ZIGZAG if layout == "head_tail" else PLAIN
+        if layout == "blocks":
+            order = Order(table=assign_blocks(torch.ones(blocks * mesh[AXIS]), mesh[AXIS]))  # equal work: head and tail
+            text += f"; {blocks} blocks per rank, of {-(-length // (blocks * mesh[AXIS]))} tokens"
         inputs = tuple(replace(i, spec=i.spec.ordered(order)) if i.kind == "batch" else i for i in program.inputs)
-        return replace(program, inputs=inputs), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
+        return replace(program, inputs=inputs), ir.Report({"blocks": blocks if layout == "blocks" else 0}, (text,))
 
 
-def choose(program: ir.Program, each: int) -> tuple[Layout, str]:
-    """Return the layout that `auto` chooses if a rank would have `each` blocks, and the reason."""
+def choose(program: ir.Program, blocks: int) -> tuple[Layout, str]:
+    """Return the layout that `auto` chooses if a rank would have that many `blocks`, and the reason."""
     calls = {node: OPERATORS[node.target] for node in program.calls() if node.target in OPERATORS}  # type: ignore[index]
     plain = [node for node, record in calls.items() if record.bounds is None]
     if len(plain) == len(calls) and not any(calls[node].causal(node) for node in plain):
-        return "none", "all queries have as much to do"
+        return "none", "all queries have the same work"
     if program.bounds is None:
-        return "head_tail", "what attention sees is the same in all batches"
+        return "head_tail", "attention sees the same keys in all batches"
     if plain:
-        return "head_tail", f"%{plain[0].name} ({ir.source(plain[0])}) is no attention by interval"
-    if each < 4:
+        return "head_tail", f"%{plain[0].name} ({ir.source(plain[0])}) is not attention by interval"
+    if blocks < 4:
         return "head_tail", "the sequence is too short for blocks"
     return "blocks", "documents decide what attention sees"
 
 
 def length_of(program: ir.Program) -> int:
     """Return the tokens of the longest sequence of the batch, 0 if it has none."""
-    shapes = (given.spec.shape for given in program.inputs if given.kind == "batch")
+    shapes = (item.spec.shape for item in program.inputs if item.kind == "batch")
     return max((shape[1] for shape in shapes if len(shape) > 1), default=0)
 
 
@@ -82,18 +82,18 @@ def bounds_of(program: ir.Program) -> ir.Program | None:
 
     None if no bounds depend on a batch.
     """
-    given = dict(zip(program.placeholders(), program.inputs))
-    ends = {node: i for node, i in given.items() if i.kind in ("batch", "constant")}
+    inputs = dict(zip(program.placeholders(), program.inputs))
+    ends = {node: i for node, i in inputs.items() if i.kind in ("batch", "constant")}
     pairs = dict.fromkeys(filter(None, map(bounds_at, program.calls())))
     bounds = [bound for pair in pairs for bound in pair]
-    read = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in bounds)) & given.keys()
-    if not read <= ends.keys() or not any(given[node].kind == "batch" for node in read):
+    read = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in bounds)) & inputs.keys()
+    if not read <= ends.keys() or not any(inputs[node].kind == "batch" for node in read):
         return None
-    found = backward_slice(program, ends, bounds)
-    for node in found.calls():
+    bounds_program = backward_slice(program, ends, bounds)
+    for node in bounds_program.calls():
         if "device" in node.kwargs:
             node.update_kwarg("device", torch.device("cpu"))
-    return found
+    return bounds_program
 
 
 def bounds_at(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -106,5 +106,5 @@ def bounds_in(bounds: ir.Program, batch: Mapping[str, Tensor]) -> list[tuple[Ten
     """Return the first and last key that each query of a batch sees, i64[B or 1, T], for each attention's bounds."""
     values = [batch[i.name].cpu() if i.value is None else i.value.cpu() for i in bounds.inputs]
     with torch.no_grad():
-        found = bounds.module(*values)
-    return list(zip(found[::2], found[1::2]))
+        results = bounds.module(*values)
+    return list(zip(results[::2], results[1::2]))

@@ -105,17 +105,17 @@ def test_rows_have_tables_of_their_own_unless_ranks_exchange_among_rows(learned)
 
 
 TAKEN = {  # what auto takes, by what the model is and how long its blocks may be
-    "documents": ({"block": 2}, False, "blocks over cp: documents decide what attention sees"),
-    "short": ({"block": 8}, False, "head_tail over cp: the sequence is too short for blocks"),
-    "causal": ({"block": 2}, True, "head_tail over cp: what attention sees is the same in all batches"),
-    "asked": ({"load_balance": "none"}, False, "none over cp: asked for"),
+    "documents": ({"block": 2}, False, "blocks, documents decide what attention sees"),
+    "short": ({"block": 8}, False, "head_tail, the sequence is too short for blocks"),
+    "causal": ({"block": 2}, True, "head_tail, attention sees the same keys in all batches"),
+    "asked": ({"load_balance": "none"}, False, "none, as configured"),
 }
 
 
 @pytest.mark.parametrize("name", TAKEN)
 @pytest.mark.sample(2)
 def test_auto_takes_blocks_where_documents_decide(name):
-    options, causal, said = TAKEN[name]
+    options, causal, layout = TAKEN[name]
     step = compile_lockstep(packed(causal), loss_of, batches()[0], {"cp": 2}, passes={"context": options})
     notes = [note for done in step.report["passes"] if done["name"] == "sequence_layout" for note in done["report"]["notes"]]
-    assert notes and all(f"the sequence lies as {said}" in note for note in notes)
+    assert notes and all(f"sequence layout over cp: {layout}" in note for note in notes)

@@ -214,7 +214,7 @@ def test_a_mask_with_a_gradient_has_it():
     mesh = Mesh.of({"cp": 2})
     q, bias = random(2, 4, 10, 4), random(1, 4, 10, 10)
     report = run(attention([q, q + 1, q + 2], mesh, bias), sequence, Spec.whole(bias.shape), "ring")
-    assert any("all_gather over cp, ring cannot: a mask of numbers may have a gradient" in note for note in report.notes)
+    assert any("all_gather over cp, ring cannot: a floating-point mask may need a gradient" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("method", "cp"), [*zip(METHODS, (2, 2, 2, 4))])
@@ -229,7 +229,7 @@ def test_batch_heads_and_sequence_shard_together(method, cp):
 
     function = replace(attention([q, k, k + 1], mesh, is_causal=True, enable_gqa=True), order=ZIGZAG)
     report = run(function, place, context=method)
-    assert any(f"{method} over cp, asked for" in note for note in report.notes)
+    assert any(f"{method} over cp, as configured" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("size", [48, 37])
@@ -248,7 +248,7 @@ def test_a_ring_of_a_sliding_window_ends_early(method, ranks, steps, size):
     units = [torch.ones(x.shape, dtype=torch.int64) for x in (q, k, v)]
     function = capture(window, [q, k, v, *units], Mesh.of({"cp": ranks}), weights=(0, 1, 2))
     report = run(function, sequence, None, method)
-    assert any(f"{method} over cp, asked for; anything is seen in steps {steps};" in note for note in report.notes), report.notes
+    assert any(f"{method} over cp, as configured; needed steps: {steps};" in note for note in report.notes), report.notes
 
 
 # ---- the choice --------------------------------------------------------------------------------------

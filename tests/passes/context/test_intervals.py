@@ -171,7 +171,7 @@ LEFT = {
     "keys of some documents": (lambda ids: (ids > 0)[:, None, None, :].expand(2, 1, 12, 12), "picks keys one by one"),
     "another's documents": (lambda ids, more: ids[:, None, :, None] == more[:, None, None, :], "than the same of the query"),
     "two intervals": (lambda: (grids(12)[1] > grids(12)[0] + 2) | (grids(12)[1] < grids(12)[0] - 2), "may see two intervals"),
-    "ids that come again": (lambda ids: alike(ids % 2), "need not stand together"),
+    "ids that come again": (lambda ids: alike(ids % 2), "need not be adjacent"),
     "numbers": (lambda: torch.zeros(12, 12, dtype=torch.float64), "a mask of torch.float64"),
 }
 

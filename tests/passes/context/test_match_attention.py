@@ -83,14 +83,14 @@ def test_scores_are_read(name):
 
 
 LEFT = {
-    "a mask of -1e4": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.where(causal(), 0.0, -1e4), lambda x: x), "made with"),
-    "a bias of pairs": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.sin(apart() * apart() * 1.0), filled), "made with"),
+    "a mask of -1e4": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.where(causal(), 0.0, -1e4), lambda x: x), "computed with"),
+    "a bias of pairs": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.sin(apart() * apart() * 1.0), filled), "computed with"),
     "a query that might see nothing": (
-        lambda q, k, v: plain(q, k, v, lambda x: x, lambda x: x.masked_fill(apart() <= 0, LOW)), "might see nothing",
+        lambda q, k, v: plain(q, k, v, lambda x: x, lambda x: x.masked_fill(apart() <= 0, LOW)), "might see no key",
     ),
     "a sink": (
         lambda q, k, v: torch.cat([filled(q @ k.repeat_interleave(2, 1).mT), q[..., :1]], -1).softmax(-1)[..., :-1]
-        @ v.repeat_interleave(2, 1), "columns that are no keys",
+        @ v.repeat_interleave(2, 1), "columns that are not keys",
     ),
 }  # fmt: skip
 
@@ -110,13 +110,13 @@ def test_slopes_that_are_learned_keep_their_gradient():
         return plain(q, k, v, lambda x: x + slopes * -apart(), filled)
 
     _, report = reading(attention, random(4, 1, 1))
-    assert report.counts == {"attention_by_interval": 0} and "may have a gradient" in report.notes[0]
+    assert report.counts == {"attention_by_interval": 0} and "may need a gradient" in report.notes[0]
 
 
 def test_dropout_of_weights_stays():
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, attn_implementation="eager", attention_dropout=0.1)).train()
     _, report = Intervals()(*capture_model(model, zoo.loss_fn, zoo.batch(), torch.device("cpu")))
-    assert report.counts == {"attention_by_interval": 0} and "dropout draws for each pair" in report.notes[0]
+    assert report.counts == {"attention_by_interval": 0} and "dropout draws a random number" in report.notes[0]
 
 
 # ---- models ----------------------------------------------------------------------------------------
