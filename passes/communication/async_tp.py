@@ -1,18 +1,18 @@
-"""Async tensor parallelism: products of matrices run in pieces beside the steps of a ring, not after a collective.
+"""Async tensor parallelism: run matmuls in pieces next to the steps of a ring, instead of after a collective.
 
     g = all_gather(x, 1, "tp", ...)             q, k, g = ring_gather(x, wq, wk, axis_index)
     q, k = mm(view(g), wq), mm(view(g), wk) ->
 
     z = reduce_scatter(view(mm(a, w)), ...) ->  z = ring_scatter(a, w, axis_index)
 
-The next operator needs what is gathered, and what is scattered needs the whole product, so nothing else could hide
-these collectives. All products of one gathered value with weights are one ring; whatever else reads it (the gradient of
-a weight, a norm) reads it from there. An operator stands for its ring until `collectives` writes it out
-(`ring_products.py`), and knows what it means, by which the verifier compares programs.
+The next operator needs the gathered value, and a reduce-scatter needs the complete matmul, so nothing else could hide
+these collectives. All matmuls of one gathered value with weights form one ring; other readers (the gradient of a
+weight, a norm) read the gathered value from it. An operator stands for its ring until `collectives` writes it out
+(`ring_products.py`). It knows the plain operators that it replaces, by which the verifier compares programs.
 
-With `auto`, rings are taken of those sites alike (of all layers) where the timeline of the finished program is shorter
-with them than without. Left as they are: gathers and reductions of parameters and gradients, products of a dim that is
-gathered, products in float8 with a scale a row, grouped and batched ones.
+With `auto`, equal sites (the same in all layers) get rings if the timeline of the finished program is shorter with
+them. Left as they are: gathers and reductions of parameters and gradients, matmuls over a gathered dim, float8 matmuls
+with one scale per row, grouped and batched matmuls.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Choice = Literal["none", "auto", "all"]
 
 
-# ---- where rings may be ----------------------------------------------------------------------------
+# ---- sites of rings --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Site:
-    """A collective and the products that can run beside its ring, which replaces them."""
+    """A collective and the matmuls that can run next to its ring, which replaces them."""
 
     collective: fx.Node
     products: tuple[fx.Node, ...]
@@ -59,12 +59,12 @@ class Site:
 
     @property
     def is_gather(self) -> bool:
-        """Whether products follow the collective."""
+        """True if the matmuls follow the collective."""
         return self.collective.target is reshard.all_gather
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What sites alike have in common, those of all layers."""
+        """The key that equal sites of all layers share."""
         node = self.collective
         of_layer = ir.layer(node) is not None
         read = [layout(ir.example(n)) for p in self.products for n in p.all_input_nodes]
@@ -72,7 +72,7 @@ class Site:
 
 
 def sites_of(program: ir.Program) -> list[Site]:
-    """Collectives of activations with products of weights, in order."""
+    """Return the collectives of activations with matmuls by weights, in order."""
     parameters = (n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "parameter")
     weights = {*parameters, *weight_nodes(program)}
     known = {i.name for i in program.inputs if i.kind == "coordinate"}
@@ -86,7 +86,7 @@ def sites_of(program: ir.Program) -> list[Site]:
 
 
 def after_gather(gather: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
-    """The products, of its layer and phase, of rows of a gathered value with weights."""
+    """Return the matmuls of a gathered value's rows with weights that are in the gather's layer and phase."""
 
     def is_of_rows(user: fx.Node, left: fx.Node) -> bool:
         found = is_product(user) and user.args[0] is left and user.args[1] in weights
@@ -100,12 +100,12 @@ def after_gather(gather: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
 
 
 def is_beside(node: fx.Node, collective: fx.Node) -> bool:
-    """Whether a node is of the layer, the phase and the pipeline stage of a collective."""
+    """Return True if a node is in the layer, the phase and the pipeline stage of a collective."""
     return place_of(node) == place_of(collective) and ir.pipeline_stage(node) == ir.pipeline_stage(collective)
 
 
 def before_scatter(scatter: fx.Node) -> list[fx.Node]:
-    """The products whose sum is reduce-scattered along their rows, if it is one of these that nothing else reads."""
+    """Return the matmuls whose sum is reduce-scattered along its rows, if no other node reads them; otherwise none."""
     width, whole = ir.example(scatter).shape[-1], scatter.args[1] == ir.example(scatter).dim() - 1
     made = [unviewed(term) for term in terms_of(scatter.args[0])]  # type: ignore[arg-type]
     fits = (is_product(n) and len(n.users) == 1 and ir.example(n).shape[-1] == width for n in made)
@@ -114,7 +114,7 @@ def before_scatter(scatter: fx.Node) -> list[fx.Node]:
 
 
 def terms_of(node: fx.Node) -> list[fx.Node]:
-    """The terms of a sum that nothing else reads, or of its terms."""
+    """Return the terms of a sum, and of terms that are sums, if no other node reads these."""
     is_sum = node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1
     if not is_sum or len(node.all_input_nodes) != 2:
         return [node]
@@ -122,12 +122,12 @@ def terms_of(node: fx.Node) -> list[fx.Node]:
 
 
 def unviewed(node: fx.Node) -> fx.Node:
-    """What a node views, if nothing else reads it."""
+    """Return the operand of a view that has no other reader; otherwise the node."""
     return node.args[0] if node.target in VIEWS and len(node.users) == 1 else node  # type: ignore[return-value]
 
 
 def is_flat(node: fx.Node) -> bool:
-    """Whether a node views rows along several dims as along one."""
+    """Return True if a node views rows along several dims as one dim."""
     if node.target not in VIEWS:
         return False
     given, made = (ir.example(n).shape for n in (node.args[0], node))  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def is_flat(node: fx.Node) -> bool:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node multiplies two real matrices, in float8 with one scale each."""
+    """Return True if a node multiplies two real matrices, in float8 with one scale each."""
     if node.target is aten._scaled_mm.default:
         scales = node.all_input_nodes[2:]
         return not node.kwargs and len(node.all_input_nodes) == 4 and all(ir.example(n).numel() == 1 for n in scales)
@@ -143,7 +143,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def needs(nodes: Sequence[fx.Node], other: fx.Node) -> bool:
-    """Whether one of the nodes is computed from another one."""
+    """Return True if one of the nodes depends on `other`."""
     waiting, seen = list(nodes), set(nodes)
     while waiting:
         node = waiting.pop()
@@ -159,7 +159,7 @@ def needs(nodes: Sequence[fx.Node], other: fx.Node) -> bool:
 
 
 def put_ring(program: ir.Program, site: Site, ctx: ir.Context) -> None:
-    """Put a ring in the place of a site; changes the graph."""
+    """Replace a site by a ring; changes the graph."""
     node = site.collective
     inputs = zip(program.placeholders(), program.inputs, strict=True)
     axis_index = next(n for n, i in inputs if i.kind == "coordinate" and i.name == site.axis)
@@ -176,14 +176,14 @@ def put_ring(program: ir.Program, site: Site, ctx: ir.Context) -> None:
 
 
 def gathering(site: Site, whole: bool) -> GatherProducts:
-    """The ring of a gather."""
+    """Return the ring of a gather."""
     node, left = site.collective, site.products[0].args[0]
     flat = None if left is node else view_of(left)  # type: ignore[arg-type]
     return GatherProducts(node.args[1:], flat, tuple(map(described, site.products)), whole)
 
 
 def scattering(site: Site) -> ScatterProducts:
-    """The ring of a reduce-scatter."""
+    """Return the ring of a reduce-scatter."""
     node = site.collective
     lead = tuple(ir.example(node.args[0]).shape[:-1])  # type: ignore[arg-type]
     readers = [next(iter(product.users)) for product in site.products]
@@ -192,17 +192,17 @@ def scattering(site: Site) -> ScatterProducts:
 
 
 def described(product: fx.Node) -> Product:
-    """A product, its tensors beside the rows left open."""
+    """Return a matmul whose tensors other than the rows are left open."""
     return Product(product.target, tuple(OPEN if isinstance(a, fx.Node) else a for a in product.args[1:]))
 
 
 def view_of(node: fx.Node) -> View:
-    """What a node views its operand as."""
+    """Return the operator and the shape of a view."""
     return node.target, tuple(node.args[1])  # type: ignore[arg-type]
 
 
 def read_by_more(site: Site) -> bool:
-    """Whether more than the products of a site reads what is gathered."""
+    """Return True if nodes other than the site's matmuls read the gathered value."""
     lefts = {product.args[0] for product in site.products}
     readers = {user for left in (site.collective, *lefts) for user in left.users}  # type: ignore[union-attr]
     return not readers <= {*site.products, *lefts}
@@ -211,7 +211,7 @@ def read_by_more(site: Site) -> bool:
 def put_operator(
     before: fx.Node, work: GatherProducts | ScatterProducts, given: list[Any], made: list[fx.Node], ctx: ir.Context
 ) -> None:
-    """Put the operator that stands for a ring before a node, and its results in the place of what these nodes made."""
+    """Insert the operator that stands for a ring before a node, and replace these nodes by its results."""
     key = work, len(given)
     if key not in ctx.operators:
         op = ctx.operators[key] = define("local", work.name, work.ring, len(given), len(made))
@@ -232,7 +232,7 @@ def put_operator(
 
 
 def erase_unread(nodes: set[fx.Node]) -> None:
-    """Erase those of the operators that nothing reads, and what only they read."""
+    """Erase the operators that have no readers, and the operands that only they read."""
     while nodes:
         last = max(nodes)
         nodes.remove(last)
@@ -246,7 +246,7 @@ def erase_unread(nodes: set[fx.Node]) -> None:
 
 @dataclass(frozen=True)
 class AsyncTP(ir.Pass):
-    """Run products beside rings: nowhere, where the timeline on a `cluster` gains (`auto`), or wherever they may be.
+    """Run matmuls next to rings: never, if the timeline on a `cluster` gets shorter (`auto`), or wherever possible.
 
     `following` are the passes that finish the program.
     """
@@ -257,7 +257,7 @@ class AsyncTP(ir.Pass):
     name = "async_tp"
     takes = (Stage.JOINT,)
     keeps = True
-    after = ("remat",)  # which would keep or repeat products and collectives of rings as one
+    after = ("remat",)  # remat would keep or recompute a ring's matmuls and collective together
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.choice == "none":
@@ -279,7 +279,7 @@ class AsyncTP(ir.Pass):
     def gaining(
         self, program: ir.Program, alike: Mapping[Any, list[Site]], ctx: ir.Context
     ) -> tuple[list[Any], tuple[str, ...]]:
-        """The kinds of sites whose rings make the step shorter, each tried with those before it, and what was found."""
+        """Return the kinds of sites whose rings make the step shorter, each tried with those before it, and notes."""
         taken, notes = list[Any](), []
         least = self.seconds(program, ctx)
         for kind, sites in alike.items():
@@ -293,7 +293,7 @@ class AsyncTP(ir.Pass):
         return taken, tuple(notes)
 
     def seconds(self, program: ir.Program, ctx: ir.Context) -> float:
-        """The predicted time of the finished program."""
+        """Return the predicted time of the finished program."""
         assert self.cluster is not None, "auto is decided on a cluster"
         for step in self.following:
             program, _ = step(program, ctx)
@@ -304,7 +304,7 @@ OPTION = "passes.communication.async_tp"
 
 
 def with_rings(program: ir.Program, kinds: Sequence[Any], ctx: ir.Context) -> ir.Program:
-    """A copy of the program with rings at the sites of some kinds."""
+    """Return a copy of the program with rings at the sites of some kinds."""
     program = program.copy()
     for site in [site for site in sites_of(program) if site.kind in kinds]:
         put_ring(program, site, ctx)

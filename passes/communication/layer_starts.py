@@ -3,17 +3,17 @@
     add(x, mm)                         layer 0
     start gather of layer 2            prefetch: for another layer
     norm, wait for gather of layer 1   layer 1: its parameters are gathered, so it begins at its first operator
-    mm                                 without that it begins here, and its norm runs in one kernel with layer 0's sum
+    mm                                 without a gather it begins here, and its norm shares a kernel with layer 0's sum
 
-The first of these that holds decides (`roles_of`):
+The first of these that applies decides (`roles_of`):
 
     update     after the last kernel of forward and backward: the update of a parameter
     prefetch   gathers a parameter of another layer than the one that it stands in
     late       belongs to a gradient of another layer's parameter: its reduction, the wait, copies
-    own        stands in the layer that has begun last
+    own        belongs to the layer that began last
 
-`overlap` moves nodes of other layers to where layers begin and records the roles; `segment` makes each run of one role
-a piece. So layers stay alike, whatever starts or arrives while they are computed.
+`overlap` moves nodes of other layers to where layers begin and records the roles; `segment` turns each run of one role
+into a piece. So layers stay equal, whatever is sent or received while they are computed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ GATHERS, REDUCES, ENDS = "for another layer's parameters", "of another layer's g
 
 
 def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return matrix products and attentions, with their FLOPs."""
+    """Return matmuls and attentions, with their FLOPs."""
     sizes = recorded()
     return {node: count for node in graph.nodes if node.op == "call_function" and (count := count_flops(node, sizes))}
 
 
 def kernels_of(program: ir.Program) -> set[fx.Node]:
-    """Return the operators that run as a kernel of their own: products, attentions, sorts, scatters."""
+    """Return the operators that run as a kernel of their own: matmuls, attentions, sorts, scatters."""
     alone = (n for n in program.calls() if name_of(n) in ALONE)
     return {*products_of(program.graph), *alone}
 
@@ -57,7 +57,7 @@ def place_of(node: fx.Node) -> Place:
 def roles_of(program: ir.Program, kernels: Container[fx.Node]) -> Iterator[tuple[fx.Node, Role, str]]:
     """Yield each operator with its role and the reason, in order."""
     begins, aside, last = begins_of(program, kernels), roles_aside(program, kernels), after_kernels(program, kernels)
-    here = role = Role("own", "forward", None)  # here: what an operator without a reason of its own is
+    here = role = Role("own", "forward", None)  # here: the default role, of the layer that began last
     for node in program.calls():
         here = Role("own", *begins[node]) if node in begins else here
         if node in last:
@@ -71,7 +71,7 @@ def roles_of(program: ir.Program, kernels: Container[fx.Node]) -> Iterator[tuple
             yield node, role, FIRST if node in begins else INSIDE
 
 
-# ---- where layers begin -----------------------------------------------------------------------------
+# ---- first operators of layers ----------------------------------------------------------------------
 
 
 def begins_of(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.Node, Place]:
@@ -96,8 +96,8 @@ def first_of(
 ) -> fx.Node:
     """Return the first operator of the layer of a kernel, given the stretch of operators before the kernel.
 
-    If collectives of the layer stand there, it is the layer's first operator in the stretch; else the kernel, or the
-    first of the operators right before it that only compute its operands again.
+    If collectives of the layer stand there, it is the layer's first operator in the stretch. Otherwise it is the
+    kernel, or the first of the operators right before it that only recompute its operands.
     """
     place = place_of(kernel)
     own = [n for n in stretch if place_of(n) == place and n not in aside and not is_view(n)]
@@ -108,7 +108,7 @@ def first_of(
 
 
 def travels(node: fx.Node) -> bool:
-    """Tell whether a node starts a collective or waits for one."""
+    """Return True if a node starts a collective or waits for one."""
     return kind_of(node) is not None or node.target in WAITS
 
 
@@ -153,7 +153,7 @@ def gradient_tails(program: ir.Program, kernels: Container[fx.Node]) -> set[fx.N
 
 
 def leaves(node: fx.Node, tails: Container[fx.Node]) -> bool:
-    """Tell whether a node of the backward has no other users than tails, the optimizer and the end."""
+    """Return True if all users of a node of the backward are tails, the optimizer or the output."""
     return all(user in tails or user.op == "output" or ir.phase(user) == "optimizer" for user in node.users)
 
 
@@ -169,5 +169,5 @@ def after_waits(program: ir.Program, tails: Container[fx.Node]) -> set[fx.Node]:
 
 
 def lays_out(node: fx.Node) -> bool:
-    """Tell whether an operator yields its operand's entries, in its memory or in a copy."""
-    return not is_operator(node) or may_alias(node) or name_of(node) in COPIES  # or a part of a tuple
+    """Return True if an operator yields its operand's entries, in its memory or in a copy."""
+    return not is_operator(node) or may_alias(node) or name_of(node) in COPIES  # no operator: an item of a tuple

@@ -1,9 +1,9 @@
-"""Add partial sums before they are reduced, not after: one collective for two, and the sum of both stays partial.
+"""Add partial sums before they are reduced: one collective instead of two.
 
     reduce_scatter(a) + reduce_scatter(b)   ->   reduce_scatter(a + b)
 
-Gradients of an activation that several operators use come together so, and branches of a layer that run side by side.
-Sums are rounded in another order than before.
+Gradients of an activation that several operators use meet in such sums, and so do parallel branches of a layer. Sums
+are rounded in another order than before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Reassociate(ir.Pass):
 
 
 def reduced_alike(node: fx.Node) -> list[fx.Node]:
-    """The two reductions that a node adds, if nothing else needs them and they differ in what is reduced alone."""
+    """Return the two reductions that a node adds, if it is their only user and they differ only in the reduced value."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.all_input_nodes)) != 2:
         return []
     a, b = node.all_input_nodes
@@ -53,7 +53,7 @@ def reduced_alike(node: fx.Node) -> list[fx.Node]:
 
 
 def reduce_sum(node: fx.Node, reductions: list[fx.Node], ctx: ir.Context) -> None:
-    """Put the reduction of a sum where two reductions were added."""
+    """Replace a sum of two reductions by the reduction of a sum."""
     a, b = reductions
     edit = Editor(ctx, node.graph, node, a)
     total = edit.call(torch.ops.aten.add.Tensor, (a.args[0], b.args[0]))

@@ -1,16 +1,16 @@
-"""Products of matrices in pieces, beside the steps of a ring: what `async_tp` puts in place of a collective.
+"""Matmuls in pieces, next to the steps of a ring: the operators that `async_tp` puts in place of a collective.
 
-    y = all_gather(x) @ w           at step s a rank has the shard of the rank s places before it: its rows of y are
+    y = all_gather(x) @ w           at step s a rank has the shard of the rank s positions earlier: its rows of y are
                                     computed while the next shard is on its way
-    z = reduce_scatter(a @ w)       at step s a rank computes the rows of the rank s + 1 places after it, which travel
-                                    there while the next are computed; its own come last, and what came is added
+    z = reduce_scatter(a @ w)       at step s a rank computes the rows of the rank s + 1 positions later, and sends them
+                                    while the next are computed; its own come last, and received rows are added
 
-The same program on every rank: whose rows are at hand is data, the rank's coordinate on the axis. Padding of an uneven
-dim travels as it is and is cut off after a gather; before a reduction it is added, zero. Terms are added in the dtype
-of the collective, in the order of their steps.
+All ranks run the same program: the rank's coordinate on the axis is an input. Padding of an uneven dim travels with it
+and is cut off after a gather; before a reduction zeros are padded. Terms are added in the dtype of the collective, in
+the order of their steps.
 
-Small pieces are slow, so products that share rows are one while they are small (`joins`): their matrices are laid side
-by side, or where products are added, rows and matrices end to end.
+Small pieces are slow, so small matmuls that share rows are merged (`joins`): their matrices are concatenated, or, if
+the matmuls are added, their rows and matrices along the contracted dim.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from passes.program import reshard
 from passes.program.shift import arrive, shift
 
-SMALL_FLOPS = 5e10  # below it larger products are faster by more than joining costs (conf/cluster/rates/h100.yaml)
+SMALL_FLOPS = 5e10  # below it a larger matmul saves more than concatenating costs (conf/cluster/rates/h100.yaml)
 
 
 @dataclass(frozen=True)
@@ -39,29 +39,29 @@ class Rows:
     axis_size: int
 
     def around(self, x: Tensor) -> Iterator[Tensor]:
-        """The shards of all ranks, the own one first; the next is on its way while one is used."""
+        """Yield the shards of all ranks, own shard first; the next is on its way while one is used."""
         for step in range(self.axis_size):
             coming = shift(x, self.axis, 1) if step + 1 < self.axis_size else None
             yield x
             x = x if coming is None else arrive(coming, x)
 
     def joined(self, shards: Sequence[Tensor], axis_index: Tensor, size: int) -> Tensor:
-        """The whole of shards that came around, without padding."""
+        """Concatenate shards that came around to the full tensor, without padding."""
         steps = torch.remainder(axis_index - self.places(axis_index), self.axis_size)
         by_rank = torch.stack(list(shards)).index_select(0, steps)
         shape = [*by_rank.shape[1 : self.dim + 1], -1, *by_rank.shape[self.dim + 2 :]]
         return by_rank.movedim(0, self.dim).reshape(shape).narrow(self.dim, 0, size)
 
     def apart(self, x: Tensor, axis_index: Tensor) -> Tensor:
-        """The shards of a whole tensor, in a first dim of their own: that of the next rank first, the own one last."""
+        """Split a full tensor into shards along a new first dim: that of the next rank first, the own one last."""
         ranks = torch.remainder(axis_index + 1 + self.places(axis_index), self.axis_size)
         padded = reshard.pad(x, self.dim, self.axis_size).unflatten(self.dim, (self.axis_size, -1))
         return padded.movedim(self.dim, 0).index_select(0, ranks)
 
     def exchanged(self, term: Callable[[int], Tensor]) -> list[Tensor]:
-        """What each rank has for this one, its own last.
+        """Return the terms that all ranks have for this rank, its own last.
 
-        `term(step)` is for the rank `step + 1` places on, and is computed while the one before travels.
+        `term(step)` is for the rank `step + 1` positions later, and is computed while the term before it travels.
         """
         found, sent, coming = list[Tensor](), None, None
         for step in range(self.axis_size):
@@ -73,61 +73,64 @@ class Rows:
         return [*found, made]
 
     def places(self, like: Tensor) -> Tensor:
-        """0, 1, ... for the ranks of the axis."""
+        """Return 0, 1, ... for the ranks of the axis."""
         return torch.arange(self.axis_size, device=like.device)
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of rows, `op(rows, *rest)`, its tensors beside the rows left open: a matrix, and scales in float8."""
+    """A matmul of rows, `op(rows, *rest)`.
+
+    Its tensors other than the rows are left open: a matrix, and scales in float8.
+    """
 
     op: Any
     rest: tuple[Any, ...]
 
     @property
     def tensors(self) -> int:
-        """How many tensors it takes beside the rows."""
+        """The number of tensors that it takes in addition to the rows."""
         return self.rest.count(OPEN)
 
     def __call__(self, rows: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """The product of a matrix of rows."""
+        """Return the matmul of a matrix of rows."""
         given = iter(tensors)
         return self.op(rows, *(next(given) if part is OPEN else part for part in self.rest))
 
     def of(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """The same of rows along all dims but the last."""
+        """Return the matmul of rows along all dims but the last."""
         made = self(x.reshape(-1, x.shape[-1]), tensors)
         return made.view(*x.shape[:-1], made.shape[-1])
 
 
 OPEN = ...
 MM = Product(torch.ops.aten.mm.default, (OPEN,))
-View = tuple[Any, tuple[int, ...]]  # an operator and the shape that it gives
+View = tuple[Any, tuple[int, ...]]  # an operator and its result's shape
 
 
 def viewed(x: Tensor, view: View | None) -> Tensor:
-    """A tensor in another shape."""
+    """Return a tensor in another shape."""
     return view[0](x, list(view[1])) if view else x
 
 
 def joins(products: Sequence[Product], rows: int, matrices: Sequence[Tensor]) -> bool:
-    """Whether products, of so many rows in a piece, are better made as one."""
+    """Return True if matmuls with that many rows in a piece are faster as one."""
     largest = max(2 * rows * matrix.numel() for matrix in matrices)
     return len(products) > 1 and set(products) == {MM} and largest < SMALL_FLOPS
 
 
 def dealt(products: Sequence[Product], given: Sequence[Tensor], more: int = 0) -> list[Sequence[Tensor]]:
-    """The tensors of each product, and so many beside them."""
+    """Return the tensors of each matmul, after `more` others."""
     tensors = iter(given)
     return [list(islice(tensors, more + product.tensors)) for product in products]
 
 
 @dataclass(frozen=True)
 class GatherProducts:
-    """Products of a gathered value, rows in one dim, and at the end with `whole` the value itself.
+    """Matmuls of a gathered value, rows in one dim, and with `whole` also the value itself at the end.
 
-    `gather` are the arguments of `all_gather` after the shard; `flat` views the value as rows, None if it is.
-    Takes the shard, the tensors of each product and the rank's coordinate.
+    `gather` are the arguments of `all_gather` after the shard; `flat` views the value as rows, None if it has two dims.
+    Takes the shard, the tensors of each matmul and the rank's coordinate.
     """
 
     gather: tuple[Any, ...]
@@ -137,7 +140,7 @@ class GatherProducts:
     name: ClassVar[str] = "ring_gather"
 
     def ring(self, x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        """The products, in pieces."""
+        """Compute the matmuls in pieces."""
         *tensors, axis_index = given
         dim, axis, axis_size, size, dtype, _ = self.gather
         rows, products, factors = Rows(dim, axis, axis_size), self.products, dealt(self.products, tensors)
@@ -155,7 +158,7 @@ class GatherProducts:
         return (*made, *whole)
 
     def meaning(self, x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        """What it stands for."""
+        """Compute the operators that it stands for."""
         whole = reshard.all_gather(x, *self.gather)
         left = viewed(whole, self.flat)
         made = [product(left, own) for product, own in zip(self.products, dealt(self.products, given))]
@@ -164,10 +167,10 @@ class GatherProducts:
 
 @dataclass(frozen=True)
 class ScatterProducts:
-    """The reduce-scattered sum of products.
+    """The reduce-scattered sum of matmuls.
 
-    `scatter` are the arguments of `reduce_scatter` after the sum, `lead` its dims but for the last, `views` give each
-    product these dims (None: it has them). Takes rows and tensors of each product, and the rank's coordinate.
+    `scatter` are the arguments of `reduce_scatter` after the sum, `lead` its dims except the last; `views` give each
+    matmul these dims (None: it has them). Takes rows and tensors of each matmul, and the rank's coordinate.
     """
 
     scatter: tuple[Any, ...]
@@ -177,7 +180,7 @@ class ScatterProducts:
     name: ClassVar[str] = "ring_scatter"
 
     def ring(self, *given: Tensor) -> tuple[Tensor, ...]:
-        """The sum, in pieces."""
+        """Compute the sum in pieces."""
         *tensors, axis_index = given
         dim, axis, axis_size, dtype, reduce_dtype = self.scatter
         rows, products = Rows(dim, axis, axis_size), self.products
@@ -195,12 +198,12 @@ class ScatterProducts:
         return (added(rows.exchanged(term)).to(dtype),)
 
     def meaning(self, *given: Tensor) -> tuple[Tensor, ...]:
-        """What it stands for."""
+        """Compute the operators that it stands for."""
         each = zip(self.products, self.views, dealt(self.products, given, 1))
         terms = [viewed(product(left, own), view) for product, view, (left, *own) in each]
         return (reshard.reduce_scatter(added(terms), *self.scatter),)
 
 
 def added(terms: Sequence[Tensor]) -> Tensor:
-    """The sum, from the first on."""
+    """Return the sum, added from the first term on."""
     return sum(terms[1:], terms[0])
