@@ -41,14 +41,14 @@ def together(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name_of(name, number): value for number, part in enumerate(parts) for name, value in part.items()}
 
 
-def is_own(given: ir.Input) -> bool:
+def is_own(item: ir.Input) -> bool:
     """Return True if each microbatch has its own copy of an input."""
-    return given.kind == "batch" or given.kind == "scalar" and given.original == SEED
+    return item.kind == "batch" or item.kind == "scalar" and item.original == SEED
 
 
 def microbatches_in(programs: Iterable[ir.Program]) -> int:
     """Return the number of microbatches that the programs compute at once."""
-    return 1 + max((given.microbatch for each in programs for given in each.inputs), default=0)
+    return 1 + max((item.microbatch for program in programs for item in program.inputs), default=0)
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class BatchOverlap(ir.Pass):
 
 def check_names(inputs: Sequence[ir.Input], microbatches: int) -> None:
     """Raise Refused if an input has the name of another input's copy for a later microbatch."""
-    own = [given.name for given in inputs if is_own(given)]
-    copies = {name_of(name, number): name for name in own for number in range(1, microbatches)}
-    if clash := next((given.name for given in inputs if given.name in copies), None):
-        what = f"is how {microbatches} microbatches of one program call a copy of {copies[clash]!r}; rename the entry"
-        raise ir.Refused(f"batch[{clash!r}]", None, what)
+    names = [item.name for item in inputs if is_own(item)]
+    copies = {name_of(name, number): name for name in names for number in range(1, microbatches)}
+    if clash := next((item.name for item in inputs if item.name in copies), None):
+        problem = f"with {microbatches} microbatches this is the name of a copy of {copies[clash]!r}; rename the entry"
+        raise ir.Refused(f"batch[{clash!r}]", None, problem)
 
 
 class Writer:
@@ -80,19 +80,19 @@ class Writer:
 
     def __init__(self, program: ir.Program, count: int, ctx: ir.Context):
         self.program, self.ctx, self.graph = program, ctx, fx.Graph()
-        self.given = dict(zip(program.placeholders(), program.inputs, strict=True))
+        self.inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
         new = {o.name: node for node, o in zip(program.results(), program.outputs, strict=True) if o.kind == "buffer"}
-        self.changed = {n: new[i.name] for n, i in self.given.items() if i.kind == "buffer" and i.name in new}
-        self.own = {node for node, given in self.given.items() if is_own(given) or node in self.changed}
+        self.changed = {n: new[i.name] for n, i in self.inputs.items() if i.kind == "buffer" and i.name in new}
+        self.per_microbatch = {node for node, item in self.inputs.items() if is_own(item) or node in self.changed}
         for node in program.calls():
-            if function_of(node) or not self.own.isdisjoint(node.all_input_nodes):
-                self.own.add(node)
-        self.shared = sum(node not in self.own for node in program.calls())
+            if function_of(node) or not self.per_microbatch.isdisjoint(node.all_input_nodes):
+                self.per_microbatch.add(node)
+        self.shared = sum(node not in self.per_microbatch for node in program.calls())
         self.copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
 
     def write(self) -> ir.Program:
         """Return the program of all microbatches, layer by layer."""
-        inputs = [given for k, copies in enumerate(self.copies) for given in self.put_inputs(k, copies)]
+        inputs = [item for k, copies in enumerate(self.copies) for item in self.put_inputs(k, copies)]
         for _, run in groupby(self.program.calls(), ir.layer):
             nodes = list(run)
             for k in range(len(self.copies)):
@@ -109,11 +109,11 @@ class Writer:
         The first also gets the shared ones. Later microbatches read a changed buffer when needed.
         """
         added = []
-        for node, given in self.given.items():
-            if not number or is_own(given):
+        for node, item in self.inputs.items():
+            if not number or is_own(item):
                 copies[node] = ir.copy_node(self.graph, node, {})
-                name = name_of(given.name, number)
-                added.append(replace(given, name=name, microbatch=number, copy_of=given.name if number else ""))
+                name = name_of(item.name, number)
+                added.append(replace(item, name=name, microbatch=number, copy_of=item.name if number else ""))
                 copies[node].target = copies[node].name if number else node.target
             elif node not in self.changed:
                 copies[node] = self.copies[0][node]
@@ -139,12 +139,12 @@ class Writer:
             waiting.pop()
             if node in copies:
                 continue
-            if k and node not in self.own:
+            if k and node not in self.per_microbatch:
                 self.put(node, 0)
                 copies[node] = self.copies[0][node]
             else:
                 copies[node] = ir.copy_node(self.graph, node, copies)
-                if node in self.own:
+                if node in self.per_microbatch:
                     ir.update(copies[node], microbatch=k)
 
     def put_outputs(self) -> list[ir.Output]:
@@ -154,8 +154,8 @@ class Writer:
         for node, output in zip(self.program.results(), self.program.outputs, strict=True):
             result = self.copies[-1][node]
             if output.kind in JOINED:
-                found = [copies[node] for copies in self.copies]
-                result = edit.moved_to(last, node).trace(JOINED[output.kind], *found, key=output.kind)
+                values = [copies[node] for copies in self.copies]
+                result = edit.moved_to(last, node).trace(JOINED[output.kind], *values, key=output.kind)
             results.append(result)
             outputs.append(replace(output, spec=Spec.whole(tuple(ir.example(result).shape))))
         last.args = (tuple(results),)

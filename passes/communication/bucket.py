@@ -41,7 +41,7 @@ TOGETHER: dict[Any, Callable[..., list[Tensor]]] = {
 }
 REDUCTIONS = frozenset(op for op in TOGETHER if reshard.RESHARD_OPS[op].reduces == "sum")
 OF_WEIGHTS = frozenset(TOGETHER) - REDUCTIONS
-OWN = ("dim", "size")  # arguments that may differ between tensors of a bucket
+PER_TENSOR = ("dim", "size")  # arguments that may differ between tensors of a bucket
 MIB = 2**20
 
 
@@ -51,13 +51,13 @@ MIB = 2**20
 def mergeable(program: ir.Program) -> list[fx.Node]:
     """Return gathers and maxima of parameters and reductions of gradients before the first write into an input."""
     weights, leaving = set(weight_nodes(program)), gradient_nodes(program)
-    found = []
+    nodes = []
     for node in program.calls():
         if writes_input(node):
             break
         if node.target in OF_WEIGHTS and node in weights or node.target in REDUCTIONS and node in leaving:
-            found.append(node)
-    return found
+            nodes.append(node)
+    return nodes
 
 
 def writes_input(node: fx.Node) -> bool:
@@ -67,23 +67,23 @@ def writes_input(node: fx.Node) -> bool:
 
 def gradient_nodes(program: ir.Program) -> set[fx.Node]:
     """Return nodes that only carry one value to the optimizer or out of the program."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in reversed(list(program.calls())):
         alone = sum(n.op != "placeholder" for n in node.all_input_nodes) <= 1
-        leaves = all(u.op == "output" or ir.phase(u) == "optimizer" or u in found for u in node.users)
+        leaves = all(u.op == "output" or ir.phase(u) == "optimizer" or u in nodes for u in node.users)
         if ir.phase(node) == "optimizer" or ir.phase(node) == "backward" and alone and leaves:
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
 def places(program: ir.Program) -> dict[fx.Node, tuple[str, Layer | None]]:
     """Return the layer that each node is in; outside of layers, the layer after which it comes."""
-    found, last = dict[fx.Node, tuple[str, Layer | None]](), None
+    layers, last = dict[fx.Node, tuple[str, Layer | None]](), None
     for node in program.calls():
         layer = ir.layer(node)
         last = last if ir.phase(node) == "optimizer" else layer or last
-        found[node] = ("in", layer) if layer else ("after", last)
-    return found
+        layers[node] = ("in", layer) if layer else ("after", last)
+    return layers
 
 
 def shared_options(node: fx.Node) -> dict[str, Any]:
@@ -91,30 +91,30 @@ def shared_options(node: fx.Node) -> dict[str, Any]:
 
     For a gather without its gradient's `reduce_dtype`.
     """
-    unshared = ("x", *OWN, *(() if node.target in REDUCTIONS else ("reduce_dtype",)))
-    return {name: given for name, given in bind(node).items() if name not in unshared}
+    unshared = ("x", *PER_TENSOR, *(() if node.target in REDUCTIONS else ("reduce_dtype",)))
+    return {name: value for name, value in bind(node).items() if name not in unshared}
 
 
 def depths(program: ir.Program, members: set[fx.Node]) -> dict[fx.Node, int]:
     """Return the number of members on the longest path to each node: members of one depth do not feed each other."""
-    found: dict[fx.Node, int] = {}
+    depth: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
-        found[node] = max((found[n] + (n in members) for n in node.all_input_nodes), default=0)
-    return found
+        depth[node] = max((depth[n] + (n in members) for n in node.all_input_nodes), default=0)
+    return depth
 
 
 def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
     """Return the collectives that may be merged, by the properties that they must share."""
     members, place = mergeable(program), places(program)
-    found: dict[tuple, list[fx.Node]] = {}
+    by_key: dict[tuple, list[fx.Node]] = {}
     for kinds in ({reshard.all_gather}, {reshard.pmax}, REDUCTIONS):
-        own = [node for node in members if node.target in kinds]
-        depth = depths(program, set(own))
-        for node in sorted(own, key=depth.__getitem__):
+        candidates = [node for node in members if node.target in kinds]
+        depth = depths(program, set(candidates))
+        for node in sorted(candidates, key=depth.__getitem__):
             arrives = None if node.target is reshard.all_gather else ir.example(node.args[0]).dtype  # type: ignore
             key = (node.target, depth[node], ir.phase(node), place[node], arrives, *shared_options(node).values())
-            found.setdefault(key, []).append(node)
-    return found
+            by_key.setdefault(key, []).append(node)
+    return by_key
 
 
 # ---- buckets ---------------------------------------------------------------------------------------
@@ -148,10 +148,12 @@ def merge(bucket: list[fx.Node], edit: Editor) -> None:
         before = max(operands).next
         while before.op == "placeholder":
             before = before.next
-    own = {f"{name}s": tuple(bind(node)[name] for node in bucket) for name in OWN if name in bind(bucket[0])}
-    options, together = own | shared_options(bucket[0]), TOGETHER[bucket[0].target]
-    edit, key = edit.moved_to(before, bucket[0]), (together, *options.items())
-    results = edit.trace(lambda *xs: together(xs, **options), *operands, key=key)
+    per_tensor = {
+        f"{name}s": tuple(bind(node)[name] for node in bucket) for name in PER_TENSOR if name in bind(bucket[0])
+    }
+    options, merged_collective = per_tensor | shared_options(bucket[0]), TOGETHER[bucket[0].target]
+    edit, key = edit.moved_to(before, bucket[0]), (merged_collective, *options.items())
+    results = edit.trace(lambda *xs: merged_collective(xs, **options), *operands, key=key)
     for node, result in zip(bucket, results, strict=True):
         ir.set_spec(result, ir.spec(node))
         node.replace_all_uses_with(result)
@@ -185,12 +187,12 @@ class Bucket(ir.Pass):
             program.module.recompile()
         after = count_collectives(program)
         counts = {
-            f"{kind}_{when}": found[kind]
+            f"{kind}_{when}": counter[kind]
             for kind in map(name_of, TOGETHER)
-            for when, found in (("before", before), ("after", after))
+            for when, counter in (("before", before), ("after", after))
         }
         if self.bucket_mib and not notes:
-            notes.append("passes.communication.bucket_mib: no two collectives can travel together, 0 are merged")
+            notes.append("passes.communication.bucket_mib: no two collectives can be merged, 0 are merged")
         return program, ir.Report(counts, tuple(notes))
 
     def merge_group(self, group: list[fx.Node], edit: Editor) -> Iterator[str]:

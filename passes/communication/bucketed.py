@@ -57,8 +57,8 @@ def sum_together(xs: Sequence[Tensor], axis: str, dtype: torch.dtype, reduce_dty
 
 def max_together(xs: Sequence[Tensor], axis: str) -> list[Tensor]:
     """Apply `pmax` to every tensor."""
-    most = reshard.pmax(torch.cat([x.reshape(-1) for x in xs]), axis)
-    return [piece.view(x.shape) for piece, x in zip(most.split([x.numel() for x in xs]), xs, strict=True)]
+    largest = reshard.pmax(torch.cat([x.reshape(-1) for x in xs]), axis)
+    return [piece.view(x.shape) for piece, x in zip(largest.split([x.numel() for x in xs]), xs, strict=True)]
 
 
 # Steps that change nothing add no operator to the graph.

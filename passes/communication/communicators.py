@@ -43,29 +43,29 @@ class Communicators(ir.Pass):
         program = program.copy()
         tensors = [node for node in program.calls() if kind_of(node) and not is_scalar(node)]
         reductions = gradient_reductions(program, tensors)
-        beside = {axis_of(node) for node in tensors if node not in reductions}
+        other_axes = {axis_of(node) for node in tensors if node not in reductions}
         weights = set(weight_nodes(program))
         gathered = {axis_of(node) for node in tensors if kind_of(node) == "all_gather" and node in weights}
         exchanges = [node for node in tensors if kind_of(node) == "all_to_all" and axis_of(node) in gathered]
         rings = [node for node in tensors if kind_of(node) == "shift"]
-        around = {axis_of(node) for node in tensors if kind_of(node) != "shift"}
-        apart = {node: GRADIENTS for node in reductions if axis_of(node) in beside}
-        apart |= dict.fromkeys(exchanges, EXCHANGES)
-        apart |= {node: RING for node in rings if axis_of(node) in around}
-        for node, whose in apart.items():
-            name_communicator(node, whose)
+        shared_axes = {axis_of(node) for node in tensors if kind_of(node) != "shift"}
+        kinds = {node: GRADIENTS for node in reductions if axis_of(node) in other_axes}
+        kinds |= dict.fromkeys(exchanges, EXCHANGES)
+        kinds |= {node: RING for node in rings if axis_of(node) in shared_axes}
+        for node, kind in kinds.items():
+            name_communicator(node, kind)
         program.module.recompile()
-        counts = {"reductions": len(reductions), "exchanges": len(exchanges), "rings": len(rings), "apart": len(apart)}
-        axes = dict.fromkeys((axis_of(node), whose) for node, whose in apart.items())
-        notes = tuple(f"{axis}: {whose} have a communicator of their own" for axis, whose in axes)
+        counts = {"reductions": len(reductions), "exchanges": len(exchanges), "rings": len(rings), "apart": len(kinds)}
+        axes = dict.fromkeys((axis_of(node), kind) for node, kind in kinds.items())
+        notes = tuple(f"{axis}: {kind} have a communicator of their own" for axis, kind in axes)
         return program, ir.Report(counts, notes)
 
 
-def name_communicator(node: fx.Node, whose: str) -> None:
+def name_communicator(node: fx.Node, kind: str) -> None:
     """Let a node use the communicator of its axis for one kind of values."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    place = names.index("axis" if "axis" in names else "group_name")
-    node.args = (*node.args[:place], f"{node.args[place]}:{whose}", *node.args[place + 1 :])
+    index = names.index("axis" if "axis" in names else "group_name")
+    node.args = (*node.args[:index], f"{node.args[index]}:{kind}", *node.args[index + 1 :])
 
 
 def is_scalar(node: fx.Node) -> bool:

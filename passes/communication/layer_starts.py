@@ -57,17 +57,17 @@ def place_of(node: fx.Node) -> Place:
 def roles_of(program: ir.Program, kernels: Container[fx.Node]) -> Iterator[tuple[fx.Node, Role, str]]:
     """Yield each operator with its role and the reason, in order."""
     begins, aside, last = begins_of(program, kernels), roles_aside(program, kernels), after_kernels(program, kernels)
-    here = role = Role("own", "forward", None)  # here: the default role, of the layer that began last
+    default = role = Role("own", "forward", None)  # default: of the layer that began last
     for node in program.calls():
-        here = Role("own", *begins[node]) if node in begins else here
+        default = Role("own", *begins[node]) if node in begins else default
         if node in last:
             role = Role("update", *place_of(node), ir.parameter(node)) if ir.phase(node) == "optimizer" else role
             yield node, role, ENDS
-        elif node in aside and aside[node] != Role("prefetch", here.phase, here.layer):
+        elif node in aside and aside[node] != Role("prefetch", default.phase, default.layer):
             role = aside[node]
             yield node, role, GATHERS if role.kind == "prefetch" else REDUCES
         else:
-            role = here
+            role = default
             yield node, role, FIRST if node in begins else INSIDE
 
 
@@ -100,11 +100,11 @@ def first_of(
     kernel, or the first of the operators right before it that only recompute its operands.
     """
     place = place_of(kernel)
-    own = [n for n in stretch if place_of(n) == place and n not in aside and not is_view(n)]
-    if any(travels(n) and (n in weights or place[0] == "backward") for n in own):
-        return next((n for n in own if n not in weights), own[0])
-    again = takewhile(lambda n: is_view(n) or ir.is_recomputed(n) and not travels(n), reversed(stretch))
-    return [kernel, *again][-1]
+    layer_nodes = [n for n in stretch if place_of(n) == place and n not in aside and not is_view(n)]
+    if any(travels(n) and (n in weights or place[0] == "backward") for n in layer_nodes):
+        return next((n for n in layer_nodes if n not in weights), layer_nodes[0])
+    recomputed = takewhile(lambda n: is_view(n) or ir.is_recomputed(n) and not travels(n), reversed(stretch))
+    return [kernel, *recomputed][-1]
 
 
 def travels(node: fx.Node) -> bool:

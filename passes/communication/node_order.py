@@ -84,15 +84,15 @@ def put_in_order(nodes: Iterable[fx.Node]) -> None:
 
 def in_flight(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield each collective with the first of its waits, in the order of the waits."""
-    seen = set()
+    waited = set()
     for node in nodes:
-        if node.target in WAITS and (start := started(node)) not in seen:
-            seen.add(start)
+        if node.target in WAITS and (start := started(node)) not in waited:
+            waited.add(start)
             yield start, node
 
 
-def last_beside(graph: fx.Graph, products: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
+def last_beside(graph: fx.Graph, matmuls: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Return, by wait, the last matmul between each collective and its wait, if there is any."""
     order = NodeOrder(graph)
-    last = ((wait, (n for n in order.between(start, wait) if n in products)) for start, wait in in_flight(order.nodes))
-    return {wait: product for wait, beside in last if (product := next(beside, None))}
+    last = ((wait, (n for n in order.between(start, wait) if n in matmuls)) for start, wait in in_flight(order.nodes))
+    return {wait: matmul for wait, between in last if (matmul := next(between, None))}

@@ -82,15 +82,15 @@ class Overlap(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        products, starts = products_of(program.graph), [start for start, _ in in_flight(program.graph.nodes)]
-        before = len(last_beside(program.graph, products))
+        matmuls, starts = products_of(program.graph), [start for start, _ in in_flight(program.graph.nodes)]
+        before = len(last_beside(program.graph, matmuls))
         if self.prefetch and starts:
             travel = {start: self.travel_flops(start, program) for start in starts}
-            put_in_order(overlapped(program, self.prefetch, products, travel).nodes)
+            put_in_order(overlapping_order(program, self.prefetch, matmuls, travel).nodes)
         for node, role, _ in roles_of(program, kernels_of(program)):
             ir.update(node, role=role)
         program.module.recompile()
-        counts = len(starts), before, len(last_beside(program.graph, products))
+        counts = len(starts), before, len(last_beside(program.graph, matmuls))
         return program, ir.Report(dict(zip(COUNTS, counts)))
 
     def travel_flops(self, start: fx.Node, program: ir.Program) -> int:
@@ -100,15 +100,15 @@ class Overlap(ir.Pass):
         return math.ceil(self.balance.flops(kind, sent_bytes(start, recorded(), mesh), mesh, axis))
 
 
-def overlapped(
-    program: ir.Program, prefetch: int, products: Mapping[fx.Node, int], travel: Mapping[fx.Node, int]
+def overlapping_order(
+    program: ir.Program, prefetch: int, matmuls: Mapping[fx.Node, int], travel: Mapping[fx.Node, int]
 ) -> NodeOrder:
     """Return the order in which collectives run next to computation, by the durations of matmuls and collectives."""
     order, kernels = NodeOrder(program.graph), kernels_of(program)
     tails, begins = gradient_tails(program, kernels), begins_of(program, kernels)
     wait_late(order, program, prefetch, tails, kernels.union(begins))
     start_early(order, program, prefetch, begins)
-    Filling(order, products, travel, tails, tails.union(weight_nodes(program))).fill()
+    Filling(order, matmuls, travel, tails, tails.union(weight_nodes(program))).fill()
     return order
 
 
@@ -164,9 +164,9 @@ def latest_places(
     due = {start: i for i, run in enumerate(runs) for start in run}  # index of the run before which it is waited for
     latest = {}
     for node in program.calls():
-        known = [due[operand] for operand in node.all_input_nodes if operand in due]
-        if node in following and known:
-            due[node] = max(known) + (prefetch if node.target in WAITS else 0)
+        due_runs = [due[operand] for operand in node.all_input_nodes if operand in due]
+        if node in following and due_runs:
+            due[node] = max(due_runs) + (prefetch if node.target in WAITS else 0)
             if (node.target in WAITS or kind_of(node)) and due[node] < len(runs):
                 latest[node] = runs[due[node]][0]
     return latest
@@ -179,11 +179,11 @@ def latest_places(
 class Filling:
     """Moves in an order until collectives have enough matmuls next to them to hide them.
 
-    `products` and `travel` are durations. Gradients in `tails` and weights are `placed` already.
+    `matmuls` and `travel` are durations. Gradients in `tails` and weights are `placed` already.
     """
 
     order: NodeOrder
-    products: Mapping[fx.Node, int]
+    matmuls: Mapping[fx.Node, int]
     travel: Mapping[fx.Node, int]
     tails: set[fx.Node]
     placed: Container[fx.Node]
@@ -192,16 +192,16 @@ class Filling:
         """Move collectives and matmuls, for one wait after another."""
         self.pairs = list(in_flight(self.order.nodes))
         self.started = {wait: start for start, wait in self.pairs}
-        self.timed = [n for n in self.order.nodes if n in self.products or n in self.travel or n in self.started]
-        self.beside = set[fx.Node]()  # matmuls that hide a collective
+        self.timed = [n for n in self.order.nodes if n in self.matmuls or n in self.travel or n in self.started]
+        self.hiding = set[fx.Node]()  # matmuls that hide a collective
         for start, wait in self.pairs:
             if ir.phase(start) == "optimizer" or start in self.placed:
                 continue
-            self.beside.update(node for node in self.order.between(start, wait) if node in self.products)
-            if self.missing(start, wait) > 0:
-                near = self.products_before(start)
-                self.start_earlier(start, wait, near)
-                self.compute_later(start, wait, near)
+            self.hiding.update(node for node in self.order.between(start, wait) if node in self.matmuls)
+            if self.wait_time(start, wait) > 0:
+                nearby = self.matmuls_before(start)
+                self.start_earlier(start, wait, nearby)
+                self.compute_later(start, wait, nearby)
                 self.wait_later(start, wait)
 
     def clock_at(self, wait: fx.Node) -> Clock:
@@ -209,60 +209,60 @@ class Filling:
         clock = Clock()
         self.timed.sort(key=self.order.place.__getitem__)
         for node in takewhile(lambda node: node is not wait, self.timed):
-            if node in self.products:
-                clock.run(node, COMPUTE, self.products[node])
+            if node in self.matmuls:
+                clock.run(node, COMPUTE, self.matmuls[node])
             elif node in self.travel:
                 clock.run(node, communicator_of(node), self.travel[node], after=clock.now())
             else:
                 clock.wait(clock.end(self.started[node]))
         return clock
 
-    def missing(self, start: fx.Node, wait: fx.Node) -> float:
+    def wait_time(self, start: fx.Node, wait: fx.Node) -> float:
         """Return how long kernels wait for a collective."""
         clock = self.clock_at(wait)
         return clock.end(start) - clock.now()
 
-    def start_earlier(self, start: fx.Node, wait: fx.Node, near: list[fx.Node]) -> None:
+    def start_earlier(self, start: fx.Node, wait: fx.Node, nearby: list[fx.Node]) -> None:
         """Start a collective before matmuls that it does not need."""
-        if passed := self.earlier(start, wait, near):
+        if passed := self.matmuls_to_pass(start, wait, nearby):
             self.order.lift(start, passed[-1])
-            self.beside.update(passed)
+            self.hiding.update(passed)
 
-    def compute_later(self, start: fx.Node, wait: fx.Node, near: list[fx.Node]) -> None:
+    def compute_later(self, start: fx.Node, wait: fx.Node, nearby: list[fx.Node]) -> None:
         """Move weight gradients, which only tails need, from before a collective to right before its wait."""
-        for product in near:
-            free = product not in self.beside and self.can_follow(product, wait)
-            if free and self.missing(start, wait) > 0:
-                self.order.sink(product, next(self.order.before(wait)))
-                self.beside.add(product)
+        for matmul in nearby:
+            free = matmul not in self.hiding and self.can_follow(matmul, wait)
+            if free and self.wait_time(start, wait) > 0:
+                self.order.sink(matmul, next(self.order.before(wait)))
+                self.hiding.add(matmul)
 
     def wait_later(self, start: fx.Node, wait: fx.Node) -> None:
         """Wait for a collective after matmuls that do not need it."""
-        for product in self.independent(wait):
+        for matmul in self.independent_matmuls(wait):
             # gradients of weights are left for a later collective
-            free = product not in self.beside and not leaves(product, self.tails)
-            if free and self.missing(start, wait) > 0:
-                self.order.sink(wait, product)
-                self.beside.add(product)
+            free = matmul not in self.hiding and not leaves(matmul, self.tails)
+            if free and self.wait_time(start, wait) > 0:
+                self.order.sink(wait, matmul)
+                self.hiding.add(matmul)
 
     # -- choice of matmuls ------------------------------------------------------------------------
 
-    def products_before(self, start: fx.Node) -> list[fx.Node]:
+    def matmuls_before(self, start: fx.Node) -> list[fx.Node]:
         """Return the matmuls of its phase before a collective, of its layer and of one more, the nearest first.
 
         A collective outside of layers stays behind the first matmul outside of layers, and one of a layer is not moved
         before any of these. Otherwise the last layer would differ from the others.
         """
-        near, layers = [], {ir.layer(start)}
+        nearby, layers = [], {ir.layer(start)}
         for node in self.order.before(start):
-            if node in self.products:
+            if node in self.matmuls:
                 layers.add(ir.layer(node))
                 if len(layers) > 2 or len(layers) > 1 and None in layers or ir.phase(node) != ir.phase(start):
                     break
-                near.append(node)
-        return near if ir.layer(start) else near[:-1]
+                nearby.append(node)
+        return nearby if ir.layer(start) else nearby[:-1]
 
-    def earlier(self, start: fx.Node, wait: fx.Node, near: list[fx.Node]) -> list[fx.Node]:
+    def matmuls_to_pass(self, start: fx.Node, wait: fx.Node, nearby: list[fx.Node]) -> list[fx.Node]:
         """Return the `near` matmuls that a collective can start before, because it depends on none from there on.
 
         Return no more than hide it, or help: it may have to wait for its own operands, and for collectives of its
@@ -270,10 +270,10 @@ class Filling:
         """
         clock, communicator = self.clock_at(wait), communicator_of(start)
         needed, missing, ready = set(start.all_input_nodes), clock.end(start) - clock.now(), 0.0
-        others = {other for other, until in self.pairs if self.is_around(other, until, start)}
+        in_flight_before = {other for other, until in self.pairs if self.is_in_flight_at(other, until, start)}
         passed, helping = list[fx.Node](), 0  # all, and the number of them up to the last that helps
         for node in self.order.before(start):
-            if missing <= 0 or len(passed) == len(near) or node in needed and (node in self.products or kind_of(node)):
+            if missing <= 0 or len(passed) == len(nearby) or node in needed and (node in self.matmuls or kind_of(node)):
                 break
             if is_mutable(node) and base_of(node.args[0]) in map(base_of, needed):  # type: ignore[arg-type]
                 break
@@ -281,33 +281,33 @@ class Filling:
                 needed.update(node.all_input_nodes)
                 ready = max(ready, clock.end(started(node)) if node.target in WAITS else 0)
             if node.target in WAITS and communicator_of(started(node)) == communicator:
-                others.add(started(node))
-            others.discard(node)
-            if node in self.products:
+                in_flight_before.add(started(node))
+            in_flight_before.discard(node)
+            if node in self.matmuls:
                 passed.append(node)
                 now = clock.spans[node].start
                 idle = max(0, ready - now)
-                begins = max(now + idle, *(clock.end(other) for other in others), 0)
+                begins = max(now + idle, *(clock.end(other) for other in in_flight_before), 0)
                 lost = idle + max(0, begins + self.travel[start] - clock.now() - idle)
                 if lost < missing or lost == missing and not idle:
                     helping, missing = len(passed), lost
         return passed[:helping]
 
-    def is_around(self, other: fx.Node, wait: fx.Node, start: fx.Node) -> bool:
+    def is_in_flight_at(self, other: fx.Node, wait: fx.Node, start: fx.Node) -> bool:
         """Return True if another collective of the same communicator is in flight when one starts."""
         place = self.order.place
         return place[other] < place[start] < place[wait] and communicator_of(other) == communicator_of(start)
 
-    def can_follow(self, product: fx.Node, wait: fx.Node) -> bool:
+    def can_follow(self, matmul: fx.Node, wait: fx.Node) -> bool:
         """Return True if only tails need a matmul, and none of them is a wait before `wait`."""
-        following, waiting, place = {product}, [product], self.order.place
+        following, waiting, place = {matmul}, [matmul], self.order.place
         while waiting:
             new = {user for user in waiting.pop().users if place[user] < place[wait]} - following
             following |= new
             waiting += new
-        return leaves(product, self.tails) and not any(node.target in WAITS for node in following)
+        return leaves(matmul, self.tails) and not any(node.target in WAITS for node in following)
 
-    def independent(self, wait: fx.Node) -> list[fx.Node]:
+    def independent_matmuls(self, wait: fx.Node) -> list[fx.Node]:
         """Return the matmuls after a wait, of its phase and layer, up to the first node that must come after the wait.
 
         Such a node is a kernel that needs it, a write to memory that is read for it, or the wait for a later collective
@@ -315,22 +315,22 @@ class Filling:
         """
         start, dependent = started(wait), {wait}
         read = set(map(base_of, start.all_input_nodes))
-        independent = []
+        matmuls = []
         for node in self.order.after(wait):
             needs = not dependent.isdisjoint(node.all_input_nodes)
-            needs_now = needs and (node in self.products or kind_of(node) or is_mutable(node))
+            needs_now = needs and (node in self.matmuls or kind_of(node) or is_mutable(node))
             if needs_now or self.comes_later(node, start):
                 break
             if is_mutable(node) and base_of(node.args[0]) in read:  # type: ignore[arg-type]
                 break
-            if node in self.products and place_of(node) != place_of(wait):
+            if node in self.matmuls and place_of(node) != place_of(wait):
                 break
             if needs:
                 dependent.add(node)
                 read.update(map(base_of, node.all_input_nodes))
-            elif node in self.products:
-                independent.append(node)
-        return independent
+            elif node in self.matmuls:
+                matmuls.append(node)
+        return matmuls
 
     def comes_later(self, wait: fx.Node, start: fx.Node) -> bool:
         """Return True if a node waits for a collective that its communicator begins after another one."""

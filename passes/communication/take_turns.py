@@ -12,8 +12,8 @@
 A turn ends before the first wait for a long collective that the microbatch started in it, if the turn has a kernel. If
 there is no such collective, it ends with the layer. A collective is long if it sends at least an eighth of the bytes of
 the longest. Short ones are waited for at once. Those that can start before the turn's end do so: after the long ones of
-the other microbatch they would be late. Operators on no microbatch stand before the first node that needs them, and
-operators on all microbatches, such as sums of gradients, after the last of their operands.
+the other microbatch they would be late. Operands shared by all microbatches stand before the first node that needs
+them, and operators on values of all microbatches, such as sums of gradients, after the last of these values.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class TakeTurns(ir.Pass):
             nodes = list(run)
             if phase != "optimizer":
                 needs, combined = needs_of(nodes), {node for node in nodes if len(microbatches[node]) > 1}
-                turns = alternating(nodes, microbatches, sent, kernels, needs)
-                nodes, count = merged(nodes, turns, needs, combined), count + len(turns)
+                turns = turns_of_all(nodes, microbatches, sent, kernels, needs)
+                nodes, count = merge_turns(nodes, turns, needs, combined), count + len(turns)
             order += nodes
         put_in_order(order)
         program.module.recompile()
@@ -71,8 +71,8 @@ def microbatches_of(program: ir.Program) -> dict[fx.Node, frozenset[int]]:
     In the forward a microbatch reads the buffers as another one left them.
     """
     numbers = {
-        node: frozenset([given.microbatch] if is_own(given) else [])
-        for node, given in zip(program.placeholders(), program.inputs, strict=True)
+        node: frozenset([item.microbatch] if is_own(item) else [])
+        for node, item in zip(program.placeholders(), program.inputs, strict=True)
     }
     for node in program.calls():
         read = () if name_of(node) in SHAPED else node.all_input_nodes
@@ -93,7 +93,7 @@ class Turn:
     nodes: tuple[fx.Node, ...]
 
 
-def alternating(
+def turns_of_all(
     nodes: Iterable[fx.Node],
     microbatches: Mapping[fx.Node, frozenset[int]],
     sent_bytes: Mapping[fx.Node, int],
@@ -108,7 +108,7 @@ def alternating(
     sizes = {node: sent_bytes[node] for queue in queues.values() for node in queue if kind_of(node)}
     long = {node for node, size in sizes.items() if SHORT * size >= max(sizes.values())}
     rounds = zip_longest(*(turns_of(queue, long, kernels, needs) for queue in queues.values()))
-    return [turn for each in rounds for turn in each if turn]
+    return [turn for turns in rounds for turn in turns if turn]
 
 
 def turns_of(queue: list[fx.Node], long: set[fx.Node], kernels: Container[fx.Node], needs: Needs) -> Iterator[Turn]:
@@ -118,11 +118,11 @@ def turns_of(queue: list[fx.Node], long: set[fx.Node], kernels: Container[fx.Nod
         if node.target in WAITS and started(node) in long.intersection(nodes) and any(n in kernels for n in nodes):
             yield Turn((*nodes, *early_starts(queue[i:], long, kernels, needs)))
             nodes, waited = [], True
-        if (here := ir.layer(node)) != layer:
+        if (next_layer := ir.layer(node)) != layer:
             if not waited:
                 yield Turn(tuple(nodes))
                 nodes = []
-            layer, waited = here, False
+            layer, waited = next_layer, False
         nodes.append(node)
     yield Turn(tuple(nodes))
 
@@ -141,7 +141,7 @@ def early_starts(
             yield node
 
 
-def merged(nodes: list[fx.Node], turns: list[Turn], needs: Needs, combined: set[fx.Node]) -> list[fx.Node]:
+def merge_turns(nodes: list[fx.Node], turns: list[Turn], needs: Needs, combined: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes in the order of the turns, each after its needs, `combined` ones right after theirs."""
     order, missing = dict[fx.Node, None](), {node: len(needs[node]) for node in combined}
     users: dict[fx.Node, list[fx.Node]] = defaultdict(list)

@@ -337,8 +337,8 @@ FAULTS = (
     Fault(
         "ring_reads_what_travels",
         "passes/communication/ring_products.py",
-        "x = x if coming is None else arrive(coming, x)",
-        "x = x if coming is None else coming",
+        "x = x if incoming is None else arrive(incoming, x)",
+        "x = x if incoming is None else incoming",
         "A shard is multiplied before it has arrived.",
     ),
     Fault(

@@ -182,7 +182,7 @@ def test_auto_takes_rings_where_links_are_slow_enough_to_wait_for(bytes_per_s, r
     auto = AsyncTP("auto", cluster(bytes_per_s), (Collectives(), Overlap()))
     after, report = auto(program, site.ctx)
     assert report.counts["gathers"] + report.counts["scatters"] == rings and len(report.notes) == 2
-    assert all(("taken" if rings else "left") in note for note in report.notes)
+    assert all((": used" if rings else ": not used") in note for note in report.notes)
     assert site.same(program, after)
 
 
@@ -217,12 +217,12 @@ def test_a_ring_of_other_matrices_is_heard(monkeypatch):
 
 
 def test_a_ring_that_adds_in_another_dtype_is_heard(monkeypatch):
-    right = async_tp.scattering
-    monkeypatch.setattr(async_tp, "scattering", lambda site: rounded(right(site)))
+    right = async_tp.scatter_ring
+    monkeypatch.setattr(async_tp, "scatter_ring", lambda site: rounded(right(site)))
     assert "makes another value of 'gradient'" in heard(*of_two_matrices())
 
 
-def rounded(work: ring_products.ScatterProducts) -> ring_products.ScatterProducts:
+def rounded(work: ring_products.ScatterMatmuls) -> ring_products.ScatterMatmuls:
     return replace(work, scatter=(*work.scatter[:-1], torch.bfloat16))
 
 

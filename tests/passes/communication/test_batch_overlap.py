@@ -164,7 +164,7 @@ def test_entries_may_have_any_names_but_those_of_copies():
     assert together == pytest.approx(wanted, rel=1e-12)
     clash = {"x": batch["x@2"], "x@1": batch["y@of"]}
     error = lambda m, b: squared_error(m, {"x": b["x"], "y": b["x@1"]})  # noqa: E731
-    with pytest.raises(UserError, match=r"batch\['x@1'\]: is how 2 microbatches of one program call a copy of 'x'; rename"):
+    with pytest.raises(UserError, match=r"batch\['x@1'\]: with 2 microbatches this is the name of a copy of 'x'; rename"):
         compile_lockstep(perceptron(), error, clash, **how, passes=AT_ONCE)
 
 
