@@ -1,4 +1,4 @@
-"""Take head and loss in chunks of tokens where a rank's logits would be large.
+"""Compute head and loss in chunks of tokens if a rank's logits would be large.
 
     logits = linear(hidden, w)                       131,072 tokens of 128,256 classes: 31 GiB in bf16
     x = _to_copy(view(logits, [-1, V]), f32)
@@ -6,12 +6,12 @@
 becomes
     total = ct::linear_cross_entropy(view(hidden, [-1, d]), w, labels, None, ["to float32"], -100, 31)
     loss = total / (labels != -100).sum()
-and, where a loss a token is asked for (DPO), `ct::linear_cross_entropies`, which makes logits again for gradients.
+and, if each token's loss is needed (DPO), `ct::linear_cross_entropies`, which recomputes logits for gradients.
 
-A head is a product that no other product follows. What may stand between it and the loss: a bias, casts, numbers that
-scale, a tanh (a soft-cap), views, some of the tokens. The loss is a cross-entropy by class ids, summed, averaged or
-of each token, or the same of a log-softmax. Where logits are large and anything else reads them they stay whole, and
-the report names it; with a number of chunks asked for, that is an error if it is so of every head.
+A head is a matmul that no other matmul follows. Between it and the loss there may be a bias, casts, scaling by numbers,
+a tanh (a soft-cap), views, and slices of tokens. The loss is a cross-entropy by class ids, summed, averaged or per
+token, or the same from a log-softmax. If logits are large and have any other reader they are not chunked, and the
+report names the reader. If the number of chunks is set, it is an error if no head can be chunked.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SWAPS = (("transpose", [1, 2]), ("transpose", [2, 1]), ("permute", [0, 2, 1]))  
 
 
 class NotChunkable(Exception):
-    """Why logits stay whole."""
+    """Raised with the reason why logits are not chunked."""
 
 
 @dataclass
 class Found:
-    """A head as the graph has it: its product, what follows in order, and the loss that ends it."""
+    """A head in the graph: its matmul, the operators after it in order, and the loss at its end."""
 
     product: fx.Node
     bias: fx.Node | None = None
@@ -59,22 +59,22 @@ class Found:
 
     @property
     def classes(self) -> int:
-        """How many there are."""
+        """The number of classes."""
         return ir.example(self.product).shape[-1]
 
     @property
     def is_by_token(self) -> bool:
-        """Whether each token's loss is asked for."""
+        """True if each token's loss is needed."""
         return self.loss is not None and bind(self.loss).get("reduction", MEAN) == NONE
 
     @property
     def hidden(self) -> fx.Node:
-        """What is projected."""
+        """The operand that is projected."""
         return self.product.args[1 if name_of(self.product) == "addmm" else 0]  # type: ignore[return-value]
 
     @property
     def weight(self) -> fx.Node:
-        """The matrix, [classes, features] if the product is a linear layer, else transposed."""
+        """The matrix, [classes, features] if the matmul is a linear layer, otherwise transposed."""
         return self.product.args[2 if name_of(self.product) == "addmm" else 1]  # type: ignore[return-value]
 
 
@@ -82,7 +82,7 @@ class Found:
 
 
 def follow(product: fx.Node) -> Found:
-    """The head of a product; raises NotChunkable naming what does not fit."""
+    """Return the head of a matmul; raises NotChunkable with the operator that does not fit."""
     found = Found(product)
     begin(found)
     node = product
@@ -97,12 +97,12 @@ def follow(product: fx.Node) -> Found:
 
 
 def describe(user: fx.Node) -> str:
-    """A reader of logits, with its line."""
+    """Return a reader of logits, with its line."""
     return "the program's end: it is returned" if user.op == "output" else f"%{user.name} ({ir.source(user)})"
 
 
 def begin(found: Found) -> None:
-    """Check the product: tokens by one matrix, and a bias."""
+    """Check the matmul: tokens by one matrix, and a bias; raises NotChunkable."""
     product, name = found.product, name_of(found.product)
     if name == "addmm":
         given = bind(product)
@@ -116,7 +116,10 @@ def begin(found: Found) -> None:
 
 
 def take_bias(found: Found, bias: Any) -> bool:
-    """Take a value of one number a class, of the logits' dtype, as their bias, if they have none and are as made."""
+    """Record a value as the logits' bias and return True; return False if it does not fit or the logits were changed.
+
+    It has one number per class and the logits' dtype.
+    """
     logits = ir.example(found.product)
     fits = ir.is_tensor(bias) and tuple(ir.example(bias).shape) == (found.classes,)
     if not fits or ir.example(bias).dtype != logits.dtype or found.bias or found.between:
@@ -126,7 +129,7 @@ def take_bias(found: Found, bias: Any) -> bool:
 
 
 def step(found: Found, node: fx.Node, before: fx.Node) -> bool:
-    """Take in what a node does to the logits, if it may stand before the loss or is it."""
+    """Record an operator on the logits; return True if it may stand before the loss, or is the loss."""
     if not is_operator(node):
         return False
     name, value = name_of(node), ir.value(node)
@@ -139,7 +142,7 @@ def step(found: Found, node: fx.Node, before: fx.Node) -> bool:
     elif name == "log_softmax" and node.args[1] in (-1, value.dim() - 1) and len(node.args) == 2 and not node.kwargs:
         found.logs = True
     elif name in VIEWS and value.shape[-1:] == (found.classes,):
-        pass  # as many classes as before, so the rows are the same
+        pass  # the number of classes is the same, so the rows are
     elif name == "slice" and node.args[1] % ir.example(before).dim() != ir.example(before).dim() - 1:  # type: ignore
         found.taken.append(node)
     elif name == "add" and before in node.args and not node.kwargs:
@@ -154,7 +157,7 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 
 
 def changes(found: Found, node: fx.Node, before: fx.Node) -> bool:
-    """Take in a cast, a number that scales or a tanh."""
+    """Record a cast, a scaling by a number or a tanh; return False for other operators."""
     name, value = name_of(node), ir.example(node)
     numbers = [arg for arg in node.args if type(arg) in (int, float)]
     if name in CASTS and value.is_floating_point() and value.device == ir.example(before).device:
@@ -171,7 +174,7 @@ def changes(found: Found, node: fx.Node, before: fx.Node) -> bool:
 
 
 def end(found: Found, node: fx.Node) -> bool:
-    """Take a loss as the end, if it is over tokens by their class ids."""
+    """Record the loss if it is over tokens by class ids; raises NotChunkable otherwise."""
     given = bind(node)
     target = ir.example(given["target"])
     if given.get("weight") is not None:
@@ -190,7 +193,7 @@ def end(found: Found, node: fx.Node) -> bool:
 
 
 def local_shape(product: fx.Node, mesh: Mesh) -> tuple[int, int]:
-    """A rank's tokens, the data axes sharing them, and its classes, which those of weights share."""
+    """Return a rank's tokens, divided over the data axes, and its classes, divided over the weight axes."""
     logits = ir.example(product)
     tokens, classes = logits.numel() // logits.shape[-1], logits.shape[-1]
     data, weights = (math.prod(mesh[axis] for axis in axes) for axes in (DATA_AXES, WEIGHT_AXES))
@@ -198,12 +201,12 @@ def local_shape(product: fx.Node, mesh: Mesh) -> tuple[int, int]:
 
 
 def local_bytes(product: fx.Node, mesh: Mesh) -> int:
-    """Bytes of a rank's logits."""
+    """Return the bytes of a rank's logits."""
     return math.prod(local_shape(product, mesh)) * ir.example(product).element_size()
 
 
 def loss_in_chunks(found: Found, chunks: int) -> Callable[..., Tensor]:
-    """The loss as a function of hidden, weight, labels and bias."""
+    """Return the loss as a function of hidden, weight, labels and bias."""
     assert found.loss is not None
     given = bind(found.loss)
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", MEAN)
@@ -226,12 +229,12 @@ def loss_in_chunks(found: Found, chunks: int) -> Callable[..., Tensor]:
 
 
 def rows_of(x: Tensor, dims: int) -> Tensor:
-    """All dims but the last `dims` as one."""
+    """Return a tensor with all dims but the last `dims` flattened into one."""
     return x if x.dim() == dims + 1 else x.reshape(-1, *x.shape[x.dim() - dims :])
 
 
 def rewrite(found: Found, chunks: int, ctx: ir.Context) -> None:
-    """Put the loss in chunks in the place of the loss; what made logits is left without readers."""
+    """Replace the loss by the loss in chunks; the operators that made logits lose their readers."""
     node = found.loss
     assert node is not None
     operands = (found.hidden, found.weight, bind(node)["target"], found.bias)
@@ -240,13 +243,16 @@ def rewrite(found: Found, chunks: int, ctx: ir.Context) -> None:
 
 @dataclass(frozen=True)
 class ChunkLoss(ir.Pass):
-    """Take head and loss in `chunks` (None: as many as keep logits within `logits_mib` each; 1: as they are)."""
+    """Compute head and loss in `chunks` (None: enough to keep each chunk's logits within `logits_mib`.
+
+    1: unchanged).
+    """
 
     chunks: int | None = None
     logits_mib: float = 1024.0
     name = "chunk_loss"
     takes = (Stage.CAPTURED,)
-    after = ("cast",)  # which casts what the chunks are made of
+    after = ("cast",)  # it casts the operands of the chunks
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         heads = {n: k for n in heads_of(program) if (k := self.chunks_of(n, program.mesh)) > 1}
@@ -276,13 +282,13 @@ class ChunkLoss(ir.Pass):
         return copied, ir.Report({"losses": done, "saved_bytes": saved}, tuple(notes))
 
     def chunks_of(self, head: fx.Node, mesh: Mesh) -> int:
-        """In how many chunks a head is taken, a token each at most."""
+        """Return the number of chunks of a head, at most one per token."""
         wanted = self.chunks or math.ceil(local_bytes(head, mesh) / (self.logits_mib * MIB))
         return min(wanted, local_shape(head, mesh)[0])
 
 
 def heads_of(program: ir.Program) -> list[fx.Node]:
-    """Products that no other product follows, in order."""
+    """Return the matmuls that no other matmul follows, in order."""
     products = [n for n in program.calls() if name_of(n) in (*PRODUCTS, "addmm")]
     last = last_of(program, products)
     return [n for n in products if n in last]

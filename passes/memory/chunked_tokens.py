@@ -1,13 +1,13 @@
-"""Head and cross-entropy in chunks where each token's loss is asked for: what becomes of it is known only afterwards.
+"""Head and cross-entropy in chunks if each token's loss is needed, so that its use is known only afterwards.
 
-    losses = ct::linear_cross_entropies(hidden[n, d], weight[c, d], labels[n], bias[c])     [n], 0 where none counts
+    losses = ct::linear_cross_entropies(hidden[n, d], weight[c, d], labels[n], bias[c])     [n], 0 at ignored labels
 becomes, with a rank's own tokens and classes as in `chunked.py`,
     losses, lse = local::linear_cross_entropies(hidden, weight, labels, ids, bias)
     dhidden, dweight, dbias = local::linear_cross_entropies_backward(dlosses, lse, hidden, weight, labels, ids, bias)
 
-The gradient of the weight is a sum over tokens, each times the gradient of its loss, so it cannot be made with the
-losses: the backward makes the logits of a chunk again, one product more than whole logits take. Each stays one operator
-until the program is finished.
+The gradient of the weight is a sum over tokens, each times the gradient of its loss, so it cannot be computed with the
+losses. The backward recomputes the logits of each chunk, one matmul more than with full logits. Each operator stays one
+node until the program is finished.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokenHead(Head):
     def losses(
         self, chunk: Chunk, hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
     ) -> list[Tensor]:
-        """hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c] -> a rank's terms of losses[n], and lse[n].
+        """Return a rank's terms of losses[n], and lse[n], for hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c].
 
         Both are in fp32 or wider.
         """
@@ -44,7 +44,7 @@ class TokenHead(Head):
         return [torch.cat(found) for found in zip(*(chunk(x, y, ids, weight, *bias) for x, y in parts))]
 
     def losses_of_chunk(self, x: Tensor, y: Tensor, ids: Tensor, weight: Tensor, *bias: Tensor) -> list[Tensor]:
-        """What `losses` gives for x[m, d]."""
+        """Return the results of `losses` for x[m, d]."""
         value, _ = self.values(x, ids, weight, *bias)
         lse = self.over_all(value.logsumexp(1))
         counts, hit = self.labelled(y, ids)
@@ -61,7 +61,7 @@ class TokenHead(Head):
         ids: Tensor,
         *bias: Tensor,
     ) -> list[Tensor]:
-        """Gradients of hidden, in its dtype, of weight and bias, in fp32 or wider, from those of losses, [n]."""
+        """Return gradients of hidden, in its dtype, of weight and bias, in fp32 or wider, from those of losses, [n]."""
         sums = [torch.zeros_like(given, dtype=lse.dtype) for given in (weight, *bias)]
         along_hidden = []
         for of_chunk in zip(*self.split(slopes, lse, hidden, labels)):
@@ -72,7 +72,7 @@ class TokenHead(Head):
     def gradients_of_chunk(
         self, slopes: Tensor, lse: Tensor, x: Tensor, y: Tensor, ids: Tensor, *sums_and_weights: Tensor
     ) -> list[Tensor]:
-        """The gradient of x[m, d], and with those before it the sums of gradients of weight and bias."""
+        """Return the gradient of x[m, d], and the running sums of gradients of weight and bias."""
         count = len(sums_and_weights) // 2
         sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
         value, undo = self.values(x, ids, weight, *bias)
@@ -81,16 +81,16 @@ class TokenHead(Head):
         return [along, *(before + term for before, term in zip(sums, terms, strict=True))]
 
     def split(self, *of_tokens: Tensor) -> list[list[Tensor]]:
-        """Chunks of tensors, each with memory of its own."""
+        """Split tensors into chunks, each with its own memory."""
         size = -(-len(of_tokens[0]) // self.chunks)
         return [[part.clone() for part in given.split(size)] for given in of_tokens]
 
 
-# ---- the operator of the whole program ---------------------------------------------------------------
+# ---- the operator of the global program --------------------------------------------------------------
 
 
 def head_of(hidden: Tensor, weight: Tensor, between: list[str], ignored: int, chunks: int) -> tuple[TokenHead, Tensor]:
-    """A head with all classes, and their ids."""
+    """Return a head with all classes, and their ids."""
     return TokenHead(tuple(between), ignored, chunks), torch.arange(len(weight), device=weight.device)
 
 
@@ -115,7 +115,7 @@ linear_cross_entropies = whole_operator(LINEAR_CROSS_ENTROPIES, _whole, lambda l
 
 
 def local_operator(head: TokenHead, biased: bool) -> Any:
-    """`local::linear_cross_entropies(hidden, weight, labels, ids[, bias]) -> (losses, lse)`, and its backward."""
+    """Define `local::linear_cross_entropies(hidden, weight, labels, ids[, bias]) -> (losses, lse)`, and its backward."""
     name = "linear_cross_entropies"
     op = in_chunks(name, head.losses, head.losses_of_chunk, (4 + biased, 2), (4 + biased, 2))
     tensors = (6 + biased, 2 + biased), (6 + 2 * biased + 1, 2 + biased)
@@ -137,7 +137,7 @@ def local_operator(head: TokenHead, biased: bool) -> Any:
 
 
 def in_chunks(name: str, run: Chunk, chunk: Chunk, of_all: tuple[int, int], of_chunk: tuple[int, int]) -> Any:
-    """An operator with so many tensors and results that calls another for each chunk, with so many of its own."""
+    """Define an operator that calls another one for each chunk; both with their numbers of tensors and results."""
     part = define("local", f"{name}_chunk", chunk, *of_chunk)
     remember(part, chunk, communicates=True)
     body = partial(run, part)
@@ -147,13 +147,13 @@ def in_chunks(name: str, run: Chunk, chunk: Chunk, of_all: tuple[int, int], of_c
 
 
 def count(op: Any, formula: Callable[..., int]) -> None:
-    """Let an operator have so many flops."""
+    """Register an operator's FLOPs formula."""
     if op.overloadpacket not in flop_registry:
         register_flop_formula(op.overloadpacket)(formula)
 
 
 def flops_backward(_: Any, __: Any, *operands: Sequence[int], **kwargs: Any) -> int:
-    """Of logits made again, and of the two gradients."""
+    """Return the FLOPs of the recomputed logits and of the two gradients."""
     return 3 * flops(*operands[:2])
 
 

@@ -1,21 +1,20 @@
-"""Decide what the backward computes again instead of keeping it (`passes/memory/recompute.py` rewrites the graph so).
+"""Decide which values the backward recomputes (`passes/memory/recompute.py` rewrites the graph).
 
     none        keep everything
-    full        of each layer keep what enters it
-    attention   of each layer keep also the results of attention
-    selective   of each layer keep also the results of the operators in `save`, of two that are only added (LoRA's and
-                the layer's own) the sum; where there are no layers, everything
+    full        keep each layer's inputs
+    attention   keep each layer's inputs and the results of attention
+    selective   keep each layer's inputs and the results of the operators in `save`; if two of these are only added
+                (LoRA's and the layer's own), their sum; a model without layers keeps everything
     every_n     `full` for every n-th layer, the others keep everything
-    offload     keep of each layer what `none` keeps, in host memory (`passes/memory/offload.py`)
-    budget      of each layer keep what costs most to compute again, within `budget_bytes` (`passes/memory/budget.py`)
+    offload     keep each layer's values as `none` does, but in host memory (`passes/memory/offload.py`)
+    budget      keep the values that cost most to recompute, within `budget_bytes` (`passes/memory/budget.py`)
 
-`layers` maps patterns of layers to another policy than the rest
-has. Whatever the policy: calls of `torch.utils.checkpoint` in the
-model are recomputed; results of communication (repeated only where `ops` asks for it) and of random operators (they
-would draw again) are kept, and so is what is near a write in place. `modules` and `ops` map patterns of module paths
-and operator names to `save`, `recompute` or `offload` and prevail over the policy, modules over operators.
-`regather` repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2). Those of
-a step in microbatches that gathers once are kept.
+`layers` maps patterns of layers to other policies. With any policy, calls of `torch.utils.checkpoint` in the model are
+recomputed. Results of communication (repeated only if `ops` says so) and of random operators (which would draw other
+numbers) are kept, and so are values near a write in place. `modules` and `ops` map patterns of module paths and
+operator names to `save`, `recompute` or `offload`. They override the policy, and modules override operators. `regather`
+repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2). In a step with
+microbatches that gathers once, gathered weights are kept.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from passes.program.operators import kind_of, name_of
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
 
-Region = Layer | str | None  # a layer, or what the model marked for recomputation
+Region = Layer | str | None  # a layer, or a part that the model marked for recomputation
 
 
 class Decision(NamedTuple):
-    """What happens to a forward value that might be recomputed, and why."""
+    """The action for a forward value that might be recomputed, and the reason."""
 
     action: Action
     reason: str = ""
@@ -70,7 +69,7 @@ ADD, SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 
 
 def weights_to_regather(program: ir.Program) -> set[fx.Node]:
-    """Forward gathers of parameters and what is computed from them and other weights alone."""
+    """Return forward gathers of parameters, and operators on only these and other weights."""
     written = near_writes(program)
     found: set[fx.Node] = set()
     for node in weight_nodes(program):
@@ -81,27 +80,30 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
 
 
 def whole(node: fx.Node) -> fx.Node:
-    """The node, or what made the tuple that it is a part of."""
+    """Return the node, or the node that made the tuple of which it is an item."""
     return whole(node.args[0]) if node.target is operator.getitem else node  # type: ignore[arg-type]
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator's name, `mm` or `all_gather`; for a part of a tuple that of the operator that made the tuple."""
+    """Return the operator's name, `mm` or `all_gather`.
+
+    For an item of a tuple, that of the operator that made the tuple.
+    """
     return name_of(whole(node)).split("::")[-1]
 
 
 def is_called(node: fx.Node, pattern: str) -> bool:
-    """Whether a pattern is of the operator's name, or stands for attention and the node is a part of it."""
+    """Return True if a pattern matches the operator's name, or is `attention` and the node is an attention kernel."""
     return fnmatchcase(operator_name(node), pattern) or pattern == ATTENTION and kernel_of(whole(node)) is not None
 
 
 @dataclass(frozen=True)
 class Remat(ir.Pass):
-    """Recompute in the backward what the policy, the overrides and the model's own marks say.
+    """Recompute in the backward the values that the policy, the overrides and the model's own marks choose.
 
-    `following` are the passes that finish the program, by which a budget's peak is predicted, and `reserved`
-    tells the bytes of what lives outside of the program (optimizer state of a step in microbatches). A budget weighs
-    computing again against memory traffic by the `balance` of a machine.
+    `following` are the passes that finish the program, by which a budget's peak is predicted. `reserved` returns the
+    bytes of memory outside of the program (optimizer state in a step with microbatches). A budget weighs recomputation
+    against memory traffic by the `balance` of a machine.
     """
 
     policy: Policy = "none"
@@ -120,7 +122,7 @@ class Remat(ir.Pass):
     name = "remat"
     takes = (Stage.JOINT,)
     keeps = True
-    after = ("simplify", "cse", "reassociate", "defer")  # which would merge what is computed again
+    after = ("simplify", "cse", "reassociate", "defer")  # these would merge clones with their originals
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.policy not in POLICIES:
@@ -160,14 +162,14 @@ class Remat(ir.Pass):
         return program, ir.Report(counts, tuple(notes))
 
     def peak(self, program: ir.Program, ctx: ir.Context, gathers: set[fx.Node], chosen: set[fx.Node]) -> int:
-        """Predicted peak bytes of the finished program if the backward computes the chosen nodes again."""
+        """Return the predicted peak bytes of the finished program if the backward recomputes the chosen nodes."""
         copied, _, _ = rewrite(program, gathers | chosen)
         for step in self.following:
             copied, _ = step(copied, ctx)
         avals = abstract_eval(copied, ctx)
         return peak_memory(copied, avals).bytes + self.reserved(copied)
 
-    # -- which nodes ------------------------------------------------------------------------------
+    # -- choice of nodes --------------------------------------------------------------------------
 
     def decisions(self, program: ir.Program) -> dict[fx.Node, Decision]:
         """Return the decision for every forward node that policies, overrides or the model's marks concern."""
@@ -208,7 +210,10 @@ class Remat(ir.Pass):
         return decisions
 
     def override(self, node: fx.Node, matched: set[str]) -> Action | None:
-        """What `modules` or `ops` say of the node; patterns that say something are added to `matched`."""
+        """Return the action that `modules` or `ops` give the node, None if none.
+
+        Matching patterns are added to `matched`.
+        """
         path = ir.module_path(node)
         by_module = [p for p in self.modules if within(path, p)]
         by_op = [p for p in self.ops if is_called(node, p)]
@@ -218,7 +223,10 @@ class Remat(ir.Pass):
         return self.ops[by_op[0]] if by_op else None
 
     def by_layer(self, layers: list[Layer], fold: Fold | None) -> dict[Layer | None, Policy]:
-        """The policy of each layer that does not keep everything."""
+        """Return the policy of each layer that does not keep everything.
+
+        Raises Refused for a pattern without a match.
+        """
         known = [*map(str, layers), *(fold.names() if fold else [])]
         every: dict[Layer, Policy] = dict.fromkeys(layers, self.policy)
         if self.policy == "every_n":
@@ -242,7 +250,7 @@ class Remat(ir.Pass):
 
 
 def sums_for_terms(decisions: Decisions) -> dict[fx.Node, Decision]:
-    """Return other decisions for two selected results of which only the sum is used: it is half of their bytes."""
+    """Return changed decisions for two selected results of which only the sum is used: it has half of their bytes."""
     changed: dict[fx.Node, Decision] = {}
     sums = (node for node, decision in decisions.items() if node.target is ADD and decision == RECOMPUTED)
     for node in sums:
@@ -253,7 +261,7 @@ def sums_for_terms(decisions: Decisions) -> dict[fx.Node, Decision]:
 
 
 def selected_term(node: fx.Node, decisions: Decisions) -> fx.Node | None:
-    """Return the selected result that a node is, in another shape or scaled, if nothing else uses it."""
+    """Return the selected result that a node shows, reshaped or scaled, if it has no other use."""
     while len(node.users) == 1 and decisions.get(node) == RECOMPUTED and (is_view(node) or node.target is SCALE):
         if len(node.all_input_nodes) != 1:
             return None
@@ -262,13 +270,13 @@ def selected_term(node: fx.Node, decisions: Decisions) -> fx.Node | None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the operator's result is its operand's memory: computed again from that, it costs nothing."""
+    """Return True if the operator's result is in its operand's memory: recomputing it costs nothing."""
     operands = {id(s) for n in node.all_input_nodes for s in storages(n)}
     return reason_to_run_once(node, set()) is None and any(id(s) in operands for s in storages(node))
 
 
 def leaves(node: fx.Node, region: Mapping[fx.Node, Region]) -> bool:
-    """Whether the forward uses the node outside of its region."""
+    """Return True if the forward uses the node outside of its region."""
     return any(
         user.op == "output" or ir.phase(user) == "forward" and region[user] != region[node] for user in node.users
     )
@@ -277,7 +285,7 @@ def leaves(node: fx.Node, region: Mapping[fx.Node, Region]) -> bool:
 def rewrite(
     program: ir.Program, chosen: set[fx.Node]
 ) -> tuple[ir.Program, dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
-    """A program in which the backward computes the chosen nodes again; its clones, and its copy of each node."""
+    """Return a program whose backward recomputes the chosen nodes, its clones, and its copy of each node."""
     copied = program.copy()
     copies = dict(zip(program.graph.nodes, copied.graph.nodes, strict=True))
     return copied, recompute(copied, {copies[node] for node in chosen}), copies
