@@ -47,10 +47,10 @@ def pose(program: ir.Program, avals: Avals, free: set[fx.Node], balance: Balance
     problem = Problem({}, {}, {n for n in free if any(ir.phase(u) == "backward" for u in n.users)})
     for node in (n for n in program.calls() if n in free):  # in order, so that the solver's choice is deterministic
         operands = [n for n in node.all_input_nodes if n in avals.values]
-        held = set().union(*(avals.storages(n) for n in operands)) if operands else set()
-        fresh = avals.storages(node) - held
-        moved = sum(avals.storage_bytes[s] for s in fresh | held) if fresh else 0
-        problem.cost[node] = max(moved, count_flops(node, avals) / balance.flops_per_moved_byte) if fresh else 0.0
+        operand_storages = set().union(*(avals.storages(n) for n in operands)) if operands else set()
+        fresh = avals.storages(node) - operand_storages
+        moved_bytes = sum(avals.storage_bytes[s] for s in fresh | operand_storages) if fresh else 0
+        problem.cost[node] = max(moved_bytes, count_flops(node, avals) / balance.flops_per_moved_byte) if fresh else 0.0
         problem.size[node] = sum(avals.storage_bytes[s] for s in fresh)
         problem.operands[node] = [n for n in node.all_input_nodes if n in free]
     return problem
@@ -81,11 +81,11 @@ def solve(problem: Problem, limit_bytes: float) -> set[fx.Node]:
     objective = np.array([1e-6 * problem.size[v] / unit for v in nodes] + [problem.cost[v] / heaviest for v in nodes])
     views = np.array([0.0 if problem.size[v] == 0 else 1.0 for v in nodes] + [1.0] * n)
     options = {"mip_rel_gap": 1e-3, "time_limit": 30.0}
-    found = milp(objective, constraints=[covered, within], bounds=Bounds(0, views), integrality=1, options=options)
-    if found.x is None:
-        raise ir.CompileError("remat", None, f"the solver found no choice of {n} values: {found.message}")
-    kept, again = found.x[:n] > 0.5, found.x[n:] > 0.5
-    return {v for v, k, a in zip(nodes, kept, again) if a and not k}
+    solution = milp(objective, constraints=[covered, within], bounds=Bounds(0, views), integrality=1, options=options)
+    if solution.x is None:
+        raise ir.CompileError("remat", None, f"the solver found no solution for {n} values: {solution.message}")
+    keep, recompute = solution.x[:n] > 0.5, solution.x[n:] > 0.5
+    return {v for v, k, a in zip(nodes, keep, recompute) if a and not k}
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ def fit(
         slope = (budget_bytes - low[1]) / max(high[1] - low[1], 1)
         limit = low[0] + (high[0] - low[0]) * min(max(slope, 0.05), 0.95)
         chosen = solve(problem, limit)
-        found = peak(chosen)
-        if found > budget_bytes:
-            high = limit, found
+        chosen_peak = peak(chosen)
+        if chosen_peak > budget_bytes:
+            high = limit, chosen_peak
             continue
-        low = limit, found
-        if found >= best_peak:
-            best, best_peak = chosen, found
+        low = limit, chosen_peak
+        if chosen_peak >= best_peak:
+            best, best_peak = chosen, chosen_peak
     flops = sum(count_flops(node, avals) for node in best)
     note = (
         f"budget of {given_bytes / GIB:.4g} GiB: predicted peak {best_peak / GIB:.4g} GiB (least {least / GIB:.4g}, "

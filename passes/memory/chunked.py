@@ -82,15 +82,16 @@ class Head:
     def run(
         self, chunk: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
     ) -> list[Tensor]:
-        """Return a rank's term of the sum and its gradients for hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c].
+        """Return a rank's term of the sum and its gradients.
 
-        The term is a scalar in fp32 or wider, as are the gradients of weight and bias; that of hidden has its dtype.
-        `chunk` is called for each chunk, which has its own memory, so that all calls are equal.
+        Hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c]. The term is a scalar in fp32 or wider, as are
+        the gradients of weight and bias; that of hidden has its dtype. `chunk` is called for each chunk, which has its
+        own memory, so that all calls are equal.
         """
         size, dtype = -(-len(hidden) // self.chunks), loss_dtype(hidden.dtype, self.between)
         parts = [(x.clone(), y.clone()) for x, y in zip(hidden.split(size), labels.split(size))]
         sums = [torch.zeros((), dtype=dtype, device=hidden.device)]
-        sums += [torch.zeros_like(given, dtype=dtype) for given in (weight, *bias)]
+        sums += [torch.zeros_like(operand, dtype=dtype) for operand in (weight, *bias)]
         along_hidden = []
         for x, y in parts:
             along, *sums = chunk(x, y, ids, *sums, weight, *bias)
@@ -103,8 +104,8 @@ class Head:
         count = len(sums_and_weights) // 2 + 1
         sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
         value, undo = self.values(x, ids, weight, *bias)
-        lse = self.over_all(value.logsumexp(1))
-        counts, hit = self.labelled(y, ids)
+        lse = self.lse_over_ranks(value.logsumexp(1))
+        counts, hit = self.match_labels(y, ids)
         loss = torch.where(counts, lse, 0.0).sum() / self.shares - torch.where(hit, value, 0.0).sum()
         along, *terms = self.along(self.slope(value, lse, counts, hit), undo, x, weight, *bias)
         return [along, *(before + term for before, term in zip(sums, (loss, *terms), strict=True))]
@@ -119,12 +120,12 @@ class Head:
     ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
         """Return the loss's input, [m, c] in fp32 or wider, and the functions that map its gradient back."""
         logits = torch.addmm(*bias, x, weight.t()) if bias else x.mm(weight.t())
-        value, undo = self.changed(logits)
+        value, undo = self.apply_steps(logits)
         if self.padded:
             value = torch.where(ids >= 0, value, -math.inf)
         return value, undo
 
-    def labelled(self, y: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def match_labels(self, y: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return True for each trainable token, [m], and for the class that is each one's label, [m, c]."""
         counts = y != self.ignored
         return counts, (y.unsqueeze(1) == ids) & counts.unsqueeze(1)
@@ -143,16 +144,16 @@ class Head:
             slope = back(slope)
         return [slope.mm(weight), slope.t().mm(x), *(slope.sum(0, dtype=dtype) for _ in bias)]
 
-    def changed(self, logits: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
+    def apply_steps(self, logits: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
         """Return the loss's input in fp32 or wider, and the functions that map its gradient back, in order."""
         value, undo = logits, []
         for step in (*self.between, f"to {name_of_dtype(loss_dtype(logits.dtype, self.between))}"):
-            name, _, given = step.partition(" ")
-            value, back = STEPS[name](value, given)
+            name, _, argument = step.partition(" ")
+            value, back = STEPS[name](value, argument)
             undo.append(back)
         return value, undo
 
-    def over_all(self, lse: Tensor) -> Tensor:
+    def lse_over_ranks(self, lse: Tensor) -> Tensor:
         """Return log sum exp[m] over the classes of all ranks, from that over the rank's own."""
         for axis, parts in self.axes:
             gathered = reshard.all_gather(lse.unsqueeze(0), 0, axis, parts, parts, lse.dtype, None)
@@ -176,24 +177,24 @@ def loss_dtype(dtype: torch.dtype, between: tuple[str, ...]) -> torch.dtype:
 SCHEMA = "(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks) -> Tensor"
 
 
-def _whole(
+def _run_global(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, between: list[str], ignored: int, chunks: int
 ) -> list[Tensor]:
     ids, head = torch.arange(len(weight), device=weight.device), Head(tuple(between), ignored, chunks)
     return head.run(head.chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
 
 
-def whole_operator(
+def global_operator(
     name: str,
-    whole: Callable[..., list[Tensor]],
+    run: Callable[..., list[Tensor]],
     shape_of: Callable[[Tensor], Sequence[int]],
     differentiate: Callable[..., tuple],
 ) -> Any:
-    """Define the operator `name`, which returns the first result of `whole`, and its backward.
+    """Define the operator `name`, which returns the first result of `run`, and its backward.
 
     Labels determine its shape.
     """
-    op = torch.library.custom_op(name, lambda *args: whole(*args)[0], mutates_args=(), schema=SCHEMA)
+    op = torch.library.custom_op(name, lambda *args: run(*args)[0], mutates_args=(), schema=SCHEMA)
     op.register_fake(
         lambda hidden, weight, labels, bias, between, ignored, chunks: hidden.new_empty(
             shape_of(labels), dtype=loss_dtype(hidden.dtype, tuple(between))
@@ -201,7 +202,7 @@ def whole_operator(
     )
 
     def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        hidden, weight, labels, bias, *ctx.rest = inputs
+        hidden, weight, labels, bias, *ctx.options = inputs
         ctx.save_for_backward(hidden, weight, labels, *[] if bias is None else [bias])
 
     op.register_autograd(differentiate, setup_context=keep)
@@ -210,24 +211,24 @@ def whole_operator(
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
     hidden, weight, labels, *bias = ctx.saved_tensors
-    _, *found = _whole(hidden, weight, labels, bias[0] if bias else None, *ctx.rest)
-    along = scaled(gradient, found, (hidden, weight, *bias))
+    _, *gradients = _run_global(hidden, weight, labels, bias[0] if bias else None, *ctx.options)
+    along = scale_gradients(gradient, gradients, (hidden, weight, *bias))
     return *along[:2], None, along[2] if bias else None, None, None, None
 
 
-def scaled(gradient: Tensor, along: list[Tensor], operands: tuple[Tensor, ...]) -> list[Tensor]:
+def scale_gradients(gradient: Tensor, along: list[Tensor], operands: tuple[Tensor, ...]) -> list[Tensor]:
     """Multiply the precomputed gradients by the incoming gradient of the summed loss, in the dtypes of the operands."""
     return [(gradient * g).to(x.dtype) for g, x in zip(along, operands, strict=True)]
 
 
-linear_cross_entropy = whole_operator(LINEAR_CROSS_ENTROPY, _whole, lambda labels: (), _differentiate)
+linear_cross_entropy = global_operator(LINEAR_CROSS_ENTROPY, _run_global, lambda labels: (), _differentiate)
 
 
 # ---- the operator of a rank --------------------------------------------------------------------------
 
 
 def local_operator(head: Head, biased: bool) -> Any:
-    """Define `local::linear_cross_entropy(hidden, weight, labels, ids[, bias]) -> (total, dhidden, dweight[, dbias])`."""
+    """Define `local::linear_cross_entropy(hidden, weight, labels, ids[, bias]) -> (sum, dhidden, dweight[, dbias])`."""
     chunk = define("local", "linear_cross_entropy_chunk", head.chunk, 6 + 2 * biased, 3 + biased)
     remember(chunk, head.chunk, communicates=True)
     run = partial(head.run, chunk)
@@ -279,8 +280,8 @@ def emit(
     if key not in builder.operators:
         builder.operators[key] = local(*key)
     numbers = builder.trace(ids, *at.values())
-    found = builder.call(builder.operators[key], (hidden, weight, labels, numbers, *bias))
-    return builder.call(operator.getitem, (found, 0))
+    outputs = builder.call(builder.operators[key], (hidden, weight, labels, numbers, *bias))
+    return builder.call(operator.getitem, (outputs, 0))
 
 
 EMITTERS[LINEAR_CROSS_ENTROPY] = partial(emit, Head, local_operator)

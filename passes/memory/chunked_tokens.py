@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from passes.memory.chunked import Head, emit, flops, whole_operator
+from passes.memory.chunked import Head, emit, flops, global_operator
 from passes.program.functions import define, remember
 from passes.rules.base import EMITTERS
 from passes.rules.losses import LINEAR_CROSS_ENTROPIES
@@ -36,18 +36,18 @@ class TokenHead(Head):
     def losses(
         self, chunk: Chunk, hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
     ) -> list[Tensor]:
-        """Return a rank's terms of losses[n], and lse[n], for hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c].
+        """Return a rank's terms of losses[n], and lse[n], both in fp32 or wider.
 
-        Both are in fp32 or wider.
+        Takes hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c].
         """
         parts = zip(*self.split(hidden, labels))
-        return [torch.cat(found) for found in zip(*(chunk(x, y, ids, weight, *bias) for x, y in parts))]
+        return [torch.cat(pieces) for pieces in zip(*(chunk(x, y, ids, weight, *bias) for x, y in parts))]
 
     def losses_of_chunk(self, x: Tensor, y: Tensor, ids: Tensor, weight: Tensor, *bias: Tensor) -> list[Tensor]:
         """Return the results of `losses` for x[m, d]."""
         value, _ = self.values(x, ids, weight, *bias)
-        lse = self.over_all(value.logsumexp(1))
-        counts, hit = self.labelled(y, ids)
+        lse = self.lse_over_ranks(value.logsumexp(1))
+        counts, hit = self.match_labels(y, ids)
         return [torch.where(counts, lse, 0.0) / self.shares - torch.where(hit, value, 0.0).sum(1), lse]
 
     def gradients(
@@ -62,10 +62,10 @@ class TokenHead(Head):
         *bias: Tensor,
     ) -> list[Tensor]:
         """Return gradients of hidden, in its dtype, of weight and bias, in fp32 or wider, from those of losses, [n]."""
-        sums = [torch.zeros_like(given, dtype=lse.dtype) for given in (weight, *bias)]
+        sums = [torch.zeros_like(operand, dtype=lse.dtype) for operand in (weight, *bias)]
         along_hidden = []
-        for of_chunk in zip(*self.split(slopes, lse, hidden, labels)):
-            along, *sums = chunk(*of_chunk, ids, *sums, weight, *bias)
+        for tensors in zip(*self.split(slopes, lse, hidden, labels)):
+            along, *sums = chunk(*tensors, ids, *sums, weight, *bias)
             along_hidden.append(along)
         return [torch.cat(along_hidden), *sums]
 
@@ -76,14 +76,14 @@ class TokenHead(Head):
         count = len(sums_and_weights) // 2
         sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
         value, undo = self.values(x, ids, weight, *bias)
-        slope = self.slope(value, lse, *self.labelled(y, ids)) * slopes.unsqueeze(1)
+        slope = self.slope(value, lse, *self.match_labels(y, ids)) * slopes.unsqueeze(1)
         along, *terms = self.along(slope, undo, x, weight, *bias)
         return [along, *(before + term for before, term in zip(sums, terms, strict=True))]
 
-    def split(self, *of_tokens: Tensor) -> list[list[Tensor]]:
+    def split(self, *tensors: Tensor) -> list[list[Tensor]]:
         """Split tensors into chunks, each with its own memory."""
-        size = -(-len(of_tokens[0]) // self.chunks)
-        return [[part.clone() for part in given.split(size)] for given in of_tokens]
+        size = -(-len(tensors[0]) // self.chunks)
+        return [[part.clone() for part in tensor.split(size)] for tensor in tensors]
 
 
 # ---- the operator of the global program --------------------------------------------------------------
@@ -94,40 +94,42 @@ def head_of(hidden: Tensor, weight: Tensor, between: list[str], ignored: int, ch
     return TokenHead(tuple(between), ignored, chunks), torch.arange(len(weight), device=weight.device)
 
 
-def _whole(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *options: Any) -> list[Tensor]:
+def _run_global(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *options: Any) -> list[Tensor]:
     head, ids = head_of(hidden, weight, *options)
     return head.losses(head.losses_of_chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
     hidden, weight, labels, *bias = ctx.saved_tensors
-    _, lse = _whole(hidden, weight, labels, bias[0] if bias else None, *ctx.rest)
-    head, ids = head_of(hidden, weight, *ctx.rest)
-    found = head.gradients(head.gradients_of_chunk, gradient, lse, hidden, weight, labels, ids, *bias)
-    along = [g.to(x.dtype) for g, x in zip(found, (hidden, weight, *bias), strict=True)]
+    _, lse = _run_global(hidden, weight, labels, bias[0] if bias else None, *ctx.options)
+    head, ids = head_of(hidden, weight, *ctx.options)
+    gradients = head.gradients(head.gradients_of_chunk, gradient, lse, hidden, weight, labels, ids, *bias)
+    along = [g.to(x.dtype) for g, x in zip(gradients, (hidden, weight, *bias), strict=True)]
     return *along[:2], None, along[2] if bias else None, None, None, None
 
 
-linear_cross_entropies = whole_operator(LINEAR_CROSS_ENTROPIES, _whole, lambda labels: labels.shape, _differentiate)
+linear_cross_entropies = global_operator(
+    LINEAR_CROSS_ENTROPIES, _run_global, lambda labels: labels.shape, _differentiate
+)
 
 
 # ---- the operators of a rank -------------------------------------------------------------------------
 
 
 def local_operator(head: TokenHead, biased: bool) -> Any:
-    """Define `local::linear_cross_entropies(hidden, weight, labels, ids[, bias]) -> (losses, lse)`, and its backward."""
+    """Define `local::linear_cross_entropies(hidden, weight, labels, ids[, bias]) -> (losses, lse)` and its backward."""
     name = "linear_cross_entropies"
     op = in_chunks(name, head.losses, head.losses_of_chunk, (4 + biased, 2), (4 + biased, 2))
-    tensors = (6 + biased, 2 + biased), (6 + 2 * biased + 1, 2 + biased)
-    backward = in_chunks(f"{name}_backward", head.gradients, head.gradients_of_chunk, *tensors)
+    counts = (6 + biased, 2 + biased), (6 + 2 * biased + 1, 2 + biased)
+    backward = in_chunks(f"{name}_backward", head.gradients, head.gradients_of_chunk, *counts)
 
     def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(output[1], *inputs)
 
     def differentiate(ctx: Any, gradient: Tensor, *_: Any) -> tuple:
         lse, hidden, weight, labels, ids, *bias = ctx.saved_tensors
-        found = backward(gradient, lse, hidden, weight, labels, ids, *bias)
-        along_hidden, along_weight, *along_bias = (g.to(x.dtype) for g, x in zip(found, (hidden, weight, *bias)))
+        gradients = backward(gradient, lse, hidden, weight, labels, ids, *bias)
+        along_hidden, along_weight, *along_bias = (g.to(x.dtype) for g, x in zip(gradients, (hidden, weight, *bias)))
         return along_hidden, along_weight, None, None, *along_bias
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
@@ -136,12 +138,12 @@ def local_operator(head: TokenHead, biased: bool) -> Any:
     return op
 
 
-def in_chunks(name: str, run: Chunk, chunk: Chunk, of_all: tuple[int, int], of_chunk: tuple[int, int]) -> Any:
-    """Define an operator that calls another one for each chunk; both with their numbers of tensors and results."""
-    part = define("local", f"{name}_chunk", chunk, *of_chunk)
+def in_chunks(name: str, run: Chunk, chunk: Chunk, counts: tuple[int, int], chunk_counts: tuple[int, int]) -> Any:
+    """Define an operator that calls another one for each chunk; `counts` are numbers of tensors and results."""
+    part = define("local", f"{name}_chunk", chunk, *chunk_counts)
     remember(part, chunk, communicates=True)
     body = partial(run, part)
-    op = define("local", name, body, *of_all)
+    op = define("local", name, body, *counts)
     remember(op, body, communicates=True)
     return op
 

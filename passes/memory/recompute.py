@@ -46,23 +46,23 @@ def reason_to_run_once(node: fx.Node, written: set[fx.Node]) -> str | None:
     return "random" if is_random(node) else None
 
 
-def sent(program: ir.Program) -> set[fx.Node]:
+def sent_nodes(program: ir.Program) -> set[fx.Node]:
     """Return forward nodes that another pipeline stage reads, directly or by a view.
 
     A stage keeps the values it received. This includes buffers as they were before a forward that changes them.
     """
     changed = {output.name for output in program.outputs if output.kind == "buffer"}
-    held = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer" and i.name in changed}
-    found = {u for n in held for u in n.users if u.op == "call_function" and ir.pipeline_stage(u) is not None}
+    buffers = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer" and i.name in changed}
+    nodes = {u for n in buffers for u in n.users if u.op == "call_function" and ir.pipeline_stage(u) is not None}
     for node in reversed(list(program.calls())):
         stage = ir.pipeline_stage(node)
         if stage is None or ir.phase(node) != "forward":
             continue
         readers = [user for user in node.users if user.op == "call_function" and ir.phase(user) == "forward"]
-        elsewhere = any(ir.pipeline_stage(user) not in (None, stage) for user in readers)
-        if elsewhere or any(user in found and does_nothing(user) for user in readers):
-            found.add(node)
-    return found
+        is_sent = any(ir.pipeline_stage(user) not in (None, stage) for user in readers)
+        if is_sent or any(user in nodes and does_nothing(user) for user in readers):
+            nodes.add(node)
+    return nodes
 
 
 def does_nothing(node: fx.Node) -> bool:
@@ -80,7 +80,7 @@ def recompute(program: ir.Program, chosen: set[fx.Node]) -> dict[fx.Node, fx.Nod
     for user in list(program.calls()):
         if ir.phase(user) != "backward":
             continue
-        for node in sorted(needed(user, chosen, clones), key=order.__getitem__):
+        for node in sorted(nodes_to_clone(user, chosen, clones), key=order.__getitem__):
             clones[node] = clone(node, user, clones)
         for node in user.all_input_nodes:
             user.replace_input_with(node, clones.get(node, node))
@@ -89,16 +89,16 @@ def recompute(program: ir.Program, chosen: set[fx.Node]) -> dict[fx.Node, fx.Nod
     return clones
 
 
-def needed(user: fx.Node, chosen: set[fx.Node], clones: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+def nodes_to_clone(user: fx.Node, chosen: set[fx.Node], clones: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """Return chosen nodes from which the user's operands are computed and which have no clone yet."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     stack = list(user.all_input_nodes)
     while stack:
         node = stack.pop()
-        if node in chosen and node not in clones and node not in found:
-            found.add(node)
+        if node in chosen and node not in clones and node not in nodes:
+            nodes.add(node)
             stack += node.all_input_nodes
-    return found
+    return nodes
 
 
 def clone(node: fx.Node, user: fx.Node, clones: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -35,7 +35,15 @@ from passes.cost.accounting import peak_memory
 from passes.memory.budget import fit
 from passes.memory.offload import offload
 from passes.memory.policies import ATTENTION, POLICIES, SAVE, Action, OfLayer, Policy
-from passes.memory.recompute import near_writes, reason_to_run_once, recompute, saved_bytes, saved_nodes, sent, storages
+from passes.memory.recompute import (
+    near_writes,
+    reason_to_run_once,
+    recompute,
+    saved_bytes,
+    saved_nodes,
+    sent_nodes,
+    storages,
+)
 from passes.program import ir
 from passes.program.abstract_eval import abstract_eval
 from passes.program.folds import Fold
@@ -60,7 +68,7 @@ OFFLOADED = Decision("offload", "offloaded")
 SELECTED = Decision("save", "selected")
 IN_PLACE = Decision("save", "written in place")
 ASKED: dict[Action, Decision] = {
-    "save": Decision("save", "asked for"),
+    "save": Decision("save", "requested"),
     "recompute": RECOMPUTED,
     "offload": OFFLOADED,
 }
@@ -71,17 +79,17 @@ ADD, SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 def weights_to_regather(program: ir.Program) -> set[fx.Node]:
     """Return forward gathers of parameters, and operators on only these and other weights."""
     written = near_writes(program)
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in weight_nodes(program):
-        follows = any(n in found for n in node.all_input_nodes) and not reason_to_run_once(node, written)
+        follows = any(n in nodes for n in node.all_input_nodes) and not reason_to_run_once(node, written)
         if ir.phase(node) == "forward" and (kind_of(node) == "all_gather" or follows):
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
-def whole(node: fx.Node) -> fx.Node:
+def producer_of(node: fx.Node) -> fx.Node:
     """Return the node, or the node that made the tuple of which it is an item."""
-    return whole(node.args[0]) if node.target is operator.getitem else node  # type: ignore[arg-type]
+    return producer_of(node.args[0]) if node.target is operator.getitem else node  # type: ignore[arg-type]
 
 
 def operator_name(node: fx.Node) -> str:
@@ -89,12 +97,14 @@ def operator_name(node: fx.Node) -> str:
 
     For an item of a tuple, that of the operator that made the tuple.
     """
-    return name_of(whole(node)).split("::")[-1]
+    return name_of(producer_of(node)).split("::")[-1]
 
 
 def is_called(node: fx.Node, pattern: str) -> bool:
     """Return True if a pattern matches the operator's name, or is `attention` and the node is an attention kernel."""
-    return fnmatchcase(operator_name(node), pattern) or pattern == ATTENTION and kernel_of(whole(node)) is not None
+    return (
+        fnmatchcase(operator_name(node), pattern) or pattern == ATTENTION and kernel_of(producer_of(node)) is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -128,12 +138,12 @@ class Remat(ir.Pass):
         if self.policy not in POLICIES:
             raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
         before, notes = saved_bytes(program), []
-        gathered = weights_to_regather(program)
-        gathers = gathered if self.regather and not self.gathers_once else set()
+        regatherable = weights_to_regather(program)
+        gathers = regatherable if self.regather and not self.gathers_once else set()
         decisions = self.decisions(program)
         if self.gathers_once:
-            once = Decision("save", "gathered once a step")
-            decisions |= {node: once for node in gathered & decisions.keys() if not is_view(node)}
+            once = Decision("save", "gathered once per step")
+            decisions |= {node: once for node in regatherable & decisions.keys() if not is_view(node)}
         chosen = {node for node, decision in decisions.items() if decision == RECOMPUTED}
         if self.policy == "budget":
             if self.budget_bytes is None:
@@ -143,10 +153,12 @@ class Remat(ir.Pass):
             decisions |= dict.fromkeys(chosen - fitted.chosen, Decision("save", "within the budget"))
             chosen, notes = fitted.chosen, [fitted.note]
         program, clones, copies = rewrite(program, gathers | chosen)
-        away = offload(program, {copies[node] for node, each in decisions.items() if each.action == "offload"}, ctx)
+        away = offload(
+            program, {copies[node] for node, decision in decisions.items() if decision.action == "offload"}, ctx
+        )
         saved = set(saved_nodes(program))
-        kept = Counter(decision.reason for node, decision in decisions.items() if copies[node] in saved)
-        notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
+        reasons = Counter(decision.reason for node, decision in decisions.items() if copies[node] in saved)
+        notes += [f"kept instead of recomputed, {reason}: {count}" for reason, count in sorted(reasons.items())]
         if self.policy == "selective" and not any(map(ir.layer, program.calls())):
             notes.append("passes.remat.policy=selective recomputes nothing: the model has no repeated layers")
         repeated = sum(kind_of(node) == "all_gather" for node in clones)
@@ -185,19 +197,19 @@ class Remat(ir.Pass):
         region: dict[fx.Node, Region] = {
             n: layer if (layer := ir.layer(n)) in policy else ir.record(n).checkpoint or layer for n in program.calls()
         }
-        decisions, matched, elsewhere = dict[fx.Node, Decision](), set[str](), sent(program)
+        decisions, matched, sent_to_stages = dict[fx.Node, Decision](), set[str](), sent_nodes(program)
         for node in program.calls():
             if ir.phase(node) != "forward":
                 continue
-            asked = self.override(node, matched)
-            wanted = ASKED[asked] if asked else self.wanted(node, policy.get(ir.layer(node)))
+            requested = self.override(node, matched)
+            wanted = ASKED[requested] if requested else self.wanted(node, policy.get(ir.layer(node)))
             if wanted is None:
                 continue
-            if wanted == OFFLOADED and node not in elsewhere:
+            if wanted == OFFLOADED and node not in sent_to_stages:
                 decisions[node] = IN_PLACE if node in written else RECOMPUTED if is_view(node) else OFFLOADED
                 continue
-            once = "sent to another stage" if node in elsewhere else reason_to_run_once(node, written)
-            if once == "communication" and asked == "recompute":
+            once = "sent to another stage" if node in sent_to_stages else reason_to_run_once(node, written)
+            if once == "communication" and requested == "recompute":
                 once = None
             if once is None and leaves(node, region):
                 once = "leaves its region"
@@ -205,8 +217,8 @@ class Remat(ir.Pass):
         decisions |= sums_for_terms(decisions)
         if unmatched := [p for p in (*self.modules, *self.ops) if p not in matched]:
             option = "modules" if unmatched[0] in self.modules else "ops"
-            what = "module" if option == "modules" else "operator of the forward"
-            raise ir.Refused("remat", None, f"passes.remat.{option}: no {what} is named like {unmatched[0]!r}")
+            kind = "module" if option == "modules" else "operator of the forward"
+            raise ir.Refused("remat", None, f"passes.remat.{option}: no {kind} is named like {unmatched[0]!r}")
         return decisions
 
     def override(self, node: fx.Node, matched: set[str]) -> Action | None:
@@ -227,17 +239,19 @@ class Remat(ir.Pass):
 
         Raises Refused for a pattern without a match.
         """
-        known = [*map(str, layers), *(fold.names() if fold else [])]
-        every: dict[Layer, Policy] = dict.fromkeys(layers, self.policy)
+        names = [*map(str, layers), *(fold.names() if fold else [])]
+        policies: dict[Layer, Policy] = dict.fromkeys(layers, self.policy)
         if self.policy == "every_n":
-            every = {layer: "none" if i % self.every_n else "full" for i, layer in enumerate(layers)}
+            policies = {layer: "none" if i % self.every_n else "full" for i, layer in enumerate(layers)}
         for pattern, policy in reversed(self.layers.items()):
-            if not any(within(layer, pattern) for layer in known):
-                where = f"from {layers[0]} to {layers[-1]}" if layers else "but this model has none"
-                what = f"passes.remat.layers: no layer is named like {pattern!r}; they are named {where}"
-                raise ir.Refused("remat", None, what)
-            every |= {layer: policy for layer in layers if within(str(layer), pattern)}
-        return {layer: policy for layer, policy in every.items() if policy != "none"}
+            if not any(within(layer, pattern) for layer in names):
+                layer_range = (
+                    f"they are named from {layers[0]} to {layers[-1]}" if layers else "the model has no layers"
+                )
+                problem = f"passes.remat.layers: no layer is named like {pattern!r}; {layer_range}"
+                raise ir.Refused("remat", None, problem)
+            policies |= {layer: policy for layer in layers if within(str(layer), pattern)}
+        return {layer: policy for layer, policy in policies.items() if policy != "none"}
 
     def wanted(self, node: fx.Node, policy: Policy | None) -> Decision | None:
         """Return the decision of the policy of a node's layer, or of the model's marks; None if neither concerns it."""

@@ -288,7 +288,7 @@ FAULTS = (
     Fault(
         "lse_of_own_classes",
         "passes/memory/chunked.py",
-        "lse = self.over_all(value.logsumexp(1))",
+        "lse = self.lse_over_ranks(value.logsumexp(1))",
         "lse = value.logsumexp(1)",
         "Ranks that share the vocabulary take the softmax over their own classes each.",
     ),
@@ -400,7 +400,7 @@ FAULTS = (
     Fault(
         "sent_values_recomputed",
         "passes/memory/remat.py",
-        '"sent to another stage" if node in elsewhere else reason_to_run_once(node, written)',
+        '"sent to another stage" if node in sent_to_stages else reason_to_run_once(node, written)',
         "reason_to_run_once(node, written)",
         "A stage recomputes for its backward what it was sent.",
     ),

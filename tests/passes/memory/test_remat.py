@@ -102,7 +102,7 @@ def test_random_values_are_kept():
     program, ctx = two_layers(aten.rand_like.default)
     result, report = Remat("full")(program, ctx)
     assert count(result, aten.rand_like.default, "backward") == 0
-    assert "kept of what is recomputed, random: 2" in report.notes
+    assert "kept instead of recomputed, random: 2" in report.notes
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
