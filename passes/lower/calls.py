@@ -1,4 +1,4 @@
-"""Runs a program of calls: every value is freed at its last use, by the body that uses it last."""
+"""Run a program of calls: every value is freed at its last use, by the body that uses it last."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from passes.program import ir
 from passes.program.bodies import Body, body_of_call
 
 Executable = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-Kernels = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled body: empties the list that it is given
-Around = Callable[[str], AbstractContextManager[Any]]  # what is entered while something of a name runs
+Kernels = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled body: empties its argument list
+Around = Callable[[str], AbstractContextManager[Any]]  # name of a node -> context that is entered while it runs
 
 
 @dataclass(frozen=True)
 class BodyCall:
-    """One call: which values it is given, by number, which of them it is the last to read, and which results it yields.
+    """One call: the values that it reads, by number, those of them that it reads last, and the results that it yields.
 
-    `yields` are pairs: the place among the results, and the number that the value is known by.
+    `yields` are pairs: the index of a result, and the number of its value.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Calls:
             self.calls.append(BodyCall(step.name, run, *places, yields_of(step, number)))
 
     def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The program's results."""
+        """Return the program's results."""
         env = dict(zip(self.given, values, strict=True))
         self.run(self.calls, env)
         return tuple([env[i] for i in self.returned])
 
     def run(self, calls: Sequence[BodyCall], env: dict[int, Tensor]) -> None:
-        """Run calls on the values that they read, which theirs take the place of."""
+        """Run calls on the values in `env`; their results replace the values that they free."""
         for call in calls:
             args = [env[i] for i in call.reads]
             for i in call.freed:
@@ -72,7 +72,7 @@ class Calls:
             del results
 
     def together(self, calls: Sequence[BodyCall]) -> BodyCall:
-        """Calls in a row as one, which yields what others read."""
+        """Merge consecutive calls into one, which yields the values that other calls read."""
         made = dict.fromkeys(i for call in calls for _, i in call.yields)
         reads = tuple(dict.fromkeys(i for call in calls for i in call.reads if i not in made))
         freed = {i for call in calls for i in call.freed}
@@ -89,7 +89,7 @@ class Calls:
 
 
 class AsOne(Calls):
-    """A program that something else runs, as one call."""
+    """A program that another callable runs, as one call."""
 
     def __init__(self, program: ir.Program, run: Executable):
         count = len(program.inputs)
@@ -99,7 +99,7 @@ class AsOne(Calls):
 
 
 def emptying(run: Executable) -> Kernels:
-    """What empties the list that it is given."""
+    """Return a function that empties its argument list before it runs."""
 
     def kernels(args: list[Tensor]) -> Sequence[Tensor]:
         values = list(args)
@@ -110,30 +110,30 @@ def emptying(run: Executable) -> Kernels:
 
 
 def steps_of(program: ir.Program) -> list[fx.Node]:
-    """What is run one after another: calls of bodies, and views that are in none."""
+    """Return the nodes that run one after another: calls of bodies, and views that are in none."""
     return [node for node in program.calls() if not is_result(node)]
 
 
 def is_result(node: fx.Node) -> bool:
-    """Whether a node is one of the values that a call of a body returns."""
+    """Return True if a node is one of the values that a call of a body returns."""
     return node.target is operator.getitem and body_of_call(node.args[0]) is not None  # type: ignore[arg-type]
 
 
 def yields_of(step: fx.Node, number: Mapping[fx.Node, int]) -> tuple[tuple[int, int], ...]:
-    """Which results of a step are used, and their numbers."""
+    """Return the indices of a step's used results, and their numbers."""
     if not body_of_call(step):
         return ((0, number[step]),)
     return tuple((user.args[1], number[user]) for user in step.users)  # type: ignore[misc]
 
 
 def call_of(step: fx.Node, compiled: Mapping[Body, Kernels]) -> Kernels:
-    """What runs a call of a body."""
+    """Return the function that runs a call of a body."""
     run = compiled[step.target]  # type: ignore[index]
     return as_lines(run, [value.shape for value in ir.value(step)]) if step.target.flat else run  # type: ignore
 
 
 def as_one(step: fx.Node) -> Kernels:
-    """What runs an operator that is in no body: a view."""
+    """Return the function that runs an operator that is in no body: a view."""
 
     def run(args: list[Tensor]) -> Sequence[Tensor]:
         values = dict(zip(step.all_input_nodes, args, strict=True))
@@ -144,7 +144,7 @@ def as_one(step: fx.Node) -> Kernels:
 
 
 def as_lines(run: Kernels, shapes: Sequence[torch.Size]) -> Kernels:
-    """A flat body on tensors of some shape: they are given as lines, and its results get their shapes."""
+    """Adapt a flat body to tensors of some shape: flatten its arguments to 1-D, and give its results their shapes."""
 
     def on_lines(args: list[Tensor]) -> Sequence[Tensor]:
         lines = [value.view(-1) if value.dim() else value for value in args]

@@ -1,7 +1,7 @@
-"""Compile bodies by Inductor, each once: a body that this machine has compiled before is loaded from the store.
+"""Compile bodies with Inductor, each once: a body that this machine compiled before is loaded from the store.
 
-The store lies in Inductor's own cache folder. An entry is known by the body's text and by all that its kernels depend
-on beside it: PyTorch, its options, the machine, the number of threads, and our own way of lowering.
+The store is in Inductor's own cache folder. The key of an entry covers the body's text and everything else that its
+kernels depend on: PyTorch, its options, the machine, the number of threads, and our own lowering.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from passes.program.torch_private import (
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that compile together and see one store: this one's `number` of `count`; `meet` waits for all.
+    """The processes that compile together and share a store: this one is `number` of `count`; `meet` waits for all.
 
-    With `fast` C++ kernels are built several at a time (`cpu_start/`).
+    With `fast`, C++ kernels are built several at a time (`cpu_start/`).
     """
 
     number: int
@@ -73,24 +73,24 @@ Tell = Callable[[str], None]
 
 
 def silent(what: str) -> None:
-    """Tells nobody."""
+    """Ignore a message."""
 
 
 FULL = os.strerror(errno.ENOSPC)
 ALONE = Workers(0, 1, lambda: None)
-MOST_BYTES = 20 << 30  # of all that is kept; what was not used for longest goes first
-failed: list[Exception] = []  # why this process compiles for the CPU without the fast start, if it does
+MOST_BYTES = 20 << 30  # limit of the cache folder; the least recently used files are deleted first
+failed: list[Exception] = []  # errors for which this process compiles for the CPU without the fast start
 counts = Counter[str]()  # bodies that this process `compiled`, and that it `loaded` from the store
 
 
 def compile_bodies(
     bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
 ) -> Mapping[Body, Kernels]:
-    """Something to call for every body; raises Refused where the disk of the cache is full."""
+    """Return a callable for every body; raise Refused if the disk of the cache is full."""
     try:
         found = built(bodies, ctx, workers, tell)
     except Exception as error:
-        if FULL not in str(error):  # as compilers and linkers say it, too
+        if FULL not in str(error):  # compilers and linkers print the same text
             raise
         fix = "make room, or name another folder by TORCHINDUCTOR_CACHE_DIR in the environment"
         raise ir.Refused("lower", None, f"the disk of {compiler_folder()} is full; {fix}") from error
@@ -113,9 +113,9 @@ def compile_share(bodies: Sequence[Body], ctx: ir.Context, workers: Workers, tel
 def built(
     bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
 ) -> Mapping[Body, Kernels]:
-    """What is called for every body; what is not stored is compiled, each body by one of the workers.
+    """Return a callable for every body; bodies that are not stored are compiled, each by one of the workers.
 
-    `tell` is called with what begins.
+    `tell` is called with the name of each piece of work when it begins.
     """
     ready = Ready(stored(), our_sources())
     found = {body: run for body in bodies if (run := ready.load(body)) is not None}
@@ -139,7 +139,7 @@ def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell
 def compiled_for_cpu(
     bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell
 ) -> dict[Body, Kernels]:
-    """Return the kernels of bodies on the CPU; if the `fast` way fails, as Inductor compiles by itself."""
+    """Return the kernels of bodies on the CPU; if the `fast` way fails, compile them as Inductor does by itself."""
     if not fast:
         return one_by_one(bodies, ctx, ready.store, False, tell)
     try:
@@ -182,7 +182,7 @@ def one_by_one(bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool
 def stored_or_compiled(
     bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell
 ) -> dict[Body, Any]:
-    """What Inductor makes of each body, from the store if it is there; else it is put there."""
+    """Return Inductor's result for each body, from the store or compiled and stored."""
     found = {}
     for i, body in enumerate(bodies):
         tell(f"{body.name}, {i + 1} of {len(bodies)} bodies")
@@ -205,7 +205,7 @@ def get_ready(device: torch.device) -> None:
 def in_triton() -> Iterator[None]:
     """Compile Triton kernels of several bodies at once, into one cache for all ranks of a machine.
 
-    By itself Inductor has a cache for each GPU.
+    By default Inductor has one cache for each GPU.
     """
     os.environ.setdefault("TRITON_CACHE_DIR", str(compiler_folder() / "triton"))
     with kernels_together():
@@ -213,7 +213,7 @@ def in_triton() -> Iterator[None]:
 
 
 def is_on_cpu(body: Body) -> bool:
-    """Return whether a body has nothing on a GPU."""
+    """Return True if a body has no tensor on a GPU."""
     return all(ir.example(node).device.type == "cpu" for node in body.graph.nodes if ir.is_tensor(node))
 
 
@@ -223,7 +223,7 @@ def device_of(body: Body) -> torch.device:
 
 
 def load(body: Body, store: Store, fast: bool) -> Any:
-    """The body as it was compiled, from the store; None if it has none."""
+    """Return the compiled body from the store; None if it is not there."""
     packed = store.get(stored_key(body, fast))
     if packed is None:
         return None
@@ -232,10 +232,10 @@ def load(body: Body, store: Store, fast: bool) -> Any:
 
 
 def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
-    """The body compiled, and stored."""
+    """Compile a body, store the result and return it."""
     module, mode = decompose(body, ctx)
     read_values(module.graph)
-    # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
+    # fusion moves a wait to the first operator of the kernel that needs it; waits without a matmul before them may move
     keep_after(module.graph, last_beside(module.graph, products_of(module.graph)))
     values = [ir.value(node) for node in module.graph.nodes if node.op == "placeholder"]
     compiled = compile_inner(module, values, mode, avoided(), STARTS | SHIFTS)
@@ -246,9 +246,9 @@ def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
 
 
 def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
-    """The body in the operators that Inductor takes, over values of its own, and their fake mode."""
+    """Return the body in Inductor's operators, over new values, and their fake mode."""
     given = [ir.example(node) for node in body.graph.nodes if node.op == "placeholder"]
-    ctx = ctx if ctx.fake_mode else ir.Context(FakeTensorMode())  # of a program that was read
+    ctx = ctx if ctx.fake_mode else ir.Context(FakeTensorMode())  # a program that was loaded from a file has none
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), body.graph))
     if body.flat:
         mode, length = line_mode()
@@ -270,21 +270,21 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
 def stored_key(body: Body, fast: bool = True) -> str:
     """Return the key of a body's kernels on this machine; without `fast` Inductor may choose other instructions."""
     device = device_of(body)
-    elsewhere = operators.sources_for(device.type)  # records may be of code outside
+    elsewhere = operators.sources_for(device.type)  # records may come from external code
     return key_of(f"{body.key} {device.index or 0} {surroundings()} {elsewhere} {fast}")
 
 
 def surroundings() -> str:
-    """A digest of what kernels depend on beside their body, as it is now: the compiler's state, and our passes."""
+    """Return a digest of everything that kernels depend on except their body: the compiler's state, and our passes."""
     return key_of(f"{compiler_state()} {switched()} {our_sources()}")
 
 
 @cache
 def our_sources() -> str:
-    """All of our passes."""
+    """Return the sources of all our passes."""
     return sources_of(Path(__file__).parents[1])
 
 
 def sources_of(folder: Path) -> str:
-    """The names and texts of all Python files in a folder."""
+    """Return the names and texts of all Python files in a folder."""
     return "".join(f"{path.relative_to(folder)}\n{path.read_text()}" for path in sorted(folder.rglob("*.py")))

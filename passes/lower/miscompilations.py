@@ -23,7 +23,7 @@ class Miscompilation(NamedTuple):
     options: dict[str, bool]
 
     def affects(self, version: Version) -> bool:
-        """Return whether a PyTorch version has the defect."""
+        """Return True if a PyTorch version has the defect."""
         return self.first <= version and (self.fixed is None or version < self.fixed)
 
 

@@ -1,16 +1,16 @@
-"""Cut a finished program where its layers begin, and write pieces that are alike once, as bodies.
+"""Cut a finished program at the starts of its layers, and write equal pieces once, as bodies.
 
     embedding | layer 0 | layer 1 | head, loss | layer 1 | layer 0 | norm ... | update w0 | update w1 ...
     start     | block   | block   | head       | block'  | block'  | square   | adamw     | adamw
 
-Operators in a row that have one role, which `overlap` gave them, are a piece: what stands in a layer for others, starts
-of gathers and reductions and waits for them, is one of its own, so that all layers are alike. The update of each
-parameter is a piece. Where layers do not repeat, pieces end at the product before which they would grow beyond
-`max_nodes`.
+Consecutive operators with one role, which `overlap` gave them, are a piece. Operators that stand in a layer but work
+for others (starts of gathers and reductions, and their waits) are pieces of their own, so that all layers are equal.
+The update of each parameter is a piece. If layers do not repeat, a piece ends at the matmul before which it would grow
+beyond `max_nodes`.
 
-Views cross no border: they are made where they are read, so that no two values share memory. Nor do the numbers by
-which dropout tells one place from another: they are made before all else and given to bodies. What a collective sends
-stays in memory until it is waited for, in whichever piece.
+Views cross no border: they are made where they are read, so that no two values share memory. Nor do the numbers that
+tell dropout's calls apart: they are made before all calls and passed to bodies. A collective's operand stays in memory
+until the collective is waited for, in whichever piece.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from passes.program.operators import is_view, name_of
 from passes.program.stages import Stage
 from passes.rules.pointwise import rules as pointwise_rules
 
-LONGEST_LINE = 2**31  # entries: kernels of flat bodies count with 32 bits
+LONGEST_LINE = 2**31  # entries: kernels of flat bodies count in 32 bits
 ELEMENTWISE = frozenset({*pointwise_rules(), "copy_"})
 
 
 @dataclass(frozen=True)
 class Segment(ir.Pass):
-    """Write the program as calls of bodies; with no `max_nodes`, as one."""
+    """Write the program as calls of bodies; without `max_nodes`, as one."""
 
     max_nodes: int | None = 1000
     name = "segment"
@@ -63,14 +63,14 @@ class Segment(ir.Pass):
         return program.with_graph(graph), ir.Report(counts, notes)
 
 
-# ---- where to cut -----------------------------------------------------------------------------------
+# ---- cuts -------------------------------------------------------------------------------------------
 
 
-Run = tuple[Layer | None, list[fx.Node]]  # operators in a row, and the layer whose work they are
+Run = tuple[Layer | None, list[fx.Node]]  # consecutive operators, and the layer that they work for
 
 
 def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
-    """The operators in order, as runs of one role each: in a layer, aside of one, or in a parameter's update."""
+    """Yield the operators in order, in runs of one role each: in a layer, for another layer, or an update."""
     kernels = kernels_of(program)
     operators = [node for node in program.calls() if not is_site(node)]
     for role, nodes in groupby(operators, ir.role):
@@ -87,13 +87,13 @@ def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
 
 
 def pieces(program: ir.Program, runs: Sequence[Run]) -> Iterator[Piece]:
-    """The runs as graphs of their own, views made where they are read."""
+    """Yield the runs as graphs of their own, with views made where they are read."""
     where = {node: i for i, (_, run) in enumerate(runs) for node in run if not is_view(node)}
     returned = set(program.graph.output_node().all_input_nodes)
     members: list[dict[fx.Node, None]] = [{} for _ in runs]
     for i, (_, run) in enumerate(runs):
         for node in run:
-            if node.target is operator.getitem and not is_view(node):  # parts of a tuple stay with it
+            if node.target is operator.getitem and not is_view(node):  # items of a tuple stay with it
                 where[node] = where[node.args[0]]
             if node in where or node in returned:
                 place = where.setdefault(node, i)
@@ -114,7 +114,7 @@ def pieces(program: ir.Program, runs: Sequence[Run]) -> Iterator[Piece]:
 
 
 def views_read(node: fx.Node, inside: Container[fx.Node]) -> list[fx.Node]:
-    """The views that a node reads and those that they are of, in order, but those `inside` already."""
+    """Return the views that a node reads and the views under these, in order, except those `inside` already."""
     found: list[fx.Node] = []
     for operand in node.all_input_nodes:
         if is_view(operand) and operand not in inside and operand not in found:
@@ -123,7 +123,7 @@ def views_read(node: fx.Node, inside: Container[fx.Node]) -> list[fx.Node]:
 
 
 def sent_until(program: ir.Program, where: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
-    """For each run, what collectives that began in others send until they are waited for in it."""
+    """Return, for each run, the operands of collectives that began in other runs and are waited for in this one."""
     found: dict[int, list[fx.Node]] = {}
     for start, wait in in_flight(program.graph.nodes):
         if where[start] != where[wait]:
@@ -135,7 +135,7 @@ def sent_until(program: ir.Program, where: dict[fx.Node, int]) -> dict[int, list
 
 
 def bodies_of(found: Sequence[Piece]) -> list[Body]:
-    """The body of each piece; one that returns more than a piece needs serves it as well."""
+    """Return the body of each piece; a body may return more than a piece needs."""
     graphs = [piece.graph(()) for piece in found]
     flat = [is_flat(piece) for piece in found]
     texts = [text_of(graph, line) for graph, line in zip(graphs, flat)]
@@ -156,10 +156,13 @@ def bodies_of(found: Sequence[Piece]) -> list[Body]:
 
 
 def is_flat(piece: Piece) -> bool:
-    """Whether a piece is elementwise, but for whole sums, on contiguous tensors of one shape and on numbers."""
+    """Return True if a piece is elementwise on contiguous tensors of one shape and on scalars.
+
+    Full sums are allowed.
+    """
     of_views = {n for view in piece.views for n in (view, *view.all_input_nodes)}
     if not of_views.isdisjoint((*piece.results, *piece.nodes)):
-        return False  # they cannot be made before it
+        return False  # these views cannot be made before the piece
     shapes = set()
     for node in (*piece.reads, *piece.nodes):
         if not ir.is_tensor(node):
@@ -175,5 +178,5 @@ def is_flat(piece: Piece) -> bool:
 
 
 def is_whole_sum(node: fx.Node) -> bool:
-    """Whether an operator adds up all entries of a tensor."""
+    """Return True if an operator adds up all entries of a tensor."""
     return name_of(node) == "sum" and not ir.example(node).dim() and len(node.args) == 1

@@ -1,7 +1,7 @@
-"""What was compiled before, in a folder: one file an entry, written whole or not at all, checked when it is read.
+"""Compiled results in a folder: one file per entry, written atomically, and checked when it is read.
 
-Of files that lie elsewhere, as libraries that a compiler builds, an entry holds the digest: what is not as it was
-built is built anew, for to load it may end the process without a word, or compute something else.
+For files elsewhere, such as libraries that a compiler builds, an entry holds the digest. A changed file is built again,
+because loading it may end the process without a message, or compute something else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Store:
     folder: Path
 
     def get(self, key: str) -> bytes | None:
-        """The entry, None if there is none; one that was damaged, or cannot be read, is said, and is none."""
+        """Return the entry, None if there is none, or if it is damaged or cannot be read; that is a warning."""
         path = self.folder / key
         try:
             data = path.read_bytes()
@@ -46,7 +46,7 @@ class Store:
         return None
 
     def put(self, key: str, content: bytes) -> None:
-        """Store an entry, in the place of one that there may be; a disk that takes none is said."""
+        """Store an entry, replacing an earlier one; if the disk does not take it, that is a warning."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             replace(self.folder / key, hashlib.sha256(content).digest() + content)
@@ -55,15 +55,15 @@ class Store:
             warnings.warn(said, stacklevel=2)
 
     def note(self, path: Path) -> None:
-        """Keep the digest of a file that was just built, and is flushed to the disk."""
+        """Store the digest of a file that was just built, and flush the file to the disk."""
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             self.put(noted(path), hashlib.file_digest(file, "sha256").digest())
 
     def is_as_noted(self, path: Path) -> bool:
-        """Whether a file is there and is as it was when noted; one that is damaged is said, and the note forgotten.
+        """Return True if a file exists and has the digest that was noted; if it is damaged, warn and delete the note.
 
-        Else a build of it that is killed would leave a part of a file that has a note, and seem damaged.
+        Otherwise, if a rebuild of it is killed, a partial file would have a note, and seem damaged.
         """
         digest = self.get(noted(path))
         if digest is None:
@@ -74,7 +74,7 @@ class Store:
                     mark_used(path)
                     return True
             warnings.warn(f"{path} is damaged; it is built again", stacklevel=2)
-        with suppress(OSError):  # of a folder that takes no change either
+        with suppress(OSError):  # the folder may be read-only
             (self.folder / noted(path)).unlink()
         return False
 
@@ -85,12 +85,12 @@ def stored() -> Store:
 
 
 def noted(path: Path) -> str:
-    """The key of a file's digest."""
+    """Return the key of a file's digest."""
     return f"{path.parent.name}.{path.name}.sha256"
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file under its name once it is whole and on the disk."""
+    """Write a file atomically: it gets its name once it is complete and on the disk."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -104,15 +104,15 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def mark_used(path: Path) -> None:
-    """Let a file count as used now; a folder that may only be read stays as it is."""
+    """Mark a file as used now; a read-only folder stays as it is."""
     with suppress(OSError):
         os.utime(path)
 
 
 def bound(folder: Path, most_bytes: int) -> str:
-    """Delete files of a folder and of those in it, the longest unused first, until it has at most so many bytes.
+    """Delete the least recently used files under a folder until it has at most `most_bytes`.
 
-    What was used within a day stays. What to say of it, empty where nothing was deleted.
+    Files used within a day stay. Return a message, empty if nothing was deleted.
     """
     found = sorted(files_in(folder))
     excess, gone = sum(size for _, size, _ in found) - most_bytes, 0
@@ -126,7 +126,7 @@ def bound(folder: Path, most_bytes: int) -> str:
 
 
 def files_in(folder: Path) -> Iterable[tuple[float, int, str]]:
-    """(last use, size, path) of every file in a folder and below it."""
+    """Yield (last use, size, path) of every file in a folder and below it."""
     for base, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(base, name)

@@ -1,4 +1,4 @@
-"""Repeat what passes made of a layer that stands for others: calls of the same bodies on the next layers' values.
+"""Repeat the passes' result for a layer that stands for others: call the same bodies on the next layers' values.
 
     block(%x2, %layers.2.w)          block(%x2, %layers.2.w)
     block(%x3, %layers.3.w)          block(%x3, %layers.3.w)        the layer that stands for three
@@ -7,8 +7,8 @@
     block(%x6, %layers.6.w)          block(%x6, %layers.6.w)
 
 Operands are tracked by layer distance: one from layer n-1 becomes the copy from layer n-1. The layers before and after
-the one that stands for others must call the same bodies on operands at the same distances. That is what makes repeating
-it right: passes treat these layers as they would treat any other in their place.
+the layer that stands for others must call the same bodies on operands at the same distances. This makes repeating it
+correct: passes treat these layers as they would treat any others in their place.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from passes.program.layer import Layer
 from passes.program.record import BodyNode, NodeRecord
 from passes.program.stages import Stage
 
-Visit = tuple[fx.Node, ...]  # nodes in a row that are of one layer
+Visit = tuple[fx.Node, ...]  # consecutive nodes of one layer
 
 
 @dataclass(frozen=True)
 class Unfold(ir.Pass):
-    """Write out the layers that one stands for."""
+    """Write out the layers for which one stands."""
 
     name = "unfold"
     takes = (Stage.SEGMENTED,)
@@ -46,7 +46,7 @@ class Unfold(ir.Pass):
 
 
 def layers_of(program: ir.Program, fold: Fold) -> dict[fx.Node, int | None]:
-    """The layer of each node, counted without those left out, None outside of the stack; views go with the next."""
+    """Return each node's layer, not counting those left out, None outside of the stack; views go with the next node."""
     layers = {node: given.layer for node, given in zip(program.placeholders(), program.inputs, strict=True)}
     layers |= {node: ir.layer(node) for node in program.calls() if body_of_call(node)}
     found: dict[fx.Node, int | None] = {}
@@ -63,7 +63,7 @@ def layers_of(program: ir.Program, fold: Fold) -> dict[fx.Node, int | None]:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """What a node reads, in the order of its arguments."""
+    """Return a node's operands, in the order of its arguments."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
@@ -71,7 +71,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 @dataclass
 class Writer:
-    """The program written out; `copies` holds the nodes of layer `fold.number` for each layer repeated, 0 its own."""
+    """The unfolded program; `copies` holds the nodes of layer `fold.number` for each layer repeated, its own at 0."""
 
     program: ir.Program
     fold: Fold
@@ -87,7 +87,7 @@ class Writer:
         depth = max(layer for layer in self.layer.values() if layer is not None) + 1
         by_layer = [[v for v in self.visits if self.layer[v[0]] == number] for number in range(depth)]
         own = by_layer[at]
-        self.template = dict[fx.Node, fx.Node]()  # a node of a layer around -> the one that lies alike in the layer
+        self.template = dict[fx.Node, fx.Node]()  # a node of another layer -> its counterpart in the folded layer
         for layer in by_layer:
             if len(layer) == len(own):
                 self.template.update(pair for v, w in zip(layer, own) if len(v) == len(w) for pair in zip(v, w))
@@ -98,13 +98,16 @@ class Writer:
                 raise self.failure(own[0][0] if own else None, "is not called like the layers around it")
         self.shared = self.check(before, own, after)
         self.strides = self.check_order(before, own, after)
-        self.env: dict[fx.Node, fx.Node] = {}  # what stays
+        self.env: dict[fx.Node, fx.Node] = {}  # the nodes of the folded program
         self.copies: list[dict[fx.Node, fx.Node]] = [self.env, *({} for _ in range(n))]
 
-    # -- may it be repeated -------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------
 
     def check(self, *layers: Sequence[Visit]) -> set[fx.Node]:
-        """What three layers in a row read alike, one value for all; raises LayersDiffer where they differ otherwise."""
+        """Return the values that three consecutive layers all read.
+
+        Raise LayersDiffer if the layers differ otherwise.
+        """
         shared = set[fx.Node]()
         for visits in zip(*layers, strict=True):
             for nodes in zip(*visits, strict=True):
@@ -118,7 +121,7 @@ class Writer:
         return shared
 
     def check_order(self, *layers: Sequence[Visit]) -> list[int]:
-        """How many visits on, or back, that of the next layer stands; raises LayersDiffer where this is not regular."""
+        """Return the distance from each visit to the next layer's, in visits; raise LayersDiffer if it is irregular."""
         place = {visit: i for i, visit in enumerate(self.visits)}
         strides = []
         for visits in zip(*layers, strict=True):
@@ -129,14 +132,14 @@ class Writer:
         return strides
 
     def described(self, node: fx.Node) -> Any:
-        """What a node is, operands aside, in words that are the same in all layers."""
+        """Return a description of a node without its operands, the same in all layers."""
         what: Any = (node.op, node.target if node.op == "call_function" else "", describe_layout(ir.value(node)))
         if given := self.given.get(node):
             return *what, given.kind, given.spec, renumbered(given.name, self.fold.stack, 0)
         return *what, repr(fx.map_arg((node.args, node.kwargs), lambda n: None))
 
     def follow(self, operands: tuple[fx.Node, ...]) -> bool:
-        """Whether values lie alike in layers in a row, each at most one away from the layer that reads it."""
+        """Return True if values are counterparts in consecutive layers, each at most one layer from its reader."""
         first, own, last = (self.layer[n] for n in operands)
         if first is None or own is None or last is None or not own - first == last - own == 1:
             return False
@@ -147,10 +150,10 @@ class Writer:
         what = f"{self.fold.stack}.{self.fold.number}: its part {message}"
         return ir.LayersDiffer("unfold", node, what)
 
-    # -- writing it -----------------------------------------------------------------------------------
+    # -- writing --------------------------------------------------------------------------------------
 
     def write(self) -> ir.Program:
-        """The whole program."""
+        """Return the unfolded program."""
         for visit, copy in self.order():
             for node in visit:
                 self.put(node, copy, self.copies[copy])
@@ -159,9 +162,9 @@ class Writer:
         return self.program.with_graph(self.graph, inputs=tuple(self.inputs), fold=None)
 
     def order(self) -> list[tuple[Visit, int]]:
-        """All visits, and copies of the layer's own, in order: those that layers interleave go on interleaving.
+        """Return all visits, and copies of the folded layer's, in order: layers that interleave still interleave.
 
-            6a 7b 5a 6b 4a 5b   ->   7a 8b 6a 7b 5a 6b 4a 5b        layer 5 written twice
+        6a 7b 5a 6b 4a 5b   ->   7a 8b 6a 7b 5a 6b 4a 5b        layer 5 written twice
         """
         at, n = self.fold.number, self.fold.left_out
         of_layer: dict[int | None, list[int]] = {}
@@ -170,7 +173,7 @@ class Writer:
         own = of_layer[at]
         turn = {i: v for number, places in of_layer.items() if len(places) == len(own) for v, i in enumerate(places)}
         place = list(range(len(self.visits)))
-        for group in self.groups():  # what comes after the visits left out makes room for them
+        for group in self.groups():  # visits after those left out make room for them
             for i, visit in enumerate(self.visits):
                 number = self.layer[visit[0]]
                 if number is not None and turn.get(i) in group:
@@ -186,7 +189,7 @@ class Writer:
         return [found[i] for i in sorted(found)]
 
     def groups(self) -> list[list[int]]:
-        """The visits of a layer, by number: those that take turns with those of its neighbours together."""
+        """Return the visits of a layer, by number, grouped by those that alternate with its neighbours' together."""
         left, found = list(range(len(self.strides))), []
         while left:
             stride = self.strides[left[0]]
@@ -210,17 +213,20 @@ class Writer:
             self.inputs.append(replace(given, name=name, layer=layer) if copy else given)
 
     def missing(self, reader: int, copy: int) -> int:
-        """How many of the layers before it were left out where a layer, or its copy, reads."""
+        """Return the number of layers that are left out before a layer, or before its copy."""
         return copy if reader <= self.fold.number else self.fold.left_out
 
     def in_whole(self, record: NodeRecord, missing: int, copy: int) -> NodeRecord:
-        """The record of a node, or of its copy, in the whole program, and those of the nodes that a call replaces."""
+        """Return the record of a node, or of its copy, in the unfolded program.
+
+        Also those of nodes that a call replaces.
+        """
         end, in_whole = f"_{self.fold.number + copy}" if copy else "", self.fold.record_in_whole
         body_nodes = tuple(BodyNode(name + end, in_whole(inner, missing)) for name, inner in record.body_nodes)
         return replace(in_whole(record, missing), body_nodes=body_nodes)
 
     def operand(self, node: fx.Node, reader: int | None, copy: int) -> fx.Node:
-        """What stands for an operand where a node of layer `reader`, or its copy for a later layer, reads it."""
+        """Return the node that replaces an operand of a node of layer `reader`, or of its copy for a later layer."""
         at, left_out, layer = self.fold.number, self.fold.left_out, self.layer[node]
         if layer is None or node in self.shared:
             return self.env[node]
@@ -230,7 +236,7 @@ class Writer:
             return self.env[node]
         if not copy and (reader <= at) == (layer <= at):
             return self.env[node]
-        number = layer + self.missing(reader, copy)  # all layers counted
+        number = layer + self.missing(reader, copy)  # counting all layers
         if at <= number <= at + left_out and node in self.template:
             return self.copies[number - at][self.template[node]]
         found = self.lies.get((self.template.get(node), number if number < at else number - left_out))
