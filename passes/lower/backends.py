@@ -38,8 +38,8 @@ class NamingInterpreter(fx.Interpreter):
         """Run one operator."""
         try:
             with self.around(node.name):
-                found = super().run_node(node)
-            return laid_out(found, ir.value(node)) if node.op == "call_function" else found
+                result = super().run_node(node)
+            return laid_out(result, ir.value(node)) if node.op == "call_function" else result
         except Exception as error:
             shapes = [tuple(ir.example(n).shape) for n in node.all_input_nodes if ir.is_tensor(n)]
             message = f"{node.target} on {shapes}: {type(error).__name__}: {error}"

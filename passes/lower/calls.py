@@ -41,23 +41,23 @@ class Calls:
     def __init__(self, program: ir.Program, compiled: Mapping[Body, Kernels]):
         number = {node: i for i, node in enumerate(program.graph.nodes)}
         steps = steps_of(program)
-        kept = {*program.graph.output_node().all_input_nodes, *program.placeholders()}
+        never_freed = {*program.graph.output_node().all_input_nodes, *program.placeholders()}
         last = {operand: step for step in steps for operand in step.all_input_nodes}
-        self.given = [number[node] for node in program.placeholders()]
-        self.returned = [number[node] for node in program.results()]
+        self.input_numbers = [number[node] for node in program.placeholders()]
+        self.result_numbers = [number[node] for node in program.results()]
         self.calls = []
         for step in steps:
             reads = step.all_input_nodes
-            freed = [number[n] for n in reads if last[n] is step and n not in kept]
-            run = call_of(step, compiled) if body_of_call(step) else as_one(step)
+            freed = [number[n] for n in reads if last[n] is step and n not in never_freed]
+            run = runner_of(step, compiled) if body_of_call(step) else view_runner(step)
             places = tuple(number[n] for n in reads), tuple(freed)
             self.calls.append(BodyCall(step.name, run, *places, yields_of(step, number)))
 
     def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the program's results."""
-        env = dict(zip(self.given, values, strict=True))
+        env = dict(zip(self.input_numbers, values, strict=True))
         self.run(self.calls, env)
-        return tuple([env[i] for i in self.returned])
+        return tuple([env[i] for i in self.result_numbers])
 
     def run(self, calls: Sequence[BodyCall], env: dict[int, Tensor]) -> None:
         """Run calls on the values in `env`; their results replace the values that they free."""
@@ -71,21 +71,21 @@ class Calls:
                 env[i] = results[index]
             del results
 
-    def together(self, calls: Sequence[BodyCall]) -> BodyCall:
+    def merge(self, calls: Sequence[BodyCall]) -> BodyCall:
         """Merge consecutive calls into one, which yields the values that other calls read."""
-        made = dict.fromkeys(i for call in calls for _, i in call.yields)
-        reads = tuple(dict.fromkeys(i for call in calls for i in call.reads if i not in made))
+        yielded = dict.fromkeys(i for call in calls for _, i in call.yields)
+        reads = tuple(dict.fromkeys(i for call in calls for i in call.reads if i not in yielded))
         freed = {i for call in calls for i in call.freed}
-        left = [i for i in made if i not in freed]
+        results = [i for i in yielded if i not in freed]
 
         def run(args: list[Tensor]) -> Sequence[Tensor]:
             env = dict(zip(reads, args, strict=True))
             args.clear()
             self.run(calls, env)
-            return [env[i] for i in left]
+            return [env[i] for i in results]
 
         name = f"{calls[0].name} to {calls[-1].name}"
-        return BodyCall(name, run, reads, tuple(i for i in reads if i in freed), tuple(enumerate(left)))
+        return BodyCall(name, run, reads, tuple(i for i in reads if i in freed), tuple(enumerate(results)))
 
 
 class AsOne(Calls):
@@ -93,12 +93,14 @@ class AsOne(Calls):
 
     def __init__(self, program: ir.Program, run: Executable):
         count = len(program.inputs)
-        self.given, self.returned = list(range(count)), [count + k for k in range(len(program.outputs))]
-        all_of_it = BodyCall("program", emptying(run), tuple(self.given), (), tuple(enumerate(self.returned)))
+        self.input_numbers, self.result_numbers = list(range(count)), [count + k for k in range(len(program.outputs))]
+        all_of_it = BodyCall(
+            "program", empty_arguments(run), tuple(self.input_numbers), (), tuple(enumerate(self.result_numbers))
+        )
         self.calls = [all_of_it]
 
 
-def emptying(run: Executable) -> Kernels:
+def empty_arguments(run: Executable) -> Kernels:
     """Return a function that empties its argument list before it runs."""
 
     def kernels(args: list[Tensor]) -> Sequence[Tensor]:
@@ -126,24 +128,24 @@ def yields_of(step: fx.Node, number: Mapping[fx.Node, int]) -> tuple[tuple[int, 
     return tuple((user.args[1], number[user]) for user in step.users)  # type: ignore[misc]
 
 
-def call_of(step: fx.Node, compiled: Mapping[Body, Kernels]) -> Kernels:
+def runner_of(step: fx.Node, compiled: Mapping[Body, Kernels]) -> Kernels:
     """Return the function that runs a call of a body."""
     run = compiled[step.target]  # type: ignore[index]
-    return as_lines(run, [value.shape for value in ir.value(step)]) if step.target.flat else run  # type: ignore
+    return flat_runner(run, [value.shape for value in ir.value(step)]) if step.target.flat else run  # type: ignore
 
 
-def as_one(step: fx.Node) -> Kernels:
+def view_runner(step: fx.Node) -> Kernels:
     """Return the function that runs an operator that is in no body: a view."""
 
     def run(args: list[Tensor]) -> Sequence[Tensor]:
         values = dict(zip(step.all_input_nodes, args, strict=True))
-        operands, named = fx.map_arg((step.args, step.kwargs), values.__getitem__)
-        return (step.target(*operands, **named),)  # type: ignore[operator]
+        operands, kwargs = fx.map_arg((step.args, step.kwargs), values.__getitem__)
+        return (step.target(*operands, **kwargs),)  # type: ignore[operator]
 
     return run
 
 
-def as_lines(run: Kernels, shapes: Sequence[torch.Size]) -> Kernels:
+def flat_runner(run: Kernels, shapes: Sequence[torch.Size]) -> Kernels:
     """Adapt a flat body to tensors of some shape: flatten its arguments to 1-D, and give its results their shapes."""
 
     def on_lines(args: list[Tensor]) -> Sequence[Tensor]:

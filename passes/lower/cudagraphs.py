@@ -53,8 +53,8 @@ class Replayed:
     def __call__(self, args: list[Tensor]) -> Sequence[Tensor]:
         """Return the results, which the next replay overwrites; empty the argument list."""
         if self.graph is None:
-            own = [i for i in range(len(args)) if i not in self.left]
-            self.values = {i: args[i].clone() if i in self.fed else args[i] for i in own}
+            indices = [i for i in range(len(args)) if i not in self.left]
+            self.values = {i: args[i].clone() if i in self.fed else args[i] for i in indices}
             return self.run(args)
         self.feed(args)
         args.clear()
@@ -76,7 +76,9 @@ class Replayed:
             if i in self.fed:
                 self.values[i].copy_(value)
             elif value is not self.values[i]:
-                raise RuntimeError(f"{self.names[i]} is another tensor than the CUDA graph has recorded; write into it")
+                raise RuntimeError(
+                    f"{self.names[i]} is not the tensor that the CUDA graph recorded; write into that one"
+                )
 
     def release(self) -> None:
         """End the recording, and drop its memory."""
@@ -94,14 +96,17 @@ class Recorded:
 
     def __init__(self, program: ir.Program, run: Calls, still: Collection[str], stream: torch.cuda.Stream):
         self.program, self.run, self.still, self.stream = program, run, still, stream
-        self.own = [output.name not in still for output in program.outputs]
+        self.is_copied = [output.name not in still for output in program.outputs]
 
     def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the program's results."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             results = self.run(values)
-            results = tuple(result.clone() if own else result for result, own in zip(results, self.own, strict=True))
+            results = tuple(
+                result.clone() if is_copied else result
+                for result, is_copied in zip(results, self.is_copied, strict=True)
+            )
         torch.cuda.current_stream().wait_stream(self.stream)
         return results
 
@@ -110,14 +115,14 @@ class Recorded:
 
         Return those that it leaves for other programs.
         """
-        given = zip(self.run.given, self.program.inputs, strict=True)
-        env = {number: lying[each.name] for number, each in given if each.name in lying}
+        inputs = zip(self.run.input_numbers, self.program.inputs, strict=True)
+        env = {number: lying[item.name] for number, item in inputs if item.name in lying}
         for call in self.run.calls:
             if isinstance(call.run, Replayed):
                 call.run.record({i: env[call.reads[i]] for i in call.run.left}, pool, self.stream)
                 env |= {number: call.run.results[index] for index, number in call.yields}
-        ends = zip(self.program.outputs, self.run.returned, strict=True)
-        return {output.name: env[number] for output, number in ends if output.name in self.still}
+        outputs = zip(self.program.outputs, self.run.result_numbers, strict=True)
+        return {output.name: env[number] for output, number in outputs if output.name in self.still}
 
     def release(self) -> None:
         """End its recordings."""
@@ -146,8 +151,8 @@ class Recorder:
         self.steps += 1
         if self.steps == WARM_UP + 1:
             lying = defaultdict[Slot, dict[str, Tensor]](dict)
-            for slot, each in self.made:
-                lying[slot] |= each.record(lying[None] | lying[slot], self.pools[slot or 0])
+            for slot, program in self.made:
+                lying[slot] |= program.record(lying[None] | lying[slot], self.pools[slot or 0])
 
     def recorded(self, program: ir.Program, run: Executable) -> Executable:
         """Return a callable that records and replays a program; `run` itself if none of its calls can be recorded."""
@@ -155,16 +160,16 @@ class Recorder:
             calls, runs = run, runs_of(program)
         else:
             calls, runs = AsOne(program, run), [Run(not breaks(program, compiled=False), 0, 1)]
-        if not any(each.recorded for each in runs):
+        if not any(item.recorded for item in runs):
             return run
-        found = InSlots(self, program, calls, runs, self.still & names_carried(program.inputs))
-        self.still |= found.still
-        return found
+        in_slots = InSlots(self, program, calls, runs, self.still & names_carried(program.inputs))
+        self.still |= in_slots.still
+        return in_slots
 
     def release(self) -> None:
         """End all recordings, as if no step had run."""
-        for _, each in self.made:
-            each.release()
+        for _, program in self.made:
+            program.release()
         self.steps = 0
 
 
@@ -176,15 +181,15 @@ class InSlots:
     ):
         self.recorder, self.program, self.run, self.runs = recorder, program, run, runs
         self.by_slot: dict[Slot, Recorded] = {}
-        given = list(zip(run.given, program.inputs, strict=True))
-        self.names = {number: each.name for number, each in given}
-        self.left = {number for number, each in given if each.kind == "carried" and each.name in lying}
-        self.fed = {number for number, each in given if each.kind in FED} - self.left
-        self.calls = list(zip(runs, (run.together(run.calls[first:last]) for _, first, last in runs), strict=True))
-        for each, call in self.calls:
-            (self.left if each.recorded else self.fed).update(number for _, number in call.yields)
-        ends = zip(program.outputs, run.returned, strict=True)
-        carried = {output.name for output, number in ends if output.kind == "carried" and number in self.left}
+        inputs = list(zip(run.input_numbers, program.inputs, strict=True))
+        self.names = {number: item.name for number, item in inputs}
+        self.left = {number for number, item in inputs if item.kind == "carried" and item.name in lying}
+        self.fed = {number for number, item in inputs if item.kind in FED} - self.left
+        self.calls = list(zip(runs, (run.merge(run.calls[first:last]) for _, first, last in runs), strict=True))
+        for item, call in self.calls:
+            (self.left if item.recorded else self.fed).update(number for _, number in call.yields)
+        outputs = zip(program.outputs, run.result_numbers, strict=True)
+        carried = {output.name for output, number in outputs if output.kind == "carried" and number in self.left}
         self.still = carried - set(recorder.sent)
 
     def __call__(self, values: Sequence[Tensor], slot: Slot = None) -> tuple[Tensor, ...]:
@@ -195,21 +200,23 @@ class InSlots:
         """Return the program in a slot."""
         if slot not in self.by_slot:
             run = copy(self.run)
-            run.calls = [self.replayed(call) if each.recorded else call for each, call in self.calls]
+            run.calls = [self.replayed(call) if item.recorded else call for item, call in self.calls]
             self.by_slot[slot] = Recorded(self.program, run, self.still, self.recorder.stream)
             self.recorder.made.append((slot, self.by_slot[slot]))
         return self.by_slot[slot]
 
     def replayed(self, call: BodyCall) -> BodyCall:
         """Return a call that will be recorded."""
-        fed, left = ({i for i, number in enumerate(call.reads) if number in of} for of in (self.fed, self.left))
+        fed, left = (
+            {i for i, number in enumerate(call.reads) if number in numbers} for numbers in (self.fed, self.left)
+        )
         names = [self.names.get(number, f"value {number}") for number in call.reads]
         return replace(call, run=Replayed(call.run, names, fed, left))
 
 
 def names_carried(inputs: Sequence[ir.Input]) -> set[str]:
     """Return the names of the carried inputs."""
-    return {given.name for given in inputs if given.kind == "carried"}
+    return {item.name for item in inputs if item.kind == "carried"}
 
 
 _all: WeakSet[Recorder] = WeakSet()

@@ -1,7 +1,7 @@
 """Find nodes that a CUDA graph cannot record, because they read the host or keep it busy.
 
     %item (model.py:41), forward: reads a value on the host: ...; use torch.where
-    %mul (norm), optimizer: is of cpu and cuda: ...
+    %mul (norm), optimizer: uses cpu and cuda: ...
 
 A replay repeats the same kernels on the same addresses without the host. So a recorded program may not read a value
 into Python, have a shape that depends on one, or copy from or to the host. An operator of another library may do so
@@ -33,7 +33,7 @@ ASSERTS = frozenset({aten._assert_async.default, aten._assert_async.msg, aten._a
 UNTAGGED = frozenset(
     {"is_nonzero", "_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "histc"}
 )
-STALE = "a replay would go on with the first one"
+STALE = "a replay would reuse the first one"
 
 
 class Break(NamedTuple):
@@ -51,7 +51,7 @@ class Break(NamedTuple):
 def breaks(program: ir.Program, compiled: bool = True) -> list[Break]:
     """Return the nodes that a CUDA graph cannot record, in order, if the program runs as it is or `compiled`."""
     nodes = flatten(program).graph.nodes
-    return [Break(node, why) for node in nodes if node.op != "output" and (why := why_not(node, compiled))]
+    return [Break(node, reason) for node in nodes if node.op != "output" and (reason := why_not(node, compiled))]
 
 
 def why_not(node: fx.Node, compiled: bool = True) -> str:
@@ -65,27 +65,27 @@ def reasons(node: fx.Node, compiled: bool) -> Iterator[str]:
     if (kernel := kernel_of(node)) and not compiled:
         yield kernel.on_host
     if node.target is shift_by:
-        yield "sends as far as a batch says: a replay would as the first one did; set passes.context.skip_steps=false"
+        yield "sends as far as the batch says: a replay would repeat the first; set passes.context.skip_steps=false"
     if node.target in PRODUCTS and not has_kernel(*(ir.example(node.args[i]) for i in (0, 2))):  # type: ignore
         fix = "set passes.cast.param_dtype=bfloat16, on Hopper or Blackwell (sm90, sm100)"
-        yield f"reads on the host where each expert's rows end: only bfloat16 has a kernel; {fix}"
+        yield f"reads on the host the ends of each expert's rows: only bfloat16 has a kernel; {fix}"
     if node.target in COPIES:
         yield "copies from or to the host, which a replay would not wait for; use another passes.remat.policy"
     if node.target in ASSERTS:
-        yield "tests a value: nobody would hear of a replay that failed; leave the test out"
+        yield "tests a value: a replay cannot report a failure; remove the test"
     if torch.Tag.data_dependent_output in tags or name_of(node) in UNTAGGED:
-        yield f"reads a value on the host: {STALE}; keep it a tensor, as by torch.where"
+        yield f"reads a value on the host: {STALE}; keep it a tensor, for example with torch.where"
     if torch.Tag.cudagraph_unsafe in tags:
-        yield "is marked by its library as what no CUDA graph can record; use another operator"
+        yield "is marked by its library as unsafe in CUDA graphs; use another operator"
     if node.target in MASKED and any(map(is_mask, node.args[1])):  # type: ignore[arg-type]
-        yield "counts on the host what a mask selects; use torch.where"
+        yield "counts the entries of a mask on the host; use torch.where"
     is_dynamic = torch.Tag.dynamic_output_shape in tags and node.target not in MASKED  # MASKED: checked above
     if is_dynamic or any(map(depends_on_data, values_of(node))):
-        yield f"has a shape or a number that depends on data: {STALE}; give it a size that is always the same"
+        yield f"has a shape or a number that depends on data: {STALE}; give it a fixed size"
     devices = {v.device.type for n in (node, *node.all_input_nodes) for v in values_of(n) if isinstance(v, Tensor)}
     if len(devices) > 1:
-        both = " and ".join(sorted(devices))
-        yield f"is of {both}: a replay neither waits for the host nor lets it wait; make all of it on the device"
+        names = " and ".join(sorted(devices))
+        yield f"uses {names}: a replay does not synchronize with the host; put all its tensors on the device"
 
 
 def is_mask(index: Any) -> bool:

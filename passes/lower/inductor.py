@@ -72,7 +72,7 @@ class Workers:
 Tell = Callable[[str], None]
 
 
-def silent(what: str) -> None:
+def silent(message: str) -> None:
     """Ignore a message."""
 
 
@@ -88,29 +88,29 @@ def compile_bodies(
 ) -> Mapping[Body, Kernels]:
     """Return a callable for every body; raise Refused if the disk of the cache is full."""
     try:
-        found = built(bodies, ctx, workers, tell)
+        kernels = build_all(bodies, ctx, workers, tell)
     except Exception as error:
         if FULL not in str(error):  # compilers and linkers print the same text
             raise
-        fix = "make room, or name another folder by TORCHINDUCTOR_CACHE_DIR in the environment"
+        fix = "free some space, or set TORCHINDUCTOR_CACHE_DIR in the environment to another folder"
         raise ir.Refused("lower", None, f"the disk of {compiler_folder()} is full; {fix}") from error
-    if said := bound(compiler_folder(), MOST_BYTES) if counts["compiled"] else "":
-        warnings.warn(said, stacklevel=2)
-    return found
+    if message := bound(compiler_folder(), MOST_BYTES) if counts["compiled"] else "":
+        warnings.warn(message, stacklevel=2)
+    return kernels
 
 
 @undisturbed
 def compile_share(bodies: Sequence[Body], ctx: ir.Context, workers: Workers, tell: Tell = silent) -> None:
     """Compile this worker's share of bodies; when it returns, all are stored."""
     ready = Ready(stored(), our_sources())
-    mine = [body for body in bodies[workers.number :: workers.count] if ready.load(body) is None]
-    made(mine, ctx, ready, workers.fast, tell)
+    share = [body for body in bodies[workers.number :: workers.count] if ready.load(body) is None]
+    load_or_compile(share, ctx, ready, workers.fast, tell)
     tell("bodies of other ranks")
     workers.meet()
 
 
 @undisturbed
-def built(
+def build_all(
     bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
 ) -> Mapping[Body, Kernels]:
     """Return a callable for every body; bodies that are not stored are compiled, each by one of the workers.
@@ -118,22 +118,24 @@ def built(
     `tell` is called with the name of each piece of work when it begins.
     """
     ready = Ready(stored(), our_sources())
-    found = {body: run for body in bodies if (run := ready.load(body)) is not None}
-    counts.update("loaded" for _ in found)
-    mine = [body for body in bodies[workers.number :: workers.count] if body not in found]
-    found |= made(mine, ctx, ready, workers.fast, tell)
+    kernels = {body: run for body in bodies if (run := ready.load(body)) is not None}
+    counts.update("loaded" for _ in kernels)
+    share = [body for body in bodies[workers.number :: workers.count] if body not in kernels]
+    kernels |= load_or_compile(share, ctx, ready, workers.fast, tell)
     if workers.count > 1:
         tell("bodies of other ranks")
         workers.meet()
-    return found | made([body for body in bodies if body not in found], ctx, ready, workers.fast, tell)
+    return kernels | load_or_compile([body for body in bodies if body not in kernels], ctx, ready, workers.fast, tell)
 
 
-def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell) -> dict[Body, Kernels]:
+def load_or_compile(
+    bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell
+) -> dict[Body, Kernels]:
     """Return the kernels of bodies that Inductor loads or compiles, for each device in its way."""
     on_cpu = [body for body in bodies if is_on_cpu(body)]
-    others = [body for body in bodies if not is_on_cpu(body)]
-    found = compiled_for_cpu(on_cpu, ctx, ready, fast and not failed, tell) if on_cpu else {}
-    return found | (one_by_one(others, ctx, ready.store, fast, tell) if others else {})
+    on_gpu = [body for body in bodies if not is_on_cpu(body)]
+    kernels = compiled_for_cpu(on_cpu, ctx, ready, fast and not failed, tell) if on_cpu else {}
+    return kernels | (one_by_one(on_gpu, ctx, ready.store, fast, tell) if on_gpu else {})
 
 
 def compiled_for_cpu(
@@ -143,13 +145,13 @@ def compiled_for_cpu(
     if not fast:
         return one_by_one(bodies, ctx, ready.store, False, tell)
     try:
-        return together(bodies, ctx, ready, tell)
+        return build_together(bodies, ctx, ready, tell)
     except Exception as error:
         if FULL in str(error):
             raise
         failed.append(error)
         try:
-            found = one_by_one(bodies, ctx, ready.store, False, tell)
+            kernels = one_by_one(bodies, ctx, ready.store, False, tell)
         except Exception as again:
             raise error from again
         warnings.warn(
@@ -157,37 +159,37 @@ def compiled_for_cpu(
             "lower.fast_start=false does so from the start",
             stacklevel=2,
         )
-        return found
+        return kernels
 
 
-def together(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) -> dict[Body, Kernels]:
+def build_together(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) -> dict[Body, Kernels]:
     """Return bodies whose C++ kernels are built several at a time, and store them for starts without Inductor."""
     with fast_cpu_start(ready.store, surroundings) as libraries:
-        found = stored_or_compiled(bodies, ctx, ready.store, True, tell)
+        results = stored_or_compiled(bodies, ctx, ready.store, True, tell)
         tell("kernels")
-    for body, compiled in found.items():
+    for body, compiled in results.items():
         if is_code_alone(compiled):
             ready.keep(body, without_lowering(compiled.source_code), libraries.place_of)
-    return {body: kernels_of(compiled) for body, compiled in found.items()}
+    return {body: kernels_of(compiled) for body, compiled in results.items()}
 
 
 def one_by_one(bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell) -> dict[Body, Kernels]:
     """Return bodies of one kind of device, whose kernels Inductor builds in its own way."""
     with checked_files if is_on_cpu(bodies[0]) else in_triton():
-        found = stored_or_compiled(bodies, ctx, store, fast, tell)
+        results = stored_or_compiled(bodies, ctx, store, fast, tell)
         tell("kernels")
-    return {body: kernels_of(compiled) for body, compiled in found.items()}
+    return {body: kernels_of(compiled) for body, compiled in results.items()}
 
 
 def stored_or_compiled(
     bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell
 ) -> dict[Body, Any]:
     """Return Inductor's result for each body, from the store or compiled and stored."""
-    found = {}
+    results = {}
     for i, body in enumerate(bodies):
         tell(f"{body.name}, {i + 1} of {len(bodies)} bodies")
-        found[body] = load(body, store, fast) or compile_body(body, ctx, store, fast)
-    return found
+        results[body] = load(body, store, fast) or compile_body(body, ctx, store, fast)
+    return results
 
 
 def get_ready(device: torch.device) -> None:
@@ -247,17 +249,17 @@ def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
 
 def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
     """Return the body in Inductor's operators, over new values, and their fake mode."""
-    given = [ir.example(node) for node in body.graph.nodes if node.op == "placeholder"]
+    examples = [ir.example(node) for node in body.graph.nodes if node.op == "placeholder"]
     ctx = ctx if ctx.fake_mode else ir.Context(FakeTensorMode())  # a program that was loaded from a file has none
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), body.graph))
     if body.flat:
         mode, length = line_mode()
         ctx = ir.Context(mode)
         with mode:
-            values = [torch.empty(length if v.dim() else (), dtype=v.dtype, device=v.device) for v in given]
+            values = [torch.empty(length if v.dim() else (), dtype=v.dtype, device=v.device) for v in examples]
     else:
         with ctx.fake_mode:
-            values = [Layout.of(value).empty() for value in given]
+            values = [Layout.of(value).empty() for value in examples]
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         return tuple(interpreter.run(*values, enable_io_processing=False))
@@ -270,8 +272,8 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
 def stored_key(body: Body, fast: bool = True) -> str:
     """Return the key of a body's kernels on this machine; without `fast` Inductor may choose other instructions."""
     device = device_of(body)
-    elsewhere = operators.sources_for(device.type)  # records may come from external code
-    return key_of(f"{body.key} {device.index or 0} {surroundings()} {elsewhere} {fast}")
+    sources = operators.sources_for(device.type)  # records may come from external code
+    return key_of(f"{body.key} {device.index or 0} {surroundings()} {sources} {fast}")
 
 
 def surroundings() -> str:

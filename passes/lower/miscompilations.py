@@ -40,4 +40,4 @@ KNOWN = (
 
 def avoided(version: Version = VERSION, known: Iterable[Miscompilation] = KNOWN) -> dict[str, bool]:
     """Return Inductor's options that avoid the miscompilations of a PyTorch version."""
-    return {name: value for each in known if each.affects(version) for name, value in each.options.items()}
+    return {name: value for defect in known if defect.affects(version) for name, value in defect.options.items()}

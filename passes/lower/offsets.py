@@ -34,7 +34,7 @@ class Count(NamedTuple):
     """A number that a kernel counts up to, with its description."""
 
     number: int
-    what: str
+    description: str
 
 
 class Narrow(NamedTuple):
@@ -105,7 +105,7 @@ def dims(node: fx.Node) -> Iterator[Count]:
 
 def look_ups(node: fx.Node) -> Iterator[Count]:
     """Yield the elements of the largest operand or result of a call with int32 indices."""
-    values = [ir.example(each) for each in (node, *node.all_input_nodes)]
+    values = [ir.example(tensor) for tensor in (node, *node.all_input_nodes)]
     if any(value.dtype == torch.int32 for value in values[1:]):
         yield Count(max(value.numel() for value in values), "int32 indices, of a tensor with as many elements as")
 
@@ -138,22 +138,22 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 SAME = frozenset({"clone", "expand", "_to_copy", "convert_element_type", "contiguous"})
 
 
-def bounds_of(operand: Any, known: dict[fx.Node, Bounds | None]) -> Bounds | None:
+def bounds_of(operand: Any, cache: dict[fx.Node, Bounds | None]) -> Bounds | None:
     """Return the bounds of an integer made of `arange`, constants, sums, differences and products; None for others.
 
-    Inductor folds these into index arithmetic, which has 32 bits in a small kernel, whatever their dtype. `known`
-    caches the bounds of operands.
+    Inductor folds these into index arithmetic, which has 32 bits in a small kernel, whatever their dtype. `cache` holds
+    the bounds of operands.
     """
     if isinstance(operand, int) and not isinstance(operand, bool):
         return operand, operand
     if not isinstance(operand, fx.Node) or not ir.is_tensor(operand) or ir.example(operand).dtype != torch.int64:
         return None
-    if operand not in known:
-        known[operand] = bounds_of_call(operand, known)
-    return known[operand]
+    if operand not in cache:
+        cache[operand] = bounds_of_call(operand, cache)
+    return cache[operand]
 
 
-def bounds_of_call(node: fx.Node, known: dict[fx.Node, Bounds | None]) -> Bounds | None:
+def bounds_of_call(node: fx.Node, cache: dict[fx.Node, Bounds | None]) -> Bounds | None:
     """Return the bounds of the result of an operator."""
     name = name_of(node)
     if name == "arange":
@@ -161,12 +161,12 @@ def bounds_of_call(node: fx.Node, known: dict[fx.Node, Bounds | None]) -> Bounds
         span = range(*ends) if all(isinstance(end, int) for end in ends) else None  # type: ignore[arg-type]
         return (min(span[0], span[-1]), max(span[0], span[-1])) if span else None
     if name in ARITHMETIC and len(node.args) == 2 and not node.kwargs:
-        first, second = (bounds_of(operand, known) for operand in node.args)
+        first, second = (bounds_of(operand, cache) for operand in node.args)
         if first is None or second is None:
             return None
         corners = [ARITHMETIC[name](x, y) for x in first for y in second]
         return min(corners), max(corners)
-    return bounds_of(node.args[0], known) if name in SAME or is_view(node) else None
+    return bounds_of(node.args[0], cache) if name in SAME or is_view(node) else None
 
 
 # ---- the table --------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ NARROW = (
         MOST,
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html",
         "train.microbatches",
-        f"{FEWER}, or share out experts by mesh.ep",
+        f"{FEWER}, or divide experts by mesh.ep",
     ),
     Narrow(
         "PyTorch's sort",
@@ -287,7 +287,7 @@ class Overflow(NamedTuple):
         phase = "no phase" if ir.has_no_phase(self.node) else ir.phase(self.node)
         place = ir.source(self.node) or ir.parameter(self.node) or "no source line"
         limit = f"{self.narrow.kernel} counts to {self.narrow.limit:,} in 32 bits ({self.narrow.link})"
-        return f"%{self.node.name} ({place}), {phase}: {self.reached.what} {self.reached.number:,}; {limit}"
+        return f"%{self.node.name} ({place}), {phase}: {self.reached.description} {self.reached.number:,}; {limit}"
 
 
 def overflows(program: ir.Program, version: Version = VERSION) -> list[Overflow]:
@@ -303,7 +303,7 @@ def overflows(program: ir.Program, version: Version = VERSION) -> list[Overflow]
 
 def has_sizes(node: fx.Node) -> bool:
     """Return True if the sizes of a call's tensors are known and do not depend on data."""
-    tensors = (ir.example(each) for each in (node, *node.all_input_nodes) if ir.is_tensor(each))
+    tensors = (ir.example(tensor) for tensor in (node, *node.all_input_nodes) if ir.is_tensor(tensor))
     return all(isinstance(size, int) for value in tensors for size in value.shape)
 
 

@@ -38,14 +38,14 @@ def runs_of(program: ir.Program) -> list[Run]:
     """Return the calls of a compiled program as runs, recorded and not."""
     steps = steps_of(program)
     at = {name: i for i, step in enumerate(steps) for name in names_in(step)}
-    hosts = {at[each.node.name] for each in breaks(program)}
+    hosts = {at[obstacle.node.name] for obstacle in breaks(program)}
     inside = {i for start, wait in travelling(flatten(program).graph) for i in range(at[start.name], at[wait.name])}
     blocks = [list(block) for block in without_cuts(len(steps), inside)]
-    found = []
+    runs = []
     for recorded, run in groupby(blocks, lambda block: hosts.isdisjoint(block)):
         first, *_, last = [i for block in run for i in (block[0], block[-1])]
-        found.append(Run(recorded, first, last + 1))
-    return found
+        runs.append(Run(recorded, first, last + 1))
+    return runs
 
 
 def names_in(step: fx.Node) -> Sequence[str]:
@@ -71,21 +71,21 @@ def without_cuts(count: int, inside: set[int]) -> Iterator[list[int]]:
 
 def said(programs: Mapping[str, ir.Program], compiled: bool) -> list[str]:
     """Return sentences that say which parts of programs are recorded, and name the nodes that are not, with reasons."""
-    found = {name: breaks(program, compiled) for name, program in programs.items()}
-    parts = [part_said(name, programs[name], compiled, of) for name, of in found.items() if of]
-    whole = [name for name, of in found.items() if not of]
-    return [*parts, *([f"{', '.join(whole)} {'is' if len(whole) == 1 else 'are'} recorded"] if whole else [])]
+    obstacles = {name: breaks(program, compiled) for name, program in programs.items()}
+    parts = [describe_part(name, programs[name], compiled, found) for name, found in obstacles.items() if found]
+    recorded = [name for name, found in obstacles.items() if not found]
+    return [*parts, *([f"{', '.join(recorded)} {'is' if len(recorded) == 1 else 'are'} recorded"] if recorded else [])]
 
 
-def part_said(name: str, program: ir.Program, compiled: bool, found: Sequence[Break]) -> str:
+def describe_part(name: str, program: ir.Program, compiled: bool, obstacles: Sequence[Break]) -> str:
     """Return the sentence for a program of which some nodes cannot be recorded."""
     runs = runs_of(program) if compiled else []
     count, recorded = sum(run.last - run.first for run in runs), sum(r.last - r.first for r in runs if r.recorded)
     part = f"{recorded} of {count} calls of {name} are recorded" if recorded else f"{name} is not recorded"
-    return f"{part}: {listed(found)}"
+    return f"{part}: {list_obstacles(obstacles)}"
 
 
-def listed(found: Sequence[Break]) -> str:
+def list_obstacles(obstacles: Sequence[Break]) -> str:
     """Return the first nodes that cannot be recorded, and the number of the others."""
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return "; ".join(map(str, found[:SHOWN])) + more
+    rest_text = f"; and {len(obstacles) - SHOWN} more" if len(obstacles) > SHOWN else ""
+    return "; ".join(map(str, obstacles[:SHOWN])) + rest_text

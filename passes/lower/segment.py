@@ -48,13 +48,13 @@ class Segment(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         runs = [(None, list(program.calls()))] if self.max_nodes is None else list(cut(program, self.max_nodes))
-        found = list(pieces(program, runs))
-        bodies = bodies_of(found)
+        all_pieces = list(pieces(program, runs))
+        bodies = bodies_of(all_pieces)
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in program.graph.nodes:
             if node.op in ("placeholder", "get_attr") or is_site(node):
                 env[node] = graph.node_copy(node, env.__getitem__)
-        for piece, body in zip(found, bodies, strict=True):
+        for piece, body in zip(all_pieces, bodies, strict=True):
             insert_call(graph, body, piece, env)
         ir.copy_node(graph, program.graph.output_node(), env)
         calls = Counter(bodies)
@@ -88,63 +88,63 @@ def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
 
 def pieces(program: ir.Program, runs: Sequence[Run]) -> Iterator[Piece]:
     """Yield the runs as graphs of their own, with views made where they are read."""
-    where = {node: i for i, (_, run) in enumerate(runs) for node in run if not is_view(node)}
+    run_of = {node: i for i, (_, run) in enumerate(runs) for node in run if not is_view(node)}
     returned = set(program.graph.output_node().all_input_nodes)
     members: list[dict[fx.Node, None]] = [{} for _ in runs]
     for i, (_, run) in enumerate(runs):
         for node in run:
             if node.target is operator.getitem and not is_view(node):  # items of a tuple stay with it
-                where[node] = where[node.args[0]]
-            if node in where or node in returned:
-                place = where.setdefault(node, i)
+                run_of[node] = run_of[node.args[0]]
+            if node in run_of or node in returned:
+                place = run_of.setdefault(node, i)
                 members[place].update(dict.fromkeys([*views_read(node, members[place]), node]))
-    held = sent_until(program, where)
+    sent = sent_until(program, run_of)
     read = set(returned)
     for i, nodes in enumerate(members):
         read.update(n for node in nodes for n in node.all_input_nodes if n not in nodes)
-        read.update(n for n in held.get(i, ()) if n not in nodes)
+        read.update(n for n in sent.get(i, ()) if n not in nodes)
     for i, nodes in enumerate(members):
         if nodes:
-            results = [node for node in nodes if node in read and where.get(node) == i]
-            own = [node for node in nodes if where.get(node) == i]
-            outside = [node for node in nodes if where.get(node) != i]
-            piece = cut_out(own, results, held.get(i, ()), outside)
-            piece = piece if is_flat(piece) else cut_out(list(nodes), results, held.get(i, ()))
+            results = [node for node in nodes if node in read and run_of.get(node) == i]
+            own_nodes = [node for node in nodes if run_of.get(node) == i]
+            outside = [node for node in nodes if run_of.get(node) != i]
+            piece = cut_out(own_nodes, results, sent.get(i, ()), outside)
+            piece = piece if is_flat(piece) else cut_out(list(nodes), results, sent.get(i, ()))
             yield replace(piece, layer=runs[i][0])
 
 
 def views_read(node: fx.Node, inside: Container[fx.Node]) -> list[fx.Node]:
     """Return the views that a node reads and the views under these, in order, except those `inside` already."""
-    found: list[fx.Node] = []
+    views: list[fx.Node] = []
     for operand in node.all_input_nodes:
-        if is_view(operand) and operand not in inside and operand not in found:
-            found += [*(n for n in views_read(operand, inside) if n not in found), operand]
-    return found
+        if is_view(operand) and operand not in inside and operand not in views:
+            views += [*(n for n in views_read(operand, inside) if n not in views), operand]
+    return views
 
 
-def sent_until(program: ir.Program, where: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
+def sent_until(program: ir.Program, run_of: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
     """Return, for each run, the operands of collectives that began in other runs and are waited for in this one."""
-    found: dict[int, list[fx.Node]] = {}
+    operands: dict[int, list[fx.Node]] = {}
     for start, wait in in_flight(program.graph.nodes):
-        if where[start] != where[wait]:
-            found.setdefault(where[wait], []).extend(base_of(node) for node in start.all_input_nodes)
-    return found
+        if run_of[start] != run_of[wait]:
+            operands.setdefault(run_of[wait], []).extend(base_of(node) for node in start.all_input_nodes)
+    return operands
 
 
 # ---- bodies -----------------------------------------------------------------------------------------
 
 
-def bodies_of(found: Sequence[Piece]) -> list[Body]:
+def bodies_of(all_pieces: Sequence[Piece]) -> list[Body]:
     """Return the body of each piece; a body may return more than a piece needs."""
-    graphs = [piece.graph(()) for piece in found]
-    flat = [is_flat(piece) for piece in found]
+    graphs = [piece.graph(()) for piece in all_pieces]
+    flat = [is_flat(piece) for piece in all_pieces]
     texts = [text_of(graph, line) for graph, line in zip(graphs, flat)]
     needed: dict[str, set[tuple[int, ...]]] = {}
-    for piece, text in zip(found, texts):
+    for piece, text in zip(all_pieces, texts):
         needed.setdefault(text, set()).add(piece.positions())
     names, bodies = Counter[str](), dict[tuple[str, tuple[int, ...]], Body]()
     chosen = []
-    for piece, text, line in zip(found, texts, flat):
+    for piece, text, line in zip(all_pieces, texts, flat):
         serving = max((r for r in needed[text] if set(r) >= set(piece.positions())), key=len)
         if (text, serving) not in bodies:
             phase = ir.phase(piece.nodes[-1])

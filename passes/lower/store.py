@@ -51,8 +51,8 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             replace(self.folder / key, hashlib.sha256(content).digest() + content)
         except OSError as error:
-            said = f"{self.folder} takes nothing more ({error.strerror}); later starts compile anew"
-            warnings.warn(said, stacklevel=2)
+            message = f"{self.folder} cannot be written ({error.strerror}); later starts compile from scratch"
+            warnings.warn(message, stacklevel=2)
 
     def note(self, path: Path) -> None:
         """Store the digest of a file that was just built, and flush the file to the disk."""
@@ -114,15 +114,15 @@ def bound(folder: Path, most_bytes: int) -> str:
 
     Files used within a day stay. Return a message, empty if nothing was deleted.
     """
-    found = sorted(files_in(folder))
-    excess, gone = sum(size for _, size, _ in found) - most_bytes, 0
-    for used, size, path in found:
-        if gone >= excess or used > time.time() - DAY_S:
+    files = sorted(files_in(folder))
+    excess, deleted = sum(size for _, size, _ in files) - most_bytes, 0
+    for used, size, path in files:
+        if deleted >= excess or used > time.time() - DAY_S:
             break
         Path(path).unlink(missing_ok=True)
-        gone += size
-    said = f"{folder} had more than {most_bytes / 2**30:g} GiB: the oldest {gone / 2**20:,.0f} MiB were deleted"
-    return said if gone else ""
+        deleted += size
+    message = f"{folder} had more than {most_bytes / 2**30:g} GiB: the oldest {deleted / 2**20:,.0f} MiB were deleted"
+    return message if deleted else ""
 
 
 def files_in(folder: Path) -> Iterable[tuple[float, int, str]]:

@@ -23,21 +23,21 @@ def is_possible() -> bool:
 
 def place() -> Path:
     """Return the path of the library for this build of PyTorch."""
-    known = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()
-    return compiler_folder() / "trace_cuda" / f"{known[:20]}.so"
+    digest = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()
+    return compiler_folder() / "trace_cuda" / f"{digest[:20]}.so"
 
 
 def library() -> Path:
     """Return the library's path, after building it if needed; raises Refused with the compiler's message."""
-    made = place()
-    if not made.is_file():
-        made.parent.mkdir(parents=True, exist_ok=True)
-        part = made.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*command(), "-o", str(part)], capture_output=True, text=True)
-        if done.returncode:
-            raise ir.Refused("trace_cuda", None, f"a C++ compiler is needed: {done.stderr[-2000:]}")
-        os.replace(part, made)
-    return made
+    path = place()
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        result = subprocess.run([*command(), "-o", str(part)], capture_output=True, text=True)
+        if result.returncode:
+            raise ir.Refused("trace_cuda", None, f"a C++ compiler is needed: {result.stderr[-2000:]}")
+        os.replace(part, path)
+    return path
 
 
 def command() -> list[str]:

@@ -428,14 +428,14 @@ FAULTS = (
     Fault(
         "sent_is_not_held",
         "passes/lower/segment.py",
-        "        if where[start] != where[wait]:",
-        "        if where[start] > where[wait]:",
+        "        if run_of[start] != run_of[wait]:",
+        "        if run_of[start] > run_of[wait]:",
         "What a collective sends may be freed before it is waited for in another body.",
     ),
     Fault(
         "repeated_without_a_look",
         "passes/lower/unfold.py",
-        "if len({self.described(node) for node in nodes}) > 1:",
+        "if len({self.describe(node) for node in nodes}) > 1:",
         "if False:",
         "A layer is repeated though the layers around it call other bodies.",
     ),

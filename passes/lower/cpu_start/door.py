@@ -93,8 +93,8 @@ def build_header(surroundings: Callable[[], str]) -> None:
         try:
             build_library(library_source([("kernel_0", CppKernel(("float*",), source))]))()
         except Exception as error:
-            fix = "ATEN_CPU_CAPABILITY=avx2 or default in the environment chooses a lesser instruction set"
-            raise RuntimeError(f"the C++ compiler builds nothing for {instruction_set()}; {fix}: {error}") from error
+            fix = "set ATEN_CPU_CAPABILITY=avx2 or default in the environment for a smaller instruction set"
+            raise RuntimeError(f"the C++ compiler cannot build for {instruction_set()}; {fix}: {error}") from error
 
 
 def whole_files_only() -> AbstractContextManager[None]:

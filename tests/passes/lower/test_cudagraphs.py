@@ -60,7 +60,7 @@ def test_state_that_moved_is_refused(replayed):
     replayed(list(given))
     replayed.record({}, (0, 0), None)
     replayed(list(given))
-    with pytest.raises(RuntimeError, match="w is another tensor than the CUDA graph has recorded"):
+    with pytest.raises(RuntimeError, match="w is not the tensor that the CUDA graph recorded"):
         replayed([*given[:2], torch.zeros(3)])
 
 

@@ -81,7 +81,7 @@ def test_what_a_killed_build_leaves_is_not_called_damaged(tmp_path, recwarn):
 
 def test_a_disk_that_takes_nothing_is_said_and_training_goes_on(tmp_path):
     (tmp_path / "bodies").write_text("a file in its place")
-    with pytest.warns(UserWarning, match="takes nothing more"):
+    with pytest.warns(UserWarning, match="cannot be written"):
         Store(tmp_path / "bodies").put("k", b"v")
 
 

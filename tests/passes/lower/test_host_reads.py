@@ -88,10 +88,10 @@ BREAKS = {
     "a shape of data": (planted(aten.nonzero.default, of=unknown_size), "depends on data"),
     "an unbacked size": (planted(aten.neg.default, of=unknown_size), "depends on data"),
     "an unbacked number": (planted(aten.neg.default, of=lambda _: ShapeEnv().create_unbacked_symint()), "depends on data"),
-    "a mask": (planted(aten.index_put.default, ["mask"], "rows"), "counts on the host what a mask selects"),
+    "a mask": (planted(aten.index_put.default, ["mask"], "rows"), "counts the entries of a mask on the host"),
     "an assertion": (planted(aten._assert_async.default, of=lambda _: None), "tests a value"),
-    "a number given": (planted(aten.mul.Tensor, "host"), "is of cpu and cuda"),
-    "a copy": (planted(aten._to_copy.default, of=lambda small: fake(small, "cpu")), "is of cpu and cuda"),
+    "a number given": (planted(aten.mul.Tensor, "host"), "uses cpu and cuda"),
+    "a copy": (planted(aten._to_copy.default, of=lambda small: fake(small, "cpu")), "uses cpu and cuda"),
     "offloading": (planted(offload, of=lambda small: fake(small, "cpu")), "use another passes.remat.policy"),
     "a check in secret": (planted(aten._linalg_check_errors.default, "f", of=lambda _: None), "reads a value on the host"),
 }

@@ -228,7 +228,7 @@ def test_the_fast_start_is_for_bodies_on_a_cpu(store, monkeypatch):
     monkeypatch.setattr(inductor, "stored_or_compiled", lambda bodies, *how: built.append([b.name for b in bodies]) or {})
     monkeypatch.setattr(inductor, "fast_cpu_start", lambda *how: nullcontext(built.append("fast")))
     bodies = [SimpleNamespace(name=f"forward_{n}") for n in range(3)]
-    inductor.made(bodies, None, Ready(Store(store), "ours"), True, lambda what: None)
+    inductor.load_or_compile(bodies, None, Ready(Store(store), "ours"), True, lambda what: None)
     assert built == ["fast", ["forward_0", "forward_2"], ["forward_1"]]
 
 
