@@ -1,7 +1,7 @@
-"""Split the step over microbatches: one graph that adds up gradients, one that applies their mean.
+"""Split the step over microbatches: one graph adds up gradients, another applies their mean.
 
-The accumulators keep the gradients' placement, partial sums included: nothing that the apply graph reduces
-once is reduced a microbatch.
+The accumulators keep the gradients' placement, partial sums included: a reduction that the apply graph does once is not
+repeated for each microbatch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from passes.update.optimizers import arithmetic
 
 @dataclass(frozen=True)
 class Accumulate(ir.Pass):
-    """Add each gradient to an accumulator in place, as soon as it is there; outputs keep the loss and metrics.
+    """Add each gradient to an accumulator in place, as soon as it is computed; outputs keep the loss and metrics.
 
-    Sums are of `dtype`, or a wider one of the gradient (None: of the gradient's own): in bfloat16, small gradients of
-    many microbatches would be rounded away. With `skip_nonfinite` the inputs of buffers that change are `restored`.
+    Sums have `dtype`, or the gradient's own if that is wider (None: the gradient's own): in bfloat16, small gradients
+    of many microbatches would be rounded away. With `skip_nonfinite` the inputs of buffers that change are `restored`.
     """
 
     skip_nonfinite: bool = False
@@ -69,13 +69,13 @@ class Accumulate(ir.Pass):
 
 
 def total_of(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """An accumulator of a gradient."""
+    """Return an accumulator for a gradient."""
     wide = gradient.dtype if dtype is None else torch.promote_types(gradient.dtype, dtype)
     return gradient.new_empty(gradient.shape, dtype=wide)
 
 
 def is_sent(gradient: fx.Node) -> bool:
-    """Whether a gradient comes from other ranks, which nothing waits for before the end."""
+    """Return True if a gradient is received from other ranks, for which nothing waits before the end."""
     while gradient.target in CASTS:
         gradient = gradient.args[0]  # type: ignore[assignment]
     return kind_of(gradient) is not None
@@ -83,12 +83,12 @@ def is_sent(gradient: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class ApplyOnly(ir.Pass):
-    """From a joint program, the one whose gradients are inputs: accumulated elsewhere, cleared once read.
+    """Build from a joint program one whose gradients are inputs: accumulated by other programs, cleared once read.
 
-    Accumulators are of `dtype`, as those of `Accumulate`. Sums over ranks that the joint program left to the update are
-    completed, their terms in `reduce_dtype` (None: as they are).
-    With `rank_of` (each pipeline stage's rank) it is that of the parameters that the stages of a `rank` use; of those
-    that other ranks use as well it shares its term of the gradient, and adds theirs.
+    Accumulators have `dtype`, like those of `Accumulate`. Sums over ranks that the joint program left to the update are
+    completed, their terms in `reduce_dtype` (None: unchanged). With `rank_of` (each pipeline stage's rank) the program
+    updates the parameters that the stages of `rank` use. If other ranks use a parameter too, it shares its term of the
+    gradient, and adds theirs.
     """
 
     rank: int = 0
@@ -97,7 +97,7 @@ class ApplyOnly(ir.Pass):
     dtype: torch.dtype | None = torch.float32
     name = "apply"
     takes = (Stage.JOINT,)
-    after = ("reassociate", "defer")  # which say what is left to it
+    after = ("reassociate", "defer")  # these decide the sums that are left to it
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         graph = fx.Graph()
@@ -131,7 +131,7 @@ class ApplyOnly(ir.Pass):
         return program, ir.Report({"gradients": len(results)} | ({"shared": len(shared)} if shared else {}))
 
     def complete(self, program: ir.Program, ctx: ir.Context) -> None:
-        """Return gradients whose sums over ranks are as the parameters' placements say."""
+        """Complete the gradients' sums over ranks, as the parameters' placements require."""
         append = Appender(program, ctx, "optimizer")
         totals = [i for i in program.inputs if i.kind == "gradient"]
         results = []
@@ -142,16 +142,16 @@ class ApplyOnly(ir.Pass):
         program.module.recompile()
 
     def uses(self, parameter: fx.Node) -> bool:
-        """Whether a parameter is one of the rank's."""
+        """Return True if a parameter is used by this rank."""
         stage = ir.pipeline_stage(parameter)
         return stage is None or self.rank_of[stage] == self.rank
 
     def ranks(self, given: ir.Input) -> tuple[int, ...]:
-        """The pipeline ranks that use a parameter."""
+        """Return the pipeline ranks that use a parameter."""
         return tuple(sorted({self.rank_of[stage] for stage in given.stages}))
 
     def shared(self, program: ir.Program, ctx: ir.Context, parameters: Sequence[ir.Input]) -> ir.Program:
-        """Gradients of parameters that several ranks use: the sum of their terms, in the order of the ranks."""
+        """Replace gradients of parameters that several ranks use by the sums of their terms, in the order of ranks."""
         append = Appender(program, ctx, "optimizer")
         results = dict(zip((o.name for o in program.outputs), program.results(), strict=True))
         added, sent = list[ir.Input](), list[tuple[fx.Node, ir.Output]]()
@@ -179,7 +179,7 @@ class ApplyOnly(ir.Pass):
 
 
 def squares(rank: int, ranks: int) -> list[str]:
-    """What a pipeline rank hears of the norm: what is known before it, and the whole."""
+    """Return the squared norms that a pipeline rank receives: that of the ranks before it, and the total."""
     return [*([square_of(rank - 1)] if rank else []), *([SQUARE] if rank < ranks - 1 else [])]
 
 

@@ -1,12 +1,12 @@
-"""Reduce gradients once a step, not once a microbatch: what is added up are the terms that ranks have of them.
+"""Reduce gradients once per step instead of once per microbatch: the ranks' own terms are accumulated.
 
     g = reduce_scatter(mm(...), "dp_shard")       g   w's placement
 becomes
-    g = mm(...)                                   g   whole, partial over dp_shard
+    g = mm(...)                                   g   full, partial over dp_shard
 
-A sum of microbatches and a sum over ranks may change places: the accumulator holds a rank's own terms, in the dtype of
+A sum over microbatches and a sum over ranks can be exchanged: the accumulator holds a rank's own terms, in the dtype of
 the gradient, and the update completes it (`ApplyOnly`). It is as large as the gathered parameter; each gradient is sent
-once a step.
+once per step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from passes.update.appender import Appender
 
 @dataclass(frozen=True)
 class Defer(ir.Pass):
-    """Give each gradient as it is before the last sums over ranks."""
+    """Return each gradient as it is before the last sums over ranks."""
 
     name = "defer"
     takes = (Stage.JOINT,)
-    after = ("simplify", "cse", "reassociate")  # which leave one reduction of a gradient
+    after = ("simplify", "cse", "reassociate")  # these leave one reduction per gradient
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -54,7 +54,7 @@ class Defer(ir.Pass):
 
 
 def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
-    """The casts and sums over ranks that end in a gradient, the last first."""
+    """Yield the casts and sums over ranks that end in a gradient, the last first."""
     node = gradient
     while len(node.users) == 1 and (name_of(node) in CASTS or reshard.sums(node.target)):
         yield node
@@ -62,7 +62,7 @@ def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
 
 
 def terms(gradient: fx.Node, spec: Spec, steps: Sequence[fx.Node], mesh: Mesh) -> tuple[fx.Node, Spec]:
-    """What is summed in these steps, and its placement."""
+    """Return the operand of these sums, and its placement."""
     node = gradient
     for step in steps:
         if reshard.sums(step.target):
@@ -74,7 +74,7 @@ def terms(gradient: fx.Node, spec: Spec, steps: Sequence[fx.Node], mesh: Mesh) -
 
 
 def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
-    """The placement of what is summed to a value placed as `after`; None where it is not known."""
+    """Return the placement of a sum's operand if the result is placed as `after`; None if it is unknown."""
     a = reshard.RESHARD_OPS[node.target].named(node.args[1:])
     if a.axis not in mesh.names:
         return None
@@ -92,7 +92,7 @@ def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
 
 
 def in_dtype(edit: Editor, term: fx.Node, gradient: fx.Node) -> fx.Node:
-    """The term in the dtype of its gradient."""
+    """Return the term in the dtype of its gradient."""
     dtype = ir.example(gradient).dtype
     if ir.example(term).dtype == dtype:
         return term
@@ -103,7 +103,10 @@ def in_dtype(edit: Editor, term: fx.Node, gradient: fx.Node) -> fx.Node:
 def complete(
     append: Appender, total: fx.Node, before: Spec, after: Spec, mesh: Mesh, reduce_dtype: torch.dtype | None
 ) -> fx.Node:
-    """The sum over ranks that was deferred, placed as `after`; terms are sent as `reduce_dtype` (None: as they are)."""
+    """Return a total, placed as `before`, summed over ranks to the placement `after`.
+
+    Terms are sent as `reduce_dtype` (None: unchanged).
+    """
     dtype, left = ir.example(total).dtype, [axis for axis in before.partial_axes if axis not in after.partial_axes]
 
     def put(op: Any, *args: Any) -> fx.Node:

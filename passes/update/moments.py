@@ -1,9 +1,10 @@
-"""How optimizer state is stored: as it is, or in eight bits with a scale a block.
+"""Storage of optimizer state: in one tensor, or in eight bits with a scale per block.
 
     m    f32[8, 512]   ->   codes uint8[8, 512], scale f32[8, 2]        blocks of 256 along the last dim
 
 The formats are those of torchao.optim: `int8`, the dynamic map of Dettmers et al. (arXiv 2110.02861), and `float8`,
-e4m3fn. As there, a tensor of fewer than 4,096 entries, or whose rows on a rank are not whole blocks, is stored wide.
+e4m3fn. As there, a tensor is stored wide if it has fewer than 4,096 entries, or if its rows on a rank are not a
+multiple of the block.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from passes.update.optimizers import stored
 
 Format = Literal["float32", "bfloat16", "int8", "float8"]
 Part = tuple[str, tuple[int, ...], torch.dtype, Spec]  # suffix of the name, local shape, dtype, placement
-SMALL = 4096  # entries under which a tensor is stored wide
+SMALL = 4096  # a tensor with fewer entries is stored wide
 TINY = 1e-12  # a block of zeros has a finite scale
 E4M3 = torch.float8_e4m3fn
 
 
 class Codec(Protocol):
-    """How one moment of one parameter is stored; zeros decode to zeros."""
+    """The storage format of one moment of one parameter; zeros decode to zeros."""
 
     def parts(self, spec: Spec, mesh: Mesh) -> list[Part]: ...
 
@@ -55,7 +56,7 @@ class Wide:
 
 @dataclass(frozen=True)
 class QuantBlocks:
-    """Codes of one byte an entry, and an fp32 scale for every `block` entries of the last dim."""
+    """Codes of one byte per entry, and an fp32 scale for every `block` entries of the last dim."""
 
     block: int
     format: Literal["int8", "float8"]
@@ -89,7 +90,7 @@ class QuantBlocks:
 
 
 def dynamic_map(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of a code, f32, rising: in each decade of 1e-7 to 1 twice as many as in the one below."""
+    """Return the 256 values of a code, f32, rising: each decade from 1e-7 to 1 has twice as many as the one below."""
     count = 127 if signed else 254
     k = torch.arange(1, count + 1, dtype=torch.float64, device=device)
     first = 1 if signed else 2  # values in the lowest decade
@@ -102,7 +103,7 @@ def dynamic_map(signed: bool, device: torch.device) -> Tensor:
 
 
 def blocked(spec: Spec, mesh: Mesh, block: int) -> Spec | None:
-    """The placement of one value a block of the last dim, or None if a rank's rows are not whole blocks."""
+    """Return the placement of one value per block of the last dim; None if a rank's rows are not whole blocks."""
     if not spec.dims:
         return None
     kept: list[Factor] = []
@@ -118,9 +119,9 @@ def blocked(spec: Spec, mesh: Mesh, block: int) -> Spec | None:
 
 
 def codec(given: Format | None, signed: bool, block: int, dtype: torch.dtype, spec: Spec, mesh: Mesh) -> Codec:
-    """How a moment of a parameter of this dtype and placement is stored; `given` None: in the parameter's dtype.
+    """Return the storage of a moment of a parameter with this dtype and placement; None: in the parameter's dtype.
 
-    Of complex parameters, moments are complex and never narrower than two fp32.
+    Moments of complex parameters are complex and never narrower than two fp32.
     """
     if dtype.is_complex:
         return Wide(dtype if given is None else torch.complex64)

@@ -1,13 +1,13 @@
-"""Muon (Jordan et al., 2024): the update of a matrix is its momentum, made orthogonal.
+"""Muon (Jordan et al., 2024): the update of a matrix is its momentum, orthogonalized.
 
     u_1 .. u_8 [m@dp_shard, n]        the directions of eight weights, in shards
     stack      [8, m@dp_shard, n]
-    exchange   [8@dp_shard, m, n]     a rank has some of them, whole
-    orthogonal                        five Newton-Schulz steps, on each rank those it has
+    exchange   [8@dp_shard, m, n]     a rank has some of them, complete
+    orthogonal                        five Newton-Schulz steps, each rank on its own
     exchange   [8, m@dp_shard, n]
 
-Momentum and parameters stay in shards. Weights of more dims than two are stacks of matrices. Directions have the size
-of AdamW's (Liu et al., arXiv 2502.16982), so that both go with one learning rate and decay.
+Momentum and parameters stay in shards. Weights of more than two dims are stacks of matrices. Directions have the size
+of AdamW's (Liu et al., arXiv 2502.16982), so that both use one learning rate and weight decay.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from passes.update.update import Added, Update
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: all singular values come near 1
 EPS = 1e-7
-SIZE = 0.2  # of an entry of AdamW's update, root mean square
+SIZE = 0.2  # root mean square of AdamW's update
 
 
 @dataclass(frozen=True)
 class Muon:
-    """Nesterov momentum made orthogonal, computed in `dtype` (None: the parameter's), and decoupled weight decay."""
+    """Orthogonalized Nesterov momentum, computed in `dtype` (None: the parameter's), and decoupled weight decay."""
 
     momentum: float = 0.95
     weight_decay: float = 0.0
@@ -42,11 +42,11 @@ class Muon:
     moments: tuple[Moment, ...] = (Moment("momentum"),)
 
     def scalars(self, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-        """What remains of a parameter, and the rate."""
+        """Return the factor that decays the parameter, and the rate."""
         return 1 - lr * self.weight_decay, lr
 
     def direction(self, gradient: Tensor, moments: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The momentum one step ahead, and the momentum."""
+        """Return the momentum one step ahead, and the momentum."""
         (moment,) = moments
         moment = moment + (1 - self.momentum) * (gradient - moment)
         return gradient + self.momentum * (moment - gradient), (moment,)
@@ -54,13 +54,13 @@ class Muon:
     def update(
         self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The new parameter, given a direction that is orthogonal."""
+        """Return the new parameter, given an orthogonal direction."""
         kept, rate = scalars
         return parameter * kept - rate * gradient, moments
 
 
 def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
-    """x[..., m, n] with singular values near 1, by Newton-Schulz steps, times what makes it as large as AdamW's."""
+    """Return x[..., m, n] with singular values near 1, by Newton-Schulz steps, scaled to the size of AdamW's update."""
     rows, columns = x.shape[-2:]
     x = x.mT if rows > columns else x
     x = x / x.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=EPS)
@@ -73,7 +73,7 @@ def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that Muon updates, and what its update needs."""
+    """A weight that Muon updates, with the operands of its update."""
 
     update: Update
     parameter: fx.Node
@@ -84,7 +84,7 @@ class Matrix:
 def append_muon(
     append: Appender, matrices: Sequence[Matrix], step: fx.Node, coordinates: Mapping[str, fx.Node]
 ) -> Added:
-    """Change all weights that Muon updates, those alike together."""
+    """Update all weights of Muon; equally placed ones together."""
     added: Added = []
     alike: dict[tuple[object, ...], list[tuple[Matrix, fx.Node]]] = {}
     for matrix in matrices:
@@ -103,7 +103,7 @@ def append_muon(
 
 
 def direction_of(append: Appender, matrix: Matrix) -> tuple[fx.Node, Added]:
-    """The direction of a weight, before it is orthogonal; its momentum is written."""
+    """Return the direction of a weight before orthogonalization; write its momentum."""
     update, muon = matrix.update, matrix.update.group.optimizer
     assert isinstance(muon, Muon)
     append.parameter = update.given.name
@@ -118,7 +118,7 @@ def direction_of(append: Appender, matrix: Matrix) -> tuple[fx.Node, Added]:
 def whole(
     append: Appender, spec: Spec, mesh: Mesh, directions: Sequence[fx.Node], coordinates: Mapping[str, fx.Node]
 ) -> Sequence[fx.Node]:
-    """Directions placed alike, each orthogonal: the ranks share them out, exchange, and give them back."""
+    """Return equally placed directions, orthogonalized: ranks divide them, exchange, and return them."""
     append.parameter = ""
     count, *stack = len(directions), *spec.dims[:-2]
     moved = tuple(axis for dim in spec.dims[-2:] for factor in dim for axis in factor.axes)
@@ -135,7 +135,7 @@ def whole(
 def convert(
     append: Appender, mesh: Mesh, x: fx.Node, before: Spec, after: Spec, coordinates: Mapping[str, fx.Node]
 ) -> fx.Node:
-    """A value in another placement."""
+    """Return a value in another placement."""
     builder = GraphBuilder(mesh, append.ctx)
     start = builder.placeholder("x", ir.example(x), before)
     for axis, node in coordinates.items():

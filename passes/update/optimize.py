@@ -6,7 +6,7 @@ becomes
     norm = sqrt(psum(sum(g * g), "dp_shard"))
     copy_(w, w - lr * min(1, max_norm / norm) * ...)
 
-Every gradient arrives as a partial sum on the axes where its parameter is replicate and is reduced here, once. The
+Every gradient arrives as a partial sum on the axes on which its parameter is replicated, and is reduced here, once. The
 norm is that of the full gradient: squares of shards are added over the axes that shard the parameter.
 """
 
@@ -35,7 +35,7 @@ from passes.update.update import Storage, Update
 def reduce_gradient(
     append: Appender, name: str, gradient: fx.Node, axes: Iterable[str], reduce_dtype: torch.dtype | None
 ) -> fx.Node:
-    """A parameter's gradient with its partial sums completed, one `psum` an axis."""
+    """Return a parameter's gradient with its partial sums completed, one `psum` per axis."""
     append.parameter = name
     dtype = ir.example(gradient).dtype
     for axis in axes:
@@ -52,7 +52,7 @@ def squared_norm(
     specs: Sequence[Spec],
     before: fx.Node | None = None,
 ) -> fx.Node:
-    """The square of the norm of all parameters' gradients together, 0-d fp32 or wider, the same on every rank.
+    """Return the squared norm of all parameters' gradients together, 0-d, fp32 or wider, the same on every rank.
 
     It is added to that of the gradients `before`, in its dtype.
     """
@@ -61,7 +61,7 @@ def squared_norm(
         append.parameter, axes = name, tuple(sorted(spec.sharded))
         if axes not in sums:
             sums[axes] = append.trace(square, gradient, key="square")
-        else:  # one after another, so that every parameter's term is computed alike
+        else:  # one after another, so that every parameter's term is computed in the same way
             sums[axes] = append.trace(lambda total, g: total + square(g), sums[axes], gradient, key="add square")
     append.parameter, totals = "", []
     for axes, total in sums.items():
@@ -72,7 +72,7 @@ def squared_norm(
 
 
 def square(gradient: Tensor) -> Tensor:
-    """The sum of a gradient's squares, 0-d fp32 or wider."""
+    """Return the sum of a gradient's squares, 0-d, fp32 or wider."""
     return real(gradient, arithmetic(gradient.dtype)).square().sum()
 
 
@@ -80,11 +80,11 @@ def square(gradient: Tensor) -> Tensor:
 class Optimize(ir.Pass):
     """Complete the step: outputs become the loss (if the program has one) and the gradient norm.
 
-    Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm`
-    (None: not clipped). Parameters of the first of `groups` that holds them are updated as it says, the others by
-    `optimizer`; `state`, `block` and `stochastic` are those of a `Storage`. With `skip_nonfinite` nothing changes in a
-    step whose gradient norm is infinite or not a number. The program of one of several pipeline `ranks` tells
-    the next the square of its gradients' norm and of those before it, the last tells all.
+    Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm` (None: not
+    clipped). A parameter is updated by the first of `groups` that holds it, otherwise by `optimizer`; `state`, `block`
+    and `stochastic` are those of a `Storage`. With `skip_nonfinite` nothing changes in a step whose gradient norm is
+    not finite. With several pipeline `ranks`, each sends the running sum of squared norms to the next rank; the last
+    rank broadcasts the total.
     """
 
     optimizer: Optimizer
@@ -146,7 +146,7 @@ class Optimize(ir.Pass):
         return program, self.report(updates)
 
     def updates(self, program: ir.Program, parameters: Iterable[tuple[fx.Node, ir.Input]]) -> list[Update]:
-        """What becomes of each parameter."""
+        """Return the update of each parameter."""
         storage = Storage(self.state, self.block, self.stochastic)
         return [
             Update(storage, group_of(i, self.groups, self.optimizer), program.mesh, i, ir.example(n).dtype)
@@ -154,16 +154,16 @@ class Optimize(ir.Pass):
         ]
 
     def check_names(self, given: Sequence[ir.Input]) -> None:
-        """Raises Refused where a group names no parameter."""
+        """Raise Refused if a pattern of a group matches no parameter."""
         for group in self.groups:
             for pattern in group.unmatched(given):
                 fix = f"no parameter that is trained is named like {pattern!r}"
                 raise ir.Refused("optimize", None, f"optim.groups.{group.label}.names: {fix}")
 
     def report(self, updates: Sequence[Update]) -> ir.Report:
-        """How many parameters and moments there are; refuses what changes nothing, names what is treated otherwise."""
+        """Return the numbers of parameters and moments, and exceptions; raise Refused for options without effect."""
         notes = []
-        if self.ranks == 1:  # those of a rank are not all
+        if self.ranks == 1:  # a rank of a pipeline has only some parameters
             self.check_names([update.given for update in updates])
         for update in updates:
             if isinstance(update.group.optimizer, Muon) and len(update.spec.shape) not in (2, 3):
@@ -187,7 +187,7 @@ class Optimize(ir.Pass):
         return ir.Report(counts, tuple(notes))
 
     def state_bytes(self, program: ir.Program) -> int:
-        """Bytes of the moments of all parameters of a program on one rank."""
+        """Return the bytes of the moments of all parameters of a program on one rank."""
         given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
         updates = self.updates(program, given)
         parts = (part for u in updates for c in u.codecs for part in c.parts(u.spec, program.mesh))
@@ -196,9 +196,10 @@ class Optimize(ir.Pass):
     def square(
         self, append: Appender, program: ir.Program, names, gradients, specs
     ) -> tuple[fx.Node, list[tuple[fx.Node, ir.Output]]]:
-        """The square of the norm, and what other pipeline ranks are told of it.
+        """Return the squared norm, and the outputs that tell it to other pipeline ranks.
 
-        A rank adds to the square of the ranks before it; the last tells all. A parameter counts on its first rank.
+        A rank adds to the sum of the ranks before it; the last rank sends the total to all. A parameter counts on its
+        first rank.
         """
         if self.ranks == 1:
             return squared_norm(append, names, gradients, specs), []
@@ -211,7 +212,7 @@ class Optimize(ir.Pass):
         return heard.get(SQUARE, total), [(total, ir.Output(name, "carried", Spec(())))]
 
     def clip(self, append: Appender, square: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """(norm of the scaled gradients, factor to scale each by), both 0-d, of the square of the norm."""
+        """Return (norm of the scaled gradients, factor to scale each by), both 0-d, from the squared norm."""
         norm = append.trace(lambda s: s.sqrt() * self.scale, square, key="norm")
         if self.max_norm is None:
             return norm, append.trace(lambda n: torch.full_like(n, self.scale), norm, key="factor")
@@ -221,7 +222,7 @@ class Optimize(ir.Pass):
     def shared(
         self, append: Appender, dtype: torch.dtype, group: Group, lr: fx.Node, step: fx.Node, factor: fx.Node
     ) -> tuple[fx.Node, ...]:
-        """What updates of a group in a dtype share, 0-d: the factor of gradients, and the optimizer's scalars."""
+        """Return 0-d values for all updates of a group in a dtype: the gradients' factor, and the optimizer's scalars."""
 
         def scalars(lr: Tensor, step: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
             rate = cast(lr, dtype) * group.lr if group.lr != 1 else cast(lr, dtype)
@@ -230,7 +231,7 @@ class Optimize(ir.Pass):
         return tuple(append.trace(scalars, lr, step, factor, key=("scalars", dtype, group)))
 
     def scalar(self, append: Appender, name: str, program: ir.Program) -> tuple[fx.Node, ir.Input]:
-        """A 0-d fp64 input that is fed as a value."""
+        """Return a new 0-d fp64 input."""
         device = ir.example(program.placeholders()[0]).device
         with append.ctx.fake_mode:
             val = torch.zeros((), dtype=torch.float64, device=device)
@@ -238,7 +239,7 @@ class Optimize(ir.Pass):
         return append.placeholder(name, val, Spec(())), ir.Input(name, kind, Spec(()))  # type: ignore[arg-type]
 
     def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node, told) -> ir.Program:
-        """Return the loss, metrics, counts and the norm; new values of buffers are stored in place."""
+        """Return the program with loss, metrics, counts and the norm as outputs; buffers are updated in place."""
         given = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
         results, outputs = [], []
         for node, output in zip(program.results(), program.outputs):

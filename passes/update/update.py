@@ -23,9 +23,9 @@ Added = list[tuple[fx.Node, ir.Input]]  # inputs that an update needs
 
 
 class Storage(NamedTuple):
-    """How state is kept: moments as `state` says (None: in the parameter's dtype), eight bits with a scale a `block`.
+    """The storage of state: moments in the format `state`, None for the parameter's dtype.
 
-    `stochastic`: updated bf16 parameters are rounded at random.
+    Formats of eight bits have a scale per `block`. `stochastic`: updated bf16 parameters are rounded at random.
     """
 
     state: Format | None = None
@@ -34,7 +34,7 @@ class Storage(NamedTuple):
 
 
 def round_at_random(x: Tensor, step: Tensor, site: int, index: Tensor) -> Tensor:
-    """f32 -> bf16, up or down with the odds that keep the mean (as torchao.optim's `bf16_stochastic_round`)."""
+    """Round f32 to bf16 at random, keeping the mean (as torchao.optim's `bf16_stochastic_round`)."""
     draw = (uniform_at(index, step.to(torch.int64), site) * 2**16).to(torch.int32)
     bits = (x.view(torch.int32) + draw) & -(2**16)
     return bits.view(torch.float32).to(torch.bfloat16)
@@ -52,24 +52,24 @@ class Update:
 
     @property
     def site(self) -> int:
-        """What tells its random numbers from those of others, whichever program updates it."""
+        """The number that tells its random draws from those of others, whichever program updates it."""
         return zlib.crc32(self.given.name.encode())
 
     @property
     def spec(self) -> Spec:
-        """How parameter and moments are stored."""
+        """The placement of parameter and moments."""
         return replace(self.given.spec, replicate=())
 
     @property
     def codecs(self) -> list[Codec]:
-        """How each moment is stored."""
+        """The storage of each moment."""
         state, block, _ = self.storage
         kinds = self.group.optimizer.moments
         return [codec(state, m.signed, block, self.dtype, self.spec, self.mesh) for m in kinds]
 
     @property
     def wide(self) -> torch.dtype:
-        """What is computed in."""
+        """The dtype of the arithmetic."""
         return arithmetic(self.dtype)
 
     def append(
@@ -97,7 +97,7 @@ class Update:
     def advance(
         self, append: Appender, what: str, fn: Callable[..., Any], inputs: Sequence[fx.Node], parameter: fx.Node
     ) -> tuple[fx.Node, Added]:
-        """The value of `fn(*inputs, moments=...)`, which also gives the moments as they become: these are written."""
+        """Return the value of `fn(*inputs, moments=...)` and write the new moments, which it returns too."""
         codecs = self.codecs
         held = [self.inputs(append, m.name, c, parameter) for m, c in zip(self.group.optimizer.moments, codecs)]
         kept = [node for parts in held for node, _ in parts]
@@ -116,20 +116,20 @@ class Update:
 
     @property
     def at_random(self) -> bool:
-        """Whether the parameter is rounded at random."""
+        """True if the parameter is rounded at random."""
         return self.storage.stochastic and self.dtype == torch.bfloat16
 
     def identity(self) -> tuple[Any, ...]:
-        """What a function depends on where it rounds at random."""
+        """Return the facts on which a function depends if it rounds at random."""
         return (self.site, self.spec) if self.at_random else ()
 
     def drawn(self, step: fx.Node, coordinates: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
-        """What rounding at random needs to know: the rank's coordinates and the step."""
+        """Return the operands of random rounding: the rank's coordinates and the step."""
         axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
         return (*(coordinates[axis] for axis in axes), step) if self.at_random else ()
 
     def rounded(self, new: Tensor, drawn: Sequence[Tensor]) -> Tensor:
-        """The parameter in its own dtype, given what `drawn` asked for."""
+        """Return the parameter in its own dtype, rounded with the operands from `drawn`."""
         if not self.at_random:
             return stored(new, self.dtype)
         *coordinates, step = drawn
@@ -138,7 +138,7 @@ class Update:
         return cast(round_at_random(new, step, self.site, index), self.dtype)
 
     def inputs(self, append: Appender, moment: str, how: Codec, parameter: fx.Node) -> Added:
-        """The tensors that one moment is stored in."""
+        """Insert the inputs that store one moment."""
         found = []
         for suffix, shape, dtype, spec in how.parts(self.spec, self.mesh):
             val = ir.example(parameter).new_empty(shape, dtype=dtype)
