@@ -44,7 +44,7 @@ class Accumulate(ir.Pass):
         stages = {i.name: ir.pipeline_stage(n) for n, i in zip(program.placeholders(), program.inputs)}
         copy_of = {i.name: i.copy_of for i in program.inputs}
         added: list[ir.Input] = []
-        kept = []
+        remaining = []
         for node, output in zip(program.results(), program.outputs, strict=True):
             append.parameter = output.name
             append.place, append.phase = program.graph.output_node(), "optimizer"
@@ -59,12 +59,12 @@ class Accumulate(ir.Pass):
             elif output.kind == "buffer":
                 append.keep(buffers[output.name], node)
             else:
-                kept.append((node, output))
-        program.graph.output_node().args = (tuple(n for n, _ in kept),)
+                remaining.append((node, output))
+        program.graph.output_node().args = (tuple(n for n, _ in remaining),)
         program.module.recompile()
-        given = (replace(i, restored=i.kind == "buffer" and i.name in changed) for i in program.inputs)
-        inputs = (*given, *added)
-        program = replace(program, inputs=inputs, outputs=tuple(o for _, o in kept))
+        old_inputs = (replace(i, restored=i.kind == "buffer" and i.name in changed) for i in program.inputs)
+        inputs = (*old_inputs, *added)
+        program = replace(program, inputs=inputs, outputs=tuple(o for _, o in remaining))
         return program, ir.Report({"accumulators": len(added)})
 
 
@@ -103,13 +103,13 @@ class ApplyOnly(ir.Pass):
         graph = fx.Graph()
         nodes, inputs = [], []
         specs = {o.name: (ir.example(n), o) for n, o in zip(program.results(), program.outputs) if o.kind == "gradient"}
-        given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
-        own = {i.original: (n, i) for n, i in reversed(given) if self.uses(n)}
-        for name, (old, i) in reversed(own.items()):
+        parameters = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
+        by_name = {i.original: (n, i) for n, i in reversed(parameters) if self.uses(n)}
+        for name, (old, i) in reversed(by_name.items()):
             inputs.append(replace(i, name=name, copy_of="", stages=self.ranks(i)))
             nodes.append(_input(graph, old.name, ir.example(old), inputs[-1]))
         results, outputs = list[fx.Node](), list[ir.Output]()
-        for name, (_, i) in reversed(own.items()):
+        for name, (_, i) in reversed(by_name.items()):
             val, output = specs[i.name]
             inputs.append(ir.Input(name, "gradient", output.spec, layer=i.layer))
             results.append(_input(graph, f"total_{len(results)}", total_of(val, self.dtype), inputs[-1]))
@@ -135,9 +135,9 @@ class ApplyOnly(ir.Pass):
         append = Appender(program, ctx, "optimizer")
         totals = [i for i in program.inputs if i.kind == "gradient"]
         results = []
-        for total, given, output in zip(program.results(), totals, program.outputs, strict=True):
+        for total, item, output in zip(program.results(), totals, program.outputs, strict=True):
             append.parameter = output.name
-            results.append(complete(append, total, given.spec, output.spec, program.mesh, self.reduce_dtype))
+            results.append(complete(append, total, item.spec, output.spec, program.mesh, self.reduce_dtype))
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
 
@@ -146,32 +146,32 @@ class ApplyOnly(ir.Pass):
         stage = ir.pipeline_stage(parameter)
         return stage is None or self.rank_of[stage] == self.rank
 
-    def ranks(self, given: ir.Input) -> tuple[int, ...]:
+    def ranks(self, parameter: ir.Input) -> tuple[int, ...]:
         """Return the pipeline ranks that use a parameter."""
-        return tuple(sorted({self.rank_of[stage] for stage in given.stages}))
+        return tuple(sorted({self.rank_of[stage] for stage in parameter.stages}))
 
     def shared(self, program: ir.Program, ctx: ir.Context, parameters: Sequence[ir.Input]) -> ir.Program:
         """Replace gradients of parameters that several ranks use by the sums of their terms, in the order of ranks."""
         append = Appender(program, ctx, "optimizer")
         results = dict(zip((o.name for o in program.outputs), program.results(), strict=True))
         added, sent = list[ir.Input](), list[tuple[fx.Node, ir.Output]]()
-        for given in parameters:
-            append.parameter, own = given.name, results[given.name]
-            spec = given.spec.gradient()
-            term = append.trace(torch.clone, own, key="share")
-            sent.append((term, ir.Output(term_of(given.name, self.rank), "carried", spec)))
+        for parameter in parameters:
+            append.parameter, gradient = parameter.name, results[parameter.name]
+            spec = parameter.spec.gradient()
+            term = append.trace(torch.clone, gradient, key="share")
+            sent.append((term, ir.Output(term_of(parameter.name, self.rank), "carried", spec)))
             terms = []
-            for rank in given.stages:
+            for rank in parameter.stages:
                 if rank != self.rank:
-                    name = term_of(given.name, rank)
+                    name = term_of(parameter.name, rank)
                     added.append(ir.Input(name, "carried", spec))
-                    val = ir.example(own).new_empty(ir.example(own).shape)
+                    val = ir.example(gradient).new_empty(ir.example(gradient).shape)
                     terms.append(append.placeholder(f"term_{len(added)}", val, spec))
                 else:
-                    terms.append(own)
+                    terms.append(gradient)
             for term in terms[1:]:
                 terms[0] = append.trace(torch.add, terms[0], term, key="add")
-            results[given.name] = terms[0]
+            results[parameter.name] = terms[0]
         program.graph.output_node().args = ((*results.values(), *(node for node, _ in sent)),)
         program.module.recompile()
         outputs = (*program.outputs, *(output for _, output in sent))
@@ -183,7 +183,7 @@ def squares(rank: int, ranks: int) -> list[str]:
     return [*([square_of(rank - 1)] if rank else []), *([SQUARE] if rank < ranks - 1 else [])]
 
 
-def _input(graph: fx.Graph, name: str, val: torch.Tensor, given: ir.Input) -> fx.Node:
+def _input(graph: fx.Graph, name: str, val: torch.Tensor, item: ir.Input) -> fx.Node:
     node = graph.placeholder(name)
-    ir.update(node, value=val, spec=given.spec)
+    ir.update(node, value=val, spec=item.spec)
     return node

@@ -20,7 +20,7 @@ class Appender(Editor):
         super().__init__(ctx, program.graph, program.graph.output_node())
         self.phase = phase
         self.last = program.placeholders()[-1]
-        self.layers = {given.name: given.layer for given in program.inputs}
+        self.layers = {item.name: item.layer for item in program.inputs}
         self.parameter = ""  # the parameter whose update is being appended
         self.guard: fx.Node | None = None  # bool, 0-d: if it is False, stored values stay unchanged
 
@@ -56,15 +56,15 @@ def keep_if(guard: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 def coordinates_of(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, ir.Input]]]:
     """Return the rank's coordinate on every axis, and the coordinates that were added to the inputs."""
-    given = zip(program.placeholders(), program.inputs)
-    found = {i.name: n for n, i in given if i.kind == "coordinate"}
+    inputs = zip(program.placeholders(), program.inputs)
+    coordinates = {i.name: n for n, i in inputs if i.kind == "coordinate"}
     added = []
     for axis in program.mesh.names:
-        if axis not in found:
+        if axis not in coordinates:
             device = ir.example(program.placeholders()[0]).device
             with append.ctx.fake_mode:
                 val = torch.zeros((), dtype=torch.int64, device=device)
             spec = Spec((), replicate=program.mesh.over(axis))
-            found[axis] = append.placeholder(f"axis_index_{axis}", val, spec)
-            added.append((found[axis], ir.Input(axis, "coordinate", spec)))
-    return found, added
+            coordinates[axis] = append.placeholder(f"axis_index_{axis}", val, spec)
+            added.append((coordinates[axis], ir.Input(axis, "coordinate", spec)))
+    return coordinates, added

@@ -66,14 +66,14 @@ def terms(gradient: fx.Node, spec: Spec, steps: Sequence[fx.Node], mesh: Mesh) -
     node = gradient
     for step in steps:
         if reshard.sums(step.target):
-            before = summed(step, spec, mesh)
+            before = placement_before(step, spec, mesh)
             if before is None:
                 break
             node, spec = step.args[0], before  # type: ignore[assignment]
     return node, spec
 
 
-def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
+def placement_before(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
     """Return the placement of a sum's operand if the result is placed as `after`; None if it is unknown."""
     a = reshard.RESHARD_OPS[node.target].named(node.args[1:])
     if a.axis not in mesh.names:
@@ -84,11 +84,11 @@ def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
     if node.target is not reshard.reduce_scatter:
         return None
     factors = after.dims[a.dim]
-    found = [f for f in factors if f.axes[-1:] == (a.axis,)]
-    if len(factors) != 1 or not found:
+    sharded = [f for f in factors if f.axes[-1:] == (a.axis,)]
+    if len(factors) != 1 or not sharded:
         return None
-    whole = (replace(found[0], axes=found[0].axes[:-1]),)
-    return replace(after, dims=(*after.dims[: a.dim], whole, *after.dims[a.dim + 1 :]), partial=partial)
+    full = (replace(sharded[0], axes=sharded[0].axes[:-1]),)
+    return replace(after, dims=(*after.dims[: a.dim], full, *after.dims[a.dim + 1 :]), partial=partial)
 
 
 def in_dtype(edit: Editor, term: fx.Node, gradient: fx.Node) -> fx.Node:
@@ -107,7 +107,7 @@ def complete(
 
     Terms are sent as `reduce_dtype` (None: unchanged).
     """
-    dtype, left = ir.example(total).dtype, [axis for axis in before.partial_axes if axis not in after.partial_axes]
+    dtype, remaining = ir.example(total).dtype, [axis for axis in before.partial_axes if axis not in after.partial_axes]
 
     def put(op: Any, *args: Any) -> fx.Node:
         return append.trace(lambda x: op(x, *args, dtype, reduce_dtype), total, key=(op, *args))
@@ -115,7 +115,7 @@ def complete(
     for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
         for axis in (axis for factor in new for axis in factor.axes if not any(axis in f.axes for f in old)):
             total = put(reshard.reduce_scatter, dim, axis, mesh[axis])
-            left = [other for other in left if other not in mesh.over(axis)]
-    for axis in mesh.flatten(left):
+            remaining = [other for other in remaining if other not in mesh.over(axis)]
+    for axis in mesh.flatten(remaining):
         total = put(reshard.psum, axis)
     return total

@@ -24,16 +24,16 @@ class Group:
     names: tuple[str, ...] = ()
     label: str = "the rest"
 
-    def holds(self, given: ir.Input) -> bool:
+    def holds(self, parameter: ir.Input) -> bool:
         """Return True if a parameter belongs to the group."""
-        kinds = given.roles | ({"vector"} if len(given.spec.shape) < 2 else set())
-        return bool(self.kinds & kinds) or any(fnmatchcase(given.name, pattern) for pattern in self.names)
+        kinds = parameter.roles | ({"vector"} if len(parameter.spec.shape) < 2 else set())
+        return bool(self.kinds & kinds) or any(fnmatchcase(parameter.name, pattern) for pattern in self.names)
 
     def unmatched(self, parameters: Collection[ir.Input]) -> Iterator[str]:
         """Return the patterns that match no parameter's name."""
-        return (p for p in self.names if not any(fnmatchcase(given.name, p) for given in parameters))
+        return (p for p in self.names if not any(fnmatchcase(parameter.name, p) for parameter in parameters))
 
 
-def group_of(given: ir.Input, groups: Sequence[Group], rest: Optimizer) -> Group:
+def group_of(parameter: ir.Input, groups: Sequence[Group], default: Optimizer) -> Group:
     """Return the first group that holds a parameter."""
-    return next((group for group in groups if group.holds(given)), Group(rest))
+    return next((group for group in groups if group.holds(parameter)), Group(default))

@@ -97,36 +97,41 @@ def dynamic_map(signed: bool, device: torch.device) -> Tensor:
     decade = torch.floor(torch.log2((k - 1) / first + 1 + 1e-9))
     inside = (k - 1) - first * (2**decade - 1)
     positive = 10 ** (decade - 6) * (0.1 + 0.9 * (inside + 0.5) / (first * 2**decade))
-    zero, one = torch.zeros_like(k[:1]), torch.ones_like(k[:1])
+    zeros, ones = torch.zeros_like(k[:1]), torch.ones_like(k[:1])
     negative = [-positive.flip(0)] if signed else []
-    return torch.cat([*negative, zero, positive, one]).to(torch.float32)
+    return torch.cat([*negative, zeros, positive, ones]).to(torch.float32)
 
 
 def blocked(spec: Spec, mesh: Mesh, block: int) -> Spec | None:
     """Return the placement of one value per block of the last dim; None if a rank's rows are not whole blocks."""
     if not spec.dims:
         return None
-    kept: list[Factor] = []
+    factors: list[Factor] = []
     for factor in reversed(spec.dims[-1]):
         if factor.size % block == 0 and factor.local(mesh) % block == 0:
-            kept.append(replace(factor, size=factor.size // block))
+            factors.append(replace(factor, size=factor.size // block))
             block = 1
         elif block % factor.size == 0 and not factor.axes:
             block //= factor.size
         else:
             return None
-    return replace(spec, dims=(*spec.dims[:-1], tuple(reversed(kept))), fill=None) if block == 1 else None
+    return replace(spec, dims=(*spec.dims[:-1], tuple(reversed(factors))), fill=None) if block == 1 else None
 
 
-def codec(given: Format | None, signed: bool, block: int, dtype: torch.dtype, spec: Spec, mesh: Mesh) -> Codec:
-    """Return the storage of a moment of a parameter with this dtype and placement; None: in the parameter's dtype.
+def codec(state_format: Format | None, signed: bool, block: int, dtype: torch.dtype, spec: Spec, mesh: Mesh) -> Codec:
+    """Return the storage of a moment of a parameter with this dtype and placement.
 
-    Moments of complex parameters are complex and never narrower than two fp32.
+    With `state_format` None it has the parameter's dtype. Moments of complex parameters are complex and never narrower
+    than two fp32.
     """
     if dtype.is_complex:
-        return Wide(dtype if given is None else torch.complex64)
-    if given in ("int8", "float8"):
+        return Wide(dtype if state_format is None else torch.complex64)
+    if state_format in ("int8", "float8"):
         small = math.prod(spec.shape) < SMALL
-        return Wide(torch.float32) if small or blocked(spec, mesh, block) is None else QuantBlocks(block, given, signed)
+        return (
+            Wide(torch.float32)
+            if small or blocked(spec, mesh, block) is None
+            else QuantBlocks(block, state_format, signed)
+        )
     wide: dict[Any, torch.dtype] = {None: dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    return Wide(wide[given])
+    return Wide(wide[state_format])

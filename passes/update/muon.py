@@ -55,8 +55,8 @@ class Muon:
         self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the new parameter, given an orthogonal direction."""
-        kept, rate = scalars
-        return parameter * kept - rate * gradient, moments
+        decay, rate = scalars
+        return parameter * decay - rate * gradient, moments
 
 
 def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
@@ -86,17 +86,19 @@ def append_muon(
 ) -> Added:
     """Update all weights of Muon; equally placed ones together."""
     added: Added = []
-    alike: dict[tuple[object, ...], list[tuple[Matrix, fx.Node]]] = {}
+    by_kind: dict[tuple[object, ...], list[tuple[Matrix, fx.Node]]] = {}
     for matrix in matrices:
-        direction, kept = direction_of(append, matrix)
-        added += kept
+        direction, moments = direction_of(append, matrix)
+        added += moments
         update = matrix.update
-        alike.setdefault((update.spec.dims, ir.example(direction).dtype, update.group), []).append((matrix, direction))
-    for members in alike.values():
+        by_kind.setdefault((update.spec.dims, ir.example(direction).dtype, update.group), []).append(
+            (matrix, direction)
+        )
+    for members in by_kind.values():
         update = members[0][0].update
         directions = [node for _, node in members]
-        found = whole(append, update.spec, update.mesh, directions, coordinates)
-        for (matrix, _), new in zip(members, found, strict=True):
+        updates = orthogonalize(append, update.spec, update.mesh, directions, coordinates)
+        for (matrix, _), new in zip(members, updates, strict=True):
             store(append, matrix, new, step, coordinates)
     append.parameter = ""
     return added
@@ -106,29 +108,29 @@ def direction_of(append: Appender, matrix: Matrix) -> tuple[fx.Node, Added]:
     """Return the direction of a weight before orthogonalization; write its momentum."""
     update, muon = matrix.update, matrix.update.group.optimizer
     assert isinstance(muon, Muon)
-    append.parameter = update.given.name
+    append.parameter = update.input.name
 
     def direction(g: Tensor, factor: Tensor, moments: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        found, new = muon.direction(cast(g, update.wide) * factor, moments)
-        return cast(found, muon.dtype or update.dtype), new
+        ahead, new = muon.direction(cast(g, update.wide) * factor, moments)
+        return cast(ahead, muon.dtype or update.dtype), new
 
     return update.advance(append, "direction", direction, (matrix.gradient, matrix.shared[0]), matrix.parameter)
 
 
-def whole(
+def orthogonalize(
     append: Appender, spec: Spec, mesh: Mesh, directions: Sequence[fx.Node], coordinates: Mapping[str, fx.Node]
 ) -> Sequence[fx.Node]:
     """Return equally placed directions, orthogonalized: ranks divide them, exchange, and return them."""
     append.parameter = ""
     count, *stack = len(directions), *spec.dims[:-2]
-    moved = tuple(axis for dim in spec.dims[-2:] for factor in dim for axis in factor.axes)
-    one = tuple(tuple(replace(factor, axes=()) for factor in dim) for dim in spec.dims[-2:])
-    held = replace(spec, dims=((Factor(count),), *spec.dims), fill=0.0)
-    mine = replace(held, dims=((Factor(count, moved),), *stack, *one))
+    axes = tuple(axis for dim in spec.dims[-2:] for factor in dim for axis in factor.axes)
+    unsharded = tuple(tuple(replace(factor, axes=()) for factor in dim) for dim in spec.dims[-2:])
+    stacked = replace(spec, dims=((Factor(count),), *spec.dims), fill=0.0)
+    divided = replace(stacked, dims=((Factor(count, axes),), *stack, *unsharded))
     x = append.trace(lambda *x: torch.stack(x), *directions, key=("stack", count))
-    x = convert(append, mesh, x, held, mine, coordinates)
+    x = convert(append, mesh, x, stacked, divided, coordinates)
     x = append.trace(orthogonal, x, key="orthogonal")
-    x = convert(append, mesh, x, mine, held, coordinates)
+    x = convert(append, mesh, x, divided, stacked, coordinates)
     return append.trace(lambda x: tuple(t.clone() for t in x.unbind()), x, key=("unbind", count))
 
 
@@ -149,11 +151,11 @@ def store(
 ) -> None:
     """Change a weight along its orthogonal direction."""
     update, (_, *scalars) = matrix.update, matrix.shared
-    append.parameter = update.given.name
+    append.parameter = update.input.name
 
-    def move(p: Tensor, direction: Tensor, *rest: Tensor) -> Tensor:
-        given, drawn = rest[: len(scalars)], rest[len(scalars) :]
-        new, _ = update.group.optimizer.update(cast(p, update.wide), cast(direction, update.wide), (), given)
+    def move(p: Tensor, direction: Tensor, *values: Tensor) -> Tensor:
+        factors, drawn = values[: len(scalars)], values[len(scalars) :]
+        new, _ = update.group.optimizer.update(cast(p, update.wide), cast(direction, update.wide), (), factors)
         return update.rounded(new, drawn)
 
     key = ("move", update.group.optimizer, update.dtype, *update.identity())

@@ -112,37 +112,37 @@ class Optimize(ir.Pass):
         reduced = [
             reduce_gradient(append, name, n, axes, self.reduce_dtype) for (name, n, _), axes in zip(graded, partial)
         ]
-        whole = [replace(spec, partial=()) for _, _, spec in graded]
-        square, told = self.square(append, program, names, reduced, whole)
+        full_specs = [replace(spec, partial=()) for _, _, spec in graded]
+        square, carried = self.square(append, program, names, reduced, full_specs)
         norm, factor = self.clip(append, square)
         append.guard = append.trace(torch.isfinite, norm, key="finite") if self.skip_nonfinite else None
         scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
         lr, step = (node for node, _ in scalars)
         step_now = append.trace(lambda s: s + 1, step, key="count")
         updates = self.updates(program, [parameters[name] for name in names])
-        alike = dict.fromkeys((update.wide, update.group) for update in updates)
-        shared = {kind: self.shared(append, *kind, lr, step_now, factor) for kind in alike}
+        kinds = dict.fromkeys((update.wide, update.group) for update in updates)
+        shared = {kind: self.shared(append, *kind, lr, step_now, factor) for kind in kinds}
         matrices = list[Matrix]()
-        by_matrix = any(isinstance(group.optimizer, Muon) for _, group in alike)
+        by_matrix = any(isinstance(group.optimizer, Muon) for _, group in kinds)
         coordinates, added = coordinates_of(program, append) if self.stochastic or by_matrix else ({}, [])
         added += scalars
         for update, gradient in zip(updates, reduced):
-            append.parameter, parameter = update.given.name, parameters[update.given.name][0]
+            append.parameter, parameter = update.input.name, parameters[update.input.name][0]
             common = shared[update.wide, update.group]
             if isinstance(update.group.optimizer, Muon):
                 matrices.append(Matrix(update, parameter, gradient, common))
             else:
                 added += update.append(append, parameter, gradient, common, step_now, coordinates)
         added += append_muon(append, matrices, step_now, coordinates)
-        for total, given in zip(program.placeholders(), program.inputs):
-            if given.kind == "gradient":
-                append.parameter = given.name
+        for total, item in zip(program.placeholders(), program.inputs):
+            if item.kind == "gradient":
+                append.parameter = item.name
                 append.write(total, append.trace(torch.zeros_like, total, key="clear"))
         append.parameter = ""
         append.keep(step, step_now)
         order = {node: k for k, node in enumerate(program.placeholders())}
         inputs = (*program.inputs, *(i for _, i in sorted(added, key=lambda pair: order[pair[0]])))
-        program = self.finish(program, append, inputs, norm, told)
+        program = self.finish(program, append, inputs, norm, carried)
         return program, self.report(updates)
 
     def updates(self, program: ir.Program, parameters: Iterable[tuple[fx.Node, ir.Input]]) -> list[Update]:
@@ -153,32 +153,32 @@ class Optimize(ir.Pass):
             for n, i in parameters
         ]
 
-    def check_names(self, given: Sequence[ir.Input]) -> None:
+    def check_names(self, parameters: Sequence[ir.Input]) -> None:
         """Raise Refused if a pattern of a group matches no parameter."""
         for group in self.groups:
-            for pattern in group.unmatched(given):
-                fix = f"no parameter that is trained is named like {pattern!r}"
+            for pattern in group.unmatched(parameters):
+                fix = f"no trained parameter is named like {pattern!r}"
                 raise ir.Refused("optimize", None, f"optim.groups.{group.label}.names: {fix}")
 
     def report(self, updates: Sequence[Update]) -> ir.Report:
         """Return the numbers of parameters and moments, and exceptions; raise Refused for options without effect."""
         notes = []
         if self.ranks == 1:  # a rank of a pipeline has only some parameters
-            self.check_names([update.given for update in updates])
+            self.check_names([update.input for update in updates])
         for update in updates:
             if isinstance(update.group.optimizer, Muon) and len(update.spec.shape) not in (2, 3):
-                what = f"{update.given.name} is of shape {list(update.spec.shape)}, and Muon takes matrices or stacks"
-                raise ir.Refused("optimize", None, f"optim.groups: {what}; name it in a group with optimizer=adamw")
+                problem = f"{update.input.name} has shape {list(update.spec.shape)}, but Muon takes matrices or stacks"
+                raise ir.Refused("optimize", None, f"optim.groups: {problem}; name it in a group with optimizer=adamw")
         if self.groups:
-            held = Counter(update.group.label for update in updates)
-            notes += [f"group {label}: {count} parameters" for label, count in held.items()]
+            by_label = Counter(update.group.label for update in updates)
+            notes += [f"group {label}: {count} parameters" for label, count in by_label.items()]
         if self.state in ("int8", "float8"):
-            wide = [u.given.name for u in updates if any(isinstance(c, Wide) for c in u.codecs)]
+            wide = [u.input.name for u in updates if any(isinstance(c, Wide) for c in u.codecs)]
             if len(wide) == len(updates) and self.ranks == 1:
                 fix = f"no parameter has rows of whole blocks of {self.block}; use a smaller one, or optim=adamw"
                 raise ir.Refused("optimize", None, f"optim.block: {fix}")
             if wide:
-                notes.append(f"moments stored in fp32, small or their rows are not whole blocks: {', '.join(wide)}")
+                notes.append(f"moments stored in fp32, because small or rows are not whole blocks: {', '.join(wide)}")
         if self.stochastic and self.ranks == 1 and all(update.dtype != torch.bfloat16 for update in updates):
             fix = "no parameter is stored in bfloat16; set train.dtype=bfloat16"
             raise ir.Refused("optimize", None, f"optim.stochastic_rounding: {fix}")
@@ -188,8 +188,8 @@ class Optimize(ir.Pass):
 
     def state_bytes(self, program: ir.Program) -> int:
         """Return the bytes of the moments of all parameters of a program on one rank."""
-        given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
-        updates = self.updates(program, given)
+        parameters = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
+        updates = self.updates(program, parameters)
         parts = (part for u in updates for c in u.codecs for part in c.parts(u.spec, program.mesh))
         return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _ in parts)
 
@@ -203,13 +203,13 @@ class Optimize(ir.Pass):
         """
         if self.ranks == 1:
             return squared_norm(append, names, gradients, specs), []
-        heard = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "carried"}
+        received = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "carried"}
         first = {i.name: i.stages[0] for i in program.inputs if i.kind == "parameter"}
-        own = [k for k, name in enumerate(names) if first[name] == self.rank]
-        names, gradients, specs = ([values[k] for k in own] for values in (names, gradients, specs))
-        total = squared_norm(append, names, gradients, specs, heard.get(square_of(self.rank - 1)))
+        counted = [k for k, name in enumerate(names) if first[name] == self.rank]
+        names, gradients, specs = ([values[k] for k in counted] for values in (names, gradients, specs))
+        total = squared_norm(append, names, gradients, specs, received.get(square_of(self.rank - 1)))
         name = SQUARE if self.rank == self.ranks - 1 else square_of(self.rank)
-        return heard.get(SQUARE, total), [(total, ir.Output(name, "carried", Spec(())))]
+        return received.get(SQUARE, total), [(total, ir.Output(name, "carried", Spec(())))]
 
     def clip(self, append: Appender, square: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Return (norm of the scaled gradients, factor to scale each by), both 0-d, from the squared norm."""
@@ -222,7 +222,10 @@ class Optimize(ir.Pass):
     def shared(
         self, append: Appender, dtype: torch.dtype, group: Group, lr: fx.Node, step: fx.Node, factor: fx.Node
     ) -> tuple[fx.Node, ...]:
-        """Return 0-d values for all updates of a group in a dtype: the gradients' factor, and the optimizer's scalars."""
+        """Return the 0-d values that all updates of a group in a dtype share.
+
+        These are the gradients' factor and the optimizer's scalars.
+        """
 
         def scalars(lr: Tensor, step: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
             rate = cast(lr, dtype) * group.lr if group.lr != 1 else cast(lr, dtype)
@@ -238,20 +241,20 @@ class Optimize(ir.Pass):
         kind = "scalar" if name == "lr" else "moment"
         return append.placeholder(name, val, Spec(())), ir.Input(name, kind, Spec(()))  # type: ignore[arg-type]
 
-    def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node, told) -> ir.Program:
+    def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node, carried) -> ir.Program:
         """Return the program with loss, metrics, counts and the norm as outputs; buffers are updated in place."""
-        given = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
+        buffers = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
         results, outputs = [], []
         for node, output in zip(program.results(), program.outputs):
             if output.kind == "buffer":
                 append.parameter = output.name
-                append.keep(given[output.name], node)
+                append.keep(buffers[output.name], node)
             elif output.kind != "gradient":
                 results.append(node)
                 outputs.append(output)
         results.append(norm)
         outputs.append(ir.Output("grad_norm", "metric", Spec(())))
-        for node, output in told:
+        for node, output in carried:
             results.append(node)
             outputs.append(output)
         program.graph.output_node().args = (tuple(results),)

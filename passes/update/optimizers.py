@@ -70,11 +70,11 @@ class AdamW:
         return 1 - lr * self.weight_decay, lr / (1 - beta1**step), 1 - beta2**step
 
     def update(self, parameter, gradient, moments, scalars):
-        (m, v), (kept, rate, correction) = moments, scalars
+        (m, v), (decay, rate, correction) = moments, scalars
         beta1, beta2 = self.betas
         m = m + (1 - beta1) * (gradient - m)
         v = beta2 * v + (1 - beta2) * gradient * gradient
-        return parameter * kept - rate * m / ((v / correction).sqrt() + self.eps), (m, v)
+        return parameter * decay - rate * m / ((v / correction).sqrt() + self.eps), (m, v)
 
 
 @dataclass(frozen=True)

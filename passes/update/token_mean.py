@@ -62,11 +62,11 @@ def as_mean(term: fx.Node, batch: Set[fx.Node]) -> Mean | None:
     if term.target is not aten.div.Tensor or len(term.users) > 1 or len(tensor_operands(term)) < 2:
         return None
     total, divisor = tensor_operands(term)
-    counted = first_of(divisor)
+    counted = unwrap(divisor)
     return Mean(term, counted) if counts_rows(counted, batch) and all(map(is_sum, terms(total))) else None
 
 
-def first_of(divisor: fx.Node) -> fx.Node:
+def unwrap(divisor: fx.Node) -> fx.Node:
     """Return the value under a divisor's casts, bounds and other pointwise operators."""
     while name_of(divisor) in POINTWISE and len(tensor_operands(divisor)) == 1:
         (divisor,) = tensor_operands(divisor)
@@ -113,22 +113,24 @@ def divide(mean: Mean, count: fx.Node, microbatches: int, ctx: ir.Context) -> No
     """Compute the divisor of a mean from the count of all microbatches."""
     total, divisor = tensor_operands(mean.quotient)
     with mean.quotient.graph.inserting_before(mean.quotient):
-        mean.quotient.args = (total, made_of(divisor, mean.counted, count))
+        mean.quotient.args = (total, with_count(divisor, mean.counted, count))
     inline(mean.quotient, lambda x, d: x / d * microbatches, ctx)
 
 
-def made_of(divisor: fx.Node, counted: fx.Node, count: fx.Node) -> fx.Node:
+def with_count(divisor: fx.Node, counted: fx.Node, count: fx.Node) -> fx.Node:
     """Return a copy of the divisor, computed from another count."""
     if divisor is counted:
         return count
     (operand,) = tensor_operands(divisor)
-    return ir.copy_node(divisor.graph, divisor, {operand: made_of(operand, counted, count)})
+    return ir.copy_node(divisor.graph, divisor, {operand: with_count(operand, counted, count)})
 
 
-def told(left: Sequence[fx.Node]) -> tuple[str, ...]:
+def note_on(left: Sequence[fx.Node]) -> tuple[str, ...]:
     """Return a note on the terms that are no means over labels, if there are any."""
     terms = ", ".join(f"%{term.name} ({ir.source(term)})" for term in left)
-    return (f"the loss has means over microbatches of what no count of labels divides: {terms}",) if left else ()
+    return (
+        (f"the loss has terms averaged over microbatches, as no count of labels divides them: {terms}",) if left else ()
+    )
 
 
 def is_scaled_by_rows(term: fx.Node, rows: int) -> bool:
@@ -148,8 +150,8 @@ def remarks_on(left: Sequence[fx.Node], batch: Set[fx.Node], microbatches: int) 
     if not sums:
         return ()
     terms = ", ".join(dict.fromkeys(ir.source(n) for n in sums))
-    what = f"no count of labels or rows divides terms of the loss ({terms}): their mean over microbatches is taken"
-    return (f"{what}, so that a sum divided by a constant is divided by train.microbatches={microbatches} as well",)
+    problem = f"no count of labels or rows divides terms of the loss ({terms}): they are averaged over microbatches"
+    return (f"{problem}, so that a sum divided by a constant is divided by train.microbatches={microbatches} as well",)
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,8 @@ class TokenMean(ir.Pass):
         ends = {kind: [n for n, o in zip(program.results(), program.outputs) if o.kind == kind] for kind in KINDS}
         of_loss = {term: None for loss in ends["loss"] for term in terms(loss)}
         of_metrics = {term: None for metric in ends["metric"] for term in terms(metric)}
-        found = {term: as_mean(term, batch) for term in of_loss | of_metrics}
-        means = [mean for mean in found.values() if mean is not None]
+        means_by_term = {term: as_mean(term, batch) for term in of_loss | of_metrics}
+        means = [mean for mean in means_by_term.values() if mean is not None]
         added = [(node, count_of(program, node, self.microbatches)) for node in dict.fromkeys(m.counted for m in means)]
         counts = {node: placeholder(program, ctx, node, f"count_{i}") for i, (node, _) in enumerate(added)}
         for mean in means:
@@ -175,7 +177,7 @@ class TokenMean(ir.Pass):
         program.graph.eliminate_dead_code()
         program.module.recompile()
         inputs = (ir.Input(counts[node].name, "scalar", Spec(()), count=count) for node, count in added)
-        left = [term for term in of_loss if found[term] is None]
+        left = [term for term in of_loss if means_by_term[term] is None]
         remarks = remarks_on(left, batch, self.microbatches)
-        report = ir.Report({"means": len(means)}, told(left), remarks=remarks)
+        report = ir.Report({"means": len(means)}, note_on(left), remarks=remarks)
         return replace(program, inputs=(*program.inputs, *inputs)), report

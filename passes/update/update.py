@@ -47,18 +47,18 @@ class Update:
     storage: Storage
     group: Group
     mesh: Mesh
-    given: ir.Input
+    input: ir.Input
     dtype: torch.dtype
 
     @property
     def site(self) -> int:
         """The number that tells its random draws from those of others, whichever program updates it."""
-        return zlib.crc32(self.given.name.encode())
+        return zlib.crc32(self.input.name.encode())
 
     @property
     def spec(self) -> Spec:
         """The placement of parameter and moments."""
-        return replace(self.given.spec, replicate=())
+        return replace(self.input.spec, replicate=())
 
     @property
     def codecs(self) -> list[Codec]:
@@ -83,8 +83,8 @@ class Update:
     ) -> Added:
         """Change the parameter and its moments, entry by entry; `shared` are the gradients' factor and scalars."""
 
-        def update(p: Tensor, g: Tensor, factor: Tensor, *rest: Tensor, moments: Sequence[Tensor]) -> Any:
-            scalars, drawn = rest[: len(shared) - 1], rest[len(shared) - 1 :]
+        def update(p: Tensor, g: Tensor, factor: Tensor, *values: Tensor, moments: Sequence[Tensor]) -> Any:
+            scalars, drawn = values[: len(shared) - 1], values[len(shared) - 1 :]
             g = real(g, self.wide) * factor
             new, moments = self.group.optimizer.update(real(p, self.wide), g, tuple(moments), scalars)
             return self.rounded(new, drawn), moments
@@ -95,24 +95,28 @@ class Update:
         return added
 
     def advance(
-        self, append: Appender, what: str, fn: Callable[..., Any], inputs: Sequence[fx.Node], parameter: fx.Node
+        self, append: Appender, name: str, fn: Callable[..., Any], inputs: Sequence[fx.Node], parameter: fx.Node
     ) -> tuple[fx.Node, Added]:
         """Return the value of `fn(*inputs, moments=...)` and write the new moments, which it returns too."""
         codecs = self.codecs
-        held = [self.inputs(append, m.name, c, parameter) for m, c in zip(self.group.optimizer.moments, codecs)]
-        kept = [node for parts in held for node, _ in parts]
+        moment_inputs = [
+            self.inputs(append, m.name, c, parameter) for m, c in zip(self.group.optimizer.moments, codecs)
+        ]
+        nodes = [node for parts in moment_inputs for node, _ in parts]
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
             state = iter(values[len(inputs) :])
-            moments = [real(c.decode([next(state) for _ in parts]), self.wide) for c, parts in zip(codecs, held)]
+            moments = [
+                real(c.decode([next(state) for _ in parts]), self.wide) for c, parts in zip(codecs, moment_inputs)
+            ]
             value, new = fn(*values[: len(inputs)], moments=moments)
             return value, *(part for c, m in zip(codecs, new) for part in c.encode(m))
 
-        key = (what, self.group.optimizer, self.dtype, tuple(codecs), *self.identity())
-        value, *state = append.trace(run, *inputs, *kept, key=key)
-        for node, new in zip(kept, state, strict=True):
+        key = (name, self.group.optimizer, self.dtype, tuple(codecs), *self.identity())
+        value, *state = append.trace(run, *inputs, *nodes, key=key)
+        for node, new in zip(nodes, state, strict=True):
             append.keep(node, new)
-        return value, [pair for parts in held for pair in parts]
+        return value, [pair for parts in moment_inputs for pair in parts]
 
     @property
     def at_random(self) -> bool:
@@ -137,12 +141,12 @@ class Update:
         index = global_index(self.spec, self.mesh, dict(zip(axes, coordinates, strict=True)), new.device)
         return cast(round_at_random(new, step, self.site, index), self.dtype)
 
-    def inputs(self, append: Appender, moment: str, how: Codec, parameter: fx.Node) -> Added:
+    def inputs(self, append: Appender, moment: str, storage: Codec, parameter: fx.Node) -> Added:
         """Insert the inputs that store one moment."""
-        found = []
-        for suffix, shape, dtype, spec in how.parts(self.spec, self.mesh):
+        added = []
+        for suffix, shape, dtype, spec in storage.parts(self.spec, self.mesh):
             val = ir.example(parameter).new_empty(shape, dtype=dtype)
             node = append.placeholder(f"{moment}{suffix.replace('.', '_')}_{parameter.name}", val, spec)
-            name = f"{moment}{suffix}.{self.given.name}"
-            found.append((node, ir.Input(name, "moment", spec, layer=self.given.layer)))
-        return found
+            name = f"{moment}{suffix}.{self.input.name}"
+            added.append((node, ir.Input(name, "moment", spec, layer=self.input.layer)))
+        return added

@@ -316,7 +316,7 @@ FAULTS = (
     Fault(
         "buffers_not_stored",
         "passes/update/optimize.py",
-        "append.keep(given[output.name], node)",
+        "append.keep(buffers[output.name], node)",
         "pass",
         "New values of buffers are thrown away.",
     ),
@@ -330,8 +330,8 @@ FAULTS = (
     Fault(
         "one_axis_completed",
         "passes/update/defer.py",
-        "for axis in mesh.flatten(left):",
-        "for axis in mesh.flatten(left)[1:]:",
+        "for axis in mesh.flatten(remaining):",
+        "for axis in mesh.flatten(remaining)[1:]:",
         "One of the sums that were left to the update is never taken.",
     ),
     Fault(

@@ -56,5 +56,5 @@ def test_a_head_that_is_the_embedding_is_both():
 
 
 def test_a_pattern_that_names_nothing_is_refused():
-    with pytest.raises(UserError, match=r"optim.groups.late.names: no parameter that is trained is named like 'layer.1"):
+    with pytest.raises(UserError, match=r"optim.groups.late.names: no trained parameter is named like 'layer.1"):
         compile_lockstep(llama(), llama_loss, batches()[0], {}, PLAIN | {"groups": {"late": {"names": ["layer.1.*"]}}})

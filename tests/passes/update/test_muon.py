@@ -79,7 +79,7 @@ def test_one_matrix_of_torch_s_own():
 
 
 def test_what_is_no_matrix_is_refused_by_name():
-    with pytest.raises(UserError, match=r"optim.groups: layers.0.\S* is of shape \[\d+\], and Muon takes matrices"):
+    with pytest.raises(UserError, match=r"optim.groups: layers.0.\S* has shape \[\d+\], but Muon takes matrices"):
         compile_lockstep(llama(), llama_loss, batches()[0], {}, MUON | {"groups": {}})
 
 

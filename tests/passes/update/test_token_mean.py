@@ -145,7 +145,7 @@ def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
     assert step(fresh)["loss"] == pytest.approx(sum(parts) / 4, rel=SAME)
     assert not math.isclose(sum(parts) / 4, loss(model, fresh).item(), rel_tol=1e-6)
     (note,) = report_of(step)["notes"]
-    assert "test_token_mean.py:" in note and "the loss has means over microbatches" in note
+    assert "test_token_mean.py:" in note and "the loss has terms averaged over microbatches" in note
 
 
 def balanced(model, batch):
