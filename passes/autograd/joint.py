@@ -1,13 +1,13 @@
 """Forward and backward in one flat graph: autograd, traced over the local forward program.
 
-The reshard operators know their gradients, so the backward communication is derived, not written. Each
-parameter's gradient leaves placed as the dual of the parameter: partial where the parameter is replicate.
+The reshard operators know their gradients, so the backward's communication is derived, not written. Each parameter's
+gradient is placed as the dual of the parameter: partial on axes on which the parameter is replicated.
 
-A parameter that the loss has no gradient of becomes a buffer: no optimizer of PyTorch decays it either.
+A parameter without a gradient becomes a buffer: PyTorch's optimizers do not decay it either.
 
-Each record that autograd makes is linked, as it is made, to the node of the forward that made it:
+Each record that autograd makes is linked, when it is made, to the forward node that made it:
 
-    %mm = mm(%x, %w)  ->  MmBackward0, before which a hook says of what is recorded next: differentiates %mm
+    %mm = mm(%x, %w)  ->  MmBackward0, whose hook marks the operators recorded next as differentiating %mm
 
 A sum of gradients has the origin of the record that yields its last term.
 """
@@ -32,12 +32,12 @@ from passes.program.torch_private import decomposition, step_by_step
 from passes.program.trace import Recorder, Tape
 from passes.rules.recurrent import RECURRENT
 
-SHOWN = 6  # parameters named in a line
-MAY_BE_LOST = 0.05  # of the backward's nodes: without origins, what works by layer would silently do nothing
+SHOWN = 6  # most parameters named in a line
+MAY_BE_LOST = 0.05  # of the backward's nodes: without origins, passes that work by layer would silently do nothing
 
 
 class Origins(fx.Interpreter):
-    """Runs the forward, and gives what is recorded its origin: the node that it computes or differentiates."""
+    """Runs the forward, and gives each recorded operator its origin: the node that it computes or differentiates."""
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
@@ -47,11 +47,11 @@ class Origins(fx.Interpreter):
         self.lost: list[fx.Node] = []
 
     def stamp(self, phase: Literal["forward", "backward"], origin: fx.Node | None) -> None:
-        """Say what operators come from, from here on."""
+        """Set the phase and the origin of operators recorded from here on."""
         self.phase, self.origin = phase, origin
 
     def written(self, node: fx.Node) -> None:
-        """Give a new node of the joint graph its phase and origin; those of the forward are placed as they were."""
+        """Give a new node of the joint graph its phase and origin; nodes of the forward keep their placement."""
         if self.origin is not None:
             ir.copy_origin(node, self.origin)
             if self.phase == "forward" and ir.is_tensor(node) and node.target == self.origin.target:
@@ -61,7 +61,7 @@ class Origins(fx.Interpreter):
         ir.update(node, phase=self.phase)
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's value; autograd's new records behind it are remembered as the node's."""
+        """Run a node; link autograd's new records to it."""
         self.stamp("forward", n)
         result = super().run_node(n)
         self.stamp("backward", None)
@@ -71,24 +71,23 @@ class Origins(fx.Interpreter):
             record = waiting.pop()
             if record is not None and record not in self.known:
                 self.known.add(record)
-                # a hook that held `self` would keep all of it alive: records are opaque to Python's collector
+                # a reference to `self` in the hook would leak it: Python's collector does not see into records
                 record.register_prehook(functools.partial(enter, weakref.ref(self), n))
                 waiting += [earlier for earlier, _ in record.next_functions]
         return result
 
 
 def enter(origins: weakref.ref[Origins], node: fx.Node, gradients: Any) -> None:
-    """From here on, sums of gradients that this completes included, what is called differentiates a forward node."""
+    """Set the origin to a forward node whose gradient is computed from here on, after the sums that it completes."""
     found = origins()
     assert found is not None
     found.stamp("backward", node)
 
 
 def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Node]]:
-    """The program and the gradients of its loss for parameters as one graph; the names of these parameters.
+    """Return one graph with the program and its loss's gradients, the names of the parameters, and nodes without origin.
 
-    Pipeline stages' copies of a parameter all have gradients if one of them has. Also the nodes that are linked to none
-    of the program.
+    If one pipeline stage's copy of a parameter has a gradient, all copies have one.
     """
     origins = Origins(program.module)
     tape = Tape(origins.written)
@@ -113,7 +112,7 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Nod
 
 
 def unrolled(program: ir.Program, ctx: ir.Context) -> ir.Program:
-    """The program with recurrent networks written out over time: PyTorch has no gradient of theirs for every device."""
+    """Return the program with recurrent networks unrolled over time: PyTorch lacks their gradients on some devices."""
     if not any(name_of(n) in RECURRENT for n in program.calls()):
         return program
     program = program.copy()
@@ -151,7 +150,7 @@ class Joint(ir.Pass):
         drop_detached(joint.graph)
         lost = [node for node in lost if node.users]
         notes, remarks = report_lost(lost, _count(joint, "backward")), report_idle([*idle], program)
-        inline_functions(joint, ctx, but=communicates)  # those are one operator to remat
+        inline_functions(joint, ctx, but=communicates)  # remat treats each of those as one operator
         functionalize(joint.graph)
         joint.graph.eliminate_dead_code()
         joint.module.recompile()
@@ -162,7 +161,7 @@ class Joint(ir.Pass):
 
 
 def report_idle(names: list[str], program: ir.Program) -> tuple[str, ...]:
-    """A line on parameters that take no part, if there are any."""
+    """Return a line on parameters that take no part, if there are any."""
     if not names:
         return ()
     layers = f", and those of {program.fold.left_out} layers like them" if program.fold else ""
@@ -171,7 +170,7 @@ def report_idle(names: list[str], program: ir.Program) -> tuple[str, ...]:
 
 
 def report_lost(lost: list[fx.Node], backward: int) -> tuple[str, ...]:
-    """A note on each node of the backward without an origin; too many of them are an error."""
+    """Return a note for each node of the backward without an origin; raise CompileError if there are too many."""
     if len(lost) > MAY_BE_LOST * backward:
         raise ir.CompileError(
             "joint",
@@ -183,14 +182,14 @@ def report_lost(lost: list[fx.Node], backward: int) -> tuple[str, ...]:
 
 
 def drop_detached(graph: fx.Graph) -> None:
-    """Once gradients are explicit, `detach` means nothing; what autograd keeps is traced as it or as `alias`."""
+    """Drop `detach` and `alias`: once gradients are explicit, they do nothing."""
     for node in list(graph.nodes):
         if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
 
-# what takes entries of a value, and what writes them back
+# operators that take entries of a value, and operators that write them back
 SCATTERS = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
@@ -200,7 +199,7 @@ SCATTERS = {
 
 
 def functionalize(graph: fx.Graph) -> None:
-    """Write updates of temporaries in place (some of PyTorch's own definitions have them) as new values."""
+    """Replace in-place updates of temporaries, as in some of PyTorch's own definitions, by new values."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     holders: dict[torch.UntypedStorage, list[fx.Node]] = collections.defaultdict(list)
     for node in list(graph.nodes):
@@ -226,7 +225,7 @@ def functionalize(graph: fx.Graph) -> None:
 
 
 def taken_from(node: Any) -> list[fx.Node]:
-    """The node and, where it takes entries of another, all that these are taken from, the whole last."""
+    """Return the node, the value from whose entries it is taken, and so on; the full value last."""
     chain = [node]
     while chain[-1].target in SCATTERS:
         chain.append(chain[-1].args[0])
@@ -234,7 +233,7 @@ def taken_from(node: Any) -> list[fx.Node]:
 
 
 def scattered(graph: fx.Graph, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
-    """The whole with a view of it written over by a value."""
+    """Return the full value with a view of it overwritten."""
     with graph.inserting_after(value):
         new = graph.call_function(SCATTERS[view.target], (whole, value, *view.args[1:]), view.kwargs)
     ir.set_value(new, ir.value(whole))
@@ -243,7 +242,7 @@ def scattered(graph: fx.Graph, view: fx.Node, whole: fx.Node, value: fx.Node) ->
 
 
 def _functional(target: Any) -> Any:
-    """The overload that computes what an operator like `aten.pow_.Scalar` writes: `aten.pow.Tensor_Scalar`."""
+    """Return the functional overload of an in-place operator: `aten.pow.Tensor_Scalar` for `aten.pow_.Scalar`."""
     packet = getattr(torch.ops.aten, target._opname[:-1])
     wanted = [str(a.type) for a in target._schema.arguments]
     return next(

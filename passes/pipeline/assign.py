@@ -1,16 +1,17 @@
-"""Pipeline stages: the operators of the local forward, each with the stage whose ranks run it.
+"""Assign pipeline stages: each operator of the local forward gets the stage whose ranks run it.
 
     embedding, layers 0 1 | layers 2 3 | layers 4 5 | layers 6 7, norm, head, loss
     stage 0               | stage 1    | stage 2    | stage 3
 
-Layers stay whole and in order; the stage that computes most computes as little as can be, or stages have the numbers
-of layers that are told. Of a model with fewer layers than stages modules stay whole, or single operators. What lies
-outside of layers goes with the layer before it. A value of an earlier stage may be read in any later one (a skip, an
-encoder's output), never the other way round.
+Layers stay together and in order. The costliest stage is made as cheap as possible, unless the numbers of layers are
+given. If a model has fewer layers than stages, its modules stay together, or it is cut between single operators.
+Operators outside of layers go with the layer before them. Any later stage may read a value of an earlier one (a skip,
+an encoder's output), but not the reverse.
 
 A parameter that several stages use is an input for each, `output.weight` and `output.weight@3`: autograd gives each its
-own gradient, a term of the whole. What is computed from it alone, a cast or a gather, is computed in each. What no
-parameter is part of (positions, masks, rotary tables) has no stage: it is made wherever it is read.
+own gradient, one term of the total. Operators on this parameter alone, such as a cast or a gather, are repeated in
+each. Operators that depend on no parameter (positions, masks, rotary tables) have no stage: each reader's stage
+computes them.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from passes.program.editor import Editor
 from passes.program.layer import Layer
 from passes.program.stages import Stage
 
-LARGE = 2**20  # entries of a buffer: what is made of it is computed once and sent
+LARGE = 2**20  # entries of a buffer; operators on a larger one are computed once and their results sent
 
 
 @dataclass(frozen=True)
 class Assign(ir.Pass):
     """Give each operator a pipeline stage, one of `stages`.
 
-    `layers` are how many each has; without, the stage that computes most computes as little as can be. `stored` are the
-    stages whose ranks hold state already, by name: parameters, and buffers that change, of another program over the
-    same state, which are kept.
+    `layers` are the numbers of layers per stage; without them, the costliest stage is made as cheap as possible.
+    `stored` maps names to the stages whose ranks already hold this state (parameters, and buffers that change) for
+    another program; these stages are kept.
     """
 
     stages: int = 1
@@ -70,7 +71,7 @@ class Assign(ir.Pass):
     def divided(
         self, program: ir.Program, work: Sequence[fx.Node], avals: Avals
     ) -> tuple[dict[fx.Node, int], tuple[str, ...]]:
-        """The stage of each operator, in order, and what each stage has."""
+        """Return the stage of each operator, in order, and a note for each stage."""
         units = next((units for units in finer(program, work) if len(units) >= self.stages), [])
         costs = [1 + sum(count_flops(node, avals) for node in unit) for unit in units]
         counts = self.layers or even(costs, self.stages)
@@ -80,7 +81,7 @@ class Assign(ir.Pass):
         return {node: stage for stage, unit in zip(of_unit, units, strict=True) for node in unit}, notes
 
     def check(self, counts: Sequence[int], layers: int) -> None:
-        """Raises Refused where there are fewer layers than stages, or others than were told."""
+        """Raise Refused if there are fewer layers than stages, or if the given numbers of layers do not fit."""
         if layers < self.stages:
             what = "the model has fewer operators that parameters are part of; use a smaller mesh.pp"
             raise ir.Refused("assign", None, f"mesh.pp: {self.stages} stages, {what}")
@@ -89,11 +90,11 @@ class Assign(ir.Pass):
             raise ir.Refused("assign", None, f"passes.pipeline.stages: {what}")
 
 
-# ---- what has a stage ---------------------------------------------------------------------------------
+# ---- operators with a stage ---------------------------------------------------------------------------
 
 
 def without_parameters(program: ir.Program, avals: Avals) -> set[fx.Node]:
-    """Operators of which no parameter, product or large buffer is part: they are worth less than to be sent."""
+    """Return operators that depend on no parameter, matmul or large buffer: they are cheaper to repeat than to send."""
     given = zip(program.placeholders(), program.inputs, strict=True)
     changed = {output.name for output in program.outputs if output.kind == "buffer"}
     bound = {
@@ -111,7 +112,7 @@ def without_parameters(program: ir.Program, avals: Avals) -> set[fx.Node]:
 
 
 def of_parameters(program: ir.Program) -> set[fx.Node]:
-    """Operators that read parameters, and neither a batch nor scalars."""
+    """Return operators that read parameters, but neither a batch nor scalars."""
     kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs, strict=True)}
     fed = {node for node, kind in kinds.items() if kind in ("batch", "scalar", "layout")}
     reading = {node for node, kind in kinds.items() if kind == "parameter"}
@@ -126,7 +127,7 @@ def of_parameters(program: ir.Program) -> set[fx.Node]:
 def stages_of(
     program: ir.Program, work: Sequence[fx.Node], weights: set[fx.Node], stored: Mapping[str, Sequence[int]]
 ) -> dict[fx.Node, int]:
-    """The stage of each operator, in order: a later one begins with what reads state that it alone holds."""
+    """Return the stage of each operator, in order: a later one begins at the first reader of state that only it holds."""
     names = dict[fx.Node, set[str]]()
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         names[node] = {given.name} if given.kind in ("parameter", "buffer") else set()
@@ -141,14 +142,17 @@ def stages_of(
 
 
 def finer(program: ir.Program, work: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:
-    """The operators as layers, as calls of modules, and one by one."""
+    """Yield the operators grouped by layers, by calls of modules, and one by one."""
     yield units_of(program, work)
     yield [list(group) for _, group in itertools.groupby(work, ir.module_path)]
     yield [[node] for node in work]
 
 
 def units_of(program: ir.Program, work: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """The operators of each layer, with those after it that are of none; before the first layer, with the first."""
+    """Return the operators of each layer, with those outside of layers after it.
+
+    The first layer also gets those before it.
+    """
     units, order = list[list[fx.Node]]([[]]), dict[Layer, int]()
     for node in work:
         if layer := ir.layer(node):
@@ -162,7 +166,7 @@ def units_of(program: ir.Program, work: Iterable[fx.Node]) -> list[list[fx.Node]
 
 
 def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
-    """How many neighbours each part takes: the dearest costs as little as can be, the others are as even as can be.
+    """Return the number of neighbours in each part: the costliest part is as cheap as possible, others are even.
 
     Early parts have the fewest.
     """
@@ -170,7 +174,7 @@ def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
         return (len(costs),)
     before = [0, *itertools.accumulate(costs)]
     limit = least_limit(before, parts)
-    # best[p][n]: (squares of what parts cost, how many the last takes, negative) where p parts share the first n
+    # best[p][n]: (sum of the parts' squared costs, minus the size of the last part), if p parts share the first n
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for part in range(1, parts + 1):
         row = dict[int, tuple[int, int]]()
@@ -188,7 +192,7 @@ def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
 
 
 def least_limit(before: Sequence[int], parts: int) -> int:
-    """What the dearest of so many parts costs at least; `before` are sums of costs."""
+    """Return the least possible cost of the costliest of `parts` parts; `before` are cumulative costs."""
     low, high = max(b - a for a, b in itertools.pairwise(before)), before[-1]
     while low < high:
         middle = (low + high) // 2
@@ -200,7 +204,7 @@ def least_limit(before: Sequence[int], parts: int) -> int:
 
 
 def fewest_parts(before: Sequence[int], limit: int) -> int:
-    """Into how few parts all can be divided of which none costs more than a limit."""
+    """Return the least number of parts of which none costs more than `limit`."""
     count, start = 0, 0
     while start < len(before) - 1:
         start = bisect.bisect_right(before, before[start] + limit) - 1
@@ -209,7 +213,7 @@ def fewest_parts(before: Sequence[int], limit: int) -> int:
 
 
 def stages_read(node: fx.Node) -> Iterable[int]:
-    """The stages of a node's operands."""
+    """Return the stages of a node's operands."""
     return (stage for n in node.all_input_nodes if (stage := ir.pipeline_stage(n)) is not None)
 
 
@@ -217,9 +221,9 @@ def stages_read(node: fx.Node) -> Iterable[int]:
 
 
 def share_buffers(program: ir.Program, ctx: ir.Context) -> None:
-    """Let one stage read each buffer that changes, the one that changes it; it sends others what it was.
+    """Let only one stage read each buffer that changes, the one that changes it; it sends the old value to others.
 
-    The forward of a microbatch changes it, and may be followed by that of another before its own backward.
+    The forward of a microbatch changes the buffer, and another microbatch's forward may follow before its own backward.
     """
     buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
     for new, output in zip(program.results(), program.outputs, strict=True):
@@ -244,9 +248,9 @@ def share_buffers(program: ir.Program, ctx: ir.Context) -> None:
 def split_parameters(
     program: ir.Program, work: Iterable[fx.Node], weights: set[fx.Node]
 ) -> tuple[tuple[ir.Input, ...], dict[str, list[int]]]:
-    """Give each stage its own copy of the parameters that it uses, and of what is made of them alone.
+    """Give each stage its own copy of the parameters that it uses, and of operators on these alone.
 
-    Returns the inputs, and the stages of parameters that have several.
+    Return the inputs, and the stages of parameters that have several.
     """
     given = dict(zip(program.placeholders(), program.inputs, strict=True))
     own = dict[tuple[fx.Node, int], fx.Node]()
@@ -290,7 +294,7 @@ def split_parameters(
         for operand in node.all_input_nodes:
             node.replace_input_with(operand, mine(operand, stage))
     for node, each in list(given.items()):
-        if each.kind == "parameter" and ir.pipeline_stage(node) is None:  # nobody reads it
+        if each.kind == "parameter" and ir.pipeline_stage(node) is None:  # without a reader
             parameter(node, 0)
     program.graph.lint()
     found = (given[node] for node in program.placeholders())

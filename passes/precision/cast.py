@@ -1,4 +1,4 @@
-"""Precision as casts in the graph: what a tensor's dtype is, the graph says.
+"""Mixed precision as casts in the graph, so that the graph shows every tensor's dtype.
 
     linear(x, w)                 bf16 graph over a bf16 parameter
     softmax(s)
@@ -6,11 +6,11 @@ becomes
     linear(x, _to_copy(w, bf16))                      over an fp32 parameter
     _to_copy(softmax(_to_copy(s, f32)), bf16)         by the table of operators
 
-The model is captured with its parameters already in the compute dtype, so that casts its author wrote are in the graph.
-Masters keep their own dtype; the gather of a sharded weight takes over the cast, so that bf16 travels and the gradient
-is reduced uncast. `ops` names operators that must not compute in less than a dtype, `modules` gives modules a dtype
-of their own, `output` that of what the model hands to the loss. Of the casts written here no two are alike, and
-none undoes another: what leaves one fp32 operator for the next is not rounded on the way.
+The model is captured with its parameters already in the compute dtype, so that casts by its author are in the graph.
+Masters keep their own dtype; the cast is moved into the gather of a sharded weight, so that bf16 travels and the
+gradient is reduced uncast. `ops` names operators with a least dtype, `modules` gives modules their own dtype, `output`
+the dtype of the model's outputs to the loss. Casts inserted here are merged if equal, and dropped if one undoes
+another: a value between two fp32 operators is not rounded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COPY = aten._to_copy.default
 
 
 def in_dtype(op: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """The operator on operands cast to the dtype, its results cast back to what they were; a loss is not rounded."""
+    """Return the operator on operands cast to the dtype, with results cast back; a scalar (a loss) is not rounded."""
 
     def floating(x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point()
@@ -62,7 +62,7 @@ def in_dtype(op: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def is_cast(node: Any) -> bool:
-    """Whether the node changes a floating dtype and nothing else."""
+    """Return True if the node changes only a floating-point dtype."""
     return (
         isinstance(node, fx.Node)
         and node.target is COPY
@@ -73,7 +73,7 @@ def is_cast(node: Any) -> bool:
 
 
 def tidy(graph: fx.Graph, own: set[fx.Node]) -> Counter[str]:
-    """Merge casts that are alike and drop pairs that undo each other; those not in `own` may be meant to round."""
+    """Merge equal casts and drop pairs that undo each other; casts not in `own` may round on purpose."""
     counts: Counter[str] = Counter()
     known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
@@ -82,7 +82,7 @@ def tidy(graph: fx.Graph, own: set[fx.Node]) -> Counter[str]:
         source, to = node.args[0], ir.example(node).dtype
         if is_cast(source):
             first, middle = ir.example(source.args[0]).dtype, ir.example(source).dtype
-            keeps_all = torch.promote_types(first, middle) == middle  # a wider dtype in between changes nothing
+            keeps_all = torch.promote_types(first, middle) == middle  # a wider dtype in between changes no number
             if keeps_all or {node, source} <= own and first == to:
                 source = source.args[0]
                 counts["removed"] += 1
@@ -100,7 +100,10 @@ def tidy(graph: fx.Graph, own: set[fx.Node]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Cast(ir.Pass):
-    """`masters` is the dtype in which each parameter is stored, by name; patterns of `modules` prevail over `ops`."""
+    """Insert casts.
+
+    `masters` is the dtype in which each parameter is stored, by name; patterns of `modules` override `ops`.
+    """
 
     masters: Mapping[str, torch.dtype] = field(default_factory=dict)
     ops: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -118,7 +121,7 @@ class Cast(ir.Pass):
         return program, ir.Report(counts, dtype_table(program))
 
     def cast_masters(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
-        """Let parameters arrive in their own dtype; the casts to that in which they are used, next to the first use."""
+        """Give parameters their stored dtype; return the casts to the dtype of their uses, next to the first use."""
         casts = set()
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         output = program.graph.output_node()
@@ -136,7 +139,7 @@ class Cast(ir.Pass):
         return casts
 
     def cast_operators(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
-        """Compute operators in the dtype that a pattern gives them; the casts around them."""
+        """Compute operators in the dtype that a pattern gives them; return the casts around them."""
         casts: set[fx.Node] = set()
         matched: set[str] = set()
         for node in list(program.calls()):
@@ -154,7 +157,7 @@ class Cast(ir.Pass):
         return casts
 
     def wanted(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
-        """The dtype that the node is to compute in, if that is another than it does."""
+        """Return the dtype in which the node must compute; None if it already does."""
         if not is_operator(node) or node.target is COPY or not ir.is_tensor(node):
             return None
         dtypes = {ir.example(n).dtype for n in node.all_input_nodes if ir.is_tensor(n)}
@@ -177,7 +180,7 @@ class Cast(ir.Pass):
 
 
 def refresh(program: ir.Program, ctx: ir.Context) -> None:
-    """Record anew what every operator computes: a result that is not cast back has another dtype."""
+    """Recompute the recorded values of all operators: a result that is not cast back has another dtype."""
     with ctx.fake_mode, torch.no_grad():
         for node in program.calls():
             args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
@@ -185,7 +188,7 @@ def refresh(program: ir.Program, ctx: ir.Context) -> None:
 
 
 def dtype_table(program: ir.Program) -> tuple[str, ...]:
-    """`linear computes in bf16: 29`: of each operator that computes, in which dtype and how often."""
+    """Return lines such as `linear computes in bf16: 29`: the dtype and number of calls of each operator."""
     found = Counter(
         (name_of(n), _dtype(n.args[0]))
         for n in program.calls()
