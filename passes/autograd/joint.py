@@ -41,7 +41,7 @@ class Origins(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
-        self.known: set[torch.autograd.graph.Node] = set()
+        self.linked: set[torch.autograd.graph.Node] = set()
         self.phase: Literal["forward", "backward"] = "forward"
         self.origin: fx.Node | None = None
         self.lost: list[fx.Node] = []
@@ -69,8 +69,8 @@ class Origins(fx.Interpreter):
         waiting = [value.grad_fn for value in values if isinstance(value, Tensor)]
         while waiting:
             record = waiting.pop()
-            if record is not None and record not in self.known:
-                self.known.add(record)
+            if record is not None and record not in self.linked:
+                self.linked.add(record)
                 # a reference to `self` in the hook would leak it: Python's collector does not see into records
                 record.register_prehook(functools.partial(enter, weakref.ref(self), n))
                 waiting += [earlier for earlier, _ in record.next_functions]
@@ -79,13 +79,13 @@ class Origins(fx.Interpreter):
 
 def enter(origins: weakref.ref[Origins], node: fx.Node, gradients: Any) -> None:
     """Set the origin to a forward node whose gradient is computed from here on, after the sums that it completes."""
-    found = origins()
-    assert found is not None
-    found.stamp("backward", node)
+    target = origins()
+    assert target is not None
+    target.stamp("backward", node)
 
 
 def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Node]]:
-    """Return one graph with the program and its loss's gradients, the names of the parameters, and nodes without origin.
+    """Return one graph with the program and its loss's gradients, the parameters' names, and nodes without origin.
 
     If one pipeline stage's copy of a parameter has a gradient, all copies have one.
     """
@@ -101,17 +101,17 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Nod
     with Recorder(tape):
         outputs = origins.run(*leaves)
         origins.stamp("backward", program.results()[index])
-        one = torch.ones_like(outputs[index])
+        ones = torch.ones_like(outputs[index])
         origins.stamp("backward", None)
-        found = dict(zip(wanted, torch.autograd.grad(outputs[index], [*wanted.values()], one, allow_unused=True)))
+        by_name = dict(zip(wanted, torch.autograd.grad(outputs[index], [*wanted.values()], ones, allow_unused=True)))
         origins.stamp("backward", program.results()[index])
-        trained = {parameters[name].original for name, gradient in found.items() if gradient is not None}
+        trained = {parameters[name].original for name, gradient in by_name.items() if gradient is not None}
         names = [name for name, given in parameters.items() if given.original in trained]
-        gradients = [torch.zeros_like(wanted[n]) if (g := found[n]) is None else g for n in names]
+        gradients = [torch.zeros_like(wanted[n]) if (g := by_name[n]) is None else g for n in names]
     return tape.output((*outputs, *gradients)), names, origins.lost
 
 
-def unrolled(program: ir.Program, ctx: ir.Context) -> ir.Program:
+def unroll(program: ir.Program, ctx: ir.Context) -> ir.Program:
     """Return the program with recurrent networks unrolled over time: PyTorch lacks their gradients on some devices."""
     if not any(name_of(n) in RECURRENT for n in program.calls()):
         return program
@@ -132,15 +132,15 @@ class Joint(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(i.kind == "parameter" for i in program.inputs):
-            what = "none of its parameters that the loss uses requires a gradient: nothing to train"
-            raise ir.Refused("model", None, what)
-        program = unrolled(program, ctx)
+            problem = "none of its parameters that the loss uses requires a gradient: nothing to train"
+            raise ir.Refused("model", None, problem)
+        program = unroll(program, ctx)
         with ctx.fake_mode, torch.enable_grad():
             graph, names, lost = differentiate(program)
         parameters = {i.name: i for i in program.inputs if i.kind == "parameter"}
-        idle = dict.fromkeys(given.original for name, given in parameters.items() if name not in names)
+        idle = dict.fromkeys(parameter.original for name, parameter in parameters.items() if name not in names)
         if not names:
-            raise ir.Refused("model", None, "the loss has no gradient of any of its parameters: nothing to train")
+            raise ir.Refused("model", None, "the loss depends on none of its parameters: nothing to train")
         gradients = tuple(ir.Output(name, "gradient", parameters[name].spec.gradient()) for name in names)
         inputs = tuple(replace(i, kind="buffer") if i.original in idle else i for i in program.inputs)
         for node, old in zip(graph.find_nodes(op="placeholder"), program.placeholders()):
@@ -166,7 +166,7 @@ def report_idle(names: list[str], program: ir.Program) -> tuple[str, ...]:
         return ()
     layers = f", and those of {program.fold.left_out} layers like them" if program.fold else ""
     shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "") + layers
-    return (f"parameters that the loss has no gradient of stay as they are: {shown}",)
+    return (f"parameters on which the loss does not depend stay unchanged: {shown}",)
 
 
 def report_lost(lost: list[fx.Node], backward: int) -> tuple[str, ...]:
@@ -208,15 +208,15 @@ def functionalize(graph: fx.Graph) -> None:
             if ir.is_tensor(node):
                 holders[ir.example(node).untyped_storage()].append(node)
             continue
-        updated = taken_from(node.args[0])
+        updated = view_chain(node.args[0])
         stale = [h for h in holders[ir.example(updated[0]).untyped_storage()] if h not in updated]
         is_shared = any(order[user] > order[node] for holder in stale for user in holder.users)
         if not target._opname.endswith("_") or updated[-1].op == "placeholder" or is_shared:
             raise ir.CompileError("joint", node, f"{target} writes in place to a value that has views")
         node.target = _functional(target)
         written = [node]
-        for view, whole in zip(updated, updated[1:]):
-            written.append(scattered(graph, view, whole, written[-1]))
+        for view, full in zip(updated, updated[1:]):
+            written.append(write_back(graph, view, full, written[-1]))
             order[written[-1]] = order[node]
         for old, new in zip(updated, written):
             for user in [user for user in old.users if order[user] > order[node]]:
@@ -224,7 +224,7 @@ def functionalize(graph: fx.Graph) -> None:
         holders[ir.example(node).untyped_storage()] = written
 
 
-def taken_from(node: Any) -> list[fx.Node]:
+def view_chain(node: Any) -> list[fx.Node]:
     """Return the node, the value from whose entries it is taken, and so on; the full value last."""
     chain = [node]
     while chain[-1].target in SCATTERS:
@@ -232,11 +232,11 @@ def taken_from(node: Any) -> list[fx.Node]:
     return chain
 
 
-def scattered(graph: fx.Graph, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+def write_back(graph: fx.Graph, view: fx.Node, full: fx.Node, value: fx.Node) -> fx.Node:
     """Return the full value with a view of it overwritten."""
     with graph.inserting_after(value):
-        new = graph.call_function(SCATTERS[view.target], (whole, value, *view.args[1:]), view.kwargs)
-    ir.set_value(new, ir.value(whole))
+        new = graph.call_function(SCATTERS[view.target], (full, value, *view.args[1:]), view.kwargs)
+    ir.set_value(new, ir.value(full))
     ir.copy_origin(new, value)
     return new
 

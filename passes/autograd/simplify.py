@@ -39,21 +39,21 @@ INVOLUTIONS = (aten.neg.default, aten.t.default, aten.transpose.int)
 
 def same_operand(node: fx.Node) -> Any:
     """Return the operand that a node returns unchanged, or None."""
-    x, *rest = node.args
-    if node.target in NEUTRAL and not isinstance(rest[0], fx.Node) and rest[0] == NEUTRAL[node.target]:
+    x, *others = node.args
+    if node.target in NEUTRAL and not isinstance(others[0], fx.Node) and others[0] == NEUTRAL[node.target]:
         return x
-    if node.target in CASTS and ir.is_tensor(x) and set(node.kwargs) <= {"dtype"} and len(rest) <= 1:
+    if node.target in CASTS and ir.is_tensor(x) and set(node.kwargs) <= {"dtype"} and len(others) <= 1:
         return x
     return None
 
 
-def undone(node: fx.Node) -> Any:
+def undo(node: fx.Node) -> Any:
     """Return the operand of two operators of which the second undoes the first, or None."""
-    x, *rest = node.args
+    x, *others = node.args
     if node.target not in INVOLUTIONS or not isinstance(x, fx.Node) or x.target is not node.target:
         return None
     rank = ir.example(node).dim()
-    dims = [sorted(dim % rank for dim in given) for given in (rest, x.args[1:])]
+    dims = [sorted(dim % rank for dim in dim_args) for dim_args in (others, x.args[1:])]
     return x.args[0] if dims[0] == dims[1] else None
 
 
@@ -67,13 +67,13 @@ def drop(node: fx.Node, ctx: ir.Context) -> bool:
     """Let a node's users read the operand that it returns unchanged; return True if it does."""
     if not node.args or not ir.is_tensor(node):
         return False
-    kept = same_operand(node)
-    kept = undone(node) if kept is None else kept
-    if not ir.is_tensor(kept) or not lies_alike(node, kept):
+    operand = same_operand(node)
+    operand = undo(node) if operand is None else operand
+    if not ir.is_tensor(operand) or not lies_alike(node, operand):
         return False
-    if ir.spec(kept) is None:
-        ir.update(kept, spec=ir.spec(node), stands_for=ir.stands_for(node))
-    node.replace_all_uses_with(kept)
+    if ir.spec(operand) is None:
+        ir.update(operand, spec=ir.spec(node), stands_for=ir.stands_for(node))
+    node.replace_all_uses_with(operand)
     return True
 
 
@@ -81,10 +81,14 @@ def join_scales(node: fx.Node, ctx: ir.Context) -> bool:
     """Scale once in `mul(div(y, d), mul(x, c))`, c a power of two; return True if the node matches."""
     if node.target is not aten.mul.Tensor:
         return False
-    for one, other in (node.args, node.args[::-1]):
-        if is_alone(one, aten.div.Scalar) and is_alone(other, aten.mul.Scalar) and is_power_of_two(other.args[1]):
-            one.update_arg(1, one.args[1] / other.args[1])
-            other.replace_all_uses_with(other.args[0])
+    for quotient, multiple in (node.args, node.args[::-1]):
+        if (
+            is_alone(quotient, aten.div.Scalar)
+            and is_alone(multiple, aten.mul.Scalar)
+            and is_power_of_two(multiple.args[1])
+        ):
+            quotient.update_arg(1, quotient.args[1] / multiple.args[1])
+            multiple.replace_all_uses_with(multiple.args[0])
             return True
     return False
 

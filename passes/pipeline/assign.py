@@ -57,7 +57,7 @@ class Assign(ir.Pass):
         free, weights = without_parameters(program, avals), of_parameters(program)
         work = [node for node in program.calls() if node not in free and node not in weights]
         if self.stored:
-            notes: tuple[str, ...] = ("stages as training has them",)
+            notes: tuple[str, ...] = ("the same stages as in training",)
             of_node = stages_of(program, work, weights, self.stored)
         else:
             of_node, notes = self.divided(program, work, avals)
@@ -83,11 +83,11 @@ class Assign(ir.Pass):
     def check(self, counts: Sequence[int], layers: int) -> None:
         """Raise Refused if there are fewer layers than stages, or if the given numbers of layers do not fit."""
         if layers < self.stages:
-            what = "the model has fewer operators that parameters are part of; use a smaller mesh.pp"
-            raise ir.Refused("assign", None, f"mesh.pp: {self.stages} stages, {what}")
+            problem = "but fewer operators of the model depend on parameters; use a smaller mesh.pp"
+            raise ir.Refused("assign", None, f"mesh.pp: {self.stages} stages, {problem}")
         if len(counts) != self.stages or sum(counts) != layers or min(counts) < 1:
-            what = f"{list(counts)} are not {self.stages} numbers of layers, each 1 or more, that add up to {layers}"
-            raise ir.Refused("assign", None, f"passes.pipeline.stages: {what}")
+            problem = f"{list(counts)} are not {self.stages} numbers of layers, each 1 or more, that add up to {layers}"
+            raise ir.Refused("assign", None, f"passes.pipeline.stages: {problem}")
 
 
 # ---- operators with a stage ---------------------------------------------------------------------------
@@ -95,11 +95,11 @@ class Assign(ir.Pass):
 
 def without_parameters(program: ir.Program, avals: Avals) -> set[fx.Node]:
     """Return operators that depend on no parameter, matmul or large buffer: they are cheaper to repeat than to send."""
-    given = zip(program.placeholders(), program.inputs, strict=True)
+    inputs = zip(program.placeholders(), program.inputs, strict=True)
     changed = {output.name for output in program.outputs if output.kind == "buffer"}
     bound = {
         node
-        for node, i in given
+        for node, i in inputs
         if i.kind == "parameter" or i.kind == "buffer" and (i.name in changed or ir.example(node).numel() > LARGE)
     }
     free = set[fx.Node]()
@@ -113,7 +113,7 @@ def without_parameters(program: ir.Program, avals: Avals) -> set[fx.Node]:
 
 def of_parameters(program: ir.Program) -> set[fx.Node]:
     """Return operators that read parameters, but neither a batch nor scalars."""
-    kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs, strict=True)}
+    kinds = {node: item.kind for node, item in zip(program.placeholders(), program.inputs, strict=True)}
     fed = {node for node, kind in kinds.items() if kind in ("batch", "scalar", "layout")}
     reading = {node for node, kind in kinds.items() if kind == "parameter"}
     for node in program.calls():
@@ -127,18 +127,18 @@ def of_parameters(program: ir.Program) -> set[fx.Node]:
 def stages_of(
     program: ir.Program, work: Sequence[fx.Node], weights: set[fx.Node], stored: Mapping[str, Sequence[int]]
 ) -> dict[fx.Node, int]:
-    """Return the stage of each operator, in order: a later one begins at the first reader of state that only it holds."""
+    """Return the stage of each operator, in order: each begins at the first reader of state that only it holds."""
     names = dict[fx.Node, set[str]]()
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        names[node] = {given.name} if given.kind in ("parameter", "buffer") else set()
+    for node, item in zip(program.placeholders(), program.inputs, strict=True):
+        names[node] = {item.name} if item.kind in ("parameter", "buffer") else set()
     for node in program.calls():
         names[node] = set().union(*(names[n] for n in node.all_input_nodes)) if node in weights else set()
-    stage, found = 0, {}
+    stage, by_node = 0, {}
     for node in work:
         for name in (name for n in node.all_input_nodes for name in names[n]):
             stage = min((s for s in stored.get(name, ()) if s >= stage), default=stage)
-        found[node] = stage
-    return found
+        by_node[node] = stage
+    return by_node
 
 
 def finer(program: ir.Program, work: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:
@@ -180,14 +180,16 @@ def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
         row = dict[int, tuple[int, int]]()
         for n in range(part, len(before)):
             within = itertools.takewhile(lambda k, n=n: before[n] - before[n - k] <= limit, range(1, n + 1))
-            found = ((best[-1][n - k][0] + (before[n] - before[n - k]) ** 2, -k) for k in within if n - k in best[-1])
-            if (least := min(found, default=None)) is not None:
+            candidates = (
+                (best[-1][n - k][0] + (before[n] - before[n - k]) ** 2, -k) for k in within if n - k in best[-1]
+            )
+            if (least := min(candidates, default=None)) is not None:
                 row[n] = least
         best.append(row)
-    counts, left = list[int](), len(costs)
+    counts, remaining = list[int](), len(costs)
     for row in reversed(best[1:]):
-        counts.append(-row[left][1])
-        left -= counts[-1]
+        counts.append(-row[remaining][1])
+        remaining -= counts[-1]
     return tuple(reversed(counts))
 
 
@@ -229,17 +231,17 @@ def share_buffers(program: ir.Program, ctx: ir.Context) -> None:
     for new, output in zip(program.results(), program.outputs, strict=True):
         if output.kind != "buffer" or new.op != "call_function":
             continue
-        held, stage = buffers[output.name], ir.pipeline_stage(new)
-        readers = [user for user in held.users if user.op != "output"]
+        buffer, stage = buffers[output.name], ir.pipeline_stage(new)
+        readers = [user for user in buffer.users if user.op != "output"]
         if not readers:
             continue
         if early := [user for user in readers if (s := ir.pipeline_stage(user)) is not None and s < (stage or 0)]:
-            what = f"is read in stage {ir.pipeline_stage(early[0])} and changed in stage {stage}, which comes later"
-            raise ir.Refused("assign", early[0], f"model: buffer {output.name} {what}; cut the model elsewhere")
-        before = Editor(ctx, program.graph, min(readers), new).call(torch.ops.aten.clone.default, (held,))
-        ir.set_spec(before, ir.spec(held))
+            problem = f"is read in stage {ir.pipeline_stage(early[0])} and changed in stage {stage}, which comes later"
+            raise ir.Refused("assign", early[0], f"model: buffer {output.name} {problem}; cut the model elsewhere")
+        before = Editor(ctx, program.graph, min(readers), new).call(torch.ops.aten.clone.default, (buffer,))
+        ir.set_spec(before, ir.spec(buffer))
         for user in readers:
-            user.replace_input_with(held, before)
+            user.replace_input_with(buffer, before)
 
 
 # ---- parameters -----------------------------------------------------------------------------------------
@@ -252,51 +254,51 @@ def split_parameters(
 
     Return the inputs, and the stages of parameters that have several.
     """
-    given = dict(zip(program.placeholders(), program.inputs, strict=True))
-    own = dict[tuple[fx.Node, int], fx.Node]()
+    items = dict(zip(program.placeholders(), program.inputs, strict=True))
+    copies = dict[tuple[fx.Node, int], fx.Node]()
     users = dict[str, list[int]]()
 
-    def mine(node: fx.Node, stage: int) -> fx.Node:
-        is_parameter = node.op == "placeholder" and given[node].kind == "parameter"
+    def copy_for(node: fx.Node, stage: int) -> fx.Node:
+        is_parameter = node.op == "placeholder" and items[node].kind == "parameter"
         if not is_parameter and node not in weights:
             return node
-        if (node, stage) not in own:
-            own[node, stage] = parameter(node, stage) if is_parameter else computed(node, stage)
-        return own[node, stage]
+        if (node, stage) not in copies:
+            copies[node, stage] = copy_parameter(node, stage) if is_parameter else copy_operator(node, stage)
+        return copies[node, stage]
 
-    def parameter(node: fx.Node, stage: int) -> fx.Node:
-        users.setdefault(given[node].name, []).append(stage)
+    def copy_parameter(node: fx.Node, stage: int) -> fx.Node:
+        users.setdefault(items[node].name, []).append(stage)
         if ir.pipeline_stage(node) is None:
             ir.update(node, stage=stage)
             return node
         with program.graph.inserting_after(node):
             new = program.graph.placeholder(f"{node.name}_{stage}")
         ir.set_record(new, replace(ir.record(node), stage=stage))
-        name = given[node].name
-        given[new] = replace(given[node], name=f"{name}@{stage}", copy_of=name)
+        name = items[node].name
+        items[new] = replace(items[node], name=f"{name}@{stage}", copy_of=name)
         return new
 
-    def computed(node: fx.Node, stage: int) -> fx.Node:
-        operands = {n: mine(n, stage) for n in node.all_input_nodes}
+    def copy_operator(node: fx.Node, stage: int) -> fx.Node:
+        operands = {n: copy_for(n, stage) for n in node.all_input_nodes}
         if ir.pipeline_stage(node) is None:
             ir.update(node, stage=stage)
             for old, new in operands.items():
                 node.replace_input_with(old, new)
             return node
         with program.graph.inserting_after(node):
-            again = program.graph.node_copy(node, lambda n: operands.get(n, n))
-        ir.update(again, stage=stage)
-        return again
+            new_node = program.graph.node_copy(node, lambda n: operands.get(n, n))
+        ir.update(new_node, stage=stage)
+        return new_node
 
     for node in work:
         stage = ir.pipeline_stage(node)
         assert stage is not None
         for operand in node.all_input_nodes:
-            node.replace_input_with(operand, mine(operand, stage))
-    for node, each in list(given.items()):
-        if each.kind == "parameter" and ir.pipeline_stage(node) is None:  # without a reader
-            parameter(node, 0)
+            node.replace_input_with(operand, copy_for(operand, stage))
+    for node, item in list(items.items()):
+        if item.kind == "parameter" and ir.pipeline_stage(node) is None:  # without a reader
+            copy_parameter(node, 0)
     program.graph.lint()
-    found = (given[node] for node in program.placeholders())
-    inputs = tuple(replace(i, stages=tuple(users.get(i.original, ()))) for i in found)
+    ordered = (items[node] for node in program.placeholders())
+    inputs = tuple(replace(i, stages=tuple(users.get(i.original, ()))) for i in ordered)
     return inputs, {name: stages for name, stages in users.items() if len(stages) > 1}

@@ -49,37 +49,39 @@ def cut(program: ir.Program, split: bool = False, gathers: bool = False) -> dict
     """
     task = tasks_of(program, split)
     if gathers:
-        task |= {node: Task(task[node].stage, GATHER) for node in gathered(program) if node in task}
-    return apart(program, task)
+        task |= {node: Task(task[node].stage, GATHER) for node in gather_nodes(program) if node in task}
+    return split_tasks(program, task)
 
 
 def without_unread_buffers(program: ir.Program) -> ir.Program:
     """Return the program without the buffers that it does not read; training keeps those that change."""
     program = program.copy()
     ends = list(zip(program.placeholders(), program.inputs, strict=True))
-    unread = [node for node, given in ends if given.kind == "buffer" and not node.users]
+    unread = [node for node, item in ends if item.kind == "buffer" and not node.users]
     for node in unread:
         program.graph.erase_node(node)
-    return replace(program, inputs=tuple(given for node, given in ends if node not in unread))
+    return replace(program, inputs=tuple(item for node, item in ends if node not in unread))
 
 
 def cut_update(program: ir.Program, rank: int) -> dict[Task, ir.Program]:
     """Return the tasks of a pipeline rank's update, in order."""
-    return apart(program, tasks_of_update(program, rank), f"{rank}.")
+    return split_tasks(program, tasks_of_update(program, rank), f"{rank}.")
 
 
 def cut_gathers(program: ir.Program) -> dict[str, ir.Program]:
     """Return a microbatch without pipeline stages as the gathers of parameters, if there are any, and the rest."""
-    once = gathered(program)
+    once = gather_nodes(program)
     task = {node: Task(0, GATHER if node in once else FORWARD) for node in program.calls()}
-    return {"gather" if each.kind == GATHER else "accumulate": found for each, found in apart(program, task).items()}
+    return {
+        "gather" if name.kind == GATHER else "accumulate": part for name, part in split_tasks(program, task).items()
+    }
 
 
-def apart(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -> dict[Task, ir.Program]:
+def split_tasks(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -> dict[Task, ir.Program]:
     """Return the program of each task; names of carried values begin with `prefix`."""
-    cuts = {each: Cut(program, each, task, prefix) for each in sorted({*task.values()}, key=order_of)}
-    carried = {node for each in cuts.values() for node in each.carried}
-    return {each: made.finish(carried) for each, made in cuts.items()}
+    cuts = {name: Cut(program, name, task, prefix) for name in sorted({*task.values()}, key=order_of)}
+    carried = {node for name in cuts.values() for node in name.carried}
+    return {name: builder.finish(carried) for name, builder in cuts.items()}
 
 
 KINDS = (GATHER, FORWARD, BACKWARD, INPUTS, WEIGHTS, SHARE, REDUCE, UPDATE)
@@ -103,7 +105,7 @@ def tasks_of(program: ir.Program, split: bool) -> dict[fx.Node, Task]:
             stages[node] = stage
     task = {node: Task(stage, BACKWARD if node in late else FORWARD) for node, stage in stages.items()}
     if split:
-        waited = waited_for(program, stages, late)
+        waited = awaited_nodes(program, stages, late)
         for node in late & task.keys():
             task[node] = Task(stages[node], INPUTS if node in waited else WEIGHTS)
     for node in task:
@@ -120,25 +122,25 @@ def stage_of(node: fx.Node, stages: Mapping[fx.Node, int]) -> int | None:
     """
     if not node.all_input_nodes:
         return None
-    own = ir.pipeline_stage(node)
+    assigned = ir.pipeline_stage(node)
     if ir.phase(node) == "forward" and not ir.is_recomputed(node):
-        return stages.get(node.args[0], own) if node.target is operator.getitem else own  # type: ignore[call-overload]
-    held = [s for n in node.all_input_nodes if n.op == "placeholder" and (s := ir.pipeline_stage(n)) is not None]
+        return stages.get(node.args[0], assigned) if node.target is operator.getitem else assigned  # type: ignore[call-overload]
+    stored = [s for n in node.all_input_nodes if n.op == "placeholder" and (s := ir.pipeline_stage(n)) is not None]
     read = [stages[n] for n in node.all_input_nodes if n in stages]
-    if held:
-        return max(held)
+    if stored:
+        return max(stored)
     if ir.phase(node) == "optimizer":
         return max(read, default=None)
-    return own if own is not None and read else min(read, default=None)
+    return assigned if assigned is not None and read else min(read, default=None)
 
 
-def gathered(program: ir.Program) -> set[fx.Node]:
+def gather_nodes(program: ir.Program) -> set[fx.Node]:
     """Return gathers of parameters, and operators on parameters before them: the same for every microbatch."""
-    weights, found = weight_nodes(program), set[fx.Node]()
+    weights, nodes = weight_nodes(program), set[fx.Node]()
     for node in reversed(weights):
-        if kind_of(node) == "all_gather" or any(user in found for user in node.users):
-            found.add(node)
-    return found
+        if kind_of(node) == "all_gather" or any(user in nodes for user in node.users):
+            nodes.add(node)
+    return nodes
 
 
 def late_nodes(program: ir.Program) -> set[fx.Node]:
@@ -150,15 +152,15 @@ def late_nodes(program: ir.Program) -> set[fx.Node]:
     return late
 
 
-def waited_for(program: ir.Program, stages: Mapping[fx.Node, int], late: set[fx.Node]) -> set[fx.Node]:
+def awaited_nodes(program: ir.Program, stages: Mapping[fx.Node, int], late: set[fx.Node]) -> set[fx.Node]:
     """Return operators of the backward on which other stages depend."""
-    found = set[fx.Node]()
+    nodes = set[fx.Node]()
     for node in reversed(list(program.calls())):
         if node in late and node in stages:
             read_by = [user for user in node.users if user in stages]
-            if any(user in found or stages[user] != stages[node] for user in read_by):
-                found.add(node)
-    return found
+            if any(user in nodes or stages[user] != stages[node] for user in read_by):
+                nodes.add(node)
+    return nodes
 
 
 def tasks_of_update(program: ir.Program, rank: int) -> dict[fx.Node, Task]:
@@ -190,7 +192,7 @@ def ends_of(program: ir.Program) -> Iterable[tuple[fx.Node, ir.Input]]:
 class Cut:
     """The program of one task while it is built; `carried` are the nodes of other tasks that it reads."""
 
-    whole: ir.Program
+    program: ir.Program
     task: Task
     tasks: Mapping[fx.Node, Task]
     prefix: str = ""
@@ -200,30 +202,30 @@ class Cut:
     carried: list[fx.Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.given = dict(ends_of(self.whole))
-        own = [node for node in self.whole.graph.nodes if self.tasks.get(node) == self.task]
-        need = self.needed(own)
+        self.inputs_by_node = dict(ends_of(self.program))
+        own_nodes = [node for node in self.program.graph.nodes if self.tasks.get(node) == self.task]
+        need = self.dependencies(own_nodes)
         if self.task == Task(0, FORWARD):  # it takes inputs without readers
-            need |= {n for n, i in self.given.items() if i.kind in ("batch", "buffer") and not n.users}
-        is_dealt = not self.whole.order.is_plain and self.task.kind != GATHER
-        if self.task == Task(0, FORWARD) or is_dealt:  # the layout depends on the batch
-            need |= {n for n, i in self.given.items() if i.kind == "batch"}
-        for node in self.whole.graph.nodes:  # inputs first, because placeholders come first in a graph
-            if node in need and (node in self.given or self.is_carried(node)):
+            need |= {n for n, i in self.inputs_by_node.items() if i.kind in ("batch", "buffer") and not n.users}
+        has_layout = not self.program.order.is_plain and self.task.kind != GATHER
+        if self.task == Task(0, FORWARD) or has_layout:  # the layout depends on the batch
+            need |= {n for n, i in self.inputs_by_node.items() if i.kind == "batch"}
+        for node in self.program.graph.nodes:  # inputs first, because placeholders come first in a graph
+            if node in need and (node in self.inputs_by_node or self.is_carried(node)):
                 self.input(node)
-        for node in self.whole.graph.nodes:
+        for node in self.program.graph.nodes:
             if node in need and node not in self.copies:
                 self.compute(node)
 
-    def needed(self, own: Iterable[fx.Node]) -> set[fx.Node]:
+    def dependencies(self, own_nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """Return the task's operators, their operands, and the operators without a stage on which these depend."""
-        found, waiting = set[fx.Node](), list(own)
+        nodes, waiting = set[fx.Node](), list(own_nodes)
         while waiting:
             node = waiting.pop()
-            if node not in found:
-                found.add(node)
+            if node not in nodes:
+                nodes.add(node)
                 waiting += [] if self.is_carried(node) else node.all_input_nodes
-        return found
+        return nodes
 
     def is_carried(self, node: fx.Node) -> bool:
         """Return True if a node is another task's.
@@ -238,9 +240,9 @@ class Cut:
         new = self.copies[node] = self.graph.placeholder(node.name)
         ir.set_record(new, ir.record(node))
         self.check(node)
-        if node in self.given:
-            given = self.given[node]
-            self.inputs[new] = replace(given, name=given.original, copy_of="") if named(given) else given
+        if node in self.inputs_by_node:
+            item = self.inputs_by_node[node]
+            self.inputs[new] = replace(item, name=item.original, copy_of="") if is_named(item) else item
             return
         ir.update(new, phase="", origin=Origin(), recomputed=False, parameter="")
         self.inputs[new] = ir.Input(self.prefix + node.name, "carried", carried_spec(node))
@@ -249,9 +251,14 @@ class Cut:
     def check(self, node: fx.Node) -> None:
         """Raise CompileError if the task reads state that ranks of another stage store."""
         stage = ir.pipeline_stage(node)
-        if node in self.given and stage is not None and stage != self.task.stage and self.task.kind not in OF_RANKS:
-            given = self.given[node]
-            raise ir.CompileError("cut", node, f"{given.kind} {given.name!r} is of stage {stage}, {self.task} reads it")
+        if (
+            node in self.inputs_by_node
+            and stage is not None
+            and stage != self.task.stage
+            and self.task.kind not in OF_RANKS
+        ):
+            item = self.inputs_by_node[node]
+            raise ir.CompileError("cut", node, f"{item.kind} {item.name!r} is of stage {stage}, {self.task} reads it")
 
     def compute(self, node: fx.Node) -> None:
         """Copy an operator of the task, or one without a stage, which a backward recomputes."""
@@ -263,7 +270,7 @@ class Cut:
     def finish(self, carried: set[fx.Node]) -> ir.Program:
         """Return the task's program; its outputs are outputs of the uncut program, and values that other tasks read."""
         ends: list[tuple[fx.Node, ir.Output]] = []
-        for node, output in zip(self.whole.results(), self.whole.outputs, strict=True):
+        for node, output in zip(self.program.results(), self.program.outputs, strict=True):
             if self.tasks.get(node) == self.task:
                 ends.append((self.copies[node], output))
         for node, new in self.copies.items():
@@ -272,12 +279,12 @@ class Cut:
         self.graph.output(tuple(node for node, _ in ends))
         inputs = tuple(self.inputs[node] for node in self.graph.find_nodes(op="placeholder"))
         outputs = tuple(output for _, output in ends)
-        return self.whole.with_graph(self.graph, inputs=inputs, outputs=outputs, task=self.task)
+        return self.program.with_graph(self.graph, inputs=inputs, outputs=outputs, task=self.task)
 
 
-def named(given: ir.Input) -> bool:
+def is_named(item: ir.Input) -> bool:
     """Return True if an input has the name of a parameter, buffer or gradient."""
-    return given.kind in ("parameter", "buffer", "gradient")
+    return item.kind in ("parameter", "buffer", "gradient")
 
 
 def carried_spec(node: fx.Node) -> Spec:

@@ -128,7 +128,7 @@ def check_complete(table: Table) -> None:
     """Raise ValueError unless each rank runs each task of its stages once per microbatch, and no other task."""
     kinds = (FORWARD, INPUTS, WEIGHTS) if table.is_split else (FORWARD, BACKWARD)
     for rank, row in enumerate(table.rows):
-        stages = [stage for stage, of in enumerate(table.rank_of) if of == rank]
+        stages = [stage for stage, owner in enumerate(table.rank_of) if owner == rank]
         wanted = {Slot(Task(s, k), m) for s in stages for k in kinds for m in range(table.microbatches)}
         if missing := sorted(wanted - set(row)):
             raise ValueError(f"rank {rank} never runs {missing[0]}")
@@ -145,7 +145,7 @@ def stuck(table: Table, left: Sequence[Sequence[Slot]], done: Iterable[Slot]) ->
         if row and (missing := sorted(done_before(table, row[0]) - set(done))):
             made_by = table.rank_of[missing[0].task.stage]
             waits.append(f"rank {rank} at {row[0]} waits for {missing[0]} of rank {made_by}")
-    return f"the table never ends: {'; '.join(waits)}"
+    return f"the table deadlocks: {'; '.join(waits)}"
 
 
 def in_order(table: Table) -> list[Slot]:
@@ -156,19 +156,19 @@ def in_order(table: Table) -> list[Slot]:
 
 def most_alive(table: Table) -> list[int]:
     """Return the most forwards that each rank keeps for their backward at a time."""
-    most = []
+    peaks = []
     for row in table.rows:
         alive = peak = 0
         for slot in row:
             alive += {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}.get(slot.task.kind, 0)
             peak = max(peak, alive)
-        most.append(peak)
-    return most
+        peaks.append(peak)
+    return peaks
 
 
 # ---- as text ------------------------------------------------------------------------------------------------
 
-HEAD = "# a line a rank: F forward, B backward, or that as I of inputs and W of weights; F0.2: microbatch 0, stage 2"
+HEAD = "# one line per rank: F forward, B backward, or I (inputs) and W (weights) for B; F0.2: microbatch 0, stage 2"
 WRITTEN = re.compile(r"([FBIW])(\d{1,6})\.(\d{1,6})")
 
 
@@ -191,10 +191,10 @@ def from_text(text: str) -> Table:
 
 def slot_of(rank: int, word: str) -> Slot:
     """Return the slot in a word of a rank's line."""
-    found = WRITTEN.fullmatch(word)
-    if found is None:
+    match = WRITTEN.fullmatch(word)
+    if match is None:
         raise ValueError(f"rank {rank} runs {word!r}; write F0.2 for the forward of microbatch 0 in stage 2")
-    return Slot(Task(int(found[3]), found[1]), int(found[2]))
+    return Slot(Task(int(match[3]), match[1]), int(match[2]))
 
 
 # ---- placements of stages ----------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Table:
     If the groups are not full, the table comes from list scheduling, and a rank keeps as many forwards.
     """
     if microbatches % ranks:
-        most = [1 + (chunks - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]
-        return list_schedule(ranks_in_turn(ranks, chunks), microbatches, most, most, unit, split=False)
+        limits = [1 + (chunks - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]
+        return list_schedule(ranks_in_turn(ranks, chunks), microbatches, limits, limits, unit, split=False)
     rows = []
     for rank in range(ranks):
         stages = list(range(rank, ranks * chunks, ranks))
@@ -261,8 +261,8 @@ def forwards(stages: Sequence[int], group: int, microbatches: int) -> list[Slot]
 
 def backwards(stages: Sequence[int], group: int, microbatches: int) -> list[Slot]:
     """Return the backwards of a rank, from its last stage to its first."""
-    found = forwards(list(reversed(stages)), group, microbatches)
-    return [Slot(Task(slot.task.stage, BACKWARD), slot.microbatch) for slot in found]
+    slots = forwards(list(reversed(stages)), group, microbatches)
+    return [Slot(Task(slot.task.stage, BACKWARD), slot.microbatch) for slot in slots]
 
 
 def alternate(early: int, forward: Sequence[Slot], backward: Sequence[Slot]) -> Iterator[Slot]:
@@ -300,7 +300,7 @@ def list_schedule(
                 continue
             rank, slot = rank_of[task.stage], Slot(task, waiting[0])
             needs = list(before(slot, stages, split))
-            later = sum(of == rank for of in rank_of[task.stage + 1 :])  # later stages need room, too
+            later = sum(owner == rank for owner in rank_of[task.stage + 1 :])  # later stages need room, too
             is_full = ahead[rank] + later >= early[rank] or alive_now[rank] + later >= alive[rank]
             if any(b not in clock.spans for b in needs) or task.kind == FORWARD and is_full:
                 continue
@@ -387,5 +387,5 @@ def auto(ranks: int, microbatches: int, costs: TaskCosts = unit) -> Table:
     """Return the shortest of several schedules with split backwards that keep no more than 1F1B's first stage."""
     alive, rank_of = [ranks] * ranks, ranks_in_turn(ranks, 1)
     as_1f1b = [ranks - rank for rank in range(ranks)]
-    listed = [list_schedule(rank_of, microbatches, early, alive, costs) for early in (alive, as_1f1b)]
-    return min([zero_bubble(ranks, microbatches), *listed], key=lambda table: play(table, costs).length)
+    candidates = [list_schedule(rank_of, microbatches, early, alive, costs) for early in (alive, as_1f1b)]
+    return min([zero_bubble(ranks, microbatches), *candidates], key=lambda table: play(table, costs).length)

@@ -72,10 +72,10 @@ def is_cast(node: Any) -> bool:
     )
 
 
-def tidy(graph: fx.Graph, own: set[fx.Node]) -> Counter[str]:
-    """Merge equal casts and drop pairs that undo each other; casts not in `own` may round on purpose."""
+def tidy(graph: fx.Graph, inserted: set[fx.Node]) -> Counter[str]:
+    """Merge equal casts and drop pairs that undo each other; casts that are not `inserted` may round on purpose."""
     counts: Counter[str] = Counter()
-    known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    existing: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
         if not is_cast(node):
             continue
@@ -83,17 +83,17 @@ def tidy(graph: fx.Graph, own: set[fx.Node]) -> Counter[str]:
         if is_cast(source):
             first, middle = ir.example(source.args[0]).dtype, ir.example(source).dtype
             keeps_all = torch.promote_types(first, middle) == middle  # a wider dtype in between changes no number
-            if keeps_all or {node, source} <= own and first == to:
+            if keeps_all or {node, source} <= inserted and first == to:
                 source = source.args[0]
                 counts["removed"] += 1
         if ir.example(source).dtype == to:
             node.replace_all_uses_with(source)
-        elif (source, to) in known:
-            node.replace_all_uses_with(known[source, to])
+        elif (source, to) in existing:
+            node.replace_all_uses_with(existing[source, to])
             counts["merged"] += 1
         else:
             node.args = (source,)
-            known[source, to] = node
+            existing[source, to] = node
     graph.eliminate_dead_code()
     return counts
 
@@ -114,9 +114,9 @@ class Cast(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        own = self.cast_masters(program, ctx) | self.cast_operators(program, ctx)
-        inserted = Counter(f"{_dtype(n.args[0])} -> {_dtype(n)}" for n in own)
-        counts = {**inserted, **tidy(program.graph, own)}
+        casts = self.cast_masters(program, ctx) | self.cast_operators(program, ctx)
+        inserted = Counter(f"{_dtype(n.args[0])} -> {_dtype(n)}" for n in casts)
+        counts = {**inserted, **tidy(program.graph, casts)}
         program.module.recompile()
         return program, ir.Report(counts, dtype_table(program))
 
@@ -125,13 +125,13 @@ class Cast(ir.Pass):
         casts = set()
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         output = program.graph.output_node()
-        for node, given in zip(program.placeholders(), program.inputs):
-            stored, used = self.masters.get(given.name), ir.example(node).dtype
-            if given.kind != "parameter" or stored is None or stored == used:
+        for node, item in zip(program.placeholders(), program.inputs):
+            stored, used = self.masters.get(item.name), ir.example(node).dtype
+            if item.kind != "parameter" or stored is None or stored == used:
                 continue
             first = min(node.users, key=order.__getitem__, default=output)
             cast = Editor(ctx, program.graph, first).call(COPY, (node,), {"dtype": used})
-            ir.update(cast, phase="forward", layer=given.layer)
+            ir.update(cast, phase="forward", layer=item.layer)
             with ctx.fake_mode:
                 ir.set_value(node, torch.empty_like(ir.example(cast), dtype=stored))
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
@@ -143,7 +143,7 @@ class Cast(ir.Pass):
         casts: set[fx.Node] = set()
         matched: set[str] = set()
         for node in list(program.calls()):
-            dtype = self.wanted(node, matched)
+            dtype = self.target_dtype(node, matched)
             if dtype is None:
                 continue
             new = inline(node, in_dtype(node.target, dtype), ctx)  # type: ignore[arg-type]
@@ -152,11 +152,11 @@ class Cast(ir.Pass):
             refresh(program, ctx)
         for option, patterns in (("module", self.modules), ("op", self.ops.keys() - OPS)):
             if unmatched := sorted(p for p in patterns if p not in matched):
-                what = "operator" if option == "op" else option
-                raise ir.Refused("cast", None, f"passes.cast.{option}s: no {what} is named like {unmatched[0]!r}")
+                kind = "operator" if option == "op" else option
+                raise ir.Refused("cast", None, f"passes.cast.{option}s: no {kind} is named like {unmatched[0]!r}")
         return casts
 
-    def wanted(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
+    def target_dtype(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
         """Return the dtype in which the node must compute; None if it already does."""
         if not is_operator(node) or node.target is COPY or not ir.is_tensor(node):
             return None
@@ -189,7 +189,7 @@ def refresh(program: ir.Program, ctx: ir.Context) -> None:
 
 def dtype_table(program: ir.Program) -> tuple[str, ...]:
     """Return lines such as `linear computes in bf16: 29`: the dtype and number of calls of each operator."""
-    found = Counter(
+    counts = Counter(
         (name_of(n), _dtype(n.args[0]))
         for n in program.calls()
         if is_operator(n)
@@ -198,7 +198,7 @@ def dtype_table(program: ir.Program) -> tuple[str, ...]:
         and ir.is_tensor(n.args[0])
         and ir.example(n.args[0]).is_floating_point()  # type: ignore[arg-type]
     )
-    return tuple(f"{name} computes in {dtype}: {count}" for (name, dtype), count in sorted(found.items()))
+    return tuple(f"{name} computes in {dtype}: {count}" for (name, dtype), count in sorted(counts.items()))
 
 
 def _dtype(node: Any) -> str:

@@ -62,7 +62,7 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return (x.to(torch.float32) * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()
 
 
-def product(a: Tensor, b: Tensor, quantize: Quantize, dtype: torch.dtype = E4M3) -> Tensor:
+def float8_matmul(a: Tensor, b: Tensor, quantize: Quantize, dtype: torch.dtype = E4M3) -> Tensor:
     """Return the matmul of a[m, k] (as `dtype`) and b[n, k] transposed, both quantized along k, in the dtype of `a`."""
     (aq, sa), (bq, sb) = quantize(a.contiguous(), dtype), quantize(b.contiguous(), E4M3)
     return aten._scaled_mm.default(aq, bq.t(), sa, sb.t() if sb.dim() else sb, None, None, a.dtype)
@@ -70,7 +70,7 @@ def product(a: Tensor, b: Tensor, quantize: Quantize, dtype: torch.dtype = E4M3)
 
 def forward(quantize: Quantize, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """Return linear(x, w)."""
-    y = product(x.reshape(-1, x.shape[-1]), w, quantize)
+    y = float8_matmul(x.reshape(-1, x.shape[-1]), w, quantize)
     return (y.reshape(*x.shape[:-1], w.shape[0]),)
 
 
@@ -78,7 +78,7 @@ def backward(quantize: Quantize, x: Tensor, w: Tensor, y: Tensor, gradient: Tens
     """Return the gradients of x and w."""
     dtype = E5M2 if quantize is tensorwise else E4M3  # torchao: one scale for all gradients needs the wider range
     rows, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-    along_n, along_m = product(rows, w.t(), quantize, dtype), product(rows.t(), flat.t(), quantize, dtype)
+    along_n, along_m = float8_matmul(rows, w.t(), quantize, dtype), float8_matmul(rows.t(), flat.t(), quantize, dtype)
     return along_n.reshape(x.shape), along_m
 
 
@@ -113,7 +113,7 @@ class Float8(ir.Pass):
         heads = set() if self.head else last_of(program, [*layers, *chunked])
         linear = self.operator()
         if grouped := sum(n.target in (routed.expert_mm, routed.grouped_mm) for n in program.calls()):
-            left["products of rows with their experts' matrices"] = grouped
+            left["grouped matmuls of experts"] = grouped
         if chunked:
             left["heads whose losses are in chunks"] = len(chunked)
         for node in layers:
@@ -125,10 +125,10 @@ class Float8(ir.Pass):
         if unmatched := [p for p in self.skip if p not in matched]:
             raise ir.Refused("float8", None, f"passes.cast.float8_skip: no linear layer is named like {unmatched[0]!r}")
         if not count:
-            said = "; ".join(left) or "the model has no linear layer"
-            raise ir.Refused("float8", None, f"passes.cast.float8: nothing can compute in float8: {said}")
+            reasons = "; ".join(left) or "the model has no linear layer"
+            raise ir.Refused("float8", None, f"passes.cast.float8: nothing can compute in float8: {reasons}")
         program.module.recompile()
-        notes = tuple(f"left as they were, {reason}: {n}" for reason, n in sorted(left.items()))
+        notes = tuple(f"not in float8, {reason}: {n}" for reason, n in sorted(left.items()))
         return program, ir.Report({"linear": count, "left": left.total()}, notes)
 
     def why_not(self, node: fx.Node, matched: set[str]) -> str:

@@ -148,8 +148,8 @@ FAULTS = (
     Fault(
         "float8_gradient_of_x",
         "passes/precision/float8.py",
-        "product(rows, w.t(), quantize, dtype), product(rows.t(), flat.t(), quantize, dtype)",
-        "product(rows, w.t(), quantize, dtype), product(rows.t(), flat.t(), quantize, E4M3)",
+        "float8_matmul(rows, w.t(), quantize, dtype), float8_matmul(rows.t(), flat.t(), quantize, dtype)",
+        "float8_matmul(rows, w.t(), quantize, dtype), float8_matmul(rows.t(), flat.t(), quantize, E4M3)",
         "The gradient of a weight is quantized in the narrower format.",
     ),
     Fault(
@@ -260,7 +260,7 @@ FAULTS = (
     Fault(
         "scale_lost",
         "passes/autograd/simplify.py",
-        "one.update_arg(1, one.args[1] / other.args[1])\n",
+        "quotient.update_arg(1, quotient.args[1] / multiple.args[1])\n",
         "pass\n",
         "A factor taken from one operand of a product is not given to the other.",
     ),
@@ -393,8 +393,8 @@ FAULTS = (
     Fault(
         "one_copy_for_all_stages",
         "passes/pipeline/assign.py",
-        "        users.setdefault(given[node].name, []).append(stage)\n        if ir.pipeline_stage(node) is None:",
-        "        users.setdefault(given[node].name, []).append(stage)\n        if True:",
+        "        users.setdefault(items[node].name, []).append(stage)\n        if ir.pipeline_stage(node) is None:",
+        "        users.setdefault(items[node].name, []).append(stage)\n        if True:",
         "A parameter that several stages use is an input of the last of them alone.",
     ),
     Fault(

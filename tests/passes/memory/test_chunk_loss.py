@@ -419,7 +419,7 @@ def test_float8_leaves_the_head_and_takes_the_layers():
     program = replace(program, mesh=Mesh.of({"dp_shard": 2}))
     whole, chunked = (apply([*steps, Normalize(), Place(), Float8("rowwise")], program, ctx)[1] for steps in ((), (ChunkLoss(3),)))
     assert whole.counts["linear"] == chunked.counts["linear"] == 7
-    assert chunked.notes == ("left as they were, heads whose losses are in chunks: 1",)
+    assert chunked.notes == ("not in float8, heads whose losses are in chunks: 1",)
 
 
 @pytest.mark.parametrize("mesh", quick(({}, {"dp_shard": 2, "tp": 2}), 0), ids=str)

@@ -144,7 +144,7 @@ def test_products_of_experts_are_left_and_reported():
     batch = {key: torch.zeros(2, 16, dtype=torch.int64) for key in ("tokens", "positions", "labels")}
     step = compile_lockstep(model, llama_loss, batch, {}, passes={"cast": {"float8": "tensorwise"}})
     report = next(p["report"] for p in step.report["passes"] if p["name"] == "float8")
-    assert "left as they were, products of rows with their experts' matrices: 3" in report["notes"]
+    assert "not in float8, grouped matmuls of experts: 3" in report["notes"]
 
 
 def test_layers_left_out_are_reported():
@@ -152,4 +152,4 @@ def test_layers_left_out_are_reported():
     step = compile_lockstep(Pair(), loss_fn, data()[0], {}, passes={"cast": cast})
     report = next(p["report"] for p in step.report["passes"] if p["name"] == "float8")
     assert report["counts"] == {"linear": 1, "left": 1}
-    assert report["notes"] == ("left as they were, the head: 1",)
+    assert report["notes"] == ("not in float8, the head: 1",)

@@ -178,4 +178,4 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(mesh, microbatches):
         optimizer.step()
     assert_same(step.state_dict(), dict(model.named_parameters()), 1e-10)
     assert step.state_dict()["idle"].tolist() == [1.0] * 3 and not [name for name in step.state if "idle" in name and "optim" in name]
-    assert step.report["remarks"] == ["parameters that the loss has no gradient of stay as they are: idle, read"]
+    assert step.report["remarks"] == ["parameters on which the loss does not depend stay unchanged: idle, read"]
