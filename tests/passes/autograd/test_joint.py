@@ -1,4 +1,4 @@
-"""Every node of the backward says which node of the forward it differentiates, and a backward that cannot is refused."""
+"""Every node of the backward records the forward node that it differentiates; otherwise the backward is refused."""
 
 from __future__ import annotations
 

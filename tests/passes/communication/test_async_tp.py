@@ -1,4 +1,4 @@
-"""Products beside the steps of a ring: the same values, uneven sizes and all, and taken where a step gets shorter."""
+"""Matmuls next to the steps of a ring: the same values, uneven sizes included, and used only if a step gets shorter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ALL = AsyncTP("all")
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 @pytest.mark.sample(2)
 def test_updates_are_those_of_eager_pytorch(tp):
-    """Of 7 tokens a row and features that divide by nothing; of 8 ranks one has no token at all."""
+    """Train with 7 tokens a sample and features that nothing divides; of 8 ranks one has no token."""
     step = trained_alike(llama(), llama_loss, batches(), {"tp": tp}, passes=RINGS)
     (report,) = [done["report"] for done in step.report["passes"] if done["name"] == "async_tp"]
     counts = report["counts"]
@@ -66,7 +66,7 @@ def test_rings_work_beside_other_axes_and_passes(mesh, passes, microbatches):
 
 @pytest.mark.full
 def test_products_of_two_pipeline_stages_are_no_ring():
-    """Stages of one layer end between the products of what is gathered once."""
+    """Check a layer whose stages are cut between the matmuls of one gathered value."""
     trained_alike(llama(1), llama_loss, batches(), {"pp": 2, "tp": 2}, passes=RINGS)
 
 
@@ -93,7 +93,7 @@ def split(*shape: int, dim: int | None = None) -> Spec:
 
 
 class Site(Tiny):
-    """Sites of rings over three ranks, of seven rows in each of two sequences."""
+    """A program with sites of rings over three ranks, with seven rows in each of two sequences."""
 
     def __init__(self) -> None:
         super().__init__(tp=3)
@@ -146,7 +146,7 @@ def test_products_of_one_ring_are_apart_or_joined_with_the_same_values(small_flo
 
 def test_nothing_is_a_site_whose_rows_are_not_whole_or_that_more_reads():
     site = Site()
-    features = site.products(site.gather(dim=2), "q")  # every rank has a part of each row
+    features = site.products(site.gather(dim=2), "q")  # each rank has some features of each row
     columns = site.scatter(1, dim=2)
     other = site.call(aten.mm.default, site.input("b", split(14, 6), "batch"), site.input("v", split(6, 6)))
     read = site.call(aten._unsafe_view.default, other, [2, 7, 6])

@@ -1,4 +1,4 @@
-"""Several microbatches in one program: the same updates, whatever it shares and in whatever order they come."""
+"""Several microbatches in one program: the same updates, whatever is shared and in whatever order they come."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AT_ONCE = {"communication": {"batch_overlap": 2}}
 
 
 def summing() -> tuple[Small, list]:
-    """A loss, a metric and a count of rows, and a buffer that adds up what is seen, which the loss reads."""
+    """Return a loss, a metric and a count of rows, and a buffer that adds up its inputs and is read by the loss."""
     small = Small()
     x, w = small.input("x", cut((3, 4)), "batch"), small.input("w", cut((4, 4)))
     seen = small.input("seen", Spec(()), "buffer")
@@ -66,7 +66,7 @@ def test_what_is_of_parameters_is_shared_and_a_buffer_goes_from_one_to_the_next(
 
 
 def test_a_buffer_that_is_read_before_it_is_changed_waits_for_the_microbatch_before():
-    """The new value is made last of all, and read first of all."""
+    """Check a buffer whose new value is made last, and which is read first."""
     small = Small()
     x, seen = small.input("x", cut((2,)), "batch"), small.input("seen", cut((2,)), "buffer")
     y = small.call(aten.mul.Tensor, x, seen)

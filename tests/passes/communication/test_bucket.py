@@ -1,4 +1,4 @@
-"""Merged collectives: fewer of them, the same bits."""
+"""Merged collectives: fewer of them, with the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ F32 = torch.float32
 
 
 def split(shape: tuple[int, ...], dim: int, *axes: str) -> Spec:
-    """A tensor with one dim sharded."""
+    """Return a tensor with one dim sharded."""
     return Spec(tuple((Factor(n, axes if d == dim else ()),) for d, n in enumerate(shape)))
 
 
@@ -163,7 +163,7 @@ def test_one_gather_and_one_reduce_scatter_a_layer_and_phase(policy):
     assert {key for key in found if key[2] in layers} == {
         (reshard.all_gather, phase, layer) for phase in ("forward", "backward") for layer in layers
     } | {(reshard.reduce_scatter, "backward", layer) for layer in layers}
-    assert len(outside) == 2 + 1 + 2  # embedding and head; head again; the gradients of both
+    assert len(outside) == 2 + 1 + 2  # embedding and head; the head again in the backward; the gradients of both
 
 
 def test_activations_are_left_alone():
@@ -182,7 +182,7 @@ def test_a_bucket_holds_at_most_its_bytes():
     merged, report = Bucket(limit / MIB)(program, ctx)
     gathers = [n for n in merged.calls() if n.target is reshard.all_gather]
     assert all(ir.example(n).numel() * 4 <= limit for n in gathers)
-    assert len(gathers) == 1 + 2 * 2 + 1  # embedding, two a layer, norm with head
+    assert len(gathers) == 1 + 2 * 2 + 1  # embedding, two per layer, norm with head
     assert equal(run(merged, ctx), plain(FSDP))
 
 

@@ -1,4 +1,4 @@
-"""How often what is sent: one gather a use region, one reduction a gradient, and nothing else."""
+"""The number of collectives: one gather per use region, one reduction per gradient, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT = (("dp_shard", 2), ("cp", 2))
 @functools.cache
 def compiled(mesh: tuple, bucket_mib: float = 0.0, policy: str = "none", regather: bool = True, microbatches: int = 1,
              least: int = 1):
-    """The final programs by name, and the records of the step's passes by name."""
+    """Return the final programs by name, and the records of the step's passes by name."""
     records: dict[tuple[str, str], PassRecord] = {}
 
     def observe(program: ir.Program, record: PassRecord) -> None:
@@ -38,7 +38,7 @@ N_PARAMETERS = len(list(llama(N_LAYERS).parameters()))
 
 
 def collectives(program: ir.Program) -> Counter:
-    """(kind, axis, phase) -> how many tensors that are no scalars travel; scalars are counted as ("scalar", axis)."""
+    """Return (kind, axis, phase) -> number of non-scalar tensors sent; scalars are counted as ("scalar", axis)."""
     found: Counter = Counter()
     for node in program.calls():
         if "c10d" not in str(node.target) or "wait_tensor" in str(node.target):
@@ -50,7 +50,7 @@ def collectives(program: ir.Program) -> Counter:
 
 
 def traffic(record: PassRecord) -> tuple[int, int]:
-    """Calls and bytes of a program's collectives."""
+    """Return the calls and bytes of a program's collectives."""
     return sum(t.calls for t in record.accounting.traffic), sum(t.sent_bytes for t in record.accounting.traffic)
 
 

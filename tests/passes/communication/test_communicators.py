@@ -1,4 +1,4 @@
-"""Which collectives share a communicator, in what order, and that values stay the same."""
+"""Communicators: which collectives share one, in what order, and that values stay the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def summed(program: Small, x, axis: str, phase: str):
 
 
 def named(program: Small, *results) -> list[str]:
-    """The communicators of the collectives after the pass, in order."""
+    """Return the communicators of the collectives after the pass, in order."""
     outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
     given = program.program(outputs, Stage.EXPLICIT)
     text = print_program(given)

@@ -1,4 +1,4 @@
-"""Collectives beside computation: what starts early, what is waited for late, and the same bits."""
+"""Collectives next to computation: early starts, late waits, and the same bits."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from passes.update.optimizers import AdamW
 
 aten = torch.ops.aten
 F32 = torch.float32
-SIDE = 64  # a product of squares takes 2 * 64^3 FLOPs, which hide 238 bytes
+SIDE = 64  # a matmul of square matrices takes 2 * 64^3 FLOPs, which hide 238 bytes
 
 
 class Steps(Small):
-    """A program whose nodes are known by labels."""
+    """A program whose nodes have labels."""
 
     def __init__(self, **mesh: int):
         super().__init__(**mesh)
@@ -61,7 +61,7 @@ class Steps(Small):
         return self.do(label, aten.mm.default, a, b, **where)
 
     def sent(self, label: str, x, axis: str = "tp", **where):
-        """A sum of a value over an axis, started."""
+        """Start a sum of a value over an axis."""
         return self.do(f"start {label}", c10d.all_reduce.default, x, "sum", axis, **where)
 
     def wait(self, label: str, start, **where):
@@ -72,7 +72,7 @@ class Steps(Small):
         return self.program(outputs, Stage.EXPLICIT)
 
     def order(self, *results, prefetch: int = 1) -> list[str]:
-        """The labels after the pass."""
+        """Return the labels after the pass."""
         program = self.ended(*results)
         text = print_program(program)
         moved, _ = Overlap(prefetch)(program, self.ctx)
@@ -86,7 +86,7 @@ class Steps(Small):
 
 
 def three_layers() -> tuple[Steps, list]:
-    """Forward through three layers, each gathering its weight where it uses it."""
+    """Build the forward of three layers, each gathering its weight right before use."""
     steps = Steps(dp_shard=2)
     x = steps.square("x")
     for i in range(3):
@@ -111,7 +111,7 @@ def test_weights_travel_while_the_layers_before_are_computed(prefetch, order):
 
 
 def test_what_comes_after_layers_is_gathered_after_them():
-    """Its parameters and those before the layers are of no layer, and still two runs."""
+    """Check parameters before and after the layers: both are outside of layers, but in two runs."""
     steps = Steps(dp_shard=2)
     x = steps.square("x")
     for i, layer in enumerate([None, Layer("layers", 0), Layer("layers", 1), None]):
@@ -181,7 +181,7 @@ def test_gradients_reduced_over_two_axes_are_sent_on_a_layer_later():
 
 
 def test_gradients_summed_over_replicas_in_the_update_are_sent_on_a_layer_later():
-    """What sums replicas is of the optimizer, and of the layer of its parameter: it parts no two layers."""
+    """Check that a sum over replicas, in the optimizer and in its parameter's layer, does not split two layers."""
     steps = Steps(dp_replicate=2, dp_shard=2)
     x, results = steps.square("x"), []
     for i in (3, 2, 1, 0):
@@ -225,7 +225,7 @@ def test_the_gradient_of_a_weight_is_computed_while_that_of_the_input_travels():
 
 
 def test_no_more_is_moved_than_travels_long_enough():
-    """Of two products one hides the 64 bytes that travel; the nearer one goes."""
+    """Check that of two matmuls one hides the 64 bytes in flight; the nearer one moves."""
     steps = Steps(tp=2)
     x, small = steps.square("x"), steps.input("small", cut((1, 16)), "batch", F32)
     dw = [steps.mm(f"dw {i}", x, x) for i in range(2)]
@@ -239,7 +239,7 @@ def test_no_more_is_moved_than_travels_long_enough():
 
 @pytest.mark.parametrize(("width", "first"), ((64, "norm"), (16, "a")))
 def test_what_needs_no_product_starts_earlier_but_not_beside_what_takes_longer(width, first):
-    """Beside a sum of its axis that takes as long as the product, it hides nothing; beside a short one it does."""
+    """Check that a matmul hides nothing next to a sum of its axis that takes as long, but does next to a short one."""
     steps = Steps(tp=2)
     x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
     large = steps.input("large", cut((1, width)), "batch", F32)
@@ -257,7 +257,7 @@ def test_what_needs_no_product_starts_earlier_but_not_beside_what_takes_longer(w
 
 
 def forward(steps: Steps):
-    """Products of three weights of a layer, and what is sent of the first, waited for before the others."""
+    """Build matmuls of three weights of a layer; the first result is sent, and waited for before the others."""
     where = {"phase": "forward"}
     x, large = steps.square("x"), steps.input("large", cut((1, 1024)), "batch", F32)
     made = steps.do("sum", aten.sum.default, steps.mm("sent", x, x, **where), **where)
@@ -267,7 +267,7 @@ def forward(steps: Steps):
 
 
 def test_what_travels_is_waited_for_after_products_that_do_not_need_it():
-    """As those of shared experts; a product that does not hide all of it hides some."""
+    """Check matmuls like those of shared experts; a matmul that does not hide the whole transfer hides some of it."""
     steps = Steps(tp=2)
     x, used, where = forward(steps)
     shared = steps.mm("shared 1", steps.mm("shared 0", x, x, **where), x, **where)
@@ -304,7 +304,7 @@ def test_it_starts_before_as_many_products_as_there_are_though_they_do_not_hide_
 
 
 def test_what_is_of_no_layer_stays_out_of_layers():
-    """As the count of all labels, whose sum would part the last layer's body from the others'."""
+    """Check the count of all labels, whose sum would make the last layer's body differ from the others'."""
     steps = Steps(tp=2)
     where = {"phase": "forward"}
     x, labels = steps.square("x"), steps.input("labels", cut((1, 1024)), "batch", F32)
@@ -320,7 +320,7 @@ def test_what_is_of_no_layer_stays_out_of_layers():
 
 
 def test_a_gradient_that_is_waited_for_already_does_not_move():
-    """It would be waited for where it is sent."""
+    """Check that its wait would otherwise move to its send."""
     steps = Steps(tp=2, dp_shard=2)
     g, large = steps.square("g"), steps.input("large", cut((1, 1024)), "batch", F32)
     of_weight = steps.mm("dw 1", g, g, layer=1)
@@ -336,7 +336,7 @@ def test_a_gradient_that_is_waited_for_already_does_not_move():
 
 
 def test_gradients_of_weights_stay_for_what_nothing_else_hides():
-    """What is sent first has the product of the next chunk beside it, what is sent then its gradient of a weight."""
+    """Check that the first send is hidden by the matmul of the next chunk, and the second by a weight gradient."""
     steps = Steps(tp=2)
     g, large = steps.square("g"), steps.input("large", cut((1, 1024)), "batch", F32)
     first = steps.do("use 1", aten.sum.default, steps.wait("rows 1", steps.sent("rows 1", large)))
@@ -349,7 +349,7 @@ def test_gradients_of_weights_stay_for_what_nothing_else_hides():
 
 
 def test_what_a_communicator_was_given_before_goes_first():
-    """Beside the product that hides the first of two, the second has not begun: it gets another."""
+    """Check that the second of two sends, which begins after the matmul that hides the first, gets another matmul."""
     steps = Steps(tp=2)
     x, small = steps.square("x"), steps.input("small", cut((1, 48)), "batch", F32)
     dw = [steps.mm(f"dw {i}", x, x) for i in range(3)]
@@ -364,7 +364,7 @@ def test_what_a_communicator_was_given_before_goes_first():
 
 
 def test_what_waits_for_another_does_not_take_what_that_has_beside_it():
-    """A gather that reads what a reduction gives, as between two tensor parallel layers."""
+    """Check a gather of a reduction's result, as between two tensor-parallel layers."""
     steps = Steps(tp=2)
     x, small = steps.square("x"), steps.input("small", cut((1, 48)), "batch", F32)
     dw = [steps.mm(f"dw {i}", x, x) for i in range(2)]
@@ -401,7 +401,7 @@ def test_what_is_sent_does_not_start_before_it_is_written():
     ("all_gather", 64, 100 * 7 / 63 * 50.0), ("shift", 16, 100 * 50.0),
 ))
 def test_between_nodes_more_is_computed_beside_what_travels(kind, ranks, flops):
-    """Of an all-to-all what leaves a node counts, of a ring of gathers a node's share."""
+    """Check that for an all-to-all the bytes that leave a node count, for a ring of gathers a node's share."""
     found = Balance(8, 2.0, 25.0).flops(kind, 100, Mesh((("ep", ranks),)), "ep")
     assert found == pytest.approx(flops)
 
@@ -458,7 +458,7 @@ def test_a_step_with_an_optimizer_keeps_its_bits():
 
 @pytest.fixture
 def tp_group():
-    """A group of one rank under the names of the axis' communicators: Inductor asks for them while it compiles."""
+    """Create a group of one rank under the names of the axis' communicators, for Inductor to look up."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for communicator in ("tp", "tp:gradients"):
         register_axis_group(communicator, dist.group.WORLD)
@@ -468,7 +468,7 @@ def tp_group():
 
 @pytest.mark.full
 def test_inductor_keeps_products_beside_collectives(tp_group, caplog):
-    """Its own order, of fused kernels, would put a wait where the first operator stood of the kernel that needs it."""
+    """Check that Inductor does not move a wait to the first operator of the fused kernel that needs it."""
     model = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
     cfg = Config(model=model, train=TrainConfig(seq_len=64, global_batch_size=4), mesh=MeshConfig(dp_shard=1, tp=2))
     program, ctx = compile_dry(settled(cfg, on_gpu=False), None).programs["step"]

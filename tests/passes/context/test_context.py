@@ -51,7 +51,7 @@ def mask_of(form: str, size: int) -> Tensor | None:
 
 
 def attention(inputs: list[Tensor], mesh: Mesh, mask: Tensor | None = None, **options) -> Function:
-    """SDPA of parameters that activations of their shapes are multiplied with, so that `cp` keeps its shards."""
+    """Return SDPA of parameters, multiplied by activations of their shapes so that `cp` keeps its shards."""
     masks = [] if mask is None else [mask]
 
     def run(q, k, v, *rest):
@@ -63,7 +63,7 @@ def attention(inputs: list[Tensor], mesh: Mesh, mask: Tensor | None = None, **op
 
 
 def run(function: Function, place: Callable[[Tensor], Spec], mask: Spec | None = None, context: str = "auto") -> ir.Report:
-    """Check it with queries, keys and values placed so, and a mask."""
+    """Check a function with queries, keys and values, and a mask, in these placements."""
     tensors = function.values[1:]
     placed = {i: place(tensors[i]) for i in range(3)}
     at = 3 if mask is None else 4
@@ -73,7 +73,7 @@ def run(function: Function, place: Callable[[Tensor], Spec], mask: Spec | None =
 
 @functools.cache
 def captured(form: str, heads: str, size: int, ranks: int):
-    """SDPA of a form, its query, key and value as activations."""
+    """Return SDPA in a form, with query, key and value as activations."""
     h, g = HEADS[heads]
     mask = mask_of(form, size)
     inputs = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
@@ -114,7 +114,7 @@ def test_every_form_of_attention(method, record_property):
 
 
 def run_soft_capped(heads: str, size: int, ranks: int) -> None:
-    """A score function is written out: rows of scores stay on their rank, keys are gathered, whatever the method."""
+    """Check a written-out score function: rows of scores stay on their rank, keys are gathered, with any method."""
     h, g = HEADS[heads]
 
     def run_it(q, k, v, *units):
@@ -152,7 +152,7 @@ def test_soft_capped_scores_of_every_form(record_property):
 
 @pytest.mark.parametrize("form", ["causal", "full", "bool"])
 def test_kernels_agree(form):
-    """The one of the CPU and the one in plain operators, results and gradients."""
+    """Compare results and gradients of the CPU kernel and the one in plain operators."""
     q, k, v, gradient = random(2, 4, 6, 4), random(2, 2, 6, 4), random(2, 2, 6, 5), random(2, 4, 6, 5)
     mask = mask_of(form, 6)
     block = Block(form == "causal", 0.3, None if mask is None else torch.zeros(1, 1, 6, 6, dtype=F64).masked_fill(~mask, -torch.inf))
@@ -171,7 +171,7 @@ def test_kernels_agree(form):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_kernels_of_cuda_give_what_a_ring_takes(heads):
-    """By shape and dtype, which needs no GPU."""
+    """Compare shapes and dtypes, which needs no GPU."""
     h, g = HEADS[heads]
     with FakeTensorMode():
         q, k, v = (torch.empty(2, n, 16, 64, dtype=torch.bfloat16, device="cuda") for n in (h, g, g))
@@ -236,7 +236,7 @@ def test_batch_heads_and_sequence_shard_together(method, cp):
 @pytest.mark.parametrize(("method", "ranks", "steps"), [("ring", 4, (0, 1)), ("ring", 8, (0, 1)), ("hybrid", 8, (0, 1))])
 @pytest.mark.sample(2)
 def test_a_ring_of_a_sliding_window_ends_early(method, ranks, steps, size):
-    """Where a mask is made of constants, steps at which no rank sees anything are not in the graph, nor their sends."""
+    """Check that with a constant mask the graph omits steps at which no rank sees anything, and their sends."""
 
     def window(q, k, v, *units):
         row, column = grids(size)
@@ -264,9 +264,9 @@ CHOICES = [  # heads, heads of keys, queries of a rank, ranks, what is masked ->
     (36, 36, 1024, 8, SEEN, "hybrid"),
     (6, 6, 64, 4, SEEN, "all_gather"),  # too short to hide anything
     (32, 32, 1024, 4, {"mask": "numbers"}, "ulysses"),
-    (30, 6, 1024, 4, {"mask": "numbers"}, "all_gather"),  # the mask may have a gradient, and heads do not go over the ranks
-    (32, 8, 1024, 8, {"mask": "bool", "pairs": NEIGHBOURS}, "ring"),  # of a window two steps are left
-    (32, 8, 8192, 16, SEEN, "hybrid"),  # of two nodes: heads are exchanged inside, few keys travel between
+    (30, 6, 1024, 4, {"mask": "numbers"}, "all_gather"),  # the mask may need a gradient, and ranks do not divide heads
+    (32, 8, 1024, 8, {"mask": "bool", "pairs": NEIGHBOURS}, "ring"),  # a window needs two steps
+    (32, 8, 8192, 16, SEEN, "hybrid"),  # two nodes: heads are exchanged within, few keys travel between
     (32, 8, 65536, 16, SEEN, "ring"),  # long enough to hide keys between nodes
     (32, 8, 8192, 16, SEEN | {"balance": Balance(gpus_per_node=16)}, "ring"),
     (32, 8, 1024, 4, SEEN | {"stride": 8}, "all_gather"),  # each in a node of its own
@@ -286,7 +286,7 @@ def test_auto_takes_the_cheapest(h, g, length, parts, seen, wanted):
 
 
 def partitioned(method: str, ranks: int, size: int = 64, dtype: torch.dtype = torch.float32) -> tuple[ir.Program, ir.Context]:
-    """Causal attention of 8 heads, 2 of keys, forward and backward, collectives written out."""
+    """Return causal attention of 8 heads, 2 of keys, forward and backward, with collectives written out."""
     mesh = Mesh.of({"cp": ranks})
     inputs = [random(2, 8, size, 8).to(dtype), *(random(2, 2, size, 8).to(dtype) for _ in "kv")]
     function = attention(inputs, mesh, is_causal=True, enable_gqa=True)
@@ -320,7 +320,7 @@ def test_bytes_sent_are_those_of_the_formula(method, ranks):
 
 
 def test_keys_and_values_of_a_ring_are_a_share_of_the_sequence():
-    """The most bytes of keys and values alive at once in the forward, packed for travel or gathered."""
+    """Check the most bytes of keys and values alive at once in the forward, packed for travel or gathered."""
 
     def held(method: str, ranks: int) -> int:
         program, _ = partitioned(method, ranks)
@@ -338,7 +338,7 @@ def test_keys_and_values_of_a_ring_are_a_share_of_the_sequence():
 @pytest.mark.parametrize(("method", "ranks"), [*itertools.product(METHODS[:3], (2, 4)), ("hybrid", 4)])
 @pytest.mark.sample(2)
 def test_bf16_loses_no_more_than_one_device(method, ranks):
-    """Against fp64: at most 1.5 times the error of the single kernel in bf16, result and gradients."""
+    """Compare with fp64: result and gradients have at most 1.5 times the error of the single kernel in bf16."""
     exact = attention([random(2, 8, 64, 8), random(2, 2, 64, 8), random(2, 2, 64, 8)], Mesh.of({}), is_causal=True, enable_gqa=True)
     bf16 = torch.bfloat16
     single = capture_bf16(exact)
@@ -355,7 +355,7 @@ def test_bf16_loses_no_more_than_one_device(method, ranks):
 
 
 def capture_bf16(exact: Function) -> list[Tensor]:
-    """Loss, result and gradients of the same attention in bf16, by PyTorch on one device."""
+    """Return loss, result and gradients of the same attention in bf16, by PyTorch on one device."""
     one, q, k, v, *_, scales = exact.values
     leaves = [x.to(torch.bfloat16).requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
@@ -388,7 +388,10 @@ def plain(microbatches: int):
 ], ids=str)
 @pytest.mark.sample(1)
 def test_a_llama_trains_as_on_one_device(mesh, passes, options):
-    """A sequence of 7 that nothing divides, ignored labels, three steps: losses, gradient norms and parameters."""
+    """Compare losses, gradient norms and parameters over three steps.
+
+    The length 7 divides by nothing, some labels are ignored.
+    """
     step = compile_lockstep(llama(2), llama_loss, batches()[0], mesh, passes=passes, **options)
     metrics, state = plain(options.get("microbatches", 1))
     for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
@@ -398,7 +401,7 @@ def test_a_llama_trains_as_on_one_device(mesh, passes, options):
 
 @pytest.mark.full
 def test_remat_takes_a_ring_as_one_operator():
-    """It is kept whole under a policy, result and log-sum-exp only, and repeated where that is asked for."""
+    """Check that a policy keeps only a ring's result and log-sum-exp, and that an option repeats it."""
 
     def compiled(**remat) -> tuple[int, int, list[dict[str, float]]]:
         programs = {}
@@ -428,7 +431,7 @@ def test_head_and_tail_share_causal_work_evenly(ranks):
 
 
 def test_work_within_documents_is_that_of_a_mask():
-    """Pairs counted from positions, rank by rank, are the entries of the mask that each rank's queries have."""
+    """Compare the pairs counted from positions with the entries of the mask, for each rank's queries."""
     size, mesh = 37, Mesh.of({"cp": 4})
     ids = documents(size)
     position = torch.stack([torch.arange(size) - torch.searchsorted(row, row) for row in ids])

@@ -1,4 +1,4 @@
-"""Attention by interval as CUDA computes it: FlexAttention's operator, here on the CPU, and the blocks that it is told."""
+"""Attention by interval as CUDA computes it: FlexAttention's operator, run on the CPU here, and its lists of blocks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ TWO_RUNS = pytest.param(torch.tensor([150, 0]), id="two runs")
 
 
 def dense(first: Tensor, last: Tensor, where: Tensor) -> Tensor:
-    """Which keys each query sees, bool[b, 1, s, t]."""
+    """Return the keys that each query sees, bool[b, 1, s, t]."""
     return ((where >= first[..., None]) & (where < last[..., None])).unsqueeze(1)
 
 
 def in_squares(seen: Tensor, size: int) -> Tensor:
-    """Pairs by pairs of blocks, those beyond the sequence unseen, bool[b, 1, m, n, size * size]."""
+    """Return pairs by pairs of blocks, unseen beyond the sequence, bool[b, 1, m, n, size * size]."""
     rows, keys = (-n % size for n in seen.shape[-2:])
     seen = torch.nn.functional.pad(seen, [0, keys, 0, rows])
     return seen.unflatten(3, (-1, size)).unflatten(2, (-1, size)).transpose(3, 4).flatten(-2)
 
 
 def pairs_in(count: Tensor, order: Tensor, columns: int) -> Tensor:
-    """The pairs of a list of blocks; nothing is listed twice, and all of it in order."""
+    """Return the pairs of a list of blocks; check that lists are complete, in order and without repeats."""
     found = torch.zeros(*order.shape[:-1], columns, dtype=torch.bool)
     for place in torch.cartesian_prod(*(torch.arange(n) for n in order.shape[:-1])).tolist():
         listed = order[tuple(place)][: count[tuple(place)]]
@@ -51,7 +51,7 @@ def pairs_in(count: Tensor, order: Tensor, columns: int) -> Tensor:
 @pytest.mark.parametrize("runs", [ONE_RUN, TWO_RUNS])
 @pytest.mark.parametrize("form", BOUNDS)
 def test_blocks_are_those_of_the_mask(form, runs):
-    """One that is seen is listed, one that is listed as whole is seen whole, and none of it lies beyond the sequence."""
+    """Check that seen blocks are listed, and that blocks listed as full are fully seen and end within the sequence."""
     first, last = (x.to(torch.int32) for x in bounds_of(form, SIZE))
     where = flex.positions(runs, SIZE, first.device)
     mask = flex.block_mask(first, last, where, lambda *_: None)
@@ -67,7 +67,7 @@ def test_blocks_are_those_of_the_mask(form, runs):
 
 
 def test_long_sequences_have_larger_blocks():
-    """So that lists of blocks stay small."""
+    """Check that lists of blocks stay small."""
     sizes = {2**10: 128, 2**17: 128, 2**17 + 1: 256, 2**20: 1024}
     assert {n: flex.block_size(4, n) for n in sizes} == sizes
 
@@ -77,7 +77,7 @@ def test_long_sequences_have_larger_blocks():
 
 @functools.cache
 def given_of(form: str, heads: tuple[int, int], widths: tuple[int, int]):
-    """Queries, keys, values, gradient of the result and bounds."""
+    """Return queries, keys, values, gradient of the result and bounds."""
     (h, g), (e, f) = heads, widths
     shapes = (2, h, SIZE, e), (2, g, SIZE, e), (2, g, SIZE, f), (2, h, SIZE, f)
     return [random(*shape) for shape in shapes], bounds_of(form, SIZE)
@@ -106,7 +106,7 @@ def test_heads_of_any_width_and_number(heads, widths):
 
 
 def test_blocks_of_a_ring_add_up():
-    """Half of the keys at a time; the backward is given what came of both."""
+    """Attend to half of the keys at a time; the backward gets the merged result."""
     (q, k, v, gradient), bounds = given_of("documents and window", (4, 2), (16, 16))
     whole = attend(q, k, v, *bounds, None, [], 0.3, "")
     halves = [(k[:, :, i : i + 150], v[:, :, i : i + 150], (*bounds, torch.tensor([i]), [], 0.3, "")) for i in (0, 150)]

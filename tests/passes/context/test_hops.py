@@ -1,4 +1,4 @@
-"""Steps of a ring that no rank needs for a batch: which they are, what is then sent, and that nothing else changes."""
+"""Ring steps that no rank needs for a batch: which these are, what is sent, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_who_meets_whom_is_what_a_mask_says(layout):
-    """Bounds of any length, with queries that see nothing, in a sequence that nothing divides."""
+    """Compare with masks: bounds of any length, queries that see nothing, a length that nothing divides."""
     order, generator = LAYOUTS[layout], torch.Generator().manual_seed(5)
     size, (i, j) = 37, grids(37)
     owner = torch.zeros(size, dtype=torch.int64)
@@ -45,7 +45,7 @@ def test_who_meets_whom_is_what_a_mask_says(layout):
 
 
 def test_hops_go_from_one_needed_step_to_the_next_and_home():
-    apart = torch.tensor([0, 1, 3])  # steps at which someone sees something
+    apart = torch.tensor([0, 1, 3])  # steps at which any rank sees something
     meet = torch.zeros(5, 5, dtype=torch.bool)
     meet[2, (2 - apart) % 5] = True
     hops = hops_of(meet)
@@ -68,7 +68,7 @@ def test_groups_of_neighbours_are_one_place_of_a_ring():
 ])  # fmt: skip
 @pytest.mark.sample(2)
 def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(method, layout, needed):
-    """Long documents after short ones, one program for both; keys travel once less than there are steps.
+    """Run one program on long documents and then short ones; keys travel once less than there are steps.
 
     Two of the four ranks are one place of a hybrid's ring, so it has two rings of two steps.
     """
@@ -95,7 +95,10 @@ def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(method, layout, 
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_cuda_graph_cannot_skip_steps(skips):
-    """A replay would send as far as the first batch said; without it every step is sent."""
+    """Check the refusal, because a replay would send as far as in the first batch.
+
+    Without skipping every step is sent.
+    """
     options = {"context": {"method": "ring", "load_balance": "none", "skip_steps": skips}}
     step = compile_lockstep(packed(), loss_of, batches()[0], {"cp": 2}, passes=options)
     program = step.train["step"].program

@@ -1,4 +1,4 @@
-"""Attention that models write out: what is read of it, what is left, and whole models of transformers on meshes."""
+"""Attention that models write out: which is matched, which is left, and whole transformers models on meshes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def causal() -> Tensor:
 
 
 def reading(attention, *tensors: Tensor) -> tuple[Function, ir.Report]:
-    """What becomes of attention of a few tokens, 4 heads of queries and 2 of keys."""
+    """Return the rewritten attention of a few tokens, 4 query heads and 2 key heads, and the report."""
     inputs = [random(2, 4, SIZE, 6), random(2, 2, SIZE, 6), random(2, 2, SIZE, 6) + 1, *tensors]
     function = capture(attention, inputs, Mesh(), weights=range(len(inputs)))
     program, report = Intervals()(function.program, function.ctx)
@@ -37,7 +37,7 @@ def reading(attention, *tensors: Tensor) -> tuple[Function, ir.Report]:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, change, masked) -> Tensor:
-    """softmax(masked(change(q @ k^T))) @ v."""
+    """Compute softmax(masked(change(q @ k^T))) @ v."""
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     return masked(change(q @ k.transpose(-1, -2))).softmax(-1) @ v
 
@@ -51,7 +51,7 @@ def filled(x: Tensor) -> Tensor:
 
 
 def apart() -> Tensor:
-    """How far behind the query a key stands."""
+    """Return each key's distance behind the query."""
     i, j = grids(SIZE)
     return i - j
 
@@ -128,7 +128,7 @@ MODELS = {
     "mpt": lambda: tf.MptForCausalLM(tf.MptConfig(vocab_size=zoo.VOCAB, d_model=48, n_layers=2, n_heads=4, max_seq_len=32)),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, attn_implementation="eager")),
 }
-ROUNDED = 3e-6  # these take their softmax, or what is before it, in fp32
+ROUNDED = 3e-6  # these compute their softmax, or its operand, in fp32
 
 
 @pytest.fixture

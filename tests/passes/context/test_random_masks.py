@@ -1,4 +1,4 @@
-"""Masks made at random of what masks are made of: one that is read as intervals is the mask, to the last query."""
+"""Random masks from known operators: if a mask is read as intervals, it equals them for every query."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TRIANGLES = (torch.tril, torch.triu)
 
 
 def mask(draw: random.Random, depth: int = 0) -> Mask:
-    """A mask [b or 1, 1, queries, keys]."""
+    """Return a mask [b or 1, 1, queries, keys]."""
     kind = draw.random()
     if depth < 3 and kind < 0.45:
         a, b = mask(draw, depth + 1), mask(draw, depth + 1)
@@ -59,7 +59,7 @@ def mask(draw: random.Random, depth: int = 0) -> Mask:
 
 
 def comparison(draw: random.Random) -> Mask:
-    """Something of a query against something of a key, on either side."""
+    """Return a comparison of a value of the query with a value of the key, on either side."""
     at_query, at_key = (side(draw) for _ in range(2))
     compare, turned = draw.choice(COMPARE), draw.random() < 0.5
 
@@ -71,7 +71,7 @@ def comparison(draw: random.Random) -> Mask:
 
 
 def side(draw: random.Random) -> Mask:
-    """A number for each place, a little moved."""
+    """Return a number for each place, shifted a little."""
     name = "place" if draw.random() < 0.6 else draw.choice(list(SIDES))
     base, more, sign = SIDES[name], draw.choice((0, 0, 0, 1, 2, -1, -3)), draw.choice((1, 1, 1, -1))
     moved: Mask = (lambda given: base(given) + more) if more else base
@@ -79,7 +79,7 @@ def side(draw: random.Random) -> Mask:
 
 
 def packed(draw: random.Random) -> Mask:
-    """Some run, and a comparison of positions that count within it."""
+    """Return a run, and a comparison of positions that count within it."""
     ids, (more, less), compare = RUNS[draw.choice(list(RUNS))], draw.choices((0, 0, 1, 2), k=2), draw.choice(COMPARE[:4])
 
     def both(given: Mapping[str, Tensor]) -> Tensor:
@@ -91,7 +91,7 @@ def packed(draw: random.Random) -> Mask:
 
 
 def outcome(made: Mask) -> str:
-    """What became of attention under a mask: left, right or wrong."""
+    """Return how attention under a mask was treated: left, right or wrong."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
         seen = made({"positions": positions, "ids": ids}).expand(2, 1, SIZE, SIZE)

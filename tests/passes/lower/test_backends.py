@@ -1,4 +1,4 @@
-"""Lowered programs: Inductor computes what the interpreter does, and the interpreter names what fails."""
+"""Lowered programs: Inductor and the interpreter agree, and the interpreter names the node that fails."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_eager_error_gives_the_shapes_that_were_compiled():
 
 
 def test_the_interpreter_keeps_no_input_after_a_call():
-    """Tasks of pipeline stages read values that are freed when they end."""
+    """Check this because tasks of pipeline stages read values that are freed when they end."""
     tiny = Tiny()
     program = tiny.program(tiny.call(aten.neg.default, tiny.input("x", Spec.whole((2, 3)))))
     run, x = lower_eager(program, tiny.ctx), torch.ones(2, 3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The fast start on a CPU: what it takes on trust, and that it leaves nothing behind."""
+"""The fast start on a CPU: the checks that it skips, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Extension(cpu_vec_isa.VecISA):
 
 @pytest.fixture
 def extensions():
-    """Sets of a made-up processor, best first: one that it lacks, one that its compiler does not know, two that it does."""
+    """Return a made-up processor's sets, best first: one it lacks, one its compiler lacks, and two it has."""
     sets = [Extension("avx9 amx"), Extension("avx9", known=False), Extension("avx8"), Extension("avx7")]
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Recording, played by a stand-in for `torch.cuda`: programs whole and in runs, and what they carry to each other."""
+"""Recording, with a stand-in for `torch.cuda`: complete programs and runs, and the values that they carry."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ F32 = torch.float32
 
 @pytest.fixture
 def done():
-    """A CUDA that is not there; what was done on it."""
+    """Replace CUDA by a stand-in; return the list of its calls."""
     with played_cuda() as found:
         yield found
 
 
 def stepping(args):
-    """w += lr * x; its sum."""
+    """Build w += lr * x, and its sum."""
     x, lr, w = args
     args.clear()
     w += lr * x
@@ -68,7 +68,7 @@ def test_state_that_moved_is_refused(replayed):
 
 
 def three_layers():
-    """Three layers, the second of which reads the host; the last reads what both have made."""
+    """Build three layers, the second of which reads the host; the last reads the results of both others."""
     small = Small()
     x, w = small.input("x", cut((4, 4)), "batch", F32), small.input("w", cut((4, 4)), dtype=F32)
     first = small.call(aten.mm.default, x, w)
@@ -83,7 +83,7 @@ def three_layers():
 
 
 def interpreted(body):
-    """What runs a body, and counts."""
+    """Return a function that interprets a body and counts its calls."""
     module = fx.GraphModule(torch.nn.Module(), body.graph)
 
     def run(args):
@@ -139,14 +139,14 @@ def test_nothing_is_recorded_of_what_reads_the_host_everywhere(done, monkeypatch
 
 
 def gathering(kind="parameter"):
-    """What is made for others, once a step of a parameter, or of what a microbatch brings."""
+    """Build a value for other programs, from a parameter once per step, or from a microbatch's input."""
     small = Small()
     w = small.input("w", cut((3,)), kind, F32)
     return small.program([("carried", "full", small.call(aten.mul.Tensor, w, 2.0), cut((3,)))])
 
 
 def reading():
-    """What reads it for each microbatch."""
+    """Build a program that reads it for each microbatch."""
     small = Small()
     full, x = small.input("full", cut((3,)), "carried", F32), small.input("x", cut((3,)), "batch", F32)
     return small.program([("loss", "loss", small.call(aten.sum.default, small.call(aten.mul.Tensor, full, x)), cut(()))])
@@ -164,12 +164,12 @@ def test_what_is_carried_from_a_recording_is_read_where_it_lies(done):
             (loss,) = read([full, torch.full((3,), m + 1.0)], 0)
             torch.testing.assert_close(loss, (2 * w * (m + 1)).sum())
         w += 1.0
-    assert lay[2] is lay[3] is lay[4]  # no copy of gathered parameters, not even one
+    assert lay[2] is lay[3] is lay[4]  # gathered parameters are never copied
     assert done.count("record") == 2
 
 
 def test_what_is_in_flight_in_two_slots_does_not_meet(done):
-    """Two are made before the first is read; each is read where it was left in its slot."""
+    """Make two values before the first is read; each is read from its slot."""
     recorder = Recorder()
     make, read = (recorder.recorded(p, NamingInterpreter(p.module)) for p in (gathering("batch"), reading()))
     w, lay = torch.ones(3), []
@@ -211,7 +211,7 @@ def test_what_is_carried_from_elsewhere_is_copied(done):
 
 
 def test_recordings_end_before_ranks_part(done):
-    """NCCL waits for those that use a communicator when it is destroyed."""
+    """Check the order, because NCCL waits for users of a communicator when it is destroyed."""
     program, recorder = reading(), Recorder()
     read = recorder.recorded(program, NamingInterpreter(program.module))
     for _ in range(3):

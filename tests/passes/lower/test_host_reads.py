@@ -1,4 +1,4 @@
-"""What reads the host is found in the finished program, whatever part of a step it is in, and splits the recording."""
+"""Nodes that read the host are found in the finished program, in any part of a step, and split the recording."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ F32 = torch.float32
 
 
 def fake(small, device="cuda", shape=(4, 4), dtype=F32):
-    """A value on a device, which need not be there."""
+    """Return a value on a device that need not exist."""
     return FakeTensor(small.ctx.fake_mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device(device))
 
 
 def planted(target, *others, of=fake):
-    """A layer, an operator planted behind it, and another layer, all on CUDA and cut into bodies.
+    """Return a layer, a planted operator, and another layer, all on CUDA and cut into bodies.
 
-    `of` gives what the operator computes; of `others`, given after the layer's result, "mask" and "rows" are indices and
+    `of` computes the operator's result; of `others`, passed after the layer's result, "mask" and "rows" are indices and
     "host" is a number in host memory.
     """
     small = Small()
@@ -70,7 +70,7 @@ def planted(target, *others, of=fake):
     given = ordered(small.program(outputs, Stage.EXPLICIT), small.ctx)
     found = next(node for node in given.calls() if node.name == found.name)
     program, _ = Segment()(given, small.ctx)
-    for call in filter(body_of_call, program.calls()):  # only now: no pass takes a shape that it does not know
+    for call in filter(body_of_call, program.calls()):  # only now, because passes need known shapes
         nodes = ir.record(call).body_nodes
         changed = {found.name: BodyNode(found.name, replace(ir.record(found), value=of(small)))}
         ir.update(call, body_nodes=tuple(changed.get(node.name, node) for node in nodes))
@@ -79,7 +79,7 @@ def planted(target, *others, of=fake):
 
 
 def unknown_size(small):
-    """A tensor as long as only data will tell."""
+    """Return a tensor whose length depends on data."""
     return fake(small, shape=(ShapeEnv().create_unbacked_symint(),))
 
 
@@ -106,7 +106,7 @@ def test_what_breaks_a_recording_is_named_with_its_line(program, reason):
 
 
 def test_attention_by_interval_is_recorded_only_compiled():
-    """The eager backend's kernel reads its bounds."""
+    """Check that the eager backend's kernel, which reads its bounds, is not recorded."""
     small = Small()
     q, bounds = small.input("q", cut((1, 2, 4, 8)), dtype=F32), small.input("bounds", cut((1, 4)), dtype=torch.int64)
     out = small.call(operator.getitem, small.call(attend, q, q, q, bounds, bounds, None, [], 1.0, ""), 0)
@@ -176,7 +176,7 @@ JOBS = {
 
 
 def programs_of(options, on_gpu=True):
-    """The programs of a job, with the dtypes of a GPU."""
+    """Return the programs of a job, with the dtypes of a GPU."""
     return {name: each.program for name, each in compile_dry(settled(build(Config, options), on_gpu), None).programs.items()}
 
 
@@ -206,17 +206,17 @@ def test_launches_of_recorded_stages_cost_nothing():
 
 
 def in_phase(program, phase):
-    """The operators of a phase that yield a tensor."""
+    """Return the operators of a phase that yield a tensor."""
     return [node for node in program.calls() if ir.phase(node) == phase and ir.is_tensor(node)]
 
 
 def product_in(program, phase):
-    """The second product of a phase."""
+    """Return the second matmul of a phase."""
     return [node for node in in_phase(program, phase) if node in products_of(program.graph)][1]
 
 
 def root_in(program, of_parameter):
-    """The first square root of the optimizer: of the norm, or of a parameter's moment."""
+    """Return the first square root of the optimizer: of the norm, or of a parameter's moment."""
     roots = (node for node in in_phase(program, "optimizer") if name_of(node) == "sqrt")
     return next(node for node in roots if bool(ir.parameter(node)) == of_parameter)
 
@@ -232,7 +232,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def sharded():
-    """The step of a job whose gathers and reductions travel beside computation, in order."""
+    """Return the step of a job whose gathers and reductions overlap with computation, in order."""
     options = LAYER | {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 2}}
     return compile_dry(settled(build(Config, options), True), None).programs["step"]
 

@@ -1,6 +1,6 @@
-"""Known miscompilations of PyTorch's compiler: still there with their options on, avoided as we compile.
+"""Known miscompilations of PyTorch's compiler: still there with their options on, avoided by our options.
 
-A test that finds one gone in a version that the table lists says so: then the table is too broad.
+A test fails if one is gone in a version that the table lists: then the table is too broad.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_known_miscompilations_are_avoided_in_the_versions_that_have_them(versio
     ],
 )
 def test_kernels_store_every_gradient_of_a_bucket(shape, further, library, record_property):
-    """Sums along rows and along columns, the latter concatenated; every kernel runs in Triton's interpreter."""
+    """Add along rows and along columns, the latter concatenated; every kernel runs in Triton's interpreter."""
     cases = [shape, avoided() | further], [shape, FUSE | further]
     ours, fused = run(BUCKET_CUDA, library, cases, TRITON_INTERPRET="1")
     assert ours["unwritten"] == [0, 0] and ours["error"] == 0

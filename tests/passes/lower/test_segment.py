@@ -1,4 +1,4 @@
-"""A finished program as calls of bodies: where it is cut, what is alike, and that the calls are the program."""
+"""A finished program as calls of bodies: the cuts, equal pieces, and that the calls equal the program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPLICATED = ((("dp_replicate", 2),), (("dp_replicate", 2), ("dp_shard", 2)))
 
 @functools.cache
 def finished(mesh=(), n_blocks=4, policy="none"):
-    """A whole step, before it is cut."""
+    """Return a full step before it is cut."""
     program, ctx = joint(mesh, n_blocks)
     for step in (Remat(policy), Optimize(AdamW(), 1.0), Bucket(), Collectives(), Overlap()):
         program, _ = step(program, ctx)
@@ -141,7 +141,7 @@ def has_product(body):
 @pytest.mark.parametrize(("mesh", "policy"), in_turn([MESHES["fsdp"], *REPLICATED], ["selective", "full", "none"]))
 @pytest.mark.sample(2)
 def test_layers_are_one_body_a_phase_whatever_travels_beside_them(mesh, policy):
-    """What starts for other layers, or arrives, is apart; so are the first layer, the last, and those between alike."""
+    """Check that starts and arrivals for other layers are separate, so that first, last and other layers are equal."""
     program, _ = segmented(mesh, policy=policy)
     bodies = {body: calls for body, calls in calls_of(program).items() if "blocks" in str(ir.layer(calls[0]))}
     products = [sorted(str(ir.layer(call)) for call in calls) for body, calls in bodies.items() if has_product(body)]
@@ -304,7 +304,7 @@ def test_a_constant_that_has_no_text_of_its_own_is_refused():
 
 
 class Dropping(torch.nn.Module):
-    """Linear layers that drop out."""
+    """A model of linear layers with dropout."""
 
     def __init__(self, n):
         super().__init__()
@@ -317,7 +317,7 @@ class Dropping(torch.nn.Module):
 
 
 def dropping(enabled, n=5):
-    """Losses of three steps, and the bodies that were called."""
+    """Return the losses of three steps, and the bodies that were called."""
     torch.manual_seed(0)
     programs, rows = [], [{"x": torch.full((4, 4), float(i)).double()} for i in (1, 1, 2)]
     step = compile_lockstep(

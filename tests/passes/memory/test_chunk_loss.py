@@ -1,4 +1,4 @@
-"""Head and loss in chunks of tokens: what one device computes, without more logits than a chunk's."""
+"""Head and loss in chunks of tokens: the results of one device, with only one chunk's logits at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHUNKS = {"chunk_loss": {"chunks": 3}}
 
 
 class Reader(nn.Module):
-    """An embedding, a layer and a head, which may be the embedding."""
+    """A model with an embedding, a layer and a head, which may be the embedding."""
 
     def __init__(self, tied=False, bias=False, dim=8):
         super().__init__()
@@ -97,7 +97,7 @@ def classes_first(model, batch):
 
 
 def shifted(model, batch):
-    """The labels are the tokens themselves, one place on."""
+    """Compute the loss if labels are the tokens, shifted by one."""
     x, labels = model(batch["tokens"])[..., :-1, :].contiguous(), batch["tokens"][..., 1:].contiguous()
     return F.cross_entropy(x.view(-1, VOCAB), labels.view(-1))
 
@@ -107,7 +107,7 @@ def ignoring_a_class(model, batch):
 
 
 def by_token(model, batch):
-    """Weighs the losses of tokens, then of rows, which no sum over all tokens tells."""
+    """Weigh the losses of tokens, then of samples, which needs more than a sum over all tokens."""
     found = flat(model(batch["tokens"]), batch, reduction="none").view(batch["labels"].shape)
     return F.softplus((found * batch["tokens"]).sum(1) / VOCAB).mean()
 
@@ -132,7 +132,7 @@ LOSSES = {
     "shifted": (shifted, {"tied": True}),
     "ignoring a class": (ignoring_a_class, {"bias": True}),
 }
-SGD = {"name": "sgd", "max_norm": None}  # a wrong factor of a gradient shows
+SGD = {"name": "sgd", "max_norm": None}  # reveals a wrong factor of a gradient
 
 
 def said_by(step, name="chunk_loss"):
@@ -145,7 +145,10 @@ def said_by(step, name="chunk_loss"):
 @pytest.mark.parametrize(("loss", "mesh", "chunks"), in_turn(LOSSES, MESHES, (3, 8, 2)))
 @pytest.mark.sample(2)
 def test_updates_are_those_of_eager_pytorch(loss, mesh, chunks):
-    """fp64 to 1e-10: five sequences of seven tokens, 61 classes, some labels ignored; nothing divides by anything."""
+    """Compare in fp64 to 1e-10: five sequences of seven tokens, 61 classes, some ignored labels.
+
+    Nothing divides evenly.
+    """
     fn, changes = LOSSES[loss]
     data = [{key: batch[key] for key in ("tokens", "labels")} for batch in batches()]
     model = reader(**changes)
@@ -231,7 +234,7 @@ def test_the_operator_is_what_pytorch_computes(taken):
 @pytest.mark.parametrize("taken", [summed, by_tokens])
 @pytest.mark.sample(4)
 def test_the_rule_by_value(ranks, fill, weights, taken):
-    """Each dim of each operand sharded, even and uneven, padding of zeros and of garbage."""
+    """Shard each dim of each operand, evenly and unevenly, with padding of zeros and of garbage."""
     for axis in ("tp", "dp_shard"):
         function = capture_function(taken, HEAD, Mesh.of({axis: ranks}), weights)
         for i, dim in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)]:
@@ -242,7 +245,7 @@ def test_the_rule_by_value(ranks, fill, weights, taken):
 
 @pytest.mark.parametrize("taken", [summed, by_tokens])
 def test_what_ranks_share_is_summed_once(taken):
-    """Three ranks and five classes: one rank owns padding only in the case of four."""
+    """Check three ranks and five classes; with four classes one rank has only padding."""
     tensors = (HEAD[0], HEAD[1][:5], HEAD[2].clamp(max=4), HEAD[3][:5])
     check(capture_function(taken, tensors, Mesh.of({"tp": 4}), (1, 3)), {1: sharded((5, 5), 0, "tp", None)})
 
@@ -262,7 +265,7 @@ def test_the_same_bits_again_and_under_any_policy(mesh):
 
 
 def test_gradients_of_the_weight_are_added_in_fp32():
-    """Of 64 chunks in bf16 the sum is as near to fp64's as that of the product that takes all tokens at once."""
+    """Check that the sum of 64 chunks in bf16 is as near to fp64's as that of one matmul over all tokens."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(512, 16), torch.randn(50, 16)
     labels, ids = torch.randint(0, 50, (512,)), torch.arange(50)
@@ -286,7 +289,7 @@ def token_loss(model, batch):
 
 
 def long(chunks, loss=llama_loss):
-    """A step of 1,024 tokens and 4,000 classes on one rank: logits of 15.6 MiB."""
+    """Return a step of 1,024 tokens and 4,000 classes on one rank: logits of 15.6 MiB."""
     model = llama(dtype=torch.float32, vocab_size=4000)
     tokens = torch.randint(0, 4000, (1, 1024), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens, "labels": tokens, "positions": torch.arange(1024)[None]}
@@ -390,7 +393,7 @@ def test_small_jobs_keep_their_graphs():
 
 
 def used_and_split(program, ctx):
-    """What parameters are used for, and the plan of tensor parallelism."""
+    """Return the uses of parameters, and the plan of tensor parallelism."""
     program, _ = Normalize()(replace(program, mesh=Mesh.of({"tp": 2})), ctx)
     return roles(program), infer(program, 2)
 
@@ -440,4 +443,4 @@ def test_in_bf16_gradients_are_as_near_to_those_in_fp64(mesh):
 def test_each_chunk_is_a_call_of_one_body():
     step = compile_lockstep(llama(), llama_loss, batches(rows=6)[0], {"dp_shard": 2}, passes={"chunk_loss": {"chunks": 7}})
     notes = [p["report"]["notes"] for p in step.report["passes"] if (p["program"], p["name"]) == ("step", "segment")][0]
-    assert any(re.match(r"forward_\d: 6 calls", note) for note in notes), notes  # the last is joined with what follows
+    assert any(re.match(r"forward_\d: 6 calls", note) for note in notes), notes  # the last one is merged with the operators after it

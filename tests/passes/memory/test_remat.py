@@ -40,7 +40,7 @@ def test_backward_nodes_lie_in_the_layer_they_differentiate():
 
 
 def two_layers(activation=aten.silu.default, device: str = "cpu") -> tuple[ir.Program, ir.Context]:
-    """Two layers of an activation and a sharded weight, and their backward."""
+    """Build two layers of an activation and a sharded weight, with their backward."""
     tiny = Tiny(device, dp_shard=2)
     x, *weights = tiny.input("x", WHOLE, "batch"), *(tiny.input(f"w{i}", WHOLE) for i in range(2))
     kept = []
@@ -203,7 +203,7 @@ def test_a_layer_keeps_less_than_a_third():
 
 
 def kept_ops(remat: Remat, mesh=(), n_blocks: int = 2) -> dict[str, set[str]]:
-    """The operators whose results a block keeps for the backward, by block."""
+    """Return the operators whose results each block keeps for the backward."""
     program, _ = remat(*joint(mesh, n_blocks))
     found: dict[str, set[str]] = {}
     for node in saved_nodes(program):
@@ -290,7 +290,7 @@ def test_on_cuda_copies_run_on_a_stream_of_their_own():
     host = next(n for n in out.users if n.target is there)
     back = next(n for n in host.users if n.target is reload)
     value = next(n for n in back.users if n.target is there)
-    assert host.args[1] is silu and value.args[1] is host  # whose memory is free then
+    assert host.args[1] is silu and value.args[1] is host  # its memory is free then
     names = [n.name for n in (out, host, back, value)]
     wanted = ["matmul", names[0], "matmul_1", names[1], "ones_like", names[2], "mul", names[3], "mul_1"]
     assert [n.name for n in program.calls() if n.name in wanted] == wanted
@@ -318,7 +318,7 @@ def test_a_pattern_that_matches_nothing_is_refused(option, what):
 
 @functools.cache
 def peaks() -> tuple[int, int]:
-    """Predicted peak bytes of four layers with all of them recomputed, and with none."""
+    """Return the predicted peak bytes of four layers with all of them recomputed, and with none."""
     program, ctx = joint((), 4)
     remat = Remat("full")
     free = {node for node, each in remat.decisions(program).items() if each.action == "recompute"}
@@ -351,7 +351,7 @@ def fitted_flops(note: str) -> int:
 
 
 def test_a_budget_weighs_products_by_the_machine():
-    """Where a product is short beside what it moves, its bytes count, elsewhere its FLOPs."""
+    """Check that a matmul that is short compared with its memory traffic costs its bytes, otherwise its FLOPs."""
     program, ctx = joint((), 4)
     avals = abstract_eval(program, ctx)
     (product, *_) = (n for n in program.calls() if name_of(n) == "mm" and ir.phase(n) == "forward")
@@ -401,7 +401,7 @@ def test_parts_of_a_tuple_are_never_cloned_without_it():
 
 
 class Adapted(torch.nn.Module):
-    """A layer with terms of low rank beside it, as LoRA has them; with `bent` the second term is used itself."""
+    """A layer with low-rank terms, as in LoRA; with `bent` the second term has another use."""
 
     def __init__(self, bent: bool):
         super().__init__()
@@ -433,5 +433,5 @@ def test_of_two_products_that_are_only_added_the_sum_is_kept(bent, kept):
                          NO_DECAY, passes={"remat": {"policy": "selective"}})
     (report,) = (p["report"] for p in step.report["passes"] if p["name"] == "remat")
     saved = report["counts"]["saved_bytes_after"]
-    ours = 2 * 10 * kept * 8  # of two layers, ten tokens of a rank, in fp64
+    ours = 2 * 10 * kept * 8  # two layers, ten tokens per rank, in fp64
     assert ours <= saved < ours + 10 * 12 * 8, report

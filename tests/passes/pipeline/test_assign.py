@@ -1,4 +1,4 @@
-"""Layers are shared out among stages as evenly as can be."""
+"""Layers are divided among stages as evenly as possible."""
 
 from __future__ import annotations
 

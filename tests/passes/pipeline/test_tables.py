@@ -1,4 +1,4 @@
-"""Schedules as data: orders and idle shares of known ones, and what tables may not be."""
+"""Schedules as data: orders and idle shares of known schedules, and tables that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows_of(table: Table) -> list[list[str]]:
 
 
 def rows_of_torch(schedule: type, rank_of: tuple[int, ...], microbatches: int) -> list[list[str]]:
-    """PyTorch's order of the same schedule."""
+    """Return PyTorch's order of the same schedule."""
     ranks = 1 + max(rank_of)
     own = [stage for stage, rank in enumerate(rank_of) if rank == 0]
     common = {"group_size": ranks, "num_stages": len(rank_of), "group_rank": 0, "group": None, "has_backward": True}
@@ -71,7 +71,7 @@ def test_zbv_is_no_more_idle_than_pytorchs_and_keeps_no_more(ranks, microbatches
 
 
 def table_of(rows: list[list[str]]) -> Table:
-    """A table of two stages a rank from what PyTorch prints, `3F0`."""
+    """Return a table of two stages per rank from PyTorch's text, such as `3F0`."""
     slots = [[Slot(Task(int(s[0 : s.index(k)]), k), int(s[s.index(k) + 1 :])) for s, k in map(kind, row)] for row in rows]
     return Table(forth_and_back(len(rows)), tuple(map(tuple, slots)))
 

@@ -1,4 +1,4 @@
-"""Products in float8: torchao's own bits, the same on every mesh, and float8 on the wire."""
+"""Matmuls in float8: torchao's own bits, the same on every mesh, and float8 on the wire."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESHES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "tp": 2}]
 
 
 class Pair(nn.Module):
-    """A column-parallel and a row-parallel layer."""
+    """A model of a column-parallel and a row-parallel layer."""
 
     def __init__(self, width: int = 48):
         super().__init__()
@@ -57,7 +57,7 @@ def metrics(mesh: tuple[tuple[str, int], ...], recipe: str | None) -> list[dict[
 
 
 def runs(recipe: str) -> None:
-    """Skip the test where this PyTorch does not run a recipe."""
+    """Skip the test if this PyTorch does not run a recipe."""
     if recipe == "rowwise":
         needs_scales_by_row()
 
@@ -97,7 +97,7 @@ def sent(recipe: str | None, dtype: str | None, kind: str = "all_gather") -> int
 
 @pytest.mark.full
 def test_float8_travels():
-    """bf16 halves the bytes of fp32, float8 those of bf16; rowwise adds one fp32 scale a row."""
+    """Check that bf16 halves the bytes of fp32, and float8 those of bf16; rowwise adds one fp32 scale per row."""
     assert sent(None, "bfloat16") * 2 == sent(None, None)
     assert sent("tensorwise", "bfloat16") * 2 == sent(None, "bfloat16")
     weights = sent("tensorwise", "bfloat16")
@@ -106,7 +106,7 @@ def test_float8_travels():
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_products_take_their_second_matrix_by_columns(mesh, monkeypatch):
-    """As the kernels do; gathered, a transposed matrix would lie by rows."""
+    """Check the layout that kernels need; a transposed matrix would be row-major after a gather."""
     programs = []
     passes = {"cast": {"float8": "tensorwise"}}
     compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes, observe=lambda program, _: programs.append(program))
@@ -119,7 +119,7 @@ def test_products_take_their_second_matrix_by_columns(mesh, monkeypatch):
 
 
 def test_scales_of_weights_are_reduced_in_one_collective_a_layer_and_phase():
-    """Tensorwise, `up` and `down` forward; `down` backward goes alone."""
+    """Check that, tensorwise, `up` and `down` go together in the forward, and `down` alone in the backward."""
     passes = compiled((("dp_shard", 2),), "tensorwise").report["passes"]
     report = next(p["report"] for p in passes if p["name"] == "bucket" and p["program"] == "step")
     assert any("2 pmax as one, 8 bytes" in note for note in report["notes"]), report["notes"]

@@ -16,7 +16,7 @@ MESHES = [{}, {"dp_shard": 3}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
 
 
 class Turned(torch.autograd.Function):
-    """A product of complex numbers with a backward that is not its derivative."""
+    """A multiplication of complex numbers whose backward is not its derivative."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Turned(torch.autograd.Function):
 
 
 class Filter(nn.Module):
-    """Frequencies of a row times complex weights, of which one has a function of its own."""
+    """A model that multiplies frequencies of a row by complex weights, one of which has its own function."""
 
     def __init__(self, width: int = 9):
         super().__init__()
@@ -72,7 +72,7 @@ def test_gradients_of_microbatches_are_added_with_their_imaginary_parts():
 
 
 def written_over(model: Filter, batch: dict[str, Tensor]) -> Tensor:
-    """A slice of frequencies weighted and written over the others."""
+    """Weigh a slice of frequencies and write it over the others."""
     given = torch.fft.rfft(model.inside(batch["x"]))
     kept = model.all * given
     kept[:, 1:3] = (given * model.own)[:, 1:3].conj()

@@ -1,4 +1,4 @@
-"""Parameters of some kinds and names are updated otherwise than the rest."""
+"""Parameters of some kinds and names are updated differently from the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = {"name": "adamw", "betas": (0.8, 0.9), "weight_decay": 0.1, "max_norm": 
 
 
 def trained(groups, given, **changes):
-    """The state after three updates, and that of PyTorch with `groups` as its parameter groups."""
+    """Return the state after three updates, and that of PyTorch with `groups` as its parameter groups."""
     model, data = llama(2, **changes), batches(rows=4)
     step = compile_lockstep(model, llama_loss, data[0], {"dp_shard": 2, "tp": 2}, PLAIN | {"groups": given})
     metrics = train_step(step, data)

@@ -23,7 +23,7 @@ RATE = 1e-2
 
 
 class Pair(nn.Module):
-    """Two layers whose weights have blocks of 64, and a bias that is too small."""
+    """A model of two layers whose weights have blocks of 64, and a bias that is too small."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -136,7 +136,7 @@ def test_rounding_keeps_the_mean_and_what_is_exact():
 @pytest.mark.parametrize("mesh", MESHES[:2] + MESHES[3:], ids=str)
 @pytest.mark.sample(2)
 def test_rounding_draws_the_same_on_every_mesh(mesh):
-    """After one step from the same parameters, only entries next to a boundary of rounding may differ."""
+    """Check that after one step from the same parameters only entries near a rounding boundary differ."""
     steps = [compile_lockstep(Pair(torch.bfloat16), loss_fn, data(torch.bfloat16)[0], m,
                               {"name": "sgd", "lr": 1e-3, "stochastic_rounding": True}) for m in ({}, mesh)]
     for step in steps:
@@ -147,7 +147,7 @@ def test_rounding_draws_the_same_on_every_mesh(mesh):
 
 
 def test_small_updates_are_not_lost():
-    """An update of a hundredth of the last bit: rounded to nearest nothing ever changes."""
+    """Apply updates of a hundredth of the last bit, which rounding to nearest would always lose."""
 
     def distance(stochastic: bool) -> float:
         step = compile_lockstep(Pair(torch.bfloat16), loss_fn, data(torch.bfloat16)[0], {},

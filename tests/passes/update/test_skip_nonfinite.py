@@ -1,4 +1,4 @@
-"""A step without a finite gradient changes nothing, on any mesh and however state is stored."""
+"""A step without a finite gradient changes nothing, on any mesh and in any storage of state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESHES = [{}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
 
 
 class Normed(nn.Module):
-    """Two layers, running statistics between them."""
+    """A model of two layers, with running statistics between them."""
 
     def __init__(self, width: int = 8):
         super().__init__()
@@ -44,7 +44,7 @@ def normed(dtype=torch.float64, width: int = 8):
 
 
 def data(dtype=torch.float64, bad: int | None = None):
-    """Four batches of 8 rows, of which one has an infinity in its last row."""
+    """Return four batches of 8 samples, of which one has an infinity in its last sample."""
     torch.manual_seed(1)
     found = [{"x": torch.randn(8, 4, dtype=dtype), "y": torch.randn(8, 4, dtype=dtype)} for _ in range(4)]
     if bad is not None:
@@ -65,7 +65,7 @@ def test_a_batch_left_out_is_as_if_it_had_not_been_read(name, mesh, microbatches
 
 
 def loss_with_root(model, batch):
-    """The loss, and a root whose gradient is not a number where `scale` is zero."""
+    """Return the loss plus a root whose gradient is NaN if `scale` is zero."""
     out = model(batch["x"])
     return (out - batch["y"]).square().mean() + (out.square() * batch["scale"]).mean().sqrt()
 

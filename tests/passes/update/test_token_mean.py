@@ -1,4 +1,4 @@
-"""Microbatches change no number: a mean over labels is over those of the whole batch, wherever they lie."""
+"""Microbatches change no number: a mean over labels covers those of the full batch, however they are distributed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = 8
 
 
 def uneven(first: int = 0):
-    """Batches of 8 rows, of which the first two have `first` labels each, and the others more from row to row."""
+    """Return batches of 8 samples: the first two have `first` labels each, the others more from sample to sample."""
     found = batches(rows=ROWS)
     for batch in found:
         for row, labels in enumerate(batch["labels"]):
@@ -34,7 +34,7 @@ def uneven(first: int = 0):
 
 
 def summed(model, batch, chosen=lambda labels: labels != -100):
-    """(sum of the losses of tokens, their mask)."""
+    """Return (sum of the losses of tokens, their mask)."""
     logits, labels = model(batch["tokens"], batch["positions"]), batch["labels"]
     mask = chosen(labels)
     each = F.cross_entropy(logits.flatten(0, 1), labels.where(labels >= 0, 0).flatten(), reduction="none")
@@ -47,7 +47,7 @@ def masked(model, batch):
 
 
 def z_loss(model, batch):
-    """Two sums over the same labels, and one over all tokens."""
+    """Return two sums over the same labels, and one over all tokens."""
     logits, mask = model(batch["tokens"], batch["positions"]), batch["labels"] != -100
     squares = logits.logsumexp(-1).square()
     total, _ = summed(model, batch)
@@ -60,7 +60,7 @@ def two_masks(model, batch):
 
 
 def shifted(model, batch):
-    """As losses of transformers: labels are shifted inside of the loss, and padded."""
+    """Return a loss as in transformers: labels are shifted inside the loss, and padded."""
     logits = model(batch["tokens"], batch["positions"])
     labels = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), label_smoothing=0.1)
@@ -118,14 +118,14 @@ def test_a_loss_in_chunks_is_counted_as_well():
 
 
 def by_class(model, batch):
-    """A mean weighted by classes."""
+    """Return a mean weighted by classes."""
     logits = model(batch["tokens"], batch["positions"]).flatten(0, 1)
     weight = torch.arange(1, logits.shape[1] + 1).to(logits.dtype)
     return F.cross_entropy(logits, batch["labels"].flatten(), weight)
 
 
 def by_share(model, batch):
-    """A mean over labels weighted by the share of their row, which no row tells by itself."""
+    """Return a mean over labels weighted by the share of their sample, which no sample determines alone."""
     total, mask = summed(model, batch)
     return total / (mask / mask.sum(0, keepdim=True).clamp(min=1)).sum()
 
@@ -149,7 +149,7 @@ def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
 
 
 def balanced(model, batch):
-    """A mean over labels, and a product of means that stands for a balance loss."""
+    """Return a mean over labels, and a product of means that stands for a balance loss."""
     logits = model(batch["tokens"], batch["positions"])
     shares = logits.softmax(-1).mean((0, 1))
     return llama_loss(model, batch) + (shares * shares).sum()
@@ -178,7 +178,7 @@ def test_a_microbatch_without_labels_is_nothing_to_skip():
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics], rel=SAME)
     assert_same(step.state_dict(), state, SAME)
     nothing = {**data[0], "labels": torch.full_like(data[0]["labels"], -100)}
-    assert math.isnan(step(nothing)["loss"])  # as the mean of a whole batch without labels is
+    assert math.isnan(step(nothing)["loss"])  # as is the mean of a full batch without labels
     assert_same(step.state_dict(), state, SAME)
 
 
@@ -239,7 +239,7 @@ def test_the_text_of_a_count():
 def test_a_sum_of_more_terms_than_python_has_frames_is_taken_apart():
     tiny = Tiny()
     total = x = tiny.input("x", Spec.whole(()))
-    for _ in range(1500):  # a term of each layer
+    for _ in range(1500):  # one term per layer
         total = tiny.call(torch.ops.aten.add.Tensor, total, x)
     assert list(terms(total)) == [x] * 1501
 
