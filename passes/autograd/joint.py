@@ -91,10 +91,10 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Nod
     """
     origins = Origins(program.module)
     tape = Tape(origins.written)
-    given = [ir.example(node).detach() for node in program.placeholders()]
-    for value in given:
+    values = [ir.example(node).detach() for node in program.placeholders()]
+    for value in values:
         tape.input(value)
-    leaves = [v.requires_grad_() if i.kind == "parameter" else v for i, v in zip(program.inputs, given)]
+    leaves = [v.requires_grad_() if i.kind == "parameter" else v for i, v in zip(program.inputs, values)]
     parameters = {i.name: i for i in program.inputs if i.kind == "parameter"}
     wanted = {i.name: leaf for leaf, i in zip(leaves, program.inputs) if i.kind == "parameter"}
     index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
@@ -106,7 +106,7 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Nod
         by_name = dict(zip(wanted, torch.autograd.grad(outputs[index], [*wanted.values()], ones, allow_unused=True)))
         origins.stamp("backward", program.results()[index])
         trained = {parameters[name].original for name, gradient in by_name.items() if gradient is not None}
-        names = [name for name, given in parameters.items() if given.original in trained]
+        names = [name for name, parameter in parameters.items() if parameter.original in trained]
         gradients = [torch.zeros_like(wanted[n]) if (g := by_name[n]) is None else g for n in names]
     return tape.output((*outputs, *gradients)), names, origins.lost
 
