@@ -111,14 +111,14 @@ class Site(Tiny):
         return [self.call(aten.mm.default, rows, weight) for weight in weights]
 
     def scatter(self, terms: int, dim: int = 1) -> fx.Node:
-        own = self.call(aten.add.Scalar, self.axis_index, 1)
-        found = []
+        local = self.call(aten.add.Scalar, self.axis_index, 1)
+        result = []
         for i in range(terms):
-            term = self.call(aten.mul.Tensor, self.input(f"a{i}", split(14, 4 + i), "batch"), own)
-            made = self.call(aten.mm.default, term, self.input(f"u{i}", split(4 + i, 6)))
-            found.append(self.call(aten._unsafe_view.default, made, [2, 7, 6]))
-        total = found[0]
-        for term in found[1:]:
+            term = self.call(aten.mul.Tensor, self.input(f"a{i}", split(14, 4 + i), "batch"), local)
+            outputs = self.call(aten.mm.default, term, self.input(f"u{i}", split(4 + i, 6)))
+            result.append(self.call(aten._unsafe_view.default, outputs, [2, 7, 6]))
+        total = result[0]
+        for term in result[1:]:
             total = self.call(aten.add.Tensor, total, term)
         return self.call(reshard.reduce_scatter, total, dim, "tp", 3, F32, None)
 
@@ -126,9 +126,9 @@ class Site(Tiny):
         return self.call(aten.neg.default, node)
 
     def same(self, program: ir.Program, after: ir.Program) -> bool:
-        given = zip(program.placeholders(), program.inputs, strict=True)
+        inputs = zip(program.placeholders(), program.inputs, strict=True)
         torch.manual_seed(0)
-        values = {i.name: torch.randn(i.spec.shape) for _, i in given if i.kind != "coordinate"}
+        values = {i.name: torch.randn(i.spec.shape) for _, i in inputs if i.kind != "coordinate"}
         return alike(run_on(after, self.ctx, values), run_on(program, self.ctx, values))
 
 
@@ -136,8 +136,8 @@ class Site(Tiny):
 def test_products_of_one_ring_are_apart_or_joined_with_the_same_values(small_flops, products, monkeypatch):
     monkeypatch.setattr(ring_products, "SMALL_FLOPS", small_flops)
     site = Site()
-    whole = site.gather()
-    program = site.program(*site.products(whole, "q", "k"), site.used(whole), site.scatter(2))
+    full = site.gather()
+    program = site.program(*site.products(full, "q", "k"), site.used(full), site.scatter(2))
     after, report = ALL(program, site.ctx)
     assert report.counts == {"sites": 2, "gathers": 1, "scatters": 1}
     assert sum(name_of(node) == "mm" for node in Collectives()(after, site.ctx)[0].calls()) == products
@@ -160,10 +160,10 @@ def test_nothing_is_a_site_whose_rows_are_not_whole_or_that_more_reads():
 
 def test_a_matrix_that_is_computed_from_what_is_gathered_stays_behind_it():
     site = Site()
-    whole = site.gather()
-    rows = site.call(aten.view.default, whole, [14, 6])
-    made = site.call(aten.mm.default, rows, site.call(aten.mm.default, site.call(aten.t.default, rows), rows))
-    after, report = ALL(program := site.program(made), site.ctx)
+    full = site.gather()
+    rows = site.call(aten.view.default, full, [14, 6])
+    outputs = site.call(aten.mm.default, rows, site.call(aten.mm.default, site.call(aten.t.default, rows), rows))
+    after, report = ALL(program := site.program(outputs), site.ctx)
     assert after is program and report.counts == {"sites": 0}
 
 
@@ -190,15 +190,15 @@ def test_auto_takes_rings_where_links_are_slow_enough_to_wait_for(bytes_per_s, r
 
 
 def heard(program: ir.Program, ctx: ir.Context) -> str:
-    meant = as_meant(ALL(program, ctx)[0], ctx)
-    return "; ".join(message for _, message in check_kept(*(Numbers(p, abstract_eval(p, ctx)) for p in (program, meant))))
+    expected = as_meant(ALL(program, ctx)[0], ctx)
+    return "; ".join(message for _, message in check_kept(*(Numbers(p, abstract_eval(p, ctx)) for p in (program, expected))))
 
 
 def of_two_matrices() -> tuple[ir.Program, ir.Context]:
     site = Site()
     rows = site.call(aten.view.default, site.gather(), [14, 6])
-    made = [site.call(aten.mm.default, rows, site.input(name, split(6, 6))) for name in ("q", "k")]
-    return site.program(*made, site.scatter(2)), site.ctx
+    outputs = [site.call(aten.mm.default, rows, site.input(name, split(6, 6))) for name in ("q", "k")]
+    return site.program(*outputs, site.scatter(2)), site.ctx
 
 
 def test_rings_mean_what_they_replace():

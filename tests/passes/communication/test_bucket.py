@@ -80,8 +80,8 @@ def test_any_dim_remainder_and_dtype_give_the_same_bits(parts, dtype):
         full = tiny.call(reshard.all_gather, inputs[name], dim, "dp_shard", parts, shape[dim], dtype, None)
         partial = tiny.call(aten.mul.Tensor, full, full, phase="backward")
         summed = tiny.call(reshard.psum, partial, "dp_shard", F32, F32, phase="optimizer")
-        most = tiny.call(reshard.pmax, inputs[name], "dp_shard")
-        results += [full, scatter(tiny, partial, dim, parts), summed, most]
+        largest = tiny.call(reshard.pmax, inputs[name], "dp_shard")
+        results += [full, scatter(tiny, partial, dim, parts), summed, largest]
     program = tiny.program(*results)
     merged, report = Bucket()(program, tiny.ctx)
     assert equal(run_on(merged, tiny.ctx, values), run_on(program, tiny.ctx, values))
@@ -155,12 +155,12 @@ def test_merged_collectives_give_the_same_bits_and_the_input_is_left_alone(mesh,
 def test_one_gather_and_one_reduce_scatter_a_layer_and_phase(policy):
     _, ctx = joint(FSDP)
     program, _ = Bucket()(Remat(policy)(*joint(FSDP))[0], ctx)
-    found = Counter((n.target, ir.phase(n), ".".join(ir.module_path(n).split(".")[:2]))
+    result = Counter((n.target, ir.phase(n), ".".join(ir.module_path(n).split(".")[:2]))
                     for n in program.calls() if n.target in (reshard.all_gather, reshard.reduce_scatter))
     layers = ("blocks.0", "blocks.1")
-    outside = [place for _, _, place in found if place not in layers]
-    assert set(found.values()) == {1}
-    assert {key for key in found if key[2] in layers} == {
+    outside = [place for _, _, place in result if place not in layers]
+    assert set(result.values()) == {1}
+    assert {key for key in result if key[2] in layers} == {
         (reshard.all_gather, phase, layer) for phase in ("forward", "backward") for layer in layers
     } | {(reshard.reduce_scatter, "backward", layer) for layer in layers}
     assert len(outside) == 2 + 1 + 2  # embedding and head; the head again in the backward; the gradients of both

@@ -39,14 +39,14 @@ N_PARAMETERS = len(list(llama(N_LAYERS).parameters()))
 
 def collectives(program: ir.Program) -> Counter:
     """Return (kind, axis, phase) -> number of non-scalar tensors sent; scalars are counted as ("scalar", axis)."""
-    found: Counter = Counter()
+    result: Counter = Counter()
     for node in program.calls():
         if "c10d" not in str(node.target) or "wait_tensor" in str(node.target):
             continue
         kind, axis = str(node.target).split(".")[1], axis_of(node)
         is_scalar = ir.example(node).dim() == 0
-        found[("scalar", axis) if is_scalar else (kind, axis, ir.phase(node))] += 1
-    return found
+        result[("scalar", axis) if is_scalar else (kind, axis, ir.phase(node))] += 1
+    return result
 
 
 def traffic(record: PassRecord) -> tuple[int, int]:
@@ -69,27 +69,27 @@ def test_fsdp_gathers_once_a_use_region_and_reduces_once(policy):
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_with_a_sharded_sequence_both_axes_are_gathered_and_reduced_over_at_once(policy):
     programs, _ = compiled(CONTEXT, policy=policy)
-    found = collectives(programs["step"])
-    attention = {key: found.pop(key) for key in list(found) if key[1] == "cp"}
+    actual = collectives(programs["step"])
+    attention = {key: actual.pop(key) for key in list(actual) if key[1] == "cp"}
     assert all(kind != "all_reduce" for kind, *_ in attention)
     axis = {"dp_shard": "fsdp"}
     wanted = {GATHERS: N_PARAMETERS, AGAIN: USED_AGAIN, SCATTERS: N_PARAMETERS, ("scalar", "dp_shard"): SCALARS}
-    assert found == {tuple(axis.get(k, k) for k in key): count for key, count in wanted.items()}
+    assert actual == {tuple(axis.get(k, k) for k in key): count for key, count in wanted.items()}
     gathers = [node for node in programs["step"].calls() if "all_gather_into_tensor" in str(node.target)]
     assert {node.args[1] for node in gathers if node.args[2] == "fsdp"} == {4}
-    stored = [given for given in programs["step"].inputs if given.kind in ("parameter", "moment") and given.spec.dims]
-    for given in stored:
-        assert given.spec.sharded == ("fsdp",)
-        first, *_ = given.spec.shape
-        assert given.spec.local_shape(programs["step"].mesh)[0] == -(-first // 4)
+    stored = [entry for entry in programs["step"].inputs if entry.kind in ("parameter", "moment") and entry.spec.dims]
+    for entry in stored:
+        assert entry.spec.sharded == ("fsdp",)
+        first, *_ = entry.spec.shape
+        assert entry.spec.local_shape(programs["step"].mesh)[0] == -(-first // 4)
 
 
 def test_small_parameters_are_summed_over_both_axes_at_once():
     programs, _ = compiled(CONTEXT, least=10**9)
-    found = {key: count for key, count in collectives(programs["step"]).items() if key[1] != "cp"}
+    result = {key: count for key, count in collectives(programs["step"]).items() if key[1] != "cp"}
     sums = ("all_reduce", "fsdp", "optimizer")
-    assert found.pop(sums) + found.pop(("all_reduce", "fsdp", "backward"), 0) == N_PARAMETERS
-    assert found == {("scalar", "fsdp"): SCALARS - 1}
+    assert result.pop(sums) + result.pop(("all_reduce", "fsdp", "backward"), 0) == N_PARAMETERS
+    assert result == {("scalar", "fsdp"): SCALARS - 1}
 
 
 def test_without_regather_parameters_are_gathered_once():
@@ -106,10 +106,10 @@ def test_replicas_sum_each_gradient_once():
 
 def test_replicas_of_shards_sum_what_is_scattered():
     programs, _ = compiled(HSDP)
-    found = collectives(programs["step"])
-    assert found[("all_reduce", "dp_replicate", "optimizer")] == N_PARAMETERS
-    assert (found[GATHERS], found[AGAIN], found[SCATTERS]) == (N_PARAMETERS, USED_AGAIN, N_PARAMETERS)
-    assert sum(found.values()) == 4 * N_PARAMETERS - 1 + 2 * (SCALARS - 1) + 1
+    result = collectives(programs["step"])
+    assert result[("all_reduce", "dp_replicate", "optimizer")] == N_PARAMETERS
+    assert (result[GATHERS], result[AGAIN], result[SCATTERS]) == (N_PARAMETERS, USED_AGAIN, N_PARAMETERS)
+    assert sum(result.values()) == 4 * N_PARAMETERS - 1 + 2 * (SCALARS - 1) + 1
 
 
 def test_accumulation_leaves_the_sum_over_replicas_to_the_end():

@@ -74,8 +74,8 @@ def test_a_layer_whose_parameters_are_gathered_begins_at_its_first_operator():
     here = [layers.do(f"wait {i}", c10d.wait_tensor.default, start, layer=i) for i, start in enumerate(gathers[:1])]
     first = layers.mm("mm 0", layers.x, here[0], layer=0)
     norm = layers.do("norm", aten.neg.default, first, layer=1)
-    there = layers.do("wait 1", c10d.wait_tensor.default, gathers[1], layer=1)
-    assert layers.roles(layers.mm("mm 1", norm, there, layer=1)) == {
+    received = layers.do("wait 1", c10d.wait_tensor.default, gathers[1], layer=1)
+    assert layers.roles(layers.mm("mm 1", norm, received, layer=1)) == {
         "gather 0": ("prefetch", "forward layers.0", GATHERS),
         "gather 1": ("prefetch", "forward layers.1", GATHERS),
         "wait 0": ("own", "forward layers.0", FIRST),

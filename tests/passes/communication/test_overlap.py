@@ -75,11 +75,11 @@ class Steps(Small):
         """Return the labels after the pass."""
         program = self.ended(*results)
         text = print_program(program)
-        moved, _ = Overlap(prefetch)(program, self.ctx)
-        moved.graph.lint()
+        reordered, _ = Overlap(prefetch)(program, self.ctx)
+        reordered.graph.lint()
         assert print_program(program) == text
-        assert Counter(n.name for n in moved.graph.nodes) == Counter(n.name for n in program.graph.nodes)
-        return [self.labels[node.name] for node in moved.calls() if node.name in self.labels]
+        assert Counter(n.name for n in reordered.graph.nodes) == Counter(n.name for n in program.graph.nodes)
+        return [self.labels[node.name] for node in reordered.calls() if node.name in self.labels]
 
 
 # ---- gathers of parameters --------------------------------------------------------------------------
@@ -142,9 +142,9 @@ def test_what_is_sent_is_not_written_before_the_wait():
     steps = Steps(dp_shard=2)
     x, w = steps.square("x"), steps.input("w", cut((SIDE, SIDE), dp_shard=0), "parameter", F32)
     where = {"phase": "forward", "layer": 0}
-    whole = steps.wait("0", steps.do("gather", c10d.all_gather_into_tensor.default, w, 2, "dp_shard", **where), **where)
+    full = steps.wait("0", steps.do("gather", c10d.all_gather_into_tensor.default, w, 2, "dp_shard", **where), **where)
     steps.do("write", aten.add_.Tensor, w, 1.0, **where)
-    order = steps.order(steps.mm("mm", x, whole, **where))
+    order = steps.order(steps.mm("mm", x, full, **where))
     assert order.index("gather") < order.index("wait 0") < order.index("write") < order.index("mm")
 
 
@@ -170,8 +170,8 @@ def test_gradients_reduced_over_two_axes_are_sent_on_a_layer_later():
     for i in (3, 2, 1, 0):
         x = steps.mm(f"mm {i}", x, x, layer=i)
         first = steps.wait(f"{i}", steps.sent(f"{i}", x, "dp_shard", layer=i), layer=i)
-        both = steps.do(f"cat {i}", aten.cat.default, [first, first], layer=i)
-        results.append(steps.wait(f"{i} again", steps.sent(f"{i} again", both, "dp_replicate", layer=i), layer=i))
+        pair = steps.do(f"cat {i}", aten.cat.default, [first, first], layer=i)
+        results.append(steps.wait(f"{i} again", steps.sent(f"{i} again", pair, "dp_replicate", layer=i), layer=i))
     updates = [steps.call(aten.neg.default, result, phase="optimizer") for result in results]
     assert steps.order(*updates)[:16] == [
         "mm 3", "start 3",
@@ -187,10 +187,10 @@ def test_gradients_summed_over_replicas_in_the_update_are_sent_on_a_layer_later(
     for i in (3, 2, 1, 0):
         x = steps.mm(f"mm {i}", x, x, layer=i)
         first = steps.wait(f"{i}", steps.sent(f"{i}", x, "dp_shard", layer=i), layer=i)
-        both = steps.call(aten.cat.default, [first, first], phase="optimizer")
-        again = steps.call(c10d.all_reduce.default, both, "sum", "dp_replicate", phase="optimizer")
+        pair = steps.call(aten.cat.default, [first, first], phase="optimizer")
+        again = steps.call(c10d.all_reduce.default, pair, "sum", "dp_replicate", phase="optimizer")
         results.append(steps.call(c10d.wait_tensor.default, again, phase="optimizer"))
-        for node, label in zip((both, again, results[-1]), ("cat", "start again", "wait again")):
+        for node, label in zip((pair, again, results[-1]), ("cat", "start again", "wait again")):
             ir.update(node, layer=Layer("layers", i))
             steps.labels[node.name] = f"{label} {i}"
     updates = [steps.call(aten.neg.default, result, phase="optimizer") for result in results]
@@ -244,9 +244,9 @@ def test_what_needs_no_product_starts_earlier_but_not_beside_what_takes_longer(w
     x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
     large = steps.input("large", cut((1, width)), "batch", F32)
     chain = steps.mm("a", x, x)
-    there = steps.sent("first", steps.do("cut", aten.mul.Tensor, large, steps.do("sum", aten.sum.default, chain)))
+    received = steps.sent("first", steps.do("cut", aten.mul.Tensor, large, steps.do("sum", aten.sum.default, chain)))
     beside = steps.mm("beside", x, x)
-    waited = steps.do("sum of it", aten.sum.default, steps.wait("first", there))
+    waited = steps.do("sum of it", aten.sum.default, steps.wait("first", received))
     again = steps.sent("again", steps.do("norm", aten.neg.default, saved))
     last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, steps.do(
         "sum again", aten.sum.default, steps.do("both", aten.add.Tensor, waited, steps.wait("again", again)))))
@@ -260,8 +260,8 @@ def forward(steps: Steps):
     """Build matmuls of three weights of a layer; the first result is sent, and waited for before the others."""
     where = {"phase": "forward"}
     x, large = steps.square("x"), steps.input("large", cut((1, 1024)), "batch", F32)
-    made = steps.do("sum", aten.sum.default, steps.mm("sent", x, x, **where), **where)
-    start = steps.sent("rows", steps.do("cut", aten.mul.Tensor, large, made, **where), **where)
+    values = steps.do("sum", aten.sum.default, steps.mm("sent", x, x, **where), **where)
+    start = steps.sent("rows", steps.do("cut", aten.mul.Tensor, large, values, **where), **where)
     wait = steps.wait("rows", start, **where)
     return x, steps.do("use", aten.sum.default, wait, **where), where
 
@@ -271,8 +271,8 @@ def test_what_travels_is_waited_for_after_products_that_do_not_need_it():
     steps = Steps(tp=2)
     x, used, where = forward(steps)
     shared = steps.mm("shared 1", steps.mm("shared 0", x, x, **where), x, **where)
-    both = steps.do("add", aten.add.Tensor, shared, used, **where)
-    other = steps.mm("other layer", both, x, phase="forward", layer=1)
+    pair = steps.do("add", aten.add.Tensor, shared, used, **where)
+    other = steps.mm("other layer", pair, x, phase="forward", layer=1)
     assert steps.order(other) == [
         "sent", "sum", "cut", "start rows", "shared 0", "shared 1", "wait rows", "use", "add", "other layer"]
 
@@ -342,8 +342,8 @@ def test_gradients_of_weights_stay_for_what_nothing_else_hides():
     first = steps.do("use 1", aten.sum.default, steps.wait("rows 1", steps.sent("rows 1", large)))
     of_weight, dx = steps.mm("dw 2", g, g), steps.mm("dx 2", g, g)
     rows = steps.sent("rows 2", steps.do("cut", aten.mul.Tensor, large, steps.do("sum", aten.sum.default, dx)))
-    both = steps.do("both", aten.add.Tensor, first, steps.do("use 2", aten.sum.default, steps.wait("rows 2", rows)))
-    order = steps.order(of_weight, steps.mm("last", dx, steps.do("use", aten.mul.Tensor, dx, both)))
+    pair = steps.do("both", aten.add.Tensor, first, steps.do("use 2", aten.sum.default, steps.wait("rows 2", rows)))
+    order = steps.order(of_weight, steps.mm("last", dx, steps.do("use", aten.mul.Tensor, dx, pair)))
     assert order.index("start rows 1") < order.index("dx 2") < order.index("wait rows 1")
     assert order.index("start rows 2") < order.index("dw 2") < order.index("wait rows 2")
 
@@ -354,11 +354,11 @@ def test_what_a_communicator_was_given_before_goes_first():
     x, small = steps.square("x"), steps.input("small", cut((1, 48)), "batch", F32)
     dw = [steps.mm(f"dw {i}", x, x) for i in range(3)]
     chain = steps.mm("dx", x, x)
-    made = steps.do("cut", aten.mul.Tensor, small, steps.do("sum", aten.sum.default, chain))
-    starts = [steps.sent(label, made) for label in "ab"]
+    values = steps.do("cut", aten.mul.Tensor, small, steps.do("sum", aten.sum.default, chain))
+    starts = [steps.sent(label, values) for label in "ab"]
     used = [steps.do(f"use {label}", aten.sum.default, steps.wait(label, start)) for label, start in zip("ab", starts)]
-    both = steps.do("both", aten.add.Tensor, *used)
-    last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, both))
+    pair = steps.do("both", aten.add.Tensor, *used)
+    last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, pair))
     assert steps.order(*dw, last) == ["dw 0", "dx", "sum", "cut", "start a", "start b", "dw 2", "wait a", "use a", "dw 1",
                                       "wait b", "use b", "both", "use", "next"]  # fmt: skip
 
@@ -383,15 +383,15 @@ def test_what_is_sent_does_not_start_before_it_is_written():
     x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
     steps.do("write", aten.add_.Tensor, saved, 1.0)
     beside = steps.mm("beside", x, x)
-    there = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
-    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, there)))
+    received = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
+    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, received)))
     assert steps.order(last)[:4] == ["write", "neg", "start rows", "beside"]
     steps = Steps(tp=2)
     x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
     beside = steps.mm("beside", x, x)
     steps.do("write", aten.add_.Tensor, saved, 1.0)
-    there = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
-    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, there)))
+    received = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
+    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, received)))
     order = steps.order(last)
     assert order.index("write") < order.index("neg")
 
@@ -402,16 +402,16 @@ def test_what_is_sent_does_not_start_before_it_is_written():
 ))
 def test_between_nodes_more_is_computed_beside_what_travels(kind, ranks, flops):
     """Check that for an all-to-all the bytes that leave a node count, for a ring of gathers a node's share."""
-    found = Balance(8, 2.0, 25.0).flops(kind, 100, Mesh((("ep", ranks),)), "ep")
-    assert found == pytest.approx(flops)
+    result = Balance(8, 2.0, 25.0).flops(kind, 100, Mesh((("ep", ranks),)), "ep")
+    assert result == pytest.approx(flops)
 
 
 def test_rings_are_waited_for_late_and_what_they_send_stays_until_then():
     steps = Steps(cp=2)
     x = steps.square("x")
     sent = steps.mm("own", x, x, phase="forward")
-    there = steps.do("shift", shift, sent, "cp", 1, phase="forward")
-    come = steps.do("arrive", arrive, there, sent, phase="forward")
+    received = steps.do("shift", shift, sent, "cp", 1, phase="forward")
+    come = steps.do("arrive", arrive, received, sent, phase="forward")
     beside = steps.mm("beside", x, x, phase="forward")
     last = steps.mm("last", come, beside, phase="forward")
     assert steps.order(last) == ["own", "shift", "beside", "arrive", "last"]
@@ -433,15 +433,15 @@ def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
     for step in (Remat(policy), Bucket(), Collectives()):
         program, _ = step(program, ctx)
     text = print_program(program)
-    moved, report = Overlap()(program, ctx)
-    verify_spec(moved, ctx)
-    assert equal(run(moved, ctx), plain(mesh))
+    reordered, report = Overlap()(program, ctx)
+    verify_spec(reordered, ctx)
+    assert equal(run(reordered, ctx), plain(mesh))
     assert print_program(program) == text
-    operators = [sorted(line for line in lines.splitlines() if "%" in line) for lines in (print_program(moved), text)]
+    operators = [sorted(line for line in lines.splitlines() if "%" in line) for lines in (print_program(reordered), text)]
     assert operators[0] == operators[1]
     assert report.counts["collectives"] == len(list(in_flight(program.graph.nodes)))
     assert report.counts["with_products_beside_before"] < report.counts["with_products_beside_after"] == (
-        len(last_beside(moved.graph, products_of(moved.graph)))
+        len(last_beside(reordered.graph, products_of(reordered.graph)))
     )
 
 
@@ -450,10 +450,10 @@ def test_a_step_with_an_optimizer_keeps_its_bits():
     program, ctx = joint(mesh)
     for step in (Remat("none"), Optimize(AdamW(), 1.0), Bucket(), Collectives()):
         program, _ = step(program, ctx)
-    moved, _ = Overlap()(program, ctx)
-    verify_spec(moved, ctx)
-    assert moved.stage is Stage.ORDERED
-    assert equal(run(moved, ctx), run(program, ctx))
+    reordered, _ = Overlap()(program, ctx)
+    verify_spec(reordered, ctx)
+    assert reordered.stage is Stage.ORDERED
+    assert equal(run(reordered, ctx), run(program, ctx))
 
 
 @pytest.fixture
@@ -479,12 +479,12 @@ def test_inductor_keeps_products_beside_collectives(tp_group, caplog):
     finally:
         torch._logging.set_logs()
     code = "\n".join(dict.fromkeys(record.getMessage() for record in caplog.records))  # two handlers may get a record
-    found, products, starts = 0, 0, {}
+    hidden, products, starts = 0, 0, {}
     for line in code.splitlines():
         buffer = re.search(r"buf\d+", line)
         if "_c10d_functional.wait_tensor.default(" in line:
-            found += products > starts.pop(buffer[0], products)
+            hidden += products > starts.pop(buffer[0], products)
         elif "torch.ops._c10d_functional." in line and "assert" not in line:
             starts[buffer[0]] = products
         products += bool(re.search(r"extern_kernels\.\w*mm\(|= torch.ops.aten._scaled_dot_product", line))
-    assert found == len(last_beside(program.graph, products_of(program.graph))) > 0
+    assert hidden == len(last_beside(program.graph, products_of(program.graph))) > 0

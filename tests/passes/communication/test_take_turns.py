@@ -63,11 +63,11 @@ class Two(Small):
         outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
         program = self.program(outputs, Stage.EXPLICIT)
         text = print_program(program)
-        moved, _ = TakeTurns()(program, self.ctx)
-        moved.graph.lint()
+        reordered, _ = TakeTurns()(program, self.ctx)
+        reordered.graph.lint()
         assert print_program(program) == text
-        assert Counter(n.name for n in moved.graph.nodes) == Counter(n.name for n in program.graph.nodes)
-        return [self.labels[node.name] for node in moved.calls()]
+        assert Counter(n.name for n in reordered.graph.nodes) == Counter(n.name for n in program.graph.nodes)
+        return [self.labels[node.name] for node in reordered.calls()]
 
 
 def test_one_computes_while_the_other_waits():
@@ -140,11 +140,11 @@ def test_a_gradient_is_of_one_microbatch_though_it_begins_at_the_loss_of_both():
 def test_what_is_written_keeps_its_place_among_its_readers():
     """Check a second microbatch that reads before the first writes, and again after it."""
     two = Two()
-    seen = two.input("seen", cut((SIDE, SIDE)), "buffer")
+    buffer = two.input("seen", cut((SIDE, SIDE)), "buffer")
     y = two.travels("y0", two.mm("a0", two.x[0]))
-    first = two.do("first", aten.mul.Tensor, two.x[1], seen)
-    two.do("write", aten.copy_.default, seen, y)
-    second = two.travels("y1", two.mm("a1", two.do("second", aten.mul.Tensor, two.x[1], seen)))
+    first = two.do("first", aten.mul.Tensor, two.x[1], buffer)
+    two.do("write", aten.copy_.default, buffer, y)
+    second = two.travels("y1", two.mm("a1", two.do("second", aten.mul.Tensor, two.x[1], buffer)))
     order = two.order(first, second)
     assert order.index("first") < order.index("write") < order.index("second")
 

@@ -60,11 +60,11 @@ def test_documents_of_any_length_are_dealt_evenly(ranks):
     for _ in range(20):
         turns = torch.rand(4096, generator=generator) < 0.002 * ranks
         index = torch.arange(4096)
-        seen = (index - torch.where(turns, index, 0).cummax(0).values + 1)[None]
-        table = assign_blocks(work_of_blocks([seen], 16 * ranks), ranks)
+        key_counts = (index - torch.where(turns, index, 0).cummax(0).values + 1)[None]
+        table = assign_blocks(work_of_blocks([key_counts], 16 * ranks), ranks)
         assert sorted(block for row in table for block in row) == list(range(16 * ranks))
         assert {len(row) for row in table} == {16} and all(row == tuple(sorted(row)) for row in table)
-        assert imbalance([seen], Mesh.of({"cp": ranks}), Order(table=table)) < 1.1
+        assert imbalance([key_counts], Mesh.of({"cp": ranks}), Order(table=table)) < 1.1
 
 
 @pytest.mark.parametrize(("mesh", "passes", "options"), [
@@ -86,8 +86,8 @@ def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
     passes = {**passes, "context": {**passes.get("context", {}), "load_balance": "blocks", "block": 3}}
     step = compile_lockstep(packed(causal), loss_of, batches()[0], mesh, passes=passes, **options)
     metrics, state = train_plainly(packed(causal), loss_of, batches(), microbatches=options.get("microbatches", 1))
-    for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
+    for actual, wanted in zip(train_step(step, batches()), metrics, strict=True):
+        assert_same(actual, wanted, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
     balance = step.balance()
     assert balance == {} if causal else balance["cp_imbalance"] <= balance["cp_imbalance_head_tail"]

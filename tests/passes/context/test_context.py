@@ -87,10 +87,10 @@ def run_case(method: str, form: str, heads: str, size: int, ranks: int):
     mask = mask_of(form, size)
     report = run(function, sequence, None if mask is None else sequence(mask), method)
     h, g = HEADS[heads]
-    whole = {"ulysses": ranks, "hybrid": 2 if ranks % 4 == 0 else 7}.get(method, 1)  # ranks that exchange heads
-    uneven = h % whole or (g % whole and whole % g)
-    said = f": all_gather over cp, {method} cannot: {h} heads" if uneven else f": {method} over cp"
-    assert any(said in note for note in report.notes), report.notes
+    exchanging = {"ulysses": ranks, "hybrid": 2 if ranks % 4 == 0 else 7}.get(method, 1)  # ranks that exchange heads
+    uneven = h % exchanging or (g % exchanging and exchanging % g)
+    text = f": all_gather over cp, {method} cannot: {h} heads" if uneven else f": {method} over cp"
+    assert any(text in note for note in report.notes), report.notes
 
 
 CASES = list(itertools.product(METHODS, ("causal", "full", "bool", "document", "window"), HEADS, SIZES, RANKS))
@@ -159,13 +159,13 @@ def test_kernels_agree(form):
     v = v[..., :4]
     gradient = gradient[..., :4]
     (a, la), (b, lb) = kernels._flash_cpu(q, k, v, block), kernels._math(q, k, v, block)
-    seen = torch.ones(6, dtype=torch.bool) if mask is None else mask.any(-1)
-    torch.testing.assert_close(a[:, :, seen], b[:, :, seen], rtol=0, atol=1e-12)
-    torch.testing.assert_close(la[:, :, seen], lb[:, :, seen], rtol=0, atol=1e-12)
+    visible = torch.ones(6, dtype=torch.bool) if mask is None else mask.any(-1)
+    torch.testing.assert_close(a[:, :, visible], b[:, :, visible], rtol=0, atol=1e-12)
+    torch.testing.assert_close(la[:, :, visible], lb[:, :, visible], rtol=0, atol=1e-12)
     out, lse = kernels.forward(q, k, v, block)
-    assert torch.equal(lse > -torch.inf, seen.expand(2, 4, 6))
-    given = (gradient, q, k, v, out, torch.where(lse > -torch.inf, lse, 0.0), block)
-    for x, y in zip(kernels._flash_cpu_backward(*given), kernels._math_backward(*given), strict=True):
+    assert torch.equal(lse > -torch.inf, visible.expand(2, 4, 6))
+    arguments = (gradient, q, k, v, out, torch.where(lse > -torch.inf, lse, 0.0), block)
+    for x, y in zip(kernels._flash_cpu_backward(*arguments), kernels._math_backward(*arguments), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
@@ -176,13 +176,13 @@ def test_kernels_of_cuda_give_what_a_ring_takes(heads):
     with FakeTensorMode():
         q, k, v = (torch.empty(2, n, 16, 64, dtype=torch.bfloat16, device="cuda") for n in (h, g, g))
         out, lse = kernels.forward(q, k, v, Block(True))
-        found = kernels.backward(out, q, k, v, out, lse, Block(True))
+        gradients = kernels.backward(out, q, k, v, out, lse, Block(True))
         odd = torch.empty(2, h, 16, 12, dtype=torch.bfloat16, device="cuda")  # flash takes multiples of 8
     assert kernels.kernel_for(q, v, Block(True))[0] is kernels._flash_cuda
     assert kernels.kernel_for(odd, odd, Block(True))[0] is kernels._math
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     assert (lse.shape, lse.dtype) == ((2, h, 16), torch.float32)
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
 def test_merging_with_nothing_changes_nothing():
@@ -277,9 +277,9 @@ CHOICES = [  # heads, heads of keys, queries of a rank, ranks, what is masked ->
 @pytest.mark.parametrize(("h", "g", "length", "parts", "seen", "wanted"), CHOICES, ids=str)
 def test_auto_takes_the_cheapest(h, g, length, parts, seen, wanted):
     call = AttentionCall((1, h, length, 128), (1, g, length, 128), (1, g, length, 128), torch.bfloat16, parts, **seen)
-    method, why = call.choose("auto")
-    print(f"{h} heads, {g} of keys, {length} tokens on each of {parts} ranks: {method}, {why}")
-    assert method == wanted and f"{method} " in why
+    method, reason = call.choose("auto")
+    print(f"{h} heads, {g} of keys, {length} tokens on each of {parts} ranks: {method}, {reason}")
+    assert method == wanted and f"{method} " in reason
 
 
 # ---- what is sent, held and lost ---------------------------------------------------------------------
@@ -292,8 +292,8 @@ def partitioned(method: str, ranks: int, size: int = 64, dtype: torch.dtype = to
     function = attention(inputs, mesh, is_causal=True, enable_gqa=True)
     tensors = function.values[1:]
     placed = {i: sequence(tensors[i]).ordered(ZIGZAG) for i in (0, 1, 2, 3, 4, 5)}
-    given = tuple(replace(g, spec=placed.get(i - 1, g.spec)) for i, g in enumerate(function.program.inputs))
-    program = replace(function.program, inputs=given, stage=Stage.PLACED)
+    placed_inputs = tuple(replace(g, spec=placed.get(i - 1, g.spec)) for i, g in enumerate(function.program.inputs))
+    program = replace(function.program, inputs=placed_inputs, stage=Stage.PLACED)
     for step in (Shard(context=method), Joint(), Collectives()):
         program, _ = step(program, function.ctx)
     return program, function.ctx
@@ -304,8 +304,8 @@ def test_a_value_in_another_order_than_the_batch_is_found():
     assert not list(check_specs(program))
     node = next(n for n in program.calls() if (spec := ir.spec(n)) and "cp" in spec.sharded)
     ir.set_spec(node, ir.spec(node).ordered(PLAIN))
-    ((found, message),) = check_specs(program)
-    assert found is node and message.endswith("is in another order over cp than the batch")
+    ((result, message),) = check_specs(program)
+    assert result is node and message.endswith("is in another order over cp than the batch")
 
 
 @pytest.mark.parametrize(("method", "ranks"), [*itertools.product(METHODS[:3], (2, 4)), ("hybrid", 4), ("hybrid", 8)])
@@ -326,8 +326,8 @@ def test_keys_and_values_of_a_ring_are_a_share_of_the_sequence():
         program, _ = partitioned(method, ranks)
         total = 2 * 2 * 64 * 8 * 2 * 4
         target = shift if method == "ring" else c10d.all_gather_into_tensor.default
-        moved = [n for n in program.calls() if n.target is target and ir.phase(n) == "forward"]
-        sizes = [size for n in moved if (size := ir.example(n).nbytes) <= total // 2]  # without the result
+        sends = [n for n in program.calls() if n.target is target and ir.phase(n) == "forward"]
+        sizes = [size for n in sends if (size := ir.example(n).nbytes) <= total // 2]  # without the result
         return total // (2 * max(sizes) if method == "ring" else sum(sizes))  # what is here and what is coming
 
     for ranks in (2, 4, 8):
@@ -394,8 +394,8 @@ def test_a_llama_trains_as_on_one_device(mesh, passes, options):
     """
     step = compile_lockstep(llama(2), llama_loss, batches()[0], mesh, passes=passes, **options)
     metrics, state = plain(options.get("microbatches", 1))
-    for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
+    for actual, wanted in zip(train_step(step, batches()), metrics, strict=True):
+        assert_same(actual, wanted, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
 
 
@@ -411,13 +411,13 @@ def test_remat_takes_a_ring_as_one_operator():
         final, joint = programs["step", "overlap"], programs["step", "remat"]
         return sum(n.target is shift for n in final.calls()), saved_bytes(joint), train_step(step, batches())
 
-    kept = [compiled(policy=policy) for policy in ("selective", "full")]
+    by_policy = [compiled(policy=policy) for policy in ("selective", "full")]
     again = compiled(policy="full", ops={"ring_attention*": "recompute"})
     layers, forward, backward = 2, 1, 1 + 2
-    assert [count for count, _, _ in kept] == [layers * (forward + backward)] * 2
+    assert [count for count, _, _ in by_policy] == [layers * (forward + backward)] * 2
     assert again[0] == layers * (2 * forward + backward)
-    assert kept[0][1] > kept[1][1] > again[1]
-    assert kept[0][2] == kept[1][2] == again[2]
+    assert by_policy[0][1] > by_policy[1][1] > again[1]
+    assert by_policy[0][2] == by_policy[1][2] == again[2]
 
 
 # ---- work ------------------------------------------------------------------------------------------

@@ -40,12 +40,12 @@ def in_squares(seen: Tensor, size: int) -> Tensor:
 
 def pairs_in(count: Tensor, order: Tensor, columns: int) -> Tensor:
     """Return the pairs of a list of blocks; check that lists are complete, in order and without repeats."""
-    found = torch.zeros(*order.shape[:-1], columns, dtype=torch.bool)
+    pairs = torch.zeros(*order.shape[:-1], columns, dtype=torch.bool)
     for place in torch.cartesian_prod(*(torch.arange(n) for n in order.shape[:-1])).tolist():
-        listed = order[tuple(place)][: count[tuple(place)]]
-        assert bool((listed.diff() > 0).all()) and bool((order[tuple(place)] < columns).all())
-        found[tuple(place)][listed] = True
-    return found
+        blocks = order[tuple(place)][: count[tuple(place)]]
+        assert bool((blocks.diff() > 0).all()) and bool((order[tuple(place)] < columns).all())
+        pairs[tuple(place)][blocks] = True
+    return pairs
 
 
 @pytest.mark.parametrize("runs", [ONE_RUN, TWO_RUNS])
@@ -57,13 +57,13 @@ def test_blocks_are_those_of_the_mask(form, runs):
     mask = flex.block_mask(first, last, where, lambda *_: None)
     squares = in_squares(dense(first, last, where), flex.BLOCK)
     some = pairs_in(mask.kv_num_blocks, mask.kv_indices, squares.shape[3])
-    whole = pairs_in(mask.full_kv_num_blocks, mask.full_kv_indices, squares.shape[3])
-    assert not (some & whole).any() and not (whole & ~squares.all(-1)).any()
-    assert not (squares.any(-1) & ~some & ~whole).any()
+    full = pairs_in(mask.full_kv_num_blocks, mask.full_kv_indices, squares.shape[3])
+    assert not (some & full).any() and not (full & ~squares.all(-1)).any()
+    assert not (squares.any(-1) & ~some & ~full).any()
     if runs is None and form != "any":  # else a block may be looked at for nothing: where runs meet, where bounds jump
-        assert torch.equal(whole, squares.all(-1)) and torch.equal(some | whole, squares.any(-1))
+        assert torch.equal(full, squares.all(-1)) and torch.equal(some | full, squares.any(-1))
     assert torch.equal(pairs_in(mask.q_num_blocks, mask.q_indices, squares.shape[2]), some.transpose(2, 3))
-    assert torch.equal(pairs_in(mask.full_q_num_blocks, mask.full_q_indices, squares.shape[2]), whole.transpose(2, 3))
+    assert torch.equal(pairs_in(mask.full_q_num_blocks, mask.full_q_indices, squares.shape[2]), full.transpose(2, 3))
 
 
 def test_long_sequences_have_larger_blocks():
@@ -85,12 +85,12 @@ def given_of(form: str, heads: tuple[int, int], widths: tuple[int, int]):
 
 def compare(form: str, runs: Tensor | None, heads: tuple[int, int] = (4, 2), widths: tuple[int, int] = (16, 16)) -> None:
     (q, k, v, gradient), bounds = given_of(form, heads, widths)
-    given = (*bounds, runs, [], 0.3, "")
-    wanted, found = attend(q, k, v, *given), flex.forward(q, k, v, *given)
+    arguments = (*bounds, runs, [], 0.3, "")
+    wanted, actual = attend(q, k, v, *arguments), flex.forward(q, k, v, *arguments)
     assert bool(torch.isinf(wanted[1]).any()) == bool((bounds[0] >= bounds[1]).any())
-    wanted += attend_backward(gradient, q, k, v, *wanted, *given)
-    found += flex.backward(gradient, q, k, v, *found, *given)
-    for x, y in zip(found, wanted, strict=True):
+    wanted += attend_backward(gradient, q, k, v, *wanted, *arguments)
+    actual += flex.backward(gradient, q, k, v, *actual, *arguments)
+    for x, y in zip(actual, wanted, strict=True):
         assert x.is_contiguous()
         torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
 
@@ -108,17 +108,17 @@ def test_heads_of_any_width_and_number(heads, widths):
 def test_blocks_of_a_ring_add_up():
     """Attend to half of the keys at a time; the backward gets the merged result."""
     (q, k, v, gradient), bounds = given_of("documents and window", (4, 2), (16, 16))
-    whole = attend(q, k, v, *bounds, None, [], 0.3, "")
+    full = attend(q, k, v, *bounds, None, [], 0.3, "")
     halves = [(k[:, :, i : i + 150], v[:, :, i : i + 150], (*bounds, torch.tensor([i]), [], 0.3, "")) for i in (0, 150)]
-    parts = [flex.forward(q, *keys, *given) for *keys, given in halves]
+    parts = [flex.forward(q, *keys, *arguments) for *keys, arguments in halves]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(part * (level - lse).exp().unsqueeze(-1) for part, level in parts)
-    torch.testing.assert_close((out, lse), whole, rtol=0, atol=1e-11)
-    wanted = attend_backward(gradient, q, k, v, *whole, *bounds, None, [], 0.3, "")
-    found = [flex.backward(gradient, q, *keys, out, lse, *given) for *keys, given in halves]
-    torch.testing.assert_close(found[0][0] + found[1][0], wanted[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close((out, lse), full, rtol=0, atol=1e-11)
+    wanted = attend_backward(gradient, q, k, v, *full, *bounds, None, [], 0.3, "")
+    gradients = [flex.backward(gradient, q, *keys, out, lse, *arguments) for *keys, arguments in halves]
+    torch.testing.assert_close(gradients[0][0] + gradients[1][0], wanted[0], rtol=0, atol=1e-11)
     for i in (1, 2):
-        torch.testing.assert_close(torch.cat([found[0][i], found[1][i]], 2), wanted[i], rtol=0, atol=1e-11)
+        torch.testing.assert_close(torch.cat([gradients[0][i], gradients[1][i]], 2), wanted[i], rtol=0, atol=1e-11)
 
 
 # ---- what is taken, and what comes of it ------------------------------------------------------------
@@ -135,8 +135,8 @@ def test_blocks_of_a_ring_add_up():
 def test_what_the_kernel_does_not_take_is_said(dtype, widths, why):
     with FakeTensorMode():
         q, v = (torch.empty(1, 2, 4, width, dtype=dtype, device="cuda") for width in widths)
-    said = why_no_kernel(q, q, v)
-    assert why in said and bool(why) == bool(said)
+    text = why_no_kernel(q, q, v)
+    assert why in text and bool(why) == bool(text)
     wide, value = flex.widths(q, v)
     assert wide >= max(widths) or why
     assert wide <= 128 or wide in (192, 256) or why
@@ -145,9 +145,9 @@ def test_what_the_kernel_does_not_take_is_said(dtype, widths, why):
 
 def test_the_graph_has_the_operator_and_no_mask():
     def both(q, k, v, gradient, first, last, runs):
-        given = (first, last, runs, [], 0.3, "")
-        out, lse = attend(q, k, v, *given)
-        return out, lse, *attend_backward(gradient, q, k, v, out, lse, *given)
+        inputs = (first, last, runs, [], 0.3, "")
+        out, lse = attend(q, k, v, *inputs)
+        return out, lse, *attend_backward(gradient, q, k, v, out, lse, *inputs)
 
     with FakeTensorMode():
         q, k, v, gradient = (torch.empty(2, n, SIZE, 16, dtype=torch.bfloat16) for n in (4, 2, 2, 4))

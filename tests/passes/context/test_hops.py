@@ -83,14 +83,14 @@ def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(method, layout, 
     options = {"context": {"method": method, "load_balance": layout}}
     step = compile_lockstep(packed(), loss_of, data[0], {"cp": 4}, passes=options)
     with mock.patch.dict(simulate.COLLECTIVES, {shift_by: counted}):
-        found = train_step(step, data)
+        result = train_step(step, data)
     metrics, state = train_plainly(packed(), loss_of, data)
-    for ours, theirs in zip(found, metrics, strict=True):
+    for ours, theirs in zip(result, metrics, strict=True):
         assert_same(ours, theirs, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
-    each = len(sent) // 3
+    per_step = len(sent) // 3
     short, long = (3 * n - 2 if n > 1 else 0 for n in (len(needed), steps))  # keys forward and backward, and home
-    assert [sum(sent[i * each : (i + 1) * each]) for i in range(3)] == [rings * short, rings * long, rings * short]
+    assert [sum(sent[i * per_step : (i + 1) * per_step]) for i in range(3)] == [rings * short, rings * long, rings * short]
 
 
 @pytest.mark.parametrize("skips", [True, False])
@@ -103,5 +103,5 @@ def test_a_cuda_graph_cannot_skip_steps(skips):
     step = compile_lockstep(packed(), loss_of, batches()[0], {"cp": 2}, passes=options)
     program = step.train["step"].program
     assert [i.name for i in program.inputs if i.kind == "layout"] == ["hops"] * skips
-    found = [each for each in breaks(program) if "passes.context.skip_steps=false" in each.why]
-    assert len(found) == (1 + 1 + 2) * skips
+    result = [item for item in breaks(program) if "passes.context.skip_steps=false" in item.why]
+    assert len(result) == (1 + 1 + 2) * skips

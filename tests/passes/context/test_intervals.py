@@ -76,9 +76,9 @@ def sloped(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.matmul(q * 0.3, k.mT) + slopes * (j - i)
     mask = of_documents(q.shape[2], ids) & (ids % 3 > 0)[:, None, :, None]
-    seen = mask.any(-1, True)
-    scores = torch.where(seen, torch.where(mask, scores, -torch.inf), 0.0)
-    return torch.where(seen, scores.softmax(-1) @ v, 0.0)
+    visible = mask.any(-1, True)
+    scores = torch.where(visible, torch.where(mask, scores, -torch.inf), 0.0)
+    return torch.where(visible, scores.softmax(-1) @ v, 0.0)
 
 
 SCORED = {"soft-cap": soft_capped, "ALiBi": sloped}
@@ -89,8 +89,8 @@ FORMS = (*MASKS, *SCORED)
 def captured(form: str, heads: str, size: int) -> Function:
     """Return attention with a mask made from ids in the graph; query, key and value are activations."""
     h, g = HEADS[heads]
-    inputs = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
-    units = [torch.ones(x.shape, dtype=torch.int64) for x in inputs]
+    arguments = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
+    units = [torch.ones(x.shape, dtype=torch.int64) for x in arguments]
 
     def run(q, k, v, ids, *units):
         q, k, v = (x * unit for x, unit in zip((q, k, v), units))
@@ -98,7 +98,7 @@ def captured(form: str, heads: str, size: int) -> Function:
             return SCORED[form](q, k, v, ids)
         return F.scaled_dot_product_attention(q, k, v, MASKS[form](size, ids), enable_gqa=h != g, scale=0.3)
 
-    return by_interval(capture(run, [*inputs, documents(size), *units], Mesh(), weights=(0, 1, 2)))
+    return by_interval(capture(run, [*arguments, documents(size), *units], Mesh(), weights=(0, 1, 2)))
 
 
 def by_interval(function: Function) -> Function:
@@ -178,12 +178,12 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_no_interval_says_stays_a_mask_and_the_report_says_why(name):
-    mask, why = LEFT[name]
+    mask, reason = LEFT[name]
     tensors = (IDS, IDS + 1)[: mask.__code__.co_argcount]
     report = read_of(mask, *tensors)
     assert report.counts == {"attention_by_interval": 0}
     (note,) = report.notes
-    assert "its mask stays in memory: " in note and why in note, note
+    assert "its mask stays in memory: " in note and reason in note, note
 
 
 def test_ids_given_from_outside_have_to_stand_together():
@@ -258,12 +258,12 @@ def test_the_kernel_is_flex_attention_with_blocks_made_of_bounds(form, score):
     first, last = bounds_of(form, 300)
     q, k, v = random(2, 4, 300, 16), random(2, 2, 300, 16), random(2, 2, 300, 16) + 1
     for runs in (None, torch.tensor([150, 0])):
-        given = (first, last, runs, EXPRESSIONS[score], 0.3, score)
-        found, wanted = attend(q, k, v, *given), flex.forward(q, k, v, *given)
-        gradient = random(*found[0].shape)
-        found += attend_backward(gradient, q, k, v, *found, *given)
-        wanted += flex.backward(gradient, q, k, v, *wanted, *given)
-        for x, y in zip(found, wanted, strict=True):
+        arguments = (first, last, runs, EXPRESSIONS[score], 0.3, score)
+        actual, wanted = attend(q, k, v, *arguments), flex.forward(q, k, v, *arguments)
+        gradient = random(*actual[0].shape)
+        actual += attend_backward(gradient, q, k, v, *actual, *arguments)
+        wanted += flex.backward(gradient, q, k, v, *wanted, *arguments)
+        for x, y in zip(actual, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
 
 
@@ -288,16 +288,16 @@ def test_a_kernel_gets_all_pieces_of_one_size_at_once(form, runs):
     """Check that parts of one call share no query, because results are written at once, and one mask."""
     q, k, v = random(2, 2, 300, WIDTH), random(2, 2, 300, WIDTH), random(2, 2, 300, WIDTH)
     first, last = bounds_of(form, 300)
-    given = (first, last, runs, [], 0.3, "")
-    for together, _ in calls(q, k, v, given):
+    arguments = (first, last, runs, [], 0.3, "")
+    for together, _ in calls(q, k, v, arguments):
         given_to = torch.zeros(2, 300, dtype=torch.int64)
         for part in together:
             given_to[part.batch, part.rows] += 1
         assert int(given_to.max()) == 1
-    found = attend(q, k, v, *given)
+    result = attend(q, k, v, *arguments)
     with mock.patch.object(interval_cpu, "ENOUGH", 0):
-        assert all(len(together) == 1 for together, _ in calls(q, k, v, given))
-        for x, y in zip(found, attend(q, k, v, *given), strict=True):
+        assert all(len(together) == 1 for together, _ in calls(q, k, v, arguments))
+        for x, y in zip(result, attend(q, k, v, *arguments), strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
@@ -321,11 +321,11 @@ def test_masks_of_transformers_are_read(window):
     assert not [i.name for i in program.inputs if i.runs]  # the model counts runs
     (first, last) = {node.args[3:5] for node in program.calls() if node.target is interval_attention}.pop()
     positions = torch.cat([torch.arange(20), torch.arange(12)]).expand(2, 32)
-    found = fx.Interpreter(program_of(program, first, last)).run(positions)
+    actual = fx.Interpreter(program_of(program, first, last)).run(positions)
     i = torch.arange(32)
     start = torch.where(i < 20, 0, 20)
     wanted = (start if window is None else start.maximum(i - window + 1)).expand(2, 32), (i + 1).expand(2, 32)
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip(actual, wanted, strict=True):
         assert torch.equal(x.expand(2, 32), y)
 
 
@@ -341,8 +341,8 @@ class Turned(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in self.qkv(x).split((16, 8, 8), -1))
         q, k = (torch.cos(y.float()).to(y.dtype) for y in (q, k))
         i, j = grids(tokens.shape[1])
-        seen = (ids[:, None, :, None] == ids[:, None, None, :]) & (i >= j)
-        y = F.scaled_dot_product_attention(q, *(y.repeat_interleave(2, 1) for y in (k, v)), seen)
+        visible = (ids[:, None, :, None] == ids[:, None, None, :]) & (i >= j)
+        y = F.scaled_dot_product_attention(q, *(y.repeat_interleave(2, 1) for y in (k, v)), visible)
         return self.head(x + y.transpose(1, 2).flatten(2))
 
 
@@ -353,16 +353,16 @@ def test_keys_that_are_cast_are_gathered_before_their_cast(load_balance):
     metrics, state = train_plainly(model, loss_of, data)
     context = {"method": "all_gather", "load_balance": load_balance, "block": 3}
     step = compile_lockstep(model, loss_of, data[0], {"cp": 2}, passes={"context": context})
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, 1e-6)
+    for actual, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(actual, wanted, 1e-6)
     assert_same(step.state_dict(), state, 1e-6)
 
 
 def program_of(program: ir.Program, *results: fx.Node) -> fx.GraphModule:
     """Return a program that computes two nodes from the positions."""
     graph, copies = fx.Graph(), {}
-    for node, given in zip(program.placeholders(), program.inputs):
-        if given.name == "position_ids":
+    for node, arguments in zip(program.placeholders(), program.inputs):
+        if arguments.name == "position_ids":
             copies[node] = graph.placeholder("positions")
     needed, stack = set(), list(results)
     while stack:

@@ -97,11 +97,11 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_none_of_it_stays_and_the_report_says_why(name):
-    attention, why = LEFT[name]
+    attention, reason = LEFT[name]
     function, report = reading(attention)
     assert report.counts == {"attention_by_interval": 0}
     (note,) = report.notes
-    assert "stays written out: " in note and why in note, note
+    assert "stays written out: " in note and reason in note, note
     assert any("softmax" in str(node.target) for node in function.program.calls())
 
 
@@ -143,10 +143,10 @@ def test_models_that_write_it_out_train_as_on_one_device(name, mesh, built):
     model, data, sgd = built(name), [zoo.batch() for _ in LRS], {"name": "sgd"}
     metrics, state = train_plainly(model, zoo.loss_fn, data, sgd)
     step = compile_lockstep(model, zoo.loss_fn, data[0], mesh, sgd)
-    (of_intervals,) = (of for of in step.report["passes"] if of["name"] == "intervals")
+    (of_intervals,) = (record for record in step.report["passes"] if record["name"] == "intervals")
     assert of_intervals["report"]["counts"] == {"attention_by_interval": 2}
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, ROUNDED)
-    found = step.state_dict()
-    there = found.keys() & state.keys()  # `state` has tied ones twice, and no buffers that are not persistent
-    assert_same({key: found[key] for key in there}, {key: state[key] for key in there}, ROUNDED)
+    for actual, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(actual, wanted, ROUNDED)
+    actual = step.state_dict()
+    names = actual.keys() & state.keys()  # `state` has tied ones twice, and no buffers that are not persistent
+    assert_same({key: actual[key] for key in names}, {key: state[key] for key in names}, ROUNDED)

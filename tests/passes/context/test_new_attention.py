@@ -133,6 +133,6 @@ def test_its_forms_are_what_is_compiled():
 def test_a_graph_of_cuda_records_it_unless_its_record_says_otherwise():
     (node, *_) = called(trained({"tp": 2}), sinks.attention)
     assert why_not(node, compiled=False) == ""
-    told = replace(sinks.RECORD.kernels[0], on_host="asks the host")
-    operators.add_attention(replace(sinks.RECORD, kernels=(told,)))
+    kernel = replace(sinks.RECORD.kernels[0], on_host="asks the host")
+    operators.add_attention(replace(sinks.RECORD, kernels=(kernel,)))
     assert why_not(node, compiled=False) == "asks the host" and why_not(node) == ""

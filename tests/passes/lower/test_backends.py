@@ -25,9 +25,9 @@ def test_inductor_is_eager_and_pytorch():
                              for backend in ("inductor", "eager"))
     assert compiled.evaluate(data[1]) == pytest.approx(interpreted.evaluate(data[1]), rel=1e-6)
     where = {name: by_rank[0].data_ptr() for name, (_, by_rank) in compiled.tensors().items()}
-    found = [(compiled(b, lr), interpreted(b, lr)) for b, lr in zip(data, (1e-2, 3e-2, 2e-2), strict=True)]
+    result = [(compiled(b, lr), interpreted(b, lr)) for b, lr in zip(data, (1e-2, 3e-2, 2e-2), strict=True)]
     metrics, state = train_plainly(model, squared_error, data, NO_DECAY)
-    for (ours, eager), theirs in zip(found, metrics, strict=True):
+    for (ours, eager), theirs in zip(result, metrics, strict=True):
         assert_same(ours, eager, 1e-6)
         assert_same(ours, theirs, 1e-6)
     assert_same(compiled.state_dict(), interpreted.state_dict(), 1e-6)

@@ -26,8 +26,8 @@ F32 = torch.float32
 @pytest.fixture
 def done():
     """Replace CUDA by a stand-in; return the list of its calls."""
-    with played_cuda() as found:
-        yield found
+    with played_cuda() as result:
+        yield result
 
 
 def stepping(args):
@@ -50,18 +50,18 @@ def test_started_then_recorded_on_what_it_was_given_then_replayed_with_what_is_n
             replayed.record({}, (0, 0), None)
         x, lr = torch.full((3,), i + 1.0), torch.tensor(0.1 * (i + 1))
         wanted = wanted + lr * x
-        (found,) = replayed([x, lr, w])
-        torch.testing.assert_close((w, found), (wanted, wanted.sum()))
+        (actual,) = replayed([x, lr, w])
+        torch.testing.assert_close((w, actual), (wanted, wanted.sum()))
     assert done == ["record"]
 
 
 def test_state_that_moved_is_refused(replayed):
-    given = [torch.ones(3), torch.tensor(0.1), torch.zeros(3)]
-    replayed(list(given))
+    inputs = [torch.ones(3), torch.tensor(0.1), torch.zeros(3)]
+    replayed(list(inputs))
     replayed.record({}, (0, 0), None)
-    replayed(list(given))
+    replayed(list(inputs))
     with pytest.raises(RuntimeError, match="w is not the tensor that the CUDA graph recorded"):
-        replayed([*given[:2], torch.zeros(3)])
+        replayed([*inputs[:2], torch.zeros(3)])
 
 
 # ---- in runs ----------------------------------------------------------------------------------------
@@ -73,13 +73,13 @@ def three_layers():
     x, w = small.input("x", cut((4, 4)), "batch", F32), small.input("w", cut((4, 4)), dtype=F32)
     first = small.call(aten.mm.default, x, w)
     second = small.call(aten.mm.default, first, w)
-    found = small.call(aten.count_nonzero.default, second)
+    result = small.call(aten.count_nonzero.default, second)
     third = small.call(aten.mm.default, second, first)
-    for node, layer in ((first, 0), (second, 1), (found, 1), (third, 2)):
+    for node, layer in ((first, 0), (second, 1), (result, 1), (third, 2)):
         ir.update(node, origin=Origin(f"model.py:{layer}", (f"layers.{layer}",)), layer=Layer("layers", layer))
-    outputs = [("loss", "l", third, cut((4, 4))), ("metric", "m", found, cut(()))]
+    outputs = [("loss", "l", third, cut((4, 4))), ("metric", "m", result, cut(()))]
     program, _ = Segment()(ordered(small.program(outputs, Stage.EXPLICIT), small.ctx), small.ctx)
-    return program, found.name
+    return program, result.name
 
 
 def interpreted(body):
@@ -119,12 +119,12 @@ def test_results_are_not_written_over_by_later_replays(done, monkeypatch):
     monkeypatch.setattr("passes.lower.host_reads.why_not", lambda node, compiled: "")
     recorder = Recorder()
     run = recorder.recorded(program, Calls(program, {body: interpreted(body) for body in calls_of(program)}))
-    w, kept = torch.eye(4), []
+    w, saved = torch.eye(4), []
     for i in range(5):
         recorder.begin()
         x = torch.full((4, 4), i + 1.0)
-        kept.append((run([x, w])[0], x @ w @ w @ (x @ w)))
-    for ours, theirs in kept:
+        saved.append((run([x, w])[0], x @ w @ w @ (x @ w)))
+    for ours, theirs in saved:
         torch.testing.assert_close(ours, theirs)
 
 

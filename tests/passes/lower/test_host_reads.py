@@ -55,24 +55,24 @@ def planted(target, *others, of=fake):
     small = Small()
     x, w, mask, rows, host = (small.input(name, cut((4, 4)), dtype=F32) for name in ("x", "w", "mask", "rows", "host"))
     first = small.call(aten.mm.default, x, w)
-    given = {"mask": mask, "rows": rows, "host": host}
-    operands = [[given[o[0]]] if isinstance(o, list) else given.get(o, o) for o in others]
-    found = small.builder.graph.call_function(target, (first, *operands))
+    inputs = {"mask": mask, "rows": rows, "host": host}
+    operands = [[inputs[o[0]]] if isinstance(o, list) else inputs.get(o, o) for o in others]
+    result = small.builder.graph.call_function(target, (first, *operands))
     second = small.call(aten.mm.default, first, w)
-    for node in (x, w, first, found, second):
+    for node in (x, w, first, result, second):
         ir.set_value(node, fake(small))
     ir.set_value(mask, fake(small, dtype=torch.bool))
     ir.set_value(rows, fake(small, shape=(4,), dtype=torch.int64))
     ir.set_value(host, fake(small, "cpu", ()))
-    for node, line, layer in ((first, 1, 0), (found, 41, 0), (second, 3, 1)):
+    for node, line, layer in ((first, 1, 0), (result, 41, 0), (second, 3, 1)):
         ir.update(node, origin=Origin(f"model.py:{line}", (f"layers.{layer}",)), layer=Layer("layers", layer), phase="forward")
-    outputs = [("loss", "l", second, cut((4, 4))), ("metric", "m", found, cut((4, 4)))]
-    given = ordered(small.program(outputs, Stage.EXPLICIT), small.ctx)
-    found = next(node for node in given.calls() if node.name == found.name)
-    program, _ = Segment()(given, small.ctx)
+    outputs = [("loss", "l", second, cut((4, 4))), ("metric", "m", result, cut((4, 4)))]
+    inputs = ordered(small.program(outputs, Stage.EXPLICIT), small.ctx)
+    result = next(node for node in inputs.calls() if node.name == result.name)
+    program, _ = Segment()(inputs, small.ctx)
     for call in filter(body_of_call, program.calls()):  # only now, because passes need known shapes
         nodes = ir.record(call).body_nodes
-        changed = {found.name: BodyNode(found.name, replace(ir.record(found), value=of(small)))}
+        changed = {result.name: BodyNode(result.name, replace(ir.record(result), value=of(small)))}
         ir.update(call, body_nodes=tuple(changed.get(node.name, node) for node in nodes))
     assert any(node.target is target for body in calls_of(program) for node in body.graph.nodes)
     return program
@@ -99,8 +99,8 @@ BREAKS = {
 
 @pytest.mark.parametrize(("program", "reason"), BREAKS.values(), ids=BREAKS)
 def test_what_breaks_a_recording_is_named_with_its_line(program, reason):
-    (found,) = breaks(program)
-    assert "(model.py:41), forward: " in str(found) and reason in found.why
+    (result,) = breaks(program)
+    assert "(model.py:41), forward: " in str(result) and reason in result.why
     with pytest.raises(UserError, match=r"lower.cudagraphs: .*step: %\w+ \(model.py:41\)"):
         check_recordable({"step": Captured(program, None)})
 
@@ -112,15 +112,15 @@ def test_attention_by_interval_is_recorded_only_compiled():
     out = small.call(operator.getitem, small.call(attend, q, q, q, bounds, bounds, None, [], 1.0, ""), 0)
     program = small.program([("loss", "l", out, cut((1, 2, 4, 8)))])
     assert breaks(program) == []
-    (found,) = breaks(program, compiled=False)
-    assert "use lower.backend=inductor" in found.why
+    (result,) = breaks(program, compiled=False)
+    assert "use lower.backend=inductor" in result.why
 
 
 def test_all_that_breaks_is_named():
-    found = [Captured(program, None) for program, _ in BREAKS.values()]
+    result = [Captured(program, None) for program, _ in BREAKS.values()]
     with pytest.raises(UserError) as caught:
-        check_recordable({f"step{i}": each for i, each in enumerate(found)})
-    assert all(f"step{i}: %" in str(caught.value) for i in range(len(found)))
+        check_recordable({f"step{i}": item for i, item in enumerate(result)})
+    assert all(f"step{i}: %" in str(caught.value) for i in range(len(result)))
 
 
 @pytest.mark.parametrize("operator", [(aten.neg.default,), (aten.index.Tensor, ["rows"])])
@@ -147,19 +147,19 @@ def test_there_are_no_cuda_graphs_on_the_cpu(ranks, says):
 
 def test_auto_says_why_it_records_nothing():
     lower, program = build(LowerConfig, {"cudagraphs": "auto"}), {"step": Captured(BREAKS["a mask"][0], None)}
-    (here,) = recorded(program, lower, torch.device("cpu"))
-    assert here == "nothing is recorded: the step runs on cpu"
-    (there,) = recorded(program, lower, torch.device("cuda"))
-    assert there.startswith("1 of 2 calls of step are recorded: %index_put") and "use torch.where" in there
+    (on_cpu,) = recorded(program, lower, torch.device("cpu"))
+    assert on_cpu == "nothing is recorded: the step runs on cpu"
+    (on_cuda,) = recorded(program, lower, torch.device("cuda"))
+    assert on_cuda.startswith("1 of 2 calls of step are recorded: %index_put") and "use torch.where" in on_cuda
     with pytest.raises(UserError, match="lower.cudagraphs=auto records what is around"):
         recorded(program, build(LowerConfig, {"cudagraphs": True}), torch.device("cuda"))
 
 
 def test_programs_that_are_recorded_whole_are_one_line():
-    whole = Captured(planted(aten.neg.default), None)
-    programs = {"F0": whole, "B0": Captured(BREAKS["a mask"][0], None), "U0": whole}
-    part, rest = recorded(programs, build(LowerConfig, {"cudagraphs": "auto"}), torch.device("cuda"))
-    assert part.startswith("1 of 2 calls of B0 are recorded: %index_put") and rest == "F0, U0 are recorded"
+    full = Captured(planted(aten.neg.default), None)
+    programs = {"F0": full, "B0": Captured(BREAKS["a mask"][0], None), "U0": full}
+    part, remainder = recorded(programs, build(LowerConfig, {"cudagraphs": "auto"}), torch.device("cuda"))
+    assert part.startswith("1 of 2 calls of B0 are recorded: %index_put") and remainder == "F0, U0 are recorded"
 
 
 # ---- whole jobs -------------------------------------------------------------------------------------
@@ -177,14 +177,14 @@ JOBS = {
 
 def programs_of(options, on_gpu=True):
     """Return the programs of a job, with the dtypes of a GPU."""
-    return {name: each.program for name, each in compile_dry(settled(build(Config, options), on_gpu), None).programs.items()}
+    return {name: item.program for name, item in compile_dry(settled(build(Config, options), on_gpu), None).programs.items()}
 
 
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.sample(2)
 def test_no_node_of_a_job_reads_the_host(job):
-    found = {name: list(map(str, breaks(program))) for name, program in programs_of(JOBS[job]).items()}
-    assert found and not any(found.values())
+    result = {name: list(map(str, breaks(program))) for name, program in programs_of(JOBS[job]).items()}
+    assert result and not any(result.values())
 
 
 @pytest.mark.full
@@ -194,13 +194,13 @@ def test_no_node_of_a_job_reads_the_host(job):
     (EXPERTS, False, "only bfloat16 has a kernel"),
 ])
 def test_what_does_is_said_with_the_option(options, on_gpu, why):
-    found = [each for program in programs_of(options, on_gpu).values() for each in breaks(program)]
-    assert found and all(why in each.why for each in found)
+    result = [item for program in programs_of(options, on_gpu).values() for item in breaks(program)]
+    assert result and all(why in item.why for item in result)
 
 
 def test_launches_of_recorded_stages_cost_nothing():
     slow = {"cluster": compose(["cluster=h100", "cluster.launch_us=500"])["cluster"]}
-    jobs = (settled(build(Config, JOBS["pp 2"] | slow | {"lower": {"cudagraphs": here}}), True) for here in (False, True))
+    jobs = (settled(build(Config, JOBS["pp 2"] | slow | {"lower": {"cudagraphs": on_cpu}}), True) for on_cpu in (False, True))
     started, replayed = (predict_step(cfg, compile_dry(cfg, None))["predicted"]["step_ms"] for cfg in jobs)
     assert replayed < 0.1 * started
 
@@ -247,9 +247,9 @@ def test_one_that_is_planted_is_named_and_splits_the_recording_in_each_phase(pha
     ir.copy_origin(item, place)
     ir.update(item, role=ir.role(place))
     cut_up, _ = Segment()(program, ctx)
-    (found,) = breaks(cut_up)
-    assert found.node.name == item.name and "reads a value on the host" in found.why
-    assert f"{ir.source(place) or ir.parameter(place) or 'no source line'}), {ir.phase(place)}: " in str(found)
+    (result,) = breaks(cut_up)
+    assert result.node.name == item.name and "reads a value on the host" in result.why
+    assert f"{ir.source(place) or ir.parameter(place) or 'no source line'}), {ir.phase(place)}: " in str(result)
     run_of = {name: i for i, run in enumerate(runs_of(cut_up)) for step in steps_of(cut_up)[run.first : run.last]
               for name in names_in(step)}
     assert not runs_of(cut_up)[run_of[item.name]].recorded
@@ -257,4 +257,4 @@ def test_one_that_is_planted_is_named_and_splits_the_recording_in_each_phase(pha
     assert travelling and all(run_of[start.name] == run_of[wait.name] for start, wait in travelling)
     kinds = [run.recorded for run in runs_of(cut_up)]
     assert all(a != b for a, b in zip(kinds, kinds[1:])) and kinds.count(False) == 1
-    assert said({"step": cut_up}, True)[0].endswith(str(found))
+    assert said({"step": cut_up}, True)[0].endswith(str(result))

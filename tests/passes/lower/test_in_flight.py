@@ -120,11 +120,11 @@ class Stream:
 @pytest.fixture
 def streams(monkeypatch):
     """Return streams by direction, and that of the computation."""
-    computing, made = Stream(), {}
-    monkeypatch.setattr(host, "_stream", lambda device, out: made.setdefault(out, Stream()))
+    computing, streams_by_direction = Stream(), {}
+    monkeypatch.setattr(host, "_stream", lambda device, out: streams_by_direction.setdefault(out, Stream()))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: computing)
     host.forget()
-    return computing, made
+    return computing, streams_by_direction
 
 
 def test_the_tensor_that_a_copy_reads_is_kept_until_the_copy_is_waited_for(streams):
@@ -138,10 +138,10 @@ def test_the_tensor_that_a_copy_reads_is_kept_until_the_copy_is_waited_for(strea
 
 
 def test_each_way_has_a_stream_that_waits_for_the_computation(streams):
-    computing, made = streams
+    computing, by_direction = streams
     host._copy(torch.ones(4), torch.empty(4), torch.device("cpu"), out=True)
     host._copy(torch.ones(4), torch.empty(4), torch.device("cpu"), out=False)
-    assert made[True] is not made[False] and all(stream.waited == [computing] for stream in made.values())
+    assert by_direction[True] is not by_direction[False] and all(stream.waited == [computing] for stream in by_direction.values())
 
 
 def test_a_failed_step_leaves_no_copies(streams):

@@ -117,15 +117,15 @@ def test_workers_compile_their_share_and_load_the_rest(store):
 
 def test_values_die_at_their_last_use():
     program, _ = chain(layers=4)
-    alive, made = [], []
+    alive, outputs = [], []
 
     def run(args):
         x, w = args
         args.clear()
         y = x @ w
         del x
-        made.append(weakref.ref(y))
-        alive.append(sum(r() is not None for r in made))
+        outputs.append(weakref.ref(y))
+        alive.append(sum(r() is not None for r in outputs))
         return (y,)
 
     calls = Calls(program, {body: run for body in calls_of(program)})
@@ -160,14 +160,14 @@ def test_parts_that_are_taken_outside_of_bodies():
     program, report = Segment()(ordered(small.program(ends, Stage.EXPLICIT), small.ctx), small.ctx)
     assert report.counts == {"calls": 2, "bodies": 1}
     value = torch.randn(12)
-    found = lower_inductor(replace(program, stage=Stage.SEGMENTED), small.ctx)([value])
-    torch.testing.assert_close(torch.cat(found), value * value)
+    result = lower_inductor(replace(program, stage=Stage.SEGMENTED), small.ctx)([value])
+    torch.testing.assert_close(torch.cat(result), value * value)
 
 
 @pytest.mark.full
 def test_training_with_and_without_segments_is_the_same_to_the_bit():
     data = rows_of(rows=6)
-    found = []
+    actual = []
     for enabled in (True, False):
         step = compile_step(
             llama(2, dtype=F32),
@@ -177,8 +177,8 @@ def test_training_with_and_without_segments_is_the_same_to_the_bit():
             lower={"backend": "inductor"},
             passes={"segment": {} if enabled else {"max_nodes": None}},
         )
-        found.append((train_step(step, data), step.state_dict()))
-    (metrics, state), (wanted, wanted_state) = found
+        actual.append((train_step(step, data), step.state_dict()))
+    (metrics, state), (wanted, wanted_state) = actual
     assert metrics == wanted
     assert_same(state, wanted_state, 0.0)
 
@@ -241,9 +241,9 @@ def test_pytorch_is_as_it_was_after_a_compilation(store):
     assert_is_chain(lower_inductor(program, ctx), side=9)
     assert [getattr(*place) for place in places] == before
     assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 0
-    kept, x = {*store.iterdir()}, torch.randn(3)
+    saved, x = {*store.iterdir()}, torch.randn(3)
     torch.testing.assert_close(torch.compile(lambda x: (x * 1.25).relu() + 0.125)(x), (x * 1.25).relu() + 0.125)
-    assert {*store.iterdir()} == kept, "no library of it was noted"
+    assert {*store.iterdir()} == saved, "no library of it was noted"
     assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 1
 
 

@@ -20,7 +20,7 @@ SMALL = {"triton.mix_order_reduction_non_strict_mode": True}  # fuse small reduc
 @pytest.mark.parametrize(("version", "is_off"), [((2, 9), False), ((2, 10), True), ((2, 13), True), ((2, 14), False)])
 def test_known_miscompilations_are_avoided_in_the_versions_that_have_them(version, is_off):
     assert (avoided(version) == {"triton.mix_order_reduction": False}) == is_off
-    assert all(each.link.startswith("https://github.com/pytorch/pytorch/issues/") for each in KNOWN)
+    assert all(item.link.startswith("https://github.com/pytorch/pytorch/issues/") for item in KNOWN)
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,10 @@ def test_sizes_that_depend_on_data_are_not_judged():
 
 
 def test_versions_with_a_fix_are_not_refused():
-    fixed = [each._replace(fixed=(2, 14)) for each in NARROW]
-    assert not any(each.affects((2, 14)) for each in fixed) and all(each.affects((2, 13)) for each in fixed)
-    assert all(each.affects((9, 0)) for each in NARROW) and all(each.link.startswith("https://") for each in NARROW)
-    assert set(NARROW_BY_OPERATOR) == {operator for each in NARROW for operator in each.operators}
+    fixed = [item._replace(fixed=(2, 14)) for item in NARROW]
+    assert not any(item.affects((2, 14)) for item in fixed) and all(item.affects((2, 13)) for item in fixed)
+    assert all(item.affects((9, 0)) for item in NARROW) and all(item.link.startswith("https://") for item in NARROW)
+    assert set(NARROW_BY_OPERATOR) == {operator for item in NARROW for operator in item.operators}
 
 
 def job(rows: int, microbatches: int, cluster: str = "h100") -> Config:

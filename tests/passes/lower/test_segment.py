@@ -75,14 +75,14 @@ def test_calls_put_in_line_are_the_program_that_was_cut(mesh, policy):
 @pytest.mark.full
 def test_segments_do_not_change_what_is_trained(mesh):
     data = batches(rows=6)
-    found = []
+    actual = []
     for enabled in (True, False):
         step = compile_lockstep(
             llama(3), llama_loss, data[0], dict(mesh), ADAMW, evaluate=True,
             passes={"segment": {} if enabled else {"max_nodes": None}},
         )  # fmt: skip
-        found.append((train_step(step, data), step.evaluate(data[0]), step.state_dict()))
-    (metrics, evaluation, state), (wanted, wanted_evaluation, wanted_state) = found
+        actual.append((train_step(step, data), step.evaluate(data[0]), step.state_dict()))
+    (metrics, evaluation, state), (wanted, wanted_evaluation, wanted_state) = actual
     assert metrics == wanted and evaluation == wanted_evaluation
     assert_same(state, wanted_state, 0.0)
 
@@ -158,8 +158,8 @@ def test_layers_of_a_model_are_one_body_a_phase(mesh):
     programs = []
     compile_lockstep(model, llama_loss, batch, mesh, passes={"remat": {"policy": "selective"}},
                      observe=lambda program, record: programs.append(program) if record.program == "step" else None)
-    found = [[ir.layer(c) for c in calls] for body, calls in calls_of(programs[-1]).items() if has_product(body)]
-    of_layers = [sorted(layers) for layers in found if any(layers)]
+    result = [[ir.layer(c) for c in calls] for body, calls in calls_of(programs[-1]).items() if has_product(body)]
+    of_layers = [sorted(layers) for layers in result if any(layers)]
     assert of_layers == [[Layer("layers", i) for i in range(5)]] * 2
 
 
@@ -266,9 +266,9 @@ def test_what_arrives_from_a_neighbour_is_no_view():
     x = small.input("x", cut((4, 4)), "batch")
     sent = small.call(aten.mm.default, x, x)
     start = small.call(shift, sent, "cp", 1)
-    there = small.call(arrive, start, sent)
-    last = small.call(aten.mm.default, there, x)
-    for node, layer in ((sent, 0), (start, 0), (there, 1), (last, 1)):
+    received = small.call(arrive, start, sent)
+    last = small.call(aten.mm.default, received, x)
+    for node, layer in ((sent, 0), (start, 0), (received, 1), (last, 1)):
         ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPLICIT)
     program = ordered(program, small.ctx)
@@ -284,10 +284,10 @@ def test_what_does_not_repeat_is_cut_by_size():
     for _ in range(12):
         x = small.call(aten.sin.default, small.call(aten.mm.default, x, x))
     program = small.program([("loss", "l", x, cut((4, 4)))], Stage.EXPLICIT)
-    _, whole = Segment()(ordered(program, small.ctx), small.ctx)
+    _, full = Segment()(ordered(program, small.ctx), small.ctx)
     _, pieces = Segment(max_nodes=6)(ordered(program, small.ctx), small.ctx)
     _, one = Segment(max_nodes=None)(program, small.ctx)
-    assert whole.counts["calls"] == one.counts["calls"] == 1
+    assert full.counts["calls"] == one.counts["calls"] == 1
     assert pieces.counts == {"calls": 4, "bodies": 1}
 
 

@@ -108,8 +108,8 @@ def ignoring_a_class(model, batch):
 
 def by_token(model, batch):
     """Weigh the losses of tokens, then of samples, which needs more than a sum over all tokens."""
-    found = flat(model(batch["tokens"]), batch, reduction="none").view(batch["labels"].shape)
-    return F.softplus((found * batch["tokens"]).sum(1) / VOCAB).mean()
+    losses = flat(model(batch["tokens"]), batch, reduction="none").view(batch["labels"].shape)
+    return F.softplus((losses * batch["tokens"]).sum(1) / VOCAB).mean()
 
 
 def by_token_of_logarithms(model, batch):
@@ -221,11 +221,11 @@ def test_the_operator_is_what_pytorch_computes(taken):
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in HEAD]
     hidden, weight, labels, bias = leaves
     wanted = F.cross_entropy(torch.tanh((hidden @ weight.t() + bias) / 2) * 3, labels, ignore_index=-1, reduction="none")
-    found, factors = taken(*leaves), torch.arange(8.0, dtype=torch.float64)
+    actual, factors = taken(*leaves), torch.arange(8.0, dtype=torch.float64)
     wanted, factors = (wanted.sum(), torch.tensor(2.0)) if taken is summed else (wanted, factors)
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
-    given = [hidden, weight, bias]
-    for ours, theirs in zip(torch.autograd.grad(found, given, factors), torch.autograd.grad(wanted, given, factors)):
+    torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=1e-12)
+    inputs = [hidden, weight, bias]
+    for ours, theirs in zip(torch.autograd.grad(actual, inputs, factors), torch.autograd.grad(wanted, inputs, factors)):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
@@ -239,8 +239,8 @@ def test_the_rule_by_value(ranks, fill, weights, taken):
         function = capture_function(taken, HEAD, Mesh.of({axis: ranks}), weights)
         for i, dim in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)]:
             check(function, {i: sharded(HEAD[i].shape, dim, axis, fill)})
-    both = {0: sharded(HEAD[0].shape, 0, "tp", fill), 1: sharded(HEAD[1].shape, 0, "tp", fill)}
-    check(capture_function(taken, HEAD, Mesh.of({"tp": ranks}), weights), both)
+    pair = {0: sharded(HEAD[0].shape, 0, "tp", fill), 1: sharded(HEAD[1].shape, 0, "tp", fill)}
+    check(capture_function(taken, HEAD, Mesh.of({"tp": ranks}), weights), pair)
 
 
 @pytest.mark.parametrize("taken", [summed, by_tokens])
@@ -259,8 +259,8 @@ def test_the_same_bits_again_and_under_any_policy(mesh):
     model, data = llama(n_layers=2, dtype=torch.float32), batches()
     policies = ("full", "full", "none")
     steps = [compile_lockstep(model, llama_loss, data[0], mesh, passes=CHUNKS | {"remat": {"policy": p}}) for p in policies]
-    found = [(train_step(step, data), step.state_dict()) for step in steps]
-    for (metrics, state), (others, again) in pairwise(found):
+    result = [(train_step(step, data), step.state_dict()) for step in steps]
+    for (metrics, state), (others, again) in pairwise(result):
         assert metrics == others and all(torch.equal(state[name], again[name]) for name in state)
 
 
@@ -275,9 +275,9 @@ def test_gradients_of_the_weight_are_added_in_fp32():
         return head.run(head.chunk, hidden.to(dtype), weight.to(dtype), labels, ids)[2]
 
     exact = gradient(torch.float64, 1)
-    whole, parts = (gradient(torch.bfloat16, chunks) for chunks in (1, 64))
+    full, parts = (gradient(torch.bfloat16, chunks) for chunks in (1, 64))
     assert parts.dtype == torch.float32
-    assert (parts - exact).norm() <= 1.5 * (whole - exact).norm()
+    assert (parts - exact).norm() <= 1.5 * (full - exact).norm()
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
@@ -304,8 +304,8 @@ def peak(step):
 @pytest.mark.parametrize("loss", [llama_loss, token_loss])
 def test_no_more_logits_are_alive_than_of_a_chunk(loss):
     logits = 1024 * 4000 * 4
-    whole, chunked = long(1, loss), long(16, loss)
-    assert peak(whole) > 3 * logits and peak(chunked) < logits
+    full, chunked = long(1, loss), long(16, loss)
+    assert peak(full) > 3 * logits and peak(chunked) < logits
 
 
 # ---- which heads -------------------------------------------------------------------------------------------
@@ -321,9 +321,9 @@ def captured(loss_fn, model=None, mesh=()):
 def test_the_graph_before_and_after():
     program, ctx = captured(soft_cap)
     text = print_program(program)
-    found, report = ChunkLoss(4)(program, ctx)
+    result, report = ChunkLoss(4)(program, ctx)
     assert print_program(program) == text
-    assert body(found).splitlines()[-5:] == [
+    assert body(result).splitlines()[-5:] == [
         "%reshape = reshape(%add, [-1, 8])",
         "%linear_cross_entropy = linear_cross_entropy(%reshape, %p_model_head_weight, %view_1, %p_model_head_bias, "
         '["div 3.0", "tanh", "mul 3.0"], -100, 4)',
@@ -376,8 +376,8 @@ def weighed(model, batch):
 ])
 def test_large_logits_that_stay_whole_are_named(loss, why):
     program, ctx = captured(loss)
-    found, report = ChunkLoss(None, 1e-3)(program, ctx)
-    assert found is program and report.counts == {"losses": 0}
+    result, report = ChunkLoss(None, 1e-3)(program, ctx)
+    assert result is program and report.counts == {"losses": 0}
     (note,) = report.notes
     assert re.search(r"%linear_2 \(test_chunk_loss.py:\d+\): .* GiB of logits on a rank are not chunked: " + why, note), note
     with pytest.raises(ir.Refused, match="passes.chunk_loss.chunks: .* are not chunked"):
@@ -402,17 +402,17 @@ def used_and_split(program, ctx):
 @pytest.mark.sample(2)
 def test_models_of_others_have_the_plan_that_they_had(name):
     program, ctx = capture(zoo.build(name), zoo.loss_fn, zoo.batch(), torch.device("cpu"))
-    found, report = ChunkLoss(4)(program, ctx)
+    result, report = ChunkLoss(4)(program, ctx)
     assert report.counts["losses"] == 1
-    assert used_and_split(found, ctx) == used_and_split(program, ctx)
+    assert used_and_split(result, ctx) == used_and_split(program, ctx)
 
 
 def test_a_loss_inside_a_model_with_a_soft_cap_is_found():
     sizes = {**zoo.COMMON, "num_key_value_heads": 2, "head_dim": 8}
     model = tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes, final_logit_softcapping=30.0, use_cache=False)).double()
     program, ctx = capture(model, lambda m, b: m(input_ids=b["tokens"], labels=b["labels"]).loss, zoo.batch(), torch.device("cpu"))
-    found, _ = ChunkLoss(4)(program, ctx)
-    (head,) = found.graph.find_nodes(op="call_function", target=linear_cross_entropy)
+    result, _ = ChunkLoss(4)(program, ctx)
+    (head,) = result.graph.find_nodes(op="call_function", target=linear_cross_entropy)
     assert head.args[4] == ["div 30.0", "tanh", "mul 30.0", "to float32"]
 
 
@@ -420,8 +420,8 @@ def test_float8_leaves_the_head_and_takes_the_layers():
     model = llama(dtype=torch.float32, dim=32, n_heads=2, n_kv_heads=2, ffn_dim=48, vocab_size=64)
     program, ctx = capture(model, llama_loss, batches(1)[0], torch.device("cpu"))
     program = replace(program, mesh=Mesh.of({"dp_shard": 2}))
-    whole, chunked = (apply([*steps, Normalize(), Place(), Float8("rowwise")], program, ctx)[1] for steps in ((), (ChunkLoss(3),)))
-    assert whole.counts["linear"] == chunked.counts["linear"] == 7
+    full, chunked = (apply([*steps, Normalize(), Place(), Float8("rowwise")], program, ctx)[1] for steps in ((), (ChunkLoss(3),)))
+    assert full.counts["linear"] == chunked.counts["linear"] == 7
     assert chunked.notes == ("not in float8, heads whose losses are in chunks: 1",)
 
 
@@ -436,8 +436,8 @@ def test_in_bf16_gradients_are_as_near_to_those_in_fp64(mesh):
     for step in (wanted, *steps):
         step(data[0], 1.0)
     exact = wanted.state_dict()
-    whole, parts = (sum((state[n] - exact[n]).norm() for n in exact) for state in (s.state_dict() for s in steps))
-    assert parts <= 1.2 * whole
+    full, parts = (sum((state[n] - exact[n]).norm() for n in exact) for state in (s.state_dict() for s in steps))
+    assert parts <= 1.2 * full
 
 
 def test_each_chunk_is_a_call_of_one_body():

@@ -51,8 +51,8 @@ def cast(dtype: torch.dtype | None = BF16, stored: torch.dtype = F32, **options)
 
 
 def dtypes(program: ir.Program, name: str) -> list[torch.dtype]:
-    found = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) == name]
-    return [ir.example(n.args[0]).dtype for n in found]
+    result = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) == name]
+    return [ir.example(n.args[0]).dtype for n in result]
 
 
 def casts(program: ir.Program) -> int:
@@ -156,9 +156,9 @@ def trained(mesh: tuple[tuple[str, int], ...], precision: str, policy: str) -> l
 def check_composition(mesh: dict[str, int], precision: str, policy: str) -> None:
     """Check that recomputation changes no bit, and mesh and precision only rounding."""
     key = tuple(mesh.items())
-    found, alone, exact = trained(key, precision, policy), trained((), precision, "none"), trained((), "fp32", "none")
-    assert found == trained(key, precision, "none")
-    for a, b, c in zip(found, alone, exact, strict=True):
+    result, alone, exact = trained(key, precision, policy), trained((), precision, "none"), trained((), "fp32", "none")
+    assert result == trained(key, precision, "none")
+    for a, b, c in zip(result, alone, exact, strict=True):
         assert abs(a["loss"] - b["loss"]) < (1e-5 if precision in ("fp32", "tensorwise") else 1e-2)
         assert abs(a["loss"] - c["loss"]) < 0.05 and (a != c or precision == "fp32")
 
@@ -182,22 +182,22 @@ def test_wire_bytes_of_gathers_are_halved_by_bf16():
 
 
 def test_gradients_of_gathered_weights_are_added_in_the_reduce_dtype():
-    seen = {}
+    programs = {}
     compile_lockstep(llama(dtype=torch.float32), llama_loss, batches()[0], {"dp_shard": 2},
                      passes={"cast": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    reduced = [n for n in seen["joint"].calls() if n.target is reshard.reduce_scatter]
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    reduced = [n for n in programs["joint"].calls() if n.target is reshard.reduce_scatter]
     assert reduced and {ir.example(n.args[0]).dtype for n in reduced} == {torch.bfloat16}
     assert {n.args[-1] for n in reduced} == {torch.float32}
 
 
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
 def test_sums_over_several_axes_are_not_rounded_in_between(mesh):
-    seen = {}
+    programs = {}
     compile_lockstep(llama(dtype=torch.float32), llama_loss, batches()[0], mesh,
                      passes={"cast": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    program = seen["reassociate"]
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    program = programs["reassociate"]
     for node, output in zip(program.results(), program.outputs, strict=True):
         if output.kind == "gradient":
             assert ir.example(node).dtype == F32 and node.target is reshard.reduce_scatter, output.name
@@ -209,8 +209,8 @@ def test_a_tensor_has_one_dtype_and_the_graph_holds_it():
     step = compile_lockstep(llama(1, F32), llama_loss, batches()[0], {"dp_shard": 2},
                             passes={"cast": {"param_dtype": "bfloat16"}})
     program = step.train["step"].program
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        if given.kind == "parameter":
-            stored = step.state[f"model.{given.name}"].local
+    for node, item in zip(program.placeholders(), program.inputs, strict=True):
+        if item.kind == "parameter":
+            stored = step.state[f"model.{item.name}"].local
             assert {t.dtype for t in stored.values()} == {ir.example(node).dtype} == {F32}
     assert any(n.target is COPY for n in program.calls())

@@ -83,8 +83,8 @@ def test_one_linear_layer_has_the_bits_of_torchao(recipe):
 @pytest.mark.sample(1)
 def test_scales_are_those_of_one_device_on_every_mesh(mesh, recipe):
     runs(recipe)
-    found, wanted, exact = metrics(tuple(mesh.items()), recipe), metrics((), recipe), metrics((), None)
-    for a, b, c in zip(found, wanted, exact, strict=True):
+    actual, wanted, exact = metrics(tuple(mesh.items()), recipe), metrics((), recipe), metrics((), None)
+    for a, b, c in zip(actual, wanted, exact, strict=True):
         assert abs(a["loss"] - b["loss"]) < 1e-5 and abs(a["grad_norm"] - b["grad_norm"]) < 1e-5
         assert 1e-6 < abs(a["loss"] - c["loss"]) < 0.01
 

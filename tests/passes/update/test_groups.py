@@ -22,7 +22,7 @@ def trained(groups, given, **changes):
     plain = copy.deepcopy(model)
     named = [[p for n, p in plain.named_parameters() if holds(n, p)] for holds, _, _ in groups]
     optimizer = torch.optim.AdamW([{"params": ps, "weight_decay": decay} for ps, (_, _, decay) in zip(named, groups)], betas=PLAIN["betas"])
-    for batch, lr, found in zip(data, LRS, metrics, strict=True):
+    for batch, lr, result in zip(data, LRS, metrics, strict=True):
         optimizer.zero_grad()
         loss = llama_loss(plain, batch)
         loss.backward()
@@ -30,14 +30,14 @@ def trained(groups, given, **changes):
         for group, (_, factor, _) in zip(optimizer.param_groups, groups):
             group["lr"] = lr * factor
         optimizer.step()
-        assert found["loss"] == pytest.approx(loss.item(), abs=EXACT)
+        assert result["loss"] == pytest.approx(loss.item(), abs=EXACT)
     return step.state_dict(), plain.state_dict()
 
 
 def test_vectors_do_not_decay_and_what_is_looked_up_learns_slowly():
     groups = [(lambda n, p: p.dim() < 2, 1.0, 0.0), (lambda n, p: "embedding" in n, 0.1, 0.1), (lambda n, p: p.dim() == 2 and "embedding" not in n, 1.0, 0.1)]
-    given = {"plain": {"kinds": ["vector"], "weight_decay": 0.0}, "slow": {"kinds": ["embedding"], "lr": 0.1}}
-    assert_same(*trained(groups, given), EXACT)
+    settings = {"plain": {"kinds": ["vector"], "weight_decay": 0.0}, "slow": {"kinds": ["embedding"], "lr": 0.1}}
+    assert_same(*trained(groups, settings), EXACT)
 
 
 @pytest.mark.full
@@ -45,8 +45,8 @@ def test_names_and_the_head_the_first_group_counts():
     second = lambda n, p: n.startswith("layers.1.")  # noqa: E731
     head = lambda n, p: n.startswith("output")  # noqa: E731
     groups = [(second, 0.5, 0.1), (head, 2.0, 0.3), (lambda n, p: not second(n, p) and not head(n, p), 1.0, 0.1)]
-    given = {"late": {"names": ["layers.1.*"], "lr": 0.5}, "head": {"kinds": ["head"], "names": ["layers.1.attention*"], "lr": 2.0, "weight_decay": 0.3}}
-    assert_same(*trained(groups, given), EXACT)
+    settings = {"late": {"names": ["layers.1.*"], "lr": 0.5}, "head": {"kinds": ["head"], "names": ["layers.1.attention*"], "lr": 2.0, "weight_decay": 0.3}}
+    assert_same(*trained(groups, settings), EXACT)
 
 
 @pytest.mark.full

@@ -78,14 +78,14 @@ def test_training_is_that_of_torchao(name, monkeypatch):
 @pytest.mark.parametrize(("mesh", "name"), in_turn(MESHES, THEIRS), ids=str)
 @pytest.mark.sample(2)
 def test_every_mesh_trains_alike(name, mesh):
-    whole, parts = trained({}, name=name), trained(mesh, name=name)
-    for key, value in whole.state_dict().items():
+    full, parts = trained({}, name=name), trained(mesh, name=name)
+    for key, value in full.state_dict().items():
         off = (parts.state_dict()[key] - value).abs()
         assert (off > 1e-5).float().mean() < 1e-3 and off.max() < RATE, key  # a sum in another order may take another code
     codes = parts.state["optim.exp_avg.up.weight"]
     assert all(x.itemsize == 1 for x in codes.local.values())
     scale = parts.state["optim.exp_avg.scale.up.weight"]
-    assert scale.spec.shape == whole.state["optim.exp_avg.scale.up.weight"].spec.shape == (128, 1)
+    assert scale.spec.shape == full.state["optim.exp_avg.scale.up.weight"].spec.shape == (128, 1)
 
 
 def test_state_takes_a_quarter_of_fp32():

@@ -119,8 +119,8 @@ def test_an_update_is_that_of_pytorch(ours, make):
 def test_bf16_parameters_are_updated_in_fp32():
     model, x = nn.Linear(1, 1, bias=False).bfloat16(), torch.ones(1, 1, dtype=torch.bfloat16)
     nn.init.constant_(model.weight, 1.0)
-    how = {"name": "sgd", "weight_decay": 2**-9, "max_norm": None}
-    step = compile_lockstep(model, lambda m, b: m(b["x"]).sum(), {"x": x}, {}, how)
+    options = {"name": "sgd", "weight_decay": 2**-9, "max_norm": None}
+    step = compile_lockstep(model, lambda m, b: m(b["x"]).sum(), {"x": x}, {}, options)
     step({"x": x}, lr=1.0)
     assert step.state_dict()["weight"].item() == -(2**-9)  # 1 - (1 + 2^-9); in bf16 the sum is 1
 
@@ -131,22 +131,22 @@ def test_gradients_of_many_microbatches_are_added_up_in_float32(dtype, wanted):
     """Add gradients of 9. In bfloat16, neighbours of 4,096 are 32 apart, so adding 9 would change nothing."""
     model = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
     batch = {"x": torch.full((1024, 4), 9.0, dtype=torch.bfloat16)}
-    how = {"microbatches": 1024, "ranks": "lockstep", "passes": {"accumulate": {"dtype": dtype}}}
-    step = compile_step(model, lambda model, batch: model(batch["x"]).mean(), batch, optim={"name": "sgd"}, **how)
+    options = {"microbatches": 1024, "ranks": "lockstep", "passes": {"accumulate": {"dtype": dtype}}}
+    step = compile_step(model, lambda model, batch: model(batch["x"]).mean(), batch, optim={"name": "sgd"}, **options)
     assert step(batch)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_what_all_updates_share_is_computed_once_and_nothing_is_cast_to_its_own_dtype():
-    seen = {}
+    programs = {}
     data = batches(rows=6)
     compile_lockstep(llama().float(), llama_loss, data[0], {"dp_shard": 2}, ADAMW,
-                     observe=lambda program, record: seen.update({record.name: program}))
-    updates = [n for n in seen["optimize"].calls() if ir.phase(n) == "optimizer"]
+                     observe=lambda program, record: programs.update({record.name: program}))
+    updates = [n for n in programs["optimize"].calls() if ir.phase(n) == "optimizer"]
     casts = [n for n in updates if op_name(n.target) in ("to.dtype", "_to_copy")]
     assert sum(op_name(n.target) == "pow.Scalar" for n in updates) == 2  # bias corrections
     assert len(casts) == 2  # from the rate and the step number
     named = {ir.parameter(n) for n in updates}
-    assert named == {"", *(i.name for i in seen["optimize"].inputs if i.kind == "parameter")}
+    assert named == {"", *(i.name for i in programs["optimize"].inputs if i.kind == "parameter")}
 
 
 class WithIdle(nn.Module):
@@ -168,8 +168,8 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(mesh, microbatches):
     model = WithIdle()
     batch = {"x": torch.randn(4, 4, dtype=torch.float64)}
     optim = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
-    how = {"microbatches": microbatches, "passes": {"verify": "spec" if "pp" in mesh else "numeric"}}
-    step = compile_lockstep(model, lambda model, batch: model(batch["x"]).square().mean(), batch, mesh, optim, evaluate=True, **how)
+    options = {"microbatches": microbatches, "passes": {"verify": "spec" if "pp" in mesh else "numeric"}}
+    step = compile_lockstep(model, lambda model, batch: model(batch["x"]).square().mean(), batch, mesh, optim, evaluate=True, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for _ in range(100):
         step(batch)

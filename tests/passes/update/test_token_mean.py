@@ -26,19 +26,19 @@ ROWS = 8
 
 def uneven(first: int = 0):
     """Return batches of 8 samples: the first two have `first` labels each, the others more from sample to sample."""
-    found = batches(rows=ROWS)
-    for batch in found:
+    result = batches(rows=ROWS)
+    for batch in result:
         for row, labels in enumerate(batch["labels"]):
             labels[first if row < 2 else row - 1 :] = -100
-    return found
+    return result
 
 
 def summed(model, batch, chosen=lambda labels: labels != -100):
     """Return (sum of the losses of tokens, their mask)."""
     logits, labels = model(batch["tokens"], batch["positions"]), batch["labels"]
     mask = chosen(labels)
-    each = F.cross_entropy(logits.flatten(0, 1), labels.where(labels >= 0, 0).flatten(), reduction="none")
-    return (each.view_as(mask) * mask).sum(), mask
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.where(labels >= 0, 0).flatten(), reduction="none")
+    return (losses.view_as(mask) * mask).sum(), mask
 
 
 def masked(model, batch):
@@ -85,8 +85,8 @@ def report_of(step):
 def test_steps_are_those_of_the_whole_batch(mesh, microbatches):
     data = uneven()  # of 4 microbatches, the first has no label
     metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
-    step, found = train_lockstep(llama_loss, data, mesh, microbatches)
-    for ours, theirs in zip(found, metrics, strict=True):
+    step, result = train_lockstep(llama_loss, data, mesh, microbatches)
+    for ours, theirs in zip(result, metrics, strict=True):
         assert_same(ours, theirs, SAME)
     assert_same(step.state_dict(), state, SAME)
     if microbatches > 1:
@@ -100,8 +100,8 @@ def test_steps_are_those_of_the_whole_batch(mesh, microbatches):
 def test_losses_of_ones_own_are_counted_as_well(loss, counted, left):
     data = uneven(first=1)
     metrics, state = train_plainly(llama(), loss, data, PLAIN)
-    step, found = train_lockstep(loss, data, {"dp_shard": 2}, 4)
-    for ours, theirs in zip(found, metrics, strict=True):
+    step, result = train_lockstep(loss, data, {"dp_shard": 2}, 4)
+    for ours, theirs in zip(result, metrics, strict=True):
         assert_same(ours, theirs, SAME)
     assert_same(step.state_dict(), state, SAME)
     assert (report_of(step)["counts"]["means"], len(report_of(step)["notes"])) == (counted, left)
@@ -110,8 +110,8 @@ def test_losses_of_ones_own_are_counted_as_well(loss, counted, left):
 def test_a_loss_in_chunks_is_counted_as_well():
     data = uneven()
     metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
-    step, found = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, passes={"chunk_loss": {"chunks": 3}})
-    for ours, theirs in zip(found, metrics, strict=True):
+    step, result = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, passes={"chunk_loss": {"chunks": 3}})
+    for ours, theirs in zip(result, metrics, strict=True):
         assert_same(ours, theirs, SAME)
     assert_same(step.state_dict(), state, SAME)
     assert report_of(step)["counts"] == {"means": 1}
@@ -174,8 +174,8 @@ def test_evaluation_is_over_the_whole_batch(mesh):
 def test_a_microbatch_without_labels_is_nothing_to_skip():
     data = uneven()
     metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
-    step, found = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, skip_nonfinite=True)
-    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics], rel=SAME)
+    step, result = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, skip_nonfinite=True)
+    assert [m["loss"] for m in result] == pytest.approx([m["loss"] for m in metrics], rel=SAME)
     assert_same(step.state_dict(), state, SAME)
     nothing = {**data[0], "labels": torch.full_like(data[0]["labels"], -100)}
     assert math.isnan(step(nothing)["loss"])  # as is the mean of a full batch without labels
