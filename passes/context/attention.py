@@ -48,7 +48,7 @@ class AttentionKernel:
     flops       of forward and backward: functions of the operands' shapes
     compiled    device type -> the functions that replace forward and backward in compiled code there; without an entry
                 the operators are called
-    on_host     why a CUDA graph cannot record the operator where it is called, empty if it can
+    on_host     the reason why a CUDA graph cannot record a call of the operator, empty if it can
     """
 
     forward: OpOverload

@@ -120,7 +120,7 @@ class AttentionCall:
     def hidden_bytes(self) -> int:
         """The bytes that could be sent while attention runs.
 
-        The backward takes 2.5 times as long as the forward (arXiv 2307.08691).
+        The backward has 2.5 times the FLOPs of the forward (arXiv 2307.08691).
         """
         (b, h, s, e), (*_, f) = self.query, self.value
         flops = 3.5 * 2 * b * h * s * s * self.parts * (e + f)

@@ -237,7 +237,7 @@ def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
     """Compile a body, store the result and return it."""
     module, mode = decompose(body, ctx)
     read_values(module.graph)
-    # fusion moves a wait to the first operator of the kernel that needs it; waits without a matmul before them may move
+    # fusion moves a wait to the first operator of the kernel that needs it: keep it behind matmuls that hide it
     keep_after(module.graph, last_beside(module.graph, products_of(module.graph)))
     values = [ir.value(node) for node in module.graph.nodes if node.op == "placeholder"]
     compiled = compile_inner(module, values, mode, avoided(), STARTS | SHIFTS)

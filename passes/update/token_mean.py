@@ -7,7 +7,7 @@ becomes
 
 The mean of such losses over the microbatches is the mean over the full batch, however labels are distributed over them;
 a microbatch without labels adds nothing. A term of the loss is such a mean if it is a sum divided by a count that
-depends only on the batch, row by row. All other terms are averaged over the microbatches.
+depends only on the batch, sample by sample. All other terms are averaged over the microbatches.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def as_mean(term: fx.Node, batch: Set[fx.Node]) -> Mean | None:
         return None
     total, divisor = tensor_operands(term)
     counted = unwrap(divisor)
-    return Mean(term, counted) if counts_rows(counted, batch) and all(map(is_sum, terms(total))) else None
+    return Mean(term, counted) if counts_samples(counted, batch) and all(map(is_sum, terms(total))) else None
 
 
 def unwrap(divisor: fx.Node) -> fx.Node:
@@ -73,14 +73,14 @@ def unwrap(divisor: fx.Node) -> fx.Node:
     return divisor
 
 
-def counts_rows(counted: fx.Node, batch: Set[fx.Node]) -> bool:
-    """Return True if a node sums entries that depend only on the batch, each only on its row."""
+def counts_samples(counted: fx.Node, batch: Set[fx.Node]) -> bool:
+    """Return True if a node sums entries that depend only on the batch, each only on its own sample."""
     cone = cone_of(counted, batch)
-    return is_sum(counted) and bool(cone & batch) and all(n in batch or keeps_rows(n) for n in cone - {counted})
+    return is_sum(counted) and bool(cone & batch) and all(n in batch or keeps_samples(n) for n in cone - {counted})
 
 
-def keeps_rows(node: fx.Node) -> bool:
-    """Return True if each row of the result depends only on the same row of the operand."""
+def keeps_samples(node: fx.Node) -> bool:
+    """Return True if each sample of the result depends only on the same sample of the operand."""
     operands, shape = tensor_operands(node), ir.example(node).shape
     if name_of(node) in POINTWISE:
         return bool(operands) and all(ir.example(n).shape == shape for n in operands)
@@ -133,8 +133,8 @@ def note_on(left: Sequence[fx.Node]) -> tuple[str, ...]:
     )
 
 
-def is_scaled_by_rows(term: fx.Node, rows: int) -> bool:
-    """Return True if a sum is divided by the microbatch's rows, possibly times other sizes of the summed tensor."""
+def is_scaled_by_samples(term: fx.Node, rows: int) -> bool:
+    """Return True if a sum is divided by the microbatch's samples, possibly times other sizes of the summed tensor."""
     sizes = {1, rows}
     for operand in tensor_operands(term):
         for size in ir.example(operand).shape:
@@ -146,11 +146,11 @@ def is_scaled_by_rows(term: fx.Node, rows: int) -> bool:
 def remarks_on(left: Sequence[fx.Node], batch: Set[fx.Node], microbatches: int) -> tuple[str, ...]:
     """Return a remark on terms of the batch that are sums, not means: they depend on `microbatches`."""
     rows = min((ir.example(n).shape[0] for n in batch if ir.example(n).dim()), default=1)
-    sums = [n for n in left if cone_of(n, batch) & batch and not is_scaled_by_rows(n, rows)]
+    sums = [n for n in left if cone_of(n, batch) & batch and not is_scaled_by_samples(n, rows)]
     if not sums:
         return ()
     terms = ", ".join(dict.fromkeys(ir.source(n) for n in sums))
-    problem = f"no count of labels or rows divides terms of the loss ({terms}): they are averaged over microbatches"
+    problem = f"no count of labels or samples divides terms of the loss ({terms}): they are averaged over microbatches"
     return (f"{problem}, so that a sum divided by a constant is divided by train.microbatches={microbatches} as well",)
 
 
