@@ -89,7 +89,7 @@ def places(program: ir.Program) -> dict[fx.Node, tuple[str, Layer | None]]:
 def shared_options(node: fx.Node) -> dict[str, Any]:
     """Return the options that all tensors in a bucket must share.
 
-    For a gather without its gradient's `reduce_dtype`.
+    A gather's `reduce_dtype` is not among them, because only its gradient had it.
     """
     unshared = ("x", *PER_TENSOR, *(() if node.target in REDUCTIONS else ("reduce_dtype",)))
     return {name: value for name, value in bind(node).items() if name not in unshared}

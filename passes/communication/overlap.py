@@ -263,7 +263,7 @@ class Filling:
         return nearby if ir.layer(start) else nearby[:-1]
 
     def matmuls_to_pass(self, start: fx.Node, wait: fx.Node, nearby: list[fx.Node]) -> list[fx.Node]:
-        """Return the `near` matmuls that a collective can start before, because it depends on none from there on.
+        """Return the `nearby` matmuls that a collective can start before, because it depends on none from there on.
 
         Return no more than hide it, or help: it may have to wait for its own operands, and for collectives of its
         communicator that are in flight there.

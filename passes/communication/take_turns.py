@@ -68,7 +68,7 @@ class TakeTurns(ir.Pass):
 def microbatches_of(program: ir.Program) -> dict[fx.Node, frozenset[int]]:
     """Return the microbatches on which each node depends; in the forward, the one to which it belongs.
 
-    In the forward a microbatch reads the buffers as another one left them.
+    In the forward a node may also depend on others, through buffers that they changed.
     """
     numbers = {
         node: frozenset([item.microbatch] if is_own(item) else [])

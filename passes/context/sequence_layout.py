@@ -80,7 +80,7 @@ def length_of(program: ir.Program) -> int:
 def bounds_of(program: ir.Program) -> ir.Program | None:
     """Return a program that computes the bounds of all attention by interval from a batch, on the host.
 
-    None if no bounds depend on a batch.
+    Return None if no bounds depend on a batch.
     """
     inputs = dict(zip(program.placeholders(), program.inputs))
     ends = {node: i for node, i in inputs.items() if i.kind in ("batch", "constant")}

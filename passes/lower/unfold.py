@@ -221,7 +221,7 @@ class Writer:
     def in_whole(self, record: NodeRecord, missing: int, copy: int) -> NodeRecord:
         """Return the record of a node, or of its copy, in the unfolded program.
 
-        Also those of nodes that a call replaces.
+        It contains the records of the nodes that a call replaces.
         """
         end, in_whole = f"_{self.fold.number + copy}" if copy else "", self.fold.record_in_whole
         body_nodes = tuple(BodyNode(name + end, in_whole(inner, missing)) for name, inner in record.body_nodes)

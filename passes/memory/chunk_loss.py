@@ -243,9 +243,9 @@ def rewrite(head: LossHead, chunks: int, ctx: ir.Context) -> None:
 
 @dataclass(frozen=True)
 class ChunkLoss(ir.Pass):
-    """Compute head and loss in `chunks` (None: enough to keep each chunk's logits within `logits_mib`.
+    """Compute head and loss in `chunks`, 1 for no change.
 
-    1: unchanged).
+    With None there are enough to keep each chunk's logits within `logits_mib`.
     """
 
     chunks: int | None = None

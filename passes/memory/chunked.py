@@ -192,7 +192,7 @@ def global_operator(
 ) -> Any:
     """Define the operator `name`, which returns the first result of `run`, and its backward.
 
-    Labels determine its shape.
+    The labels determine the result's shape.
     """
     op = torch.library.custom_op(name, lambda *args: run(*args)[0], mutates_args=(), schema=SCHEMA)
     op.register_fake(

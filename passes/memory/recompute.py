@@ -49,7 +49,8 @@ def reason_to_run_once(node: fx.Node, written: set[fx.Node]) -> str | None:
 def sent_nodes(program: ir.Program) -> set[fx.Node]:
     """Return forward nodes that another pipeline stage reads, directly or by a view.
 
-    A stage keeps the values it received. This includes buffers as they were before a forward that changes them.
+    A stage keeps the values that it received. The nodes include buffers as they were before a forward that changes
+    them.
     """
     changed = {output.name for output in program.outputs if output.kind == "buffer"}
     buffers = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer" and i.name in changed}

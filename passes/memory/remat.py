@@ -93,10 +93,7 @@ def producer_of(node: fx.Node) -> fx.Node:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the operator's name, `mm` or `all_gather`.
-
-    For an item of a tuple, that of the operator that made the tuple.
-    """
+    """Return the operator's name, `mm` or `all_gather`; an item of a tuple has the name of the tuple's operator."""
     return name_of(producer_of(node)).split("::")[-1]
 
 
@@ -237,7 +234,7 @@ class Remat(ir.Pass):
     def by_layer(self, layers: list[Layer], fold: Fold | None) -> dict[Layer | None, Policy]:
         """Return the policy of each layer that does not keep everything.
 
-        Raises Refused for a pattern without a match.
+        Raise Refused for a pattern without a match.
         """
         names = [*map(str, layers), *(fold.names() if fold else [])]
         policies: dict[Layer, Policy] = dict.fromkeys(layers, self.policy)

@@ -66,10 +66,7 @@ class Libraries:
         return key_of(f"{kernel.argtypes} {kernel.source} {self.surroundings}")
 
     def place_of(self, kernel: tuple[tuple[str, ...], str]) -> tuple[str, str] | None:
-        """Return the file of the library from which a kernel was loaded, and its name in it.
-
-        None if it was not loaded.
-        """
+        """Return the file of the library from which a kernel was loaded, and its name in it, or None."""
         library, name = self.places.get(self.key(CppKernel(*kernel)), ("", ""))
         return (self.libraries[library]().__file__, name) if library else None
 

@@ -117,10 +117,7 @@ def is_of_compiler(statement: ast.stmt) -> bool:
 
 
 def kernel_in(statement: ast.stmt) -> tuple[str, Kernel] | None:
-    """Return the kernel in a statement `name = async_compile.cpp_pybinding(types, source)`.
-
-    None for another statement.
-    """
+    """Return the kernel in `name = async_compile.cpp_pybinding(types, source)`; None for other statements."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return None
     call, target = statement.value, statement.targets[0]

@@ -81,7 +81,7 @@ def test_documents_of_any_length_are_dealt_evenly(ranks):
 def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
     """Train on 21 tokens in blocks of 3, which change each step.
 
-    With sums along the sequence, and a table shared by samples.
+    The model has sums along the sequence, and a table shared by samples.
     """
     passes = {**passes, "context": {**passes.get("context", {}), "load_balance": "blocks", "block": 3}}
     step = compile_lockstep(packed(causal), loss_of, batches()[0], mesh, passes=passes, **options)
