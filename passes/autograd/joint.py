@@ -50,7 +50,7 @@ class Origins(fx.Interpreter):
         """Set the phase and the origin of operators recorded from here on."""
         self.phase, self.origin = phase, origin
 
-    def written(self, node: fx.Node) -> None:
+    def record_node(self, node: fx.Node) -> None:
         """Give a new node of the joint graph its phase and origin; nodes of the forward keep their placement."""
         if self.origin is not None:
             ir.copy_origin(node, self.origin)
@@ -90,7 +90,7 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Nod
     If one pipeline stage's copy of a parameter has a gradient, all copies have one.
     """
     origins = Origins(program.module)
-    tape = Tape(origins.written)
+    tape = Tape(origins.record_node)
     values = [ir.example(node).detach() for node in program.placeholders()]
     for value in values:
         tape.input(value)

@@ -108,7 +108,7 @@ def overlapping_order(
     tails, begins = gradient_tails(program, kernels), begins_of(program, kernels)
     wait_late(order, program, prefetch, tails, kernels.union(begins))
     start_early(order, program, prefetch, begins)
-    Filling(order, matmuls, travel, tails, tails.union(weight_nodes(program))).fill()
+    Filler(order, matmuls, travel, tails, tails.union(weight_nodes(program))).fill()
     return order
 
 
@@ -176,7 +176,7 @@ def latest_places(
 
 
 @dataclass
-class Filling:
+class Filler:
     """Moves in an order until collectives have enough matmuls next to them to hide them.
 
     `matmuls` and `travel` are durations. Gradients in `tails` and weights are `placed` already.

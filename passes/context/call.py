@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from passes.context.kernels import wide
+from passes.context.kernels import wide_dtype
 from passes.program.machine import H100, Balance, spread
 
 Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
@@ -58,7 +58,7 @@ class AttentionCall:
 
     # -- ranks that exchange heads (U), and steps of the ring across ------------------------------
 
-    def exchanging(self, method: str) -> int:
+    def exchange_size(self, method: str) -> int:
         """Return U, the number of neighbours that exchange heads for sequence."""
         return {"ring": 1, "ulysses": self.parts}.get(method) or min(self.divisors(), key=self.cost_across)
 
@@ -96,14 +96,14 @@ class AttentionCall:
     def travelling_bytes(self, inner: int) -> int:
         """Return the bytes that a rank sends around the ring across groups, forward and backward."""
         n = len(self.steps(inner))
-        bytes_per_entry = 2 * (n - 1) * self.dtype.itemsize + n * wide(self.dtype).itemsize
+        bytes_per_entry = 2 * (n - 1) * self.dtype.itemsize + n * wide_dtype(self.dtype).itemsize
         return self.keys * self.copies(inner) * bytes_per_entry if n > 1 else 0
 
     def sent_bytes(self, method: str) -> int:
         """Return the bytes that a rank sends, forward and backward."""
         if method == "all_gather":
             return 2 * (self.parts - 1) * self.dtype.itemsize * self.keys
-        inner = self.exchanging(method)
+        inner = self.exchange_size(method)
         return self.exchanged_bytes(inner) + self.travelling_bytes(inner)
 
     def kept_bytes(self, method: str) -> int:
@@ -111,7 +111,7 @@ class AttentionCall:
         local_bytes = self.keys * self.dtype.itemsize
         if method == "all_gather":
             return local_bytes * self.parts
-        inner = self.exchanging(method)
+        inner = self.exchange_size(method)
         return local_bytes * self.copies(inner) * min(2, len(self.steps(inner)))
 
     # -- the choice -------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class AttentionCall:
         parts = self.parts // inner
         exchanged = self.near_bytes("all_to_all", self.exchanged_bytes(inner), inner)
         travelling = self.near_bytes("shift", self.travelling_bytes(inner), parts, inner)
-        home = self.near_bytes("shift", self.keys * self.copies(inner) * wide(self.dtype).itemsize, parts, inner)
+        home = self.near_bytes("shift", self.keys * self.copies(inner) * wide_dtype(self.dtype).itemsize, parts, inner)
         return exchanged + min(travelling, max(home, travelling - self.hidden_bytes))
 
     def cost(self, method: str) -> int:
@@ -144,7 +144,7 @@ class AttentionCall:
         if method == "all_gather":
             gathered = self.near_bytes("all_gather", self.sent_bytes(method), self.parts)
             return gathered + (self.hidden_bytes if self.causal else 0)
-        return self.cost_across(self.exchanging(method))
+        return self.cost_across(self.exchange_size(method))
 
     def obstacle(self, method: str) -> str:
         """Return the reason why this call cannot use a method, or an empty string."""

@@ -44,7 +44,7 @@ def emit(
         runs = builder.trace(torch.flatten, starts_of(builder, specs[1], 1))
     if method == "all_gather":
         return record.gathered(builder, node, operands, specs, runs)  # type: ignore[misc]
-    inner = call.exchanging(method)
+    inner = call.exchange_size(method)
 
     def attention(operands: Nodes) -> fx.Node:
         if inner == call.parts:
@@ -53,7 +53,7 @@ def emit(
 
     if inner == 1:
         return attention(operands)
-    return exchanged(builder, operands, specs, call, inner, attention, heads_of(record, node), as_held)
+    return exchange_heads(builder, operands, specs, call, inner, attention, heads_of(record, node), as_held)
 
 
 def heads_of(record: AttentionOp, node: fx.Node) -> list[int | None]:
@@ -65,7 +65,7 @@ def heads_of(record: AttentionOp, node: fx.Node) -> list[int | None]:
 def note(node: fx.Node, call: AttentionCall, method: str, reason: str) -> str:
     """Return a line for the report."""
     rings = method in ("ring", "hybrid") and call.pairs is not None
-    steps = f"; needed steps: {call.steps(call.exchanging(method))}" if rings else ""
+    steps = f"; needed steps: {call.steps(call.exchange_size(method))}" if rings else ""
     sent, held_bytes = call.sent_bytes(method), call.kept_bytes(method)
     choice = f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {reason}{steps}"
     return f"{choice}; {sent:,} bytes sent, {held_bytes:,} bytes of keys and values held at once"
@@ -94,7 +94,7 @@ def starts_of(builder: Builder, spec: Spec, inner: int) -> fx.Node:
     return builder.trace(lambda at: run_starts(parts, inner * chunk, zigzag, at.device), builder.coordinates[AXIS])
 
 
-def exchanged(
+def exchange_heads(
     builder: Builder,
     operands: Nodes,
     specs: Specs,
@@ -165,7 +165,7 @@ def ring_attention(
     row: int | None = None,
 ) -> fx.Node:
     """Insert one local operator, inlined when the program is finished; a ring across groups that exchange heads."""
-    inner, size = call.exchanging(method), specs[1].dims[-2][0].size
+    inner, size = call.exchange_size(method), specs[1].dims[-2][0].size
     axis, axis_index = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.coordinates[AXIS]
     definition = ring.Ring(
         axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row

@@ -36,7 +36,7 @@ def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None
     return builder.call(operator.getitem, (results, 0))
 
 
-def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
+def gather_form(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
     """Gather keys and values, in rank order if their positions are known, and attend."""
     q, k, v, *rows = operands
     together = gather if runs is None else gather_as_held
@@ -48,7 +48,7 @@ def ring_form(
 ) -> fx.Node:
     """Insert a ring: bounds stay with their queries, keys come with their positions."""
     scale, score = node.args[-2:]
-    inner = call.exchanging(method)
+    inner = call.exchange_size(method)
     row = builder.row_of_hops(bounds(node), inner) if call.pairs is None else None
     ring_operands = [
         *operands,
@@ -88,6 +88,6 @@ RECORD = AttentionOp(
     ),
     bounds=bounds,
     call=call_of,
-    gathered=gathered,
+    gathered=gather_form,
     ring=ring_form,
 )

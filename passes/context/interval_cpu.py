@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from passes.context import kernels
-from passes.context.kernels import Block, wide
+from passes.context.kernels import Block, wide_dtype
 from passes.program.attend import evaluate, library
 
 ROWS, KEYS = 128, 4096  # largest tile with a mask of its own
@@ -202,7 +202,7 @@ def _stacked(x: Tensor, places: Sequence[tuple[slice, ...]]) -> Tensor:
 @torch.library.impl(library, "attend", "CPU")
 @torch.library.impl(library, "attend", "CUDA")
 def _attend(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    kind = wide(q.dtype)
+    kind = wide_dtype(q.dtype)
     out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=kind, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
     for group, block in calls(q, k, v, arguments):
@@ -223,7 +223,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor
 @torch.library.impl(library, "attend_backward", "CPU")
 @torch.library.impl(library, "attend_backward", "CUDA")
 def _attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments):
-    kind = wide(q.dtype)
+    kind = wide_dtype(q.dtype)
     totals = [torch.zeros(x.shape, dtype=kind, device=q.device) for x in (q, k, v)]
     for group, block in calls(q, k, v, arguments):
         query_slices, key_slices = [part.query_index() for part in group], [part.key_index() for part in group]

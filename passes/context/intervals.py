@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.context import flex
-from passes.context.kernels import wide
+from passes.context.kernels import wide_dtype
 from passes.context.masks import RANK, Interval, LeafValues, NotAnInterval, Reader, Row
 from passes.context.match_attention import SOFTMAX, Attention, Scores, single_heads, written_attention
 from passes.context.sdpa import NAMES, SDPA, arguments
@@ -47,19 +47,19 @@ class Intervals(ir.Pass):
         inputs_by_node = list(zip(program.placeholders(), program.inputs))
         batch = frozenset(node for node, item in inputs_by_node if item.kind == "batch")
         differentiable = frozenset(node for node, item in inputs_by_node if item.kind == "parameter")
-        reading = Reading(batch, ctx)
+        cache = BoundsCache(batch, ctx)
         count, notes = 0, []
         for node in list(program.calls()):
             try:
                 if (attention := attention_at(node, differentiable)) is not None:
-                    put(attention, reading.bounds(attention), ctx)
+                    put(attention, cache.bounds(attention), ctx)
                     count += 1
             except NotAnInterval as reason:
                 outcome = "its mask stays in memory" if node.target is SDPA else "stays written out"
                 notes.append(f"%{node.name} ({ir.source(node)}): {outcome}: {reason}")
         program.graph.eliminate_dead_code()
         nodes = zip(program.placeholders(), program.inputs)
-        inputs = tuple(replace(item, runs=item.runs or node in reading.runs) for node, item in nodes)
+        inputs = tuple(replace(item, runs=item.runs or node in cache.runs) for node, item in nodes)
         program = replace(program, inputs=inputs)
         return program, ir.Report({"attention_by_interval": count}, tuple(notes))
 
@@ -92,7 +92,7 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
 
 
 @dataclass
-class Reading:
+class BoundsCache:
     """The masks read, each with its bounds or its obstacle, and the inputs whose equal entries must be adjacent."""
 
     batch: frozenset[fx.Node]
@@ -161,7 +161,7 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
 def put(attention: Attention, bounds: Bounds, ctx: ir.Context) -> None:
     """Replace an attention's result by attention by interval."""
     leaves, example = [term.node for term in attention.terms], ir.example(attention.result)
-    kind = wide(ir.example(attention.q).dtype)
+    kind = wide_dtype(ir.example(attention.q).dtype)
 
     def body(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *values: Tensor) -> Tensor:
         leaf_values = LeafValues(dict(zip(leaves, values)), q.device)

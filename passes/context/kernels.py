@@ -30,7 +30,7 @@ class Block(NamedTuple):
     change: Callable[[Tensor], Tensor] | None = None
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which results are merged and gradients added: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -135,8 +135,8 @@ def _scaled_scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
     """Return the scaled matmul of queries and keys in fp32 or wider, [b, g, r, s, t]."""
     b, h, s, e = q.shape
     scale = scale_of(q, block.scale)
-    grouped = q.to(wide(q.dtype)).reshape(b, k.shape[1], h // k.shape[1], s, e)
-    return grouped @ k.to(wide(q.dtype)).unsqueeze(2).transpose(-1, -2) * scale
+    grouped = q.to(wide_dtype(q.dtype)).reshape(b, k.shape[1], h // k.shape[1], s, e)
+    return grouped @ k.to(wide_dtype(q.dtype)).unsqueeze(2).transpose(-1, -2) * scale
 
 
 def _apply_change(scores: Tensor, block: Block) -> Tensor:
@@ -180,7 +180,7 @@ def _math_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, T
     b, h, s, e = q.shape
     g, t, f = k.shape[1], k.shape[2], v.shape[-1]
     scale = scale_of(q, block.scale)
-    kind = wide(q.dtype)
+    kind = wide_dtype(q.dtype)
     grad_out, result = (x.to(kind).reshape(b, g, h // g, s, f) for x in (gradient, out))
     scores = _scaled_scores(q, k, block)
     weights = (_masked(_apply_change(scores, block), block) - lse.to(kind).reshape(b, g, h // g, s, 1)).exp()

@@ -176,18 +176,18 @@ class Reader:
             if node.target in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
                 if node.kwargs.get("alpha", 1) == 1 and len(node.args) == 2:
                     sign = 1 if "add" in node.target.name() else -1  # type: ignore[union-attr]
-                    return added(self.value(node.args[0]), self.value(node.args[1]), sign)
+                    return add(self.value(node.args[0]), self.value(node.args[1]), sign)
             if node.target is aten.neg.default:
-                return added(number(0), self.value(node.args[0]), -1)
+                return add(number(0), self.value(node.args[0]), -1)
         if KEYS not in source.dims:
-            return self.shifted(source)
+            return self.offset_row(source)
         if node.target in ARANGE and source.dims == (KEYS,):
             start, step = span(node)
             if step == 1:
                 return Column(None, number(start))
         return Column(source, number(0))
 
-    def shifted(self, source: Source) -> Row:
+    def offset_row(self, source: Source) -> Row:
         """Return a value that does not vary along keys, as another value plus a number if it is such a sum."""
         node, sums = source.node, (aten.add.Tensor, aten.sub.Tensor)
         wide = ir.example(node).dtype in WIDE
@@ -196,7 +196,7 @@ class Reader:
             inner = self.below(node.args[0])  # type: ignore[arg-type]
             if len(inner.dims) == len(source.dims) and inner.in_place:
                 dims = tuple(None if at is None else source.dims[d] for d, at in enumerate(inner.dims))
-                return self.shifted(Source(inner.node, dims)).plus(number(node.args[1]), sign)
+                return self.offset_row(Source(inner.node, dims)).plus(number(node.args[1]), sign)
         return self.leaf(source)
 
     # -- masks ------------------------------------------------------------------------------------
@@ -223,9 +223,9 @@ class Reader:
         if node.target in NOT:
             return self.negate(args[0], node)
         if node.target in ORDER:
-            return [self.ordered(ORDER[node.target], self.value(args[0]), self.value(args[1]), node)]
+            return [self.inequality(ORDER[node.target], self.value(args[0]), self.value(args[1]), node)]
         if node.target in EQUAL:
-            return self.equal(self.value(args[0]), self.value(args[1]), node)
+            return self.equality(self.value(args[0]), self.value(args[1]), node)
         if node.target in (aten.tril.default, aten.triu.default) and source.in_place:
             return [*self.conditions(args[0]), self.triangle(node)]
         if node.target in CASTS and ir.example(args[0]).dtype == torch.bool:  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ class Reader:
 
         return Row(positions, QUERIES, 0)
 
-    def ordered(self, compare: Callable, left: Row | Column, right: Row | Column, node: fx.Node) -> Condition:
+    def inequality(self, compare: Callable, left: Row | Column, right: Row | Column, node: fx.Node) -> Condition:
         """Return the condition of a comparison between a value of a key and a value of a query."""
         if isinstance(right, Column):
             left, right, compare = right, left, MIRRORED[compare]
@@ -262,12 +262,12 @@ class Reader:
             raise NotAnInterval(f"%{node.name} does not compare a key with a query")
         bound = right.plus(left.row, -1)
         if left.sign < 0:
-            bound, compare = added(number(0), bound, -1), MIRRORED[compare]  # type: ignore[assignment]
+            bound, compare = add(number(0), bound, -1), MIRRORED[compare]  # type: ignore[assignment]
         shift = {operator.ge: 0, operator.gt: 1, operator.le: 1, operator.lt: 0}[compare]
         kind = "lower" if compare in (operator.ge, operator.gt) else "upper"
         return Condition(kind, bound.plus(number(shift)), left.base)
 
-    def equal(self, left: Row | Column, right: Row | Column, node: fx.Node) -> list[Condition]:
+    def equality(self, left: Row | Column, right: Row | Column, node: fx.Node) -> list[Condition]:
         """Return the conditions of an equality: the key has one position, or is in the query's run."""
         if isinstance(right, Column):
             left, right = right, left
@@ -276,7 +276,7 @@ class Reader:
         if left.base is None:
             bound = right.plus(left.row, -1)
             if left.sign < 0:
-                bound = added(number(0), bound, -1)  # type: ignore[assignment]
+                bound = add(number(0), bound, -1)  # type: ignore[assignment]
             return [Condition("lower", bound), Condition("upper", bound.plus(number(1)))]
         at_query = tuple(QUERIES if at == KEYS else at for at in left.base.dims)
         plain = left.sign == 1 and left.row.base == 0 and left.row.offset == 0
@@ -381,7 +381,7 @@ class Reader:
         raise NotAnInterval(f"keys are bounded by %{condition.base.node.name}, which might not count up")
 
 
-def added(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
+def add(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
     """Return the sum or difference of two values, of which at most one varies along keys."""
     if isinstance(left, Row) and isinstance(right, Row):
         return left.plus(right, sign)

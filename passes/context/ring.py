@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.context import kernels
-from passes.context.kernels import Block, Part, merge, wide
+from passes.context.kernels import Block, Part, merge, wide_dtype
 from passes.program.attend import attend, attend_backward
 from passes.program.functions import define, remember
 from passes.program.layout import to_rank_order
@@ -64,7 +64,7 @@ class Ring:
             return shift(x, self.axis, self.hops()[step])
         return shift_by(x, hops, self.axis, self.row, step, home)
 
-    def around(self, *tensors: Tensor, hops: Tensor | None = None) -> Any:
+    def travel(self, *tensors: Tensor, hops: Tensor | None = None) -> Any:
         """Yield (step, tensors of the rank that many places before), own ones first; the next are in flight meanwhile.
 
         At a step that no rank needs, the tensors are those of the step before, and are not read.
@@ -83,10 +83,10 @@ class Ring:
         """Return result and log-sum-exp of the rank's queries."""
         q0, q1 = halves(q)
         partials: list[Part | None] = [None, None]
-        for step, key, value in self.around(k, v):
+        for step, key, value in self.travel(k, v):
             if step == 0:
                 out, lse = kernels.forward(q, key, value, Block(True, self.scale))
-                partials = list(zip(halves(out.to(wide(q.dtype))), halves(lse)))
+                partials = list(zip(halves(out.to(wide_dtype(q.dtype))), halves(lse)))
                 continue
             lower = axis_index >= step
             (k0, k1), (v0, v1) = halves(key), halves(value)
@@ -96,7 +96,7 @@ class Ring:
                 torch.cat([v0, torch.where(lower, v0, v1)]),
                 Block(False, self.scale),
             )
-            (tail, either), (tail_lse, either_lse) = out.to(wide(q.dtype)).chunk(2), lse.chunk(2)
+            (tail, either), (tail_lse, either_lse) = out.to(wide_dtype(q.dtype)).chunk(2), lse.chunk(2)
             partials[0] = merge(partials[0], (either, torch.where(lower, either_lse, -math.inf)))
             partials[1] = merge(partials[1], (tail, tail_lse))
             partials[1] = merge(partials[1], (either, torch.where(lower, -math.inf, either_lse)))
@@ -107,10 +107,10 @@ class Ring:
         """Return the gradients of the rank's own q, k and v."""
         along_q: Any = None
         key_gradients = KeyGradients(self)
-        for step, key, value in self.around(k, v):
+        for step, key, value in self.travel(k, v):
             if step == 0:
                 gradients = kernels.backward(gradient, q, key, value, out, lse, Block(True, self.scale))
-                along_q = list(halves(gradients[0].to(wide(q.dtype))))
+                along_q = list(halves(gradients[0].to(wide_dtype(q.dtype))))
                 key_gradients.add(step, *gradients[1:])
                 continue
             lower = axis_index >= step
@@ -129,11 +129,11 @@ class Ring:
                 pick(lse),
                 Block(False, self.scale),
             )
-            tail, either = gradients[0].to(wide(q.dtype)).chunk(2)
+            tail, either = gradients[0].to(wide_dtype(q.dtype)).chunk(2)
             along_q[0] = along_q[0] + torch.where(lower, either, 0.0)
             along_q[1] = along_q[1] + tail + torch.where(lower, 0.0, either)
-            key_gradients.add(step, *(self.to_halves(x.to(wide(q.dtype)), lower) for x in gradients[1:]))
-        return torch.cat(along_q, 2).to(q.dtype), *key_gradients.arrived(k.dtype)
+            key_gradients.add(step, *(self.to_halves(x.to(wide_dtype(q.dtype)), lower) for x in gradients[1:]))
+        return torch.cat(along_q, 2).to(q.dtype), *key_gradients.receive(k.dtype)
 
     @staticmethod
     def to_halves(x: Tensor, lower: Tensor) -> Tensor:
@@ -168,9 +168,9 @@ class Ring:
     def full_forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis_index: Tensor) -> Part:
         """Return result and log-sum-exp of the rank's queries."""
         mask_at, merged = self.masks(mask, q, k, axis_index), None
-        for step, key, value in self.around(k, v):
+        for step, key, value in self.travel(k, v):
             out, lse = kernels.forward(q, key, value, Block(False, self.scale, mask_at(step)))
-            merged = merge(merged, (out.to(wide(q.dtype)), lse))
+            merged = merge(merged, (out.to(wide_dtype(q.dtype)), lse))
         assert merged is not None
         return merged[0].to(q.dtype), merged[1]
 
@@ -178,14 +178,14 @@ class Ring:
         """Return the gradients of the rank's own q, k and v."""
         mask_at, along_q, key_gradients = (
             self.masks(mask, q, k, axis_index),
-            torch.zeros_like(q, dtype=wide(q.dtype)),
+            torch.zeros_like(q, dtype=wide_dtype(q.dtype)),
             KeyGradients(self),
         )
-        for step, key, value in self.around(k, v):
+        for step, key, value in self.travel(k, v):
             gradients = kernels.backward(gradient, q, key, value, out, lse, Block(False, self.scale, mask_at(step)))
             along_q = along_q + gradients[0]
             key_gradients.add(step, *gradients[1:])
-        return along_q.to(q.dtype), *key_gradients.arrived(k.dtype)
+        return along_q.to(q.dtype), *key_gradients.receive(k.dtype)
 
     # -- intervals --------------------------------------------------------------------------------
 
@@ -194,21 +194,21 @@ class Ring:
     ) -> Part:
         """Return result and log-sum-exp of the rank's queries."""
         merged = None
-        for step, key, value in self.around(k, v, hops=hops):
+        for step, key, value in self.travel(k, v, hops=hops):
             out, lse = attend(q, key, value, *self.interval_arguments(rows, axis_index, step))
-            merged = merge(merged, (out.to(wide(q.dtype)), lse))
+            merged = merge(merged, (out.to(wide_dtype(q.dtype)), lse))
         assert merged is not None
         return merged[0].to(q.dtype), merged[1]
 
     def interval_backward(self, gradient, q, k, v, rows, hops, out, lse, axis_index) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the rank's own q, k and v."""
-        along_q, key_gradients = torch.zeros_like(q, dtype=wide(q.dtype)), KeyGradients(self, hops)
-        for step, key, value in self.around(k, v, hops=hops):
+        along_q, key_gradients = torch.zeros_like(q, dtype=wide_dtype(q.dtype)), KeyGradients(self, hops)
+        for step, key, value in self.travel(k, v, hops=hops):
             arguments = self.interval_arguments(rows, axis_index, step)
             gradients = attend_backward(gradient, q, key, value, out, lse, *arguments)
             along_q = along_q + gradients[0]
             key_gradients.add(step, *gradients[1:])
-        return along_q.to(q.dtype), *key_gradients.arrived(k.dtype)
+        return along_q.to(q.dtype), *key_gradients.receive(k.dtype)
 
     def interval_arguments(self, rows: Sequence[Tensor], axis_index: Tensor, step: int) -> tuple[Any, ...]:
         """Return the arguments of attention by interval after queries, keys and values."""
@@ -229,14 +229,14 @@ class KeyGradients:
     def add(self, step: int, *gradients: Tensor) -> None:
         """Add this step's gradients to those of earlier steps, and send the sum on."""
         self.shapes = [g.shape for g in gradients]
-        flat = torch.cat([g.to(wide(g.dtype)).reshape(-1) for g in gradients])
+        flat = torch.cat([g.to(wide_dtype(g.dtype)).reshape(-1) for g in gradients])
         if self.incoming is not None:
             flat = flat + arrive(self.incoming, self.sent)
         self.sent = flat
         if len(self.ring.steps) > 1:
             self.incoming = self.ring.send(flat, step, self.hops, home=True)
 
-    def arrived(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def receive(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the gradients of the rank's own keys and values."""
         flat = self.sent if self.incoming is None else arrive(self.incoming, self.sent)
         assert flat is not None

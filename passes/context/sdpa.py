@@ -81,7 +81,7 @@ def attention_in_four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None 
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
-def dropping(
+def attention_with_dropout(
     drop: Callable[[Tensor, float], Tensor],
     q: Tensor,
     k: Tensor,
@@ -142,7 +142,7 @@ def sdpa(builder: Builder, values: tuple[Any, ...], options: dict[str, Any]) -> 
     return result if width == widest else builder.trace(lambda x: x.narrow(-1, 0, width).contiguous(), result)
 
 
-def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
+def gather_form(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
     """Gather keys and values, whose gradients are scattered, and expand a causal mask for the rank's queries."""
     q, k, v, *masks = operands
     factor = specs[0].dims[-2][0]
@@ -210,9 +210,9 @@ RECORD = AttentionOp(
         flash("_scaled_dot_product_fused_attention_overrideable"),
     ),
     written=lambda node: None if ir.example(node.args[0]).dim() == 4 else attention_in_four_dims,
-    dropping=dropping,
+    dropping=attention_with_dropout,
     causal=is_causal,
     call=call_of,
-    gathered=gathered,
+    gathered=gather_form,
     ring=ring_form,
 )

@@ -200,12 +200,12 @@ class InSlots:
         """Return the program in a slot."""
         if slot not in self.by_slot:
             run = copy(self.run)
-            run.calls = [self.replayed(call) if item.recorded else call for item, call in self.calls]
+            run.calls = [self.replay_call(call) if item.recorded else call for item, call in self.calls]
             self.by_slot[slot] = Recorded(self.program, run, self.still, self.recorder.stream)
             self.recorder.made.append((slot, self.by_slot[slot]))
         return self.by_slot[slot]
 
-    def replayed(self, call: BodyCall) -> BodyCall:
+    def replay_call(self, call: BodyCall) -> BodyCall:
         """Return a call that will be recorded."""
         fed, left = (
             {i for i, number in enumerate(call.reads) if number in numbers} for numbers in (self.fed, self.left)

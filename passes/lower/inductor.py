@@ -26,9 +26,9 @@ from passes.communication.node_order import last_beside
 from passes.context import operators
 from passes.lower.calls import Kernels
 from passes.lower.cpu_start.door import checked_files, fast_cpu_start, prepare
-from passes.lower.cpu_start.ready import Ready, switched, untouched
-from passes.lower.miscompilations import avoided
-from passes.lower.store import Store, bound, stored
+from passes.lower.cpu_start.ready import Ready, options_untouched, settings_now
+from passes.lower.miscompilations import workaround_options
+from passes.lower.store import Store, body_store, bound
 from passes.program import ir
 from passes.program.abstract_eval import Layout
 from passes.program.bodies import Body, key_of
@@ -102,7 +102,7 @@ def compile_bodies(
 @undisturbed
 def compile_share(bodies: Sequence[Body], ctx: ir.Context, workers: Workers, tell: Tell = silent) -> None:
     """Compile this worker's share of bodies; when it returns, all are stored."""
-    ready = Ready(stored(), our_sources())
+    ready = Ready(body_store(), our_sources())
     share = [body for body in bodies[workers.number :: workers.count] if ready.load(body) is None]
     load_or_compile(share, ctx, ready, workers.fast, tell)
     tell("bodies of other ranks")
@@ -117,7 +117,7 @@ def build_all(
 
     `tell` is called with the name of each piece of work when it begins.
     """
-    ready = Ready(stored(), our_sources())
+    ready = Ready(body_store(), our_sources())
     kernels = {body: run for body in bodies if (run := ready.load(body)) is not None}
     counts.update("loaded" for _ in kernels)
     share = [body for body in bodies[workers.number :: workers.count] if body not in kernels]
@@ -194,8 +194,8 @@ def stored_or_compiled(
 
 def get_ready(device: torch.device) -> None:
     """Prepare the compilers during capture if nothing is stored yet; stored bodies are loaded without Inductor."""
-    untouched()
-    if stored().folder.is_dir():
+    options_untouched()
+    if body_store().folder.is_dir():
         return
     if device.type == "cuda":
         start_workers()
@@ -240,7 +240,7 @@ def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
     # fusion moves a wait to the first operator of the kernel that needs it: keep it behind matmuls that hide it
     keep_after(module.graph, last_beside(module.graph, products_of(module.graph)))
     values = [ir.value(node) for node in module.graph.nodes if node.op == "placeholder"]
-    compiled = compile_inner(module, values, mode, avoided(), STARTS | SHIFTS)
+    compiled = compile_inner(module, values, mode, workaround_options(), STARTS | SHIFTS)
     source = without_lowering(compiled.source_code) if fast else compiled.source_code
     store.put(stored_key(body, fast), save_compiled(compiled, source))
     counts["compiled"] += 1
@@ -278,7 +278,7 @@ def stored_key(body: Body, fast: bool = True) -> str:
 
 def surroundings() -> str:
     """Return a digest of everything that kernels depend on except their body: the compiler's state, and our passes."""
-    return key_of(f"{compiler_state()} {switched()} {our_sources()}")
+    return key_of(f"{compiler_state()} {settings_now()} {our_sources()}")
 
 
 @cache

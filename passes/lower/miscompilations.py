@@ -38,6 +38,6 @@ KNOWN = (
 )
 
 
-def avoided(version: Version = VERSION, known: Iterable[Miscompilation] = KNOWN) -> dict[str, bool]:
+def workaround_options(version: Version = VERSION, known: Iterable[Miscompilation] = KNOWN) -> dict[str, bool]:
     """Return Inductor's options that avoid the miscompilations of a PyTorch version."""
     return {name: value for defect in known if defect.affects(version) for name, value in defect.options.items()}

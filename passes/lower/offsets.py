@@ -63,7 +63,7 @@ class Narrow(NamedTuple):
 def flash_backward(node: fx.Node) -> Iterator[Count]:
     """Yield the elements of FlashAttention's accumulator of query gradients, rounded up as the kernel allocates it."""
     batch, heads, queries, width = ir.example(node.args[1]).shape  # type: ignore[arg-type]
-    rows, columns = rounded(queries, 128), rounded(width, 32) if width <= 192 else 256
+    rows, columns = round_up(queries, 128), round_up(width, 32) if width <= 192 else 256
     shape = f"{batch:,} samples x {heads:,} heads x {rows:,} queries x {columns:,}"
     yield Count(batch * heads * rows * columns, f"accumulates query gradients of {shape} elements")
 
@@ -121,7 +121,7 @@ def reach(value: Tensor, first: int) -> int:
     return sum((size - 1) * stride for size, stride in zip(value.shape[first:], value.stride()[first:]))
 
 
-def rounded(size: int, step: int) -> int:
+def round_up(size: int, step: int) -> int:
     """Return a size rounded up to a multiple."""
     return -(-size // step) * step
 

@@ -39,7 +39,7 @@ def runs_of(program: ir.Program) -> list[Run]:
     steps = steps_of(program)
     at = {name: i for i, step in enumerate(steps) for name in names_in(step)}
     hosts = {at[obstacle.node.name] for obstacle in breaks(program)}
-    inside = {i for start, wait in travelling(flatten(program).graph) for i in range(at[start.name], at[wait.name])}
+    inside = {i for start, wait in transfers(flatten(program).graph) for i in range(at[start.name], at[wait.name])}
     blocks = [list(block) for block in without_cuts(len(steps), inside)]
     runs = []
     for recorded, run in groupby(blocks, lambda block: hosts.isdisjoint(block)):
@@ -53,7 +53,7 @@ def names_in(step: fx.Node) -> Sequence[str]:
     return [node.name for node in ir.record(step).body_nodes] if body_of_call(step) else [step.name]
 
 
-def travelling(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+def transfers(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield each start with its wait: of collectives, and of copies from and to the host."""
     yield from in_flight(graph.nodes)
     yield from ((node.args[0], node) for node in graph.nodes if node.target is there)  # type: ignore[misc]

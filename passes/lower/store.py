@@ -58,14 +58,14 @@ class Store:
         """Store the digest of a file that was just built, and flush the file to the disk."""
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-            self.put(noted(path), hashlib.file_digest(file, "sha256").digest())
+            self.put(digest_key(path), hashlib.file_digest(file, "sha256").digest())
 
     def is_as_noted(self, path: Path) -> bool:
         """Return True if a file exists and has the digest that was noted; if it is damaged, warn and delete the note.
 
         Otherwise, if a rebuild of it is killed, a partial file would have a note, and seem damaged.
         """
-        digest = self.get(noted(path))
+        digest = self.get(digest_key(path))
         if digest is None:
             return False
         if path.is_file():
@@ -75,16 +75,16 @@ class Store:
                     return True
             warnings.warn(f"{path} is damaged; it is built again", stacklevel=2)
         with suppress(OSError):  # the folder may be read-only
-            (self.folder / noted(path)).unlink()
+            (self.folder / digest_key(path)).unlink()
         return False
 
 
-def stored() -> Store:
+def body_store() -> Store:
     """Return the store of compiled bodies, in Inductor's cache folder."""
     return Store(compiler_folder() / "bodies")
 
 
-def noted(path: Path) -> str:
+def digest_key(path: Path) -> str:
     """Return the key of a file's digest."""
     return f"{path.parent.name}.{path.name}.sha256"
 

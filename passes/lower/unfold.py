@@ -209,12 +209,12 @@ class Writer:
         target = name if node.op == "placeholder" else node.target
         new = env[node] = self.graph.create_node(node.op, target, args, kwargs, name=name)
         record = ir.record(node)
-        ir.set_record(new, record if reader is None else self.in_whole(record, self.missing(reader, copy), copy))
+        ir.set_record(new, record if reader is None else self.in_whole(record, self.count_missing(reader, copy), copy))
         if item := self.inputs_by_node.get(node):
             layer, name = Layer(self.fold.stack, number), renumbered(item.name, self.fold.stack, number)
             self.inputs.append(replace(item, name=name, layer=layer) if copy else item)
 
-    def missing(self, reader: int, copy: int) -> int:
+    def count_missing(self, reader: int, copy: int) -> int:
         """Return the number of layers that are left out before a layer, or before its copy."""
         return copy if reader <= self.fold.number else self.fold.left_out
 
@@ -238,7 +238,7 @@ class Writer:
             return self.env[node]
         if not copy and (reader <= at) == (layer <= at):
             return self.env[node]
-        number = layer + self.missing(reader, copy)  # counting all layers
+        number = layer + self.count_missing(reader, copy)  # counting all layers
         if at <= number <= at + left_out and node in self.template:
             return self.copies[number - at][self.template[node]]
         counterpart = self.counterparts.get((self.template.get(node), number if number < at else number - left_out))

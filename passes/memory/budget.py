@@ -89,7 +89,7 @@ def solve(problem: Problem, limit_bytes: float) -> set[fx.Node]:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class BudgetChoice:
     """The values to recompute, the predicted peak of the finished program, and a note for the report."""
 
     chosen: set[fx.Node]
@@ -105,7 +105,7 @@ def fit(
     headroom: float,
     peak: Callable[[set[fx.Node]], int],
     balance: Balance,
-) -> Fitted:
+) -> BudgetChoice:
     """Return the least of `free` to recompute so that the predicted peak leaves a share `headroom` of the given bytes.
 
     Raises Refused if the budget is too small even with everything recomputed.
@@ -142,4 +142,4 @@ def fit(
         f"budget of {given_bytes / GIB:.4g} GiB: predicted peak {best_peak / GIB:.4g} GiB (least {least / GIB:.4g}, "
         f"keeping all {everything / GIB:.4g}), {flops:,} FLOPs repeated"
     )
-    return Fitted(best, best_peak, note)
+    return BudgetChoice(best, best_peak, note)

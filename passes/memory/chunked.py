@@ -34,7 +34,7 @@ from passes.rules.losses import LINEAR_CROSS_ENTROPY
 Step = tuple[Tensor, Callable[[Tensor], Tensor]]  # a result, and a function from its gradient to the operand's
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which losses are computed and gradients added: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -169,7 +169,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 def loss_dtype(dtype: torch.dtype, between: tuple[str, ...]) -> torch.dtype:
     """Return the dtype of the loss if logits are made in `dtype`."""
     casts = [step.partition(" ")[2] for step in between if step.startswith("to ")]
-    return wide(getattr(torch, casts[-1]) if casts else dtype)
+    return wide_dtype(getattr(torch, casts[-1]) if casts else dtype)
 
 
 # ---- the operator of the global program --------------------------------------------------------------

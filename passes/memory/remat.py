@@ -199,7 +199,7 @@ class Remat(ir.Pass):
             if ir.phase(node) != "forward":
                 continue
             requested = self.override(node, matched)
-            wanted = ASKED[requested] if requested else self.wanted(node, policy.get(ir.layer(node)))
+            wanted = ASKED[requested] if requested else self.policy_decision(node, policy.get(ir.layer(node)))
             if wanted is None:
                 continue
             if wanted == OFFLOADED and node not in sent_to_stages:
@@ -250,7 +250,7 @@ class Remat(ir.Pass):
             policies |= {layer: policy for layer in layers if within(str(layer), pattern)}
         return {layer: policy for layer, policy in policies.items() if policy != "none"}
 
-    def wanted(self, node: fx.Node, policy: Policy | None) -> Decision | None:
+    def policy_decision(self, node: fx.Node, policy: Policy | None) -> Decision | None:
         """Return the decision of the policy of a node's layer, or of the model's marks; None if neither concerns it."""
         if policy is None:
             return RECOMPUTED if ir.record(node).checkpoint else None

@@ -60,7 +60,7 @@ class Assign(ir.Pass):
             notes: tuple[str, ...] = ("the same stages as in training",)
             of_node = stages_of(program, work, weights, self.stored)
         else:
-            of_node, notes = self.divided(program, work, avals)
+            of_node, notes = self.divide_stages(program, work, avals)
         for node, stage in of_node.items():
             ir.update(node, stage=max([stage, *stages_read(node)]))
         share_buffers(program, ctx)
@@ -68,11 +68,11 @@ class Assign(ir.Pass):
         notes += tuple(f"{name}: used in stages {', '.join(map(str, stages))}" for name, stages in copies.items())
         return replace(program, inputs=inputs), ir.Report({"stages": self.stages, "copies": len(copies)}, notes)
 
-    def divided(
+    def divide_stages(
         self, program: ir.Program, work: Sequence[fx.Node], avals: Avals
     ) -> tuple[dict[fx.Node, int], tuple[str, ...]]:
         """Return the stage of each operator, in order, and a note for each stage."""
-        units = next((units for units in finer(program, work) if len(units) >= self.stages), [])
+        units = next((units for units in groupings(program, work) if len(units) >= self.stages), [])
         costs = [1 + sum(count_flops(node, avals) for node in unit) for unit in units]
         counts = self.layers or even(costs, self.stages)
         self.check(counts, len(units))
@@ -141,7 +141,7 @@ def stages_of(
     return by_node
 
 
-def finer(program: ir.Program, work: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:
+def groupings(program: ir.Program, work: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:
     """Yield the operators grouped by layers, by calls of modules, and one by one."""
     yield units_of(program, work)
     yield [list(group) for _, group in itertools.groupby(work, ir.module_path)]

@@ -73,7 +73,7 @@ class Table:
         return any(slot.task.kind == WEIGHTS for row in self.rows for slot in row)
 
 
-def before(slot: Slot, stages: int, split: bool) -> Iterator[Slot]:
+def predecessors(slot: Slot, stages: int, split: bool) -> Iterator[Slot]:
     """Yield the slots that must come before a slot: of its own stage, and of the stage that sends its input."""
     (stage, kind), m = slot.task, slot.microbatch
     back = INPUTS if split else BACKWARD
@@ -121,7 +121,7 @@ def arrival(clock: Clock, needs: Iterable[Slot], rank_of: Sequence[int], rank: i
 
 def done_before(table: Table, slot: Slot) -> set[Slot]:
     """Return the slots that a slot needs."""
-    return set(before(slot, table.stages, table.is_split))
+    return set(predecessors(slot, table.stages, table.is_split))
 
 
 def check_complete(table: Table) -> None:
@@ -299,7 +299,7 @@ def list_schedule(
             if not waiting:
                 continue
             rank, slot = rank_of[task.stage], Slot(task, waiting[0])
-            needs = list(before(slot, stages, split))
+            needs = list(predecessors(slot, stages, split))
             later = sum(owner == rank for owner in rank_of[task.stage + 1 :])  # later stages need room, too
             is_full = ahead[rank] + later >= early[rank] or alive_now[rank] + later >= alive[rank]
             if any(b not in clock.spans for b in needs) or task.kind == FORWARD and is_full:

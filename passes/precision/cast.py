@@ -40,20 +40,20 @@ COPY = aten._to_copy.default
 def in_dtype(op: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     """Return the operator on operands cast to the dtype, with results cast back; a scalar (a loss) is not rounded."""
 
-    def floating(x: Any) -> bool:
+    def is_floating(x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before: set[torch.dtype] = set()
 
         def enter(x: Any) -> Any:
-            if floating(x):
+            if is_floating(x):
                 before.add(x.dtype)
                 return COPY(x, dtype=dtype)
             return x
 
         def leave(x: Any) -> Any:
-            return COPY(x, dtype=min(before, key=lambda d: d.itemsize)) if floating(x) and x.dim() else x
+            return COPY(x, dtype=min(before, key=lambda d: d.itemsize)) if is_floating(x) and x.dim() else x
 
         args, kwargs = map_aggregate((args, kwargs), enter)  # type: ignore[misc]
         return map_aggregate(op(*args, **kwargs), leave)

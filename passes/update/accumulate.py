@@ -127,7 +127,7 @@ class ApplyOnly(ir.Pass):
         self.complete(program, ctx)
         shared = [i for i in inputs if i.kind == "parameter" and len(i.stages) > 1]
         if shared:
-            program = self.shared(program, ctx, shared)
+            program = self.add_terms(program, ctx, shared)
         return program, ir.Report({"gradients": len(results)} | ({"shared": len(shared)} if shared else {}))
 
     def complete(self, program: ir.Program, ctx: ir.Context) -> None:
@@ -150,7 +150,7 @@ class ApplyOnly(ir.Pass):
         """Return the pipeline ranks that use a parameter."""
         return tuple(sorted({self.rank_of[stage] for stage in parameter.stages}))
 
-    def shared(self, program: ir.Program, ctx: ir.Context, parameters: Sequence[ir.Input]) -> ir.Program:
+    def add_terms(self, program: ir.Program, ctx: ir.Context, parameters: Sequence[ir.Input]) -> ir.Program:
         """Replace gradients of parameters that several ranks use by the sums of their terms, in the order of ranks."""
         append = Appender(program, ctx, "optimizer")
         results = dict(zip((o.name for o in program.outputs), program.results(), strict=True))

@@ -29,7 +29,7 @@ class Group:
         kinds = parameter.roles | ({"vector"} if len(parameter.spec.shape) < 2 else set())
         return bool(self.kinds & kinds) or any(fnmatchcase(parameter.name, pattern) for pattern in self.names)
 
-    def unmatched(self, parameters: Collection[ir.Input]) -> Iterator[str]:
+    def unmatched_patterns(self, parameters: Collection[ir.Input]) -> Iterator[str]:
         """Return the patterns that match no parameter's name."""
         return (p for p in self.names if not any(fnmatchcase(parameter.name, p) for parameter in parameters))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
-from passes.update.optimizers import stored
+from passes.update.optimizers import to_stored_dtype
 
 Format = Literal["float32", "bfloat16", "int8", "float8"]
 Part = tuple[str, tuple[int, ...], torch.dtype, Spec]  # suffix of the name, local shape, dtype, placement
@@ -48,7 +48,7 @@ class Wide:
         return [("", spec.local_shape(mesh), self.dtype, spec)]
 
     def encode(self, x: Tensor) -> Sequence[Tensor]:
-        return [stored(x, self.dtype)]
+        return [to_stored_dtype(x, self.dtype)]
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
@@ -63,7 +63,7 @@ class QuantBlocks:
     signed: bool
 
     def parts(self, spec: Spec, mesh: Mesh) -> list[Part]:
-        blocks = blocked(spec, mesh, self.block)
+        blocks = block_spec(spec, mesh, self.block)
         assert blocks is not None
         dtype = torch.uint8 if self.format == "int8" else E4M3
         scale = (".scale", blocks.local_shape(mesh), torch.float32, blocks)
@@ -102,7 +102,7 @@ def dynamic_map(signed: bool, device: torch.device) -> Tensor:
     return torch.cat([*negative, zeros, positive, ones]).to(torch.float32)
 
 
-def blocked(spec: Spec, mesh: Mesh, block: int) -> Spec | None:
+def block_spec(spec: Spec, mesh: Mesh, block: int) -> Spec | None:
     """Return the placement of one value per block of the last dim; None if a rank's rows are not whole blocks."""
     if not spec.dims:
         return None
@@ -130,7 +130,7 @@ def codec(state_format: Format | None, signed: bool, block: int, dtype: torch.dt
         small = math.prod(spec.shape) < SMALL
         return (
             Wide(torch.float32)
-            if small or blocked(spec, mesh, block) is None
+            if small or block_spec(spec, mesh, block) is None
             else QuantBlocks(block, state_format, signed)
         )
     wide: dict[Any, torch.dtype] = {None: dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}

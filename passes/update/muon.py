@@ -156,8 +156,8 @@ def store(
     def move(p: Tensor, direction: Tensor, *values: Tensor) -> Tensor:
         factors, drawn = values[: len(scalars)], values[len(scalars) :]
         new, _ = update.group.optimizer.update(cast(p, update.wide), cast(direction, update.wide), (), factors)
-        return update.rounded(new, drawn)
+        return update.round(new, drawn)
 
     key = ("move", update.group.optimizer, update.dtype, *update.identity())
-    inputs = (matrix.parameter, direction, *scalars, *update.drawn(step, coordinates))
+    inputs = (matrix.parameter, direction, *scalars, *update.random_operands(step, coordinates))
     append.keep(matrix.parameter, append.trace(move, *inputs, key=key))

@@ -121,7 +121,7 @@ class Optimize(ir.Pass):
         step_now = append.trace(lambda s: s + 1, step, key="count")
         updates = self.updates(program, [parameters[name] for name in names])
         kinds = dict.fromkeys((update.wide, update.group) for update in updates)
-        shared = {kind: self.shared(append, *kind, lr, step_now, factor) for kind in kinds}
+        shared = {kind: self.shared_scalars(append, *kind, lr, step_now, factor) for kind in kinds}
         matrices = list[Matrix]()
         by_matrix = any(isinstance(group.optimizer, Muon) for _, group in kinds)
         coordinates, added = coordinates_of(program, append) if self.stochastic or by_matrix else ({}, [])
@@ -156,7 +156,7 @@ class Optimize(ir.Pass):
     def check_names(self, parameters: Sequence[ir.Input]) -> None:
         """Raise Refused if a pattern of a group matches no parameter."""
         for group in self.groups:
-            for pattern in group.unmatched(parameters):
+            for pattern in group.unmatched_patterns(parameters):
                 fix = f"no trained parameter is named like {pattern!r}"
                 raise ir.Refused("optimize", None, f"optim.groups.{group.label}.names: {fix}")
 
@@ -219,7 +219,7 @@ class Optimize(ir.Pass):
         factor = append.trace(lambda n: self.scale * (self.max_norm / (n + 1e-6)).clamp(max=1.0), norm, key="factor")
         return norm, factor
 
-    def shared(
+    def shared_scalars(
         self, append: Appender, dtype: torch.dtype, group: Group, lr: fx.Node, step: fx.Node, factor: fx.Node
     ) -> tuple[fx.Node, ...]:
         """Return the 0-d values that all updates of a group in a dtype share.

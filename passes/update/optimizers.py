@@ -34,7 +34,7 @@ def real(x: Tensor, dtype: torch.dtype) -> Tensor:
     return cast(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x, dtype)
 
 
-def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+def to_stored_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a result of `real` in the dtype in which it is stored."""
     return torch.view_as_complex(cast(x, dtype.to_real())) if dtype.is_complex else cast(x, dtype)
 

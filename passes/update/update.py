@@ -17,7 +17,7 @@ from passes.sharding.random import global_index, uniform_at
 from passes.update.appender import Appender
 from passes.update.groups import Group
 from passes.update.moments import Codec, Format, codec
-from passes.update.optimizers import arithmetic, cast, real, stored
+from passes.update.optimizers import arithmetic, cast, real, to_stored_dtype
 
 Added = list[tuple[fx.Node, ir.Input]]  # inputs that an update needs
 
@@ -87,9 +87,9 @@ class Update:
             scalars, drawn = values[: len(shared) - 1], values[len(shared) - 1 :]
             g = real(g, self.wide) * factor
             new, moments = self.group.optimizer.update(real(p, self.wide), g, tuple(moments), scalars)
-            return self.rounded(new, drawn), moments
+            return self.round(new, drawn), moments
 
-        inputs = (parameter, gradient, *shared, *self.drawn(step, coordinates))
+        inputs = (parameter, gradient, *shared, *self.random_operands(step, coordinates))
         new, added = self.advance(append, "update", update, inputs, parameter)
         append.keep(parameter, new)
         return added
@@ -127,15 +127,15 @@ class Update:
         """Return the facts on which a function depends if it rounds at random."""
         return (self.site, self.spec) if self.at_random else ()
 
-    def drawn(self, step: fx.Node, coordinates: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
+    def random_operands(self, step: fx.Node, coordinates: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
         """Return the operands of random rounding: the rank's coordinates and the step."""
         axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
         return (*(coordinates[axis] for axis in axes), step) if self.at_random else ()
 
-    def rounded(self, new: Tensor, drawn: Sequence[Tensor]) -> Tensor:
-        """Return the parameter in its own dtype, rounded with the operands from `drawn`."""
+    def round(self, new: Tensor, drawn: Sequence[Tensor]) -> Tensor:
+        """Return the parameter in its own dtype, rounded with the operands from `random_operands`."""
         if not self.at_random:
-            return stored(new, self.dtype)
+            return to_stored_dtype(new, self.dtype)
         *coordinates, step = drawn
         axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
         index = global_index(self.spec, self.mesh, dict(zip(axes, coordinates, strict=True)), new.device)

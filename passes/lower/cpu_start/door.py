@@ -22,8 +22,8 @@ from pathlib import Path
 from threading import Lock
 
 from passes.lower.cpu_start.kernels import CppKernel, Libraries, library_source
-from passes.lower.cpu_start.ready import as_imported, untouched
-from passes.lower.store import Store, replace, stored
+from passes.lower.cpu_start.ready import options_at_import, options_untouched
+from passes.lower.store import Store, body_store, replace
 from passes.program.torch_private import (
     build_library,
     compiler_folder,
@@ -75,9 +75,9 @@ def fast_cpu_start(store: Store, surroundings: Callable[[], str]) -> Iterator[Li
 @cache
 def prepare(surroundings: Callable[[], str]) -> Future[None]:
     """Start a thread, once per process, that does the work without which no kernel can be built."""
-    untouched()
+    options_untouched()
     import_cpp_compiler()
-    as_imported()
+    options_at_import()
     return ThreadPoolExecutor(1, "ready for C++").submit(build_header, surroundings)
 
 
@@ -107,4 +107,4 @@ checked_files, trusted_instructions = Shared(whole_files_only), Shared(instructi
 
 def notes_of(path: Path) -> Store:
     """Return the store of a file's digest: next to a file that all caches share, as precompiled headers are."""
-    return stored() if path.is_relative_to(compiler_folder()) else Store(path.parent / "digests")
+    return body_store() if path.is_relative_to(compiler_folder()) else Store(path.parent / "digests")

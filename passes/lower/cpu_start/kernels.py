@@ -26,7 +26,7 @@ class CppKernel:
     argtypes: tuple[str, ...]
     source: str
 
-    def named(self, name: str) -> str:
+    def with_name(self, name: str) -> str:
         """Return the function under another name, with its binding, in a namespace, without its includes."""
         lines = "\n".join(line for line in self.source.splitlines() if not is_include(line))
         binding = binding_of(name, self.argtypes)
@@ -51,7 +51,7 @@ class Libraries:
         """Return the loader of a kernel, to be called once all are built."""
         kernel = CppKernel(tuple(argtypes), source)
         key = self.key(kernel)
-        if key not in self.places and key not in self.waiting and not self.stored(key):
+        if key not in self.places and key not in self.waiting and not self.find_stored(key):
             self.waiting[key] = kernel
             if len(self.waiting) == TOGETHER:
                 self.build()
@@ -70,7 +70,7 @@ class Libraries:
         library, name = self.places.get(self.key(CppKernel(*kernel)), ("", ""))
         return (self.libraries[library]().__file__, name) if library else None
 
-    def stored(self, key: str) -> bool:
+    def find_stored(self, key: str) -> bool:
         """Return True if the store has a library with the kernel; start to load it."""
         entry = self.store.get(key)
         library, _, name = entry.decode().partition(" ") if entry else ("", "", "")
@@ -106,7 +106,7 @@ def library_source(kernels: Sequence[tuple[str, CppKernel]]) -> str:
     includes = (line.strip() for _, kernel in kernels for line in kernel.source.splitlines() if is_include(line))
     # the compiler uses the precompiled header only if its include comes first
     head = "\n".join(dict.fromkeys([*includes, "#define PY_SSIZE_T_CLEAN", *HEADERS]))
-    parts = "\n".join(kernel.named(name) for name, kernel in kernels)
+    parts = "\n".join(kernel.with_name(name) for name, kernel in kernels)
     adds = "\n".join(f'    add(all, "{name}", of_{name}::PyInit_{name}());' for name, _ in kernels)
     return f"""{head}
 {parts}

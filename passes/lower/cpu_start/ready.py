@@ -45,7 +45,7 @@ class Ready:
 
     def key(self, body: Body, options: str) -> str:
         """Return the key of a body."""
-        return key_of(f"ready {body.key} {self.ours} {options} {machine()} {switched()}")
+        return key_of(f"ready {body.key} {self.ours} {options} {machine()} {settings_now()}")
 
     def load(self, body: Body) -> Callable | None:
         """Return the function that runs a body; None if it is not stored, or one of its libraries was changed."""
@@ -83,7 +83,7 @@ class Ready:
         libraries = sorted({at[0] for at in places.values() if at})
         entry = json.dumps({"code": code, "kernels": places, "libraries": libraries}).encode()
         now = options_now()
-        for options in {now, UNTOUCHED} if untouched() and now == as_imported() else {now}:
+        for options in {now, UNTOUCHED} if options_untouched() and now == options_at_import() else {now}:
             self.store.put(self.key(body, options), entry)
 
 
@@ -132,20 +132,20 @@ def options_now() -> str:
     return inductor_options() if "torch._inductor.config" in sys.modules else UNTOUCHED
 
 
-def switched() -> str:
+def settings_now() -> str:
     """Return the current settings of PyTorch that kernels depend on, except Inductor's options."""
     flags = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
     return f"{torch.get_num_threads()} {flags} {torch.get_float32_matmul_precision()}"
 
 
 @functools.cache
-def untouched() -> bool:
+def options_untouched() -> bool:
     """Return True if Inductor's options were not imported at the first call, which comes before we import them."""
     return options_now() == UNTOUCHED
 
 
 @functools.cache
-def as_imported() -> str:
+def options_at_import() -> str:
     """Return Inductor's options at the first call, which comes right after we import them."""
     return options_now()
 

@@ -24,7 +24,7 @@ from passes.context.attention import repeat_heads
 from passes.context.balance import imbalance, pairs_by_rank
 from passes.context.call import METHODS, AttentionCall
 from passes.context.kernels import Block, merge
-from passes.context.sdpa import dropping
+from passes.context.sdpa import attention_with_dropout
 from passes.cost.accounting import count_traffic
 from passes.memory.recompute import saved_bytes
 from passes.program import ir
@@ -449,7 +449,7 @@ def test_key_heads_are_repeated_for_their_own_queries():
 def test_what_drops_out_of_a_row_that_sees_nothing_is_nothing():
     q, k, v = (torch.randn(1, 2, 3, 4, dtype=F64) for _ in range(3))
     mask = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
-    out = dropping(lambda weights, p: weights, q, k, v, mask)
+    out = attention_with_dropout(lambda weights, p: weights, q, k, v, mask)
     wanted = F.scaled_dot_product_attention(q, k, v, mask)
     torch.testing.assert_close(out[..., [0, 2], :], wanted[..., [0, 2], :])
     assert not out[..., 1, :].any()

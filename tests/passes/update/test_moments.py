@@ -14,7 +14,7 @@ from torchao.optim.quant_utils import create_dynamic_map
 from compiler_trainer import UserError
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
-from passes.update.moments import QuantBlocks, blocked, dynamic_map
+from passes.update.moments import QuantBlocks, block_spec, dynamic_map
 from passes.update.update import round_at_random
 
 THEIRS = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
@@ -106,7 +106,7 @@ def test_state_takes_a_quarter_of_fp32():
     ((Factor(300),), {}, None),
 ])
 def test_blocks_lie_within_a_rank(dim, mesh, wanted):
-    spec = blocked(Spec(((Factor(3),), dim)), Mesh.of(mesh), 256)
+    spec = block_spec(Spec(((Factor(3),), dim)), Mesh.of(mesh), 256)
     assert (spec and spec.shape[1:]) == wanted
 
 
