@@ -37,7 +37,7 @@ FIRST, INSIDE = "the first operator of the layer", "stands in the layer"
 GATHERS, REDUCES, ENDS = "for another layer's parameters", "of another layer's gradients", "after the last kernel"
 
 
-def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
+def matmuls_of(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return matmuls and attentions, with their FLOPs."""
     sizes = recorded()
     return {node: count for node in graph.nodes if node.op == "call_function" and (count := count_flops(node, sizes))}
@@ -46,7 +46,7 @@ def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
 def kernels_of(program: ir.Program) -> set[fx.Node]:
     """Return the operators that run as a kernel of their own: matmuls, attentions, sorts, scatters."""
     alone = (n for n in program.calls() if name_of(n) in ALONE)
-    return {*products_of(program.graph), *alone}
+    return {*matmuls_of(program.graph), *alone}
 
 
 def place_of(node: fx.Node) -> Place:

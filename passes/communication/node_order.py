@@ -91,7 +91,7 @@ def in_flight(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield start, node
 
 
-def last_beside(graph: fx.Graph, matmuls: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
+def last_matmuls(graph: fx.Graph, matmuls: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Return, by wait, the last matmul between each collective and its wait, if there is any."""
     order = NodeOrder(graph)
     last = ((wait, (n for n in order.between(start, wait) if n in matmuls)) for start, wait in in_flight(order.nodes))

@@ -46,11 +46,11 @@ from passes.communication.layer_starts import (
     gradient_tails,
     kernels_of,
     leaves,
+    matmuls_of,
     place_of,
-    products_of,
     roles_of,
 )
-from passes.communication.node_order import NodeOrder, in_flight, last_beside, put_in_order
+from passes.communication.node_order import NodeOrder, in_flight, last_matmuls, put_in_order
 from passes.cost.accounting import sent_bytes
 from passes.cost.clock import COMPUTE, Clock
 from passes.cost.fusion import WAITS
@@ -82,15 +82,15 @@ class Overlap(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        matmuls, starts = products_of(program.graph), [start for start, _ in in_flight(program.graph.nodes)]
-        before = len(last_beside(program.graph, matmuls))
+        matmuls, starts = matmuls_of(program.graph), [start for start, _ in in_flight(program.graph.nodes)]
+        before = len(last_matmuls(program.graph, matmuls))
         if self.prefetch and starts:
             travel = {start: self.travel_flops(start, program) for start in starts}
             put_in_order(overlapping_order(program, self.prefetch, matmuls, travel).nodes)
         for node, role, _ in roles_of(program, kernels_of(program)):
             ir.update(node, role=role)
         program.module.recompile()
-        counts = len(starts), before, len(last_beside(program.graph, matmuls))
+        counts = len(starts), before, len(last_matmuls(program.graph, matmuls))
         return program, ir.Report(dict(zip(COUNTS, counts)))
 
     def travel_flops(self, start: fx.Node, program: ir.Program) -> int:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.communication.layer_starts import products_of
-from passes.communication.node_order import last_beside
+from passes.communication.layer_starts import matmuls_of
+from passes.communication.node_order import last_matmuls
 from passes.context import operators
 from passes.lower.calls import Kernels
 from passes.lower.cpu_start.door import checked_files, fast_cpu_start, prepare
@@ -238,7 +238,7 @@ def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
     module, mode = decompose(body, ctx)
     read_values(module.graph)
     # fusion moves a wait to the first operator of the kernel that needs it: keep it behind matmuls that hide it
-    keep_after(module.graph, last_beside(module.graph, products_of(module.graph)))
+    keep_after(module.graph, last_matmuls(module.graph, matmuls_of(module.graph)))
     values = [ir.value(node) for node in module.graph.nodes if node.op == "placeholder"]
     compiled = compile_inner(module, values, mode, workaround_options(), STARTS | SHIFTS)
     source = without_lowering(compiled.source_code) if fast else compiled.source_code

@@ -16,7 +16,7 @@ from passes.check.values import Numbers, check_kept
 from passes.check.verify import check_waits
 from passes.communication import async_tp, ring_products
 from passes.communication.async_tp import AsyncTP
-from passes.communication.layer_starts import products_of
+from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import NodeOrder, in_flight
 from passes.communication.overlap import Overlap
 from passes.cost.cluster import Cluster, Links
@@ -79,7 +79,7 @@ def test_every_site_of_a_joint_program_becomes_a_ring_with_products_beside_each_
     counts = records[-1].report.counts
     assert counts["sites"] == counts["gathers"] + counts["scatters"] > 0
     ordered, _ = Overlap()(Collectives()(after, ctx)[0], ctx)
-    products = products_of(ordered.graph)
+    products = matmuls_of(ordered.graph)
     steps = [pair for pair in in_flight(ordered.graph.nodes) if kind_of(pair[0]) == "shift"]
     assert len(steps) == 2 * counts["sites"]
     assert all(any(node in products for node in NodeOrder(ordered.graph).between(*pair)) for pair in steps)

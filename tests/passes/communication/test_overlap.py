@@ -18,8 +18,8 @@ from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig, Trai
 from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
 from passes.communication.bucket import Bucket
-from passes.communication.layer_starts import products_of
-from passes.communication.node_order import in_flight, last_beside
+from passes.communication.layer_starts import matmuls_of
+from passes.communication.node_order import in_flight, last_matmuls
 from passes.communication.overlap import Overlap
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
@@ -441,7 +441,7 @@ def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
     assert operators[0] == operators[1]
     assert report.counts["collectives"] == len(list(in_flight(program.graph.nodes)))
     assert report.counts["with_products_beside_before"] < report.counts["with_products_beside_after"] == (
-        len(last_beside(reordered.graph, products_of(reordered.graph)))
+        len(last_matmuls(reordered.graph, matmuls_of(reordered.graph)))
     )
 
 
@@ -487,4 +487,4 @@ def test_inductor_keeps_products_beside_collectives(tp_group, caplog):
         elif "torch.ops._c10d_functional." in line and "assert" not in line:
             starts[buffer[0]] = products
         products += bool(re.search(r"extern_kernels\.\w*mm\(|= torch.ops.aten._scaled_dot_product", line))
-    assert hidden == len(last_beside(program.graph, products_of(program.graph))) > 0
+    assert hidden == len(last_matmuls(program.graph, matmuls_of(program.graph))) > 0

@@ -21,7 +21,7 @@ from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from compiler_trainer.step import given as programs
 from compiler_trainer.step.given import Captured, check_recordable, recorded
-from passes.communication.layer_starts import products_of
+from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import in_flight
 from passes.lower.calls import steps_of
 from passes.lower.host_reads import breaks
@@ -212,7 +212,7 @@ def in_phase(program, phase):
 
 def product_in(program, phase):
     """Return the second matmul of a phase."""
-    return [node for node in in_phase(program, phase) if node in products_of(program.graph)][1]
+    return [node for node in in_phase(program, phase) if node in matmuls_of(program.graph)][1]
 
 
 def root_in(program, of_parameter):

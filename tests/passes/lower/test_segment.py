@@ -14,7 +14,7 @@ from sweeps import in_turn, quick
 
 from passes.check.composed import verify_composed
 from passes.communication.bucket import Bucket
-from passes.communication.layer_starts import products_of
+from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import in_flight
 from passes.communication.overlap import Overlap
 from passes.lower.segment import Segment
@@ -135,7 +135,7 @@ def test_layers_of_one_device_are_one_body_a_phase():
 
 
 def has_product(body):
-    return bool(products_of(body.graph))
+    return bool(matmuls_of(body.graph))
 
 
 @pytest.mark.parametrize(("mesh", "policy"), in_turn([MESHES["fsdp"], *REPLICATED], ["selective", "full", "none"]))
