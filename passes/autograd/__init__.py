@@ -1,1 +1,1 @@
-"""Forward and backward in one graph."""
+"""Passes that build forward and backward in one graph."""

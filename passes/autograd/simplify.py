@@ -1,12 +1,12 @@
-"""Remove what algebra removes of autograd's formulas, bit for bit, before memory is counted.
+"""Simplify autograd's formulas by algebra, bit for bit, before memory is counted.
 
     t(t(x))                                  ->  x
     mul(pow(x, 1.0), 2.0)                    ->  mul(x, 2.0)
     mul(div(expand(s), 256), mul(x, 2.0))    ->  mul(expand(div(s, 128.0)), x)
 
-Numbers stay the same to the last bit: a factor that is a power of two may be taken from one operand of a product to
-another, short of overflow; nothing else is reassociated. What lies otherwise in memory than what it would replace
-stays, for a view of it may depend on that.
+Numbers stay the same to the last bit: a factor that is a power of two may move from one operand of a multiplication to
+the other, barring overflow; nothing else is reassociated. An operator stays if its replacement has another memory
+layout, because a view of it may depend on that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from passes.program.stages import Stage
 
 aten = torch.ops.aten
 
-# operator -> the number with which it gives back its operand
+# operator -> the number with which it returns its operand
 NEUTRAL: dict[Any, float] = {
     aten.div.Scalar: 1.0,
     aten.div.Tensor: 1.0,
@@ -38,69 +38,73 @@ INVOLUTIONS = (aten.neg.default, aten.t.default, aten.transpose.int)
 
 
 def same_operand(node: fx.Node) -> Any:
-    """The operand that a node gives back as it is, or None."""
-    x, *rest = node.args
-    if node.target in NEUTRAL and not isinstance(rest[0], fx.Node) and rest[0] == NEUTRAL[node.target]:
+    """Return the operand that a node returns unchanged, or None."""
+    x, *others = node.args
+    if node.target in NEUTRAL and not isinstance(others[0], fx.Node) and others[0] == NEUTRAL[node.target]:
         return x
-    if node.target in CASTS and ir.is_tensor(x) and set(node.kwargs) <= {"dtype"} and len(rest) <= 1:
+    if node.target in CASTS and ir.is_tensor(x) and set(node.kwargs) <= {"dtype"} and len(others) <= 1:
         return x
     return None
 
 
-def undone(node: fx.Node) -> Any:
-    """What an operator is applied to twice, the second time undoing the first, or None."""
-    x, *rest = node.args
+def undo(node: fx.Node) -> Any:
+    """Return the operand of two operators of which the second undoes the first, or None."""
+    x, *others = node.args
     if node.target not in INVOLUTIONS or not isinstance(x, fx.Node) or x.target is not node.target:
         return None
     rank = ir.example(node).dim()
-    dims = [sorted(dim % rank for dim in given) for given in (rest, x.args[1:])]
+    dims = [sorted(dim % rank for dim in dim_args) for dim_args in (others, x.args[1:])]
     return x.args[0] if dims[0] == dims[1] else None
 
 
 def lies_alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes compute tensors of one shape, dtype and layout."""
+    """Return True if two nodes compute tensors of one shape, dtype and layout."""
     x, y = ir.example(a), ir.example(b)
     return (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
 
 
 def drop(node: fx.Node, ctx: ir.Context) -> bool:
-    """Let a node's users read what it gives back; whether it does."""
+    """Let a node's users read the operand that it returns unchanged; return True if it does."""
     if not node.args or not ir.is_tensor(node):
         return False
-    kept = same_operand(node)
-    kept = undone(node) if kept is None else kept
-    if not ir.is_tensor(kept) or not lies_alike(node, kept):
+    operand = same_operand(node)
+    operand = undo(node) if operand is None else operand
+    if not ir.is_tensor(operand) or not lies_alike(node, operand):
         return False
-    if ir.spec(kept) is None:
-        ir.update(kept, spec=ir.spec(node), stands_for=ir.stands_for(node))
-    node.replace_all_uses_with(kept)
+    if ir.spec(operand) is None:
+        ir.update(operand, spec=ir.spec(node), stands_for=ir.stands_for(node))
+    node.replace_all_uses_with(operand)
     return True
 
 
 def join_scales(node: fx.Node, ctx: ir.Context) -> bool:
-    """In `mul(div(y, d), mul(x, c))`, c a power of two, scale once; whether it was so."""
+    """Scale once in `mul(div(y, d), mul(x, c))`, c a power of two; return True if the node matches."""
     if node.target is not aten.mul.Tensor:
         return False
-    for one, other in (node.args, node.args[::-1]):
-        if is_alone(one, aten.div.Scalar) and is_alone(other, aten.mul.Scalar) and is_power_of_two(other.args[1]):
-            one.update_arg(1, one.args[1] / other.args[1])
-            other.replace_all_uses_with(other.args[0])
+    for quotient, multiple in (node.args, node.args[::-1]):
+        if (
+            is_alone(quotient, aten.div.Scalar)
+            and is_alone(multiple, aten.mul.Scalar)
+            and is_power_of_two(multiple.args[1])
+        ):
+            quotient.update_arg(1, quotient.args[1] / multiple.args[1])
+            multiple.replace_all_uses_with(multiple.args[0])
             return True
     return False
 
 
 def is_alone(node: Any, target: Any) -> bool:
-    """Whether this is a call of the operator that one node uses."""
+    """Return True if a node is a call of the operator with one user."""
     return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
 
 
 def is_power_of_two(number: float) -> bool:
-    """Whether multiplying by it is exact."""
+    """Return True if multiplying by the number is exact."""
     return math.frexp(abs(number))[0] == 0.5
 
 
 def scale_before_expanding(node: fx.Node, ctx: ir.Context) -> bool:
-    """`div(expand(y), d)` as `expand(div(y, d))`: one division an entry of y; whether it was so."""
+    """Rewrite `div(expand(y), d)` as `expand(div(y, d))`, with fewer divisions; return True if the node matches."""
     if node.target is not aten.div.Scalar or not is_alone(node.args[0], aten.expand.default):
         return False
     (expanded, number), (small, shape) = node.args, node.args[0].args

@@ -1,1 +1,1 @@
-"""When and in what pieces values travel."""
+"""Passes that decide when values are sent, and in what pieces."""

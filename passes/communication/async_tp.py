@@ -1,18 +1,18 @@
-"""Async tensor parallelism: products of matrices run in pieces beside the steps of a ring, not after a collective.
+"""Async tensor parallelism: run matmuls in pieces next to the steps of a ring, instead of after a collective.
 
     g = all_gather(x, 1, "tp", ...)             q, k, g = ring_gather(x, wq, wk, axis_index)
     q, k = mm(view(g), wq), mm(view(g), wk) ->
 
     z = reduce_scatter(view(mm(a, w)), ...) ->  z = ring_scatter(a, w, axis_index)
 
-The next operator needs what is gathered, and what is scattered needs the whole product, so nothing else could hide
-these collectives. All products of one gathered value with weights are one ring; whatever else reads it (the gradient of
-a weight, a norm) reads it from there. An operator stands for its ring until `collectives` writes it out
-(`ring_products.py`), and knows what it means, by which the verifier compares programs.
+The next operator needs the gathered value, and a reduce-scatter needs the complete matmul, so nothing else could hide
+these collectives. All matmuls of one gathered value with weights form one ring; other readers (the gradient of a
+weight, a norm) read the gathered value from it. An operator stands for its ring until `collectives` writes it out
+(`ring_products.py`). It knows the plain operators that it replaces, by which the verifier compares programs.
 
-With `auto`, rings are taken of those sites alike (of all layers) where the timeline of the finished program is shorter
-with them than without. Left as they are: gathers and reductions of parameters and gradients, products of a dim that is
-gathered, products in float8 with a scale a row, grouped and batched ones.
+With `auto`, equal sites (the same in all layers) get rings if the timeline of the finished program is shorter with
+them. Left as they are: gathers and reductions of parameters and gradients, matmuls over a gathered dim, float8 matmuls
+with one scale per row, grouped and batched matmuls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import fx
 
 from passes.communication.bucket import gradient_nodes
 from passes.communication.layer_starts import place_of
-from passes.communication.ring_products import OPEN, GatherProducts, Product, ScatterProducts, View
+from passes.communication.ring_products import OPEN, GatherMatmuls, Matmul, ScatterMatmuls, View
 from passes.cost.cluster import Cluster
 from passes.cost.predict import predict
 from passes.program import ir, reshard
@@ -42,15 +42,15 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Choice = Literal["none", "auto", "all"]
 
 
-# ---- where rings may be ----------------------------------------------------------------------------
+# ---- sites of rings --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Site:
-    """A collective and the products that can run beside its ring, which replaces them."""
+    """A collective and the matmuls that can run next to its ring, which replaces them."""
 
     collective: fx.Node
-    products: tuple[fx.Node, ...]
+    matmuls: tuple[fx.Node, ...]
 
     @property
     def axis(self) -> str:
@@ -59,83 +59,83 @@ class Site:
 
     @property
     def is_gather(self) -> bool:
-        """Whether products follow the collective."""
+        """True if the matmuls follow the collective."""
         return self.collective.target is reshard.all_gather
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What sites alike have in common, those of all layers."""
+        """The key that equal sites of all layers share."""
         node = self.collective
         of_layer = ir.layer(node) is not None
-        read = [layout(ir.example(n)) for p in self.products for n in p.all_input_nodes]
+        read = [layout(ir.example(n)) for p in self.matmuls for n in p.all_input_nodes]
         return node.target, node.args[1:], of_layer, ir.phase(node), ir.is_recomputed(node), tuple(read)
 
 
 def sites_of(program: ir.Program) -> list[Site]:
-    """Collectives of activations with products of weights, in order."""
+    """Return the collectives of activations with matmuls by weights, in order."""
     parameters = (n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "parameter")
     weights = {*parameters, *weight_nodes(program)}
-    known = {i.name for i in program.inputs if i.kind == "coordinate"}
+    axes = {i.name for i in program.inputs if i.kind == "coordinate"}
     gradients = gradient_nodes(program)
-    found = [
+    sites = [
         Site(node, tuple(after_gather(node, weights) if node.target is reshard.all_gather else before_scatter(node)))
         for node in program.calls()
         if node.target in (reshard.all_gather, reshard.reduce_scatter) and node not in weights | gradients
     ]
-    return [site for site in found if site.products and site.axis in known]
+    return [site for site in sites if site.matmuls and site.axis in axes]
 
 
 def after_gather(gather: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
-    """The products, of its layer and phase, of rows of a gathered value with weights."""
+    """Return the matmuls of a gathered value's rows with weights that are in the gather's layer and phase."""
 
     def is_of_rows(user: fx.Node, left: fx.Node) -> bool:
-        found = is_product(user) and user.args[0] is left and user.args[1] in weights
-        return found and is_beside(user, gather) and not needs(user.all_input_nodes[1:], gather)
+        multiplies_rows = is_matmul(user) and user.args[0] is left and user.args[1] in weights
+        return multiplies_rows and is_beside(user, gather) and not needs(user.all_input_nodes[1:], gather)
 
     if gather.args[1] == ir.example(gather).dim() - 1:
         return []
     lefts = (gather, *(user for user in gather.users if is_flat(user)))
-    found = ([user for user in left.users if is_of_rows(user, left)] for left in lefts)
-    return next(filter(None, found), [])
+    candidates = ([user for user in left.users if is_of_rows(user, left)] for left in lefts)
+    return next(filter(None, candidates), [])
 
 
 def is_beside(node: fx.Node, collective: fx.Node) -> bool:
-    """Whether a node is of the layer, the phase and the pipeline stage of a collective."""
+    """Return True if a node is in the layer, the phase and the pipeline stage of a collective."""
     return place_of(node) == place_of(collective) and ir.pipeline_stage(node) == ir.pipeline_stage(collective)
 
 
 def before_scatter(scatter: fx.Node) -> list[fx.Node]:
-    """The products whose sum is reduce-scattered along their rows, if it is one of these that nothing else reads."""
-    width, whole = ir.example(scatter).shape[-1], scatter.args[1] == ir.example(scatter).dim() - 1
-    made = [unviewed(term) for term in terms_of(scatter.args[0])]  # type: ignore[arg-type]
-    fits = (is_product(n) and len(n.users) == 1 and ir.example(n).shape[-1] == width for n in made)
-    one_stage = all(ir.pipeline_stage(n) == ir.pipeline_stage(scatter) for n in made)
-    return made if not whole and one_stage and all(fits) else []
+    """Return the matmuls whose sum is reduce-scattered along its rows, if no other node reads them; otherwise none."""
+    width, last_dim = ir.example(scatter).shape[-1], scatter.args[1] == ir.example(scatter).dim() - 1
+    terms = [undo_view(term) for term in terms_of(scatter.args[0])]  # type: ignore[arg-type]
+    fits = (is_matmul(n) and len(n.users) == 1 and ir.example(n).shape[-1] == width for n in terms)
+    one_stage = all(ir.pipeline_stage(n) == ir.pipeline_stage(scatter) for n in terms)
+    return terms if not last_dim and one_stage and all(fits) else []
 
 
 def terms_of(node: fx.Node) -> list[fx.Node]:
-    """The terms of a sum that nothing else reads, or of its terms."""
+    """Return the terms of a sum, and of terms that are sums, if no other node reads these."""
     is_sum = node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1
     if not is_sum or len(node.all_input_nodes) != 2:
         return [node]
     return [term for operand in node.all_input_nodes for term in terms_of(operand)]
 
 
-def unviewed(node: fx.Node) -> fx.Node:
-    """What a node views, if nothing else reads it."""
+def undo_view(node: fx.Node) -> fx.Node:
+    """Return the operand of a view that has no other reader; otherwise the node."""
     return node.args[0] if node.target in VIEWS and len(node.users) == 1 else node  # type: ignore[return-value]
 
 
 def is_flat(node: fx.Node) -> bool:
-    """Whether a node views rows along several dims as along one."""
+    """Return True if a node views rows along several dims as one dim."""
     if node.target not in VIEWS:
         return False
-    given, made = (ir.example(n).shape for n in (node.args[0], node))  # type: ignore[arg-type]
-    return len(made) == 2 and made[-1] == given[-1]
+    operand_shape, shape = (ir.example(n).shape for n in (node.args[0], node))  # type: ignore[arg-type]
+    return len(shape) == 2 and shape[-1] == operand_shape[-1]
 
 
-def is_product(node: fx.Node) -> bool:
-    """Whether a node multiplies two real matrices, in float8 with one scale each."""
+def is_matmul(node: fx.Node) -> bool:
+    """Return True if a node multiplies two real matrices, in float8 with one scale each."""
     if node.target is aten._scaled_mm.default:
         scales = node.all_input_nodes[2:]
         return not node.kwargs and len(node.all_input_nodes) == 4 and all(ir.example(n).numel() == 1 for n in scales)
@@ -143,14 +143,14 @@ def is_product(node: fx.Node) -> bool:
 
 
 def needs(nodes: Sequence[fx.Node], other: fx.Node) -> bool:
-    """Whether one of the nodes is computed from another one."""
-    waiting, seen = list(nodes), set(nodes)
+    """Return True if one of the nodes depends on `other`."""
+    waiting, visited = list(nodes), set(nodes)
     while waiting:
         node = waiting.pop()
-        later = [n for n in node.all_input_nodes if n not in seen and not n < other]
+        later = [n for n in node.all_input_nodes if n not in visited and not n < other]
         if node is other:
             return True
-        seen.update(later)
+        visited.update(later)
         waiting += later
     return False
 
@@ -159,80 +159,80 @@ def needs(nodes: Sequence[fx.Node], other: fx.Node) -> bool:
 
 
 def put_ring(program: ir.Program, site: Site, ctx: ir.Context) -> None:
-    """Put a ring in the place of a site; changes the graph."""
+    """Replace a site by a ring; changes the graph."""
     node = site.collective
     inputs = zip(program.placeholders(), program.inputs, strict=True)
     axis_index = next(n for n, i in inputs if i.kind == "coordinate" and i.name == site.axis)
     if not site.is_gather:
-        given = [n for product in site.products for n in product.all_input_nodes]
-        put_operator(node, scattering(site), [*given, axis_index], [node], ctx)
+        operands = [n for matmul in site.matmuls for n in matmul.all_input_nodes]
+        put_operator(node, scatter_ring(site), [*operands, axis_index], [node], ctx)
         return
-    products = list(site.products)
-    beside = [n for product in products for n in product.all_input_nodes[1:]]
-    for operand in beside:
+    matmuls = list(site.matmuls)
+    factors = [n for matmul in matmuls for n in matmul.all_input_nodes[1:]]
+    for operand in factors:
         move_before(operand, node)
-    more = [node] if read_by_more(site) else []
-    put_operator(node, gathering(site, bool(more)), [node.args[0], *beside, axis_index], [*products, *more], ctx)
+    others = [node] if has_other_readers(site) else []
+    put_operator(node, gather_ring(site, bool(others)), [node.args[0], *factors, axis_index], [*matmuls, *others], ctx)
 
 
-def gathering(site: Site, whole: bool) -> GatherProducts:
-    """The ring of a gather."""
-    node, left = site.collective, site.products[0].args[0]
+def gather_ring(site: Site, keep_gathered: bool) -> GatherMatmuls:
+    """Return the ring of a gather."""
+    node, left = site.collective, site.matmuls[0].args[0]
     flat = None if left is node else view_of(left)  # type: ignore[arg-type]
-    return GatherProducts(node.args[1:], flat, tuple(map(described, site.products)), whole)
+    return GatherMatmuls(node.args[1:], flat, tuple(map(open_matmul, site.matmuls)), keep_gathered)
 
 
-def scattering(site: Site) -> ScatterProducts:
-    """The ring of a reduce-scatter."""
+def scatter_ring(site: Site) -> ScatterMatmuls:
+    """Return the ring of a reduce-scatter."""
     node = site.collective
     lead = tuple(ir.example(node.args[0]).shape[:-1])  # type: ignore[arg-type]
-    readers = [next(iter(product.users)) for product in site.products]
+    readers = [next(iter(matmul.users)) for matmul in site.matmuls]
     views = tuple(view_of(reader) if reader.target in VIEWS else None for reader in readers)
-    return ScatterProducts(node.args[1:], lead, tuple(map(described, site.products)), views)
+    return ScatterMatmuls(node.args[1:], lead, tuple(map(open_matmul, site.matmuls)), views)
 
 
-def described(product: fx.Node) -> Product:
-    """A product, its tensors beside the rows left open."""
-    return Product(product.target, tuple(OPEN if isinstance(a, fx.Node) else a for a in product.args[1:]))
+def open_matmul(matmul: fx.Node) -> Matmul:
+    """Return a matmul whose tensors other than the rows are left open."""
+    return Matmul(matmul.target, tuple(OPEN if isinstance(a, fx.Node) else a for a in matmul.args[1:]))
 
 
 def view_of(node: fx.Node) -> View:
-    """What a node views its operand as."""
+    """Return the operator and the shape of a view."""
     return node.target, tuple(node.args[1])  # type: ignore[arg-type]
 
 
-def read_by_more(site: Site) -> bool:
-    """Whether more than the products of a site reads what is gathered."""
-    lefts = {product.args[0] for product in site.products}
+def has_other_readers(site: Site) -> bool:
+    """Return True if nodes other than the site's matmuls read the gathered value."""
+    lefts = {matmul.args[0] for matmul in site.matmuls}
     readers = {user for left in (site.collective, *lefts) for user in left.users}  # type: ignore[union-attr]
-    return not readers <= {*site.products, *lefts}
+    return not readers <= {*site.matmuls, *lefts}
 
 
 def put_operator(
-    before: fx.Node, work: GatherProducts | ScatterProducts, given: list[Any], made: list[fx.Node], ctx: ir.Context
+    before: fx.Node, work: GatherMatmuls | ScatterMatmuls, operands: list[Any], replaced: list[fx.Node], ctx: ir.Context
 ) -> None:
-    """Put the operator that stands for a ring before a node, and its results in the place of what these nodes made."""
-    key = work, len(given)
+    """Insert the operator that stands for a ring before a node, and replace these nodes by its results."""
+    key = work, len(operands)
     if key not in ctx.operators:
-        op = ctx.operators[key] = define("local", work.name, work.ring, len(given), len(made))
+        op = ctx.operators[key] = define("local", work.name, work.ring, len(operands), len(replaced))
         remember(op, work.ring, communicates=True, meaning=work.meaning)
     graph = before.graph
     with graph.inserting_before(before):
-        call = graph.create_node("call_function", ctx.operators[key], tuple(given), name=work.name)
-        several = len(made) > 1
-        parts = [graph.call_function(operator.getitem, (call, i)) for i in range(len(made))] if several else [call]
-    values = tuple(map(ir.value, made))
+        call = graph.create_node("call_function", ctx.operators[key], tuple(operands), name=work.name)
+        several = len(replaced) > 1
+        parts = [graph.call_function(operator.getitem, (call, i)) for i in range(len(replaced))] if several else [call]
+    values = tuple(map(ir.value, replaced))
     ir.set_value(call, values if several else values[0])
     ir.copy_origin(call, before)
-    for old, new in zip(made, parts, strict=True):
+    for old, new in zip(replaced, parts, strict=True):
         ir.update(new, value=ir.value(old), spec=ir.spec(old))
         ir.copy_origin(new, old)
         old.replace_all_uses_with(new)
-    erase_unread({*made, before})
+    erase_unread({*replaced, before})
 
 
 def erase_unread(nodes: set[fx.Node]) -> None:
-    """Erase those of the operators that nothing reads, and what only they read."""
+    """Erase the operators that have no readers, and the operands that only they read."""
     while nodes:
         last = max(nodes)
         nodes.remove(last)
@@ -246,7 +246,7 @@ def erase_unread(nodes: set[fx.Node]) -> None:
 
 @dataclass(frozen=True)
 class AsyncTP(ir.Pass):
-    """Run products beside rings: nowhere, where the timeline on a `cluster` gains (`auto`), or wherever they may be.
+    """Run matmuls next to rings: never, if the timeline on a `cluster` gets shorter (`auto`), or wherever possible.
 
     `following` are the passes that finish the program.
     """
@@ -257,43 +257,45 @@ class AsyncTP(ir.Pass):
     name = "async_tp"
     takes = (Stage.JOINT,)
     keeps = True
-    after = ("remat",)  # which would keep or repeat products and collectives of rings as one
+    after = ("remat",)  # remat would keep or recompute a ring's matmuls and collective together
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.choice == "none":
             return program, ir.Report()
-        alike: dict[Any, list[Site]] = {}
+        by_kind: dict[Any, list[Site]] = {}
         for site in sites_of(program):
-            alike.setdefault(site.kind, []).append(site)
-        if not alike:
-            return program, ir.Report({"sites": 0}, (f"{OPTION}: no product could run beside a collective",))
-        taken, notes = self.gaining(program, alike, ctx) if self.choice == "auto" else (list(alike), ())
-        sites = [site for kind in taken for site in alike[kind]]
+            by_kind.setdefault(site.kind, []).append(site)
+        if not by_kind:
+            return program, ir.Report({"sites": 0}, (f"{OPTION}: no matmul can run next to a collective",))
+        chosen, notes = self.faster_kinds(program, by_kind, ctx) if self.choice == "auto" else (list(by_kind), ())
+        sites = [site for kind in chosen for site in by_kind[kind]]
         counts = {
-            "sites": sum(map(len, alike.values())),
+            "sites": sum(map(len, by_kind.values())),
             "gathers": sum(site.is_gather for site in sites),
             "scatters": sum(not site.is_gather for site in sites),
         }
-        return (with_rings(program, taken, ctx) if taken else program), ir.Report(counts, notes)
+        return (with_rings(program, chosen, ctx) if chosen else program), ir.Report(counts, notes)
 
-    def gaining(
-        self, program: ir.Program, alike: Mapping[Any, list[Site]], ctx: ir.Context
+    def faster_kinds(
+        self, program: ir.Program, by_kind: Mapping[Any, list[Site]], ctx: ir.Context
     ) -> tuple[list[Any], tuple[str, ...]]:
-        """The kinds of sites whose rings make the step shorter, each tried with those before it, and what was found."""
-        taken, notes = list[Any](), []
+        """Return the kinds of sites whose rings make the step shorter, each tried with those before it, and notes."""
+        chosen, notes = list[Any](), []
         least = self.seconds(program, ctx)
-        for kind, sites in alike.items():
-            found = self.seconds(with_rings(program, [*taken, kind], ctx), ctx)
-            verdict = "taken" if found < least else "left"
+        for kind, sites in by_kind.items():
+            seconds = self.seconds(with_rings(program, [*chosen, kind], ctx), ctx)
+            verdict = "used" if seconds < least else "not used"
             first = sites[0].collective
-            where = f"%{first.name} ({ir.source(first)}) and {len(sites) - 1} alike"
-            notes.append(f"{where}: {verdict}, a step of {1e3 * least:,.3f} ms takes {1e3 * found:,.3f} with rings")
-            if found < least:
-                taken, least = [*taken, kind], found
-        return taken, tuple(notes)
+            place = f"%{first.name} ({ir.source(first)}) and {len(sites) - 1} like it"
+            notes.append(
+                f"{place}: {verdict}, a step takes {1e3 * least:,.3f} ms without rings, {1e3 * seconds:,.3f} with"
+            )
+            if seconds < least:
+                chosen, least = [*chosen, kind], seconds
+        return chosen, tuple(notes)
 
     def seconds(self, program: ir.Program, ctx: ir.Context) -> float:
-        """The predicted time of the finished program."""
+        """Return the predicted time of the finished program."""
         assert self.cluster is not None, "auto is decided on a cluster"
         for step in self.following:
             program, _ = step(program, ctx)
@@ -304,7 +306,7 @@ OPTION = "passes.communication.async_tp"
 
 
 def with_rings(program: ir.Program, kinds: Sequence[Any], ctx: ir.Context) -> ir.Program:
-    """A copy of the program with rings at the sites of some kinds."""
+    """Return a copy of the program with rings at the sites of some kinds."""
     program = program.copy()
     for site in [site for site in sites_of(program) if site.kind in kinds]:
         put_ring(program, site, ctx)

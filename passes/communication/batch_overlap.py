@@ -1,14 +1,14 @@
-"""Compute several microbatches in one program, so that one can be computed while values of another travel.
+"""Compute several microbatches in one program, so that one is computed while values of another travel.
 
     x = embedding(tokens)            x, x_1 = embedding(tokens), embedding(tokens@1)
     y = block(x)                     y, y_1 = block(x), block(x_1)
     loss = cross_entropy(y)          loss = cross_entropy(y) + cross_entropy(y_1)
 
-What is made of parameters alone is there once: weights are gathered, and gradients reduced, for all of them together.
-Not so custom functions, for what their authors' backwards make of a sum need not be the sum of what they make of each.
-Each layer has the operators of one microbatch, then those of the next; `take_turns` lets them alternate once it is
-known what travels. Losses and counts are added, of metrics the mean is taken, buffers are changed by one after the
-other, so that gradients are those of microbatches in turn, added.
+Operators on parameters alone occur once: weights are gathered, and gradients reduced, for all microbatches together.
+Custom functions occur once for each, because their authors' backwards need not be linear in the gradient. Each layer
+has the operators of one microbatch, then those of the next; `take_turns` alternates them once the sends are known.
+Losses and counts are added, metrics are averaged, and microbatches change buffers one after another. So gradients
+equal those of microbatches run in turn and added.
 
 Elsewhere: two-batch overlap (SGLang), dual batch overlap (vLLM); first in DeepSeek-V3 (arXiv 2412.19437, 3.2.1).
 """
@@ -32,28 +32,28 @@ SEED = "seed"
 
 
 def name_of(name: str, number: int) -> str:
-    """What an entry of the batch, or the seed, of a microbatch is called in a program of several."""
+    """Return the name of a microbatch's batch entry, or seed, in a program of several microbatches."""
     return f"{name}@{number}" if number else name
 
 
 def together(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Microbatches as a program of all of them is given them."""
+    """Return the microbatches as the inputs of a program that computes all of them."""
     return {name_of(name, number): value for number, part in enumerate(parts) for name, value in part.items()}
 
 
-def is_own(given: ir.Input) -> bool:
-    """Whether each microbatch has an input of its own."""
-    return given.kind == "batch" or given.kind == "scalar" and given.original == SEED
+def is_own(item: ir.Input) -> bool:
+    """Return True if each microbatch has its own copy of an input."""
+    return item.kind == "batch" or item.kind == "scalar" and item.original == SEED
 
 
 def microbatches_in(programs: Iterable[ir.Program]) -> int:
-    """How many microbatches programs compute at once."""
-    return 1 + max((given.microbatch for each in programs for given in each.inputs), default=0)
+    """Return the number of microbatches that the programs compute at once."""
+    return 1 + max((item.microbatch for program in programs for item in program.inputs), default=0)
 
 
 @dataclass(frozen=True)
 class BatchOverlap(ir.Pass):
-    """Compute so many microbatches in one program."""
+    """Compute several microbatches in one program."""
 
     microbatches: int
     name = "batch_overlap"
@@ -67,32 +67,32 @@ class BatchOverlap(ir.Pass):
 
 
 def check_names(inputs: Sequence[ir.Input], microbatches: int) -> None:
-    """Raise Refused if an input has the name that another has in a later microbatch."""
-    own = [given.name for given in inputs if is_own(given)]
-    copies = {name_of(name, number): name for name in own for number in range(1, microbatches)}
-    if clash := next((given.name for given in inputs if given.name in copies), None):
-        what = f"is how {microbatches} microbatches of one program call a copy of {copies[clash]!r}; rename the entry"
-        raise ir.Refused(f"batch[{clash!r}]", None, what)
+    """Raise Refused if an input has the name of another input's copy for a later microbatch."""
+    names = [item.name for item in inputs if is_own(item)]
+    copies = {name_of(name, number): name for name in names for number in range(1, microbatches)}
+    if clash := next((item.name for item in inputs if item.name in copies), None):
+        problem = f"with {microbatches} microbatches this is the name of a copy of {copies[clash]!r}; rename the entry"
+        raise ir.Refused(f"batch[{clash!r}]", None, problem)
 
 
 class Writer:
-    """A graph that grows by the operators of each of `count` microbatches; `copies` has the nodes of each."""
+    """A graph that grows by the operators of each of `count` microbatches; `copies` holds the nodes of each."""
 
     def __init__(self, program: ir.Program, count: int, ctx: ir.Context):
         self.program, self.ctx, self.graph = program, ctx, fx.Graph()
-        self.given = dict(zip(program.placeholders(), program.inputs, strict=True))
+        self.inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
         new = {o.name: node for node, o in zip(program.results(), program.outputs, strict=True) if o.kind == "buffer"}
-        self.changed = {n: new[i.name] for n, i in self.given.items() if i.kind == "buffer" and i.name in new}
-        self.own = {node for node, given in self.given.items() if is_own(given) or node in self.changed}
+        self.changed = {n: new[i.name] for n, i in self.inputs.items() if i.kind == "buffer" and i.name in new}
+        self.per_microbatch = {node for node, item in self.inputs.items() if is_own(item) or node in self.changed}
         for node in program.calls():
-            if function_of(node) or not self.own.isdisjoint(node.all_input_nodes):
-                self.own.add(node)
-        self.shared = sum(node not in self.own for node in program.calls())
+            if function_of(node) or not self.per_microbatch.isdisjoint(node.all_input_nodes):
+                self.per_microbatch.add(node)
+        self.shared = sum(node not in self.per_microbatch for node in program.calls())
         self.copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
 
     def write(self) -> ir.Program:
-        """The program of all microbatches, layer by layer."""
-        inputs = [given for k, copies in enumerate(self.copies) for given in self.put_inputs(k, copies)]
+        """Return the program of all microbatches, layer by layer."""
+        inputs = [item for k, copies in enumerate(self.copies) for item in self.put_inputs(k, copies)]
         for _, run in groupby(self.program.calls(), ir.layer):
             nodes = list(run)
             for k in range(len(self.copies)):
@@ -104,21 +104,24 @@ class Writer:
         return self.program.with_graph(self.graph, inputs=tuple(inputs), outputs=outputs)
 
     def put_inputs(self, number: int, copies: dict[fx.Node, fx.Node]) -> list[ir.Input]:
-        """Append the inputs of a microbatch, with the first those that all share; a changed buffer is read later."""
+        """Append a microbatch's inputs.
+
+        The first also gets the shared ones. Later microbatches read a changed buffer when needed.
+        """
         added = []
-        for node, given in self.given.items():
-            if not number or is_own(given):
+        for node, item in self.inputs.items():
+            if not number or is_own(item):
                 copies[node] = ir.copy_node(self.graph, node, {})
-                name = name_of(given.name, number)
-                added.append(replace(given, name=name, microbatch=number, copy_of=given.name if number else ""))
+                name = name_of(item.name, number)
+                added.append(replace(item, name=name, microbatch=number, copy_of=item.name if number else ""))
                 copies[node].target = copies[node].name if number else node.target
             elif node not in self.changed:
                 copies[node] = self.copies[0][node]
         return added
 
     def put(self, node: fx.Node, number: int) -> None:
-        """Append an operator for a microbatch, after what it reads."""
-        waiting = [(node, number)]  # a stack of our own: chains are as long as programs are
+        """Append an operator for a microbatch, after its operands."""
+        waiting = [(node, number)]  # an explicit stack, because chains are as long as programs
         while waiting:
             node, k = waiting[-1]
             copies = self.copies[k]
@@ -136,23 +139,23 @@ class Writer:
             waiting.pop()
             if node in copies:
                 continue
-            if k and node not in self.own:
+            if k and node not in self.per_microbatch:
                 self.put(node, 0)
                 copies[node] = self.copies[0][node]
             else:
                 copies[node] = ir.copy_node(self.graph, node, copies)
-                if node in self.own:
+                if node in self.per_microbatch:
                     ir.update(copies[node], microbatch=k)
 
     def put_outputs(self) -> list[ir.Output]:
-        """Append what the program gives of what the microbatches give."""
+        """Append the program's outputs, combined from those of the microbatches."""
         last = self.graph.output(())
         edit, results, outputs = Editor(self.ctx, self.graph), list[fx.Node](), list[ir.Output]()
         for node, output in zip(self.program.results(), self.program.outputs, strict=True):
             result = self.copies[-1][node]
             if output.kind in JOINED:
-                found = [copies[node] for copies in self.copies]
-                result = edit.moved_to(last, node).trace(JOINED[output.kind], *found, key=output.kind)
+                values = [copies[node] for copies in self.copies]
+                result = edit.moved_to(last, node).trace(JOINED[output.kind], *values, key=output.kind)
             results.append(result)
             outputs.append(replace(output, spec=Spec.whole(tuple(ir.example(result).shape))))
         last.args = (tuple(results),)
@@ -160,19 +163,19 @@ class Writer:
 
 
 def mean(*values: Tensor) -> Tensor:
-    """The mean of numbers."""
+    """Return the mean of numbers."""
     return total(*values) / len(values)
 
 
 def total(first: Tensor, *others: Tensor) -> Tensor:
-    """The sum of numbers, in order."""
+    """Return the sum of numbers, added in order."""
     for value in others:
         first = first + value
     return first
 
 
 def rows(*values: Tensor) -> Tensor:
-    """The rows of one after those of the other."""
+    """Concatenate rows."""
     return torch.cat(values)
 
 

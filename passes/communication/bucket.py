@@ -6,14 +6,14 @@
                                                     ...
 
 - Gathers and maxima of parameters (scales of float8) merge within a layer and phase, at the first of them: no weight is
-  gathered before the layer that uses it begins. Outside of layers they merge where no layer lies between them.
+  gathered before its layer begins. Outside of layers they merge if no layer lies between them.
 - Reduce-scatters and sums of gradients merge within a layer, after the last of their operands.
 
-So all layers communicate alike, and one compiled body serves them all.
+So all layers have the same collectives, and one compiled region serves all of them.
 
-A bucket holds up to `bucket_mib` of full (not sharded) values; one value larger than that travels alone. Only
-what precedes the first write into an input is merged, so that nothing is moved across a write. Works on reshard
-operators: refuses a program whose collectives are written out already.
+A bucket holds up to `bucket_mib` of full (not sharded) values; a larger value travels alone. Only collectives before
+the first write into an input are merged, so that nothing moves across a write. The pass works on reshard operators: it
+refuses a program whose collectives are written out already.
 """
 
 from __future__ import annotations
@@ -41,90 +41,93 @@ TOGETHER: dict[Any, Callable[..., list[Tensor]]] = {
 }
 REDUCTIONS = frozenset(op for op in TOGETHER if reshard.RESHARD_OPS[op].reduces == "sum")
 OF_WEIGHTS = frozenset(TOGETHER) - REDUCTIONS
-OWN = ("dim", "size")  # arguments that tensors in a bucket have each their own of
+PER_TENSOR = ("dim", "size")  # arguments that may differ between tensors of a bucket
 MIB = 2**20
 
 
-# ---- which collectives may merge -------------------------------------------------------------------
+# ---- collectives that may merge --------------------------------------------------------------------
 
 
 def mergeable(program: ir.Program) -> list[fx.Node]:
-    """Gathers and maxima of parameters and reductions of gradients that precede the first write into an input."""
+    """Return gathers and maxima of parameters and reductions of gradients before the first write into an input."""
     weights, leaving = set(weight_nodes(program)), gradient_nodes(program)
-    found = []
+    nodes = []
     for node in program.calls():
         if writes_input(node):
             break
         if node.target in OF_WEIGHTS and node in weights or node.target in REDUCTIONS and node in leaving:
-            found.append(node)
-    return found
+            nodes.append(node)
+    return nodes
 
 
 def writes_input(node: fx.Node) -> bool:
-    """Whether the operator may change an input of the program in place."""
+    """Return True if the operator may change an input of the program in place."""
     return is_mutable(node) and any(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 def gradient_nodes(program: ir.Program) -> set[fx.Node]:
-    """Nodes on the way of one value, and nothing else computed, to the optimizer or out of the program."""
-    found: set[fx.Node] = set()
+    """Return nodes that only carry one value to the optimizer or out of the program."""
+    nodes: set[fx.Node] = set()
     for node in reversed(list(program.calls())):
         alone = sum(n.op != "placeholder" for n in node.all_input_nodes) <= 1
-        leaves = all(u.op == "output" or ir.phase(u) == "optimizer" or u in found for u in node.users)
+        leaves = all(u.op == "output" or ir.phase(u) == "optimizer" or u in nodes for u in node.users)
         if ir.phase(node) == "optimizer" or ir.phase(node) == "backward" and alone and leaves:
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
 def places(program: ir.Program) -> dict[fx.Node, tuple[str, Layer | None]]:
-    """The layer that each node is in; outside of layers, the layer of the model that it comes after."""
-    found, last = dict[fx.Node, tuple[str, Layer | None]](), None
+    """Return the layer that each node is in; outside of layers, the layer after which it comes."""
+    layers, last = dict[fx.Node, tuple[str, Layer | None]](), None
     for node in program.calls():
         layer = ir.layer(node)
         last = last if ir.phase(node) == "optimizer" else layer or last
-        found[node] = ("in", layer) if layer else ("after", last)
-    return found
+        layers[node] = ("in", layer) if layer else ("after", last)
+    return layers
 
 
 def shared_options(node: fx.Node) -> dict[str, Any]:
-    """The options that all tensors in a bucket must share; of a gather not `reduce_dtype`, which its gradient had."""
-    unshared = ("x", *OWN, *(() if node.target in REDUCTIONS else ("reduce_dtype",)))
-    return {name: given for name, given in bind(node).items() if name not in unshared}
+    """Return the options that all tensors in a bucket must share.
+
+    A gather's `reduce_dtype` is not among them, because only its gradient had it.
+    """
+    unshared = ("x", *PER_TENSOR, *(() if node.target in REDUCTIONS else ("reduce_dtype",)))
+    return {name: value for name, value in bind(node).items() if name not in unshared}
 
 
 def depths(program: ir.Program, members: set[fx.Node]) -> dict[fx.Node, int]:
-    """Through how many members the operands of each node have gone: members of one depth do not feed each other."""
-    found: dict[fx.Node, int] = {}
+    """Return the number of members on the longest path to each node: members of one depth do not feed each other."""
+    depth: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
-        found[node] = max((found[n] + (n in members) for n in node.all_input_nodes), default=0)
-    return found
+        depth[node] = max((depth[n] + (n in members) for n in node.all_input_nodes), default=0)
+    return depth
 
 
 def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
-    """Collectives that may travel together, by what they must have in common."""
+    """Return the collectives that may be merged, by the properties that they must share."""
     members, place = mergeable(program), places(program)
-    found: dict[tuple, list[fx.Node]] = {}
+    by_key: dict[tuple, list[fx.Node]] = {}
     for kinds in ({reshard.all_gather}, {reshard.pmax}, REDUCTIONS):
-        own = [node for node in members if node.target in kinds]
-        depth = depths(program, set(own))
-        for node in sorted(own, key=depth.__getitem__):
+        candidates = [node for node in members if node.target in kinds]
+        depth = depths(program, set(candidates))
+        for node in sorted(candidates, key=depth.__getitem__):
             arrives = None if node.target is reshard.all_gather else ir.example(node.args[0]).dtype  # type: ignore
             key = (node.target, depth[node], ir.phase(node), place[node], arrives, *shared_options(node).values())
-            found.setdefault(key, []).append(node)
-    return found
+            by_key.setdefault(key, []).append(node)
+    return by_key
 
 
 # ---- buckets ---------------------------------------------------------------------------------------
 
 
 def full_bytes(node: fx.Node) -> int:
-    """Bytes of the whole value: what is gathered, or what is reduced."""
+    """Return the bytes of the full value: a gather's result, or a reduction's operand."""
     full: Tensor = ir.example(node if node.target is reshard.all_gather else node.args[0])  # type: ignore[arg-type]
     return full.numel() * full.element_size()
 
 
 def split_by_bytes(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
-    """The nodes in order, as runs of at most `limit_bytes` (or of one node)."""
+    """Yield the nodes in order, in runs of at most `limit_bytes` (or of one node)."""
     bucket: list[fx.Node] = []
     for node in nodes:
         if bucket and sum(map(full_bytes, bucket)) + full_bytes(node) > limit_bytes:
@@ -135,7 +138,7 @@ def split_by_bytes(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[lis
 
 
 def merge(bucket: list[fx.Node], edit: Editor) -> None:
-    """Replace collectives by one; what it reads comes before it and what uses it after."""
+    """Replace collectives by one; its operands come before it and its users after."""
     operands: list[Any] = [node.args[0] for node in bucket]
     if bucket[0].target in OF_WEIGHTS:
         before = min(bucket)
@@ -145,10 +148,12 @@ def merge(bucket: list[fx.Node], edit: Editor) -> None:
         before = max(operands).next
         while before.op == "placeholder":
             before = before.next
-    own = {f"{name}s": tuple(bind(node)[name] for node in bucket) for name in OWN if name in bind(bucket[0])}
-    options, together = own | shared_options(bucket[0]), TOGETHER[bucket[0].target]
-    edit, key = edit.moved_to(before, bucket[0]), (together, *options.items())
-    results = edit.trace(lambda *xs: together(xs, **options), *operands, key=key)
+    per_tensor = {
+        f"{name}s": tuple(bind(node)[name] for node in bucket) for name in PER_TENSOR if name in bind(bucket[0])
+    }
+    options, merged_collective = per_tensor | shared_options(bucket[0]), TOGETHER[bucket[0].target]
+    edit, key = edit.moved_to(before, bucket[0]), (merged_collective, *options.items())
+    results = edit.trace(lambda *xs: merged_collective(xs, **options), *operands, key=key)
     for node, result in zip(bucket, results, strict=True):
         ir.set_spec(result, ir.spec(node))
         node.replace_all_uses_with(result)
@@ -182,16 +187,16 @@ class Bucket(ir.Pass):
             program.module.recompile()
         after = count_collectives(program)
         counts = {
-            f"{kind}_{when}": found[kind]
+            f"{kind}_{when}": counter[kind]
             for kind in map(name_of, TOGETHER)
-            for when, found in (("before", before), ("after", after))
+            for when, counter in (("before", before), ("after", after))
         }
         if self.bucket_mib and not notes:
-            notes.append("passes.communication.bucket_mib: no two collectives can travel together, 0 are merged")
+            notes.append("passes.communication.bucket_mib: no two collectives can be merged, 0 are merged")
         return program, ir.Report(counts, tuple(notes))
 
     def merge_group(self, group: list[fx.Node], edit: Editor) -> Iterator[str]:
-        """Merge the group's buckets, and say so."""
+        """Merge the group's buckets and yield a note for each."""
         if group[0].target in REDUCTIONS:
             group = sorted(group, key=lambda node: node.args[0])  # type: ignore[arg-type,return-value]
         for bucket in split_by_bytes(group, self.bucket_mib * MIB):
@@ -203,10 +208,10 @@ class Bucket(ir.Pass):
 
 
 def count_collectives(program: ir.Program) -> Counter[str]:
-    """How many of each kind the program calls."""
+    """Return the number of collectives of each kind in the program."""
     return Counter(name_of(node.target) for node in program.calls() if node.target in TOGETHER)
 
 
 def name_of(op: Any) -> str:
-    """What reports call a collective."""
+    """Return the name of a collective in reports."""
     return reshard.RESHARD_OPS[op].name

@@ -1,7 +1,7 @@
-"""Several collectives as one: what they carry is laid end to end, exchanged at once and cut apart again.
+"""Several collectives as one: their tensors are concatenated, exchanged at once and split again.
 
-Each function takes local tensors and gives what the collective of each would give, bit for bit. A tensor is
-sharded along `dims[i]`, which travels first; a gathered dim holds `sizes[i]` logical entries, the rest of its
+Each function takes local tensors and returns the results of separate collectives, bit for bit. A tensor is sharded
+along `dims[i]`, which is moved to the front to travel; a gathered dim holds `sizes[i]` logical entries, the rest of its
 last shard is padding.
 """
 
@@ -19,7 +19,7 @@ from passes.program import reshard
 def gather_together(
     xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int], axis: str, axis_size: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """`all_gather` of every tensor: rank r's shards are row r of one [axis_size, entries] matrix."""
+    """Apply `all_gather` to every tensor: rank r's shards are row r of one [axis_size, entries] matrix."""
     shards = [_move(_cast(x, dtype), dim, 0) for x, dim in zip(xs, dims, strict=True)]
     flat = torch.cat([shard.reshape(-1) for shard in shards])
     rows = reshard.all_gather(flat, 0, axis, axis_size, axis_size * flat.numel(), dtype, None).view(axis_size, -1)
@@ -38,7 +38,7 @@ def scatter_together(
     dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """`reduce_scatter` of every tensor: what rank r keeps of each is row r of one [axis_size, entries] matrix."""
+    """Apply `reduce_scatter` to every tensor: rank r's shards are row r of one [axis_size, entries] matrix."""
     full = [_pad_rows(_move(x, dim, 0), axis_size) for x, dim in zip(xs, dims, strict=True)]
     flat = torch.cat([x.reshape(axis_size, -1) for x in full], 1).view(-1)
     local = reshard.reduce_scatter(flat, 0, axis, axis_size, dtype, reduce_dtype)
@@ -50,18 +50,18 @@ def scatter_together(
 
 
 def sum_together(xs: Sequence[Tensor], axis: str, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> list[Tensor]:
-    """`psum` of every tensor."""
+    """Apply `psum` to every tensor."""
     total = reshard.psum(torch.cat([x.reshape(-1) for x in xs]), axis, dtype, reduce_dtype)
     return [piece.view(x.shape) for piece, x in zip(total.split([x.numel() for x in xs]), xs, strict=True)]
 
 
 def max_together(xs: Sequence[Tensor], axis: str) -> list[Tensor]:
-    """`pmax` of every tensor."""
-    most = reshard.pmax(torch.cat([x.reshape(-1) for x in xs]), axis)
-    return [piece.view(x.shape) for piece, x in zip(most.split([x.numel() for x in xs]), xs, strict=True)]
+    """Apply `pmax` to every tensor."""
+    largest = reshard.pmax(torch.cat([x.reshape(-1) for x in xs]), axis)
+    return [piece.view(x.shape) for piece, x in zip(largest.split([x.numel() for x in xs]), xs, strict=True)]
 
 
-# Steps that change nothing leave no trace in the graph.
+# Steps that change nothing add no operator to the graph.
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

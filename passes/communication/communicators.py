@@ -1,16 +1,17 @@
-"""Reductions of gradients, exchanges and rings get a communicator of their own if their axis carries other values too.
+"""Give gradient reductions, exchanges and rings their own communicator if their axis carries other values too.
 
     all_gather_into_tensor(w, 4, "fsdp")             all_gather_into_tensor(w, 4, "fsdp")
     reduce_scatter_tensor(g, "sum", 4, "fsdp")  ->   reduce_scatter_tensor(g, "sum", 4, "fsdp:gradients")
     all_to_all_single(x, [..], [..], "ep")           all_to_all_single(x, [..], [..], "ep:exchanges")
     shift(k, "cp", 1)                                shift(k, "cp:ring", 1)
 
-What one communicator sends comes in turn, what two send side by side: gathers of the next layer's parameters do not
-queue behind gradients, which nobody waits for. Nor do rows of experts, or heads, queue behind those gathers, which are
-in flight for a layer: of chunks of rows none would travel beside the products of another. A step of a ring has one
-block of attention, or of a product, to travel behind, and waits for nothing else. A communicator costs memory,
-so an axis that carries gradients alone (`dp_replicate`) keeps one, and scalars (losses, norms) never ask for one. Every
-rank runs this program, so the order in each communicator, and between them, is the same on all ranks.
+One communicator sends its collectives one after another; two communicators send side by side. So gathers of the next
+layer's parameters do not queue behind gradients, for which no operator waits. Rows of experts, or heads, do not queue
+behind those gathers, which are in flight for a whole layer: otherwise no chunk of rows would travel next to the matmuls
+of another chunk. A step of a ring is hidden by one block of attention, or of a matmul, so it should queue behind
+nothing else. A communicator costs memory, so an axis that carries only gradients (`dp_replicate`) keeps one, and
+scalars (losses, norms) never need another. All ranks run this program, so collectives have the same order within and
+between communicators on all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Communicators(ir.Pass):
-    """Name the communicator of each reduction of gradients, of each exchange, and of each step of a ring."""
+    """Name the communicator of each gradient reduction, each exchange, and each step of a ring."""
 
     name = "communicators"
     takes = (Stage.EXPLICIT,)
@@ -42,41 +43,39 @@ class Communicators(ir.Pass):
         program = program.copy()
         tensors = [node for node in program.calls() if kind_of(node) and not is_scalar(node)]
         reductions = gradient_reductions(program, tensors)
-        beside = {axis_of(node) for node in tensors if node not in reductions}
+        other_axes = {axis_of(node) for node in tensors if node not in reductions}
         weights = set(weight_nodes(program))
         gathered = {axis_of(node) for node in tensors if kind_of(node) == "all_gather" and node in weights}
         exchanges = [node for node in tensors if kind_of(node) == "all_to_all" and axis_of(node) in gathered]
         rings = [node for node in tensors if kind_of(node) == "shift"]
-        around = {axis_of(node) for node in tensors if kind_of(node) != "shift"}
-        apart = {node: GRADIENTS for node in reductions if axis_of(node) in beside}
-        apart |= dict.fromkeys(exchanges, EXCHANGES)
-        apart |= {node: RING for node in rings if axis_of(node) in around}
-        for node, whose in apart.items():
-            name_communicator(node, whose)
+        shared_axes = {axis_of(node) for node in tensors if kind_of(node) != "shift"}
+        kinds = {node: GRADIENTS for node in reductions if axis_of(node) in other_axes}
+        kinds |= dict.fromkeys(exchanges, EXCHANGES)
+        kinds |= {node: RING for node in rings if axis_of(node) in shared_axes}
+        for node, kind in kinds.items():
+            name_communicator(node, kind)
         program.module.recompile()
-        counts = {"reductions": len(reductions), "exchanges": len(exchanges), "rings": len(rings), "apart": len(apart)}
-        axes = dict.fromkeys((axis_of(node), whose) for node, whose in apart.items())
-        notes = tuple(f"{axis}: {whose} have a communicator of their own" for axis, whose in axes)
+        counts = {"reductions": len(reductions), "exchanges": len(exchanges), "rings": len(rings), "apart": len(kinds)}
+        axes = dict.fromkeys((axis_of(node), kind) for node, kind in kinds.items())
+        notes = tuple(f"{axis}: {kind} have a communicator of their own" for axis, kind in axes)
         return program, ir.Report(counts, notes)
 
 
-def name_communicator(node: fx.Node, whose: str) -> None:
-    """Let a node communicate by a communicator of its axis that carries one kind of values."""
+def name_communicator(node: fx.Node, kind: str) -> None:
+    """Let a node use the communicator of its axis for one kind of values."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    place = names.index("axis" if "axis" in names else "group_name")
-    node.args = (*node.args[:place], f"{node.args[place]}:{whose}", *node.args[place + 1 :])
+    index = names.index("axis" if "axis" in names else "group_name")
+    node.args = (*node.args[:index], f"{node.args[index]}:{kind}", *node.args[index + 1 :])
 
 
 def is_scalar(node: fx.Node) -> bool:
-    """Whether a collective carries one number."""
+    """Return True if a collective carries one number."""
     return all(ir.example(operand).numel() == 1 for operand in node.all_input_nodes)
 
 
 def gradient_reductions(program: ir.Program, collectives: list[fx.Node]) -> list[fx.Node]:
-    """The collectives that reduce gradients of parameters, which only the update, or the end, waits for."""
+    """Return the collectives that reduce parameter gradients, for which only the update or the program's end waits."""
     tails = gradient_tails(program, kernels_of(program))
     return [
-        node
-        for node in collectives
-        if kind_of(node) in REDUCTIONS and (node in tails or ir.phase(node) == "optimizer")
+        node for node in collectives if kind_of(node) in REDUCTIONS and (node in tails or ir.phase(node) == "optimizer")
     ]

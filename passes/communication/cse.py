@@ -1,11 +1,11 @@
-"""Compute once what is computed twice: the same operator on the same operands, in the same layer and phase.
+"""Common subexpression elimination: compute once the same operator on the same operands in the same layer and phase.
 
     q = all_gather(to_float8(x)) @ wq            g = all_gather(to_float8(x))
     k = all_gather(to_float8(x)) @ wk     ->     q, k = g @ wq, g @ wk
 
-Layers written apart from each other do not know what they share: projections of one activation that each quantize and
-gather it, gradients that each lay it out anew. Across layers and phases nothing is shared, for what is shared has to
-stay in memory from the first use to the last. What follows a write into an input is left alone.
+Layers that are written separately do not know what they share: projections of one activation that each quantize and
+gather it, gradients that each transpose it. Nothing is shared across layers and phases, because a shared value stays in
+memory from its first use to its last. Operators after a write into an input are left alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from passes.program.stages import Stage
 
 @dataclass(frozen=True)
 class CSE(ir.Pass):
-    """Replace every operator that repeats an earlier one by that."""
+    """Replace every operator that repeats an earlier one by the earlier one."""
 
     name = "cse"
     takes = (Stage.JOINT,)
@@ -53,12 +53,12 @@ class CSE(ir.Pass):
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether an operator on the same operands yields the same again, and does nothing else."""
+    """Return True if an operator always gives the same result on the same operands and has no side effect."""
     return not is_mutable(node) and not is_random(node)
 
 
 def signature(tree: Any) -> Any:
-    """A hashable form of arguments, in which 1, 1.0 and True differ."""
+    """Return a hashable form of arguments, in which 1, 1.0 and True differ."""
     if isinstance(tree, (tuple, list)):
         return tuple(map(signature, tree))
     if isinstance(tree, dict):

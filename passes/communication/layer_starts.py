@@ -3,17 +3,17 @@
     add(x, mm)                         layer 0
     start gather of layer 2            prefetch: for another layer
     norm, wait for gather of layer 1   layer 1: its parameters are gathered, so it begins at its first operator
-    mm                                 without that it begins here, and its norm runs in one kernel with layer 0's sum
+    mm                                 without a gather it begins here, and its norm shares a kernel with layer 0's sum
 
-The first of these that holds decides (`roles_of`):
+The first of these that applies decides (`roles_of`):
 
     update     after the last kernel of forward and backward: the update of a parameter
     prefetch   gathers a parameter of another layer than the one that it stands in
     late       belongs to a gradient of another layer's parameter: its reduction, the wait, copies
-    own        stands in the layer that has begun last
+    own        belongs to the layer that began last
 
-`overlap` moves nodes of other layers to where layers begin and records the roles; `segment` makes each run of one role
-a piece. So layers stay alike, whatever starts or arrives while they are computed.
+`overlap` moves nodes of other layers to where layers begin and records the roles; `segment` turns each run of one role
+into a piece. So layers stay equal, whatever is sent or received while they are computed.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ FIRST, INSIDE = "the first operator of the layer", "stands in the layer"
 GATHERS, REDUCES, ENDS = "for another layer's parameters", "of another layer's gradients", "after the last kernel"
 
 
-def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return matrix products and attentions, with their FLOPs."""
+def matmuls_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return matmuls and attentions, with their FLOPs."""
     sizes = recorded()
     return {node: count for node in graph.nodes if node.op == "call_function" and (count := count_flops(node, sizes))}
 
 
 def kernels_of(program: ir.Program) -> set[fx.Node]:
-    """Return the operators that run as a kernel of their own: products, attentions, sorts, scatters."""
+    """Return the operators that run as a kernel of their own: matmuls, attentions, sorts, scatters."""
     alone = (n for n in program.calls() if name_of(n) in ALONE)
-    return {*products_of(program.graph), *alone}
+    return {*matmuls_of(program.graph), *alone}
 
 
 def place_of(node: fx.Node) -> Place:
@@ -57,21 +57,21 @@ def place_of(node: fx.Node) -> Place:
 def roles_of(program: ir.Program, kernels: Container[fx.Node]) -> Iterator[tuple[fx.Node, Role, str]]:
     """Yield each operator with its role and the reason, in order."""
     begins, aside, last = begins_of(program, kernels), roles_aside(program, kernels), after_kernels(program, kernels)
-    here = role = Role("own", "forward", None)  # here: what an operator without a reason of its own is
+    default = role = Role("own", "forward", None)  # default: of the layer that began last
     for node in program.calls():
-        here = Role("own", *begins[node]) if node in begins else here
+        default = Role("own", *begins[node]) if node in begins else default
         if node in last:
             role = Role("update", *place_of(node), ir.parameter(node)) if ir.phase(node) == "optimizer" else role
             yield node, role, ENDS
-        elif node in aside and aside[node] != Role("prefetch", here.phase, here.layer):
+        elif node in aside and aside[node] != Role("prefetch", default.phase, default.layer):
             role = aside[node]
             yield node, role, GATHERS if role.kind == "prefetch" else REDUCES
         else:
-            role = here
+            role = default
             yield node, role, FIRST if node in begins else INSIDE
 
 
-# ---- where layers begin -----------------------------------------------------------------------------
+# ---- first operators of layers ----------------------------------------------------------------------
 
 
 def begins_of(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.Node, Place]:
@@ -96,19 +96,19 @@ def first_of(
 ) -> fx.Node:
     """Return the first operator of the layer of a kernel, given the stretch of operators before the kernel.
 
-    If collectives of the layer stand there, it is the layer's first operator in the stretch; else the kernel, or the
-    first of the operators right before it that only compute its operands again.
+    If collectives of the layer stand there, it is the layer's first operator in the stretch. Otherwise it is the
+    kernel, or the first of the operators right before it that only recompute its operands.
     """
     place = place_of(kernel)
-    own = [n for n in stretch if place_of(n) == place and n not in aside and not is_view(n)]
-    if any(travels(n) and (n in weights or place[0] == "backward") for n in own):
-        return next((n for n in own if n not in weights), own[0])
-    again = takewhile(lambda n: is_view(n) or ir.is_recomputed(n) and not travels(n), reversed(stretch))
-    return [kernel, *again][-1]
+    layer_nodes = [n for n in stretch if place_of(n) == place and n not in aside and not is_view(n)]
+    if any(travels(n) and (n in weights or place[0] == "backward") for n in layer_nodes):
+        return next((n for n in layer_nodes if n not in weights), layer_nodes[0])
+    recomputed = takewhile(lambda n: is_view(n) or ir.is_recomputed(n) and not travels(n), reversed(stretch))
+    return [kernel, *recomputed][-1]
 
 
 def travels(node: fx.Node) -> bool:
-    """Tell whether a node starts a collective or waits for one."""
+    """Return True if a node starts a collective or waits for one."""
     return kind_of(node) is not None or node.target in WAITS
 
 
@@ -153,7 +153,7 @@ def gradient_tails(program: ir.Program, kernels: Container[fx.Node]) -> set[fx.N
 
 
 def leaves(node: fx.Node, tails: Container[fx.Node]) -> bool:
-    """Tell whether a node of the backward has no other users than tails, the optimizer and the end."""
+    """Return True if all users of a node of the backward are tails, the optimizer or the output."""
     return all(user in tails or user.op == "output" or ir.phase(user) == "optimizer" for user in node.users)
 
 
@@ -169,5 +169,5 @@ def after_waits(program: ir.Program, tails: Container[fx.Node]) -> set[fx.Node]:
 
 
 def lays_out(node: fx.Node) -> bool:
-    """Tell whether an operator yields its operand's entries, in its memory or in a copy."""
-    return not is_operator(node) or may_alias(node) or name_of(node) in COPIES  # or a part of a tuple
+    """Return True if an operator yields its operand's entries, in its memory or in a copy."""
+    return not is_operator(node) or may_alias(node) or name_of(node) in COPIES  # no operator: an item of a tuple

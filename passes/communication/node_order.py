@@ -11,7 +11,7 @@ from passes.program.operators import started
 
 
 class NodeOrder:
-    """The nodes of a graph in an order that can be changed, and the place of each."""
+    """The nodes of a graph in an order that can be changed, and each node's place."""
 
     def __init__(self, graph: fx.Graph):
         self.nodes = list(graph.nodes)
@@ -40,7 +40,7 @@ class NodeOrder:
         return min(nodes, key=self.place.__getitem__)
 
     def put_before(self, node: fx.Node, target: fx.Node) -> None:
-        """Move a node to right before another one."""
+        """Move a node to right before `target`."""
         old, new = self.place[node], self.place[target]
         new -= old < new
         self.nodes.insert(new, self.nodes.pop(old))
@@ -48,11 +48,11 @@ class NodeOrder:
         self.place.update(zip(self.nodes[low : high + 1], range(low, high + 1)))
 
     def put_after(self, node: fx.Node, target: fx.Node) -> None:
-        """Move a node to right after another one."""
+        """Move a node to right after `target`."""
         self.put_before(node, self.nodes[self.place[target] + 1])
 
     def lift(self, node: fx.Node, target: fx.Node) -> None:
-        """Move a node that comes after the target, and the operands that it needs there, to right before the target."""
+        """Move a node from after `target` to right before it, with the operands that it needs there."""
         waiting = [(node, target)]  # an explicit stack, because chains are as long as programs
         while waiting:
             node, target = waiting.pop()
@@ -61,7 +61,7 @@ class NodeOrder:
                 waiting += [(operand, node) for operand in reversed(node.all_input_nodes)]
 
     def sink(self, node: fx.Node, target: fx.Node) -> None:
-        """Move a node that comes before the target, and its users before the target, to right after the target."""
+        """Move a node from before `target` to right after it, with its users before `target`."""
         waiting = [(node, target)]
         while waiting:
             node, target = waiting.pop()
@@ -71,7 +71,7 @@ class NodeOrder:
 
 
 def put_in_order(nodes: Iterable[fx.Node]) -> None:
-    """Let the nodes of a graph stand in this order, after the first of them; changes the graph."""
+    """Reorder the nodes of a graph, starting at the first of them; changes the graph."""
     target: fx.Node | None = None
     for node in nodes:
         if target is not None:
@@ -84,15 +84,15 @@ def put_in_order(nodes: Iterable[fx.Node]) -> None:
 
 def in_flight(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield each collective with the first of its waits, in the order of the waits."""
-    seen = set()
+    waited = set()
     for node in nodes:
-        if node.target in WAITS and (start := started(node)) not in seen:
-            seen.add(start)
+        if node.target in WAITS and (start := started(node)) not in waited:
+            waited.add(start)
             yield start, node
 
 
-def last_beside(graph: fx.Graph, products: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return, by wait, the last product between each collective and its wait, if there is any."""
+def last_matmuls(graph: fx.Graph, matmuls: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return, by wait, the last matmul between each collective and its wait, if there is any."""
     order = NodeOrder(graph)
-    last = ((wait, (n for n in order.between(start, wait) if n in products)) for start, wait in in_flight(order.nodes))
-    return {wait: product for wait, beside in last if (product := next(beside, None))}
+    last = ((wait, (n for n in order.between(start, wait) if n in matmuls)) for start, wait in in_flight(order.nodes))
+    return {wait: matmul for wait, between in last if (matmul := next(between, None))}

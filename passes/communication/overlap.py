@@ -1,32 +1,32 @@
-"""Let collectives run beside computation: they start early, and are waited for late.
+"""Run collectives next to computation: start them early, and wait for them late.
 
     start gather of layer 1          forward: the weights of the next layer travel while this one is computed
     wait for gather of layer 0
-    products of layer 0
+    matmuls of layer 0
 
     start reduce-scatter of layer 1  backward: gradients travel while the layer before is computed,
-    products of layer 0              and are waited for when its own are to be sent
+    matmuls of layer 0               and are waited for when its own are to be sent
     wait for layer 1, start layer 0
 
-    gradient of the input            backward, tensor parallel: the gradient of the weight, which nobody waits for,
+    gradient of the input            backward, tensor parallel: the gradient of the weight, for which nothing waits,
     start reduce-scatter of it       is computed while the gradient of the input travels
     gradient of the weight
     wait
 
-- Gathers of parameters start where the layer `prefetch` places before the one that uses them begins.
-- Gradients are sent where the kernel ends that makes the last of them.
-- A wait stands right before what needs its result, and with it whatever only lays that result out anew. Gradients are
-  waited for `prefetch` layers later at the latest: until then what was sent stays in memory. What is then reduced over
-  another axis is waited for as much later again.
-- A collective should have products beside it that take as long as it does (`Balance`). It starts before the products
-  that it does not need, as when activations are gathered again, or rows of experts travel in chunks. If that is not
-  enough it gets, in the backward, products of gradients of weights from before its start, and then is waited for after
-  products that do not need it, as those of shared experts. All of these are of its layer, or of the one before. How
-  much is missing a `Clock` tells: what a communicator was given before goes first.
+- Gathers of parameters start when the layer `prefetch` places before the one that uses them begins.
+- Gradients are sent when the kernel ends that makes the last of them.
+- A wait stands right before the operator that needs its result, and so do views and copies of that result. Gradients
+  are waited for `prefetch` layers later at the latest: until then the sent tensor stays in memory. If the result is
+  reduced over a second axis, its wait may come that much later again.
+- A collective should have matmuls next to it that take as long as it does (`Balance`). It starts before matmuls that it
+  does not need, as when activations are gathered again, or rows of experts travel in chunks. If that is not enough, in
+  the backward, matmuls of weight gradients move from before its start to after it. Then it is waited for after matmuls
+  that do not need it, such as those of shared experts. All of these are in its layer, or the one before. A `Clock`
+  tells how much is missing: earlier collectives of a communicator go first.
 
-The operators stay the same, and so do results, to the bit: only the order changes, and each says in the end what it is
-to the layers (`Role` in `passes/program/layer.py`). Collectives of a communicator keep one order on all ranks, for all
-ranks run one program.
+Only the order changes: operators and results stay the same, to the bit. Each operator records its role for the layers
+(`Role` in `passes/program/layer.py`). Collectives of a communicator have one order on all ranks, because all ranks run
+one program.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from passes.communication.layer_starts import (
     gradient_tails,
     kernels_of,
     leaves,
+    matmuls_of,
     place_of,
-    products_of,
     roles_of,
 )
-from passes.communication.node_order import NodeOrder, in_flight, last_beside, put_in_order
+from passes.communication.node_order import NodeOrder, in_flight, last_matmuls, put_in_order
 from passes.cost.accounting import sent_bytes
 from passes.cost.clock import COMPUTE, Clock
 from passes.cost.fusion import WAITS
@@ -67,9 +67,9 @@ COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_af
 
 @dataclass(frozen=True)
 class Overlap(ir.Pass):
-    """Start gathers of parameters `prefetch` layers early, wait for gradients as late; 0 leaves the order as it is.
+    """Start gathers of parameters `prefetch` layers early, and wait for gradients as late; 0 leaves the order as it is.
 
-    How much is to be computed beside a collective the `balance` of a machine says.
+    The `balance` of a machine gives the amount of computation that hides a collective.
     """
 
     prefetch: int = 1
@@ -78,37 +78,37 @@ class Overlap(ir.Pass):
     takes = (Stage.EXPLICIT,)
     gives = Stage.ORDERED
     keeps = True
-    after = ("communicators",)  # collectives of one are sent one after another
+    after = ("communicators",)  # collectives of one communicator are sent one after another
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        products, starts = products_of(program.graph), [start for start, _ in in_flight(program.graph.nodes)]
-        before = len(last_beside(program.graph, products))
+        matmuls, starts = matmuls_of(program.graph), [start for start, _ in in_flight(program.graph.nodes)]
+        before = len(last_matmuls(program.graph, matmuls))
         if self.prefetch and starts:
             travel = {start: self.travel_flops(start, program) for start in starts}
-            put_in_order(overlapped(program, self.prefetch, products, travel).nodes)
+            put_in_order(overlapping_order(program, self.prefetch, matmuls, travel).nodes)
         for node, role, _ in roles_of(program, kernels_of(program)):
             ir.update(node, role=role)
         program.module.recompile()
-        counts = len(starts), before, len(last_beside(program.graph, products))
+        counts = len(starts), before, len(last_matmuls(program.graph, matmuls))
         return program, ir.Report(dict(zip(COUNTS, counts)))
 
     def travel_flops(self, start: fx.Node, program: ir.Program) -> int:
-        """The FLOPs that take as long as a collective; a whole number, so that equal sums are equal."""
+        """Return the FLOPs that take as long as a collective; an integer, so that equal sums are equal."""
         kind, axis, mesh = kind_of(start), axis_of(start), program.mesh
         assert kind is not None and axis is not None
         return math.ceil(self.balance.flops(kind, sent_bytes(start, recorded(), mesh), mesh, axis))
 
 
-def overlapped(
-    program: ir.Program, prefetch: int, products: Mapping[fx.Node, int], travel: Mapping[fx.Node, int]
+def overlapping_order(
+    program: ir.Program, prefetch: int, matmuls: Mapping[fx.Node, int], travel: Mapping[fx.Node, int]
 ) -> NodeOrder:
-    """Return the order in which collectives run beside computation, by the durations of products and collectives."""
+    """Return the order in which collectives run next to computation, by the durations of matmuls and collectives."""
     order, kernels = NodeOrder(program.graph), kernels_of(program)
     tails, begins = gradient_tails(program, kernels), begins_of(program, kernels)
     wait_late(order, program, prefetch, tails, kernels.union(begins))
     start_early(order, program, prefetch, begins)
-    Filling(order, products, travel, tails, tails.union(weight_nodes(program))).fill()
+    Filler(order, matmuls, travel, tails, tails.union(weight_nodes(program))).fill()
     return order
 
 
@@ -116,7 +116,7 @@ def overlapped(
 
 
 def start_early(order: NodeOrder, program: ir.Program, prefetch: int, begins: Mapping[fx.Node, Place]) -> None:
-    """Start the gathers of a layer where the layer `prefetch` places before it begins, their maxima one before."""
+    """Start a layer's gathers when the layer `prefetch` places before it begins, and their maxima one layer earlier."""
     weights = set(weight_nodes(program))
     unwritten = takewhile(lambda node: not writes_input(node), order.calls())
     early = [node for node in unwritten if node in weights and kind_of(node) in ("all_gather", "all_reduce")]
@@ -135,12 +135,12 @@ def start_early(order: NodeOrder, program: ir.Program, prefetch: int, begins: Ma
 
 
 def wait_late(order: NodeOrder, program: ir.Program, prefetch: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
-    """Put waits, and what only follows them, right before what needs them; send gradients at a kernel's end."""
+    """Put waits, and views and copies of their results, right before their users; send gradients at a kernel's end."""
     following = after_waits(program, tails)
     sending = {node for node in tails - following if kind_of(node)}
     latest = latest_places(program, prefetch, sending, following)
     stops = ends.union(sending, (n for n in following - tails if n.target in WAITS))
-    end, written = program.graph.output_node(), dict[fx.Node, fx.Node]()  # inputs, and where they are written first
+    end, written = program.graph.output_node(), dict[fx.Node, fx.Node]()  # written: input -> its first write
     for node in reversed(order.calls()):
         if is_mutable(node):
             written[node.args[0]] = node  # type: ignore[index]
@@ -148,131 +148,132 @@ def wait_late(order: NodeOrder, program: ir.Program, prefetch: int, tails: set[f
             order.put_before(node, order.first(stop, *node.users))
         if node in following:
             sent = started(node).all_input_nodes if node.target in WAITS else ()
-            barriers = (written[n] for n in map(base_of, sent) if n in written)  # what is in flight must not change
+            barriers = (written[n] for n in map(base_of, sent) if n in written)  # a tensor in flight must not change
             order.put_before(node, order.first(end, latest.get(node, end), *barriers, *node.users))
 
 
 def latest_places(
     program: ir.Program, prefetch: int, sending: set[fx.Node], following: set[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Return the collective before which gradients are waited for: the first one `prefetch` layers on.
+    """Return the collective before which gradients are waited for: the first one `prefetch` layers later.
 
-    One that is reduced over one axis after another is sent on there, and waited for as much later again.
+    A gradient that is reduced over one axis after another is sent on there, and waited for that much later again.
     """
     sends = [node for node in program.calls() if node in sending]
     runs = [list(run) for _, run in groupby(sends, ir.layer)]
-    due = {start: i for i, run in enumerate(runs) for start in run}  # the number of the run that it waits for
+    due = {start: i for i, run in enumerate(runs) for start in run}  # index of the run before which it is waited for
     latest = {}
     for node in program.calls():
-        known = [due[operand] for operand in node.all_input_nodes if operand in due]
-        if node in following and known:
-            due[node] = max(known) + (prefetch if node.target in WAITS else 0)
+        due_runs = [due[operand] for operand in node.all_input_nodes if operand in due]
+        if node in following and due_runs:
+            due[node] = max(due_runs) + (prefetch if node.target in WAITS else 0)
             if (node.target in WAITS or kind_of(node)) and due[node] < len(runs):
                 latest[node] = runs[due[node]][0]
     return latest
 
 
-# ---- products beside collectives --------------------------------------------------------------------
+# ---- matmuls next to collectives --------------------------------------------------------------------
 
 
 @dataclass
-class Filling:
-    """Moves in an order until collectives have as many products beside them as they travel.
+class Filler:
+    """Moves in an order until collectives have enough matmuls next to them to hide them.
 
-    `products` and `travel` are durations. Gradients in `tails` and weights are `placed` already.
+    `matmuls` and `travel` are durations. Gradients in `tails` and weights are `placed` already.
     """
 
     order: NodeOrder
-    products: Mapping[fx.Node, int]
+    matmuls: Mapping[fx.Node, int]
     travel: Mapping[fx.Node, int]
     tails: set[fx.Node]
     placed: Container[fx.Node]
 
     def fill(self) -> None:
-        """Move collectives and products, for one wait after another."""
+        """Move collectives and matmuls, for one wait after another."""
         self.pairs = list(in_flight(self.order.nodes))
         self.started = {wait: start for start, wait in self.pairs}
-        self.timed = [n for n in self.order.nodes if n in self.products or n in self.travel or n in self.started]
-        self.beside = set[fx.Node]()  # products that hide a collective
+        self.timed = [n for n in self.order.nodes if n in self.matmuls or n in self.travel or n in self.started]
+        self.hiding = set[fx.Node]()  # matmuls that hide a collective
         for start, wait in self.pairs:
             if ir.phase(start) == "optimizer" or start in self.placed:
                 continue
-            self.beside.update(node for node in self.order.between(start, wait) if node in self.products)
-            if self.missing(start, wait) > 0:
-                near = self.products_before(start)
-                self.start_earlier(start, wait, near)
-                self.compute_later(start, wait, near)
+            self.hiding.update(node for node in self.order.between(start, wait) if node in self.matmuls)
+            if self.wait_time(start, wait) > 0:
+                nearby = self.matmuls_before(start)
+                self.start_earlier(start, wait, nearby)
+                self.compute_later(start, wait, nearby)
                 self.wait_later(start, wait)
 
     def clock_at(self, wait: fx.Node) -> Clock:
-        """Return the clock when kernels have come to a wait: collectives of a communicator travel one after another."""
+        """Return the clock when kernels reach a wait; collectives of a communicator travel one after another."""
         clock = Clock()
         self.timed.sort(key=self.order.place.__getitem__)
         for node in takewhile(lambda node: node is not wait, self.timed):
-            if node in self.products:
-                clock.run(node, COMPUTE, self.products[node])
+            if node in self.matmuls:
+                clock.run(node, COMPUTE, self.matmuls[node])
             elif node in self.travel:
                 clock.run(node, communicator_of(node), self.travel[node], after=clock.now())
             else:
                 clock.wait(clock.end(self.started[node]))
         return clock
 
-    def missing(self, start: fx.Node, wait: fx.Node) -> float:
+    def wait_time(self, start: fx.Node, wait: fx.Node) -> float:
         """Return how long kernels wait for a collective."""
         clock = self.clock_at(wait)
         return clock.end(start) - clock.now()
 
-    def start_earlier(self, start: fx.Node, wait: fx.Node, near: list[fx.Node]) -> None:
-        """Start a collective before products that it does not need."""
-        if passed := self.earlier(start, wait, near):
+    def start_earlier(self, start: fx.Node, wait: fx.Node, nearby: list[fx.Node]) -> None:
+        """Start a collective before matmuls that it does not need."""
+        if passed := self.matmuls_to_pass(start, wait, nearby):
             self.order.lift(start, passed[-1])
-            self.beside.update(passed)
+            self.hiding.update(passed)
 
-    def compute_later(self, start: fx.Node, wait: fx.Node, near: list[fx.Node]) -> None:
-        """Compute gradients of weights, which only tails need, right before a wait instead of before its collective."""
-        for product in near:
-            free = product not in self.beside and self.can_follow(product, wait)
-            if free and self.missing(start, wait) > 0:
-                self.order.sink(product, next(self.order.before(wait)))
-                self.beside.add(product)
+    def compute_later(self, start: fx.Node, wait: fx.Node, nearby: list[fx.Node]) -> None:
+        """Move weight gradients, which only tails need, from before a collective to right before its wait."""
+        for matmul in nearby:
+            free = matmul not in self.hiding and self.can_follow(matmul, wait)
+            if free and self.wait_time(start, wait) > 0:
+                self.order.sink(matmul, next(self.order.before(wait)))
+                self.hiding.add(matmul)
 
     def wait_later(self, start: fx.Node, wait: fx.Node) -> None:
-        """Wait for a collective after products that do not need it."""
-        for product in self.independent(wait):
-            free = product not in self.beside and not leaves(product, self.tails)  # a later collective may get those
-            if free and self.missing(start, wait) > 0:
-                self.order.sink(wait, product)
-                self.beside.add(product)
+        """Wait for a collective after matmuls that do not need it."""
+        for matmul in self.independent_matmuls(wait):
+            # gradients of weights are left for a later collective
+            free = matmul not in self.hiding and not leaves(matmul, self.tails)
+            if free and self.wait_time(start, wait) > 0:
+                self.order.sink(wait, matmul)
+                self.hiding.add(matmul)
 
-    # -- which products ---------------------------------------------------------------------------
+    # -- choice of matmuls ------------------------------------------------------------------------
 
-    def products_before(self, start: fx.Node) -> list[fx.Node]:
-        """Return the products of its phase before a collective, of its layer and of one more, the nearest first.
+    def matmuls_before(self, start: fx.Node) -> list[fx.Node]:
+        """Return the matmuls of its phase before a collective, of its layer and of one more, the nearest first.
 
-        What is of no layer stays behind the first product that is of none, and what is of one before none of these:
-        else the last layer is not like the others.
+        A collective outside of layers stays behind the first matmul outside of layers, and one of a layer is not moved
+        before any of these. Otherwise the last layer would differ from the others.
         """
-        near, layers = [], {ir.layer(start)}
+        nearby, layers = [], {ir.layer(start)}
         for node in self.order.before(start):
-            if node in self.products:
+            if node in self.matmuls:
                 layers.add(ir.layer(node))
                 if len(layers) > 2 or len(layers) > 1 and None in layers or ir.phase(node) != ir.phase(start):
                     break
-                near.append(node)
-        return near if ir.layer(start) else near[:-1]
+                nearby.append(node)
+        return nearby if ir.layer(start) else nearby[:-1]
 
-    def earlier(self, start: fx.Node, wait: fx.Node, near: list[fx.Node]) -> list[fx.Node]:
-        """Return the products `near` that a collective can start before, because it needs none from there on.
+    def matmuls_to_pass(self, start: fx.Node, wait: fx.Node, nearby: list[fx.Node]) -> list[fx.Node]:
+        """Return the `nearby` matmuls that a collective can start before, because it depends on none from there on.
 
-        No more than hide it, or help: it may have to wait for what it needs itself, and for collectives of its
+        Return no more than hide it, or help: it may have to wait for its own operands, and for collectives of its
         communicator that are in flight there.
         """
         clock, communicator = self.clock_at(wait), communicator_of(start)
         needed, missing, ready = set(start.all_input_nodes), clock.end(start) - clock.now(), 0.0
-        others = {other for other, until in self.pairs if self.is_around(other, until, start)}
-        passed, helping = list[fx.Node](), 0  # all, and how many of them there are up to the last that helps
+        in_flight_before = {other for other, until in self.pairs if self.is_in_flight_at(other, until, start)}
+        passed, helping = list[fx.Node](), 0  # all, and the number of them up to the last that helps
         for node in self.order.before(start):
-            if missing <= 0 or len(passed) == len(near) or node in needed and (node in self.products or kind_of(node)):
+            if missing <= 0 or len(passed) == len(nearby) or node in needed and (node in self.matmuls or kind_of(node)):
                 break
             if is_mutable(node) and base_of(node.args[0]) in map(base_of, needed):  # type: ignore[arg-type]
                 break
@@ -280,58 +281,59 @@ class Filling:
                 needed.update(node.all_input_nodes)
                 ready = max(ready, clock.end(started(node)) if node.target in WAITS else 0)
             if node.target in WAITS and communicator_of(started(node)) == communicator:
-                others.add(started(node))
-            others.discard(node)
-            if node in self.products:
+                in_flight_before.add(started(node))
+            in_flight_before.discard(node)
+            if node in self.matmuls:
                 passed.append(node)
                 now = clock.spans[node].start
                 idle = max(0, ready - now)
-                begins = max(now + idle, *(clock.end(other) for other in others), 0)
+                begins = max(now + idle, *(clock.end(other) for other in in_flight_before), 0)
                 lost = idle + max(0, begins + self.travel[start] - clock.now() - idle)
                 if lost < missing or lost == missing and not idle:
                     helping, missing = len(passed), lost
         return passed[:helping]
 
-    def is_around(self, other: fx.Node, wait: fx.Node, start: fx.Node) -> bool:
-        """Whether another collective of the same communicator is in flight where one starts."""
+    def is_in_flight_at(self, other: fx.Node, wait: fx.Node, start: fx.Node) -> bool:
+        """Return True if another collective of the same communicator is in flight when one starts."""
         place = self.order.place
         return place[other] < place[start] < place[wait] and communicator_of(other) == communicator_of(start)
 
-    def can_follow(self, product: fx.Node, wait: fx.Node) -> bool:
-        """Whether only tails need a product, and none that waits before the wait at hand."""
-        following, waiting, place = {product}, [product], self.order.place
+    def can_follow(self, matmul: fx.Node, wait: fx.Node) -> bool:
+        """Return True if only tails need a matmul, and none of them is a wait before `wait`."""
+        following, waiting, place = {matmul}, [matmul], self.order.place
         while waiting:
             new = {user for user in waiting.pop().users if place[user] < place[wait]} - following
             following |= new
             waiting += new
-        return leaves(product, self.tails) and not any(node.target in WAITS for node in following)
+        return leaves(matmul, self.tails) and not any(node.target in WAITS for node in following)
 
-    def independent(self, wait: fx.Node) -> list[fx.Node]:
-        """Return the products after a wait, of its phase and layer, up to the first node that has to come after it.
+    def independent_matmuls(self, wait: fx.Node) -> list[fx.Node]:
+        """Return the matmuls after a wait, of its phase and layer, up to the first node that must come after the wait.
 
-        That is a kernel that needs it, a write of what is read for it, or the wait for what comes after it on its way.
+        Such a node is a kernel that needs it, a write to memory that is read for it, or the wait for a later collective
+        of its communicator.
         """
         start, dependent = started(wait), {wait}
         read = set(map(base_of, start.all_input_nodes))
-        independent = []
+        matmuls = []
         for node in self.order.after(wait):
             needs = not dependent.isdisjoint(node.all_input_nodes)
-            needs_now = needs and (node in self.products or kind_of(node) or is_mutable(node))
+            needs_now = needs and (node in self.matmuls or kind_of(node) or is_mutable(node))
             if needs_now or self.comes_later(node, start):
                 break
             if is_mutable(node) and base_of(node.args[0]) in read:  # type: ignore[arg-type]
                 break
-            if node in self.products and place_of(node) != place_of(wait):
+            if node in self.matmuls and place_of(node) != place_of(wait):
                 break
             if needs:
                 dependent.add(node)
                 read.update(map(base_of, node.all_input_nodes))
-            elif node in self.products:
-                independent.append(node)
-        return independent
+            elif node in self.matmuls:
+                matmuls.append(node)
+        return matmuls
 
     def comes_later(self, wait: fx.Node, start: fx.Node) -> bool:
-        """Whether a node waits for a collective that its communicator begins after another one."""
+        """Return True if a node waits for a collective that its communicator begins after another one."""
         if wait.target not in WAITS:
             return False
         other, place = started(wait), self.order.place

@@ -1,19 +1,19 @@
 """Let microbatches of one program take turns: while values of one travel, another is computed.
 
-    products of x                    products of x
+    matmuls of x                     matmuls of x
     start reduction of y             start reduction of y
-    wait, norm                       products of x_1
-    products of z                    start reduction of y_1
-    products of x_1                  wait, norm
-    start reduction of y_1           products of z
+    wait, norm                       matmuls of x_1
+    matmuls of z                     start reduction of y_1
+    matmuls of x_1                   wait, norm
+    start reduction of y_1           matmuls of z
     wait, norm                       start reduction of ..., wait, norm
-    products of z_1                  products of z_1
+    matmuls of z_1                   matmuls of z_1
 
-A turn ends before the first wait for a long collective that the microbatch started in it, if it has a kernel; without
-such collectives it ends with the layer. A collective is long if it sends at least an eighth of the longest's bytes.
-Short ones are waited for at once. Those that can start before the turn's end do: after the long ones of the other
-microbatch they would be late. Operands of all microbatches stand before the first of them that needs them, and
-operators on values of all, as sums of gradients, after the last of these.
+A turn ends before the first wait for a long collective that the microbatch started in it, if the turn has a kernel. If
+there is no such collective, it ends with the layer. A collective is long if it sends at least an eighth of the bytes of
+the longest. Short ones are waited for at once. Those that can start before the turn's end do so: after the long ones of
+the other microbatch they would be late. Operands shared by all microbatches stand before the first node that needs
+them, and operators on values of all microbatches, such as sums of gradients, after the last of these values.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from passes.program.bodies import base_of
 from passes.program.operators import SHAPED, is_mutable, kind_of, name_of, started
 from passes.program.stages import Stage
 
-SHORT = 8  # of the bytes of the longest collective, one part is still long
+SHORT = 8  # a collective is long if it sends at least 1/SHORT of the longest one's bytes
 
-Needs = Mapping[fx.Node, Mapping[fx.Node, None]]  # of each node those that come before it, in order
+Needs = Mapping[fx.Node, Mapping[fx.Node, None]]  # node -> the nodes that must come before it, in order
 
 
 @dataclass(frozen=True)
 class TakeTurns(ir.Pass):
-    """Alternate between the microbatches of a program, where it has several."""
+    """Alternate between the microbatches of a program, if it has several."""
 
     name = "take_turns"
     takes = (Stage.EXPLICIT,)
@@ -57,8 +57,8 @@ class TakeTurns(ir.Pass):
             nodes = list(run)
             if phase != "optimizer":
                 needs, combined = needs_of(nodes), {node for node in nodes if len(microbatches[node]) > 1}
-                turns = alternating(nodes, microbatches, sent, kernels, needs)
-                nodes, count = merged(nodes, turns, needs, combined), count + len(turns)
+                turns = turns_of_all(nodes, microbatches, sent, kernels, needs)
+                nodes, count = merge_turns(nodes, turns, needs, combined), count + len(turns)
             order += nodes
         put_in_order(order)
         program.module.recompile()
@@ -66,13 +66,13 @@ class TakeTurns(ir.Pass):
 
 
 def microbatches_of(program: ir.Program) -> dict[fx.Node, frozenset[int]]:
-    """Return the numbers of the microbatches that each node is made of; of the forward, the one that it is for.
+    """Return the microbatches on which each node depends; in the forward, the one to which it belongs.
 
-    In the forward a microbatch reads buffers as another one has left them.
+    In the forward a node may also depend on others, through buffers that they changed.
     """
     numbers = {
-        node: frozenset([given.microbatch] if is_own(given) else [])
-        for node, given in zip(program.placeholders(), program.inputs, strict=True)
+        node: frozenset([item.microbatch] if is_own(item) else [])
+        for node, item in zip(program.placeholders(), program.inputs, strict=True)
     }
     for node in program.calls():
         read = () if name_of(node) in SHAPED else node.all_input_nodes
@@ -93,14 +93,14 @@ class Turn:
     nodes: tuple[fx.Node, ...]
 
 
-def alternating(
+def turns_of_all(
     nodes: Iterable[fx.Node],
     microbatches: Mapping[fx.Node, frozenset[int]],
     sent_bytes: Mapping[fx.Node, int],
     kernels: Container[fx.Node],
     needs: Needs,
 ) -> list[Turn]:
-    """Return the turns of all microbatches, one of each after the other."""
+    """Return the turns of all microbatches, alternating between them."""
     queues: dict[int, list[fx.Node]] = defaultdict(list)
     for node in nodes:
         if len(microbatches[node]) == 1:
@@ -108,7 +108,7 @@ def alternating(
     sizes = {node: sent_bytes[node] for queue in queues.values() for node in queue if kind_of(node)}
     long = {node for node, size in sizes.items() if SHORT * size >= max(sizes.values())}
     rounds = zip_longest(*(turns_of(queue, long, kernels, needs) for queue in queues.values()))
-    return [turn for each in rounds for turn in each if turn]
+    return [turn for turns in rounds for turn in turns if turn]
 
 
 def turns_of(queue: list[fx.Node], long: set[fx.Node], kernels: Container[fx.Node], needs: Needs) -> Iterator[Turn]:
@@ -118,11 +118,11 @@ def turns_of(queue: list[fx.Node], long: set[fx.Node], kernels: Container[fx.Nod
         if node.target in WAITS and started(node) in long.intersection(nodes) and any(n in kernels for n in nodes):
             yield Turn((*nodes, *early_starts(queue[i:], long, kernels, needs)))
             nodes, waited = [], True
-        if (here := ir.layer(node)) != layer:
+        if (next_layer := ir.layer(node)) != layer:
             if not waited:
                 yield Turn(tuple(nodes))
                 nodes = []
-            layer, waited = here, False
+            layer, waited = next_layer, False
         nodes.append(node)
     yield Turn(tuple(nodes))
 
@@ -141,8 +141,8 @@ def early_starts(
             yield node
 
 
-def merged(nodes: list[fx.Node], turns: list[Turn], needs: Needs, combined: set[fx.Node]) -> list[fx.Node]:
-    """Return the nodes as turns have them, each after those that it needs, `combined` ones right after these."""
+def merge_turns(nodes: list[fx.Node], turns: list[Turn], needs: Needs, combined: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes in the order of the turns, each after its needs, `combined` ones right after theirs."""
     order, missing = dict[fx.Node, None](), {node: len(needs[node]) for node in combined}
     users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in (n for n in nodes if n in combined):
@@ -170,7 +170,7 @@ def needs_of(nodes: list[fx.Node]) -> dict[fx.Node, dict[fx.Node, None]]:
     """Return the nodes of a run that come before each of them: its operands, and readers and writers of its memory."""
     inside = set(nodes)
     written = {base_of(node.args[0]) for node in nodes if is_mutable(node)}  # type: ignore[arg-type]
-    read: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # who has read it since it was last written
+    read: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # last write, and reads since, by memory
     all_needs = {}
     for node in nodes:
         needs = {operand: None for operand in node.all_input_nodes if operand in inside}

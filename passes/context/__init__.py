@@ -1,1 +1,1 @@
-"""Attention of a sequence that the ranks share."""
+"""Attention over a sequence that is sharded over ranks."""

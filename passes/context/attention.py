@@ -1,8 +1,8 @@
-"""What there is to know of an operator of attention: one record, which every pass reads.
+"""The record of an attention operator, which every pass reads.
 
-An operator takes queries, keys and values first, and gives a row for each query:
+An operator takes queries, keys and values first, and returns one row for each query:
 
-    q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f], ...  ->  [b, (g r), s, f]       r heads of queries for one of keys
+    q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f], ...  ->  [b, (g r), s, f]       r query heads share a key head
 
 `passes/context/operators.py` lists the records.
 """
@@ -29,59 +29,60 @@ Nodes = list[fx.Node]
 Specs = list[Spec]
 
 
-def products(q: tuple, k: tuple, v: tuple, *rest: Any, **named: Any) -> int:
-    """FLOPs of both products over all pairs, of the operands' shapes."""
+def attention_flops(q: tuple, k: tuple, v: tuple, *others: Any, **options: Any) -> int:
+    """Return the FLOPs of both matmuls over all pairs of query and key, from the operands' shapes."""
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
-def products_behind(gradient: tuple, q: tuple, k: tuple, v: tuple, *rest: Any, **named: Any) -> int:
-    """The same of a backward: scores once more, and the gradients of scores, values, queries and keys."""
+def attention_backward_flops(gradient: tuple, q: tuple, k: tuple, v: tuple, *others: Any, **options: Any) -> int:
+    """Return the FLOPs of the backward: scores again, and gradients of scores, values, queries and keys."""
     return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """An operator that computes attention, as graphs have it, and the one that computes its gradients.
+    """An operator that computes attention, as it appears in graphs, and the operator that computes its gradients.
 
     forward     takes queries, keys and values first
-    backward    takes the gradient of the result, then these; None where PyTorch differentiates by other operators
-    flops       of the shapes of what the operators take: of forward and backward
-    compiled    type of device -> what forward and backward are compiled as there; otherwise they are called
-    on_host     why a CUDA graph cannot record it where it is called, empty if it can
+    backward    takes the gradient of the result, then the same; None if PyTorch differentiates it with other operators
+    flops       of forward and backward: functions of the operands' shapes
+    compiled    device type -> the functions that replace forward and backward in compiled code there; without an entry
+                the operators are called
+    on_host     the reason why a CUDA graph cannot record a call of the operator, empty if it can
     """
 
     forward: OpOverload
     backward: OpOverload | None = None
-    flops: tuple[Callable[..., int], Callable[..., int]] = (products, products_behind)
+    flops: tuple[Callable[..., int], Callable[..., int]] = (attention_flops, attention_backward_flops)
     compiled: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = field(default_factory=dict)
     on_host: str = ""
 
 
 def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> AttentionCall:
-    """The call as its rank sees it, if nothing is known of what its queries see."""
+    """Return the call as its rank sees it, if nothing is known about its mask."""
     q, k, v = (tuple(ir.example(x).shape) for x in operands[:3])
     dtype, ranks, order = ir.example(operands[0]).dtype, builder.mesh[SEQUENCE_AXIS], specs[1].order
-    where = {"stride": builder.mesh.stride(SEQUENCE_AXIS), "balance": builder.balance}
-    return AttentionCall(q, k, v, dtype, ranks, zigzag=order.zigzag, in_blocks=bool(order.table), **where)
+    topology = {"stride": builder.mesh.stride(SEQUENCE_AXIS), "balance": builder.balance}
+    return AttentionCall(q, k, v, dtype, ranks, zigzag=order.zigzag, in_blocks=bool(order.table), **topology)
 
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """An operator of attention.
+    """An attention operator.
 
-    op          as models call it, on whole sequences
+    op          the operator that models call, on full sequences
     rule        its dims as factors (`attention_rule`)
-    local       what a rank runs on all keys of its queries: (builder, node, operands, runs) -> result
-    kernels     what computes it in the end; `op` itself where it is not decomposed
-    written     how a call is written for the rule, None as it is
-    dropping    a function of what drops weights, (weights, p) -> weights, and of the operator's arguments: the operator
-                with dropout; None if it has no dropout
-    causal      whether queries of a call see the keys up to their own
-    bounds      first and last of the keys that queries of a call see: keys may then be in any order, for `runs` says
-                where they lie (`passes/program/attend.py`)
-    call        what the method of context parallelism is chosen by
-    gathered    the local form on the rank's own keys where they are to be gathered, None if there is none
-    ring        the same where keys are to travel: (builder, node, operands, specs, call, method) -> result
+    local       the computation of a rank on all keys of its queries: (builder, node, operands, runs) -> result
+    kernels     the operators that finally compute it; `op` itself if it is not decomposed
+    written     a function that rewrites a call so that the rule applies, None if it applies to the call as it is
+    dropping    the operator with dropout, None if it has none: a function of (weights, p) -> weights, which drops
+                weights, and of the operator's arguments
+    causal      returns True if queries of a call see only the keys up to their own position
+    bounds      first and last key that each query of a call sees: keys may then be in any order, because `runs` gives
+                their positions (`passes/program/attend.py`)
+    call        the facts by which the method of context parallelism is chosen
+    gathered    the form that gathers the rank's keys and then attends locally, None if there is none
+    ring        the form whose keys travel: (builder, node, operands, specs, call, method) -> result
     """
 
     op: OpOverload
@@ -98,17 +99,18 @@ class AttentionOp:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The methods of context parallelism that it has a form for: heads are exchanged around any operator."""
+        """The methods of context parallelism that it supports: Ulysses exchanges heads around any operator."""
         rings = ("ring", "hybrid") if self.ring else ()
         return (*rings, *(["all_gather"] if self.gathered else []), "ulysses")
 
 
 def attention_rule(node: fx.Node, *others: str, **options: Any) -> Rule:
-    """The rule of an attention whose `others` after values have the dims written, of b, h, s; one of size one has none.
+    """Return an attention's rule; `others` spell the dims of operands after values in b, h, s, or 1.
 
-    A sequence that attends to itself may be sharded on `cp`; where keys are others than queries, they are whole.
+    Dims of size 1 are not sharded. Self-attention may be sharded on `cp`. If there are other keys than queries, the
+    keys stay unsharded.
     """
-    q, k, v, *rest = tensor_operands(node)
+    q, k, v, *more_nodes = tensor_operands(node)
     (b, h, s, _), (_, g, t, _) = (tuple(ir.example(x).shape) for x in (q, k))
     lead: Names = ("b",) if b != 1 else ()
     heads: Names = ("g", "r") if h != g else ("g",)
@@ -118,7 +120,7 @@ def attention_rule(node: fx.Node, *others: str, **options: Any) -> Rule:
     sizes = bind_sizes(dims, [list(ir.example(x).shape) for x in (q, k, v)])
     names = {"b": lead, "h": heads, "s": (query,), "1": ()}
     return Rule(
-        (*dims, *(dims_of(x, [names[letter] for letter in text]) for x, text in zip(rest, others, strict=True))),
+        (*dims, *(dims_of(x, [names[letter] for letter in text]) for x, text in zip(more_nodes, others, strict=True))),
         ((*queries, ("f",)),),
         sizes,
         **{"whole": frozenset({"k", "e", "f"}), "only": {query: CONTEXT}} | options,
@@ -126,23 +128,23 @@ def attention_rule(node: fx.Node, *others: str, **options: Any) -> Rule:
 
 
 def dims_of(x: fx.Node, names: Sequence[Names]) -> tuple[Names, ...]:
-    """The dims of an operand that has the last of `names`, each whole or one entry for all."""
+    """Return the dims of an operand, aligned with the end of `names`; dims of size 1 are not sharded."""
     shape = ir.example(x).shape
     return tuple(() if n == 1 else name for n, name in zip(shape, names[len(names) - len(shape) :], strict=True))
 
 
 def heads_repeated(op: OpOverload) -> Callable[..., Tensor]:
-    """The operator with each head of keys and values repeated for its group of heads of queries."""
+    """Return the operator with each key and value head repeated for its group of query heads."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
         groups = q.shape[-3] // k.shape[-3]
-        same = {name: False for name in options if name == "enable_gqa"}
-        return op(q, repeat_heads(k, groups), repeat_heads(v, groups), *rest, **options | same)
+        gqa_off = {name: False for name in options if name == "enable_gqa"}
+        return op(q, repeat_heads(k, groups), repeat_heads(v, groups), *others, **options | gqa_off)
 
     return run
 
 
 def repeat_heads(x: Tensor, groups: int) -> Tensor:
-    """[..., g, t, d] -> [..., g * groups, t, d]."""
+    """Return [..., g, t, d] as [..., g * groups, t, d]."""
     *lead, heads, rows, width = x.shape
     return x.unsqueeze(-3).expand(*lead, heads, groups, rows, width).flatten(-4, -3)

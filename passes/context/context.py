@@ -1,11 +1,11 @@
-"""Context parallelism: attention of a sequence that `cp` shards, by a method chosen for each call (`call.py`).
+"""Context parallelism: attention over a sequence that `cp` shards, by a method chosen for each call (`call.py`).
 
     ring         keys and values travel around the ranks (`passes/context/ring.py`): O(S/P) of them a rank
-    all_gather   keys and values are gathered, one kernel call: any mask, also one with a gradient
-    ulysses      heads are exchanged for sequence, each rank attends with its heads over all of it (arXiv 2309.14509)
+    all_gather   keys and values are gathered, one kernel call: any mask, also with a gradient
+    ulysses      heads are exchanged for sequence; each rank attends with its heads over all of it (arXiv 2309.14509)
     hybrid       ulysses among U neighbours, ring across P/U such groups (arXiv 2405.07719)
 
-What an operator does of it, its record says (`attention.py`).
+The operator's record (`attention.py`) says what it computes in each.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from passes.program.spec import Spec
 def emit(
     record: AttentionOp, builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs
 ) -> fx.Node:
-    """Attention on the rank's queries; where keys are sharded as they are, by the method asked for."""
+    """Insert attention of the rank's queries; if keys are sharded on `cp` like queries, use the configured method."""
     if AXIS not in specs[1].sharded or specs[1].dims[-2][0].axes != (AXIS,):
         return record.local(builder, node, operands, None)
     call = replace(record.call(builder, node, operands, specs), forms=record.forms)
-    method, why = call.choose(builder.context_method)
+    method, reason = call.choose(builder.context_method)
     if not method:
-        raise ir.Refused("shard", node, f"{node.target} cannot run over mesh.{AXIS}={call.parts}: {why}")
-    builder.notes.append(note(node, call, method, why))
+        raise ir.Refused("shard", node, f"{node.target} cannot run over mesh.{AXIS}={call.parts}: {reason}")
+    builder.notes.append(note(node, call, method, reason))
     as_held, runs = record.bounds is not None and bool(specs[1].order.table), None
     if as_held and method in ("all_gather", "ulysses"):
         runs = builder.trace(torch.flatten, starts_of(builder, specs[1], 1))
     if method == "all_gather":
         return record.gathered(builder, node, operands, specs, runs)  # type: ignore[misc]
-    inner = call.exchanging(method)
+    inner = call.exchange_size(method)
 
     def attention(operands: Nodes) -> fx.Node:
         if inner == call.parts:
@@ -53,39 +53,39 @@ def emit(
 
     if inner == 1:
         return attention(operands)
-    return exchanged(builder, operands, specs, call, inner, attention, heads_of(record, node), as_held)
+    return exchange_heads(builder, operands, specs, call, inner, attention, heads_of(record, node), as_held)
 
 
 def heads_of(record: AttentionOp, node: fx.Node) -> list[int | None]:
-    """Of each operand after values, the dim that has the heads of queries, None if it has none."""
-    query, _, _, *rest = record.rule(node).operands
-    return [dims.index(query[1]) if query[1] in dims else None for dims in rest]
+    """Return, for each operand after values, its dim of query heads, or None if it has none."""
+    query, _, _, *others = record.rule(node).operands
+    return [dims.index(query[1]) if query[1] in dims else None for dims in others]
 
 
-def note(node: fx.Node, call: AttentionCall, method: str, why: str) -> str:
-    """A line for the report."""
+def note(node: fx.Node, call: AttentionCall, method: str, reason: str) -> str:
+    """Return a line for the report."""
     rings = method in ("ring", "hybrid") and call.pairs is not None
-    steps = f"; anything is seen in steps {call.steps(call.exchanging(method))}" if rings else ""
-    sent, held = call.sent_bytes(method), call.kept_bytes(method)
-    which = f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {why}{steps}"
-    return f"{which}; {sent:,} bytes sent, {held:,} of keys and values held at once"
+    steps = f"; needed steps: {call.steps(call.exchange_size(method))}" if rings else ""
+    sent, held_bytes = call.sent_bytes(method), call.kept_bytes(method)
+    choice = f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {reason}{steps}"
+    return f"{choice}; {sent:,} bytes sent, {held_bytes:,} bytes of keys and values held at once"
 
 
 def gather(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
-    """A sequence gathered from the ranks that share it, a copy whose gradients are summed."""
+    """Gather a sequence from the ranks that share it; gradients of the copies are summed."""
     dims = (*spec.dims[:-2], (replace(spec.dims[-2][0], axes=()), *spec.dims[-2][1:]), spec.dims[-1])
     return builder.convert(x, spec, replace(spec, dims=dims, replicate=(*spec.replicate, AXIS)), True, None)
 
 
 def gather_as_held(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
-    """The same, one rank's entries after the other's, padding among them."""
+    """Gather a sequence in rank order: the entries of one rank after those of the next, with padding."""
     parts, dim = builder.mesh[AXIS], len(spec.dims) - 2
-    held = parts * ir.example(x).shape[dim]
-    return builder.call(reshard.all_gather, (x, dim, AXIS, parts, held, ir.example(x).dtype, None))
+    size = parts * ir.example(x).shape[dim]
+    return builder.call(reshard.all_gather, (x, dim, AXIS, parts, size, ir.example(x).dtype, None))
 
 
 def starts_of(builder: Builder, spec: Spec, inner: int) -> fx.Node:
-    """Where the runs of keys begin that each group of `inner` ranks holds, in its order: i64[P / inner, runs]."""
+    """Return the first position of each key run of each group of `inner` ranks, in its order: i64[P / inner, runs]."""
     mesh, (factor, *_) = builder.mesh, spec.dims[-2]
     parts, chunk = mesh[AXIS] // inner, factor.local(mesh) // factor.order.chunks
     if factor.order.table:
@@ -94,7 +94,7 @@ def starts_of(builder: Builder, spec: Spec, inner: int) -> fx.Node:
     return builder.trace(lambda at: run_starts(parts, inner * chunk, zigzag, at.device), builder.coordinates[AXIS])
 
 
-def exchanged(
+def exchange_heads(
     builder: Builder,
     operands: Nodes,
     specs: Specs,
@@ -104,11 +104,10 @@ def exchanged(
     heads: list[int | None],
     as_held: bool,
 ) -> fx.Node:
-    """Heads exchanged for sequence among `inner` neighbours, attention, and sequence for heads after.
+    """Exchange heads for sequence among `inner` neighbours, attend, and exchange sequence for heads.
 
-    What comes with queries (`specs` 3 and on) is gathered along the dim that cp shards; of what differs by head, along
-    the dim in `heads`, a rank takes that of its heads. Entries are put into their own order, unless they are taken
-    `as_held`.
+    Operands after values (`specs` 3 and on) are gathered along the dim that cp shards. If one differs by head along its
+    dim in `heads`, a rank takes the entries of its heads. Entries are put into natural order unless `as_held`.
     """
     q, k, v, *rows = operands
     parts, axis = call.parts, AXIS if inner == call.parts else f"{AXIS}.inner{inner}"
@@ -116,17 +115,17 @@ def exchanged(
     in_order = as_held or order.is_plain
     table = [builder.coordinates[BLOCKS]] if order.table else []
 
-    def natural(x: fx.Node, spec: Spec, dim: int, held: int) -> fx.Node:
+    def natural(x: fx.Node, spec: Spec, dim: int, size: int) -> fx.Node:
         if as_held:
             return x
-        kept = spec.dims[dim][0].size if inner == parts else held
+        length = spec.dims[dim][0].size if inner == parts else size
         if in_order:
-            return builder.trace(lambda x: x.narrow(dim, 0, kept), x)
-        return builder.trace(lambda x, *table: to_natural_order(x, dim, inner, kept, *table), x, *table)
+            return builder.trace(lambda x: x.narrow(dim, 0, length), x)
+        return builder.trace(lambda x, *table: to_natural_order(x, dim, inner, length, *table), x, *table)
 
     def exchange(x: fx.Node, spec: Spec) -> fx.Node:
-        held = inner * ir.example(x).shape[2]
-        return natural(builder.call(reshard.all_to_all, (x, 1, 2, held, axis, inner)), spec, 2, held)
+        size = inner * ir.example(x).shape[2]
+        return natural(builder.call(reshard.all_to_all, (x, 1, 2, size, axis, inner)), spec, 2, size)
 
     def own_heads(x: fx.Node, dim: int | None) -> fx.Node:
         if dim is None:
@@ -141,9 +140,9 @@ def exchanged(
         if AXIS not in spec.sharded:
             return x
         (dim,) = (d for d, factors in enumerate(spec.dims) if any(AXIS in f.axes for f in factors))
-        held = inner * ir.example(x).shape[dim]
+        size = inner * ir.example(x).shape[dim]
         return natural(
-            builder.call(reshard.all_gather, (x, dim, axis, inner, held, ir.example(x).dtype, None)), spec, dim, held
+            builder.call(reshard.all_gather, (x, dim, axis, inner, size, ir.example(x).dtype, None)), spec, dim, size
         )
 
     if (copies := call.copies(inner)) > 1:
@@ -165,15 +164,15 @@ def ring_attention(
     score: str | None = None,
     row: int | None = None,
 ) -> fx.Node:
-    """One local operator, in line when the program is finished; across groups of ranks that exchange heads."""
-    inner, size = call.exchanging(method), specs[1].dims[-2][0].size
+    """Insert one local operator, inlined when the program is finished; a ring across groups that exchange heads."""
+    inner, size = call.exchange_size(method), specs[1].dims[-2][0].size
     axis, axis_index = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.coordinates[AXIS]
-    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row)
-    key = (how, len(operands))
+    definition = ring.Ring(
+        axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row
+    )
+    key = (definition, len(operands))
     if key not in builder.operators:
         builder.operators[key] = ring.operator(*key)
     if inner > 1:
         axis_index = builder.trace(lambda at: at // inner, axis_index)
     return builder.call(operator.getitem, (builder.call(builder.operators[key], (*operands, axis_index)), 0))
-
-

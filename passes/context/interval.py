@@ -1,4 +1,4 @@
-"""`ct::interval_attention`, in which each query sees an interval of keys: its record."""
+"""The record of `ct::interval_attention`, in which each query sees an interval of keys."""
 
 from __future__ import annotations
 
@@ -21,39 +21,45 @@ from passes.rules.base import Rule, tensor_operands
 
 
 def rule(node: fx.Node) -> Rule:
-    """first[b, s], last[b, s] beside queries, keys and values; terms of a score function have the dims of scores.
+    """Return the rule: first[b, s] and last[b, s] next to queries, keys and values; terms have the dims of scores.
 
-    Each of them or one, but for keys.
+    A dim of a term may have size 1; terms do not vary along keys.
     """
     terms = len(tensor_operands(node)) - 5
     return attention_rule(node, "bs", "bs", *["bhs1"] * terms, pad_safe={3: 0.0, 4: 0.0})
 
 
 def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
-    """Attention of queries with their bounds, and keys where `runs` say."""
+    """Attend with the queries' bounds to keys at the positions that `runs` gives."""
     q, k, v, first, last, *terms = operands
-    found = builder.call(attend, (q, k, v, first, last, runs, terms, *node.args[-2:]))
-    return builder.call(operator.getitem, (found, 0))
+    results = builder.call(attend, (q, k, v, first, last, runs, terms, *node.args[-2:]))
+    return builder.call(operator.getitem, (results, 0))
 
 
-def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
-    """Keys and values gathered, as ranks hold them if it is known where they lie."""
+def gather_form(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
+    """Gather keys and values, in rank order if their positions are known, and attend."""
     q, k, v, *rows = operands
     together = gather if runs is None else gather_as_held
     return local(builder, node, [q, *map(partial(together, builder), (k, v), specs[1:3]), *rows], runs)
 
 
-def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str) -> fx.Node:
-    """A ring: bounds stay with their queries, keys come with the positions that they have."""
+def ring_form(
+    builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str
+) -> fx.Node:
+    """Insert a ring: bounds stay with their queries, keys come with their positions."""
     scale, score = node.args[-2:]
-    inner = call.exchanging(method)
+    inner = call.exchange_size(method)
     row = builder.row_of_hops(bounds(node), inner) if call.pairs is None else None
-    given = [*operands, starts_of(builder, specs[1], inner), *([] if row is None else [builder.coordinates[HOPS]])]
-    return ring_attention(builder, given, specs, scale, call, method, score, row)  # type: ignore[arg-type]
+    ring_operands = [
+        *operands,
+        starts_of(builder, specs[1], inner),
+        *([] if row is None else [builder.coordinates[HOPS]]),
+    ]
+    return ring_attention(builder, ring_operands, specs, scale, call, method, score, row)  # type: ignore[arg-type]
 
 
 def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> AttentionCall:
-    """The call as its rank sees it, with the ranks that meet if its bounds are those of every batch."""
+    """Return the call as its rank sees it, with the ranks that meet if the bounds are the same for every batch."""
     call, (first, last) = attention.call_of(builder, node, operands, specs), map(constant, bounds(node))
     pairs = None
     if first is not None and last is not None and not call.in_blocks:
@@ -63,7 +69,7 @@ def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> A
 
 
 def bounds(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """First and last of the keys that queries of a call see."""
+    """Return the first and last key that each query of a call sees."""
     first, last = node.args[3:5]
     return first, last  # type: ignore[return-value]
 
@@ -77,11 +83,11 @@ RECORD = AttentionOp(
             attend,
             attend_backward,
             compiled={"cuda": (flex.forward, flex.backward)},
-            on_host="reads its bounds on the host where it is not compiled; use lower.backend=inductor",
+            on_host="reads its bounds on the host if it is not compiled; use lower.backend=inductor",
         ),
     ),
     bounds=bounds,
     call=call_of,
-    gathered=gathered,
-    ring=around,
+    gathered=gather_form,
+    ring=ring_form,
 )

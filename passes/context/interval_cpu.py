@@ -1,7 +1,7 @@
-"""Attention by interval on the CPU: blocks that some query sees and no others, each by a kernel of attention.
+"""Attention by interval on the CPU: only the blocks that some query sees, each by an attention kernel.
 
-Time and memory follow the pairs that see each other, and no mask is ever whole. The eager backend runs the same on
-CUDA, where it waits for the bounds.
+Time and memory follow the number of visible pairs, and no full mask is ever in memory. The eager backend runs the same
+code on CUDA, where it waits for the bounds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from passes.context import kernels
-from passes.context.kernels import Block, wide
+from passes.context.kernels import Block, wide_dtype
 from passes.program.attend import evaluate, library
 
-ROWS, KEYS = 128, 4096  # of a tile that has a mask of its own
-FEW = 48  # queries that see alike are not worth a call of their own
-TRIANGLE = 2047  # rows of the largest that is cut into strips: flash attention computes all pairs of small ones
-ENOUGH = 2**25  # pairs, heads and widths multiplied: as much work as hides what a call costs
+ROWS, KEYS = 128, 4096  # largest tile with a mask of its own
+FEW = 48  # fewer queries with a common interval than this are not worth a call of their own
+TRIANGLE = 2047  # triangles of up to so many rows are cut into strips: flash attention computes all pairs of small ones
+ENOUGH = 2**25  # pairs times heads times widths: enough work to hide the cost of a call
 
 
 class Tile(NamedTuple):
-    """A tile of queries over one range of keys: full, causal (each row one key fewer than the next), or by bounds."""
+    """Queries over one range of keys: full, causal (each row sees one key fewer than the next), or by bounds."""
 
     rows: slice
     keys: slice
@@ -35,11 +35,11 @@ class Tile(NamedTuple):
 
 
 def pieces(first: Tensor, last: Tensor, largest: int = TRIANGLE) -> Iterator[Tile]:
-    """What queries see of the keys of one run, by `first` and `last` among these, i64[s]; no two pieces meet.
+    """Yield disjoint tiles that cover all keys of one run that queries see, within bounds `first` and `last`, i64[s].
 
     Triangles of up to `largest` rows are cut into strips.
     """
-    rows, start, mixed = len(first), 0, 0  # from `mixed` on, queries wait to be put into one tile
+    rows, start, mixed = len(first), 0, 0  # queries from `mixed` on wait for a common tile
     rise = last.diff()
     kinds = torch.where(first.diff() == 0, torch.where(rise == 0, 1, torch.where(rise == 1, 2, 0)), 0)
     turns = iter([*(torch.nonzero(kinds.diff()).flatten() + 1).tolist(), len(kinds)])
@@ -47,7 +47,7 @@ def pieces(first: Tensor, last: Tensor, largest: int = TRIANGLE) -> Iterator[Til
     while start < rows:
         while turn <= start < len(kinds):
             turn = next(turns)
-        kind = int(kinds[start]) if start < len(kinds) else 0  # how the next query sees otherwise than this one
+        kind = int(kinds[start]) if start < len(kinds) else 0  # the next query's keys; 1: the same, 2: one more
         end = turn + 1 if kind else start + 1
         if end - start >= FEW:
             yield from tile(first, last, mixed, start)
@@ -61,12 +61,12 @@ def pieces(first: Tensor, last: Tensor, largest: int = TRIANGLE) -> Iterator[Til
 
 
 def alike_rows(rows: slice, first: int, last: int, rises: bool, largest: int) -> Iterator[Tile]:
-    """Queries that see from one key on, to one key or each a key further than the one before."""
+    """Yield tiles of queries with one first key, whose last key is the same or rises by one from query to query."""
     if not rises:
         if last > first:
             yield Tile(rows, slice(first, last))
         return
-    if last <= first:  # the first ones see nothing
+    if last <= first:  # the first queries see nothing
         rows, last = slice(rows.start + first + 1 - last, rows.stop), first + 1
     if last - 1 > first:
         yield Tile(rows, slice(first, last - 1))
@@ -74,7 +74,7 @@ def alike_rows(rows: slice, first: int, last: int, rises: bool, largest: int) ->
 
 
 def triangle(rows: slice, first: int, largest: int) -> Iterator[Tile]:
-    """Queries of which each sees from `first` on a key more than the one before, as it is or in strips."""
+    """Yield a triangle, uncut or in strips: queries that see keys from `first` on, each one more than the last."""
     size = rows.stop - rows.start
     for start in range(0, size, ROWS if size <= largest else size):
         end = min(start + ROWS, size) if size <= largest else size
@@ -82,15 +82,15 @@ def triangle(rows: slice, first: int, largest: int) -> Iterator[Tile]:
 
 
 def tile(first: Tensor, last: Tensor, start: int, end: int) -> Iterator[Tile]:
-    """Queries that see differently, with the keys that any of them sees."""
+    """Yield one tile of queries with different bounds, over the keys that any of them sees."""
     lower, upper = first[start:end], last[start:end]
     if (sees := upper > lower).any():
         yield Tile(slice(start, end), slice(int(lower[sees].min()), int(upper[sees].max())), masked=True)
 
 
-def tiled(found: Iterator[Tile], rows: int = ROWS, keys: int = KEYS) -> Iterator[Tile]:
-    """Pieces cut into tiles, for kernels that hold the scores of all they are given."""
-    for piece in found:
+def cut_into_tiles(tiles: Iterator[Tile], rows: int = ROWS, keys: int = KEYS) -> Iterator[Tile]:
+    """Cut pieces into tiles, for kernels that hold the scores of their whole input."""
+    for piece in tiles:
         for row in range(piece.rows.start, piece.rows.stop, rows):
             for key in range(piece.keys.start, piece.keys.stop, keys):
                 limits = min(row + rows, piece.rows.stop), min(key + keys, piece.keys.stop)
@@ -98,74 +98,74 @@ def tiled(found: Iterator[Tile], rows: int = ROWS, keys: int = KEYS) -> Iterator
 
 
 class Part(NamedTuple):
-    """A piece of some sequences of the batch: the number of its run, which ones, its queries, its keys among all."""
+    """A piece of some sequences: index of its run, batch entries, queries, and keys as indices into all keys."""
 
     run: int
     batch: slice
     rows: slice
     keys: slice
     causal: bool
-    own: Block | None  # what a kernel is told, where it is not the same for all of one size
+    options: Block | None  # kernel options, if they differ between parts of one size
 
-    def here(self) -> tuple[slice, slice, slice]:
+    def query_index(self) -> tuple[slice, slice, slice]:
         return self.batch, slice(None), self.rows
 
-    def near(self) -> tuple[slice, slice, slice]:
+    def key_index(self) -> tuple[slice, slice, slice]:
         return self.batch, slice(None), self.keys
 
 
-def calls(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[tuple[list[Part], Block]]:
-    """All that queries see of keys, by call of a kernel: parts of one size that share no query, and what it is told."""
+def calls(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence) -> Iterator[tuple[list[Part], Block]]:
+    """Yield the kernel calls: parts of one size that share no query, with the kernel's options."""
     waiting: dict[tuple[int, int, int, bool], list[Part]] = defaultdict(list)
-    for part in parts(q, k, v, given):
-        if part.own:
-            yield [part], part.own
+    for part in parts(q, k, v, arguments):
+        if part.options:
+            yield [part], part.options
             continue
         rows, keys = part.rows.stop - part.rows.start, part.keys.stop - part.keys.start
         kind = part.run, rows, keys, part.causal
         waiting[kind].append(part)
         if len(waiting[kind]) * rows * keys * q.shape[1] * (q.shape[-1] + v.shape[-1]) >= ENOUGH:
-            yield waiting.pop(kind), _alike(rows, keys, part.causal, given[4], q)
-    for (_, rows, keys, causal), together in waiting.items():
-        yield together, _alike(rows, keys, causal, given[4], q)
+            yield waiting.pop(kind), _shared_options(rows, keys, part.causal, arguments[4], q)
+    for (_, rows, keys, causal), group in waiting.items():
+        yield group, _shared_options(rows, keys, causal, arguments[4], q)
 
 
-def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
-    """All that queries see of keys."""
-    first, last, runs, terms, scale, score = given
+def parts(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence) -> Iterator[Part]:
+    """Yield all parts: together they cover every pair of a query and a key that it sees."""
+    first, last, runs, terms, scale, score = arguments
     first, last = first.cpu(), last.cpu()
-    found_runs = [(0, 0, k.shape[2])] if runs is None else joined(runs.tolist(), k.shape[2] // len(runs))
+    key_runs = [(0, 0, k.shape[2])] if runs is None else merge_runs(runs.tolist(), k.shape[2] // len(runs))
     plain = bool(score) or kernels.is_plain(q, v)
     largest = k.shape[2] if plain else TRIANGLE if q.device.type == "cpu" else 0
-    for b, (run, (near_start, start, held)) in itertools.product(range(first.shape[0]), enumerate(found_runs)):
+    for b, (run, (first_key, start, count)) in itertools.product(range(first.shape[0]), enumerate(key_runs)):
         batch = slice(b, b + 1) if first.shape[0] > 1 else slice(0, q.shape[0])
-        lower, upper = ((x[b] - start).clamp(0, held) for x in (first, last))
-        seen = upper > lower
-        bounds = [torch.where(seen, x, 0) for x in (lower, upper)]
-        found = pieces(bounds[0], bounds[1], largest)
-        for piece in tiled(found) if plain else found:
-            near = slice(near_start + piece.keys.start, near_start + piece.keys.stop)
-            far = slice(start + piece.keys.start, start + piece.keys.stop)
-            change = _change(score, terms, batch, piece.rows, far) if score else None
+        lower, upper = ((x[b] - start).clamp(0, count) for x in (first, last))
+        visible = upper > lower
+        bounds = [torch.where(visible, x, 0) for x in (lower, upper)]
+        tiles = pieces(bounds[0], bounds[1], largest)
+        for piece in cut_into_tiles(tiles) if plain else tiles:
+            key_slice = slice(first_key + piece.keys.start, first_key + piece.keys.stop)
+            position_slice = slice(start + piece.keys.start, start + piece.keys.stop)
+            change = _change(score, terms, batch, piece.rows, position_slice) if score else None
             mask = _mask(piece, bounds[0], bounds[1], q) if piece.masked else None
-            own = Block(scale=scale, mask=mask, change=change) if piece.masked or score else None
-            yield Part(run, batch, piece.rows, near, piece.causal, own)
+            options = Block(scale=scale, mask=mask, change=change) if piece.masked or score else None
+            yield Part(run, batch, piece.rows, key_slice, piece.causal, options)
 
 
-def joined(starts: Sequence[int], size: int) -> list[tuple[int, int, int]]:
-    """(first key among all, its position, how many) of runs of one size, which are joined where one follows another."""
-    found: list[tuple[int, int, int]] = []
+def merge_runs(starts: Sequence[int], size: int) -> list[tuple[int, int, int]]:
+    """Return (index of the first key, its position, number of keys) of runs of one size; adjacent runs are merged."""
+    merged: list[tuple[int, int, int]] = []
     for number, start in enumerate(starts):
-        first, position, count = found[-1] if found else (0, -1, 0)
+        first, position, count = merged[-1] if merged else (0, -1, 0)
         if position + count == start and count:
-            found[-1] = (first, position, count + size)
+            merged[-1] = (first, position, count + size)
         else:
-            found.append((number * size, start, size))
-    return found
+            merged.append((number * size, start, size))
+    return merged
 
 
-def _alike(rows: int, keys: int, causal: bool, scale: float | None, q: Tensor) -> Block:
-    """What a kernel is told where all queries see all keys, or the last one all and each before it a key less."""
+def _shared_options(rows: int, keys: int, causal: bool, scale: float | None, q: Tensor) -> Block:
+    """Return kernel options if all queries see all keys, or the last one all and each one before it a key fewer."""
     if not causal or rows == keys:
         return Block(causal, scale)
     return Block(scale=scale, mask=_end_of_causal(rows, keys, q.dtype, q.device))
@@ -173,7 +173,7 @@ def _alike(rows: int, keys: int, causal: bool, scale: float | None, q: Tensor) -
 
 @functools.lru_cache(maxsize=32)
 def _end_of_causal(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The mask of the last rows of a triangle."""
+    """Return the mask of the last rows of a triangle."""
     return torch.zeros(rows, keys, dtype=dtype, device=device).masked_fill_(
         torch.ones(rows, keys, dtype=torch.bool, device=device).triu(keys - rows + 1), -torch.inf
     )[None, None]
@@ -186,46 +186,58 @@ def _mask(piece: Tile, first: Tensor, last: Tensor, q: Tensor) -> Tensor:
 
 
 def _change(score: str, terms: Sequence[Tensor], batch: slice, rows: slice, keys: slice) -> Callable[[Tensor], Tensor]:
-    """The score function on one block of scores."""
-    near = [x[batch if x.shape[0] > 1 else slice(None), :, rows if x.shape[2] > 1 else slice(None)] for x in terms]
+    """Return the score function applied to one block of scores."""
+    local_terms = [
+        x[batch if x.shape[0] > 1 else slice(None), :, rows if x.shape[2] > 1 else slice(None)] for x in terms
+    ]
     positions = torch.arange(keys.start, keys.stop)
-    return lambda scores: evaluate(score, scores, positions.to(scores.device), near)
+    return lambda scores: evaluate(score, scores, positions.to(scores.device), local_terms)
 
 
 def _stacked(x: Tensor, places: Sequence[tuple[slice, ...]]) -> Tensor:
-    """What lies at places of one size, as one batch."""
+    """Concatenate slices of one size along the batch dim."""
     return x[places[0]] if len(places) == 1 else torch.cat([x[place] for place in places])
 
 
 @torch.library.impl(library, "attend", "CPU")
 @torch.library.impl(library, "attend", "CUDA")
-def _attend(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor]:
-    kind = wide(q.dtype)
+def _attend(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+    kind = wide_dtype(q.dtype)
     out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=kind, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
-    for together, block in calls(q, k, v, given):
-        here, near = [part.here() for part in together], [part.near() for part in together]
-        found, level = kernels.forward(_stacked(q, here), _stacked(k, near), _stacked(v, near), block)
-        before = _stacked(lse, here)
+    for group, block in calls(q, k, v, arguments):
+        query_slices, key_slices = [part.query_index() for part in group], [part.key_index() for part in group]
+        block_out, block_lse = kernels.forward(
+            _stacked(q, query_slices), _stacked(k, key_slices), _stacked(v, key_slices), block
+        )
+        before = _stacked(lse, query_slices)
         if (before > -torch.inf).any():
-            found, level = kernels.merge((_stacked(out, here), before), (found.to(kind), level))
-        for place, x, y in zip(here, found.chunk(len(here)), level.chunk(len(here)), strict=True):
+            block_out, block_lse = kernels.merge((_stacked(out, query_slices), before), (block_out.to(kind), block_lse))
+        for place, x, y in zip(
+            query_slices, block_out.chunk(len(query_slices)), block_lse.chunk(len(query_slices)), strict=True
+        ):
             out[place], lse[place] = x, y
     return out.to(q.dtype), lse
 
 
 @torch.library.impl(library, "attend_backward", "CPU")
 @torch.library.impl(library, "attend_backward", "CUDA")
-def _attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given):
-    kind = wide(q.dtype)
+def _attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments):
+    kind = wide_dtype(q.dtype)
     totals = [torch.zeros(x.shape, dtype=kind, device=q.device) for x in (q, k, v)]
-    for together, block in calls(q, k, v, given):
-        here, near = [part.here() for part in together], [part.near() for part in together]
-        keys, values = _stacked(k, near), _stacked(v, near)
-        found = kernels.backward(
-            _stacked(gradient, here), _stacked(q, here), keys, values, _stacked(out, here), _stacked(lse, here), block
+    for group, block in calls(q, k, v, arguments):
+        query_slices, key_slices = [part.query_index() for part in group], [part.key_index() for part in group]
+        keys, values = _stacked(k, key_slices), _stacked(v, key_slices)
+        gradients = kernels.backward(
+            _stacked(gradient, query_slices),
+            _stacked(q, query_slices),
+            keys,
+            values,
+            _stacked(out, query_slices),
+            _stacked(lse, query_slices),
+            block,
         )
-        for total, places, shares in zip(totals, (here, near, near), found, strict=True):
+        for total, places, shares in zip(totals, (query_slices, key_slices, key_slices), gradients, strict=True):
             for place, share in zip(places, shares.chunk(len(places)), strict=True):
                 total[place] += share
     return tuple(total.to(x.dtype) for total, x in zip(totals, (q, k, v)))

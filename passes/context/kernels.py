@@ -1,4 +1,4 @@
-"""Attention of local blocks with its log-sum-exp, by device: what ring attention is made of.
+"""Attention of local blocks with its log-sum-exp, by device, for ring attention.
 
 q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]; a mask is additive, in the dtype of q, broadcast over [b, (g r), s, t].
 """
@@ -22,7 +22,7 @@ Part = tuple[Tensor, Tensor]  # a result and its log-sum-exp, in fp32 or wider
 
 
 class Block(NamedTuple):
-    """What a kernel is told beside its tensors; `change` is a function of the scores, applied before the mask."""
+    """A kernel's options; `change` is a function of the scores, applied before the mask."""
 
     causal: bool = False
     scale: float | None = None
@@ -30,13 +30,13 @@ class Block(NamedTuple):
     change: Callable[[Tensor], Tensor] | None = None
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which results are merged and gradients added: fp64 for fp64, else fp32."""
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which results are merged and gradients added: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(a: Part | None, b: Part) -> Part:
-    """The attention over both sets of keys; a row that saw nothing yet has a log-sum-exp of -inf."""
+    """Merge attention over two sets of keys; a row that saw nothing yet has a log-sum-exp of -inf."""
     if a is None:
         return b
     lse = torch.logaddexp(a[1], b[1])
@@ -45,7 +45,7 @@ def merge(a: Part | None, b: Part) -> Part:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """(out[b, h, s, f], lse[b, h, s] in fp32 or wider); a row that sees nothing has zeros and -inf."""
+    """Return (out[b, h, s, f], lse[b, h, s] in fp32 or wider); a row that sees nothing has zeros and -inf."""
     run, _ = kernel_for(q, v, block)
     out, lse = run(q, k, v, block)
     if block.mask is not None:
@@ -58,13 +58,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tens
 def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of the gradients of q, k and v, given the result over all blocks."""
+    """Return this block's share of the gradients of q, k and v, given the result over all blocks."""
     _, run = kernel_for(q, v, block)
     return run(gradient, q, k, v, out, torch.where(lse > -math.inf, lse, 0.0), block)
 
 
 def kernel_for(q: Tensor, v: Tensor, block: Block) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward by device: flash where it can, else plain operators."""
+    """Return forward and backward for the device: flash attention if possible, otherwise plain operators."""
     width = max(q.shape[-1], v.shape[-1])
     if block.change is not None:
         return _math, _math_backward
@@ -77,43 +77,43 @@ def kernel_for(q: Tensor, v: Tensor, block: Block) -> tuple[Callable[..., Any], 
 
 
 def is_plain(q: Tensor, v: Tensor) -> bool:
-    """Whether attention without a mask takes plain operators here, which hold the scores of all they are given."""
+    """Return True if attention without a mask uses plain operators here, which hold the scores of their whole input."""
     return kernel_for(q, v, Block())[0] is _math
 
 
-def of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Heads of queries, keys and values as wide as the widest: zeros that follow add nothing to scores or results."""
-    return [padded(x, max(y.shape[-1] for y in tensors)) for x in tensors]
+def pad_to_widest(*tensors: Tensor) -> list[Tensor]:
+    """Pad heads of queries, keys and values to the widest: trailing zeros add nothing to scores or results."""
+    return [pad_to_width(x, max(y.shape[-1] for y in tensors)) for x in tensors]
 
 
-def padded(x: Tensor, width: int) -> Tensor:
-    """Heads with zeros up to a width."""
+def pad_to_width(x: Tensor, width: int) -> Tensor:
+    """Pad heads with zeros to a width."""
     return x if x.shape[-1] == width else F.pad(x, [0, width - x.shape[-1]])
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """What scores are multiplied by, stated for queries as wide as these."""
+    """Return the factor of the scores, by default that of the queries' width; needed when these get padded."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     scale = scale_of(q, block.scale)
-    out, lse = kernel(*of_one_width(q, k, v), 0.0, block.causal, attn_mask=block.mask, scale=scale)
+    out, lse = kernel(*pad_to_widest(q, k, v), 0.0, block.causal, attn_mask=block.mask, scale=scale)
     return out.narrow(-1, 0, v.shape[-1]).contiguous(), lse.contiguous()
 
 
 def _flash_cpu_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the forward kernel leaves it
-    alike, scale = of_one_width(gradient, q, k, v, out), scale_of(q, block.scale)
-    found = kernel(*alike, lse, 0.0, block.causal, attn_mask=block.mask, scale=scale)
-    return _as_given(found, q, k, v)
+    tensors, scale = pad_to_widest(gradient, q, k, v, out), scale_of(q, block.scale)
+    gradients = kernel(*tensors, lse, 0.0, block.causal, attn_mask=block.mask, scale=scale)
+    return _cut_to_widths(gradients, q, k, v)
 
 
 def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     kernel = aten._scaled_dot_product_flash_attention.default
-    out, lse, *_ = kernel(*of_one_width(q, k, v), 0.0, block.causal, scale=scale_of(q, block.scale))
+    out, lse, *_ = kernel(*pad_to_widest(q, k, v), 0.0, block.causal, scale=scale_of(q, block.scale))
     return out.narrow(-1, 0, v.shape[-1]).contiguous(), lse.contiguous()
 
 
@@ -121,43 +121,43 @@ def _flash_cuda_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Ten
     kernel = aten._scaled_dot_product_flash_attention_backward.default
     sizes = (None, None, q.shape[2], k.shape[2])
     random = [torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]  # nothing is dropped
-    alike, scale = of_one_width(gradient, q, k, v, out), scale_of(q, block.scale)
-    return _as_given(kernel(*alike, lse, *sizes, 0.0, block.causal, *random, scale=scale), q, k, v)
+    tensors, scale = pad_to_widest(gradient, q, k, v, out), scale_of(q, block.scale)
+    return _cut_to_widths(kernel(*tensors, lse, *sizes, 0.0, block.causal, *random, scale=scale), q, k, v)
 
 
-def _as_given(gradients: Sequence[Tensor], *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients as wide as what they are of."""
-    found = zip(gradients, tensors, strict=True)
-    return tuple(gradient.narrow(-1, 0, x.shape[-1]).contiguous() for gradient, x in found)  # type: ignore[return-value]
+def _cut_to_widths(gradients: Sequence[Tensor], *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut gradients to the widths of their tensors."""
+    pairs = zip(gradients, tensors, strict=True)
+    return tuple(gradient.narrow(-1, 0, x.shape[-1]).contiguous() for gradient, x in pairs)  # type: ignore[return-value]
 
 
-def _products(q: Tensor, k: Tensor, block: Block) -> Tensor:
-    """Scaled products of queries and keys in fp32 or wider, [b, g, r, s, t]."""
+def _scaled_scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
+    """Return the scaled matmul of queries and keys in fp32 or wider, [b, g, r, s, t]."""
     b, h, s, e = q.shape
     scale = scale_of(q, block.scale)
-    grouped = q.to(wide(q.dtype)).reshape(b, k.shape[1], h // k.shape[1], s, e)
-    return grouped @ k.to(wide(q.dtype)).unsqueeze(2).transpose(-1, -2) * scale
+    grouped = q.to(wide_dtype(q.dtype)).reshape(b, k.shape[1], h // k.shape[1], s, e)
+    return grouped @ k.to(wide_dtype(q.dtype)).unsqueeze(2).transpose(-1, -2) * scale
 
 
-def _changed(products: Tensor, block: Block) -> Tensor:
-    """What the block's function makes of them."""
+def _apply_change(scores: Tensor, block: Block) -> Tensor:
+    """Apply the block's score function."""
     if block.change is None:
-        return products
-    return block.change(products.flatten(1, 2)).view(products.shape)
+        return scores
+    return block.change(scores.flatten(1, 2)).view(scores.shape)
 
 
-def _unchanged(gradient: Tensor, products: Tensor, block: Block) -> Tensor:
-    """The gradient of what the block's function was given, from that of what it made."""
+def _change_gradient(gradient: Tensor, scores: Tensor, block: Block) -> Tensor:
+    """Return the gradient through the block's score function."""
     if block.change is None:
         return gradient
     with gradients_inside():
-        given = products.detach().requires_grad_()
-        (found,) = torch.autograd.grad(_changed(given, block), given, gradient)
-    return found
+        leaf = scores.detach().requires_grad_()
+        (score_gradient,) = torch.autograd.grad(_apply_change(leaf, block), leaf, gradient)
+    return score_gradient
 
 
 def _masked(scores: Tensor, block: Block) -> Tensor:
-    """Scores, -inf where a query does not see a key."""
+    """Return the scores, -inf where a query does not see a key."""
     b, g, r, s, t = scores.shape
     if block.causal:
         row, column = torch.arange(s, device=scores.device)[:, None], torch.arange(t, device=scores.device)
@@ -168,7 +168,7 @@ def _masked(scores: Tensor, block: Block) -> Tensor:
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    scores = _masked(_changed(_products(q, k, block), block), block)
+    scores = _masked(_apply_change(_scaled_scores(q, k, block), block), block)
     lse = scores.logsumexp(-1)
     weights = (scores - torch.where(lse > -math.inf, lse, 0.0).unsqueeze(-1)).exp()
     out = weights @ v.to(weights.dtype).unsqueeze(2)
@@ -180,13 +180,13 @@ def _math_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, T
     b, h, s, e = q.shape
     g, t, f = k.shape[1], k.shape[2], v.shape[-1]
     scale = scale_of(q, block.scale)
-    kind = wide(q.dtype)
-    given, found = (x.to(kind).reshape(b, g, h // g, s, f) for x in (gradient, out))
-    products = _products(q, k, block)
-    weights = (_masked(_changed(products, block), block) - lse.to(kind).reshape(b, g, h // g, s, 1)).exp()
-    along_v = (weights.transpose(-1, -2) @ given).sum(2)
-    inner = weights * (given @ v.to(kind).unsqueeze(2).transpose(-1, -2) - (given * found).sum(-1, keepdim=True))
-    inner = _unchanged(inner, products, block) * scale
+    kind = wide_dtype(q.dtype)
+    grad_out, result = (x.to(kind).reshape(b, g, h // g, s, f) for x in (gradient, out))
+    scores = _scaled_scores(q, k, block)
+    weights = (_masked(_apply_change(scores, block), block) - lse.to(kind).reshape(b, g, h // g, s, 1)).exp()
+    along_v = (weights.transpose(-1, -2) @ grad_out).sum(2)
+    inner = weights * (grad_out @ v.to(kind).unsqueeze(2).transpose(-1, -2) - (grad_out * result).sum(-1, keepdim=True))
+    inner = _change_gradient(inner, scores, block) * scale
     along_q = (inner @ k.to(kind).unsqueeze(2)).view(b, h, s, e)
     along_k = (inner.transpose(-1, -2) @ q.to(kind).reshape(b, g, h // g, s, e)).sum(2)
     return along_q.to(q.dtype), along_k.view(b, g, t, e).to(k.dtype), along_v.view(b, g, t, f).to(v.dtype)

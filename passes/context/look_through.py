@@ -1,4 +1,4 @@
-"""What lies below a view: values whose entries another shows in other places, and numbers that are known everywhere."""
+"""Look through views: the value whose entries a view shows in other places, and values that are one known number."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ aten = torch.ops.aten
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default)
 CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default)
 WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
-WIDE = {torch.int32, torch.int64}  # no sum of positions wraps in these
+WIDE = {torch.int32, torch.int64}  # sums of positions do not overflow in these
 ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 FULL = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default)
 
 
-def beneath(node: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
-    """What a view shows: (node, dim of the view, from the right, for each of its dims); None if it is no view."""
+def see_through(node: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
+    """Return (node under a view, for each of its dims the view's dim, from the right); None if `node` is no view."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     x: fx.Node = node.args[0]
     if not ir.is_tensor(x) or not ir.is_tensor(node):
         return None
-    shape, seen = ir.example(x).shape, ir.example(node).shape
-    rank = len(seen)
+    shape, view_shape = ir.example(x).shape, ir.example(node).shape
+    rank = len(view_shape)
     cast = node.target in CASTS and ir.example(x).dtype in WHOLE and ir.example(node).dtype in WIDE
     if node.target in COPIES or cast:
         return x, [d - rank for d in range(len(shape))]
@@ -35,33 +35,33 @@ def beneath(node: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
         return x, [None if n == 1 else d - len(shape) for d, n in enumerate(shape)]
     if node.target in (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.view.default,
                        aten.reshape.default, aten._unsafe_view.default):  # fmt: skip
-        kept = [d for d, n in enumerate(seen) if n > 1]
-        if [seen[d] for d in kept] != [n for n in shape if n > 1]:
+        large_dims = [d for d, n in enumerate(view_shape) if n > 1]
+        if [view_shape[d] for d in large_dims] != [n for n in shape if n > 1]:
             return None
-        supply = iter(kept)
+        supply = iter(large_dims)
         return x, [None if n == 1 else next(supply) - rank for n in shape]
     if node.target in (aten.permute.default, aten.transpose.int, aten.t.default):
         order = order_of(node, len(shape))
         return x, [order.index(d) - rank if shape[d] > 1 else None for d in range(len(shape))]
     if node.target is aten.index.Tensor:
-        return looked_up(node, x)
+        return look_up(node, x)
     return None
 
 
 def number_of(x: Any) -> float | None:
-    """The number that a value is everywhere, if that is known."""
+    """Return the number that a value is everywhere, None if it is not one known number."""
     if not isinstance(x, fx.Node):
         return x if isinstance(x, (int, float)) else None
     while x.target in (*COPIES, *CASTS, aten.expand.default):
         x = x.args[0]  # type: ignore[assignment]
     if x.target in ZEROS:
         return 0.0
-    found = x.args[-1] if x.target in FULL else None
-    return float(found) if isinstance(found, (int, float)) else None
+    fill = x.args[-1] if x.target in FULL else None
+    return float(fill) if isinstance(fill, (int, float)) else None
 
 
 def order_of(node: fx.Node, rank: int) -> list[int]:
-    """Which dim of its operand each dim of a permuted value is."""
+    """Return, for each dim of a permuted value, the dim of its operand."""
     order = list(range(rank))
     if node.target is aten.permute.default:
         return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr]
@@ -70,8 +70,8 @@ def order_of(node: fx.Node, rank: int) -> list[int]:
     return order
 
 
-def looked_up(node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
-    """A look-up by positions, as a view: `ids[b, j]` where b and j count along dims of the result."""
+def look_up(node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
+    """Treat a look-up by positions as a view: `ids[b, j]` where b and j count along dims of the result."""
     into: list[int | None] = []
     indices: Any = node.args[1]
     if len(indices) != ir.example(x).dim():
@@ -85,7 +85,7 @@ def looked_up(node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[int | None]] | N
 
 
 def counting_dim(index: fx.Node, size: int) -> int | None:
-    """Along which dim, from the right, an index counts 0, 1, ... `size` - 1; 0 where there is but one; else None."""
+    """Return the dim, from the right, along which an index counts 0, 1, ... `size` - 1; 0 for size 1; None if none."""
     if size == 1:
         return 0
     rank = ir.example(index).dim()
@@ -93,7 +93,7 @@ def counting_dim(index: fx.Node, size: int) -> int | None:
     while True:
         if index.target in (aten.add.Tensor, aten.add.Scalar) and index.args[1] == 0:
             index = index.args[0]  # type: ignore[assignment]
-        elif (step := beneath(index)) is not None and step[0].target is not aten.index.Tensor:
+        elif (step := see_through(index)) is not None and step[0].target is not aten.index.Tensor:
             index, into = step
             dims = [None if at is None else dims[at] for at in into]
         else:
@@ -104,7 +104,7 @@ def counting_dim(index: fx.Node, size: int) -> int | None:
 
 
 def span(node: fx.Node) -> tuple[Any, Any]:
-    """First entry and step of an `arange`."""
+    """Return the first entry and the step of an `arange`."""
     if node.target is aten.arange.default:
         return 0, 1
     return node.args[0], node.args[2] if len(node.args) > 2 else 1  # type: ignore[return-value]

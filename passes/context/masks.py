@@ -1,4 +1,4 @@
-"""Masks read from the graph that makes them: where each query sees an interval of keys, which one.
+"""Read masks from the graph that makes them: if each query sees an interval of keys, return the interval.
 
     causal            i >= j                                        0 <= j < i + 1
     window            i - j < w                                     i - w < j
@@ -6,10 +6,10 @@
     prefix            (i >= j) | (j < n[b])                         0 <= j < max(i + 1, n[b])
     by positions      p[b, i] >= p[b, j] within a run of p          as i >= j
 
-and what `&` makes of them. A mask is followed in its own coordinates: its last dim counts keys, the one before queries,
-and what broadcasts has size one there. Values that do not vary along keys are left to the graph (`Row`), so a bound may
-be whatever the model computes. Ids say an interval only where those alike stand together: running counts do; of inputs
-it is asked for, and checked on every batch.
+and their combinations by `&`. A mask is followed in its own coordinates: its last dim counts keys, the one before it
+queries, and broadcast dims have size 1. Values that do not vary along keys are left to the graph (`Row`), so the model
+may compute a bound in any way. Ids describe an interval only if equal ones are adjacent: running counts always are;
+inputs must be, which is checked on every batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.context.look_through import ARANGE, CASTS, COPIES, FULL, WIDE, beneath, number_of, span
+from passes.context.look_through import ARANGE, CASTS, COPIES, FULL, WIDE, number_of, see_through, span
 from passes.program import ir
 
 aten = torch.ops.aten
 KEYS, QUERIES = -1, -2
-RANK = 4  # of a mask: batch, head, query, key
+RANK = 4  # dims of a mask: batch, head, query, key
 
 ORDER: dict[Any, Callable[[Any, Any], Any]] = {
     op: compare
@@ -43,91 +43,91 @@ ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
 
 
 @dataclass(frozen=True)
-class Given:
-    """Values of a graph that bounds are made of."""
+class LeafValues:
+    """The values from the graph from which bounds are computed."""
 
     values: Mapping[fx.Node, Tensor]
     device: torch.device
 
 
 class NotAnInterval(Exception):
-    """What a mask does that no interval says, and where."""
+    """Raised if a mask cannot be described by an interval; the message names the operator."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A value below its views: dim d of `node` is dim `dims[d]` of the mask, None where it is of size one."""
+class Source:
+    """A value under its views: dim d of `node` is dim `dims[d]` of the mask, None if its size is 1."""
 
     node: fx.Node
     dims: tuple[int | None, ...]
 
     @property
     def in_place(self) -> bool:
-        """Whether its dims are those of the mask, from the last one on."""
+        """True if its dims are the mask's last dims, in order."""
         rank = len(self.dims)
         return all(at is None or at == d - rank for d, at in enumerate(self.dims))
 
-    def of(self, given: Given) -> Tensor:
-        """The value as the mask sees it, of size one where it does not vary."""
-        x = given.values[self.node]
+    def align(self, leaf_values: LeafValues) -> Tensor:
+        """Return the value in the mask's dims, with size 1 in dims along which it does not vary."""
+        x = leaf_values.values[self.node]
         order = sorted((d for d, at in enumerate(self.dims) if at is not None), key=lambda d: self.dims[d])
         shape = [1] * RANK
         for d in order:
             shape[self.dims[d]] = x.shape[d]  # type: ignore[index]
-        rest = [d for d in range(x.dim()) if d not in order]
-        return x.permute(*rest, *order).reshape(shape)
+        others = [d for d in range(x.dim()) if d not in order]
+        return x.permute(*others, *order).reshape(shape)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A whole number for each query: `value(given)`, which is `base` and `more`, if that is known.
+    """An integer for each query: `value(leaf_values)`, which equals `base` plus `offset` if `base` is not None.
 
-    A base is QUERIES for the query's own position, 0 for nothing but a number, or a value seen at the query.
+    A base is QUERIES (the query's own position), 0 (the value is the number `offset`), or a value seen at the query.
     """
 
-    value: Callable[[Given], Any]
+    value: Callable[[LeafValues], Any]
     base: Any = None
-    more: int = 0
+    offset: int = 0
 
     def plus(self, other: Row, sign: int = 1) -> Row:
-        """The sum, or difference."""
+        """Return the sum, or the difference if `sign` is -1."""
         base = self.base if other.base == 0 else other.base if self.base == 0 and sign == 1 else None
         return Row(
-            lambda given: self.value(given) + sign * other.value(given),
+            lambda leaf_values: self.value(leaf_values) + sign * other.value(leaf_values),
             base,
-            0 if base is None else self.more + sign * other.more,
+            0 if base is None else self.offset + sign * other.offset,
         )
 
 
 def number(value: int) -> Row:
-    """The same number for all queries."""
-    return Row(lambda given: value, 0, value)
+    """Return a row that is the same number for all queries."""
+    return Row(lambda leaf_values: value, 0, value)
 
 
 @dataclass(frozen=True)
 class Column:
-    """`sign` times the position of a key, or times a value seen at it, and a row."""
+    """`sign` times a key's position, or times a value seen at the key, plus a row."""
 
-    base: Seen | None  # None: the position itself
+    base: Source | None  # None: the position itself
     row: Row
     sign: int = 1
 
 
 @dataclass(frozen=True)
-class Atom:
-    """What a key has to be: at `row` or behind it (lower), before it (upper), of the query's run, or of no interest.
+class Condition:
+    """One condition on a key: at `row` or after it (lower), before it (upper), or in the query's run (run).
 
-    `base` is what it is compared by, None for its position; a run's base is what its entries have in common.
+    `base` is the value that is compared, None for the key's position; for a run, the value whose equal entries form it.
     """
 
     kind: str  # lower | upper | run
     row: Row
-    base: Seen | None = None
+    base: Source | None = None
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Keys at positions `first` <= p < `last`, None where nothing bounds them; whether each query sees itself."""
+    """Keys at positions `first` <= p < `last`, None if unbounded; `itself` is True if each query sees its own key."""
 
     first: Row | None
     last: Row | None
@@ -135,244 +135,254 @@ class Interval:
 
 
 class Reader:
-    """Reads masks of one graph; `inputs` are those of which runs are asked for."""
+    """Reads masks of one graph; `inputs` are the batch inputs whose equal entries may be required to be adjacent."""
 
     def __init__(self, queries: int, keys: int, inputs: frozenset[fx.Node]):
         self.queries, self.keys, self.inputs = queries, keys, inputs
         self.leaves: dict[fx.Node, None] = {}
-        self.runs: dict[fx.Node, None] = {}  # inputs whose equal entries have to stand together
+        self.runs: dict[fx.Node, None] = {}  # inputs whose equal entries must be adjacent
 
     # -- values -----------------------------------------------------------------------------------
 
-    def below(self, node: fx.Node) -> Seen:
-        """The value below its views."""
+    def below(self, node: fx.Node) -> Source:
+        """Return the value under all views."""
         rank = ir.example(node).dim()
         dims: list[int | None] = [d - rank if n > 1 else None for d, n in enumerate(ir.example(node).shape)]
-        while isinstance(node, fx.Node) and (step := beneath(node)) is not None:
+        while isinstance(node, fx.Node) and (step := see_through(node)) is not None:
             node, into = step
             dims = [None if at is None else dims[at] for at in into]
-        return Seen(node, tuple(dims))
+        return Source(node, tuple(dims))
 
-    def leaf(self, seen: Seen) -> Row:
-        """A value that does not vary along keys, left to the graph."""
-        self.leaves[seen.node] = None
-        if seen.node.target in ARANGE:
-            start, step = span(seen.node)
-            if seen.dims == (QUERIES,) and step == 1:
-                return Row(lambda given: seen.of(given), QUERIES, start)
-        return Row(lambda given: seen.of(given).to(torch.int64), seen)
+    def leaf(self, source: Source) -> Row:
+        """Return a value that does not vary along keys; the graph computes it."""
+        self.leaves[source.node] = None
+        if source.node.target in ARANGE:
+            start, step = span(source.node)
+            if source.dims == (QUERIES,) and step == 1:
+                return Row(lambda leaf_values: source.align(leaf_values), QUERIES, start)
+        return Row(lambda leaf_values: source.align(leaf_values).to(torch.int64), source)
 
     def value(self, x: Any) -> Row | Column:
-        """A whole number for each query and key."""
+        """Return an integer value as a row, or as a column if it varies along keys; raises NotAnInterval."""
         if isinstance(x, (bool, int)):
             return number(int(x))
         if not isinstance(x, fx.Node):
-            raise NotAnInterval(f"compares with {x!r}")
-        seen = self.below(x)
-        node = seen.node
+            raise NotAnInterval(f"the mask compares with {x!r}")
+        source = self.below(x)
+        node = source.node
         if not isinstance(node, fx.Node) or ir.example(node).is_floating_point():
-            raise NotAnInterval(f"%{x.name} is not of whole numbers")
-        if ir.example(node).dtype in WIDE and (seen.in_place or all(at is None for at in seen.dims)):
+            raise NotAnInterval(f"%{x.name} is not an integer")
+        if ir.example(node).dtype in WIDE and (source.in_place or all(at is None for at in source.dims)):
             if node.target in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
                 if node.kwargs.get("alpha", 1) == 1 and len(node.args) == 2:
                     sign = 1 if "add" in node.target.name() else -1  # type: ignore[union-attr]
-                    return added(self.value(node.args[0]), self.value(node.args[1]), sign)
+                    return add(self.value(node.args[0]), self.value(node.args[1]), sign)
             if node.target is aten.neg.default:
-                return added(number(0), self.value(node.args[0]), -1)
-        if KEYS not in seen.dims:
-            return self.shifted(seen)
-        if node.target in ARANGE and seen.dims == (KEYS,):
+                return add(number(0), self.value(node.args[0]), -1)
+        if KEYS not in source.dims:
+            return self.offset_row(source)
+        if node.target in ARANGE and source.dims == (KEYS,):
             start, step = span(node)
             if step == 1:
                 return Column(None, number(start))
-        return Column(seen, number(0))
+        return Column(source, number(0))
 
-    def shifted(self, seen: Seen) -> Row:
-        """A value that does not vary along keys, known as another one and a number where it is a sum of these."""
-        node, sums = seen.node, (aten.add.Tensor, aten.sub.Tensor)
+    def offset_row(self, source: Source) -> Row:
+        """Return a value that does not vary along keys, as another value plus a number if it is such a sum."""
+        node, sums = source.node, (aten.add.Tensor, aten.sub.Tensor)
         wide = ir.example(node).dtype in WIDE
         if wide and node.target in sums and isinstance(node.args[1], int) and not node.kwargs:
             sign = 1 if node.target is aten.add.Tensor else -1
             inner = self.below(node.args[0])  # type: ignore[arg-type]
-            if len(inner.dims) == len(seen.dims) and inner.in_place:
-                dims = tuple(None if at is None else seen.dims[d] for d, at in enumerate(inner.dims))
-                return self.shifted(Seen(inner.node, dims)).plus(number(node.args[1]), sign)
-        return self.leaf(seen)
+            if len(inner.dims) == len(source.dims) and inner.in_place:
+                dims = tuple(None if at is None else source.dims[d] for d, at in enumerate(inner.dims))
+                return self.offset_row(Source(inner.node, dims)).plus(number(node.args[1]), sign)
+        return self.leaf(source)
 
     # -- masks ------------------------------------------------------------------------------------
 
-    def atoms(self, x: Any) -> list[Atom]:
-        """All that a key has to be."""
+    def conditions(self, x: Any) -> list[Condition]:
+        """Return the conditions on a key under which the mask lets it through; raises NotAnInterval."""
         if x is True:
             return []
         if not isinstance(x, fx.Node):
-            raise NotAnInterval(f"is {x!r}")
-        seen = self.below(x)
-        node = seen.node
+            raise NotAnInterval(f"the mask is {x!r}")
+        source = self.below(x)
+        node = source.node
         if constant_true(node):
             return []
-        if KEYS not in seen.dims:
-            return [self.all_or_none(seen)]
-        if not seen.in_place:
+        if KEYS not in source.dims:
+            return [self.all_or_none(source)]
+        if not source.in_place:
             raise NotAnInterval(f"%{node.name} picks keys one by one")
         args = node.args
         if node.target in BOTH:
-            return [*self.atoms(args[0]), *self.atoms(args[1])]
+            return [*self.conditions(args[0]), *self.conditions(args[1])]
         if node.target in EITHER:
-            return self.either(self.interval(args[0]), self.interval(args[1]), node)
+            return self.union(self.interval(args[0]), self.interval(args[1]), node)
         if node.target in NOT:
-            return self.negated(args[0], node)
+            return self.negate(args[0], node)
         if node.target in ORDER:
-            return [self.ordered(ORDER[node.target], self.value(args[0]), self.value(args[1]), node)]
+            return [self.inequality(ORDER[node.target], self.value(args[0]), self.value(args[1]), node)]
         if node.target in EQUAL:
-            return self.equal(self.value(args[0]), self.value(args[1]), node)
-        if node.target in (aten.tril.default, aten.triu.default) and seen.in_place:
-            return [*self.atoms(args[0]), self.triangle(node)]
+            return self.equality(self.value(args[0]), self.value(args[1]), node)
+        if node.target in (aten.tril.default, aten.triu.default) and source.in_place:
+            return [*self.conditions(args[0]), self.triangle(node)]
         if node.target in CASTS and ir.example(args[0]).dtype == torch.bool:  # type: ignore[arg-type]
-            return self.atoms(args[0])
+            return self.conditions(args[0])
         if node.target in CASTS and (hidden := hidden_by(args[0])) is not None:
-            return self.negated(hidden, node)
-        raise NotAnInterval(f"%{node.name} ({node.target}) of keys is no interval")
+            return self.negate(hidden, node)
+        raise NotAnInterval(f"%{node.name} ({node.target}) of keys does not give an interval")
 
-    def all_or_none(self, seen: Seen) -> Atom:
-        """What is said of a query alone: it sees all keys or none."""
-        self.leaves[seen.node] = None
-        return Atom("upper", Row(lambda given: torch.where(seen.of(given), self.keys, 0)))
+    def all_or_none(self, source: Source) -> Condition:
+        """Return the condition of a mask that does not vary along keys: a query sees all keys or none."""
+        self.leaves[source.node] = None
+        return Condition("upper", Row(lambda leaf_values: torch.where(source.align(leaf_values), self.keys, 0)))
 
-    def triangle(self, node: fx.Node) -> Atom:
-        """Of `tril` and `triu`: j <= i + d, or j >= i + d."""
+    def triangle(self, node: fx.Node) -> Condition:
+        """Return the condition of `tril` (j <= i + d) or `triu` (j >= i + d)."""
         diagonal = node.args[1] if len(node.args) > 1 else 0
         lower = node.target is aten.tril.default
-        return Atom("upper" if lower else "lower", self.query().plus(number(int(diagonal) + lower)))  # type: ignore
+        return Condition("upper" if lower else "lower", self.query().plus(number(int(diagonal) + lower)))  # type: ignore
 
     def query(self) -> Row:
-        """The query's own position."""
+        """Return the query's own position."""
         size = self.queries
 
-        def positions(given: Given) -> Tensor:
-            return torch.arange(size, device=given.device).view(1, 1, size, 1)
+        def positions(leaf_values: LeafValues) -> Tensor:
+            return torch.arange(size, device=leaf_values.device).view(1, 1, size, 1)
 
         return Row(positions, QUERIES, 0)
 
-    def ordered(self, compare: Callable, left: Row | Column, right: Row | Column, node: fx.Node) -> Atom:
-        """A comparison of something of a key with something of a query."""
+    def inequality(self, compare: Callable, left: Row | Column, right: Row | Column, node: fx.Node) -> Condition:
+        """Return the condition of a comparison between a value of a key and a value of a query."""
         if isinstance(right, Column):
             left, right, compare = right, left, MIRRORED[compare]
         if not isinstance(left, Column) or isinstance(right, Column):
-            raise NotAnInterval(f"%{node.name} compares two of a kind")
+            raise NotAnInterval(f"%{node.name} does not compare a key with a query")
         bound = right.plus(left.row, -1)
         if left.sign < 0:
-            bound, compare = added(number(0), bound, -1), MIRRORED[compare]  # type: ignore[assignment]
-        more = {operator.ge: 0, operator.gt: 1, operator.le: 1, operator.lt: 0}[compare]
+            bound, compare = add(number(0), bound, -1), MIRRORED[compare]  # type: ignore[assignment]
+        shift = {operator.ge: 0, operator.gt: 1, operator.le: 1, operator.lt: 0}[compare]
         kind = "lower" if compare in (operator.ge, operator.gt) else "upper"
-        return Atom(kind, bound.plus(number(more)), left.base)
+        return Condition(kind, bound.plus(number(shift)), left.base)
 
-    def equal(self, left: Row | Column, right: Row | Column, node: fx.Node) -> list[Atom]:
-        """A key that is just there, or in the run of the query."""
+    def equality(self, left: Row | Column, right: Row | Column, node: fx.Node) -> list[Condition]:
+        """Return the conditions of an equality: the key has one position, or is in the query's run."""
         if isinstance(right, Column):
             left, right = right, left
         if not isinstance(left, Column) or isinstance(right, Column):
-            raise NotAnInterval(f"%{node.name} compares two of a kind")
+            raise NotAnInterval(f"%{node.name} does not compare a key with a query")
         if left.base is None:
             bound = right.plus(left.row, -1)
             if left.sign < 0:
-                bound = added(number(0), bound, -1)  # type: ignore[assignment]
-            return [Atom("lower", bound), Atom("upper", bound.plus(number(1)))]
+                bound = add(number(0), bound, -1)  # type: ignore[assignment]
+            return [Condition("lower", bound), Condition("upper", bound.plus(number(1)))]
         at_query = tuple(QUERIES if at == KEYS else at for at in left.base.dims)
-        plain = left.sign == 1 and left.row.base == 0 and left.row.more == 0
-        if not plain or right.base != Seen(left.base.node, at_query) or right.more:
-            raise NotAnInterval(f"%{node.name} compares keys with something else than the same of the query")
+        plain = left.sign == 1 and left.row.base == 0 and left.row.offset == 0
+        if not plain or right.base != Source(left.base.node, at_query) or right.offset:
+            raise NotAnInterval(f"%{node.name} compares keys with another value than the same of the query")
         if left.base.dims[-1] != KEYS:
-            raise NotAnInterval(f"%{node.name} compares along another dim than the last one")
-        self.stand_together(left.base.node, node)
+            raise NotAnInterval(f"%{node.name} does not compare along the last dim")
+        self.require_adjacent(left.base.node, node)
         self.leaves[left.base.node] = None
-        return [Atom("run", right, left.base)]
+        return [Condition("run", right, left.base)]
 
-    def stand_together(self, node: fx.Node, user: fx.Node) -> None:
-        """Raise NotAnInterval unless equal entries are known to be neighbours, or it is an input that can be asked."""
+    def require_adjacent(self, node: fx.Node, user: fx.Node) -> None:
+        """Raise NotAnInterval unless equal entries are known to be adjacent.
+
+        An input passes, because each batch is checked.
+        """
         if node in self.inputs:
             self.runs[node] = None
         elif not counts_up(node):
-            raise NotAnInterval(f"%{user.name} compares %{node.name}, whose equal entries need not stand together")
+            raise NotAnInterval(f"%{user.name} compares %{node.name}, whose equal entries need not be adjacent")
 
-    def negated(self, x: Any, node: fx.Node) -> list[Atom]:
-        """What a key has to be that a mask does not let through: of one bound the other side, of two both of these."""
+    def negate(self, x: Any, node: fx.Node) -> list[Condition]:
+        """Return the conditions of a negated mask.
+
+        A single bound turns to its other side, an `or` to both operands negated.
+        """
         below = self.below(x) if isinstance(x, fx.Node) else None
         if below is not None and below.in_place and below.node.target in NOT:
-            return self.atoms(below.node.args[0])
+            return self.conditions(below.node.args[0])
         if below is not None and below.in_place and below.node.target in EITHER:
-            return [atom for each in below.node.args[:2] for atom in self.negated(each, node)]
-        found = self.atoms(x)
-        if len(found) != 1 or found[0].kind == "run" or found[0].base is not None:
-            raise NotAnInterval(f"%{node.name} negates what is no bound")
-        atom = found[0]
-        return [replace(atom, kind={"lower": "upper", "upper": "lower"}[atom.kind])]
+            return [condition for operand in below.node.args[:2] for condition in self.negate(operand, node)]
+        conditions = self.conditions(x)
+        if len(conditions) != 1 or conditions[0].kind == "run" or conditions[0].base is not None:
+            raise NotAnInterval(f"%{node.name} negates more than a single bound")
+        condition = conditions[0]
+        return [replace(condition, kind={"lower": "upper", "upper": "lower"}[condition.kind])]
 
-    def either(self, a: Interval, b: Interval, node: fx.Node) -> list[Atom]:
-        """Of two intervals that begin, or end, where nothing bounds them the wider one."""
+    def union(self, a: Interval, b: Interval, node: fx.Node) -> list[Condition]:
+        """Return the union of two intervals that are both unbounded at the same end."""
         if a.first is None and b.first is None:
-            return [Atom("upper", further(torch.maximum, a.last, b.last))] if a.last and b.last else []
+            return [Condition("upper", pick_row(torch.maximum, a.last, b.last))] if a.last and b.last else []
         if a.last is None and b.last is None:
-            return [Atom("lower", further(torch.minimum, a.first, b.first))] if a.first and b.first else []
+            return [Condition("lower", pick_row(torch.minimum, a.first, b.first))] if a.first and b.first else []
         raise NotAnInterval(f"%{node.name} may see two intervals")
 
     def interval(self, x: Any) -> Interval:
-        """What a mask lets each query see."""
-        return self.all_of(self.atoms(x))
+        """Return the interval of keys that a mask lets each query see."""
+        return self.intersect(self.conditions(x))
 
-    def let_through(self, mask: fx.Node, hides: bool) -> list[Atom]:
-        """All that a key has to be for a mask to let it through, or not to hide it."""
-        return self.negated(mask, mask) if hides else self.atoms(mask)
+    def let_through(self, mask: fx.Node, hides: bool) -> list[Condition]:
+        """Return the conditions under which a key is let through by a mask, or not hidden by it if it `hides`."""
+        return self.negate(mask, mask) if hides else self.conditions(mask)
 
-    def all_of(self, atoms: list[Atom]) -> Interval:
-        """The keys that are all that is asked of them."""
-        runs = [atom for atom in atoms if atom.kind == "run"]
+    def intersect(self, conditions: list[Condition]) -> Interval:
+        """Return the interval of keys that meet all conditions."""
+        runs = [condition for condition in conditions if condition.kind == "run"]
         first: Row | None = None
         last: Row | None = None
         itself = True
-        for atom in atoms:
+        for condition in conditions:
             lower: Row | None
             upper: Row | None
-            if atom.kind == "run":
-                lower, upper = self.run(atom.base)  # type: ignore[arg-type]
+            if condition.kind == "run":
+                lower, upper = self.run(condition.base)  # type: ignore[arg-type]
             else:
-                bound = atom.row if atom.base is None else self.by_position(atom, runs)
-                lower, upper = (bound, None) if atom.kind == "lower" else (None, bound)
-                within = bound.more <= 0 if atom.kind == "lower" else bound.more >= 1
+                bound = condition.row if condition.base is None else self.by_position(condition, runs)
+                lower, upper = (bound, None) if condition.kind == "lower" else (None, bound)
+                within = bound.offset <= 0 if condition.kind == "lower" else bound.offset >= 1
                 itself = itself and bound.base == QUERIES and within
-            first = lower if first is None else first if lower is None else further(torch.maximum, first, lower)
-            last = upper if last is None else last if upper is None else further(torch.minimum, last, upper)
+            first = lower if first is None else first if lower is None else pick_row(torch.maximum, first, lower)
+            last = upper if last is None else last if upper is None else pick_row(torch.minimum, last, upper)
         return Interval(first, last, itself)
 
-    def run(self, base: Seen) -> tuple[Row, Row]:
-        """Where the run of each query begins, and where it has ended."""
+    def run(self, base: Source) -> tuple[Row, Row]:
+        """Return the first position of each query's run, and the position after its last."""
         dims = tuple(QUERIES if at == KEYS else at for at in base.dims)
-        bounds = [lambda x: run_bounds(x)[0], lambda x: run_bounds(x)[1]]
+        bounds = [lambda x: run_ends(x)[0], lambda x: run_ends(x)[1]]
 
         def row(bound: Callable[[Tensor], Tensor]) -> Row:
-            def value(given: Given) -> Tensor:
-                return Seen(base.node, dims).of(Given({base.node: bound(given.values[base.node])}, given.device))
+            def value(leaf_values: LeafValues) -> Tensor:
+                return Source(base.node, dims).align(
+                    LeafValues({base.node: bound(leaf_values.values[base.node])}, leaf_values.device)
+                )
 
             return Row(value)
 
         return row(bounds[0]), row(bounds[1])
 
-    def by_position(self, atom: Atom, runs: list[Atom]) -> Row:
-        """A bound on positions that a model counts by itself, anew in each run, as one on positions in the row."""
-        assert atom.base is not None
+    def by_position(self, condition: Condition, runs: list[Condition]) -> Row:
+        """Return a bound on positions that restart in each run as a bound on positions in the sequence."""
+        assert condition.base is not None
         for run in runs:
             if run.base is not None and counted_by(run.base.node) is not None:
                 counted = self.below(counted_by(run.base.node))  # type: ignore[arg-type]
-                if counted.node is atom.base.node and KEYS in atom.base.dims:
-                    own = Seen(atom.base.node, tuple(QUERIES if at == KEYS else at for at in atom.base.dims))
-                    if atom.row.base == own:
-                        return self.query().plus(number(atom.row.more))
-                    return atom.row.plus(self.leaf(own), -1).plus(self.query())
-        raise NotAnInterval(f"keys are bounded by %{atom.base.node.name}, which need not count up")
+                if counted.node is condition.base.node and KEYS in condition.base.dims:
+                    at_query = Source(
+                        condition.base.node, tuple(QUERIES if at == KEYS else at for at in condition.base.dims)
+                    )
+                    if condition.row.base == at_query:
+                        return self.query().plus(number(condition.row.offset))
+                    return condition.row.plus(self.leaf(at_query), -1).plus(self.query())
+        raise NotAnInterval(f"keys are bounded by %{condition.base.node.name}, which might not count up")
 
 
-def added(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
-    """The sum, or difference, of what varies along keys at most in one of them."""
+def add(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
+    """Return the sum or difference of two values, of which at most one varies along keys."""
     if isinstance(left, Row) and isinstance(right, Row):
         return left.plus(right, sign)
     if isinstance(left, Column) and isinstance(right, Column):
@@ -384,17 +394,17 @@ def added(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
     return Column(right.base, row, sign * right.sign)
 
 
-def further(pick: Callable[[Tensor, Tensor], Tensor], a: Row, b: Row) -> Row:
-    """The larger, or smaller, of two."""
+def pick_row(pick: Callable[[Tensor, Tensor], Tensor], a: Row, b: Row) -> Row:
+    """Return the larger or the smaller of two rows, as `pick` chooses."""
 
-    def value(given: Given) -> Any:
-        return pick(*(torch.as_tensor(x.value(given), device=given.device) for x in (a, b)))
+    def value(leaf_values: LeafValues) -> Any:
+        return pick(*(torch.as_tensor(x.value(leaf_values), device=leaf_values.device) for x in (a, b)))
 
     return Row(value)
 
 
 def hidden_by(node: Any) -> fx.Node | None:
-    """m of `where(m, 0, x)` with a number x that is not zero: where the value is no zero, m is not."""
+    """Return m for `where(m, 0, x)` with a number x that is not zero: the value cast to bool is not m."""
     while isinstance(node, fx.Node) and (node.target in COPIES or node.target is aten.expand.default):
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not aten.where.ScalarOther or not node.args[2]:
@@ -403,16 +413,14 @@ def hidden_by(node: Any) -> fx.Node | None:
 
 
 def constant_true(node: fx.Node) -> bool:
-    """Whether a mask is true everywhere, made so."""
+    """Return True if an operator makes a mask that is True everywhere."""
     if node.target in ONES:
         return True
-    return node.target in FULL and bool(
-        node.args[-1] is True
-    )
+    return node.target in FULL and bool(node.args[-1] is True)
 
 
 def counts_up(node: fx.Node) -> bool:
-    """Whether entries never decrease along the last dim: running counts, positions."""
+    """Return True if entries never decrease along the last dim: running counts, positions."""
     if node.target in ARANGE:
         return True
     if node.target is aten.cumsum.default and isinstance(node.args[0], fx.Node):
@@ -426,7 +434,7 @@ def counts_up(node: fx.Node) -> bool:
 
 
 def counted_by(node: fx.Node) -> fx.Node | None:
-    """p of `cumsum(diff(p) != 1)`: positions that rise by one in each of these runs; None for another value."""
+    """Return p for `cumsum(diff(p) != 1)`, positions that rise by 1 within each of these runs; otherwise None."""
     if not counts_up(node) or node.target is not aten.cumsum.default:
         return None
     turn: Any = node.args[0]
@@ -444,8 +452,8 @@ def counted_by(node: fx.Node) -> fx.Node | None:
     return x if order == 1 and last and one_before and ir.example(x).dtype in WIDE else None
 
 
-def run_bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the run of equal entries that each is in begins along the last dim, and where it has ended, i64."""
+def run_ends(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first position of each entry's run of equal entries in the last dim, and one past its last, i64."""
     size = x.shape[-1]
     at = torch.arange(size, device=x.device).expand(x.shape)
     turns = x[..., 1:] != x[..., :-1]

@@ -1,7 +1,7 @@
-"""The operators of attention: a new one is a record in a file of its own, and its place in `RECORDS`.
+"""The attention operators: a new one is a record in a file of its own and an entry in `RECORDS`.
 
-Whatever knows operators of attention asks here: rules, the layout of a sequence, costs, recomputation, the compiler,
-recording. Code outside adds one with `add_attention`.
+All code that handles attention operators asks here: rules, sequence layout, costs, recomputation, the compiler, CUDA
+graphs. External code adds an operator with `add_attention`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KERNELS: dict[OpOverload, AttentionKernel] = {}  # by forward and by backward
 
 
 def add_attention(record: AttentionOp) -> None:
-    """Let all passes know an operator of attention."""
+    """Register an attention operator for all passes."""
     OPERATORS[record.op] = record
     RULES[key_of(record.op)] = lambda node: replace(record.rule(node), emit=partial(emit, record))
     for kernel in record.kernels:
@@ -36,33 +36,31 @@ def add_attention(record: AttentionOp) -> None:
 
 
 def kernel_of(node: fx.Node) -> AttentionKernel | None:
-    """The kernel of attention that a node calls, forward or backward, if it does."""
+    """Return the attention kernel that a node calls, forward or backward; None if it calls none."""
     return KERNELS.get(node.target)  # type: ignore[arg-type]
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether a node computes gradients of attention."""
+    """Return True if a node computes gradients of attention."""
     return (kernel := kernel_of(node)) is not None and node.target is kernel.backward
 
 
 def formula_of(op: OpOverload) -> Callable[..., int] | None:
-    """FLOPs of a kernel of attention, by the shapes of what it takes and returns; None for another operator."""
+    """Return the function for an attention kernel's FLOPs, by shapes of operands and results; otherwise None."""
     kernel = KERNELS.get(op)
     return None if kernel is None else kernel.flops[op is kernel.backward]
 
 
 def compiled_for(device: str) -> dict[OpOverload, Callable[..., Any]]:
-    """What operators of attention are compiled as for a type of device, where that is not a call of them."""
+    """Return the functions that replace attention operators in compiled code for a device type."""
     kernels = (kernel for kernel in KERNELS.values() if device in kernel.compiled)
-    return {
-        op: fn for k in kernels for op, fn in zip((k.forward, k.backward), k.compiled[device], strict=True) if op
-    }
+    return {op: fn for k in kernels for op, fn in zip((k.forward, k.backward), k.compiled[device], strict=True) if op}
 
 
 def sources_for(device: str) -> str:
-    """The texts of the files that say what operators of attention are compiled as, and of which operators."""
-    found = ((op.name(), inspect.getsourcefile(fn)) for op, fn in compiled_for(device).items())
-    return "".join(f"{name}\n{Path(str(file)).read_text()}" for name, file in found)
+    """Return the source of the files with these functions, and the operators' names, as one text for a cache key."""
+    files = ((op.name(), inspect.getsourcefile(fn)) for op, fn in compiled_for(device).items())
+    return "".join(f"{name}\n{Path(str(file)).read_text()}" for name, file in files)
 
 
 for _record in RECORDS:

@@ -1,10 +1,10 @@
 """Ring attention: queries stay, keys and values travel, results are merged by their log-sum-exp.
 
 Liu et al., arXiv 2310.01889; the backward takes the merged result and log-sum-exp, and gradients of keys and values
-travel home with them, in fp32. Under a causal mask the sequence lies in a zigzag (Zhu), rank r holding chunks r and
-2P-1-r of 2P. At step s > 0 rank r meets the chunks (k0, k1) of rank r-s: its tail q1 sees all of k0, and beyond that
-either the head q0 sees k0 (they come from a lower rank) or q1 sees k1. So each step is two full blocks, which ones is
-chosen by the coordinate, and the program is the same on every rank. Keys that are padding lie behind every query.
+travel home with them, in fp32. Under a causal mask the sequence lies in a zigzag (Zhu): rank r holds chunks r and
+2P-1-r of 2P. At step s > 0, rank r holds the chunks (k0, k1) of rank r-s. Its tail q1 sees all of k0. Beyond that,
+either its head q0 sees k0 (if they come from a lower rank), or q1 sees k1. So each step computes two full blocks,
+chosen by the coordinate, and all ranks run the same program. Padding keys lie after every query.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.context import kernels
-from passes.context.kernels import Block, Part, merge, wide
+from passes.context.kernels import Block, Part, merge, wide_dtype
 from passes.program.attend import attend, attend_backward
 from passes.program.functions import define, remember
 from passes.program.layout import to_rank_order
@@ -28,18 +28,18 @@ from passes.program.shift import arrive, shift, shift_by
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Head and tail along the sequence, the third dim."""
+    """Return head and tail along the sequence, the third dim."""
     return x.chunk(2, 2)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Attention over `axis_size` ranks of an axis of a sequence of `size`, which for causal ones lies in a zigzag.
+    """Attention over `axis_size` ranks of an axis; the sequence of `size` lies in a zigzag if causal.
 
-    At step s a rank meets what stood s places before it; `steps` are those at which any rank sees anything, 0 first.
-    With a `score`, "" for none, each query has an interval of keys and what that function takes (`attend.py`); where
-    the runs of keys begin that each rank holds is given then, i64[axis_size, runs]. With a `row`, which steps any rank
-    needs is known of a batch alone: that row of hops says (`shift.py`).
+    At step s, each rank holds the K/V block of the rank s positions earlier; `steps` are those at which any rank sees
+    anything, 0 first. With a `score` ("" for no function), each query sees an interval of keys, and the operands
+    include the score function's terms (`attend.py`) and the first positions of each rank's key runs, i64[axis_size,
+    runs]. With a `row`, the needed steps depend on the batch: that row of the hops tensor holds them (`shift.py`).
     """
 
     axis: str
@@ -53,40 +53,40 @@ class Ring:
     row: int | None = None
 
     def hops(self) -> dict[int, int]:
-        """How far what is here travels after each step: to the next one, after the last one home."""
-        return {here: there - here for here, there in itertools.pairwise((*self.steps, self.axis_size))}
+        """Return the distance that keys travel after each step: to the next step, after the last one home."""
+        return {step: next_step - step for step, next_step in itertools.pairwise((*self.steps, self.axis_size))}
 
     # -- travel -----------------------------------------------------------------------------------
 
     def send(self, x: Tensor, step: int, hops: Tensor | None, home: bool) -> Tensor:
-        """What is here goes on, after the last step home or nowhere; where nobody needs a step, it stays."""
+        """Send `x` on, after the last step home if `home`, or not at all; a step that no rank needs sends nothing."""
         if self.row is None:
             return shift(x, self.axis, self.hops()[step])
         return shift_by(x, hops, self.axis, self.row, step, home)
 
-    def around(self, *tensors: Tensor, hops: Tensor | None = None) -> Any:
-        """The tensors as each rank in turn has them, own ones first; the next are on their way while these are used.
+    def travel(self, *tensors: Tensor, hops: Tensor | None = None) -> Any:
+        """Yield (step, tensors of the rank that many places before), own ones first; the next are in flight meanwhile.
 
-        At a step that nobody needs here is what was here before: it is not looked at.
+        At a step that no rank needs, the tensors are those of the step before, and are not read.
         """
         flat = torch.cat([x.reshape(-1) for x in tensors])
         for step in self.steps:
             last = step == self.steps[-1]
-            coming = None if last else self.send(flat, step, hops, home=False)
-            axis_size = flat.split([x.numel() for x in tensors])
-            yield step, *(part.view(x.shape) for part, x in zip(axis_size, tensors))
-            flat = flat if last else arrive(coming, flat)
+            incoming = None if last else self.send(flat, step, hops, home=False)
+            pieces = flat.split([x.numel() for x in tensors])
+            yield step, *(part.view(x.shape) for part, x in zip(pieces, tensors))
+            flat = flat if last else arrive(incoming, flat)
 
     # -- causal -----------------------------------------------------------------------------------
 
     def causal_forward(self, q: Tensor, k: Tensor, v: Tensor, axis_index: Tensor) -> Part:
-        """Result and log-sum-exp of the rank's queries."""
+        """Return result and log-sum-exp of the rank's queries."""
         q0, q1 = halves(q)
-        axis_size: list[Part | None] = [None, None]
-        for step, key, value in self.around(k, v):
+        partials: list[Part | None] = [None, None]
+        for step, key, value in self.travel(k, v):
             if step == 0:
                 out, lse = kernels.forward(q, key, value, Block(True, self.scale))
-                axis_size = list(zip(halves(out.to(wide(q.dtype))), halves(lse)))
+                partials = list(zip(halves(out.to(wide_dtype(q.dtype))), halves(lse)))
                 continue
             lower = axis_index >= step
             (k0, k1), (v0, v1) = halves(key), halves(value)
@@ -96,22 +96,22 @@ class Ring:
                 torch.cat([v0, torch.where(lower, v0, v1)]),
                 Block(False, self.scale),
             )
-            (tail, either), (tail_lse, either_lse) = out.to(wide(q.dtype)).chunk(2), lse.chunk(2)
-            axis_size[0] = merge(axis_size[0], (either, torch.where(lower, either_lse, -math.inf)))
-            axis_size[1] = merge(axis_size[1], (tail, tail_lse))
-            axis_size[1] = merge(axis_size[1], (either, torch.where(lower, -math.inf, either_lse)))
-        (out0, lse0), (out1, lse1) = axis_size  # type: ignore[misc]
+            (tail, either), (tail_lse, either_lse) = out.to(wide_dtype(q.dtype)).chunk(2), lse.chunk(2)
+            partials[0] = merge(partials[0], (either, torch.where(lower, either_lse, -math.inf)))
+            partials[1] = merge(partials[1], (tail, tail_lse))
+            partials[1] = merge(partials[1], (either, torch.where(lower, -math.inf, either_lse)))
+        (out0, lse0), (out1, lse1) = partials  # type: ignore[misc]
         return torch.cat([out0, out1], 2).to(q.dtype), torch.cat([lse0, lse1], 2)
 
     def causal_backward(self, gradient, q, k, v, out, lse, axis_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the rank's own q, k and v."""
+        """Return the gradients of the rank's own q, k and v."""
         along_q: Any = None
-        home = Home(self)
-        for step, key, value in self.around(k, v):
+        key_gradients = KeyGradients(self)
+        for step, key, value in self.travel(k, v):
             if step == 0:
-                found = kernels.backward(gradient, q, key, value, out, lse, Block(True, self.scale))
-                along_q = list(halves(found[0].to(wide(q.dtype))))
-                home.add(step, *found[1:])
+                gradients = kernels.backward(gradient, q, key, value, out, lse, Block(True, self.scale))
+                along_q = list(halves(gradients[0].to(wide_dtype(q.dtype))))
+                key_gradients.add(step, *gradients[1:])
                 continue
             lower = axis_index >= step
 
@@ -120,7 +120,7 @@ class Ring:
                 return torch.cat([tail, torch.where(lower, head, tail)])
 
             (k0, k1), (v0, v1) = halves(key), halves(value)
-            found = kernels.backward(
+            gradients = kernels.backward(
                 pick(gradient),
                 pick(q),
                 torch.cat([k0, torch.where(lower, k0, k1)]),
@@ -129,22 +129,22 @@ class Ring:
                 pick(lse),
                 Block(False, self.scale),
             )
-            tail, either = found[0].to(wide(q.dtype)).chunk(2)
+            tail, either = gradients[0].to(wide_dtype(q.dtype)).chunk(2)
             along_q[0] = along_q[0] + torch.where(lower, either, 0.0)
             along_q[1] = along_q[1] + tail + torch.where(lower, 0.0, either)
-            home.add(step, *(self.to_halves(x.to(wide(q.dtype)), lower) for x in found[1:]))
-        return torch.cat(along_q, 2).to(q.dtype), *home.arrived(k.dtype)
+            key_gradients.add(step, *(self.to_halves(x.to(wide_dtype(q.dtype)), lower) for x in gradients[1:]))
+        return torch.cat(along_q, 2).to(q.dtype), *key_gradients.receive(k.dtype)
 
     @staticmethod
     def to_halves(x: Tensor, lower: Tensor) -> Tensor:
-        """Gradients of (k0, either half) as those of (k0, k1)."""
+        """Return gradients of (k0, either half) as gradients of (k0, k1)."""
         head, either = x.chunk(2)
         return torch.cat([head + torch.where(lower, either, 0.0), torch.where(lower, 0.0, either)], 2)
 
     # -- any mask ---------------------------------------------------------------------------------
 
     def masks(self, mask: Tensor | None, q: Tensor, k: Tensor, axis_index: Tensor) -> Callable[[int], Tensor | None]:
-        """Step -> the additive mask of the rank's queries and the keys that are here then, None if all are seen."""
+        """Return step -> additive mask of the rank's queries and the current keys, None if all are visible."""
         padding = k.shape[2] * self.axis_size - self.size
         if mask is None and not padding:
             return lambda step: None
@@ -159,92 +159,95 @@ class Ring:
         by_rank = to_rank_order(full, last, self.axis_size) if self.zigzag else full
         by_rank = by_rank.unflatten(last, (self.axis_size, -1))
 
-        def at(step: int) -> Tensor:
+        def mask_at(step: int) -> Tensor:
             source = torch.remainder(axis_index - step, self.axis_size).reshape(1)
             return by_rank.index_select(last, source).squeeze(last).contiguous()
 
-        return at
+        return mask_at
 
     def full_forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis_index: Tensor) -> Part:
-        """Result and log-sum-exp of the rank's queries."""
-        at, found = self.masks(mask, q, k, axis_index), None
-        for step, key, value in self.around(k, v):
-            out, lse = kernels.forward(q, key, value, Block(False, self.scale, at(step)))
-            found = merge(found, (out.to(wide(q.dtype)), lse))
-        assert found is not None
-        return found[0].to(q.dtype), found[1]
+        """Return result and log-sum-exp of the rank's queries."""
+        mask_at, merged = self.masks(mask, q, k, axis_index), None
+        for step, key, value in self.travel(k, v):
+            out, lse = kernels.forward(q, key, value, Block(False, self.scale, mask_at(step)))
+            merged = merge(merged, (out.to(wide_dtype(q.dtype)), lse))
+        assert merged is not None
+        return merged[0].to(q.dtype), merged[1]
 
     def full_backward(self, gradient, q, k, v, mask, out, lse, axis_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the rank's own q, k and v."""
-        at, along_q, home = self.masks(mask, q, k, axis_index), torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
-        for step, key, value in self.around(k, v):
-            found = kernels.backward(gradient, q, key, value, out, lse, Block(False, self.scale, at(step)))
-            along_q = along_q + found[0]
-            home.add(step, *found[1:])
-        return along_q.to(q.dtype), *home.arrived(k.dtype)
-
+        """Return the gradients of the rank's own q, k and v."""
+        mask_at, along_q, key_gradients = (
+            self.masks(mask, q, k, axis_index),
+            torch.zeros_like(q, dtype=wide_dtype(q.dtype)),
+            KeyGradients(self),
+        )
+        for step, key, value in self.travel(k, v):
+            gradients = kernels.backward(gradient, q, key, value, out, lse, Block(False, self.scale, mask_at(step)))
+            along_q = along_q + gradients[0]
+            key_gradients.add(step, *gradients[1:])
+        return along_q.to(q.dtype), *key_gradients.receive(k.dtype)
 
     # -- intervals --------------------------------------------------------------------------------
 
     def interval_forward(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], hops: Tensor | None, axis_index: Tensor
     ) -> Part:
-        """Result and log-sum-exp of the rank's queries."""
-        found = None
-        for step, key, value in self.around(k, v, hops=hops):
-            out, lse = attend(q, key, value, *self.told(rows, axis_index, step))
-            found = merge(found, (out.to(wide(q.dtype)), lse))
-        assert found is not None
-        return found[0].to(q.dtype), found[1]
+        """Return result and log-sum-exp of the rank's queries."""
+        merged = None
+        for step, key, value in self.travel(k, v, hops=hops):
+            out, lse = attend(q, key, value, *self.interval_arguments(rows, axis_index, step))
+            merged = merge(merged, (out.to(wide_dtype(q.dtype)), lse))
+        assert merged is not None
+        return merged[0].to(q.dtype), merged[1]
 
     def interval_backward(self, gradient, q, k, v, rows, hops, out, lse, axis_index) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the rank's own q, k and v."""
-        along_q, home = torch.zeros_like(q, dtype=wide(q.dtype)), Home(self, hops)
-        for step, key, value in self.around(k, v, hops=hops):
-            told = self.told(rows, axis_index, step)
-            found = attend_backward(gradient, q, key, value, out, lse, *told)
-            along_q = along_q + found[0]
-            home.add(step, *found[1:])
-        return along_q.to(q.dtype), *home.arrived(k.dtype)
+        """Return the gradients of the rank's own q, k and v."""
+        along_q, key_gradients = torch.zeros_like(q, dtype=wide_dtype(q.dtype)), KeyGradients(self, hops)
+        for step, key, value in self.travel(k, v, hops=hops):
+            arguments = self.interval_arguments(rows, axis_index, step)
+            gradients = attend_backward(gradient, q, key, value, out, lse, *arguments)
+            along_q = along_q + gradients[0]
+            key_gradients.add(step, *gradients[1:])
+        return along_q.to(q.dtype), *key_gradients.receive(k.dtype)
 
-    def told(self, rows: Sequence[Tensor], axis_index: Tensor, step: int) -> tuple[Any, ...]:
-        """What attention by interval takes beside queries, keys and values."""
+    def interval_arguments(self, rows: Sequence[Tensor], axis_index: Tensor, step: int) -> tuple[Any, ...]:
+        """Return the arguments of attention by interval after queries, keys and values."""
         first, last, *terms, starts = rows
         runs = starts.index_select(0, torch.remainder(axis_index - step, self.axis_size).view(1)).view(-1)
         return first, last, runs, terms, self.scale, self.score
 
 
-class Home:
-    """Gradients of keys and values on their way back, one step behind the keys and values themselves."""
+class KeyGradients:
+    """Gradients of keys and values on their way home, one step behind the keys and values."""
 
     def __init__(self, ring: Ring, hops: Tensor | None = None):
         self.ring, self.hops = ring, hops
         self.sent: Tensor | None = None
-        self.coming: Tensor | None = None
+        self.incoming: Tensor | None = None
         self.shapes: list[torch.Size] = []
 
     def add(self, step: int, *gradients: Tensor) -> None:
-        """Add this step's terms to those of the steps before, and send the sum on."""
+        """Add this step's gradients to those of earlier steps, and send the sum on."""
         self.shapes = [g.shape for g in gradients]
-        flat = torch.cat([g.to(wide(g.dtype)).reshape(-1) for g in gradients])
-        if self.coming is not None:
-            flat = flat + arrive(self.coming, self.sent)
+        flat = torch.cat([g.to(wide_dtype(g.dtype)).reshape(-1) for g in gradients])
+        if self.incoming is not None:
+            flat = flat + arrive(self.incoming, self.sent)
         self.sent = flat
         if len(self.ring.steps) > 1:
-            self.coming = self.ring.send(flat, step, self.hops, home=True)
+            self.incoming = self.ring.send(flat, step, self.hops, home=True)
 
-    def arrived(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The gradients of the rank's own keys and values."""
-        flat = self.sent if self.coming is None else arrive(self.coming, self.sent)
+    def receive(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the gradients of the rank's own keys and values."""
+        flat = self.sent if self.incoming is None else arrive(self.incoming, self.sent)
         assert flat is not None
         pieces = flat.split([math.prod(shape) for shape in self.shapes])
         return tuple(piece.view(shape).to(dtype) for piece, shape in zip(pieces, self.shapes))
 
 
 def operator(ring: Ring, operands: int) -> Any:
-    """`local::ring_attention(q, k, v, ..., axis_index) -> (out, lse)`, with its gradient.
+    """Return the operator `local::ring_attention(q, k, v, ..., axis_index) -> (out, lse)`, with its gradient.
 
-    After values come a mask, or bounds, terms of the score, where runs begin, and hops if the ring has a row of them.
+    After values come a mask, or bounds, score terms, the first positions of key runs, and hops if the ring has a row.
     """
     split = -1 if ring.row is not None else None
 
@@ -265,9 +268,9 @@ def operator(ring: Ring, operands: int) -> Any:
             return ring.interval_backward(gradient, q, k, v, rows[:split], rows[-1], out, lse, axis_index)
         return ring.full_backward(gradient, q, k, v, rows[0] if rows else None, out, lse, axis_index)
 
-    given = operands + 1
-    op = define("local", "ring_attention", run, given, 2)
-    back = define("local", "ring_attention_backward", run_backward, given + 3, 3)
+    inputs_count = operands + 1
+    op = define("local", "ring_attention", run, inputs_count, 2)
+    back = define("local", "ring_attention_backward", run_backward, inputs_count + 3, 3)
     remember(op, run, communicates=True)
     remember(back, run_backward, communicates=True)
 
@@ -275,8 +278,8 @@ def operator(ring: Ring, operands: int) -> Any:
         ctx.save_for_backward(*inputs, *output)
 
     def differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple:
-        found = back(*ctx.saved_tensors, gradient)
-        return (*found, *[None] * (given - 3))
+        gradients = back(*ctx.saved_tensors, gradient)
+        return (*gradients, *[None] * (inputs_count - 3))
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
     return op

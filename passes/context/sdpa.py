@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention`, as PyTorch has it: its record."""
+"""The record of PyTorch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from passes.context import attention
 from passes.context.attention import CONTEXT, AttentionKernel, AttentionOp, Nodes, Specs, dims_of, repeat_heads
 from passes.context.call import AttentionCall, Pairs
 from passes.context.context import gather, ring_attention
-from passes.context.kernels import padded, scale_of
+from passes.context.kernels import pad_to_width, scale_of
 from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.constants import constant
@@ -28,22 +28,22 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """What a call is given, by name; defaults are left out."""
+    """Return a call's arguments by name, without defaults."""
     return dict(zip(NAMES, node.args)) | node.kwargs
 
 
 def is_causal(node: fx.Node) -> bool:
-    """Whether the call hides keys beyond a query's own."""
+    """Return True if the call hides keys after a query's own."""
     return bool(arguments(node).get("is_causal", False))
 
 
-# ---- how it is written ------------------------------------------------------------------------------
+# ---- the rule and rewrites --------------------------------------------------------------------------
 
 
 def scaled_dot_product_attention(node: fx.Node) -> Rule:
-    """q[..., (g r), s, e], k[..., g, s, e], v[..., g, s, f], mask -> [..., (g r), s, f]; r > 1 under GQA.
+    """Return the rule q[..., (g r), s, e], k[..., g, s, e], v[..., g, s, f], mask -> [..., (g r), s, f]; GQA: r > 1.
 
-    Where keys are not as many as queries, they are whole, and queries free unless a causal mask numbers them.
+    If there are not as many keys as queries, keys stay unsharded; queries too under a causal mask, which numbers them.
     """
     q, k, v, *masks = tensor_operands(node)
     shapes = [tuple(ir.example(n).shape) for n in (q, k, v)]
@@ -69,19 +69,19 @@ def scaled_dot_product_attention(node: fx.Node) -> Rule:
     )
 
 
-def attention_of_four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest, **options) -> Tensor:
-    """Attention over q[n, h, s, e]: leading dims that are missing are of size one, those that are too many are one."""
+def attention_in_four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *others, **options) -> Tensor:
+    """Compute attention with q as [n, h, s, e]: missing leading dims get size 1, excess ones are flattened."""
     lead = q.shape[:-3]
 
-    def four(x: Tensor) -> Tensor:
+    def to_four_dims(x: Tensor) -> Tensor:
         return x.expand(*lead, *x.shape[-3:]).flatten(0, -4) if lead else x.view(*[1] * (4 - x.dim()), *x.shape)
 
-    mask = mask if mask is None or mask.dim() < 4 else four(mask)
-    out = F.scaled_dot_product_attention(four(q), four(k), four(v), mask, *rest, **options)
+    mask = mask if mask is None or mask.dim() < 4 else to_four_dims(mask)
+    out = F.scaled_dot_product_attention(to_four_dims(q), to_four_dims(k), to_four_dims(v), mask, *others, **options)
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
-def dropping(
+def attention_with_dropout(
     drop: Callable[[Tensor, float], Tensor],
     q: Tensor,
     k: Tensor,
@@ -93,7 +93,10 @@ def dropping(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention written out, q[..., t, d] over k[..., s, d]: its weights drop out; a row that sees nothing is zero."""
+    """Compute attention from its parts, q[..., t, d] over k[..., s, d], with dropout of its weights.
+
+    A row that sees nothing is zero.
+    """
     if enable_gqa:
         k, v = (repeat_heads(x, q.shape[-3] // k.shape[-3]) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -110,39 +113,40 @@ def dropping(
 
 
 def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
-    """PyTorch's attention over all keys of the rank's queries."""
+    """Insert PyTorch's attention over all keys of the rank's queries."""
     q, k, v, *masks = operands
-    given = arguments(node)
-    values = q, k, v, masks[0] if masks else None, given.get("dropout_p", 0.0), is_causal(node)
+    args = arguments(node)
+    values = q, k, v, masks[0] if masks else None, args.get("dropout_p", 0.0), is_causal(node)
     return sdpa(builder, values, options_of(node))
 
 
 def options_of(node: fx.Node) -> dict[str, Any]:
-    """What a call says of scores and heads."""
-    return {name: given for name, given in arguments(node).items() if name in ("scale", "enable_gqa")}
+    """Return a call's scale and grouping of heads, if given."""
+    return {name: value for name, value in arguments(node).items() if name in ("scale", "enable_gqa")}
 
 
 def sdpa(builder: Builder, values: tuple[Any, ...], options: dict[str, Any]) -> fx.Node:
-    """PyTorch's attention; on the CPU, whose flash kernel takes one width, of queries, keys and values as wide alike.
+    """Insert PyTorch's attention; on the CPU, pad queries, keys and values to one width, which its flash kernel needs.
 
-    It would have the scores of all pairs in memory otherwise (latent attention: keys of 192, values of 128).
+    With different widths (latent attention: keys of 192, values of 128), PyTorch would hold the scores of all pairs in
+    memory.
     """
-    q, k, v, *rest = values
-    width, given = ir.example(v).shape[-1], ir.example(q)
-    if width == given.shape[-1] or given.device.type != "cpu":
+    q, k, v, *others = values
+    width, query = ir.example(v).shape[-1], ir.example(q)
+    if width == query.shape[-1] or query.device.type != "cpu":
         return builder.call(aten.scaled_dot_product_attention.default, values, options)
-    widest = max(width, given.shape[-1])
-    alike = [builder.trace(lambda x: padded(x, widest), x) for x in (q, k, v)]
-    stated = options | {"scale": scale_of(given, options.get("scale"))}
-    found = builder.call(aten.scaled_dot_product_attention.default, (*alike, *rest), stated)
-    return found if width == widest else builder.trace(lambda x: x.narrow(-1, 0, width).contiguous(), found)
+    widest = max(width, query.shape[-1])
+    padded_operands = [builder.trace(lambda x: pad_to_width(x, widest), x) for x in (q, k, v)]
+    with_scale = options | {"scale": scale_of(query, options.get("scale"))}
+    result = builder.call(aten.scaled_dot_product_attention.default, (*padded_operands, *others), with_scale)
+    return result if width == widest else builder.trace(lambda x: x.narrow(-1, 0, width).contiguous(), result)
 
 
-def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
-    """Keys and values gathered, their gradients scattered; a causal mask spelled out for the rank's queries."""
+def gather_form(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
+    """Gather keys and values, whose gradients are scattered, and expand a causal mask for the rank's queries."""
     q, k, v, *masks = operands
     factor = specs[0].dims[-2][0]
-    whole = [gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])]
+    full = [gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])]
     mask = masks[0] if masks else None
     if is_causal(node):
         device, at = ir.example(q).device, builder.at(factor)
@@ -152,42 +156,44 @@ def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, run
             return index[:, None] >= torch.arange(factor.size, device=device)
 
         mask = builder.trace(sees, *at.values())
-    return sdpa(builder, (q, *whole, mask, 0.0, False), options_of(node))
+    return sdpa(builder, (q, *full, mask, 0.0, False), options_of(node))
 
 
-def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str) -> fx.Node:
-    """A ring."""
+def ring_form(
+    builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str
+) -> fx.Node:
+    """Insert a ring."""
     return ring_attention(builder, operands, specs, arguments(node).get("scale"), call, method)
 
 
 def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> AttentionCall:
-    """The call as its rank sees it, with what its mask, that of the whole attention, lets through."""
+    """Return the call as its rank sees it, with the pairs that its mask, of the full attention, lets through."""
     call, masks, order = attention.call_of(builder, node, operands, specs), operands[3:], specs[1].order
     mask = arguments(node).get("attn_mask")
     by_head = bool(masks) and ir.example(masks[0]).dim() > 2 and ir.example(masks[0]).shape[-3] > 1
     kind = "none" if mask is None else "numbers" if ir.example(mask).is_floating_point() else "bool"
-    seen = constant(mask) if mask is not None and kind == "bool" and not order.table else None
+    visible = constant(mask) if mask is not None and kind == "bool" and not order.table else None
     rows, columns = specs[0].dims[-2][0], specs[1].dims[-2][0]
-    pairs = None if seen is None else pairs_that_see(seen, rows, columns, order.zigzag, call.parts)
+    pairs = None if visible is None else pairs_that_see(visible, rows, columns, order.zigzag, call.parts)
     return replace(call, causal=is_causal(node), mask=kind, mask_by_head=by_head, pairs=pairs)
 
 
 def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, zigzag: bool, parts: int) -> Pairs:
-    """(rank of queries, rank of keys) of which any query sees a key."""
+    """Return the (query rank, key rank) pairs in which any query sees a key."""
     sees = mask.reshape(-1, *mask.shape[-2:]).any(0).expand(rows.size, columns.size)
     for dim in (0, 1):
         missing = -sees.shape[dim] % (2 * parts if zigzag else parts)
         sees = torch.cat([sees, sees.new_zeros([missing if d == dim else n for d, n in enumerate(sees.shape)])], dim)
         sees = to_rank_order(sees, dim, parts) if zigzag else sees
-    found = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
-    return frozenset((i, j) for i, j in found.nonzero().tolist())
+    pairs = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
+    return frozenset((i, j) for i, j in pairs.nonzero().tolist())
 
 
 # ---- the record -------------------------------------------------------------------------------------
 
 
 def flash(name: str) -> AttentionKernel:
-    """One of PyTorch's own kernels, by its name."""
+    """Return the kernel record of one of PyTorch's own kernels, by name."""
     return AttentionKernel(getattr(aten, name).default, getattr(aten, f"{name}_backward").default)
 
 
@@ -203,10 +209,10 @@ RECORD = AttentionOp(
         flash("_scaled_dot_product_cudnn_attention"),
         flash("_scaled_dot_product_fused_attention_overrideable"),
     ),
-    written=lambda node: None if ir.example(node.args[0]).dim() == 4 else attention_of_four,
-    dropping=dropping,
+    written=lambda node: None if ir.example(node.args[0]).dim() == 4 else attention_in_four_dims,
+    dropping=attention_with_dropout,
     causal=is_causal,
     call=call_of,
-    gathered=gathered,
-    ring=around,
+    gathered=gather_form,
+    ring=ring_form,
 )

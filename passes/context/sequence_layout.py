@@ -1,14 +1,14 @@
-"""How a sequence lies over the ranks of `cp`.
+"""The layout of the sequence over the ranks of `cp`.
 
-    none         a run a rank
-    head_tail    a chunk from the front and one from the back: under a causal mask all have as much to do
-    blocks       head and tail in blocks, of which ranks exchange some, anew for each batch, until what its documents
-                 let each of them see is even
-    auto         blocks where documents decide what attention sees and a rank has four of them or more; head_tail where
-                 attention is causal, or by interval; else none
+    none         one run for each rank
+    head_tail    a chunk from the front and one from the back: balanced under a causal mask
+    blocks       head and tail in blocks; for each batch, ranks exchange blocks until the work that its documents
+                 cause is balanced
+    auto         blocks if documents decide what attention sees and a rank has four blocks or more; head_tail if
+                 attention is causal or by interval; otherwise none
 
-Attention by interval takes keys wherever they lie. Any other gathers them, or heads, where it is in blocks, so
-`auto` leaves a program that has some alone.
+Attention by interval takes keys in any order. Other attention over a sequence in blocks gathers keys or heads, so
+`auto` does not choose blocks for a program with such attention.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Layout = Literal["auto", "head_tail", "blocks", "none"]
 
 @dataclass(frozen=True)
 class SequenceLayout(ir.Pass):
-    """Say how the sequence lies; a `block` has at most so many tokens."""
+    """Choose the layout of the sequence; a `block` has at most that many tokens."""
 
     layout: Layout = "auto"
     block: int = 128
@@ -45,63 +45,66 @@ class SequenceLayout(ir.Pass):
         if AXIS not in mesh.axes or not length:
             return program, ir.Report({"blocks": 0})
         program = replace(program, bounds=bounds_of(program))
-        each = 2 * -(-length // (2 * mesh[AXIS] * self.block))
-        taken, why = choose(program, each) if self.layout == "auto" else (self.layout, "asked for")
-        said = f"the sequence lies as {taken} over {AXIS}: {why}"
-        order = ZIGZAG if taken == "head_tail" else PLAIN
-        if taken == "blocks":
-            order = Order(table=assign_blocks(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
-            said += f"; {each} blocks a rank, of {-(-length // (each * mesh[AXIS]))} tokens"
+        blocks = 2 * -(-length // (2 * mesh[AXIS] * self.block))
+        layout, reason = choose(program, blocks) if self.layout == "auto" else (self.layout, "as configured")
+        text = f"sequence layout over {AXIS}: {layout}, {reason}"
+        order = ZIGZAG if layout == "head_tail" else PLAIN
+        if layout == "blocks":
+            order = Order(table=assign_blocks(torch.ones(blocks * mesh[AXIS]), mesh[AXIS]))  # equal work: head and tail
+            text += f"; {blocks} blocks per rank, of {-(-length // (blocks * mesh[AXIS]))} tokens"
         inputs = tuple(replace(i, spec=i.spec.ordered(order)) if i.kind == "batch" else i for i in program.inputs)
-        return replace(program, inputs=inputs), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
+        return replace(program, inputs=inputs), ir.Report({"blocks": blocks if layout == "blocks" else 0}, (text,))
 
 
-def choose(program: ir.Program, each: int) -> tuple[Layout, str]:
-    """What `auto` takes, where a rank would have so many blocks, and why."""
+def choose(program: ir.Program, blocks: int) -> tuple[Layout, str]:
+    """Return the layout that `auto` chooses if a rank would have that many `blocks`, and the reason."""
     calls = {node: OPERATORS[node.target] for node in program.calls() if node.target in OPERATORS}  # type: ignore[index]
     plain = [node for node, record in calls.items() if record.bounds is None]
     if len(plain) == len(calls) and not any(calls[node].causal(node) for node in plain):
-        return "none", "all queries have as much to do"
+        return "none", "all queries have the same work"
     if program.bounds is None:
-        return "head_tail", "what attention sees is the same in all batches"
+        return "head_tail", "attention sees the same keys in all batches"
     if plain:
-        return "head_tail", f"%{plain[0].name} ({ir.source(plain[0])}) is no attention by interval"
-    if each < 4:
+        return "head_tail", f"%{plain[0].name} ({ir.source(plain[0])}) is not attention by interval"
+    if blocks < 4:
         return "head_tail", "the sequence is too short for blocks"
     return "blocks", "documents decide what attention sees"
 
 
 def length_of(program: ir.Program) -> int:
-    """Tokens of the longest sequence of the batch, 0 if it has none."""
-    shapes = (given.spec.shape for given in program.inputs if given.kind == "batch")
+    """Return the tokens of the longest sequence of the batch, 0 if it has none."""
+    shapes = (item.spec.shape for item in program.inputs if item.kind == "batch")
     return max((shape[1] for shape in shapes if len(shape) > 1), default=0)
 
 
 def bounds_of(program: ir.Program) -> ir.Program | None:
-    """What computes the bounds of all attention by interval from a batch, on the host; None if no batch decides."""
-    given = dict(zip(program.placeholders(), program.inputs))
-    ends = {node: i for node, i in given.items() if i.kind in ("batch", "constant")}
+    """Return a program that computes the bounds of all attention by interval from a batch, on the host.
+
+    Return None if no bounds depend on a batch.
+    """
+    inputs = dict(zip(program.placeholders(), program.inputs))
+    ends = {node: i for node, i in inputs.items() if i.kind in ("batch", "constant")}
     pairs = dict.fromkeys(filter(None, map(bounds_at, program.calls())))
     bounds = [bound for pair in pairs for bound in pair]
-    read = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in bounds)) & given.keys()
-    if not read <= ends.keys() or not any(given[node].kind == "batch" for node in read):
+    read = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in bounds)) & inputs.keys()
+    if not read <= ends.keys() or not any(inputs[node].kind == "batch" for node in read):
         return None
-    found = backward_slice(program, ends, bounds)
-    for node in found.calls():
+    bounds_program = backward_slice(program, ends, bounds)
+    for node in bounds_program.calls():
         if "device" in node.kwargs:
             node.update_kwarg("device", torch.device("cpu"))
-    return found
+    return bounds_program
 
 
 def bounds_at(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """First and last of the keys that queries of a call of attention by interval see; None of another node."""
+    """Return the first and last key that each query of a call of attention by interval sees; None for another node."""
     record = OPERATORS.get(node.target)  # type: ignore[arg-type]
     return record.bounds(node) if record is not None and record.bounds is not None else None
 
 
 def bounds_in(bounds: ir.Program, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """First and last of the keys that queries of a batch see, i64[B or 1, T], of each attention that sees otherwise."""
+    """Return the first and last key that each query of a batch sees, i64[B or 1, T], for each attention's bounds."""
     values = [batch[i.name].cpu() if i.value is None else i.value.cpu() for i in bounds.inputs]
     with torch.no_grad():
-        found = bounds.module(*values)
-    return list(zip(found[::2], found[1::2]))
+        results = bounds.module(*values)
+    return list(zip(results[::2], results[1::2]))

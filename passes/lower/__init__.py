@@ -1,1 +1,1 @@
-"""The finished program cut into bodies, each compiled once, and what runs their calls."""
+"""The finished program: cut into bodies, each compiled once, and the code that runs their calls."""

@@ -1,4 +1,4 @@
-"""Turn a finished program into something to call: Inductor's kernels, or an interpreter that names what fails."""
+"""Turn a finished program into a callable: Inductor's kernels, or an interpreter that names the node that fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from passes.program.stages import Stage
 class NamingInterpreter(fx.Interpreter):
     """Runs a graph node by node, each operator within `around` its name.
 
-    An error names the node, its source line and its operands' shapes.
+    Raises CompileError with the node, its source line and its operands' shapes if an operator fails.
     """
 
     around: Around = nullcontext
@@ -35,11 +35,11 @@ class NamingInterpreter(fx.Interpreter):
             self.args_iter, self.env = iter(()), {}
 
     def run_node(self, node: fx.Node) -> Any:
-        """One operator."""
+        """Run one operator."""
         try:
             with self.around(node.name):
-                found = super().run_node(node)
-            return laid_out(found, ir.value(node)) if node.op == "call_function" else found
+                result = super().run_node(node)
+            return laid_out(result, ir.value(node)) if node.op == "call_function" else result
         except Exception as error:
             shapes = [tuple(ir.example(n).shape) for n in node.all_input_nodes if ir.is_tensor(n)]
             message = f"{node.target} on {shapes}: {type(error).__name__}: {error}"
@@ -47,12 +47,12 @@ class NamingInterpreter(fx.Interpreter):
 
 
 def lower_eager(program: ir.Program, ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent) -> Executable:
-    """The program interpreted operator by operator."""
+    """Return an interpreter that runs the program operator by operator."""
     return NamingInterpreter(flatten(program).module)
 
 
 def lower_inductor(program: ir.Program, ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent) -> Executable:
-    """The bodies of the program compiled by Inductor (C++ on CPU, Triton on CUDA), shared out among the workers."""
+    """Compile the program's bodies with Inductor (C++ on CPU, Triton on CUDA), divided among the workers."""
     if program.stage is not Stage.SEGMENTED:
         program, _ = Segment(max_nodes=None)(program, ctx)
     return Calls(program, compile_bodies(list(calls_of(program)), ctx, workers, tell))

@@ -1,4 +1,4 @@
-"""The heap of a process that trains on the CPU: a step gets the memory that the one before it freed."""
+"""The heap of a process that trains on the CPU: a step reuses the memory that the step before it freed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ FIGURES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks k
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed instead of giving it back and asking anew, page by page, in every step.
+    """Let glibc keep freed memory instead of returning it and mapping it again, page by page, in every step.
 
-    It holds for the whole process, whose peak of resident memory stays. Elsewhere than on glibc nothing is done.
+    This applies to the whole process, whose resident memory stays at its peak. Without glibc nothing is done.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, -1)  # never trim the top
-        mallopt(M_MMAP_MAX, 0)  # large blocks lie in the heap, too
+        mallopt(M_MMAP_MAX, 0)  # allocate large blocks in the heap, too
 
 
 class Mallinfo(ctypes.Structure):
@@ -26,7 +26,7 @@ class Mallinfo(ctypes.Structure):
 
 
 def free_in_heap() -> int:
-    """Bytes that the process has and allocates no memory in; 0 elsewhere than on glibc 2.33 and later."""
+    """Return the bytes that the process holds without using them; 0 without glibc 2.33 or later."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return 0

@@ -1,7 +1,7 @@
-"""Compile bodies by Inductor, each once: a body that this machine has compiled before is loaded from the store.
+"""Compile bodies with Inductor, each once: a body that this machine compiled before is loaded from the store.
 
-The store lies in Inductor's own cache folder. An entry is known by the body's text and by all that its kernels depend
-on beside it: PyTorch, its options, the machine, the number of threads, and our own way of lowering.
+The store is in Inductor's own cache folder. The key of an entry covers the body's text and everything else that its
+kernels depend on: PyTorch, its options, the machine, the number of threads, and our own lowering.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.communication.layer_starts import products_of
-from passes.communication.node_order import last_beside
+from passes.communication.layer_starts import matmuls_of
+from passes.communication.node_order import last_matmuls
 from passes.context import operators
 from passes.lower.calls import Kernels
 from passes.lower.cpu_start.door import checked_files, fast_cpu_start, prepare
-from passes.lower.cpu_start.ready import Ready, switched, untouched
-from passes.lower.miscompilations import avoided
-from passes.lower.store import Store, bound, stored
+from passes.lower.cpu_start.ready import Ready, options_untouched, settings_now
+from passes.lower.miscompilations import workaround_options
+from passes.lower.store import Store, body_store, bound
 from passes.program import ir
 from passes.program.abstract_eval import Layout
 from passes.program.bodies import Body, key_of
@@ -58,9 +58,9 @@ from passes.program.torch_private import (
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that compile together and see one store: this one's `number` of `count`; `meet` waits for all.
+    """The processes that compile together and share a store: this one is `number` of `count`; `meet` waits for all.
 
-    With `fast` C++ kernels are built several at a time (`cpu_start/`).
+    With `fast`, C++ kernels are built several at a time (`cpu_start/`).
     """
 
     number: int
@@ -72,84 +72,86 @@ class Workers:
 Tell = Callable[[str], None]
 
 
-def silent(what: str) -> None:
-    """Tells nobody."""
+def silent(message: str) -> None:
+    """Ignore a message."""
 
 
 FULL = os.strerror(errno.ENOSPC)
 ALONE = Workers(0, 1, lambda: None)
-MOST_BYTES = 20 << 30  # of all that is kept; what was not used for longest goes first
-failed: list[Exception] = []  # why this process compiles for the CPU without the fast start, if it does
+MOST_BYTES = 20 << 30  # limit of the cache folder; the least recently used files are deleted first
+failed: list[Exception] = []  # errors for which this process compiles for the CPU without the fast start
 counts = Counter[str]()  # bodies that this process `compiled`, and that it `loaded` from the store
 
 
 def compile_bodies(
     bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
 ) -> Mapping[Body, Kernels]:
-    """Something to call for every body; raises Refused where the disk of the cache is full."""
+    """Return a callable for every body; raise Refused if the disk of the cache is full."""
     try:
-        found = built(bodies, ctx, workers, tell)
+        kernels = build_all(bodies, ctx, workers, tell)
     except Exception as error:
-        if FULL not in str(error):  # as compilers and linkers say it, too
+        if FULL not in str(error):  # compilers and linkers print the same text
             raise
-        fix = "make room, or name another folder by TORCHINDUCTOR_CACHE_DIR in the environment"
+        fix = "free some space, or set TORCHINDUCTOR_CACHE_DIR in the environment to another folder"
         raise ir.Refused("lower", None, f"the disk of {compiler_folder()} is full; {fix}") from error
-    if said := bound(compiler_folder(), MOST_BYTES) if counts["compiled"] else "":
-        warnings.warn(said, stacklevel=2)
-    return found
+    if message := bound(compiler_folder(), MOST_BYTES) if counts["compiled"] else "":
+        warnings.warn(message, stacklevel=2)
+    return kernels
 
 
 @undisturbed
 def compile_share(bodies: Sequence[Body], ctx: ir.Context, workers: Workers, tell: Tell = silent) -> None:
     """Compile this worker's share of bodies; when it returns, all are stored."""
-    ready = Ready(stored(), our_sources())
-    mine = [body for body in bodies[workers.number :: workers.count] if ready.load(body) is None]
-    made(mine, ctx, ready, workers.fast, tell)
+    ready = Ready(body_store(), our_sources())
+    share = [body for body in bodies[workers.number :: workers.count] if ready.load(body) is None]
+    load_or_compile(share, ctx, ready, workers.fast, tell)
     tell("bodies of other ranks")
     workers.meet()
 
 
 @undisturbed
-def built(
+def build_all(
     bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
 ) -> Mapping[Body, Kernels]:
-    """What is called for every body; what is not stored is compiled, each body by one of the workers.
+    """Return a callable for every body; bodies that are not stored are compiled, each by one of the workers.
 
-    `tell` is called with what begins.
+    `tell` is called with the name of each piece of work when it begins.
     """
-    ready = Ready(stored(), our_sources())
-    found = {body: run for body in bodies if (run := ready.load(body)) is not None}
-    counts.update("loaded" for _ in found)
-    mine = [body for body in bodies[workers.number :: workers.count] if body not in found]
-    found |= made(mine, ctx, ready, workers.fast, tell)
+    ready = Ready(body_store(), our_sources())
+    kernels = {body: run for body in bodies if (run := ready.load(body)) is not None}
+    counts.update("loaded" for _ in kernels)
+    share = [body for body in bodies[workers.number :: workers.count] if body not in kernels]
+    kernels |= load_or_compile(share, ctx, ready, workers.fast, tell)
     if workers.count > 1:
         tell("bodies of other ranks")
         workers.meet()
-    return found | made([body for body in bodies if body not in found], ctx, ready, workers.fast, tell)
+    return kernels | load_or_compile([body for body in bodies if body not in kernels], ctx, ready, workers.fast, tell)
 
 
-def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell) -> dict[Body, Kernels]:
+def load_or_compile(
+    bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell
+) -> dict[Body, Kernels]:
     """Return the kernels of bodies that Inductor loads or compiles, for each device in its way."""
     on_cpu = [body for body in bodies if is_on_cpu(body)]
-    others = [body for body in bodies if not is_on_cpu(body)]
-    found = compiled_for_cpu(on_cpu, ctx, ready, fast and not failed, tell) if on_cpu else {}
-    return found | (one_by_one(others, ctx, ready.store, fast, tell) if others else {})
+    on_gpu = [body for body in bodies if not is_on_cpu(body)]
+    kernels = compiled_for_cpu(on_cpu, ctx, ready, fast and not failed, tell) if on_cpu else {}
+    return kernels | (one_by_one(on_gpu, ctx, ready.store, fast, tell) if on_gpu else {})
 
 
 def compiled_for_cpu(
     bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell
 ) -> dict[Body, Kernels]:
-    """Return the kernels of bodies on the CPU; if the `fast` way fails, as Inductor compiles by itself."""
+    """Return the kernels of bodies on the CPU; if the `fast` way fails, compile them as Inductor does by itself."""
     if not fast:
         return one_by_one(bodies, ctx, ready.store, False, tell)
     try:
-        return together(bodies, ctx, ready, tell)
+        return build_together(bodies, ctx, ready, tell)
     except Exception as error:
         if FULL in str(error):
             raise
         failed.append(error)
         try:
-            found = one_by_one(bodies, ctx, ready.store, False, tell)
+            kernels = one_by_one(bodies, ctx, ready.store, False, tell)
         except Exception as again:
             raise error from again
         warnings.warn(
@@ -157,43 +159,43 @@ def compiled_for_cpu(
             "lower.fast_start=false does so from the start",
             stacklevel=2,
         )
-        return found
+        return kernels
 
 
-def together(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) -> dict[Body, Kernels]:
+def build_together(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) -> dict[Body, Kernels]:
     """Return bodies whose C++ kernels are built several at a time, and store them for starts without Inductor."""
     with fast_cpu_start(ready.store, surroundings) as libraries:
-        found = stored_or_compiled(bodies, ctx, ready.store, True, tell)
+        results = stored_or_compiled(bodies, ctx, ready.store, True, tell)
         tell("kernels")
-    for body, compiled in found.items():
+    for body, compiled in results.items():
         if is_code_alone(compiled):
             ready.keep(body, without_lowering(compiled.source_code), libraries.place_of)
-    return {body: kernels_of(compiled) for body, compiled in found.items()}
+    return {body: kernels_of(compiled) for body, compiled in results.items()}
 
 
 def one_by_one(bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell) -> dict[Body, Kernels]:
     """Return bodies of one kind of device, whose kernels Inductor builds in its own way."""
     with checked_files if is_on_cpu(bodies[0]) else in_triton():
-        found = stored_or_compiled(bodies, ctx, store, fast, tell)
+        results = stored_or_compiled(bodies, ctx, store, fast, tell)
         tell("kernels")
-    return {body: kernels_of(compiled) for body, compiled in found.items()}
+    return {body: kernels_of(compiled) for body, compiled in results.items()}
 
 
 def stored_or_compiled(
     bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell
 ) -> dict[Body, Any]:
-    """What Inductor makes of each body, from the store if it is there; else it is put there."""
-    found = {}
+    """Return Inductor's result for each body, from the store or compiled and stored."""
+    results = {}
     for i, body in enumerate(bodies):
         tell(f"{body.name}, {i + 1} of {len(bodies)} bodies")
-        found[body] = load(body, store, fast) or compile_body(body, ctx, store, fast)
-    return found
+        results[body] = load(body, store, fast) or compile_body(body, ctx, store, fast)
+    return results
 
 
 def get_ready(device: torch.device) -> None:
     """Prepare the compilers during capture if nothing is stored yet; stored bodies are loaded without Inductor."""
-    untouched()
-    if stored().folder.is_dir():
+    options_untouched()
+    if body_store().folder.is_dir():
         return
     if device.type == "cuda":
         start_workers()
@@ -205,7 +207,7 @@ def get_ready(device: torch.device) -> None:
 def in_triton() -> Iterator[None]:
     """Compile Triton kernels of several bodies at once, into one cache for all ranks of a machine.
 
-    By itself Inductor has a cache for each GPU.
+    By default Inductor has one cache for each GPU.
     """
     os.environ.setdefault("TRITON_CACHE_DIR", str(compiler_folder() / "triton"))
     with kernels_together():
@@ -213,7 +215,7 @@ def in_triton() -> Iterator[None]:
 
 
 def is_on_cpu(body: Body) -> bool:
-    """Return whether a body has nothing on a GPU."""
+    """Return True if a body has no tensor on a GPU."""
     return all(ir.example(node).device.type == "cpu" for node in body.graph.nodes if ir.is_tensor(node))
 
 
@@ -223,7 +225,7 @@ def device_of(body: Body) -> torch.device:
 
 
 def load(body: Body, store: Store, fast: bool) -> Any:
-    """The body as it was compiled, from the store; None if it has none."""
+    """Return the compiled body from the store; None if it is not there."""
     packed = store.get(stored_key(body, fast))
     if packed is None:
         return None
@@ -232,13 +234,13 @@ def load(body: Body, store: Store, fast: bool) -> Any:
 
 
 def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
-    """The body compiled, and stored."""
+    """Compile a body, store the result and return it."""
     module, mode = decompose(body, ctx)
     read_values(module.graph)
-    # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
-    keep_after(module.graph, last_beside(module.graph, products_of(module.graph)))
+    # fusion moves a wait to the first operator of the kernel that needs it: keep it behind matmuls that hide it
+    keep_after(module.graph, last_matmuls(module.graph, matmuls_of(module.graph)))
     values = [ir.value(node) for node in module.graph.nodes if node.op == "placeholder"]
-    compiled = compile_inner(module, values, mode, avoided(), STARTS | SHIFTS)
+    compiled = compile_inner(module, values, mode, workaround_options(), STARTS | SHIFTS)
     source = without_lowering(compiled.source_code) if fast else compiled.source_code
     store.put(stored_key(body, fast), save_compiled(compiled, source))
     counts["compiled"] += 1
@@ -246,18 +248,18 @@ def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
 
 
 def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
-    """The body in the operators that Inductor takes, over values of its own, and their fake mode."""
-    given = [ir.example(node) for node in body.graph.nodes if node.op == "placeholder"]
-    ctx = ctx if ctx.fake_mode else ir.Context(FakeTensorMode())  # of a program that was read
+    """Return the body in Inductor's operators, over new values, and their fake mode."""
+    examples = [ir.example(node) for node in body.graph.nodes if node.op == "placeholder"]
+    ctx = ctx if ctx.fake_mode else ir.Context(FakeTensorMode())  # a program that was loaded from a file has none
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), body.graph))
     if body.flat:
         mode, length = line_mode()
         ctx = ir.Context(mode)
         with mode:
-            values = [torch.empty(length if v.dim() else (), dtype=v.dtype, device=v.device) for v in given]
+            values = [torch.empty(length if v.dim() else (), dtype=v.dtype, device=v.device) for v in examples]
     else:
         with ctx.fake_mode:
-            values = [Layout.of(value).empty() for value in given]
+            values = [Layout.of(value).empty() for value in examples]
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         return tuple(interpreter.run(*values, enable_io_processing=False))
@@ -270,21 +272,21 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
 def stored_key(body: Body, fast: bool = True) -> str:
     """Return the key of a body's kernels on this machine; without `fast` Inductor may choose other instructions."""
     device = device_of(body)
-    elsewhere = operators.sources_for(device.type)  # records may be of code outside
-    return key_of(f"{body.key} {device.index or 0} {surroundings()} {elsewhere} {fast}")
+    sources = operators.sources_for(device.type)  # records may come from external code
+    return key_of(f"{body.key} {device.index or 0} {surroundings()} {sources} {fast}")
 
 
 def surroundings() -> str:
-    """A digest of what kernels depend on beside their body, as it is now: the compiler's state, and our passes."""
-    return key_of(f"{compiler_state()} {switched()} {our_sources()}")
+    """Return a digest of everything that kernels depend on except their body: the compiler's state, and our passes."""
+    return key_of(f"{compiler_state()} {settings_now()} {our_sources()}")
 
 
 @cache
 def our_sources() -> str:
-    """All of our passes."""
+    """Return the sources of all our passes."""
     return sources_of(Path(__file__).parents[1])
 
 
 def sources_of(folder: Path) -> str:
-    """The names and texts of all Python files in a folder."""
+    """Return the names and texts of all Python files in a folder."""
     return "".join(f"{path.relative_to(folder)}\n{path.read_text()}" for path in sorted(folder.rglob("*.py")))

@@ -23,7 +23,7 @@ class Miscompilation(NamedTuple):
     options: dict[str, bool]
 
     def affects(self, version: Version) -> bool:
-        """Return whether a PyTorch version has the defect."""
+        """Return True if a PyTorch version has the defect."""
         return self.first <= version and (self.fixed is None or version < self.fixed)
 
 
@@ -38,6 +38,6 @@ KNOWN = (
 )
 
 
-def avoided(version: Version = VERSION, known: Iterable[Miscompilation] = KNOWN) -> dict[str, bool]:
+def workaround_options(version: Version = VERSION, known: Iterable[Miscompilation] = KNOWN) -> dict[str, bool]:
     """Return Inductor's options that avoid the miscompilations of a PyTorch version."""
-    return {name: value for each in known if each.affects(version) for name, value in each.options.items()}
+    return {name: value for defect in known if defect.affects(version) for name, value in defect.options.items()}

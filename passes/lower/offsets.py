@@ -1,12 +1,12 @@
-"""Kernels of CUDA that count in 32 bits, and the values of a program that are too large for them.
+"""CUDA kernels that count in 32 bits, and the values of a program that are too large for them.
 
     %attend_1 (model.py:41), backward: k reaches over 2,684,334,207 elements; FlexAttention counts to 2,147,483,647 ...
 
 Shapes are known before a step runs, so a program with such a value is refused, by name. Most kernels need no entry.
-Those that Inductor generates count in 64 bits where a buffer or their own loops have more than 2^31 - 1 elements
+Inductor's kernels count in 64 bits if a buffer or their own loops have more than 2^31 - 1 elements
 (`tests/passes/lower/test_offsets.py` reads the generated code), flat bodies are no longer than that
-(`passes/lower/segment.py`), and CUTLASS computes addresses in 64 bits. `docs/internals/cuda.md` has the
-list, with how each is known.
+(`passes/lower/segment.py`), and CUTLASS computes addresses in 64 bits. `docs/internals/cuda.md` has the list, with the
+source of each entry.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Version = tuple[int, ...]  # major and minor number
 
 
 class Count(NamedTuple):
-    """A number that a kernel counts up to, with the words for it."""
+    """A number that a kernel counts up to, with its description."""
 
     number: int
-    what: str
+    description: str
 
 
 class Narrow(NamedTuple):
-    """Kernels that count up to `limit`, in PyTorch versions before `fixed` (None: in all that are known).
+    """Kernels that count up to `limit`, in PyTorch versions before `fixed` (None: in all known versions).
 
-    `counts` yields the numbers of a call. `option` is the first thing to change, `fix` says how.
+    `counts` yields the numbers of a call. `option` is the first one to change, `fix` says how.
     """
 
     kernel: str
@@ -53,23 +53,23 @@ class Narrow(NamedTuple):
     fixed: Version | None = None
 
     def affects(self, version: Version) -> bool:
-        """Return whether the kernels of a PyTorch version count so."""
+        """Return True if the kernels of a PyTorch version have this limit."""
         return self.fixed is None or version < self.fixed
 
 
-# ---- what calls count -------------------------------------------------------------------------------
+# ---- counts of calls --------------------------------------------------------------------------------
 
 
 def flash_backward(node: fx.Node) -> Iterator[Count]:
     """Yield the elements of FlashAttention's accumulator of query gradients, rounded up as the kernel allocates it."""
     batch, heads, queries, width = ir.example(node.args[1]).shape  # type: ignore[arg-type]
-    rows, columns = rounded(queries, 128), rounded(width, 32) if width <= 192 else 256
+    rows, columns = round_up(queries, 128), round_up(width, 32) if width <= 192 else 256
     shape = f"{batch:,} samples x {heads:,} heads x {rows:,} queries x {columns:,}"
     yield Count(batch * heads * rows * columns, f"accumulates query gradients of {shape} elements")
 
 
 def planes(node: fx.Node) -> Iterator[Count]:
-    """Yield how far each operand of attention reaches within one head of one sample."""
+    """Yield the extent of each operand of attention within one head of one sample, in elements."""
     names = ("q", "k", "v") if node.target is attend else ("gradient", "q", "k", "v")
     for name, operand in zip(names, node.args):
         value = ir.example(operand)  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def planes(node: fx.Node) -> Iterator[Count]:
 
 
 def bias(node: fx.Node) -> Iterator[Count]:
-    """Yield how far the mask of attention reaches within one head of one sample."""
+    """Yield the extent of the mask of attention within one head of one sample, in elements."""
     mask = node.kwargs.get("attn_mask", node.args[3] if name_of(node).endswith("efficient_attention") else None)
     if isinstance(mask, fx.Node):
         rows, columns = ir.example(mask).shape[-2:]
@@ -86,7 +86,7 @@ def bias(node: fx.Node) -> Iterator[Count]:
 
 
 def rows(node: fx.Node) -> Iterator[Count]:
-    """Yield the rows that are sorted by expert."""
+    """Yield the number of rows that are sorted by expert."""
     count = ir.example(node.args[0]).shape[0]  # type: ignore[arg-type]
     yield Count(count, "rows of tokens by expert:")
 
@@ -104,24 +104,24 @@ def dims(node: fx.Node) -> Iterator[Count]:
 
 
 def look_ups(node: fx.Node) -> Iterator[Count]:
-    """Yield the elements of the largest operand or result of a call that is given int32 indices."""
-    values = [ir.example(each) for each in (node, *node.all_input_nodes)]
+    """Yield the elements of the largest operand or result of a call with int32 indices."""
+    values = [ir.example(tensor) for tensor in (node, *node.all_input_nodes)]
     if any(value.dtype == torch.int32 for value in values[1:]):
         yield Count(max(value.numel() for value in values), "int32 indices, of a tensor with as many elements as")
 
 
 def numbers(node: fx.Node) -> Iterator[Count]:
-    """Yield the largest integer that is computed from a range of numbers and constants alone, in a smaller kernel."""
+    """Yield the largest integer that is computed only from a range of numbers and constants, in a smaller kernel."""
     if ir.is_tensor(node) and ir.example(node).numel() <= MOST and (bounds := bounds_of(node, {})):
         yield Count(max(abs(end) for end in bounds), "an integer made of `torch.arange` and constants:")
 
 
 def reach(value: Tensor, first: int) -> int:
-    """Return the offset of the last element along the dims from `first` on, from that of the first one."""
+    """Return the offset of the last element from the first one, along the dims from `first` on."""
     return sum((size - 1) * stride for size, stride in zip(value.shape[first:], value.stride()[first:]))
 
 
-def rounded(size: int, step: int) -> int:
+def round_up(size: int, step: int) -> int:
     """Return a size rounded up to a multiple."""
     return -(-size // step) * step
 
@@ -138,22 +138,22 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 SAME = frozenset({"clone", "expand", "_to_copy", "convert_element_type", "contiguous"})
 
 
-def bounds_of(operand: Any, known: dict[fx.Node, Bounds | None]) -> Bounds | None:
-    """Return the bounds of an integer made of `arange`, constants, sums, differences and products; None of others.
+def bounds_of(operand: Any, cache: dict[fx.Node, Bounds | None]) -> Bounds | None:
+    """Return the bounds of an integer made of `arange`, constants, sums, differences and products; None for others.
 
-    Inductor folds these into the arithmetic of indices, which has 32 bits in a small kernel, whatever their dtype.
-    Bounds of operands are `known` once they have been computed.
+    Inductor folds these into index arithmetic, which has 32 bits in a small kernel, whatever their dtype. `cache` holds
+    the bounds of operands.
     """
     if isinstance(operand, int) and not isinstance(operand, bool):
         return operand, operand
     if not isinstance(operand, fx.Node) or not ir.is_tensor(operand) or ir.example(operand).dtype != torch.int64:
         return None
-    if operand not in known:
-        known[operand] = bounds_of_call(operand, known)
-    return known[operand]
+    if operand not in cache:
+        cache[operand] = bounds_of_call(operand, cache)
+    return cache[operand]
 
 
-def bounds_of_call(node: fx.Node, known: dict[fx.Node, Bounds | None]) -> Bounds | None:
+def bounds_of_call(node: fx.Node, cache: dict[fx.Node, Bounds | None]) -> Bounds | None:
     """Return the bounds of the result of an operator."""
     name = name_of(node)
     if name == "arange":
@@ -161,12 +161,12 @@ def bounds_of_call(node: fx.Node, known: dict[fx.Node, Bounds | None]) -> Bounds
         span = range(*ends) if all(isinstance(end, int) for end in ends) else None  # type: ignore[arg-type]
         return (min(span[0], span[-1]), max(span[0], span[-1])) if span else None
     if name in ARITHMETIC and len(node.args) == 2 and not node.kwargs:
-        first, second = (bounds_of(operand, known) for operand in node.args)
+        first, second = (bounds_of(operand, cache) for operand in node.args)
         if first is None or second is None:
             return None
         corners = [ARITHMETIC[name](x, y) for x in first for y in second]
         return min(corners), max(corners)
-    return bounds_of(node.args[0], known) if name in SAME or is_view(node) else None
+    return bounds_of(node.args[0], cache) if name in SAME or is_view(node) else None
 
 
 # ---- the table --------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ NARROW = (
         "FlashAttention's backward",
         FLASH_BACKWARD,
         flash_backward,
-        MOST + 1,  # a product that is just 2^31 is the end, which no element has
+        MOST + 1,  # a count of exactly 2^31 is fine: it is one past the last element's index
         "https://github.com/Dao-AILab/flash-attention/pull/2260",
         "train.microbatches",
         f"{FEWER}, or split heads by mesh.tp or queries by mesh.cp",
@@ -235,7 +235,7 @@ NARROW = (
         MOST,
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html",
         "train.microbatches",
-        f"{FEWER}, or share out experts by mesh.ep",
+        f"{FEWER}, or divide experts by mesh.ep",
     ),
     Narrow(
         "PyTorch's sort",
@@ -277,7 +277,7 @@ NARROW = (
 
 
 class Overflow(NamedTuple):
-    """A call that counts beyond what its kernel can, with why."""
+    """A call that counts beyond its kernel's limit, with the count."""
 
     node: fx.Node
     narrow: Narrow
@@ -287,11 +287,11 @@ class Overflow(NamedTuple):
         phase = "no phase" if ir.has_no_phase(self.node) else ir.phase(self.node)
         place = ir.source(self.node) or ir.parameter(self.node) or "no source line"
         limit = f"{self.narrow.kernel} counts to {self.narrow.limit:,} in 32 bits ({self.narrow.link})"
-        return f"%{self.node.name} ({place}), {phase}: {self.reached.what} {self.reached.number:,}; {limit}"
+        return f"%{self.node.name} ({place}), {phase}: {self.reached.description} {self.reached.number:,}; {limit}"
 
 
 def overflows(program: ir.Program, version: Version = VERSION) -> list[Overflow]:
-    """Return the calls of a program, in order, that count beyond what their kernels on CUDA can."""
+    """Return the calls of a program, in order, that count beyond the limits of their CUDA kernels."""
     calls = []
     for node in flatten(program).graph.nodes:
         for narrow in NARROW_BY_OPERATOR.get(node.target, ()):
@@ -302,8 +302,8 @@ def overflows(program: ir.Program, version: Version = VERSION) -> list[Overflow]
 
 
 def has_sizes(node: fx.Node) -> bool:
-    """Return whether the sizes of a call's tensors are known, and depend on no data."""
-    tensors = (ir.example(each) for each in (node, *node.all_input_nodes) if ir.is_tensor(each))
+    """Return True if the sizes of a call's tensors are known and do not depend on data."""
+    tensors = (ir.example(tensor) for tensor in (node, *node.all_input_nodes) if ir.is_tensor(tensor))
     return all(isinstance(size, int) for value in tensors for size in value.shape)
 
 

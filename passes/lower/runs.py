@@ -1,11 +1,11 @@
-"""Which calls of a program are recorded together: all but those that read the host, and what is in flight around them.
+"""Choose the calls of a program that are recorded together: all except those that read the host, and their transfers.
 
     start of a gather | layer 0 | its wait, layer 1 | layer 2, which reads the host | layer 3 | head | update ...
     recorded                                        | not                           | recorded
 
-A recording neither begins nor ends between a start and its wait: a replay would not know of a transfer that was
-started outside of it, nor the host of one that it has started. So around a node that reads the host all is left out
-that travels there, and what travels with that.
+A recording neither begins nor ends between a start and its wait: a replay would not know of a transfer that was started
+outside of it, nor the host of a transfer that a replay started. So calls between which a transfer is in flight form a
+block, and a block is left out if one of its calls reads the host.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from passes.program import ir
 from passes.program.bodies import body_of_call, flatten
 from passes.program.host import there
 
-SHOWN = 3  # nodes that a sentence names
+SHOWN = 3  # most nodes that a message names
 
 
 class Run(NamedTuple):
-    """Calls of a program in a row, from the first to before the last, and whether they are recorded."""
+    """Consecutive calls of a program, from `first` to before `last`, and whether they are recorded."""
 
     recorded: bool
     first: int
@@ -35,32 +35,32 @@ class Run(NamedTuple):
 
 
 def runs_of(program: ir.Program) -> list[Run]:
-    """The calls of a compiled program, as recorded and not."""
+    """Return the calls of a compiled program as runs, recorded and not."""
     steps = steps_of(program)
     at = {name: i for i, step in enumerate(steps) for name in names_in(step)}
-    hosts = {at[each.node.name] for each in breaks(program)}
-    inside = {i for start, wait in travelling(flatten(program).graph) for i in range(at[start.name], at[wait.name])}
+    hosts = {at[obstacle.node.name] for obstacle in breaks(program)}
+    inside = {i for start, wait in transfers(flatten(program).graph) for i in range(at[start.name], at[wait.name])}
     blocks = [list(block) for block in without_cuts(len(steps), inside)]
-    found = []
+    runs = []
     for recorded, run in groupby(blocks, lambda block: hosts.isdisjoint(block)):
         first, *_, last = [i for block in run for i in (block[0], block[-1])]
-        found.append(Run(recorded, first, last + 1))
-    return found
+        runs.append(Run(recorded, first, last + 1))
+    return runs
 
 
 def names_in(step: fx.Node) -> Sequence[str]:
-    """The nodes of the flat program that a step stands for."""
+    """Return the names of the nodes of the flat program that a step stands for."""
     return [node.name for node in ir.record(step).body_nodes] if body_of_call(step) else [step.name]
 
 
-def travelling(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What is started, with its wait: collectives, and copies from and to the host."""
+def transfers(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield each start with its wait: of collectives, and of copies from and to the host."""
     yield from in_flight(graph.nodes)
     yield from ((node.args[0], node) for node in graph.nodes if node.target is there)  # type: ignore[misc]
 
 
 def without_cuts(count: int, inside: set[int]) -> Iterator[list[int]]:
-    """So many steps in blocks: between the steps of a block, after those `inside`, something travels."""
+    """Yield `count` steps in blocks that must not be cut: after the steps `inside`, a transfer is in flight."""
     block = []
     for i in range(count):
         block.append(i)
@@ -70,22 +70,22 @@ def without_cuts(count: int, inside: set[int]) -> Iterator[list[int]]:
 
 
 def said(programs: Mapping[str, ir.Program], compiled: bool) -> list[str]:
-    """What of programs is recorded, in sentences that name what is not, and why."""
-    found = {name: breaks(program, compiled) for name, program in programs.items()}
-    parts = [part_said(name, programs[name], compiled, of) for name, of in found.items() if of]
-    whole = [name for name, of in found.items() if not of]
-    return [*parts, *([f"{', '.join(whole)} {'is' if len(whole) == 1 else 'are'} recorded"] if whole else [])]
+    """Return sentences that say which parts of programs are recorded, and name the nodes that are not, with reasons."""
+    obstacles = {name: breaks(program, compiled) for name, program in programs.items()}
+    parts = [describe_part(name, programs[name], compiled, found) for name, found in obstacles.items() if found]
+    recorded = [name for name, found in obstacles.items() if not found]
+    return [*parts, *([f"{', '.join(recorded)} {'is' if len(recorded) == 1 else 'are'} recorded"] if recorded else [])]
 
 
-def part_said(name: str, program: ir.Program, compiled: bool, found: Sequence[Break]) -> str:
-    """What of a program is recorded although some of it cannot be."""
+def describe_part(name: str, program: ir.Program, compiled: bool, obstacles: Sequence[Break]) -> str:
+    """Return the sentence for a program of which some nodes cannot be recorded."""
     runs = runs_of(program) if compiled else []
     count, recorded = sum(run.last - run.first for run in runs), sum(r.last - r.first for r in runs if r.recorded)
     part = f"{recorded} of {count} calls of {name} are recorded" if recorded else f"{name} is not recorded"
-    return f"{part}: {listed(found)}"
+    return f"{part}: {list_obstacles(obstacles)}"
 
 
-def listed(found: Sequence[Break]) -> str:
-    """The first of what cannot be recorded, and how many more there are."""
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return "; ".join(map(str, found[:SHOWN])) + more
+def list_obstacles(obstacles: Sequence[Break]) -> str:
+    """Return the first nodes that cannot be recorded, and the number of the others."""
+    rest_text = f"; and {len(obstacles) - SHOWN} more" if len(obstacles) > SHOWN else ""
+    return "; ".join(map(str, obstacles[:SHOWN])) + rest_text

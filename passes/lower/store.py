@@ -1,7 +1,7 @@
-"""What was compiled before, in a folder: one file an entry, written whole or not at all, checked when it is read.
+"""Compiled results in a folder: one file per entry, written atomically, and checked when it is read.
 
-Of files that lie elsewhere, as libraries that a compiler builds, an entry holds the digest: what is not as it was
-built is built anew, for to load it may end the process without a word, or compute something else.
+For files elsewhere, such as libraries that a compiler builds, an entry holds the digest. A changed file is built again,
+because loading it may end the process without a message, or compute something else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Store:
     folder: Path
 
     def get(self, key: str) -> bytes | None:
-        """The entry, None if there is none; one that was damaged, or cannot be read, is said, and is none."""
+        """Return the entry, None if there is none, or if it is damaged or cannot be read; that is a warning."""
         path = self.folder / key
         try:
             data = path.read_bytes()
@@ -46,26 +46,26 @@ class Store:
         return None
 
     def put(self, key: str, content: bytes) -> None:
-        """Store an entry, in the place of one that there may be; a disk that takes none is said."""
+        """Store an entry, replacing an earlier one; if the disk does not take it, that is a warning."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             replace(self.folder / key, hashlib.sha256(content).digest() + content)
         except OSError as error:
-            said = f"{self.folder} takes nothing more ({error.strerror}); later starts compile anew"
-            warnings.warn(said, stacklevel=2)
+            message = f"{self.folder} cannot be written ({error.strerror}); later starts compile from scratch"
+            warnings.warn(message, stacklevel=2)
 
     def note(self, path: Path) -> None:
-        """Keep the digest of a file that was just built, and is flushed to the disk."""
+        """Store the digest of a file that was just built, and flush the file to the disk."""
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-            self.put(noted(path), hashlib.file_digest(file, "sha256").digest())
+            self.put(digest_key(path), hashlib.file_digest(file, "sha256").digest())
 
     def is_as_noted(self, path: Path) -> bool:
-        """Whether a file is there and is as it was when noted; one that is damaged is said, and the note forgotten.
+        """Return True if a file exists and has the digest that was noted; if it is damaged, warn and delete the note.
 
-        Else a build of it that is killed would leave a part of a file that has a note, and seem damaged.
+        Otherwise, if a rebuild of it is killed, a partial file would have a note, and seem damaged.
         """
-        digest = self.get(noted(path))
+        digest = self.get(digest_key(path))
         if digest is None:
             return False
         if path.is_file():
@@ -74,23 +74,23 @@ class Store:
                     mark_used(path)
                     return True
             warnings.warn(f"{path} is damaged; it is built again", stacklevel=2)
-        with suppress(OSError):  # of a folder that takes no change either
-            (self.folder / noted(path)).unlink()
+        with suppress(OSError):  # the folder may be read-only
+            (self.folder / digest_key(path)).unlink()
         return False
 
 
-def stored() -> Store:
+def body_store() -> Store:
     """Return the store of compiled bodies, in Inductor's cache folder."""
     return Store(compiler_folder() / "bodies")
 
 
-def noted(path: Path) -> str:
-    """The key of a file's digest."""
+def digest_key(path: Path) -> str:
+    """Return the key of a file's digest."""
     return f"{path.parent.name}.{path.name}.sha256"
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file under its name once it is whole and on the disk."""
+    """Write a file atomically: it gets its name once it is complete and on the disk."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -104,29 +104,29 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def mark_used(path: Path) -> None:
-    """Let a file count as used now; a folder that may only be read stays as it is."""
+    """Mark a file as used now; a read-only folder stays as it is."""
     with suppress(OSError):
         os.utime(path)
 
 
 def bound(folder: Path, most_bytes: int) -> str:
-    """Delete files of a folder and of those in it, the longest unused first, until it has at most so many bytes.
+    """Delete the least recently used files under a folder until it has at most `most_bytes`.
 
-    What was used within a day stays. What to say of it, empty where nothing was deleted.
+    Files used within a day stay. Return a message, empty if nothing was deleted.
     """
-    found = sorted(files_in(folder))
-    excess, gone = sum(size for _, size, _ in found) - most_bytes, 0
-    for used, size, path in found:
-        if gone >= excess or used > time.time() - DAY_S:
+    files = sorted(files_in(folder))
+    excess, deleted = sum(size for _, size, _ in files) - most_bytes, 0
+    for used, size, path in files:
+        if deleted >= excess or used > time.time() - DAY_S:
             break
         Path(path).unlink(missing_ok=True)
-        gone += size
-    said = f"{folder} had more than {most_bytes / 2**30:g} GiB: the oldest {gone / 2**20:,.0f} MiB were deleted"
-    return said if gone else ""
+        deleted += size
+    message = f"{folder} had more than {most_bytes / 2**30:g} GiB: the oldest {deleted / 2**20:,.0f} MiB were deleted"
+    return message if deleted else ""
 
 
 def files_in(folder: Path) -> Iterable[tuple[float, int, str]]:
-    """(last use, size, path) of every file in a folder and below it."""
+    """Yield (last use, size, path) of every file in a folder and below it."""
     for base, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(base, name)

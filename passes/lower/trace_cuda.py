@@ -1,4 +1,4 @@
-"""PyTorch's CPU build traces for CUDA once a small library (`trace_cuda.cpp`) is loaded before it."""
+"""Let PyTorch's CPU build trace for CUDA: a small library (`trace_cuda.cpp`) is loaded before it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def is_possible() -> bool:
-    """Whether this process can trace for CUDA: it has a GPU, or the library."""
+    """Return True if this process can trace for CUDA: it has a GPU, or the library."""
     return torch.cuda.is_available() or place().name in os.environ.get("LD_PRELOAD", "")
 
 
 def place() -> Path:
-    """Where the library of this build of PyTorch lies."""
-    known = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()
-    return compiler_folder() / "trace_cuda" / f"{known[:20]}.so"
+    """Return the path of the library for this build of PyTorch."""
+    digest = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()
+    return compiler_folder() / "trace_cuda" / f"{digest[:20]}.so"
 
 
 def library() -> Path:
-    """The library, built if it is not there; raises Refused with what the compiler says."""
-    made = place()
-    if not made.is_file():
-        made.parent.mkdir(parents=True, exist_ok=True)
-        part = made.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*command(), "-o", str(part)], capture_output=True, text=True)
-        if done.returncode:
-            raise ir.Refused("trace_cuda", None, f"a C++ compiler is needed: {done.stderr[-2000:]}")
-        os.replace(part, made)
-    return made
+    """Return the library's path, after building it if needed; raises Refused with the compiler's message."""
+    path = place()
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        result = subprocess.run([*command(), "-o", str(part)], capture_output=True, text=True)
+        if result.returncode:
+            raise ir.Refused("trace_cuda", None, f"a C++ compiler is needed: {result.stderr[-2000:]}")
+        os.replace(part, path)
+    return path
 
 
 def command() -> list[str]:
-    """What compiles it."""
+    """Return the compiler's command line."""
     home = Path(torch.__file__).parent
     include, lib = home / "include", home / "lib"
     flags = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{lib}", f"-Wl,-rpath,{lib}"]

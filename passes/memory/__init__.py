@@ -1,1 +1,1 @@
-"""What the forward keeps, computes again or moves to the host."""
+"""Passes that keep, recompute or offload forward values."""

@@ -1,7 +1,7 @@
-"""What to keep for the backward within a budget of memory: the least work repeated that fits.
+"""Choose the values to keep for the backward within a memory budget: the least recomputation that fits.
 
 An integer program (Jain et al., Checkmate, arXiv 1910.02653, with one evaluation of each value in each direction)
-says which values to keep within so many bytes; the peak of the finished program says how many bytes that may be.
+chooses the values to keep within a byte limit. The peak of the finished program determines that limit.
 
     minimise   sum cost[v] * again[v]
     such that  kept[v] + again[v] >= 1                for each v that the backward reads
@@ -22,14 +22,14 @@ from passes.program import ir
 from passes.program.abstract_eval import Avals, abstract_eval
 from passes.program.machine import Balance
 
-CLOSE = 0.002  # of the budget: how near to it the peak should come
+CLOSE = 0.002  # stop if the peak is within this share of the budget
 PROBES = 16
 GIB = 2**30
 
 
 @dataclass
 class Problem:
-    """Values that may be computed again: cost in bytes moved (or FLOPs as bytes), and bytes of fresh memory."""
+    """Values that may be recomputed: cost in bytes moved (or FLOPs as bytes), and bytes of fresh memory."""
 
     cost: dict[fx.Node, float]
     size: dict[fx.Node, int]
@@ -38,27 +38,27 @@ class Problem:
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of keeping everything."""
+        """The bytes of all values."""
         return sum(self.size.values())
 
 
 def pose(program: ir.Program, avals: Avals, free: set[fx.Node], balance: Balance) -> Problem:
     """Return the problem of the forward nodes in `free`; a view of another value is never kept itself."""
     problem = Problem({}, {}, {n for n in free if any(ir.phase(u) == "backward" for u in n.users)})
-    for node in (n for n in program.calls() if n in free):  # in order: the solver's choice is then the same each time
+    for node in (n for n in program.calls() if n in free):  # in order, so that the solver's choice is deterministic
         operands = [n for n in node.all_input_nodes if n in avals.values]
-        held = set().union(*(avals.storages(n) for n in operands)) if operands else set()
-        fresh = avals.storages(node) - held
-        moved = sum(avals.storage_bytes[s] for s in fresh | held) if fresh else 0
-        problem.cost[node] = max(moved, count_flops(node, avals) / balance.flops_per_moved_byte) if fresh else 0.0
+        operand_storages = set().union(*(avals.storages(n) for n in operands)) if operands else set()
+        fresh = avals.storages(node) - operand_storages
+        moved_bytes = sum(avals.storage_bytes[s] for s in fresh | operand_storages) if fresh else 0
+        problem.cost[node] = max(moved_bytes, count_flops(node, avals) / balance.flops_per_moved_byte) if fresh else 0.0
         problem.size[node] = sum(avals.storage_bytes[s] for s in fresh)
         problem.operands[node] = [n for n in node.all_input_nodes if n in free]
     return problem
 
 
 def solve(problem: Problem, limit_bytes: float) -> set[fx.Node]:
-    """The values to compute again if at most `limit_bytes` are kept."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second that only this policy needs
+    """Return the values to recompute if at most `limit_bytes` are kept; raises CompileError if there is no solution."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # takes half a second, and only this policy needs it
     from scipy.sparse import coo_matrix
 
     nodes = list(problem.cost)
@@ -81,16 +81,16 @@ def solve(problem: Problem, limit_bytes: float) -> set[fx.Node]:
     objective = np.array([1e-6 * problem.size[v] / unit for v in nodes] + [problem.cost[v] / heaviest for v in nodes])
     views = np.array([0.0 if problem.size[v] == 0 else 1.0 for v in nodes] + [1.0] * n)
     options = {"mip_rel_gap": 1e-3, "time_limit": 30.0}
-    found = milp(objective, constraints=[covered, within], bounds=Bounds(0, views), integrality=1, options=options)
-    if found.x is None:
-        raise ir.CompileError("remat", None, f"the solver found no choice of {n} values: {found.message}")
-    kept, again = found.x[:n] > 0.5, found.x[n:] > 0.5
-    return {v for v, k, a in zip(nodes, kept, again) if a and not k}
+    solution = milp(objective, constraints=[covered, within], bounds=Bounds(0, views), integrality=1, options=options)
+    if solution.x is None:
+        raise ir.CompileError("remat", None, f"the solver found no solution for {n} values: {solution.message}")
+    keep, recompute = solution.x[:n] > 0.5, solution.x[n:] > 0.5
+    return {v for v, k, a in zip(nodes, keep, recompute) if a and not k}
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """What to compute again, the predicted peak of the finished program, and what was found out on the way."""
+class BudgetChoice:
+    """The values to recompute, the predicted peak of the finished program, and a note for the report."""
 
     chosen: set[fx.Node]
     peak_bytes: int
@@ -105,8 +105,11 @@ def fit(
     headroom: float,
     peak: Callable[[set[fx.Node]], int],
     balance: Balance,
-) -> Fitted:
-    """The least of `free` to compute again so that the predicted peak leaves `headroom` (a share) of what is given."""
+) -> BudgetChoice:
+    """Return the least of `free` to recompute so that the predicted peak leaves a share `headroom` of the given bytes.
+
+    Raises Refused if the budget is too small even with everything recomputed.
+    """
     budget_bytes = int(given_bytes * (1 - headroom))
     avals = abstract_eval(program, ctx)
     problem = pose(program, avals, free, balance)
@@ -127,16 +130,16 @@ def fit(
         slope = (budget_bytes - low[1]) / max(high[1] - low[1], 1)
         limit = low[0] + (high[0] - low[0]) * min(max(slope, 0.05), 0.95)
         chosen = solve(problem, limit)
-        found = peak(chosen)
-        if found > budget_bytes:
-            high = limit, found
+        chosen_peak = peak(chosen)
+        if chosen_peak > budget_bytes:
+            high = limit, chosen_peak
             continue
-        low = limit, found
-        if found >= best_peak:
-            best, best_peak = chosen, found
+        low = limit, chosen_peak
+        if chosen_peak >= best_peak:
+            best, best_peak = chosen, chosen_peak
     flops = sum(count_flops(node, avals) for node in best)
     note = (
         f"budget of {given_bytes / GIB:.4g} GiB: predicted peak {best_peak / GIB:.4g} GiB (least {least / GIB:.4g}, "
         f"keeping all {everything / GIB:.4g}), {flops:,} FLOPs repeated"
     )
-    return Fitted(best, best_peak, note)
+    return BudgetChoice(best, best_peak, note)

@@ -1,13 +1,13 @@
-"""Head and cross-entropy as one operator that takes tokens in chunks: no more logits exist than those of one chunk.
+"""Head and cross-entropy as one operator that takes tokens in chunks: only one chunk's logits exist at a time.
 
-    total = ct::linear_cross_entropy(hidden[n, d], weight[c, d], labels[n], bias[c])     summed over labels that count
-becomes, with a rank's own tokens and, where an axis shards the vocabulary, its own classes,
+    total = ct::linear_cross_entropy(hidden[n, d], weight[c, d], labels[n], bias[c])     summed over trainable tokens
+becomes, with a rank's own tokens and, if an axis shards the vocabulary, its own classes,
     total, dhidden, dweight, dbias = local::linear_cross_entropy(hidden, weight, labels, ids, bias)
 
-The gradient of a sum that is scaled afterwards is a factor times that of the sum, so it is made with the loss, while a
-chunk's logits are there: nothing is computed twice and the backward is a multiplication (Liger, arXiv 2410.10989).
-Ranks that share the classes gather one number a token in each chunk; each has a term of the sum. What chunks add to
-the gradient of the weight is added in fp32 or wider. It stays one operator until the program is finished.
+If a sum is scaled afterwards, its gradient is scaled by the same factor. So gradients are computed with the loss, while
+a chunk's logits exist: nothing is computed twice and the backward is a multiplication (Liger, arXiv 2410.10989). Ranks
+that share the classes gather one number per token in each chunk; each rank has one term of the sum. The chunks' terms
+of the weight's gradient are added in fp32 or wider. The operator stays one node until the program is finished.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from passes.program.spec import Spec
 from passes.rules.base import EMITTERS
 from passes.rules.losses import LINEAR_CROSS_ENTROPY
 
-Step = tuple[Tensor, Callable[[Tensor], Tensor]]  # a result, and what takes its gradient to that of the operand
+Step = tuple[Tensor, Callable[[Tensor], Tensor]]  # a result, and a function from its gradient to the operand's
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which losses are computed and gradients added: fp32, or fp64 for fp64."""
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which losses are computed and gradients added: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def cast(x: Tensor, name: str) -> Step:
-    """`to float32`."""
+    """Apply the step `to float32`."""
     return x.to(getattr(torch, name)), lambda gradient: gradient.to(x.dtype)
 
 
 def multiply(x: Tensor, number: str) -> Step:
-    """`mul 0.5`."""
+    """Apply the step `mul 0.5`."""
     return x * float(number), lambda gradient: gradient * float(number)
 
 
 def divide(x: Tensor, number: str) -> Step:
-    """`div 30.0`."""
+    """Apply the step `div 30.0`."""
     return x / float(number), lambda gradient: gradient / float(number)
 
 
 def tanh(x: Tensor, _: str) -> Step:
-    """`tanh`."""
+    """Apply the step `tanh`."""
     y = x.tanh()
     return y, lambda gradient: gradient * (1 - y * y)
 
@@ -63,14 +63,14 @@ def tanh(x: Tensor, _: str) -> Step:
 STEPS: dict[str, Callable[[Tensor, str], Step]] = {"to": cast, "mul": multiply, "div": divide, "tanh": tanh}
 
 
-# ---- what a rank computes ----------------------------------------------------------------------------
+# ---- the computation of a rank -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Head:
-    """What is done with logits `between` projection and loss, the `ignored` label, and in how many `chunks`.
+    """The steps `between` projection and loss, the `ignored` label, and the number of `chunks`.
 
-    Classes are shared by the ranks of `axes`, given with their sizes; some are `padded`, their id is -1.
+    The ranks of `axes`, given with their sizes, share the classes; with `padded`, padding classes have the id -1.
     """
 
     between: tuple[str, ...]
@@ -82,15 +82,16 @@ class Head:
     def run(
         self, chunk: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
     ) -> list[Tensor]:
-        """hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c] -> a rank's term of the sum and its gradients.
+        """Return a rank's term of the sum and its gradients.
 
-        The first is a scalar in fp32 or wider, as are the gradients of weight and bias; that of hidden is of its dtype.
-        `chunk` is called for each chunk, which has memory of its own: calls are then alike.
+        Hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c]. The term is a scalar in fp32 or wider, as are
+        the gradients of weight and bias; that of hidden has its dtype. `chunk` is called for each chunk, which has its
+        own memory, so that all calls are equal.
         """
         size, dtype = -(-len(hidden) // self.chunks), loss_dtype(hidden.dtype, self.between)
         parts = [(x.clone(), y.clone()) for x, y in zip(hidden.split(size), labels.split(size))]
         sums = [torch.zeros((), dtype=dtype, device=hidden.device)]
-        sums += [torch.zeros_like(given, dtype=dtype) for given in (weight, *bias)]
+        sums += [torch.zeros_like(operand, dtype=dtype) for operand in (weight, *bias)]
         along_hidden = []
         for x, y in parts:
             along, *sums = chunk(x, y, ids, *sums, weight, *bias)
@@ -99,61 +100,61 @@ class Head:
         return [total, torch.cat(along_hidden), *along_others]
 
     def chunk(self, x: Tensor, y: Tensor, ids: Tensor, *sums_and_weights: Tensor) -> list[Tensor]:
-        """The gradient of x[m, d], and with those before it the sums of losses and of gradients of weight and bias."""
+        """Return the gradient of x[m, d], and the running sums of losses and of gradients of weight and bias."""
         count = len(sums_and_weights) // 2 + 1
         sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
         value, undo = self.values(x, ids, weight, *bias)
-        lse = self.over_all(value.logsumexp(1))
-        counts, hit = self.labelled(y, ids)
+        lse = self.lse_over_ranks(value.logsumexp(1))
+        counts, hit = self.match_labels(y, ids)
         loss = torch.where(counts, lse, 0.0).sum() / self.shares - torch.where(hit, value, 0.0).sum()
         along, *terms = self.along(self.slope(value, lse, counts, hit), undo, x, weight, *bias)
         return [along, *(before + term for before, term in zip(sums, (loss, *terms), strict=True))]
 
     @property
     def shares(self) -> int:
-        """How many ranks have the same lse."""
+        """The number of ranks that have the same lse."""
         return math.prod(parts for _, parts in self.axes)
 
     def values(
         self, x: Tensor, ids: Tensor, weight: Tensor, *bias: Tensor
     ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
-        """What the loss is taken of, [m, c] in fp32 or wider, and the way back of its gradient."""
+        """Return the loss's input, [m, c] in fp32 or wider, and the functions that map its gradient back."""
         logits = torch.addmm(*bias, x, weight.t()) if bias else x.mm(weight.t())
-        value, undo = self.changed(logits)
+        value, undo = self.apply_steps(logits)
         if self.padded:
             value = torch.where(ids >= 0, value, -math.inf)
         return value, undo
 
-    def labelled(self, y: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens count, [m], and which class each has for its label, [m, c]."""
+    def match_labels(self, y: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return True for each trainable token, [m], and for the class that is each one's label, [m, c]."""
         counts = y != self.ignored
         return counts, (y.unsqueeze(1) == ids) & counts.unsqueeze(1)
 
     def slope(self, value: Tensor, lse: Tensor, counts: Tensor, hit: Tensor) -> Tensor:
-        """The gradient of each token's loss along what it is taken of, [m, c]."""
+        """Return the gradient of each token's loss with respect to its input, [m, c]."""
         slope = torch.where(counts.unsqueeze(1), (value - lse.unsqueeze(1)).exp(), 0.0)
         return slope - hit.to(value.dtype)
 
     def along(
         self, slope: Tensor, undo: list[Callable[[Tensor], Tensor]], x: Tensor, weight: Tensor, *bias: Tensor
     ) -> list[Tensor]:
-        """Gradients of x, weight and bias, from that of what the loss is taken of."""
+        """Return the gradients of x, weight and bias, from that of the loss's input."""
         dtype = slope.dtype
         for back in reversed(undo):
             slope = back(slope)
         return [slope.mm(weight), slope.t().mm(x), *(slope.sum(0, dtype=dtype) for _ in bias)]
 
-    def changed(self, logits: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
-        """What the loss is taken of, in fp32 or wider, and the way back of its gradient, in order."""
+    def apply_steps(self, logits: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
+        """Return the loss's input in fp32 or wider, and the functions that map its gradient back, in order."""
         value, undo = logits, []
         for step in (*self.between, f"to {name_of_dtype(loss_dtype(logits.dtype, self.between))}"):
-            name, _, given = step.partition(" ")
-            value, back = STEPS[name](value, given)
+            name, _, argument = step.partition(" ")
+            value, back = STEPS[name](value, argument)
             undo.append(back)
         return value, undo
 
-    def over_all(self, lse: Tensor) -> Tensor:
-        """log sum exp[m] over the classes of all ranks, from that over the rank's own."""
+    def lse_over_ranks(self, lse: Tensor) -> Tensor:
+        """Return log sum exp[m] over the classes of all ranks, from that over the rank's own."""
         for axis, parts in self.axes:
             gathered = reshard.all_gather(lse.unsqueeze(0), 0, axis, parts, parts, lse.dtype, None)
             lse = gathered.logsumexp(0)
@@ -161,38 +162,39 @@ class Head:
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """`float32`."""
+    """Return a dtype's name, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def loss_dtype(dtype: torch.dtype, between: tuple[str, ...]) -> torch.dtype:
-    """The dtype of the loss of logits that are made in a dtype."""
+    """Return the dtype of the loss if logits are made in `dtype`."""
     casts = [step.partition(" ")[2] for step in between if step.startswith("to ")]
-    return wide(getattr(torch, casts[-1]) if casts else dtype)
+    return wide_dtype(getattr(torch, casts[-1]) if casts else dtype)
 
 
-# ---- the operator of the whole program ---------------------------------------------------------------
+# ---- the operator of the global program --------------------------------------------------------------
 
-SCHEMA = (
-    "(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks) -> Tensor"
-)
+SCHEMA = "(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks) -> Tensor"
 
 
-def _whole(
+def _run_global(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, between: list[str], ignored: int, chunks: int
 ) -> list[Tensor]:
     ids, head = torch.arange(len(weight), device=weight.device), Head(tuple(between), ignored, chunks)
     return head.run(head.chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
 
 
-def whole_operator(
+def global_operator(
     name: str,
-    whole: Callable[..., list[Tensor]],
+    run: Callable[..., list[Tensor]],
     shape_of: Callable[[Tensor], Sequence[int]],
     differentiate: Callable[..., tuple],
 ) -> Any:
-    """The operator `name` that yields the first result of `whole`, of the shape that labels say, and its backward."""
-    op = torch.library.custom_op(name, lambda *args: whole(*args)[0], mutates_args=(), schema=SCHEMA)
+    """Define the operator `name`, which returns the first result of `run`, and its backward.
+
+    The labels determine the result's shape.
+    """
+    op = torch.library.custom_op(name, lambda *args: run(*args)[0], mutates_args=(), schema=SCHEMA)
     op.register_fake(
         lambda hidden, weight, labels, bias, between, ignored, chunks: hidden.new_empty(
             shape_of(labels), dtype=loss_dtype(hidden.dtype, tuple(between))
@@ -200,7 +202,7 @@ def whole_operator(
     )
 
     def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        hidden, weight, labels, bias, *ctx.rest = inputs
+        hidden, weight, labels, bias, *ctx.options = inputs
         ctx.save_for_backward(hidden, weight, labels, *[] if bias is None else [bias])
 
     op.register_autograd(differentiate, setup_context=keep)
@@ -209,24 +211,24 @@ def whole_operator(
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
     hidden, weight, labels, *bias = ctx.saved_tensors
-    _, *found = _whole(hidden, weight, labels, bias[0] if bias else None, *ctx.rest)
-    along = scaled(gradient, found, (hidden, weight, *bias))
+    _, *gradients = _run_global(hidden, weight, labels, bias[0] if bias else None, *ctx.options)
+    along = scale_gradients(gradient, gradients, (hidden, weight, *bias))
     return *along[:2], None, along[2] if bias else None, None, None, None
 
 
-def scaled(gradient: Tensor, along: list[Tensor], operands: tuple[Tensor, ...]) -> list[Tensor]:
-    """Gradients of the sum times that of the sum, in the dtypes of the operands."""
+def scale_gradients(gradient: Tensor, along: list[Tensor], operands: tuple[Tensor, ...]) -> list[Tensor]:
+    """Multiply the precomputed gradients by the incoming gradient of the summed loss, in the dtypes of the operands."""
     return [(gradient * g).to(x.dtype) for g, x in zip(along, operands, strict=True)]
 
 
-linear_cross_entropy = whole_operator(LINEAR_CROSS_ENTROPY, _whole, lambda labels: (), _differentiate)
+linear_cross_entropy = global_operator(LINEAR_CROSS_ENTROPY, _run_global, lambda labels: (), _differentiate)
 
 
 # ---- the operator of a rank --------------------------------------------------------------------------
 
 
 def local_operator(head: Head, biased: bool) -> Any:
-    """`local::linear_cross_entropy(hidden, weight, labels, ids[, bias]) -> (total, dhidden, dweight[, dbias])`."""
+    """Define `local::linear_cross_entropy(hidden, weight, labels, ids[, bias]) -> (sum, dhidden, dweight[, dbias])`."""
     chunk = define("local", "linear_cross_entropy_chunk", head.chunk, 6 + 2 * biased, 3 + biased)
     remember(chunk, head.chunk, communicates=True)
     run = partial(head.run, chunk)
@@ -249,7 +251,7 @@ def local_operator(head: Head, biased: bool) -> Any:
 
 
 def flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of the head's forward; those of its gradient are counted with that of the rest, once it is written out."""
+    """Return the FLOPs of the head's forward; those of its gradients are counted once the operator is written out."""
     return 2 * math.prod(hidden) * weight[0]
 
 
@@ -262,7 +264,7 @@ def emit(
     specs: list[Spec],
     results: list[Spec],
 ) -> fx.Node:
-    """The first result of a `local` operator of a head: tokens that are padding are ignored, classes known by ids."""
+    """Insert a head's `local` operator and return its first result; padding tokens get the ignored label."""
     hidden, weight, labels, *bias = operands
     between, ignored, chunks = node.args[4:]
     labels = builder.fill_padding(labels, specs[2], float(ignored))  # type: ignore[arg-type]
@@ -278,8 +280,8 @@ def emit(
     if key not in builder.operators:
         builder.operators[key] = local(*key)
     numbers = builder.trace(ids, *at.values())
-    found = builder.call(builder.operators[key], (hidden, weight, labels, numbers, *bias))
-    return builder.call(operator.getitem, (found, 0))
+    outputs = builder.call(builder.operators[key], (hidden, weight, labels, numbers, *bias))
+    return builder.call(operator.getitem, (outputs, 0))
 
 
 EMITTERS[LINEAR_CROSS_ENTROPY] = partial(emit, Head, local_operator)

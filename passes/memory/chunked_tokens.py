@@ -1,13 +1,13 @@
-"""Head and cross-entropy in chunks where each token's loss is asked for: what becomes of it is known only afterwards.
+"""Head and cross-entropy in chunks if each token's loss is needed, so that its use is known only afterwards.
 
-    losses = ct::linear_cross_entropies(hidden[n, d], weight[c, d], labels[n], bias[c])     [n], 0 where none counts
+    losses = ct::linear_cross_entropies(hidden[n, d], weight[c, d], labels[n], bias[c])     [n], 0 at ignored labels
 becomes, with a rank's own tokens and classes as in `chunked.py`,
     losses, lse = local::linear_cross_entropies(hidden, weight, labels, ids, bias)
     dhidden, dweight, dbias = local::linear_cross_entropies_backward(dlosses, lse, hidden, weight, labels, ids, bias)
 
-The gradient of the weight is a sum over tokens, each times the gradient of its loss, so it cannot be made with the
-losses: the backward makes the logits of a chunk again, one product more than whole logits take. Each stays one operator
-until the program is finished.
+The gradient of the weight is a sum over tokens, each times the gradient of its loss, so it cannot be computed with the
+losses. The backward recomputes the logits of each chunk, one matmul more than with full logits. Each operator stays one
+node until the program is finished.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from passes.memory.chunked import Head, emit, flops, whole_operator
+from passes.memory.chunked import Head, emit, flops, global_operator
 from passes.program.functions import define, remember
 from passes.rules.base import EMITTERS
 from passes.rules.losses import LINEAR_CROSS_ENTROPIES
@@ -36,18 +36,18 @@ class TokenHead(Head):
     def losses(
         self, chunk: Chunk, hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
     ) -> list[Tensor]:
-        """hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c] -> a rank's terms of losses[n], and lse[n].
+        """Return a rank's terms of losses[n], and lse[n], both in fp32 or wider.
 
-        Both are in fp32 or wider.
+        Takes hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c].
         """
         parts = zip(*self.split(hidden, labels))
-        return [torch.cat(found) for found in zip(*(chunk(x, y, ids, weight, *bias) for x, y in parts))]
+        return [torch.cat(pieces) for pieces in zip(*(chunk(x, y, ids, weight, *bias) for x, y in parts))]
 
     def losses_of_chunk(self, x: Tensor, y: Tensor, ids: Tensor, weight: Tensor, *bias: Tensor) -> list[Tensor]:
-        """What `losses` gives for x[m, d]."""
+        """Return the results of `losses` for x[m, d]."""
         value, _ = self.values(x, ids, weight, *bias)
-        lse = self.over_all(value.logsumexp(1))
-        counts, hit = self.labelled(y, ids)
+        lse = self.lse_over_ranks(value.logsumexp(1))
+        counts, hit = self.match_labels(y, ids)
         return [torch.where(counts, lse, 0.0) / self.shares - torch.where(hit, value, 0.0).sum(1), lse]
 
     def gradients(
@@ -61,73 +61,75 @@ class TokenHead(Head):
         ids: Tensor,
         *bias: Tensor,
     ) -> list[Tensor]:
-        """Gradients of hidden, in its dtype, of weight and bias, in fp32 or wider, from those of losses, [n]."""
-        sums = [torch.zeros_like(given, dtype=lse.dtype) for given in (weight, *bias)]
+        """Return gradients of hidden, in its dtype, of weight and bias, in fp32 or wider, from those of losses, [n]."""
+        sums = [torch.zeros_like(operand, dtype=lse.dtype) for operand in (weight, *bias)]
         along_hidden = []
-        for of_chunk in zip(*self.split(slopes, lse, hidden, labels)):
-            along, *sums = chunk(*of_chunk, ids, *sums, weight, *bias)
+        for tensors in zip(*self.split(slopes, lse, hidden, labels)):
+            along, *sums = chunk(*tensors, ids, *sums, weight, *bias)
             along_hidden.append(along)
         return [torch.cat(along_hidden), *sums]
 
     def gradients_of_chunk(
         self, slopes: Tensor, lse: Tensor, x: Tensor, y: Tensor, ids: Tensor, *sums_and_weights: Tensor
     ) -> list[Tensor]:
-        """The gradient of x[m, d], and with those before it the sums of gradients of weight and bias."""
+        """Return the gradient of x[m, d], and the running sums of gradients of weight and bias."""
         count = len(sums_and_weights) // 2
         sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
         value, undo = self.values(x, ids, weight, *bias)
-        slope = self.slope(value, lse, *self.labelled(y, ids)) * slopes.unsqueeze(1)
+        slope = self.slope(value, lse, *self.match_labels(y, ids)) * slopes.unsqueeze(1)
         along, *terms = self.along(slope, undo, x, weight, *bias)
         return [along, *(before + term for before, term in zip(sums, terms, strict=True))]
 
-    def split(self, *of_tokens: Tensor) -> list[list[Tensor]]:
-        """Chunks of tensors, each with memory of its own."""
-        size = -(-len(of_tokens[0]) // self.chunks)
-        return [[part.clone() for part in given.split(size)] for given in of_tokens]
+    def split(self, *tensors: Tensor) -> list[list[Tensor]]:
+        """Split tensors into chunks, each with its own memory."""
+        size = -(-len(tensors[0]) // self.chunks)
+        return [[part.clone() for part in tensor.split(size)] for tensor in tensors]
 
 
-# ---- the operator of the whole program ---------------------------------------------------------------
+# ---- the operator of the global program --------------------------------------------------------------
 
 
 def head_of(hidden: Tensor, weight: Tensor, between: list[str], ignored: int, chunks: int) -> tuple[TokenHead, Tensor]:
-    """A head with all classes, and their ids."""
+    """Return a head with all classes, and their ids."""
     return TokenHead(tuple(between), ignored, chunks), torch.arange(len(weight), device=weight.device)
 
 
-def _whole(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *options: Any) -> list[Tensor]:
+def _run_global(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *options: Any) -> list[Tensor]:
     head, ids = head_of(hidden, weight, *options)
     return head.losses(head.losses_of_chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
     hidden, weight, labels, *bias = ctx.saved_tensors
-    _, lse = _whole(hidden, weight, labels, bias[0] if bias else None, *ctx.rest)
-    head, ids = head_of(hidden, weight, *ctx.rest)
-    found = head.gradients(head.gradients_of_chunk, gradient, lse, hidden, weight, labels, ids, *bias)
-    along = [g.to(x.dtype) for g, x in zip(found, (hidden, weight, *bias), strict=True)]
+    _, lse = _run_global(hidden, weight, labels, bias[0] if bias else None, *ctx.options)
+    head, ids = head_of(hidden, weight, *ctx.options)
+    gradients = head.gradients(head.gradients_of_chunk, gradient, lse, hidden, weight, labels, ids, *bias)
+    along = [g.to(x.dtype) for g, x in zip(gradients, (hidden, weight, *bias), strict=True)]
     return *along[:2], None, along[2] if bias else None, None, None, None
 
 
-linear_cross_entropies = whole_operator(LINEAR_CROSS_ENTROPIES, _whole, lambda labels: labels.shape, _differentiate)
+linear_cross_entropies = global_operator(
+    LINEAR_CROSS_ENTROPIES, _run_global, lambda labels: labels.shape, _differentiate
+)
 
 
 # ---- the operators of a rank -------------------------------------------------------------------------
 
 
 def local_operator(head: TokenHead, biased: bool) -> Any:
-    """`local::linear_cross_entropies(hidden, weight, labels, ids[, bias]) -> (losses, lse)`, and its backward."""
+    """Define `local::linear_cross_entropies(hidden, weight, labels, ids[, bias]) -> (losses, lse)` and its backward."""
     name = "linear_cross_entropies"
     op = in_chunks(name, head.losses, head.losses_of_chunk, (4 + biased, 2), (4 + biased, 2))
-    tensors = (6 + biased, 2 + biased), (6 + 2 * biased + 1, 2 + biased)
-    backward = in_chunks(f"{name}_backward", head.gradients, head.gradients_of_chunk, *tensors)
+    counts = (6 + biased, 2 + biased), (6 + 2 * biased + 1, 2 + biased)
+    backward = in_chunks(f"{name}_backward", head.gradients, head.gradients_of_chunk, *counts)
 
     def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(output[1], *inputs)
 
     def differentiate(ctx: Any, gradient: Tensor, *_: Any) -> tuple:
         lse, hidden, weight, labels, ids, *bias = ctx.saved_tensors
-        found = backward(gradient, lse, hidden, weight, labels, ids, *bias)
-        along_hidden, along_weight, *along_bias = (g.to(x.dtype) for g, x in zip(found, (hidden, weight, *bias)))
+        gradients = backward(gradient, lse, hidden, weight, labels, ids, *bias)
+        along_hidden, along_weight, *along_bias = (g.to(x.dtype) for g, x in zip(gradients, (hidden, weight, *bias)))
         return along_hidden, along_weight, None, None, *along_bias
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
@@ -136,24 +138,24 @@ def local_operator(head: TokenHead, biased: bool) -> Any:
     return op
 
 
-def in_chunks(name: str, run: Chunk, chunk: Chunk, of_all: tuple[int, int], of_chunk: tuple[int, int]) -> Any:
-    """An operator with so many tensors and results that calls another for each chunk, with so many of its own."""
-    part = define("local", f"{name}_chunk", chunk, *of_chunk)
+def in_chunks(name: str, run: Chunk, chunk: Chunk, counts: tuple[int, int], chunk_counts: tuple[int, int]) -> Any:
+    """Define an operator that calls another one for each chunk; `counts` are numbers of tensors and results."""
+    part = define("local", f"{name}_chunk", chunk, *chunk_counts)
     remember(part, chunk, communicates=True)
     body = partial(run, part)
-    op = define("local", name, body, *of_all)
+    op = define("local", name, body, *counts)
     remember(op, body, communicates=True)
     return op
 
 
 def count(op: Any, formula: Callable[..., int]) -> None:
-    """Let an operator have so many flops."""
+    """Register an operator's FLOPs formula."""
     if op.overloadpacket not in flop_registry:
         register_flop_formula(op.overloadpacket)(formula)
 
 
 def flops_backward(_: Any, __: Any, *operands: Sequence[int], **kwargs: Any) -> int:
-    """Of logits made again, and of the two gradients."""
+    """Return the FLOPs of the recomputed logits and of the two gradients."""
     return 3 * flops(*operands[:2])
 
 

@@ -1,4 +1,4 @@
-"""The rewrite behind offloading: forward values that wait for the backward in host memory.
+"""Offloading: keep forward values that the backward needs in host memory.
 
     y = silu(x)                     y = silu(x)
     z = mm(y, w)                    z = mm(y, w)
@@ -7,8 +7,8 @@
                                     back = from_host(host)   a layer ahead of the first use in the backward
                                     dw = mm(t(back), dz)
 
-On CUDA these are the operators of `passes/program/host.py`, copies on a stream of their own, each with a wait: the
-memory is free once the copy out is done, and the copy back runs beside the layer before. On the CPU they are clones.
+On CUDA these are the operators of `passes/program/host.py`, copies on their own stream, each with a wait: the memory is
+free once the copy out is done, and the copy back runs next to the layer before. On the CPU they are clones.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def offload(program: ir.Program, chosen: set[fx.Node], ctx: ir.Context) -> int:
     holders = Counter(id(s) for node in saved for s in storages(node))
     timetable = Timetable.of(program)
     away = [n for n in saved if n in chosen and isinstance(ir.value(n), torch.Tensor)]
-    away = [n for n in away if holders[id(storages(n)[0])] == 1]  # what shares its memory cannot leave
-    for node in sorted(away, key=first_use):  # what is needed first is the first to be copied back
+    away = [n for n in away if holders[id(storages(n)[0])] == 1]  # shared memory would stay occupied
+    for node in sorted(away, key=first_use):  # the value that is needed first is copied back first
         Move(timetable, node, ctx).write()
     program.module.recompile()
     return sum(ir.example(node).nbytes for node in away)
 
 
 def first_use(node: fx.Node) -> fx.Node:
-    """The first node of the backward that reads a value."""
+    """Return the first node of the backward that reads a value."""
     return min(user for user in node.users if user.op != "output" and ir.phase(user) == "backward")
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """Who reads each memory in the forward, and where layers begin, in order."""
+    """The readers of each memory in the forward, and the first nodes of layers, in order."""
 
     readers: dict[int, list[fx.Node]]  # by memory: nodes of the forward that yield or read it
     forward: dict[Layer, fx.Node]
@@ -59,7 +59,7 @@ class Timetable:
 
     @staticmethod
     def of(program: ir.Program) -> Timetable:
-        """From a program's graph, before anything is moved."""
+        """Build the timetable from a program's graph, before anything is moved."""
         readers: dict[int, list[fx.Node]] = {}
         begins = {"forward": dict[Layer, fx.Node](), "backward": dict[Layer, fx.Node]()}
         middle = program.graph.output_node()
@@ -73,13 +73,13 @@ class Timetable:
         return Timetable(readers, **begins, middle=middle)
 
     def after_next(self, node: fx.Node) -> fx.Node:
-        """Where in the forward the layer after the next one begins: by then a copy out is done."""
+        """Return the first node in the forward of the layer after the next one: by then a copy out is done."""
         layers = list(self.forward)
         place = layers.index(ir.layer(node)) + 2 if ir.layer(node) in layers else len(layers)
         return self.forward[layers[place]] if place < len(layers) else self.middle
 
     def ahead_of(self, user: fx.Node) -> fx.Node:
-        """Where the layer before the user's begins in the backward; the user itself outside of layers."""
+        """Return the first node in the backward of the layer before the user's; the user itself outside of layers."""
         layers, layer = list(self.backward), ir.layer(user)
         if layer not in layers:
             return user
@@ -88,14 +88,14 @@ class Timetable:
 
 @dataclass(frozen=True)
 class Move:
-    """One value's way out after its last use in the forward, and back before its first in the backward."""
+    """The way of one value to the host after its last use in the forward, and back before its first in the backward."""
 
     timetable: Timetable
     node: fx.Node
     ctx: ir.Context
 
     def write(self) -> None:
-        """Put the copies into the graph."""
+        """Insert the copies into the graph."""
         value = ir.example(self.node)
         users = [u for u in self.node.users if u.op != "output" and ir.phase(u) == "backward"]
         last = max(n for s in storages(self.node) for n in self.timetable.readers[id(s)])
@@ -114,7 +114,7 @@ class Move:
             user.replace_input_with(self.node, back)
 
     def call(self, before: fx.Node, phase: str, target: Any, *args: Any) -> fx.Node:
-        """An operator put before a node, as if it came from where the value did."""
+        """Insert an operator before a node, with the origin of the value."""
         new = Editor(self.ctx, before.graph, before, self.node).call(target, args)
         ir.update(new, phase=phase)
         return new

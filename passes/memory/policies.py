@@ -1,4 +1,7 @@
-"""The policies of recomputation, and what they keep, by name: options are made of these, and import no torch."""
+"""The policies of recomputation and the operators that they keep, by name.
+
+The options schema uses them without torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ Action = Literal["save", "recompute", "offload"]
 OfLayer = Literal["none", "full", "attention", "selective", "offload"]
 Policy = Literal[OfLayer, "every_n", "budget"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-# Products and attention: the most time for the bytes of their results.
+# Matmuls and attention: the most time for the bytes of their results.
 PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution")
-ATTENTION = "attention"  # stands for all kernels of it
+ATTENTION = "attention"  # stands for all attention kernels
 SAVE = (*PRODUCTS, ATTENTION)

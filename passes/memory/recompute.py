@@ -1,4 +1,4 @@
-"""The rewrite behind rematerialisation: forward values computed again where the backward needs them.
+"""Activation checkpointing: recompute forward values where the backward needs them.
 
     y = silu(x)                     y = silu(x)
     z = mm(y, w)                    z = mm(y, w)
@@ -7,8 +7,8 @@
     dw = mm(t(y), dz)               y_1 = silu(x)
                                     dw = mm(t(y_1), dz)
 
-Every use in the backward of a value that need not be kept becomes a use of a clone, computed from what is kept.
-A clone is made once and put right before its first use: a layer is recomputed when its backward begins.
+In the backward, every use of a value that need not be kept becomes a use of a clone, computed from kept values. A clone
+is made once and put right before its first use: a layer is recomputed when its backward begins.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from passes.program import ir, reshard
 from passes.program.functions import communicates
 from passes.program.operators import is_mutable, is_operator, is_random, is_view, kind_of
 
-# ---- what may run twice --------------------------------------------------------------------------
+# ---- nodes that may run twice --------------------------------------------------------------------
 
 
 def near_writes(program: ir.Program) -> set[fx.Node]:
-    """Nodes whose memory an operator that writes in place may touch, and those that read them."""
+    """Return nodes whose memory an operator that writes in place may touch, and the nodes that read them."""
     writers = filter(is_mutable, program.calls())
     written = {id(s) for writer in writers for node in writer.all_input_nodes for s in storages(node)}
     holders = {node for node in program.graph.nodes if any(id(s) in written for s in storages(node))}
@@ -34,7 +34,7 @@ def near_writes(program: ir.Program) -> set[fx.Node]:
 
 
 def reason_to_run_once(node: fx.Node, written: set[fx.Node]) -> str | None:
-    """Return why an operator must not run twice, None if it may; a part of a tuple goes with the tuple."""
+    """Return the reason why an operator must not run twice, None if it may; an item of a tuple goes with the tuple."""
     if node in written:
         return "written in place"
     if node.target is operator.getitem:
@@ -46,27 +46,28 @@ def reason_to_run_once(node: fx.Node, written: set[fx.Node]) -> str | None:
     return "random" if is_random(node) else None
 
 
-def sent(program: ir.Program) -> set[fx.Node]:
-    """Forward nodes that another pipeline stage reads, itself or a view of it: it keeps what it was sent.
+def sent_nodes(program: ir.Program) -> set[fx.Node]:
+    """Return forward nodes that another pipeline stage reads, directly or by a view.
 
-    So are buffers as they were before a forward that changes them.
+    A stage keeps the values that it received. The nodes include buffers as they were before a forward that changes
+    them.
     """
     changed = {output.name for output in program.outputs if output.kind == "buffer"}
-    held = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer" and i.name in changed}
-    found = {u for n in held for u in n.users if u.op == "call_function" and ir.pipeline_stage(u) is not None}
+    buffers = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer" and i.name in changed}
+    nodes = {u for n in buffers for u in n.users if u.op == "call_function" and ir.pipeline_stage(u) is not None}
     for node in reversed(list(program.calls())):
         stage = ir.pipeline_stage(node)
         if stage is None or ir.phase(node) != "forward":
             continue
         readers = [user for user in node.users if user.op == "call_function" and ir.phase(user) == "forward"]
-        elsewhere = any(ir.pipeline_stage(user) not in (None, stage) for user in readers)
-        if elsewhere or any(user in found and does_nothing(user) for user in readers):
-            found.add(node)
-    return found
+        is_sent = any(ir.pipeline_stage(user) not in (None, stage) for user in readers)
+        if is_sent or any(user in nodes and does_nothing(user) for user in readers):
+            nodes.add(node)
+    return nodes
 
 
 def does_nothing(node: fx.Node) -> bool:
-    """Whether an operator yields its operand as it is."""
+    """Return True if an operator yields its operand unchanged."""
     return is_view(node) or node.target is reshard.invariant_to_replicate
 
 
@@ -80,7 +81,7 @@ def recompute(program: ir.Program, chosen: set[fx.Node]) -> dict[fx.Node, fx.Nod
     for user in list(program.calls()):
         if ir.phase(user) != "backward":
             continue
-        for node in sorted(needed(user, chosen, clones), key=order.__getitem__):
+        for node in sorted(nodes_to_clone(user, chosen, clones), key=order.__getitem__):
             clones[node] = clone(node, user, clones)
         for node in user.all_input_nodes:
             user.replace_input_with(node, clones.get(node, node))
@@ -89,37 +90,37 @@ def recompute(program: ir.Program, chosen: set[fx.Node]) -> dict[fx.Node, fx.Nod
     return clones
 
 
-def needed(user: fx.Node, chosen: set[fx.Node], clones: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Chosen nodes from which the user's operands are computed and which have no clone yet."""
-    found: set[fx.Node] = set()
+def nodes_to_clone(user: fx.Node, chosen: set[fx.Node], clones: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Return chosen nodes from which the user's operands are computed and which have no clone yet."""
+    nodes: set[fx.Node] = set()
     stack = list(user.all_input_nodes)
     while stack:
         node = stack.pop()
-        if node in chosen and node not in clones and node not in found:
-            found.add(node)
+        if node in chosen and node not in clones and node not in nodes:
+            nodes.add(node)
             stack += node.all_input_nodes
-    return found
+    return nodes
 
 
 def clone(node: fx.Node, user: fx.Node, clones: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The node once more, right before the user and in the backward, on operands cloned already."""
+    """Return a copy of the node, right before the user and in the backward, on operands that are cloned already."""
     with node.graph.inserting_before(user):
         new = node.graph.node_copy(node, lambda n: clones.get(n, n))
     ir.update(new, phase="backward", recomputed=True)
     return new
 
 
-# ---- what is kept -----------------------------------------------------------------------------------
+# ---- kept values ------------------------------------------------------------------------------------
 
 
 def storages(node: fx.Node) -> list[torch.UntypedStorage]:
-    """The memory of the tensors that a node computes; views share that of their base."""
+    """Return the memory of the tensors that a node computes; views share that of their base."""
     val = ir.value(node)
     return [v.untyped_storage() for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)]
 
 
 def saved_nodes(program: ir.Program) -> list[fx.Node]:
-    """Forward nodes that the backward reads."""
+    """Return forward nodes that the backward reads."""
     return [
         node
         for node in program.calls()
@@ -129,7 +130,7 @@ def saved_nodes(program: ir.Program) -> list[fx.Node]:
 
 
 def saved_bytes(program: ir.Program) -> int:
-    """Bytes of forward values that live into the backward, views counted once, inputs not at all."""
+    """Return the bytes of forward values that live into the backward; views count once, inputs not at all."""
     inputs = {id(s) for node in program.placeholders() for s in storages(node)}
     sizes = {id(s): s.nbytes() for node in saved_nodes(program) for s in storages(node)}
     return sum(size for storage, size in sizes.items() if storage not in inputs)

@@ -1,21 +1,20 @@
-"""Decide what the backward computes again instead of keeping it (`passes/memory/recompute.py` rewrites the graph so).
+"""Decide which values the backward recomputes (`passes/memory/recompute.py` rewrites the graph).
 
     none        keep everything
-    full        of each layer keep what enters it
-    attention   of each layer keep also the results of attention
-    selective   of each layer keep also the results of the operators in `save`, of two that are only added (LoRA's and
-                the layer's own) the sum; where there are no layers, everything
+    full        keep each layer's inputs
+    attention   keep each layer's inputs and the results of attention
+    selective   keep each layer's inputs and the results of the operators in `save`; if two of these are only added
+                (LoRA's and the layer's own), their sum; a model without layers keeps everything
     every_n     `full` for every n-th layer, the others keep everything
-    offload     keep of each layer what `none` keeps, in host memory (`passes/memory/offload.py`)
-    budget      of each layer keep what costs most to compute again, within `budget_bytes` (`passes/memory/budget.py`)
+    offload     keep each layer's values as `none` does, but in host memory (`passes/memory/offload.py`)
+    budget      keep the values that cost most to recompute, within `budget_bytes` (`passes/memory/budget.py`)
 
-`layers` maps patterns of layers to another policy than the rest
-has. Whatever the policy: calls of `torch.utils.checkpoint` in the
-model are recomputed; results of communication (repeated only where `ops` asks for it) and of random operators (they
-would draw again) are kept, and so is what is near a write in place. `modules` and `ops` map patterns of module paths
-and operator names to `save`, `recompute` or `offload` and prevail over the policy, modules over operators.
-`regather` repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2). Those of
-a step in microbatches that gathers once are kept.
+`layers` maps patterns of layers to other policies. With any policy, calls of `torch.utils.checkpoint` in the model are
+recomputed. Results of communication (repeated only if `ops` says so) and of random operators (which would draw other
+numbers) are kept, and so are values near a write in place. `modules` and `ops` map patterns of module paths and
+operator names to `save`, `recompute` or `offload`. They override the policy, and modules override operators. `regather`
+repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2). In a step with
+microbatches that gathers once, gathered weights are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +35,15 @@ from passes.cost.accounting import peak_memory
 from passes.memory.budget import fit
 from passes.memory.offload import offload
 from passes.memory.policies import ATTENTION, POLICIES, SAVE, Action, OfLayer, Policy
-from passes.memory.recompute import near_writes, reason_to_run_once, recompute, saved_bytes, saved_nodes, sent, storages
+from passes.memory.recompute import (
+    near_writes,
+    reason_to_run_once,
+    recompute,
+    saved_bytes,
+    saved_nodes,
+    sent_nodes,
+    storages,
+)
 from passes.program import ir
 from passes.program.abstract_eval import abstract_eval
 from passes.program.folds import Fold
@@ -46,11 +53,11 @@ from passes.program.operators import kind_of, name_of
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
 
-Region = Layer | str | None  # a layer, or what the model marked for recomputation
+Region = Layer | str | None  # a layer, or a part that the model marked for recomputation
 
 
 class Decision(NamedTuple):
-    """What happens to a forward value that might be recomputed, and why."""
+    """The action for a forward value that might be recomputed, and the reason."""
 
     action: Action
     reason: str = ""
@@ -61,7 +68,7 @@ OFFLOADED = Decision("offload", "offloaded")
 SELECTED = Decision("save", "selected")
 IN_PLACE = Decision("save", "written in place")
 ASKED: dict[Action, Decision] = {
-    "save": Decision("save", "asked for"),
+    "save": Decision("save", "requested"),
     "recompute": RECOMPUTED,
     "offload": OFFLOADED,
 }
@@ -70,38 +77,40 @@ ADD, SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 
 
 def weights_to_regather(program: ir.Program) -> set[fx.Node]:
-    """Forward gathers of parameters and what is computed from them and other weights alone."""
+    """Return forward gathers of parameters, and operators on only these and other weights."""
     written = near_writes(program)
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in weight_nodes(program):
-        follows = any(n in found for n in node.all_input_nodes) and not reason_to_run_once(node, written)
+        follows = any(n in nodes for n in node.all_input_nodes) and not reason_to_run_once(node, written)
         if ir.phase(node) == "forward" and (kind_of(node) == "all_gather" or follows):
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
-def whole(node: fx.Node) -> fx.Node:
-    """The node, or what made the tuple that it is a part of."""
-    return whole(node.args[0]) if node.target is operator.getitem else node  # type: ignore[arg-type]
+def producer_of(node: fx.Node) -> fx.Node:
+    """Return the node, or the node that made the tuple of which it is an item."""
+    return producer_of(node.args[0]) if node.target is operator.getitem else node  # type: ignore[arg-type]
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator's name, `mm` or `all_gather`; for a part of a tuple that of the operator that made the tuple."""
-    return name_of(whole(node)).split("::")[-1]
+    """Return the operator's name, `mm` or `all_gather`; an item of a tuple has the name of the tuple's operator."""
+    return name_of(producer_of(node)).split("::")[-1]
 
 
 def is_called(node: fx.Node, pattern: str) -> bool:
-    """Whether a pattern is of the operator's name, or stands for attention and the node is a part of it."""
-    return fnmatchcase(operator_name(node), pattern) or pattern == ATTENTION and kernel_of(whole(node)) is not None
+    """Return True if a pattern matches the operator's name, or is `attention` and the node is an attention kernel."""
+    return (
+        fnmatchcase(operator_name(node), pattern) or pattern == ATTENTION and kernel_of(producer_of(node)) is not None
+    )
 
 
 @dataclass(frozen=True)
 class Remat(ir.Pass):
-    """Recompute in the backward what the policy, the overrides and the model's own marks say.
+    """Recompute in the backward the values that the policy, the overrides and the model's own marks choose.
 
-    `following` are the passes that finish the program, by which a budget's peak is predicted, and `reserved`
-    tells the bytes of what lives outside of the program (optimizer state of a step in microbatches). A budget weighs
-    computing again against memory traffic by the `balance` of a machine.
+    `following` are the passes that finish the program, by which a budget's peak is predicted. `reserved` returns the
+    bytes of memory outside of the program (optimizer state in a step with microbatches). A budget weighs recomputation
+    against memory traffic by the `balance` of a machine.
     """
 
     policy: Policy = "none"
@@ -120,18 +129,18 @@ class Remat(ir.Pass):
     name = "remat"
     takes = (Stage.JOINT,)
     keeps = True
-    after = ("simplify", "cse", "reassociate", "defer")  # which would merge what is computed again
+    after = ("simplify", "cse", "reassociate", "defer")  # these would merge clones with their originals
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.policy not in POLICIES:
             raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
         before, notes = saved_bytes(program), []
-        gathered = weights_to_regather(program)
-        gathers = gathered if self.regather and not self.gathers_once else set()
+        regatherable = weights_to_regather(program)
+        gathers = regatherable if self.regather and not self.gathers_once else set()
         decisions = self.decisions(program)
         if self.gathers_once:
-            once = Decision("save", "gathered once a step")
-            decisions |= {node: once for node in gathered & decisions.keys() if not is_view(node)}
+            once = Decision("save", "gathered once per step")
+            decisions |= {node: once for node in regatherable & decisions.keys() if not is_view(node)}
         chosen = {node for node, decision in decisions.items() if decision == RECOMPUTED}
         if self.policy == "budget":
             if self.budget_bytes is None:
@@ -141,10 +150,12 @@ class Remat(ir.Pass):
             decisions |= dict.fromkeys(chosen - fitted.chosen, Decision("save", "within the budget"))
             chosen, notes = fitted.chosen, [fitted.note]
         program, clones, copies = rewrite(program, gathers | chosen)
-        away = offload(program, {copies[node] for node, each in decisions.items() if each.action == "offload"}, ctx)
+        away = offload(
+            program, {copies[node] for node, decision in decisions.items() if decision.action == "offload"}, ctx
+        )
         saved = set(saved_nodes(program))
-        kept = Counter(decision.reason for node, decision in decisions.items() if copies[node] in saved)
-        notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
+        reasons = Counter(decision.reason for node, decision in decisions.items() if copies[node] in saved)
+        notes += [f"kept instead of recomputed, {reason}: {count}" for reason, count in sorted(reasons.items())]
         if self.policy == "selective" and not any(map(ir.layer, program.calls())):
             notes.append("passes.remat.policy=selective recomputes nothing: the model has no repeated layers")
         repeated = sum(kind_of(node) == "all_gather" for node in clones)
@@ -160,14 +171,14 @@ class Remat(ir.Pass):
         return program, ir.Report(counts, tuple(notes))
 
     def peak(self, program: ir.Program, ctx: ir.Context, gathers: set[fx.Node], chosen: set[fx.Node]) -> int:
-        """Predicted peak bytes of the finished program if the backward computes the chosen nodes again."""
+        """Return the predicted peak bytes of the finished program if the backward recomputes the chosen nodes."""
         copied, _, _ = rewrite(program, gathers | chosen)
         for step in self.following:
             copied, _ = step(copied, ctx)
         avals = abstract_eval(copied, ctx)
         return peak_memory(copied, avals).bytes + self.reserved(copied)
 
-    # -- which nodes ------------------------------------------------------------------------------
+    # -- choice of nodes --------------------------------------------------------------------------
 
     def decisions(self, program: ir.Program) -> dict[fx.Node, Decision]:
         """Return the decision for every forward node that policies, overrides or the model's marks concern."""
@@ -183,19 +194,19 @@ class Remat(ir.Pass):
         region: dict[fx.Node, Region] = {
             n: layer if (layer := ir.layer(n)) in policy else ir.record(n).checkpoint or layer for n in program.calls()
         }
-        decisions, matched, elsewhere = dict[fx.Node, Decision](), set[str](), sent(program)
+        decisions, matched, sent_to_stages = dict[fx.Node, Decision](), set[str](), sent_nodes(program)
         for node in program.calls():
             if ir.phase(node) != "forward":
                 continue
-            asked = self.override(node, matched)
-            wanted = ASKED[asked] if asked else self.wanted(node, policy.get(ir.layer(node)))
+            requested = self.override(node, matched)
+            wanted = ASKED[requested] if requested else self.policy_decision(node, policy.get(ir.layer(node)))
             if wanted is None:
                 continue
-            if wanted == OFFLOADED and node not in elsewhere:
+            if wanted == OFFLOADED and node not in sent_to_stages:
                 decisions[node] = IN_PLACE if node in written else RECOMPUTED if is_view(node) else OFFLOADED
                 continue
-            once = "sent to another stage" if node in elsewhere else reason_to_run_once(node, written)
-            if once == "communication" and asked == "recompute":
+            once = "sent to another stage" if node in sent_to_stages else reason_to_run_once(node, written)
+            if once == "communication" and requested == "recompute":
                 once = None
             if once is None and leaves(node, region):
                 once = "leaves its region"
@@ -203,12 +214,15 @@ class Remat(ir.Pass):
         decisions |= sums_for_terms(decisions)
         if unmatched := [p for p in (*self.modules, *self.ops) if p not in matched]:
             option = "modules" if unmatched[0] in self.modules else "ops"
-            what = "module" if option == "modules" else "operator of the forward"
-            raise ir.Refused("remat", None, f"passes.remat.{option}: no {what} is named like {unmatched[0]!r}")
+            kind = "module" if option == "modules" else "operator of the forward"
+            raise ir.Refused("remat", None, f"passes.remat.{option}: no {kind} is named like {unmatched[0]!r}")
         return decisions
 
     def override(self, node: fx.Node, matched: set[str]) -> Action | None:
-        """What `modules` or `ops` say of the node; patterns that say something are added to `matched`."""
+        """Return the action that `modules` or `ops` give the node, None if none.
+
+        Matching patterns are added to `matched`.
+        """
         path = ir.module_path(node)
         by_module = [p for p in self.modules if within(path, p)]
         by_op = [p for p in self.ops if is_called(node, p)]
@@ -218,20 +232,25 @@ class Remat(ir.Pass):
         return self.ops[by_op[0]] if by_op else None
 
     def by_layer(self, layers: list[Layer], fold: Fold | None) -> dict[Layer | None, Policy]:
-        """The policy of each layer that does not keep everything."""
-        known = [*map(str, layers), *(fold.names() if fold else [])]
-        every: dict[Layer, Policy] = dict.fromkeys(layers, self.policy)
-        if self.policy == "every_n":
-            every = {layer: "none" if i % self.every_n else "full" for i, layer in enumerate(layers)}
-        for pattern, policy in reversed(self.layers.items()):
-            if not any(within(layer, pattern) for layer in known):
-                where = f"from {layers[0]} to {layers[-1]}" if layers else "but this model has none"
-                what = f"passes.remat.layers: no layer is named like {pattern!r}; they are named {where}"
-                raise ir.Refused("remat", None, what)
-            every |= {layer: policy for layer in layers if within(str(layer), pattern)}
-        return {layer: policy for layer, policy in every.items() if policy != "none"}
+        """Return the policy of each layer that does not keep everything.
 
-    def wanted(self, node: fx.Node, policy: Policy | None) -> Decision | None:
+        Raise Refused for a pattern without a match.
+        """
+        names = [*map(str, layers), *(fold.names() if fold else [])]
+        policies: dict[Layer, Policy] = dict.fromkeys(layers, self.policy)
+        if self.policy == "every_n":
+            policies = {layer: "none" if i % self.every_n else "full" for i, layer in enumerate(layers)}
+        for pattern, policy in reversed(self.layers.items()):
+            if not any(within(layer, pattern) for layer in names):
+                layer_range = (
+                    f"they are named from {layers[0]} to {layers[-1]}" if layers else "the model has no layers"
+                )
+                problem = f"passes.remat.layers: no layer is named like {pattern!r}; {layer_range}"
+                raise ir.Refused("remat", None, problem)
+            policies |= {layer: policy for layer in layers if within(str(layer), pattern)}
+        return {layer: policy for layer, policy in policies.items() if policy != "none"}
+
+    def policy_decision(self, node: fx.Node, policy: Policy | None) -> Decision | None:
         """Return the decision of the policy of a node's layer, or of the model's marks; None if neither concerns it."""
         if policy is None:
             return RECOMPUTED if ir.record(node).checkpoint else None
@@ -242,7 +261,7 @@ class Remat(ir.Pass):
 
 
 def sums_for_terms(decisions: Decisions) -> dict[fx.Node, Decision]:
-    """Return other decisions for two selected results of which only the sum is used: it is half of their bytes."""
+    """Return changed decisions for two selected results of which only the sum is used: it has half of their bytes."""
     changed: dict[fx.Node, Decision] = {}
     sums = (node for node, decision in decisions.items() if node.target is ADD and decision == RECOMPUTED)
     for node in sums:
@@ -253,7 +272,7 @@ def sums_for_terms(decisions: Decisions) -> dict[fx.Node, Decision]:
 
 
 def selected_term(node: fx.Node, decisions: Decisions) -> fx.Node | None:
-    """Return the selected result that a node is, in another shape or scaled, if nothing else uses it."""
+    """Return the selected result that a node shows, reshaped or scaled, if it has no other use."""
     while len(node.users) == 1 and decisions.get(node) == RECOMPUTED and (is_view(node) or node.target is SCALE):
         if len(node.all_input_nodes) != 1:
             return None
@@ -262,13 +281,13 @@ def selected_term(node: fx.Node, decisions: Decisions) -> fx.Node | None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the operator's result is its operand's memory: computed again from that, it costs nothing."""
+    """Return True if the operator's result is in its operand's memory: recomputing it costs nothing."""
     operands = {id(s) for n in node.all_input_nodes for s in storages(n)}
     return reason_to_run_once(node, set()) is None and any(id(s) in operands for s in storages(node))
 
 
 def leaves(node: fx.Node, region: Mapping[fx.Node, Region]) -> bool:
-    """Whether the forward uses the node outside of its region."""
+    """Return True if the forward uses the node outside of its region."""
     return any(
         user.op == "output" or ir.phase(user) == "forward" and region[user] != region[node] for user in node.users
     )
@@ -277,7 +296,7 @@ def leaves(node: fx.Node, region: Mapping[fx.Node, Region]) -> bool:
 def rewrite(
     program: ir.Program, chosen: set[fx.Node]
 ) -> tuple[ir.Program, dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
-    """A program in which the backward computes the chosen nodes again; its clones, and its copy of each node."""
+    """Return a program whose backward recomputes the chosen nodes, its clones, and its copy of each node."""
     copied = program.copy()
     copies = dict(zip(program.graph.nodes, copied.graph.nodes, strict=True))
     return copied, recompute(copied, {copies[node] for node in chosen}), copies

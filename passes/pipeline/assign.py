@@ -1,16 +1,17 @@
-"""Pipeline stages: the operators of the local forward, each with the stage whose ranks run it.
+"""Assign pipeline stages: each operator of the local forward gets the stage whose ranks run it.
 
     embedding, layers 0 1 | layers 2 3 | layers 4 5 | layers 6 7, norm, head, loss
     stage 0               | stage 1    | stage 2    | stage 3
 
-Layers stay whole and in order; the stage that computes most computes as little as can be, or stages have the numbers
-of layers that are told. Of a model with fewer layers than stages modules stay whole, or single operators. What lies
-outside of layers goes with the layer before it. A value of an earlier stage may be read in any later one (a skip, an
-encoder's output), never the other way round.
+Layers stay together and in order. The costliest stage is made as cheap as possible, unless the numbers of layers are
+given. If a model has fewer layers than stages, its modules stay together, or it is cut between single operators.
+Operators outside of layers go with the layer before them. Any later stage may read a value of an earlier one (a skip,
+an encoder's output), but not the reverse.
 
 A parameter that several stages use is an input for each, `output.weight` and `output.weight@3`: autograd gives each its
-own gradient, a term of the whole. What is computed from it alone, a cast or a gather, is computed in each. What no
-parameter is part of (positions, masks, rotary tables) has no stage: it is made wherever it is read.
+own gradient, one term of the total. Operators on this parameter alone, such as a cast or a gather, are repeated in
+each. Operators that depend on no parameter (positions, masks, rotary tables) have no stage: each reader's stage
+computes them.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from passes.program.editor import Editor
 from passes.program.layer import Layer
 from passes.program.stages import Stage
 
-LARGE = 2**20  # entries of a buffer: what is made of it is computed once and sent
+LARGE = 2**20  # entries of a buffer; operators on a larger one are computed once and their results sent
 
 
 @dataclass(frozen=True)
 class Assign(ir.Pass):
     """Give each operator a pipeline stage, one of `stages`.
 
-    `layers` are how many each has; without, the stage that computes most computes as little as can be. `stored` are the
-    stages whose ranks hold state already, by name: parameters, and buffers that change, of another program over the
-    same state, which are kept.
+    `layers` are the numbers of layers per stage; without them, the costliest stage is made as cheap as possible.
+    `stored` maps names to the stages whose ranks already hold this state (parameters, and buffers that change) for
+    another program; these stages are kept.
     """
 
     stages: int = 1
@@ -56,10 +57,10 @@ class Assign(ir.Pass):
         free, weights = without_parameters(program, avals), of_parameters(program)
         work = [node for node in program.calls() if node not in free and node not in weights]
         if self.stored:
-            notes: tuple[str, ...] = ("stages as training has them",)
+            notes: tuple[str, ...] = ("the same stages as in training",)
             of_node = stages_of(program, work, weights, self.stored)
         else:
-            of_node, notes = self.divided(program, work, avals)
+            of_node, notes = self.divide_stages(program, work, avals)
         for node, stage in of_node.items():
             ir.update(node, stage=max([stage, *stages_read(node)]))
         share_buffers(program, ctx)
@@ -67,11 +68,11 @@ class Assign(ir.Pass):
         notes += tuple(f"{name}: used in stages {', '.join(map(str, stages))}" for name, stages in copies.items())
         return replace(program, inputs=inputs), ir.Report({"stages": self.stages, "copies": len(copies)}, notes)
 
-    def divided(
+    def divide_stages(
         self, program: ir.Program, work: Sequence[fx.Node], avals: Avals
     ) -> tuple[dict[fx.Node, int], tuple[str, ...]]:
-        """The stage of each operator, in order, and what each stage has."""
-        units = next((units for units in finer(program, work) if len(units) >= self.stages), [])
+        """Return the stage of each operator, in order, and a note for each stage."""
+        units = next((units for units in groupings(program, work) if len(units) >= self.stages), [])
         costs = [1 + sum(count_flops(node, avals) for node in unit) for unit in units]
         counts = self.layers or even(costs, self.stages)
         self.check(counts, len(units))
@@ -80,25 +81,25 @@ class Assign(ir.Pass):
         return {node: stage for stage, unit in zip(of_unit, units, strict=True) for node in unit}, notes
 
     def check(self, counts: Sequence[int], layers: int) -> None:
-        """Raises Refused where there are fewer layers than stages, or others than were told."""
+        """Raise Refused if there are fewer layers than stages, or if the given numbers of layers do not fit."""
         if layers < self.stages:
-            what = "the model has fewer operators that parameters are part of; use a smaller mesh.pp"
-            raise ir.Refused("assign", None, f"mesh.pp: {self.stages} stages, {what}")
+            problem = "but fewer operators of the model depend on parameters; use a smaller mesh.pp"
+            raise ir.Refused("assign", None, f"mesh.pp: {self.stages} stages, {problem}")
         if len(counts) != self.stages or sum(counts) != layers or min(counts) < 1:
-            what = f"{list(counts)} are not {self.stages} numbers of layers, each 1 or more, that add up to {layers}"
-            raise ir.Refused("assign", None, f"passes.pipeline.stages: {what}")
+            problem = f"{list(counts)} are not {self.stages} numbers of layers, each 1 or more, that add up to {layers}"
+            raise ir.Refused("assign", None, f"passes.pipeline.stages: {problem}")
 
 
-# ---- what has a stage ---------------------------------------------------------------------------------
+# ---- operators with a stage ---------------------------------------------------------------------------
 
 
 def without_parameters(program: ir.Program, avals: Avals) -> set[fx.Node]:
-    """Operators of which no parameter, product or large buffer is part: they are worth less than to be sent."""
-    given = zip(program.placeholders(), program.inputs, strict=True)
+    """Return operators that depend on no parameter, matmul or large buffer: they are cheaper to repeat than to send."""
+    inputs = zip(program.placeholders(), program.inputs, strict=True)
     changed = {output.name for output in program.outputs if output.kind == "buffer"}
     bound = {
         node
-        for node, i in given
+        for node, i in inputs
         if i.kind == "parameter" or i.kind == "buffer" and (i.name in changed or ir.example(node).numel() > LARGE)
     }
     free = set[fx.Node]()
@@ -111,8 +112,8 @@ def without_parameters(program: ir.Program, avals: Avals) -> set[fx.Node]:
 
 
 def of_parameters(program: ir.Program) -> set[fx.Node]:
-    """Operators that read parameters, and neither a batch nor scalars."""
-    kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs, strict=True)}
+    """Return operators that read parameters, but neither a batch nor scalars."""
+    kinds = {node: item.kind for node, item in zip(program.placeholders(), program.inputs, strict=True)}
     fed = {node for node, kind in kinds.items() if kind in ("batch", "scalar", "layout")}
     reading = {node for node, kind in kinds.items() if kind == "parameter"}
     for node in program.calls():
@@ -126,29 +127,32 @@ def of_parameters(program: ir.Program) -> set[fx.Node]:
 def stages_of(
     program: ir.Program, work: Sequence[fx.Node], weights: set[fx.Node], stored: Mapping[str, Sequence[int]]
 ) -> dict[fx.Node, int]:
-    """The stage of each operator, in order: a later one begins with what reads state that it alone holds."""
+    """Return the stage of each operator, in order: each begins at the first reader of state that only it holds."""
     names = dict[fx.Node, set[str]]()
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        names[node] = {given.name} if given.kind in ("parameter", "buffer") else set()
+    for node, item in zip(program.placeholders(), program.inputs, strict=True):
+        names[node] = {item.name} if item.kind in ("parameter", "buffer") else set()
     for node in program.calls():
         names[node] = set().union(*(names[n] for n in node.all_input_nodes)) if node in weights else set()
-    stage, found = 0, {}
+    stage, by_node = 0, {}
     for node in work:
         for name in (name for n in node.all_input_nodes for name in names[n]):
             stage = min((s for s in stored.get(name, ()) if s >= stage), default=stage)
-        found[node] = stage
-    return found
+        by_node[node] = stage
+    return by_node
 
 
-def finer(program: ir.Program, work: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:
-    """The operators as layers, as calls of modules, and one by one."""
+def groupings(program: ir.Program, work: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:
+    """Yield the operators grouped by layers, by calls of modules, and one by one."""
     yield units_of(program, work)
     yield [list(group) for _, group in itertools.groupby(work, ir.module_path)]
     yield [[node] for node in work]
 
 
 def units_of(program: ir.Program, work: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """The operators of each layer, with those after it that are of none; before the first layer, with the first."""
+    """Return the operators of each layer, with those outside of layers after it.
+
+    The first layer also gets those before it.
+    """
     units, order = list[list[fx.Node]]([[]]), dict[Layer, int]()
     for node in work:
         if layer := ir.layer(node):
@@ -162,7 +166,7 @@ def units_of(program: ir.Program, work: Iterable[fx.Node]) -> list[list[fx.Node]
 
 
 def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
-    """How many neighbours each part takes: the dearest costs as little as can be, the others are as even as can be.
+    """Return the number of neighbours in each part: the costliest part is as cheap as possible, others are even.
 
     Early parts have the fewest.
     """
@@ -170,25 +174,27 @@ def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
         return (len(costs),)
     before = [0, *itertools.accumulate(costs)]
     limit = least_limit(before, parts)
-    # best[p][n]: (squares of what parts cost, how many the last takes, negative) where p parts share the first n
+    # best[p][n]: (sum of the parts' squared costs, minus the size of the last part), if p parts share the first n
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for part in range(1, parts + 1):
         row = dict[int, tuple[int, int]]()
         for n in range(part, len(before)):
             within = itertools.takewhile(lambda k, n=n: before[n] - before[n - k] <= limit, range(1, n + 1))
-            found = ((best[-1][n - k][0] + (before[n] - before[n - k]) ** 2, -k) for k in within if n - k in best[-1])
-            if (least := min(found, default=None)) is not None:
+            candidates = (
+                (best[-1][n - k][0] + (before[n] - before[n - k]) ** 2, -k) for k in within if n - k in best[-1]
+            )
+            if (least := min(candidates, default=None)) is not None:
                 row[n] = least
         best.append(row)
-    counts, left = list[int](), len(costs)
+    counts, remaining = list[int](), len(costs)
     for row in reversed(best[1:]):
-        counts.append(-row[left][1])
-        left -= counts[-1]
+        counts.append(-row[remaining][1])
+        remaining -= counts[-1]
     return tuple(reversed(counts))
 
 
 def least_limit(before: Sequence[int], parts: int) -> int:
-    """What the dearest of so many parts costs at least; `before` are sums of costs."""
+    """Return the least possible cost of the costliest of `parts` parts; `before` are cumulative costs."""
     low, high = max(b - a for a, b in itertools.pairwise(before)), before[-1]
     while low < high:
         middle = (low + high) // 2
@@ -200,7 +206,7 @@ def least_limit(before: Sequence[int], parts: int) -> int:
 
 
 def fewest_parts(before: Sequence[int], limit: int) -> int:
-    """Into how few parts all can be divided of which none costs more than a limit."""
+    """Return the least number of parts of which none costs more than `limit`."""
     count, start = 0, 0
     while start < len(before) - 1:
         start = bisect.bisect_right(before, before[start] + limit) - 1
@@ -209,7 +215,7 @@ def fewest_parts(before: Sequence[int], limit: int) -> int:
 
 
 def stages_read(node: fx.Node) -> Iterable[int]:
-    """The stages of a node's operands."""
+    """Return the stages of a node's operands."""
     return (stage for n in node.all_input_nodes if (stage := ir.pipeline_stage(n)) is not None)
 
 
@@ -217,25 +223,25 @@ def stages_read(node: fx.Node) -> Iterable[int]:
 
 
 def share_buffers(program: ir.Program, ctx: ir.Context) -> None:
-    """Let one stage read each buffer that changes, the one that changes it; it sends others what it was.
+    """Let only one stage read each buffer that changes, the one that changes it; it sends the old value to others.
 
-    The forward of a microbatch changes it, and may be followed by that of another before its own backward.
+    The forward of a microbatch changes the buffer, and another microbatch's forward may follow before its own backward.
     """
     buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
     for new, output in zip(program.results(), program.outputs, strict=True):
         if output.kind != "buffer" or new.op != "call_function":
             continue
-        held, stage = buffers[output.name], ir.pipeline_stage(new)
-        readers = [user for user in held.users if user.op != "output"]
+        buffer, stage = buffers[output.name], ir.pipeline_stage(new)
+        readers = [user for user in buffer.users if user.op != "output"]
         if not readers:
             continue
         if early := [user for user in readers if (s := ir.pipeline_stage(user)) is not None and s < (stage or 0)]:
-            what = f"is read in stage {ir.pipeline_stage(early[0])} and changed in stage {stage}, which comes later"
-            raise ir.Refused("assign", early[0], f"model: buffer {output.name} {what}; cut the model elsewhere")
-        before = Editor(ctx, program.graph, min(readers), new).call(torch.ops.aten.clone.default, (held,))
-        ir.set_spec(before, ir.spec(held))
+            problem = f"is read in stage {ir.pipeline_stage(early[0])} and changed in stage {stage}, which comes later"
+            raise ir.Refused("assign", early[0], f"model: buffer {output.name} {problem}; cut the model elsewhere")
+        before = Editor(ctx, program.graph, min(readers), new).call(torch.ops.aten.clone.default, (buffer,))
+        ir.set_spec(before, ir.spec(buffer))
         for user in readers:
-            user.replace_input_with(held, before)
+            user.replace_input_with(buffer, before)
 
 
 # ---- parameters -----------------------------------------------------------------------------------------
@@ -244,55 +250,55 @@ def share_buffers(program: ir.Program, ctx: ir.Context) -> None:
 def split_parameters(
     program: ir.Program, work: Iterable[fx.Node], weights: set[fx.Node]
 ) -> tuple[tuple[ir.Input, ...], dict[str, list[int]]]:
-    """Give each stage its own copy of the parameters that it uses, and of what is made of them alone.
+    """Give each stage its own copy of the parameters that it uses, and of operators on these alone.
 
-    Returns the inputs, and the stages of parameters that have several.
+    Return the inputs, and the stages of parameters that have several.
     """
-    given = dict(zip(program.placeholders(), program.inputs, strict=True))
-    own = dict[tuple[fx.Node, int], fx.Node]()
+    items = dict(zip(program.placeholders(), program.inputs, strict=True))
+    copies = dict[tuple[fx.Node, int], fx.Node]()
     users = dict[str, list[int]]()
 
-    def mine(node: fx.Node, stage: int) -> fx.Node:
-        is_parameter = node.op == "placeholder" and given[node].kind == "parameter"
+    def copy_for(node: fx.Node, stage: int) -> fx.Node:
+        is_parameter = node.op == "placeholder" and items[node].kind == "parameter"
         if not is_parameter and node not in weights:
             return node
-        if (node, stage) not in own:
-            own[node, stage] = parameter(node, stage) if is_parameter else computed(node, stage)
-        return own[node, stage]
+        if (node, stage) not in copies:
+            copies[node, stage] = copy_parameter(node, stage) if is_parameter else copy_operator(node, stage)
+        return copies[node, stage]
 
-    def parameter(node: fx.Node, stage: int) -> fx.Node:
-        users.setdefault(given[node].name, []).append(stage)
+    def copy_parameter(node: fx.Node, stage: int) -> fx.Node:
+        users.setdefault(items[node].name, []).append(stage)
         if ir.pipeline_stage(node) is None:
             ir.update(node, stage=stage)
             return node
         with program.graph.inserting_after(node):
             new = program.graph.placeholder(f"{node.name}_{stage}")
         ir.set_record(new, replace(ir.record(node), stage=stage))
-        name = given[node].name
-        given[new] = replace(given[node], name=f"{name}@{stage}", copy_of=name)
+        name = items[node].name
+        items[new] = replace(items[node], name=f"{name}@{stage}", copy_of=name)
         return new
 
-    def computed(node: fx.Node, stage: int) -> fx.Node:
-        operands = {n: mine(n, stage) for n in node.all_input_nodes}
+    def copy_operator(node: fx.Node, stage: int) -> fx.Node:
+        operands = {n: copy_for(n, stage) for n in node.all_input_nodes}
         if ir.pipeline_stage(node) is None:
             ir.update(node, stage=stage)
             for old, new in operands.items():
                 node.replace_input_with(old, new)
             return node
         with program.graph.inserting_after(node):
-            again = program.graph.node_copy(node, lambda n: operands.get(n, n))
-        ir.update(again, stage=stage)
-        return again
+            new_node = program.graph.node_copy(node, lambda n: operands.get(n, n))
+        ir.update(new_node, stage=stage)
+        return new_node
 
     for node in work:
         stage = ir.pipeline_stage(node)
         assert stage is not None
         for operand in node.all_input_nodes:
-            node.replace_input_with(operand, mine(operand, stage))
-    for node, each in list(given.items()):
-        if each.kind == "parameter" and ir.pipeline_stage(node) is None:  # nobody reads it
-            parameter(node, 0)
+            node.replace_input_with(operand, copy_for(operand, stage))
+    for node, item in list(items.items()):
+        if item.kind == "parameter" and ir.pipeline_stage(node) is None:  # without a reader
+            copy_parameter(node, 0)
     program.graph.lint()
-    found = (given[node] for node in program.placeholders())
-    inputs = tuple(replace(i, stages=tuple(users.get(i.original, ()))) for i in found)
+    ordered = (items[node] for node in program.placeholders())
+    inputs = tuple(replace(i, stages=tuple(users.get(i.original, ()))) for i in ordered)
     return inputs, {name: stages for name, stages in users.items() if len(stages) > 1}

@@ -1,16 +1,17 @@
-"""The program of a microbatch cut into tasks: each stage's forward and backward are programs of their own.
+"""Cut the program of a microbatch into tasks: each stage's forward and backward become separate programs.
 
     stage 0   F: tokens -> mul_3, ...kept                    B: gradient of mul_3, kept -> accumulators
     stage 1   F: mul_3 -> loss, ...kept                      B: kept -> gradient of mul_3, accumulators
 
-A backward may be two tasks: I, what gradients of other stages need, and W, the rest, which nobody waits for. A value
-that another task reads is carried: an output of the task that makes it, an input, by the same name, of those that read
-it. Between tasks of one stage it stays where it is; to other stages it is sent, once. What belongs to no stage is made
-anew in each task that reads it, and so are views.
+A backward may be two tasks: I computes the gradients that other stages need, W the rest, for which no task waits. A
+value that another task reads is carried: an output of its task, and an input, by the same name, of its readers. Between
+tasks of one stage it stays in place; to other stages it is sent, once. Operators without a stage are repeated in each
+task that reads them, and so are views.
 
-    rank 0    G: reduced gradients, terms that others need   R: the norm's square so far   U: what changes
+    rank 0    G: reduced gradients, terms that others need   R: the running squared norm       U: the new parameters
 
-The update of all stages of a rank is up to three tasks: others wait for terms of gradients, and for the norm's square.
+The update of all stages of a rank is up to three tasks, because other ranks wait for terms of gradients, and for the
+squared norm.
 """
 
 from __future__ import annotations
@@ -42,59 +43,61 @@ from passes.program.weights import weight_nodes
 
 
 def cut(program: ir.Program, split: bool = False, gathers: bool = False) -> dict[Task, ir.Program]:
-    """The tasks of a microbatch, from a program whose operators have stages, in an order in which they can run.
+    """Return the tasks of a microbatch, in an order in which they can run; the program's operators have stages.
 
-    With `split`, a backward is two tasks; with `gathers`, those of parameters are a task of the step.
+    With `split`, a backward is two tasks; with `gathers`, gathers of parameters are a task of the step.
     """
     task = tasks_of(program, split)
     if gathers:
-        task |= {node: Task(task[node].stage, GATHER) for node in gathered(program) if node in task}
-    return apart(program, task)
+        task |= {node: Task(task[node].stage, GATHER) for node in gather_nodes(program) if node in task}
+    return split_tasks(program, task)
 
 
 def without_unread_buffers(program: ir.Program) -> ir.Program:
-    """Return the program without the buffers that it does not read; training keeps them where they change."""
+    """Return the program without the buffers that it does not read; training keeps those that change."""
     program = program.copy()
     ends = list(zip(program.placeholders(), program.inputs, strict=True))
-    unread = [node for node, given in ends if given.kind == "buffer" and not node.users]
+    unread = [node for node, item in ends if item.kind == "buffer" and not node.users]
     for node in unread:
         program.graph.erase_node(node)
-    return replace(program, inputs=tuple(given for node, given in ends if node not in unread))
+    return replace(program, inputs=tuple(item for node, item in ends if node not in unread))
 
 
 def cut_update(program: ir.Program, rank: int) -> dict[Task, ir.Program]:
-    """The tasks of a pipeline rank's update, in order."""
-    return apart(program, tasks_of_update(program, rank), f"{rank}.")
+    """Return the tasks of a pipeline rank's update, in order."""
+    return split_tasks(program, tasks_of_update(program, rank), f"{rank}.")
 
 
 def cut_gathers(program: ir.Program) -> dict[str, ir.Program]:
-    """A microbatch that no stages share: the gathers of parameters, if there are any, and the rest."""
-    once = gathered(program)
+    """Return a microbatch without pipeline stages as the gathers of parameters, if there are any, and the rest."""
+    once = gather_nodes(program)
     task = {node: Task(0, GATHER if node in once else FORWARD) for node in program.calls()}
-    return {"gather" if each.kind == GATHER else "accumulate": found for each, found in apart(program, task).items()}
+    return {
+        "gather" if name.kind == GATHER else "accumulate": part for name, part in split_tasks(program, task).items()
+    }
 
 
-def apart(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -> dict[Task, ir.Program]:
-    """The program of each task; names of carried values begin with `prefix`."""
-    cuts = {each: Cut(program, each, task, prefix) for each in sorted({*task.values()}, key=order_of)}
-    carried = {node for each in cuts.values() for node in each.carried}
-    return {each: made.finish(carried) for each, made in cuts.items()}
+def split_tasks(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -> dict[Task, ir.Program]:
+    """Return the program of each task; names of carried values begin with `prefix`."""
+    cuts = {name: Cut(program, name, task, prefix) for name in sorted({*task.values()}, key=order_of)}
+    carried = {node for name in cuts.values() for node in name.carried}
+    return {name: builder.finish(carried) for name, builder in cuts.items()}
 
 
 KINDS = (GATHER, FORWARD, BACKWARD, INPUTS, WEIGHTS, SHARE, REDUCE, UPDATE)
 
 
 def order_of(task: Task) -> tuple[int, int, int]:
-    """Gathers and forwards from the first stage to the last, backwards from the last to the first, updates."""
+    """Return the sort key: gathers and forwards from first to last stage, backwards from last to first, updates."""
     kind = KINDS.index(task.kind)
     return (0 if kind < 2 else 1 if kind < 5 else 2, -task.stage if 1 < kind < 5 else task.stage, kind)
 
 
-# ---- which task -----------------------------------------------------------------------------------------
+# ---- tasks of operators ---------------------------------------------------------------------------------
 
 
 def tasks_of(program: ir.Program, split: bool) -> dict[fx.Node, Task]:
-    """The task of each operator that belongs to a stage."""
+    """Return the task of each operator that belongs to a stage."""
     stages, late = dict[fx.Node, int](), late_nodes(program)
     for node in program.calls():
         stage = stage_of(node, stages)
@@ -102,46 +105,46 @@ def tasks_of(program: ir.Program, split: bool) -> dict[fx.Node, Task]:
             stages[node] = stage
     task = {node: Task(stage, BACKWARD if node in late else FORWARD) for node, stage in stages.items()}
     if split:
-        waited = waited_for(program, stages, late)
+        waited = awaited_nodes(program, stages, late)
         for node in late & task.keys():
             task[node] = Task(stages[node], INPUTS if node in waited else WEIGHTS)
     for node in task:
-        if node.target is operator.getitem and node.args[0] in task:  # parts are where the whole is
+        if node.target is operator.getitem and node.args[0] in task:  # items stay with their tuple
             task[node] = task[node.args[0]]
     return task
 
 
 def stage_of(node: fx.Node, stages: Mapping[fx.Node, int]) -> int | None:
-    """The stage of an operator: where what it reads is stored, though a gradient may be that of another, too.
+    """Return the stage of an operator: that which stores its operands, even if a gradient belongs to another stage.
 
-    Else its own; of what has none, such as a sum of gradients, that of what it reads. What reads nothing has no stage:
-    those that need the same constant each make it.
+    Otherwise it is the operator's own stage, or, if it has none (a sum of gradients), that of its operands. An operator
+    without operands has no stage: each task that needs the constant makes it.
     """
     if not node.all_input_nodes:
         return None
-    own = ir.pipeline_stage(node)
+    assigned = ir.pipeline_stage(node)
     if ir.phase(node) == "forward" and not ir.is_recomputed(node):
-        return stages.get(node.args[0], own) if node.target is operator.getitem else own  # type: ignore[call-overload]
-    held = [s for n in node.all_input_nodes if n.op == "placeholder" and (s := ir.pipeline_stage(n)) is not None]
+        return stages.get(node.args[0], assigned) if node.target is operator.getitem else assigned  # type: ignore[call-overload]
+    stored = [s for n in node.all_input_nodes if n.op == "placeholder" and (s := ir.pipeline_stage(n)) is not None]
     read = [stages[n] for n in node.all_input_nodes if n in stages]
-    if held:
-        return max(held)
+    if stored:
+        return max(stored)
     if ir.phase(node) == "optimizer":
         return max(read, default=None)
-    return own if own is not None and read else min(read, default=None)
+    return assigned if assigned is not None and read else min(read, default=None)
 
 
-def gathered(program: ir.Program) -> set[fx.Node]:
-    """Gathers of parameters, and what is computed from parameters for them: the same for every microbatch."""
-    weights, found = weight_nodes(program), set[fx.Node]()
+def gather_nodes(program: ir.Program) -> set[fx.Node]:
+    """Return gathers of parameters, and operators on parameters before them: the same for every microbatch."""
+    weights, nodes = weight_nodes(program), set[fx.Node]()
     for node in reversed(weights):
-        if kind_of(node) == "all_gather" or any(user in found for user in node.users):
-            found.add(node)
-    return found
+        if kind_of(node) == "all_gather" or any(user in nodes for user in node.users):
+            nodes.add(node)
+    return nodes
 
 
 def late_nodes(program: ir.Program) -> set[fx.Node]:
-    """Operators of the backward, and those after it that depend on it."""
+    """Return operators of the backward, and those after it that depend on it."""
     late = set[fx.Node]()
     for node in program.calls():
         if ir.phase(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
@@ -149,19 +152,19 @@ def late_nodes(program: ir.Program) -> set[fx.Node]:
     return late
 
 
-def waited_for(program: ir.Program, stages: Mapping[fx.Node, int], late: set[fx.Node]) -> set[fx.Node]:
-    """Operators of the backward that make what other stages read."""
-    found = set[fx.Node]()
+def awaited_nodes(program: ir.Program, stages: Mapping[fx.Node, int], late: set[fx.Node]) -> set[fx.Node]:
+    """Return operators of the backward on which other stages depend."""
+    nodes = set[fx.Node]()
     for node in reversed(list(program.calls())):
         if node in late and node in stages:
             read_by = [user for user in node.users if user in stages]
-            if any(user in found or stages[user] != stages[node] for user in read_by):
-                found.add(node)
-    return found
+            if any(user in nodes or stages[user] != stages[node] for user in read_by):
+                nodes.add(node)
+    return nodes
 
 
 def tasks_of_update(program: ir.Program, rank: int) -> dict[fx.Node, Task]:
-    """The task of each operator of a rank's update: as early as may be what is sent to other ranks, all else late."""
+    """Return the task of each operator of a rank's update: values for other ranks as early as possible, others late."""
     kinds = {n: 1 + (i.name == SQUARE) for n, i in ends_of(program) if i.kind == "carried"}
     earliest = dict[fx.Node, int]()
     for node in program.calls():
@@ -178,18 +181,18 @@ def tasks_of_update(program: ir.Program, rank: int) -> dict[fx.Node, Task]:
 
 
 def ends_of(program: ir.Program) -> Iterable[tuple[fx.Node, ir.Input]]:
-    """Placeholders with what they are."""
+    """Return placeholders with their inputs."""
     return zip(program.placeholders(), program.inputs, strict=True)
 
 
-# ---- one task's program -----------------------------------------------------------------------------------
+# ---- the program of a task --------------------------------------------------------------------------------
 
 
 @dataclass
 class Cut:
-    """The program of one task in the making; `carried` are the nodes of others that it reads."""
+    """The program of one task while it is built; `carried` are the nodes of other tasks that it reads."""
 
-    whole: ir.Program
+    program: ir.Program
     task: Task
     tasks: Mapping[fx.Node, Task]
     prefix: str = ""
@@ -199,67 +202,75 @@ class Cut:
     carried: list[fx.Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.given = dict(ends_of(self.whole))
-        own = [node for node in self.whole.graph.nodes if self.tasks.get(node) == self.task]
-        need = self.needed(own)
-        if self.task == Task(0, FORWARD):  # it takes what nobody reads
-            need |= {n for n, i in self.given.items() if i.kind in ("batch", "buffer") and not n.users}
-        is_dealt = not self.whole.order.is_plain and self.task.kind != GATHER
-        if self.task == Task(0, FORWARD) or is_dealt:  # as the batch alone tells
-            need |= {n for n, i in self.given.items() if i.kind == "batch"}
-        for node in self.whole.graph.nodes:  # inputs first: placeholders lead a graph
-            if node in need and (node in self.given or self.is_carried(node)):
+        self.inputs_by_node = dict(ends_of(self.program))
+        own_nodes = [node for node in self.program.graph.nodes if self.tasks.get(node) == self.task]
+        need = self.dependencies(own_nodes)
+        if self.task == Task(0, FORWARD):  # it takes inputs without readers
+            need |= {n for n, i in self.inputs_by_node.items() if i.kind in ("batch", "buffer") and not n.users}
+        has_layout = not self.program.order.is_plain and self.task.kind != GATHER
+        if self.task == Task(0, FORWARD) or has_layout:  # the layout depends on the batch
+            need |= {n for n, i in self.inputs_by_node.items() if i.kind == "batch"}
+        for node in self.program.graph.nodes:  # inputs first, because placeholders come first in a graph
+            if node in need and (node in self.inputs_by_node or self.is_carried(node)):
                 self.input(node)
-        for node in self.whole.graph.nodes:
+        for node in self.program.graph.nodes:
             if node in need and node not in self.copies:
                 self.compute(node)
 
-    def needed(self, own: Iterable[fx.Node]) -> set[fx.Node]:
-        """The task's own operators, what they read, and what of no stage that is made of."""
-        found, waiting = set[fx.Node](), list(own)
+    def dependencies(self, own_nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return the task's operators, their operands, and the operators without a stage on which these depend."""
+        nodes, waiting = set[fx.Node](), list(own_nodes)
         while waiting:
             node = waiting.pop()
-            if node not in found:
-                found.add(node)
+            if node not in nodes:
+                nodes.add(node)
                 waiting += [] if self.is_carried(node) else node.all_input_nodes
-        return found
+        return nodes
 
     def is_carried(self, node: fx.Node) -> bool:
-        """Whether a node is another task's; what does nothing, as a view, is made where it is read."""
+        """Return True if a node is another task's.
+
+        A node that does nothing, such as a view, is made where it is read.
+        """
         moves_nothing = is_view(node) or node.target is reshard.invariant_to_replicate
         return self.tasks.get(node, self.task) != self.task and not moves_nothing
 
     def input(self, node: fx.Node) -> None:
-        """An input of the task: one of the whole, or a value carried here."""
+        """Insert an input of the task: one of the uncut program, or a carried value."""
         new = self.copies[node] = self.graph.placeholder(node.name)
         ir.set_record(new, ir.record(node))
         self.check(node)
-        if node in self.given:
-            given = self.given[node]
-            self.inputs[new] = replace(given, name=given.original, copy_of="") if named(given) else given
+        if node in self.inputs_by_node:
+            item = self.inputs_by_node[node]
+            self.inputs[new] = replace(item, name=item.original, copy_of="") if is_named(item) else item
             return
         ir.update(new, phase="", origin=Origin(), recomputed=False, parameter="")
         self.inputs[new] = ir.Input(self.prefix + node.name, "carried", carried_spec(node))
         self.carried.append(node)
 
     def check(self, node: fx.Node) -> None:
-        """Raises CompileError where the task reads what ranks of another stage store."""
+        """Raise CompileError if the task reads state that ranks of another stage store."""
         stage = ir.pipeline_stage(node)
-        if node in self.given and stage is not None and stage != self.task.stage and self.task.kind not in OF_RANKS:
-            given = self.given[node]
-            raise ir.CompileError("cut", node, f"{given.kind} {given.name!r} is of stage {stage}, {self.task} reads it")
+        if (
+            node in self.inputs_by_node
+            and stage is not None
+            and stage != self.task.stage
+            and self.task.kind not in OF_RANKS
+        ):
+            item = self.inputs_by_node[node]
+            raise ir.CompileError("cut", node, f"{item.kind} {item.name!r} is of stage {stage}, {self.task} reads it")
 
     def compute(self, node: fx.Node) -> None:
-        """An operator of the task, or one of no stage, which a backward computes again."""
+        """Copy an operator of the task, or one without a stage, which a backward recomputes."""
         new = self.copies[node] = ir.copy_node(self.graph, node, self.copies)
         is_late = self.task.kind in (BACKWARD, INPUTS, WEIGHTS)
         if self.tasks.get(node) != self.task and is_late and ir.phase(node) == "forward":
             ir.update(new, phase="backward", recomputed=True)
 
     def finish(self, carried: set[fx.Node]) -> ir.Program:
-        """The task's program: it returns what the whole returns of it, and what others read."""
+        """Return the task's program; its outputs are outputs of the uncut program, and values that other tasks read."""
         ends: list[tuple[fx.Node, ir.Output]] = []
-        for node, output in zip(self.whole.results(), self.whole.outputs, strict=True):
+        for node, output in zip(self.program.results(), self.program.outputs, strict=True):
             if self.tasks.get(node) == self.task:
                 ends.append((self.copies[node], output))
         for node, new in self.copies.items():
@@ -268,14 +279,14 @@ class Cut:
         self.graph.output(tuple(node for node, _ in ends))
         inputs = tuple(self.inputs[node] for node in self.graph.find_nodes(op="placeholder"))
         outputs = tuple(output for _, output in ends)
-        return self.whole.with_graph(self.graph, inputs=inputs, outputs=outputs, task=self.task)
+        return self.program.with_graph(self.graph, inputs=inputs, outputs=outputs, task=self.task)
 
 
-def named(given: ir.Input) -> bool:
-    """Whether an input is named by a parameter; one that takes no part is a buffer."""
-    return given.kind in ("parameter", "buffer", "gradient")
+def is_named(item: ir.Input) -> bool:
+    """Return True if an input has the name of a parameter, buffer or gradient."""
+    return item.kind in ("parameter", "buffer", "gradient")
 
 
 def carried_spec(node: fx.Node) -> Spec:
-    """Where a carried value is known to lie; else its local shape, which may differ on every rank."""
+    """Return the known placement of a carried value; otherwise its local shape, which may differ on every rank."""
     return ir.spec(node) or Spec.whole(tuple(ir.example(node).shape))

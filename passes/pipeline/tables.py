@@ -1,4 +1,4 @@
-"""Schedules as data: which task each pipeline rank runs when, one row a rank.
+"""Pipeline schedules as data: the order of each rank's tasks, one row per rank.
 
     1f1b, 4 ranks, 6 microbatches
     0  F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5
@@ -6,9 +6,9 @@
     2  F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
     3  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
-A rank has one stage or several (chunks). Stage s is of rank s % P (interleaved), or goes forth and back (V): ranks 0 1
-2 3 have stages 0 1 2 3, then 7 6 5 4. Tables are made by list scheduling: whenever a rank is free it runs, of what is
-ready, what its order of preference says. Known schedules are preferences; `auto` knows what each task takes.
+A rank has one stage or several (chunks). Stage s is on rank s % P (interleaved), or stages go forth and back (V): ranks
+0 1 2 3 have stages 0 1 2 3, then 7 6 5 4. Tables are made by list scheduling: a free rank runs the ready task that it
+prefers. Known schedules are orders of preference; `auto` knows the cost of each task.
 
 Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-flush, arXiv 2006.09503), interleaved 1F1B (arXiv 2104.04473), zero
 bubble ZB-H1 and ZBV (arXiv 2401.10241, 2405.15362).
@@ -50,31 +50,31 @@ class Table:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.rank_of)
 
     @property
     def ranks(self) -> int:
-        """How many pipeline ranks there are."""
+        """The number of pipeline ranks."""
         return len(self.rows)
 
     def rank(self, task: Task) -> int:
-        """The pipeline rank that does a task: that of the stage, or the one whose update it is."""
+        """Return the pipeline rank that runs a task: that of the stage, or the one whose update it is."""
         return task.stage if task.kind in OF_RANKS else self.rank_of[task.stage]
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches there are."""
+        """The number of microbatches."""
         return 1 + max(slot.microbatch for row in self.rows for slot in row)
 
     @property
     def is_split(self) -> bool:
-        """Whether a backward is two tasks."""
+        """True if a backward is two tasks."""
         return any(slot.task.kind == WEIGHTS for row in self.rows for slot in row)
 
 
-def before(slot: Slot, stages: int, split: bool) -> Iterator[Slot]:
-    """What has to be done before a slot: of its own stage, and of the stage that its input comes from."""
+def predecessors(slot: Slot, stages: int, split: bool) -> Iterator[Slot]:
+    """Yield the slots that must come before a slot: of its own stage, and of the stage that sends its input."""
     (stage, kind), m = slot.task, slot.microbatch
     back = INPUTS if split else BACKWARD
     if kind == FORWARD:
@@ -92,14 +92,14 @@ def before(slot: Slot, stages: int, split: bool) -> Iterator[Slot]:
 
 
 def unit(task: Task) -> float:
-    """Costs of which a backward is two forwards."""
+    """Return a cost at which a backward takes two forwards."""
     return 2.0 if task.kind == BACKWARD else 1.0
 
 
 def play(table: Table, costs: TaskCosts = unit, send: float = 0.0) -> Timing:
     """Time the slots of a table, each rank a stream; a value reaches another rank `send` later.
 
-    Raises ValueError if ranks would wait for each other for ever, or something is missing.
+    Raises ValueError if ranks would deadlock, or a task is missing.
     """
     check_complete(table)
     clock, left = Clock(), [list(row) for row in table.rows]
@@ -115,20 +115,20 @@ def play(table: Table, costs: TaskCosts = unit, send: float = 0.0) -> Timing:
 
 
 def arrival(clock: Clock, needs: Iterable[Slot], rank_of: Sequence[int], rank: int, send: float) -> float:
-    """Return when a rank has the results of all slots in `needs`."""
+    """Return the time at which a rank has the results of all slots in `needs`."""
     return max((clock.end(b) + (send if rank_of[b.task.stage] != rank else 0.0) for b in needs), default=0.0)
 
 
 def done_before(table: Table, slot: Slot) -> set[Slot]:
-    """The slots that a slot needs."""
-    return set(before(slot, table.stages, table.is_split))
+    """Return the slots that a slot needs."""
+    return set(predecessors(slot, table.stages, table.is_split))
 
 
 def check_complete(table: Table) -> None:
-    """Raises ValueError unless each rank runs each task of its stages once a microbatch, and no other."""
+    """Raise ValueError unless each rank runs each task of its stages once per microbatch, and no other task."""
     kinds = (FORWARD, INPUTS, WEIGHTS) if table.is_split else (FORWARD, BACKWARD)
     for rank, row in enumerate(table.rows):
-        stages = [stage for stage, of in enumerate(table.rank_of) if of == rank]
+        stages = [stage for stage, owner in enumerate(table.rank_of) if owner == rank]
         wanted = {Slot(Task(s, k), m) for s in stages for k in kinds for m in range(table.microbatches)}
         if missing := sorted(wanted - set(row)):
             raise ValueError(f"rank {rank} never runs {missing[0]}")
@@ -139,46 +139,46 @@ def check_complete(table: Table) -> None:
 
 
 def stuck(table: Table, left: Sequence[Sequence[Slot]], done: Iterable[Slot]) -> str:
-    """What each rank waits for."""
+    """Return a message with the slot for which each rank waits."""
     waits = []
     for rank, row in enumerate(left):
         if row and (missing := sorted(done_before(table, row[0]) - set(done))):
             made_by = table.rank_of[missing[0].task.stage]
             waits.append(f"rank {rank} at {row[0]} waits for {missing[0]} of rank {made_by}")
-    return f"the table never ends: {'; '.join(waits)}"
+    return f"the table deadlocks: {'; '.join(waits)}"
 
 
 def in_order(table: Table) -> list[Slot]:
-    """All slots, so that each follows what it needs."""
+    """Return all slots, each after the slots that it needs."""
     spans = play(table).spans
     return sorted(spans, key=lambda slot: (spans[slot][0], table.rank_of[slot.task.stage], slot))
 
 
 def most_alive(table: Table) -> list[int]:
-    """How many forwards each rank keeps for their backward at most."""
-    most = []
+    """Return the most forwards that each rank keeps for their backward at a time."""
+    peaks = []
     for row in table.rows:
         alive = peak = 0
         for slot in row:
             alive += {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}.get(slot.task.kind, 0)
             peak = max(peak, alive)
-        most.append(peak)
-    return most
+        peaks.append(peak)
+    return peaks
 
 
 # ---- as text ------------------------------------------------------------------------------------------------
 
-HEAD = "# a line a rank: F forward, B backward, or that as I of inputs and W of weights; F0.2: microbatch 0, stage 2"
+HEAD = "# one line per rank: F forward, B backward, or I (inputs) and W (weights) for B; F0.2: microbatch 0, stage 2"
 WRITTEN = re.compile(r"([FBIW])(\d{1,6})\.(\d{1,6})")
 
 
 def as_text(table: Table) -> str:
-    """A line a rank, which `from_text` reads."""
+    """Return one line per rank, which `from_text` reads."""
     return "\n".join([HEAD, *(" ".join(map(str, row)) for row in table.rows)]) + "\n"
 
 
 def from_text(text: str) -> Table:
-    """The table that a text has; raises ValueError naming rank and slot where it is none that ends."""
+    """Return the table in a text; raise ValueError with rank and slot if it is invalid or deadlocks."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     rows = tuple(tuple(slot_of(rank, word) for word in line.split()) for rank, line in enumerate(lines))
     ranks = {slot.task.stage: rank for rank, row in reversed([*enumerate(rows)]) for slot in row}
@@ -190,23 +190,23 @@ def from_text(text: str) -> Table:
 
 
 def slot_of(rank: int, word: str) -> Slot:
-    """A slot of a rank as it is written."""
-    found = WRITTEN.fullmatch(word)
-    if found is None:
+    """Return the slot in a word of a rank's line."""
+    match = WRITTEN.fullmatch(word)
+    if match is None:
         raise ValueError(f"rank {rank} runs {word!r}; write F0.2 for the forward of microbatch 0 in stage 2")
-    return Slot(Task(int(found[3]), found[1]), int(found[2]))
+    return Slot(Task(int(match[3]), match[1]), int(match[2]))
 
 
 # ---- placements of stages ----------------------------------------------------------------------------------
 
 
 def ranks_in_turn(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stage s is of rank s % ranks."""
+    """Return the ranks of stages if stage s is on rank s % ranks."""
     return tuple(range(ranks)) * chunks
 
 
 def forth_and_back(ranks: int) -> tuple[int, ...]:
-    """Two stages a rank: the first rank has the first and the last."""
+    """Return the ranks of stages with two stages per rank: the first rank has the first and the last."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
@@ -214,7 +214,7 @@ def forth_and_back(ranks: int) -> tuple[int, ...]:
 
 
 def gpipe(ranks: int, microbatches: int) -> Table:
-    """All forwards, then all backwards."""
+    """Return the schedule with all forwards, then all backwards."""
     rows = []
     for stage in range(ranks):
         forward = [Slot(Task(stage, FORWARD), m) for m in range(microbatches)]
@@ -223,7 +223,7 @@ def gpipe(ranks: int, microbatches: int) -> Table:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Table:
-    """As many forwards as there are stages from here, then one backward and one forward in turn."""
+    """Return 1F1B: each stage runs a forward for every stage after it, then one forward and one backward in turn."""
     rows = []
     for stage in range(ranks):
         early = min(microbatches, ranks - 1 - stage)
@@ -232,13 +232,13 @@ def one_f_one_b(ranks: int, microbatches: int) -> Table:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Table:
-    """1F1B over several stages a rank; microbatches go through a chunk in groups of as many as there are ranks.
+    """Return 1F1B over several stages per rank; microbatches go through a chunk in groups of the number of ranks.
 
-    Where groups are not whole, a rank keeps as many forwards, in an order in which they can run.
+    If the groups are not full, the table comes from list scheduling, and a rank keeps as many forwards.
     """
     if microbatches % ranks:
-        most = [1 + (chunks - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]
-        return list_schedule(ranks_in_turn(ranks, chunks), microbatches, most, most, unit, split=False)
+        limits = [1 + (chunks - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]
+        return list_schedule(ranks_in_turn(ranks, chunks), microbatches, limits, limits, unit, split=False)
     rows = []
     for rank in range(ranks):
         stages = list(range(rank, ranks * chunks, ranks))
@@ -249,7 +249,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Table:
 
 
 def forwards(stages: Sequence[int], group: int, microbatches: int) -> list[Slot]:
-    """The forwards of a rank: groups of microbatches through one stage after the other."""
+    """Return the forwards of a rank: groups of microbatches through one stage after the other."""
     starts = range(0, microbatches, group)
     return [
         Slot(Task(stage, FORWARD), m)
@@ -260,13 +260,13 @@ def forwards(stages: Sequence[int], group: int, microbatches: int) -> list[Slot]
 
 
 def backwards(stages: Sequence[int], group: int, microbatches: int) -> list[Slot]:
-    """The backwards of a rank, from its last stage to its first."""
-    found = forwards(list(reversed(stages)), group, microbatches)
-    return [Slot(Task(slot.task.stage, BACKWARD), slot.microbatch) for slot in found]
+    """Return the backwards of a rank, from its last stage to its first."""
+    slots = forwards(list(reversed(stages)), group, microbatches)
+    return [Slot(Task(slot.task.stage, BACKWARD), slot.microbatch) for slot in slots]
 
 
 def alternate(early: int, forward: Sequence[Slot], backward: Sequence[Slot]) -> Iterator[Slot]:
-    """Some forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Yield some forwards, then one forward and one backward in turn, then the remaining backwards."""
     yield from forward[:early]
     for k, slot in enumerate(forward[early:]):
         yield slot
@@ -283,10 +283,10 @@ def list_schedule(
     send: float = 0.0,
     split: bool = True,
 ) -> Table:
-    """Whenever a rank is free it runs what can start first: of what can at once, backwards before F before W.
+    """Return the table in which a free rank runs the slot that can start first.
 
-    A rank is at most `early` forwards ahead of its backwards, and keeps at most `alive` until W. Backwards are two
-    tasks if they are `split`.
+    At equal times backwards, then F, then W. A rank is at most `early` forwards ahead of its backwards, and keeps at
+    most `alive` until W. Backwards are two tasks if they are `split`.
     """
     kinds = (INPUTS, FORWARD, WEIGHTS) if split else (BACKWARD, FORWARD)
     ranks, stages = 1 + max(rank_of), len(rank_of)
@@ -299,8 +299,8 @@ def list_schedule(
             if not waiting:
                 continue
             rank, slot = rank_of[task.stage], Slot(task, waiting[0])
-            needs = list(before(slot, stages, split))
-            later = sum(of == rank for of in rank_of[task.stage + 1 :])  # stages that need room, too
+            needs = list(predecessors(slot, stages, split))
+            later = sum(owner == rank for owner in rank_of[task.stage + 1 :])  # later stages need room, too
             is_full = ahead[rank] + later >= early[rank] or alive_now[rank] + later >= alive[rank]
             if any(b not in clock.spans for b in needs) or task.kind == FORWARD and is_full:
                 continue
@@ -320,7 +320,10 @@ def list_schedule(
 
 
 def zero_bubble(ranks: int, microbatches: int) -> Table:
-    """ZB-H1: 1F1B whose stage s delays weights' gradients by s microbatches; it keeps as much as 1F1B's first stage."""
+    """Return ZB-H1: 1F1B whose stage s delays weights' gradients by s microbatches.
+
+    It keeps as much as 1F1B's first stage.
+    """
     rows = []
     for stage in range(ranks):
         forward = [Slot(Task(stage, FORWARD), m) for m in range(microbatches)]
@@ -336,9 +339,9 @@ def zero_bubble(ranks: int, microbatches: int) -> Table:
 
 
 def zbv(ranks: int, microbatches: int) -> Table:
-    """ZBV: two stages a rank, forth and back; each rank keeps as many forwards as 1F1B's first.
+    """Return ZBV: two stages per rank, forth and back; each rank keeps as many forwards as 1F1B's first.
 
-    Of few microbatches the order of the paper waits longer than one that runs whatever it can.
+    With few microbatches the paper's order waits longer than list scheduling.
     """
     alive = [2 * ranks] * ranks
     greedy = list_schedule(forth_and_back(ranks), microbatches, alive, alive, unit)
@@ -349,7 +352,7 @@ def zbv(ranks: int, microbatches: int) -> Table:
 
 
 def zbv_row(rank: int, ranks: int, microbatches: int) -> Iterator[Slot]:
-    """What a rank runs, in the paper's order; `forth` is its early stage, `back` its late one."""
+    """Yield a rank's slots in the paper's order; `forth` is its early stage, `back` its late one."""
     forth, back = rank, 2 * ranks - 1 - rank
     numbers = Counter[Task]()
 
@@ -381,8 +384,8 @@ def zbv_row(rank: int, ranks: int, microbatches: int) -> Iterator[Slot]:
 
 
 def auto(ranks: int, microbatches: int, costs: TaskCosts = unit) -> Table:
-    """Backwards in two, in the order that ends first among some that keep no more than 1F1B's first stage."""
+    """Return the shortest of several schedules with split backwards that keep no more than 1F1B's first stage."""
     alive, rank_of = [ranks] * ranks, ranks_in_turn(ranks, 1)
     as_1f1b = [ranks - rank for rank in range(ranks)]
-    listed = [list_schedule(rank_of, microbatches, early, alive, costs) for early in (alive, as_1f1b)]
-    return min([zero_bubble(ranks, microbatches), *listed], key=lambda table: play(table, costs).length)
+    candidates = [list_schedule(rank_of, microbatches, early, alive, costs) for early in (alive, as_1f1b)]
+    return min([zero_bubble(ranks, microbatches), *candidates], key=lambda table: play(table, costs).length)

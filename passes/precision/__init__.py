@@ -1,1 +1,1 @@
-"""In which dtype each operator computes."""
+"""Passes that choose the dtype in which each operator computes."""

@@ -1,4 +1,4 @@
-"""Precision as casts in the graph: what a tensor's dtype is, the graph says.
+"""Mixed precision as casts in the graph, so that the graph shows every tensor's dtype.
 
     linear(x, w)                 bf16 graph over a bf16 parameter
     softmax(s)
@@ -6,11 +6,11 @@ becomes
     linear(x, _to_copy(w, bf16))                      over an fp32 parameter
     _to_copy(softmax(_to_copy(s, f32)), bf16)         by the table of operators
 
-The model is captured with its parameters already in the compute dtype, so that casts its author wrote are in the graph.
-Masters keep their own dtype; the gather of a sharded weight takes over the cast, so that bf16 travels and the gradient
-is reduced uncast. `ops` names operators that must not compute in less than a dtype, `modules` gives modules a dtype
-of their own, `output` that of what the model hands to the loss. Of the casts written here no two are alike, and
-none undoes another: what leaves one fp32 operator for the next is not rounded on the way.
+The model is captured with its parameters already in the compute dtype, so that casts by its author are in the graph.
+Masters keep their own dtype; the cast is moved into the gather of a sharded weight, so that bf16 travels and the
+gradient is reduced uncast. `ops` names operators with a least dtype, `modules` gives modules their own dtype, `output`
+the dtype of the model's outputs to the loss. Casts inserted here are merged if equal, and dropped if one undoes
+another: a value between two fp32 operators is not rounded.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ COPY = aten._to_copy.default
 
 
 def in_dtype(op: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """The operator on operands cast to the dtype, its results cast back to what they were; a loss is not rounded."""
+    """Return the operator on operands cast to the dtype, with results cast back; a scalar (a loss) is not rounded."""
 
-    def floating(x: Any) -> bool:
+    def is_floating(x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before: set[torch.dtype] = set()
 
         def enter(x: Any) -> Any:
-            if floating(x):
+            if is_floating(x):
                 before.add(x.dtype)
                 return COPY(x, dtype=dtype)
             return x
 
         def leave(x: Any) -> Any:
-            return COPY(x, dtype=min(before, key=lambda d: d.itemsize)) if floating(x) and x.dim() else x
+            return COPY(x, dtype=min(before, key=lambda d: d.itemsize)) if is_floating(x) and x.dim() else x
 
         args, kwargs = map_aggregate((args, kwargs), enter)  # type: ignore[misc]
         return map_aggregate(op(*args, **kwargs), leave)
@@ -62,7 +62,7 @@ def in_dtype(op: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def is_cast(node: Any) -> bool:
-    """Whether the node changes a floating dtype and nothing else."""
+    """Return True if the node changes only a floating-point dtype."""
     return (
         isinstance(node, fx.Node)
         and node.target is COPY
@@ -72,35 +72,38 @@ def is_cast(node: Any) -> bool:
     )
 
 
-def tidy(graph: fx.Graph, own: set[fx.Node]) -> Counter[str]:
-    """Merge casts that are alike and drop pairs that undo each other; those not in `own` may be meant to round."""
+def tidy(graph: fx.Graph, inserted: set[fx.Node]) -> Counter[str]:
+    """Merge equal casts and drop pairs that undo each other; casts that are not `inserted` may round on purpose."""
     counts: Counter[str] = Counter()
-    known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    existing: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
         if not is_cast(node):
             continue
         source, to = node.args[0], ir.example(node).dtype
         if is_cast(source):
             first, middle = ir.example(source.args[0]).dtype, ir.example(source).dtype
-            keeps_all = torch.promote_types(first, middle) == middle  # a wider dtype in between changes nothing
-            if keeps_all or {node, source} <= own and first == to:
+            keeps_all = torch.promote_types(first, middle) == middle  # a wider dtype in between changes no number
+            if keeps_all or {node, source} <= inserted and first == to:
                 source = source.args[0]
                 counts["removed"] += 1
         if ir.example(source).dtype == to:
             node.replace_all_uses_with(source)
-        elif (source, to) in known:
-            node.replace_all_uses_with(known[source, to])
+        elif (source, to) in existing:
+            node.replace_all_uses_with(existing[source, to])
             counts["merged"] += 1
         else:
             node.args = (source,)
-            known[source, to] = node
+            existing[source, to] = node
     graph.eliminate_dead_code()
     return counts
 
 
 @dataclass(frozen=True)
 class Cast(ir.Pass):
-    """`masters` is the dtype in which each parameter is stored, by name; patterns of `modules` prevail over `ops`."""
+    """Insert casts.
+
+    `masters` is the dtype in which each parameter is stored, by name; patterns of `modules` override `ops`.
+    """
 
     masters: Mapping[str, torch.dtype] = field(default_factory=dict)
     ops: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -111,24 +114,24 @@ class Cast(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        own = self.cast_masters(program, ctx) | self.cast_operators(program, ctx)
-        inserted = Counter(f"{_dtype(n.args[0])} -> {_dtype(n)}" for n in own)
-        counts = {**inserted, **tidy(program.graph, own)}
+        casts = self.cast_masters(program, ctx) | self.cast_operators(program, ctx)
+        inserted = Counter(f"{_dtype(n.args[0])} -> {_dtype(n)}" for n in casts)
+        counts = {**inserted, **tidy(program.graph, casts)}
         program.module.recompile()
         return program, ir.Report(counts, dtype_table(program))
 
     def cast_masters(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
-        """Let parameters arrive in their own dtype; the casts to that in which they are used, next to the first use."""
+        """Give parameters their stored dtype; return the casts to the dtype of their uses, next to the first use."""
         casts = set()
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         output = program.graph.output_node()
-        for node, given in zip(program.placeholders(), program.inputs):
-            stored, used = self.masters.get(given.name), ir.example(node).dtype
-            if given.kind != "parameter" or stored is None or stored == used:
+        for node, item in zip(program.placeholders(), program.inputs):
+            stored, used = self.masters.get(item.name), ir.example(node).dtype
+            if item.kind != "parameter" or stored is None or stored == used:
                 continue
             first = min(node.users, key=order.__getitem__, default=output)
             cast = Editor(ctx, program.graph, first).call(COPY, (node,), {"dtype": used})
-            ir.update(cast, phase="forward", layer=given.layer)
+            ir.update(cast, phase="forward", layer=item.layer)
             with ctx.fake_mode:
                 ir.set_value(node, torch.empty_like(ir.example(cast), dtype=stored))
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
@@ -136,11 +139,11 @@ class Cast(ir.Pass):
         return casts
 
     def cast_operators(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
-        """Compute operators in the dtype that a pattern gives them; the casts around them."""
+        """Compute operators in the dtype that a pattern gives them; return the casts around them."""
         casts: set[fx.Node] = set()
         matched: set[str] = set()
         for node in list(program.calls()):
-            dtype = self.wanted(node, matched)
+            dtype = self.target_dtype(node, matched)
             if dtype is None:
                 continue
             new = inline(node, in_dtype(node.target, dtype), ctx)  # type: ignore[arg-type]
@@ -149,12 +152,12 @@ class Cast(ir.Pass):
             refresh(program, ctx)
         for option, patterns in (("module", self.modules), ("op", self.ops.keys() - OPS)):
             if unmatched := sorted(p for p in patterns if p not in matched):
-                what = "operator" if option == "op" else option
-                raise ir.Refused("cast", None, f"passes.cast.{option}s: no {what} is named like {unmatched[0]!r}")
+                kind = "operator" if option == "op" else option
+                raise ir.Refused("cast", None, f"passes.cast.{option}s: no {kind} is named like {unmatched[0]!r}")
         return casts
 
-    def wanted(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
-        """The dtype that the node is to compute in, if that is another than it does."""
+    def target_dtype(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
+        """Return the dtype in which the node must compute; None if it already does."""
         if not is_operator(node) or node.target is COPY or not ir.is_tensor(node):
             return None
         dtypes = {ir.example(n).dtype for n in node.all_input_nodes if ir.is_tensor(n)}
@@ -177,7 +180,7 @@ class Cast(ir.Pass):
 
 
 def refresh(program: ir.Program, ctx: ir.Context) -> None:
-    """Record anew what every operator computes: a result that is not cast back has another dtype."""
+    """Recompute the recorded values of all operators: a result that is not cast back has another dtype."""
     with ctx.fake_mode, torch.no_grad():
         for node in program.calls():
             args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
@@ -185,8 +188,8 @@ def refresh(program: ir.Program, ctx: ir.Context) -> None:
 
 
 def dtype_table(program: ir.Program) -> tuple[str, ...]:
-    """`linear computes in bf16: 29`: of each operator that computes, in which dtype and how often."""
-    found = Counter(
+    """Return lines such as `linear computes in bf16: 29`: the dtype and number of calls of each operator."""
+    counts = Counter(
         (name_of(n), _dtype(n.args[0]))
         for n in program.calls()
         if is_operator(n)
@@ -195,7 +198,7 @@ def dtype_table(program: ir.Program) -> tuple[str, ...]:
         and ir.is_tensor(n.args[0])
         and ir.example(n.args[0]).is_floating_point()  # type: ignore[arg-type]
     )
-    return tuple(f"{name} computes in {dtype}: {count}" for (name, dtype), count in sorted(found.items()))
+    return tuple(f"{name} computes in {dtype}: {count}" for (name, dtype), count in sorted(counts.items()))
 
 
 def _dtype(node: Any) -> str:

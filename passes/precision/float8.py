@@ -1,4 +1,4 @@
-"""Products of matrices in float8 with scales found as they run, forward and backward.
+"""Matmuls in float8 with dynamic scales, forward and backward.
 
     y = linear(x, w)
 becomes
@@ -6,10 +6,10 @@ becomes
     wq, sw = quantize(w)                 rows of w
     y = _scaled_mm(xq, wq.t(), sx, sw.t())
 
-and its gradients two more such products, quantized along the dims that they sum. Recipes `tensorwise` (one scale a
-tensor, any value of it) and `rowwise` are those of torchao (torchao.float8, `Float8LinearConfig`). The bodies are
-partitioned like the rest of the graph: where a weight is stored in shards they are quantized as shards, so that float8
-travels; the amax of a dim that is sharded is reduced over its axis.
+Its gradients are two more such matmuls, quantized along the dims that they sum. The recipes `tensorwise` (one scale per
+tensor, any value) and `rowwise` are those of torchao (torchao.float8, `Float8LinearConfig`). The function bodies are
+partitioned like the rest of the graph: a weight that is stored in shards is quantized in shards, so that float8
+travels; the amax of a sharded dim is reduced over its axis.
 """
 
 from __future__ import annotations
@@ -33,52 +33,52 @@ from passes.rules.roles import last_of
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TINY = 1e-12  # an amax below it counts as this: a row of zeros has a finite scale (torchao's EPS)
-MULTIPLE = 16  # what the CUDA kernel wants of both dims of each operand
+TINY = 1e-12  # least amax, so that a row of zeros has a finite scale (torchao's EPS)
+MULTIPLE = 16  # the CUDA kernel needs both dims of each operand to be multiples of this
 
 Quantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
 
 def rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """float8[m, k] and the factors f32[m, 1] that undo its scales, each a power of two."""
+    """Return float8[m, k] and the factors f32[m, 1] that undo its scales, each a power of two."""
     amax = x.abs().detach().amax(-1, keepdim=True)
     return to_float8(x, torch.exp2(torch.floor(torch.log2(to_scale(amax, dtype)))), dtype)
 
 
 def tensorwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """float8[m, k] and the factor f32[] that undoes its scale."""
+    """Return float8[m, k] and the factor f32[] that undoes its scale."""
     amax = x.abs().detach().amax()
     return to_float8(x, to_scale(amax, dtype), dtype)
 
 
 def to_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """What takes the largest value to the largest number of the dtype, f32."""
+    """Return the scale that maps the largest value to the largest number of the dtype, f32."""
     return (torch.finfo(dtype).max / amax.to(torch.float64).clamp(min=TINY)).to(torch.float32)
 
 
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The scaled values, saturated, and the inverse of the scale."""
+    """Return the scaled values, saturated, and the inverse of the scale."""
     largest = torch.finfo(dtype).max
     return (x.to(torch.float32) * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()
 
 
-def product(a: Tensor, b: Tensor, quantize: Quantize, dtype: torch.dtype = E4M3) -> Tensor:
-    """a[m, k] (as `dtype`) times b[n, k] transposed, both quantized along k, in the dtype of `a`."""
+def float8_matmul(a: Tensor, b: Tensor, quantize: Quantize, dtype: torch.dtype = E4M3) -> Tensor:
+    """Return the matmul of a[m, k] (as `dtype`) and b[n, k] transposed, both quantized along k, in the dtype of `a`."""
     (aq, sa), (bq, sb) = quantize(a.contiguous(), dtype), quantize(b.contiguous(), E4M3)
     return aten._scaled_mm.default(aq, bq.t(), sa, sb.t() if sb.dim() else sb, None, None, a.dtype)
 
 
 def forward(quantize: Quantize, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """linear(x, w)."""
-    y = product(x.reshape(-1, x.shape[-1]), w, quantize)
+    """Return linear(x, w)."""
+    y = float8_matmul(x.reshape(-1, x.shape[-1]), w, quantize)
     return (y.reshape(*x.shape[:-1], w.shape[0]),)
 
 
 def backward(quantize: Quantize, x: Tensor, w: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of x and w."""
+    """Return the gradients of x and w."""
     dtype = E5M2 if quantize is tensorwise else E4M3  # torchao: one scale for all gradients needs the wider range
     rows, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-    along_n, along_m = product(rows, w.t(), quantize, dtype), product(rows.t(), flat.t(), quantize, dtype)
+    along_n, along_m = float8_matmul(rows, w.t(), quantize, dtype), float8_matmul(rows.t(), flat.t(), quantize, dtype)
     return along_n.reshape(x.shape), along_m
 
 
@@ -87,11 +87,11 @@ RECIPES: dict[str, Quantize] = {"rowwise": rowwise, "tensorwise": tensorwise}
 
 @dataclass(frozen=True)
 class Float8(ir.Pass):
-    """Linear layers in float8 by `recipe` (None: none), but those of modules in `skip` and those that it does not suit.
+    """Compute linear layers in float8 by `recipe` (None: none), except in modules of `skip` and unsuitable ones.
 
     The head, a linear layer that no other follows, stays as it is unless `head`. Both dims of a weight must be
-    multiples of 16, or the kernel refuses them, and at least `min_size`, or quantizing costs more than it saves; what
-    is left out is reported.
+    multiples of 16, or the kernel refuses them, and at least `min_size`, or quantizing costs more than it saves. Layers
+    that stay as they are are reported.
     """
 
     recipe: Literal["tensorwise", "rowwise"] | None = None
@@ -113,7 +113,7 @@ class Float8(ir.Pass):
         heads = set() if self.head else last_of(program, [*layers, *chunked])
         linear = self.operator()
         if grouped := sum(n.target in (routed.expert_mm, routed.grouped_mm) for n in program.calls()):
-            left["products of rows with their experts' matrices"] = grouped
+            left["grouped matmuls of experts"] = grouped
         if chunked:
             left["heads whose losses are in chunks"] = len(chunked)
         for node in layers:
@@ -125,14 +125,14 @@ class Float8(ir.Pass):
         if unmatched := [p for p in self.skip if p not in matched]:
             raise ir.Refused("float8", None, f"passes.cast.float8_skip: no linear layer is named like {unmatched[0]!r}")
         if not count:
-            said = "; ".join(left) or "the model has no linear layer"
-            raise ir.Refused("float8", None, f"passes.cast.float8: nothing can compute in float8: {said}")
+            reasons = "; ".join(left) or "the model has no linear layer"
+            raise ir.Refused("float8", None, f"passes.cast.float8: nothing can compute in float8: {reasons}")
         program.module.recompile()
-        notes = tuple(f"left as they were, {reason}: {n}" for reason, n in sorted(left.items()))
+        notes = tuple(f"not in float8, {reason}: {n}" for reason, n in sorted(left.items()))
         return program, ir.Report({"linear": count, "left": left.total()}, notes)
 
     def why_not(self, node: fx.Node, matched: set[str]) -> str:
-        """Why a linear layer stays as it is, or an empty string."""
+        """Return the reason why a linear layer stays as it is, or an empty string."""
         x, w = (ir.example(n) for n in node.args[:2])  # type: ignore[arg-type]
         skipped = [p for p in self.skip if within(ir.module_path(node), p)]
         matched.update(skipped)
@@ -145,7 +145,7 @@ class Float8(ir.Pass):
         return f"a dim under {self.min_size}" if min(w.shape) < self.min_size else ""
 
     def operator(self) -> Any:
-        """A linear layer as a function whose bodies the shard pass partitions."""
+        """Return a linear layer as a function whose bodies the shard pass partitions."""
         assert self.recipe is not None
         bodies = [partial(fn, RECIPES[self.recipe]) for fn in (forward, backward)]
         op = define("fn", "float8_linear", bodies[0], 2, 1)

@@ -1,4 +1,4 @@
-"""Operators that must not compute in less than a dtype, by name: options are made of these, and import no torch."""
+"""Operators that must not compute below a dtype, by name; the options schema uses them without torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From gradients to new parameters."""
+"""Passes that turn gradients into new parameters."""

@@ -1,7 +1,7 @@
-"""Split the step over microbatches: one graph that adds up gradients, one that applies their mean.
+"""Split the step over microbatches: one graph adds up gradients, another applies their mean.
 
-The accumulators keep the gradients' placement, partial sums included: nothing that the apply graph reduces
-once is reduced a microbatch.
+The accumulators keep the gradients' placement, partial sums included: a reduction that the apply graph does once is not
+repeated for each microbatch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from passes.update.optimizers import arithmetic
 
 @dataclass(frozen=True)
 class Accumulate(ir.Pass):
-    """Add each gradient to an accumulator in place, as soon as it is there; outputs keep the loss and metrics.
+    """Add each gradient to an accumulator in place, as soon as it is computed; outputs keep the loss and metrics.
 
-    Sums are of `dtype`, or a wider one of the gradient (None: of the gradient's own): in bfloat16, small gradients of
-    many microbatches would be rounded away. With `skip_nonfinite` the inputs of buffers that change are `restored`.
+    Sums have `dtype`, or the gradient's own if that is wider (None: the gradient's own): in bfloat16, small gradients
+    of many microbatches would be rounded away. With `skip_nonfinite` the inputs of buffers that change are `restored`.
     """
 
     skip_nonfinite: bool = False
@@ -44,7 +44,7 @@ class Accumulate(ir.Pass):
         stages = {i.name: ir.pipeline_stage(n) for n, i in zip(program.placeholders(), program.inputs)}
         copy_of = {i.name: i.copy_of for i in program.inputs}
         added: list[ir.Input] = []
-        kept = []
+        remaining = []
         for node, output in zip(program.results(), program.outputs, strict=True):
             append.parameter = output.name
             append.place, append.phase = program.graph.output_node(), "optimizer"
@@ -59,23 +59,23 @@ class Accumulate(ir.Pass):
             elif output.kind == "buffer":
                 append.keep(buffers[output.name], node)
             else:
-                kept.append((node, output))
-        program.graph.output_node().args = (tuple(n for n, _ in kept),)
+                remaining.append((node, output))
+        program.graph.output_node().args = (tuple(n for n, _ in remaining),)
         program.module.recompile()
-        given = (replace(i, restored=i.kind == "buffer" and i.name in changed) for i in program.inputs)
-        inputs = (*given, *added)
-        program = replace(program, inputs=inputs, outputs=tuple(o for _, o in kept))
+        old_inputs = (replace(i, restored=i.kind == "buffer" and i.name in changed) for i in program.inputs)
+        inputs = (*old_inputs, *added)
+        program = replace(program, inputs=inputs, outputs=tuple(o for _, o in remaining))
         return program, ir.Report({"accumulators": len(added)})
 
 
 def total_of(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """An accumulator of a gradient."""
+    """Return an accumulator for a gradient."""
     wide = gradient.dtype if dtype is None else torch.promote_types(gradient.dtype, dtype)
     return gradient.new_empty(gradient.shape, dtype=wide)
 
 
 def is_sent(gradient: fx.Node) -> bool:
-    """Whether a gradient comes from other ranks, which nothing waits for before the end."""
+    """Return True if a gradient is received from other ranks, for which nothing waits before the end."""
     while gradient.target in CASTS:
         gradient = gradient.args[0]  # type: ignore[assignment]
     return kind_of(gradient) is not None
@@ -83,12 +83,12 @@ def is_sent(gradient: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class ApplyOnly(ir.Pass):
-    """From a joint program, the one whose gradients are inputs: accumulated elsewhere, cleared once read.
+    """Build from a joint program one whose gradients are inputs: accumulated by other programs, cleared once read.
 
-    Accumulators are of `dtype`, as those of `Accumulate`. Sums over ranks that the joint program left to the update are
-    completed, their terms in `reduce_dtype` (None: as they are).
-    With `rank_of` (each pipeline stage's rank) it is that of the parameters that the stages of a `rank` use; of those
-    that other ranks use as well it shares its term of the gradient, and adds theirs.
+    Accumulators have `dtype`, like those of `Accumulate`. Sums over ranks that the joint program left to the update are
+    completed, their terms in `reduce_dtype` (None: unchanged). With `rank_of` (each pipeline stage's rank) the program
+    updates the parameters that the stages of `rank` use. If other ranks use a parameter too, it shares its term of the
+    gradient, and adds theirs.
     """
 
     rank: int = 0
@@ -97,19 +97,19 @@ class ApplyOnly(ir.Pass):
     dtype: torch.dtype | None = torch.float32
     name = "apply"
     takes = (Stage.JOINT,)
-    after = ("reassociate", "defer")  # which say what is left to it
+    after = ("reassociate", "defer")  # these decide the sums that are left to it
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         graph = fx.Graph()
         nodes, inputs = [], []
         specs = {o.name: (ir.example(n), o) for n, o in zip(program.results(), program.outputs) if o.kind == "gradient"}
-        given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
-        own = {i.original: (n, i) for n, i in reversed(given) if self.uses(n)}
-        for name, (old, i) in reversed(own.items()):
+        parameters = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
+        by_name = {i.original: (n, i) for n, i in reversed(parameters) if self.uses(n)}
+        for name, (old, i) in reversed(by_name.items()):
             inputs.append(replace(i, name=name, copy_of="", stages=self.ranks(i)))
             nodes.append(_input(graph, old.name, ir.example(old), inputs[-1]))
         results, outputs = list[fx.Node](), list[ir.Output]()
-        for name, (_, i) in reversed(own.items()):
+        for name, (_, i) in reversed(by_name.items()):
             val, output = specs[i.name]
             inputs.append(ir.Input(name, "gradient", output.spec, layer=i.layer))
             results.append(_input(graph, f"total_{len(results)}", total_of(val, self.dtype), inputs[-1]))
@@ -127,51 +127,51 @@ class ApplyOnly(ir.Pass):
         self.complete(program, ctx)
         shared = [i for i in inputs if i.kind == "parameter" and len(i.stages) > 1]
         if shared:
-            program = self.shared(program, ctx, shared)
+            program = self.add_terms(program, ctx, shared)
         return program, ir.Report({"gradients": len(results)} | ({"shared": len(shared)} if shared else {}))
 
     def complete(self, program: ir.Program, ctx: ir.Context) -> None:
-        """Return gradients whose sums over ranks are as the parameters' placements say."""
+        """Complete the gradients' sums over ranks, as the parameters' placements require."""
         append = Appender(program, ctx, "optimizer")
         totals = [i for i in program.inputs if i.kind == "gradient"]
         results = []
-        for total, given, output in zip(program.results(), totals, program.outputs, strict=True):
+        for total, item, output in zip(program.results(), totals, program.outputs, strict=True):
             append.parameter = output.name
-            results.append(complete(append, total, given.spec, output.spec, program.mesh, self.reduce_dtype))
+            results.append(complete(append, total, item.spec, output.spec, program.mesh, self.reduce_dtype))
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
 
     def uses(self, parameter: fx.Node) -> bool:
-        """Whether a parameter is one of the rank's."""
+        """Return True if a parameter is used by this rank."""
         stage = ir.pipeline_stage(parameter)
         return stage is None or self.rank_of[stage] == self.rank
 
-    def ranks(self, given: ir.Input) -> tuple[int, ...]:
-        """The pipeline ranks that use a parameter."""
-        return tuple(sorted({self.rank_of[stage] for stage in given.stages}))
+    def ranks(self, parameter: ir.Input) -> tuple[int, ...]:
+        """Return the pipeline ranks that use a parameter."""
+        return tuple(sorted({self.rank_of[stage] for stage in parameter.stages}))
 
-    def shared(self, program: ir.Program, ctx: ir.Context, parameters: Sequence[ir.Input]) -> ir.Program:
-        """Gradients of parameters that several ranks use: the sum of their terms, in the order of the ranks."""
+    def add_terms(self, program: ir.Program, ctx: ir.Context, parameters: Sequence[ir.Input]) -> ir.Program:
+        """Replace gradients of parameters that several ranks use by the sums of their terms, in the order of ranks."""
         append = Appender(program, ctx, "optimizer")
         results = dict(zip((o.name for o in program.outputs), program.results(), strict=True))
         added, sent = list[ir.Input](), list[tuple[fx.Node, ir.Output]]()
-        for given in parameters:
-            append.parameter, own = given.name, results[given.name]
-            spec = given.spec.gradient()
-            term = append.trace(torch.clone, own, key="share")
-            sent.append((term, ir.Output(term_of(given.name, self.rank), "carried", spec)))
+        for parameter in parameters:
+            append.parameter, gradient = parameter.name, results[parameter.name]
+            spec = parameter.spec.gradient()
+            term = append.trace(torch.clone, gradient, key="share")
+            sent.append((term, ir.Output(term_of(parameter.name, self.rank), "carried", spec)))
             terms = []
-            for rank in given.stages:
+            for rank in parameter.stages:
                 if rank != self.rank:
-                    name = term_of(given.name, rank)
+                    name = term_of(parameter.name, rank)
                     added.append(ir.Input(name, "carried", spec))
-                    val = ir.example(own).new_empty(ir.example(own).shape)
+                    val = ir.example(gradient).new_empty(ir.example(gradient).shape)
                     terms.append(append.placeholder(f"term_{len(added)}", val, spec))
                 else:
-                    terms.append(own)
+                    terms.append(gradient)
             for term in terms[1:]:
                 terms[0] = append.trace(torch.add, terms[0], term, key="add")
-            results[given.name] = terms[0]
+            results[parameter.name] = terms[0]
         program.graph.output_node().args = ((*results.values(), *(node for node, _ in sent)),)
         program.module.recompile()
         outputs = (*program.outputs, *(output for _, output in sent))
@@ -179,11 +179,11 @@ class ApplyOnly(ir.Pass):
 
 
 def squares(rank: int, ranks: int) -> list[str]:
-    """What a pipeline rank hears of the norm: what is known before it, and the whole."""
+    """Return the squared norms that a pipeline rank receives: that of the ranks before it, and the total."""
     return [*([square_of(rank - 1)] if rank else []), *([SQUARE] if rank < ranks - 1 else [])]
 
 
-def _input(graph: fx.Graph, name: str, val: torch.Tensor, given: ir.Input) -> fx.Node:
+def _input(graph: fx.Graph, name: str, val: torch.Tensor, item: ir.Input) -> fx.Node:
     node = graph.placeholder(name)
-    ir.update(node, value=val, spec=given.spec)
+    ir.update(node, value=val, spec=item.spec)
     return node

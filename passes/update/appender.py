@@ -1,4 +1,4 @@
-"""What an update is appended to a graph with: traced functions, writes in place, inputs that were not there."""
+"""Append an update to a graph: traced functions, writes in place, new inputs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Appender(Editor):
-    """Inserts the update of one parameter after another into a program, by default before its output."""
+    """Inserts the updates of parameters into a program, one after another, by default before its output."""
 
     def __init__(self, program: ir.Program, ctx: ir.Context, phase: str):
         super().__init__(ctx, program.graph, program.graph.output_node())
         self.phase = phase
         self.last = program.placeholders()[-1]
-        self.layers = {given.name: given.layer for given in program.inputs}
-        self.parameter = ""  # whose update is being appended
-        self.guard: fx.Node | None = None  # bool, 0-d: where it is false, what is kept stays as it was
+        self.layers = {item.name: item.layer for item in program.inputs}
+        self.parameter = ""  # the parameter whose update is being appended
+        self.guard: fx.Node | None = None  # bool, 0-d: if it is False, stored values stay unchanged
 
     def mark(self, node: fx.Node) -> None:
-        """Say where a node comes from."""
+        """Record a node's origin."""
         ir.update(node, phase=self.phase, parameter=self.parameter, layer=self.layers.get(self.parameter))
 
     def keep(self, target: fx.Node, new: fx.Node) -> None:
-        """Store a value into an input that outlives the step, in place, if the guard lets it."""
+        """Store a value into an input that outlives the step, in place, if the guard is True."""
         if self.guard is not None:
             new = self.trace(keep_if, self.guard, new, target, key="keep")
         self.write(target, new)
@@ -47,24 +47,24 @@ class Appender(Editor):
 
 
 def keep_if(guard: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` where the guard is true, else `old`, whose dtype it gets."""
+    """Return `new` if the guard is True, otherwise `old`, in the dtype of `old`."""
     new = new if new.dtype == old.dtype else new.to(old.dtype)
-    if old.dtype in EIGHT_BIT_FLOATS:  # which no `where` takes
+    if old.dtype in EIGHT_BIT_FLOATS:  # `where` does not support these
         return torch.where(guard, new.view(torch.uint8), old.view(torch.uint8)).view(old.dtype)
     return torch.where(guard, new, old)
 
 
 def coordinates_of(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, ir.Input]]]:
-    """The rank's coordinate on every axis, and those of them that had to be added to the inputs."""
-    given = zip(program.placeholders(), program.inputs)
-    found = {i.name: n for n, i in given if i.kind == "coordinate"}
+    """Return the rank's coordinate on every axis, and the coordinates that were added to the inputs."""
+    inputs = zip(program.placeholders(), program.inputs)
+    coordinates = {i.name: n for n, i in inputs if i.kind == "coordinate"}
     added = []
     for axis in program.mesh.names:
-        if axis not in found:
+        if axis not in coordinates:
             device = ir.example(program.placeholders()[0]).device
             with append.ctx.fake_mode:
                 val = torch.zeros((), dtype=torch.int64, device=device)
             spec = Spec((), replicate=program.mesh.over(axis))
-            found[axis] = append.placeholder(f"axis_index_{axis}", val, spec)
-            added.append((found[axis], ir.Input(axis, "coordinate", spec)))
-    return found, added
+            coordinates[axis] = append.placeholder(f"axis_index_{axis}", val, spec)
+            added.append((coordinates[axis], ir.Input(axis, "coordinate", spec)))
+    return coordinates, added

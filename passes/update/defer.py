@@ -1,12 +1,12 @@
-"""Reduce gradients once a step, not once a microbatch: what is added up are the terms that ranks have of them.
+"""Reduce gradients once per step instead of once per microbatch: the ranks' own terms are accumulated.
 
     g = reduce_scatter(mm(...), "dp_shard")       g   w's placement
 becomes
-    g = mm(...)                                   g   whole, partial over dp_shard
+    g = mm(...)                                   g   full, partial over dp_shard
 
-A sum of microbatches and a sum over ranks may change places: the accumulator holds a rank's own terms, in the dtype of
+A sum over microbatches and a sum over ranks can be exchanged: the accumulator holds a rank's own terms, in the dtype of
 the gradient, and the update completes it (`ApplyOnly`). It is as large as the gathered parameter; each gradient is sent
-once a step.
+once per step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from passes.update.appender import Appender
 
 @dataclass(frozen=True)
 class Defer(ir.Pass):
-    """Give each gradient as it is before the last sums over ranks."""
+    """Return each gradient as it is before the last sums over ranks."""
 
     name = "defer"
     takes = (Stage.JOINT,)
-    after = ("simplify", "cse", "reassociate")  # which leave one reduction of a gradient
+    after = ("simplify", "cse", "reassociate")  # these leave one reduction per gradient
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -54,7 +54,7 @@ class Defer(ir.Pass):
 
 
 def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
-    """The casts and sums over ranks that end in a gradient, the last first."""
+    """Yield the casts and sums over ranks that end in a gradient, the last first."""
     node = gradient
     while len(node.users) == 1 and (name_of(node) in CASTS or reshard.sums(node.target)):
         yield node
@@ -62,19 +62,19 @@ def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
 
 
 def terms(gradient: fx.Node, spec: Spec, steps: Sequence[fx.Node], mesh: Mesh) -> tuple[fx.Node, Spec]:
-    """What is summed in these steps, and its placement."""
+    """Return the operand of these sums, and its placement."""
     node = gradient
     for step in steps:
         if reshard.sums(step.target):
-            before = summed(step, spec, mesh)
+            before = placement_before(step, spec, mesh)
             if before is None:
                 break
             node, spec = step.args[0], before  # type: ignore[assignment]
     return node, spec
 
 
-def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
-    """The placement of what is summed to a value placed as `after`; None where it is not known."""
+def placement_before(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
+    """Return the placement of a sum's operand if the result is placed as `after`; None if it is unknown."""
     a = reshard.RESHARD_OPS[node.target].named(node.args[1:])
     if a.axis not in mesh.names:
         return None
@@ -84,15 +84,15 @@ def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
     if node.target is not reshard.reduce_scatter:
         return None
     factors = after.dims[a.dim]
-    found = [f for f in factors if f.axes[-1:] == (a.axis,)]
-    if len(factors) != 1 or not found:
+    sharded = [f for f in factors if f.axes[-1:] == (a.axis,)]
+    if len(factors) != 1 or not sharded:
         return None
-    whole = (replace(found[0], axes=found[0].axes[:-1]),)
-    return replace(after, dims=(*after.dims[: a.dim], whole, *after.dims[a.dim + 1 :]), partial=partial)
+    full = (replace(sharded[0], axes=sharded[0].axes[:-1]),)
+    return replace(after, dims=(*after.dims[: a.dim], full, *after.dims[a.dim + 1 :]), partial=partial)
 
 
 def in_dtype(edit: Editor, term: fx.Node, gradient: fx.Node) -> fx.Node:
-    """The term in the dtype of its gradient."""
+    """Return the term in the dtype of its gradient."""
     dtype = ir.example(gradient).dtype
     if ir.example(term).dtype == dtype:
         return term
@@ -103,8 +103,11 @@ def in_dtype(edit: Editor, term: fx.Node, gradient: fx.Node) -> fx.Node:
 def complete(
     append: Appender, total: fx.Node, before: Spec, after: Spec, mesh: Mesh, reduce_dtype: torch.dtype | None
 ) -> fx.Node:
-    """The sum over ranks that was deferred, placed as `after`; terms are sent as `reduce_dtype` (None: as they are)."""
-    dtype, left = ir.example(total).dtype, [axis for axis in before.partial_axes if axis not in after.partial_axes]
+    """Return a total, placed as `before`, summed over ranks to the placement `after`.
+
+    Terms are sent as `reduce_dtype` (None: unchanged).
+    """
+    dtype, remaining = ir.example(total).dtype, [axis for axis in before.partial_axes if axis not in after.partial_axes]
 
     def put(op: Any, *args: Any) -> fx.Node:
         return append.trace(lambda x: op(x, *args, dtype, reduce_dtype), total, key=(op, *args))
@@ -112,7 +115,7 @@ def complete(
     for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
         for axis in (axis for factor in new for axis in factor.axes if not any(axis in f.axes for f in old)):
             total = put(reshard.reduce_scatter, dim, axis, mesh[axis])
-            left = [other for other in left if other not in mesh.over(axis)]
-    for axis in mesh.flatten(left):
+            remaining = [other for other in remaining if other not in mesh.over(axis)]
+    for axis in mesh.flatten(remaining):
         total = put(reshard.psum, axis)
     return total

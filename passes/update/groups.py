@@ -1,7 +1,7 @@
-"""Groups of parameters that are updated otherwise than the rest.
+"""Groups of parameters that are updated differently from the rest.
 
-    Group(replace(adamw, weight_decay=0.0), kinds={"vector"})          norms and biases do not decay
-    Group(adamw, lr=0.1, names=("encoder.*",))                         a pretrained part learns at a tenth of the rate
+Group(replace(adamw, weight_decay=0.0), kinds={"vector"})          norms and biases do not decay
+Group(adamw, lr=0.1, names=("encoder.*",))                         a pretrained part learns at a tenth of the rate
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Group:
     names: tuple[str, ...] = ()
     label: str = "the rest"
 
-    def holds(self, given: ir.Input) -> bool:
-        """Whether a parameter is of the group."""
-        kinds = given.roles | ({"vector"} if len(given.spec.shape) < 2 else set())
-        return bool(self.kinds & kinds) or any(fnmatchcase(given.name, pattern) for pattern in self.names)
+    def holds(self, parameter: ir.Input) -> bool:
+        """Return True if a parameter belongs to the group."""
+        kinds = parameter.roles | ({"vector"} if len(parameter.spec.shape) < 2 else set())
+        return bool(self.kinds & kinds) or any(fnmatchcase(parameter.name, pattern) for pattern in self.names)
 
-    def unmatched(self, parameters: Collection[ir.Input]) -> Iterator[str]:
-        """Patterns that no parameter is named like."""
-        return (p for p in self.names if not any(fnmatchcase(given.name, p) for given in parameters))
+    def unmatched_patterns(self, parameters: Collection[ir.Input]) -> Iterator[str]:
+        """Return the patterns that match no parameter's name."""
+        return (p for p in self.names if not any(fnmatchcase(parameter.name, p) for parameter in parameters))
 
 
-def group_of(given: ir.Input, groups: Sequence[Group], rest: Optimizer) -> Group:
-    """The first group that holds a parameter."""
-    return next((group for group in groups if group.holds(given)), Group(rest))
+def group_of(parameter: ir.Input, groups: Sequence[Group], default: Optimizer) -> Group:
+    """Return the first group that holds a parameter."""
+    return next((group for group in groups if group.holds(parameter)), Group(default))

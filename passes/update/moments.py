@@ -1,9 +1,10 @@
-"""How optimizer state is stored: as it is, or in eight bits with a scale a block.
+"""Storage of optimizer state: in one tensor, or in eight bits with a scale per block.
 
     m    f32[8, 512]   ->   codes uint8[8, 512], scale f32[8, 2]        blocks of 256 along the last dim
 
 The formats are those of torchao.optim: `int8`, the dynamic map of Dettmers et al. (arXiv 2110.02861), and `float8`,
-e4m3fn. As there, a tensor of fewer than 4,096 entries, or whose rows on a rank are not whole blocks, is stored wide.
+e4m3fn. As there, a tensor is stored wide if it has fewer than 4,096 entries, or if its rows on a rank are not a
+multiple of the block.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from torch import Tensor
 
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
-from passes.update.optimizers import stored
+from passes.update.optimizers import to_stored_dtype
 
 Format = Literal["float32", "bfloat16", "int8", "float8"]
 Part = tuple[str, tuple[int, ...], torch.dtype, Spec]  # suffix of the name, local shape, dtype, placement
-SMALL = 4096  # entries under which a tensor is stored wide
+SMALL = 4096  # a tensor with fewer entries is stored wide
 TINY = 1e-12  # a block of zeros has a finite scale
 E4M3 = torch.float8_e4m3fn
 
 
 class Codec(Protocol):
-    """How one moment of one parameter is stored; zeros decode to zeros."""
+    """The storage format of one moment of one parameter; zeros decode to zeros."""
 
     def parts(self, spec: Spec, mesh: Mesh) -> list[Part]: ...
 
@@ -47,7 +48,7 @@ class Wide:
         return [("", spec.local_shape(mesh), self.dtype, spec)]
 
     def encode(self, x: Tensor) -> Sequence[Tensor]:
-        return [stored(x, self.dtype)]
+        return [to_stored_dtype(x, self.dtype)]
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
@@ -55,14 +56,14 @@ class Wide:
 
 @dataclass(frozen=True)
 class QuantBlocks:
-    """Codes of one byte an entry, and an fp32 scale for every `block` entries of the last dim."""
+    """Codes of one byte per entry, and an fp32 scale for every `block` entries of the last dim."""
 
     block: int
     format: Literal["int8", "float8"]
     signed: bool
 
     def parts(self, spec: Spec, mesh: Mesh) -> list[Part]:
-        blocks = blocked(spec, mesh, self.block)
+        blocks = block_spec(spec, mesh, self.block)
         assert blocks is not None
         dtype = torch.uint8 if self.format == "int8" else E4M3
         scale = (".scale", blocks.local_shape(mesh), torch.float32, blocks)
@@ -89,43 +90,48 @@ class QuantBlocks:
 
 
 def dynamic_map(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of a code, f32, rising: in each decade of 1e-7 to 1 twice as many as in the one below."""
+    """Return the 256 values of a code, f32, rising: each decade from 1e-7 to 1 has twice as many as the one below."""
     count = 127 if signed else 254
     k = torch.arange(1, count + 1, dtype=torch.float64, device=device)
     first = 1 if signed else 2  # values in the lowest decade
     decade = torch.floor(torch.log2((k - 1) / first + 1 + 1e-9))
     inside = (k - 1) - first * (2**decade - 1)
     positive = 10 ** (decade - 6) * (0.1 + 0.9 * (inside + 0.5) / (first * 2**decade))
-    zero, one = torch.zeros_like(k[:1]), torch.ones_like(k[:1])
+    zeros, ones = torch.zeros_like(k[:1]), torch.ones_like(k[:1])
     negative = [-positive.flip(0)] if signed else []
-    return torch.cat([*negative, zero, positive, one]).to(torch.float32)
+    return torch.cat([*negative, zeros, positive, ones]).to(torch.float32)
 
 
-def blocked(spec: Spec, mesh: Mesh, block: int) -> Spec | None:
-    """The placement of one value a block of the last dim, or None if a rank's rows are not whole blocks."""
+def block_spec(spec: Spec, mesh: Mesh, block: int) -> Spec | None:
+    """Return the placement of one value per block of the last dim; None if a rank's rows are not whole blocks."""
     if not spec.dims:
         return None
-    kept: list[Factor] = []
+    factors: list[Factor] = []
     for factor in reversed(spec.dims[-1]):
         if factor.size % block == 0 and factor.local(mesh) % block == 0:
-            kept.append(replace(factor, size=factor.size // block))
+            factors.append(replace(factor, size=factor.size // block))
             block = 1
         elif block % factor.size == 0 and not factor.axes:
             block //= factor.size
         else:
             return None
-    return replace(spec, dims=(*spec.dims[:-1], tuple(reversed(kept))), fill=None) if block == 1 else None
+    return replace(spec, dims=(*spec.dims[:-1], tuple(reversed(factors))), fill=None) if block == 1 else None
 
 
-def codec(given: Format | None, signed: bool, block: int, dtype: torch.dtype, spec: Spec, mesh: Mesh) -> Codec:
-    """How a moment of a parameter of this dtype and placement is stored; `given` None: in the parameter's dtype.
+def codec(state_format: Format | None, signed: bool, block: int, dtype: torch.dtype, spec: Spec, mesh: Mesh) -> Codec:
+    """Return the storage of a moment of a parameter with this dtype and placement.
 
-    Of complex parameters, moments are complex and never narrower than two fp32.
+    With `state_format` None it has the parameter's dtype. Moments of complex parameters are complex and never narrower
+    than two fp32.
     """
     if dtype.is_complex:
-        return Wide(dtype if given is None else torch.complex64)
-    if given in ("int8", "float8"):
+        return Wide(dtype if state_format is None else torch.complex64)
+    if state_format in ("int8", "float8"):
         small = math.prod(spec.shape) < SMALL
-        return Wide(torch.float32) if small or blocked(spec, mesh, block) is None else QuantBlocks(block, given, signed)
+        return (
+            Wide(torch.float32)
+            if small or block_spec(spec, mesh, block) is None
+            else QuantBlocks(block, state_format, signed)
+        )
     wide: dict[Any, torch.dtype] = {None: dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    return Wide(wide[given])
+    return Wide(wide[state_format])

@@ -6,7 +6,7 @@ becomes
     norm = sqrt(psum(sum(g * g), "dp_shard"))
     copy_(w, w - lr * min(1, max_norm / norm) * ...)
 
-Every gradient arrives as a partial sum on the axes where its parameter is replicate and is reduced here, once. The
+Every gradient arrives as a partial sum on the axes on which its parameter is replicated, and is reduced here, once. The
 norm is that of the full gradient: squares of shards are added over the axes that shard the parameter.
 """
 
@@ -35,7 +35,7 @@ from passes.update.update import Storage, Update
 def reduce_gradient(
     append: Appender, name: str, gradient: fx.Node, axes: Iterable[str], reduce_dtype: torch.dtype | None
 ) -> fx.Node:
-    """A parameter's gradient with its partial sums completed, one `psum` an axis."""
+    """Return a parameter's gradient with its partial sums completed, one `psum` per axis."""
     append.parameter = name
     dtype = ir.example(gradient).dtype
     for axis in axes:
@@ -52,7 +52,7 @@ def squared_norm(
     specs: Sequence[Spec],
     before: fx.Node | None = None,
 ) -> fx.Node:
-    """The square of the norm of all parameters' gradients together, 0-d fp32 or wider, the same on every rank.
+    """Return the squared norm of all parameters' gradients together, 0-d, fp32 or wider, the same on every rank.
 
     It is added to that of the gradients `before`, in its dtype.
     """
@@ -61,7 +61,7 @@ def squared_norm(
         append.parameter, axes = name, tuple(sorted(spec.sharded))
         if axes not in sums:
             sums[axes] = append.trace(square, gradient, key="square")
-        else:  # one after another, so that every parameter's term is computed alike
+        else:  # one after another, so that every parameter's term is computed in the same way
             sums[axes] = append.trace(lambda total, g: total + square(g), sums[axes], gradient, key="add square")
     append.parameter, totals = "", []
     for axes, total in sums.items():
@@ -72,7 +72,7 @@ def squared_norm(
 
 
 def square(gradient: Tensor) -> Tensor:
-    """The sum of a gradient's squares, 0-d fp32 or wider."""
+    """Return the sum of a gradient's squares, 0-d, fp32 or wider."""
     return real(gradient, arithmetic(gradient.dtype)).square().sum()
 
 
@@ -80,11 +80,11 @@ def square(gradient: Tensor) -> Tensor:
 class Optimize(ir.Pass):
     """Complete the step: outputs become the loss (if the program has one) and the gradient norm.
 
-    Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm`
-    (None: not clipped). Parameters of the first of `groups` that holds them are updated as it says, the others by
-    `optimizer`; `state`, `block` and `stochastic` are those of a `Storage`. With `skip_nonfinite` nothing changes in a
-    step whose gradient norm is infinite or not a number. The program of one of several pipeline `ranks` tells
-    the next the square of its gradients' norm and of those before it, the last tells all.
+    Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm` (None: not
+    clipped). A parameter is updated by the first of `groups` that holds it, otherwise by `optimizer`; `state`, `block`
+    and `stochastic` are those of a `Storage`. With `skip_nonfinite` nothing changes in a step whose gradient norm is
+    not finite. With several pipeline `ranks`, each sends the running sum of squared norms to the next rank; the last
+    rank broadcasts the total.
     """
 
     optimizer: Optimizer
@@ -112,73 +112,73 @@ class Optimize(ir.Pass):
         reduced = [
             reduce_gradient(append, name, n, axes, self.reduce_dtype) for (name, n, _), axes in zip(graded, partial)
         ]
-        whole = [replace(spec, partial=()) for _, _, spec in graded]
-        square, told = self.square(append, program, names, reduced, whole)
+        full_specs = [replace(spec, partial=()) for _, _, spec in graded]
+        square, carried = self.square(append, program, names, reduced, full_specs)
         norm, factor = self.clip(append, square)
         append.guard = append.trace(torch.isfinite, norm, key="finite") if self.skip_nonfinite else None
         scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
         lr, step = (node for node, _ in scalars)
         step_now = append.trace(lambda s: s + 1, step, key="count")
         updates = self.updates(program, [parameters[name] for name in names])
-        alike = dict.fromkeys((update.wide, update.group) for update in updates)
-        shared = {kind: self.shared(append, *kind, lr, step_now, factor) for kind in alike}
+        kinds = dict.fromkeys((update.wide, update.group) for update in updates)
+        shared = {kind: self.shared_scalars(append, *kind, lr, step_now, factor) for kind in kinds}
         matrices = list[Matrix]()
-        by_matrix = any(isinstance(group.optimizer, Muon) for _, group in alike)
+        by_matrix = any(isinstance(group.optimizer, Muon) for _, group in kinds)
         coordinates, added = coordinates_of(program, append) if self.stochastic or by_matrix else ({}, [])
         added += scalars
         for update, gradient in zip(updates, reduced):
-            append.parameter, parameter = update.given.name, parameters[update.given.name][0]
+            append.parameter, parameter = update.input.name, parameters[update.input.name][0]
             common = shared[update.wide, update.group]
             if isinstance(update.group.optimizer, Muon):
                 matrices.append(Matrix(update, parameter, gradient, common))
             else:
                 added += update.append(append, parameter, gradient, common, step_now, coordinates)
         added += append_muon(append, matrices, step_now, coordinates)
-        for total, given in zip(program.placeholders(), program.inputs):
-            if given.kind == "gradient":
-                append.parameter = given.name
+        for total, item in zip(program.placeholders(), program.inputs):
+            if item.kind == "gradient":
+                append.parameter = item.name
                 append.write(total, append.trace(torch.zeros_like, total, key="clear"))
         append.parameter = ""
         append.keep(step, step_now)
         order = {node: k for k, node in enumerate(program.placeholders())}
         inputs = (*program.inputs, *(i for _, i in sorted(added, key=lambda pair: order[pair[0]])))
-        program = self.finish(program, append, inputs, norm, told)
+        program = self.finish(program, append, inputs, norm, carried)
         return program, self.report(updates)
 
     def updates(self, program: ir.Program, parameters: Iterable[tuple[fx.Node, ir.Input]]) -> list[Update]:
-        """What becomes of each parameter."""
+        """Return the update of each parameter."""
         storage = Storage(self.state, self.block, self.stochastic)
         return [
             Update(storage, group_of(i, self.groups, self.optimizer), program.mesh, i, ir.example(n).dtype)
             for n, i in parameters
         ]
 
-    def check_names(self, given: Sequence[ir.Input]) -> None:
-        """Raises Refused where a group names no parameter."""
+    def check_names(self, parameters: Sequence[ir.Input]) -> None:
+        """Raise Refused if a pattern of a group matches no parameter."""
         for group in self.groups:
-            for pattern in group.unmatched(given):
-                fix = f"no parameter that is trained is named like {pattern!r}"
+            for pattern in group.unmatched_patterns(parameters):
+                fix = f"no trained parameter is named like {pattern!r}"
                 raise ir.Refused("optimize", None, f"optim.groups.{group.label}.names: {fix}")
 
     def report(self, updates: Sequence[Update]) -> ir.Report:
-        """How many parameters and moments there are; refuses what changes nothing, names what is treated otherwise."""
+        """Return the numbers of parameters and moments, and exceptions; raise Refused for options without effect."""
         notes = []
-        if self.ranks == 1:  # those of a rank are not all
-            self.check_names([update.given for update in updates])
+        if self.ranks == 1:  # a rank of a pipeline has only some parameters
+            self.check_names([update.input for update in updates])
         for update in updates:
             if isinstance(update.group.optimizer, Muon) and len(update.spec.shape) not in (2, 3):
-                what = f"{update.given.name} is of shape {list(update.spec.shape)}, and Muon takes matrices or stacks"
-                raise ir.Refused("optimize", None, f"optim.groups: {what}; name it in a group with optimizer=adamw")
+                problem = f"{update.input.name} has shape {list(update.spec.shape)}, but Muon takes matrices or stacks"
+                raise ir.Refused("optimize", None, f"optim.groups: {problem}; name it in a group with optimizer=adamw")
         if self.groups:
-            held = Counter(update.group.label for update in updates)
-            notes += [f"group {label}: {count} parameters" for label, count in held.items()]
+            by_label = Counter(update.group.label for update in updates)
+            notes += [f"group {label}: {count} parameters" for label, count in by_label.items()]
         if self.state in ("int8", "float8"):
-            wide = [u.given.name for u in updates if any(isinstance(c, Wide) for c in u.codecs)]
+            wide = [u.input.name for u in updates if any(isinstance(c, Wide) for c in u.codecs)]
             if len(wide) == len(updates) and self.ranks == 1:
                 fix = f"no parameter has rows of whole blocks of {self.block}; use a smaller one, or optim=adamw"
                 raise ir.Refused("optimize", None, f"optim.block: {fix}")
             if wide:
-                notes.append(f"moments stored in fp32, small or their rows are not whole blocks: {', '.join(wide)}")
+                notes.append(f"moments stored in fp32, because small or rows are not whole blocks: {', '.join(wide)}")
         if self.stochastic and self.ranks == 1 and all(update.dtype != torch.bfloat16 for update in updates):
             fix = "no parameter is stored in bfloat16; set train.dtype=bfloat16"
             raise ir.Refused("optimize", None, f"optim.stochastic_rounding: {fix}")
@@ -187,41 +187,45 @@ class Optimize(ir.Pass):
         return ir.Report(counts, tuple(notes))
 
     def state_bytes(self, program: ir.Program) -> int:
-        """Bytes of the moments of all parameters of a program on one rank."""
-        given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
-        updates = self.updates(program, given)
+        """Return the bytes of the moments of all parameters of a program on one rank."""
+        parameters = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
+        updates = self.updates(program, parameters)
         parts = (part for u in updates for c in u.codecs for part in c.parts(u.spec, program.mesh))
         return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _ in parts)
 
     def square(
         self, append: Appender, program: ir.Program, names, gradients, specs
     ) -> tuple[fx.Node, list[tuple[fx.Node, ir.Output]]]:
-        """The square of the norm, and what other pipeline ranks are told of it.
+        """Return the squared norm, and the outputs that tell it to other pipeline ranks.
 
-        A rank adds to the square of the ranks before it; the last tells all. A parameter counts on its first rank.
+        A rank adds to the sum of the ranks before it; the last rank sends the total to all. A parameter counts on its
+        first rank.
         """
         if self.ranks == 1:
             return squared_norm(append, names, gradients, specs), []
-        heard = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "carried"}
+        received = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "carried"}
         first = {i.name: i.stages[0] for i in program.inputs if i.kind == "parameter"}
-        own = [k for k, name in enumerate(names) if first[name] == self.rank]
-        names, gradients, specs = ([values[k] for k in own] for values in (names, gradients, specs))
-        total = squared_norm(append, names, gradients, specs, heard.get(square_of(self.rank - 1)))
+        counted = [k for k, name in enumerate(names) if first[name] == self.rank]
+        names, gradients, specs = ([values[k] for k in counted] for values in (names, gradients, specs))
+        total = squared_norm(append, names, gradients, specs, received.get(square_of(self.rank - 1)))
         name = SQUARE if self.rank == self.ranks - 1 else square_of(self.rank)
-        return heard.get(SQUARE, total), [(total, ir.Output(name, "carried", Spec(())))]
+        return received.get(SQUARE, total), [(total, ir.Output(name, "carried", Spec(())))]
 
     def clip(self, append: Appender, square: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """(norm of the scaled gradients, factor to scale each by), both 0-d, of the square of the norm."""
+        """Return (norm of the scaled gradients, factor to scale each by), both 0-d, from the squared norm."""
         norm = append.trace(lambda s: s.sqrt() * self.scale, square, key="norm")
         if self.max_norm is None:
             return norm, append.trace(lambda n: torch.full_like(n, self.scale), norm, key="factor")
         factor = append.trace(lambda n: self.scale * (self.max_norm / (n + 1e-6)).clamp(max=1.0), norm, key="factor")
         return norm, factor
 
-    def shared(
+    def shared_scalars(
         self, append: Appender, dtype: torch.dtype, group: Group, lr: fx.Node, step: fx.Node, factor: fx.Node
     ) -> tuple[fx.Node, ...]:
-        """What updates of a group in a dtype share, 0-d: the factor of gradients, and the optimizer's scalars."""
+        """Return the 0-d values that all updates of a group in a dtype share.
+
+        These are the gradients' factor and the optimizer's scalars.
+        """
 
         def scalars(lr: Tensor, step: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
             rate = cast(lr, dtype) * group.lr if group.lr != 1 else cast(lr, dtype)
@@ -230,27 +234,27 @@ class Optimize(ir.Pass):
         return tuple(append.trace(scalars, lr, step, factor, key=("scalars", dtype, group)))
 
     def scalar(self, append: Appender, name: str, program: ir.Program) -> tuple[fx.Node, ir.Input]:
-        """A 0-d fp64 input that is fed as a value."""
+        """Return a new 0-d fp64 input."""
         device = ir.example(program.placeholders()[0]).device
         with append.ctx.fake_mode:
             val = torch.zeros((), dtype=torch.float64, device=device)
         kind = "scalar" if name == "lr" else "moment"
         return append.placeholder(name, val, Spec(())), ir.Input(name, kind, Spec(()))  # type: ignore[arg-type]
 
-    def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node, told) -> ir.Program:
-        """Return the loss, metrics, counts and the norm; new values of buffers are stored in place."""
-        given = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
+    def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node, carried) -> ir.Program:
+        """Return the program with loss, metrics, counts and the norm as outputs; buffers are updated in place."""
+        buffers = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
         results, outputs = [], []
         for node, output in zip(program.results(), program.outputs):
             if output.kind == "buffer":
                 append.parameter = output.name
-                append.keep(given[output.name], node)
+                append.keep(buffers[output.name], node)
             elif output.kind != "gradient":
                 results.append(node)
                 outputs.append(output)
         results.append(norm)
         outputs.append(ir.Output("grad_norm", "metric", Spec(())))
-        for node, output in told:
+        for node, output in carried:
             results.append(node)
             outputs.append(output)
         program.graph.output_node().args = (tuple(results),)

@@ -1,6 +1,6 @@
 """Optimizers as functions of one parameter's local shard; all arithmetic is elementwise and in fp32 or wider.
 
-A complex number is updated as the pair of its parts, as torch.optim does.
+A complex number is updated as the pair of its parts, as in torch.optim.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from torch import Tensor
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of an update's arithmetic: fp64 for parameters of that precision, else fp32."""
+    """Return the dtype of an update's arithmetic: fp64 for fp64 parameters, otherwise fp32."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 class Moment(NamedTuple):
-    """State kept an entry of a parameter, zero at first; one that is not `signed` is never negative."""
+    """State with one value per entry of a parameter, zero at first; if it is not `signed`, it is never negative."""
 
     name: str
     signed: bool = True
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, itself if that is its own."""
+    """Return the tensor in a dtype; the tensor itself if it has that dtype."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def real(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a real dtype, complex numbers as pairs in a last dim."""
+    """Return the tensor in a real dtype, complex numbers as pairs in a last dim."""
     return cast(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x, dtype)
 
 
-def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `real` made, in the dtype that it is stored in."""
+def to_stored_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a result of `real` in the dtype in which it is stored."""
     return torch.view_as_complex(cast(x, dtype.to_real())) if dtype.is_complex else cast(x, dtype)
 
 
 class Optimizer(Protocol):
-    """`moments` is the state kept a parameter; tensors of an update are all of one dtype, that of its arithmetic."""
+    """An optimizer; `moments` is the state per parameter. All tensors of an update have the dtype of its arithmetic."""
 
     @property
     def moments(self) -> tuple[Moment, ...]: ...
 
     def scalars(self, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-        """What the updates of all parameters share, 0-d; `step` is counted from 1."""
+        """Return the 0-d values that the updates of all parameters share; `step` counts from 1."""
         ...
 
     def update(
         self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """New parameter and moments."""
+        """Return the new parameter and moments."""
         ...
 
 
@@ -70,11 +70,11 @@ class AdamW:
         return 1 - lr * self.weight_decay, lr / (1 - beta1**step), 1 - beta2**step
 
     def update(self, parameter, gradient, moments, scalars):
-        (m, v), (kept, rate, correction) = moments, scalars
+        (m, v), (decay, rate, correction) = moments, scalars
         beta1, beta2 = self.betas
         m = m + (1 - beta1) * (gradient - m)
         v = beta2 * v + (1 - beta2) * gradient * gradient
-        return parameter * kept - rate * m / ((v / correction).sqrt() + self.eps), (m, v)
+        return parameter * decay - rate * m / ((v / correction).sqrt() + self.eps), (m, v)
 
 
 @dataclass(frozen=True)

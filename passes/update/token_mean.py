@@ -1,13 +1,13 @@
-"""Divide means by what is counted in all microbatches of a step, which is known before the first of them is run.
+"""Divide means by the count of all microbatches of a step, which is known before the first of them runs.
 
     count = sum(ne(labels, -100))          of one microbatch
     loss = div(total, count)
 becomes
     loss = mul(div(total, count_0), 4)     count_0 of all four, an input
 
-The mean of such losses over the microbatches is the mean over the whole batch, however labels are spread over them; a
-microbatch without labels adds nothing. A term of the loss is such a mean if it is a sum divided by a count that
-depends on the batch alone, row by row. Of all others the mean of the microbatches' values is taken.
+The mean of such losses over the microbatches is the mean over the full batch, however labels are distributed over them;
+a microbatch without labels adds nothing. A term of the loss is such a mean if it is a sum divided by a count that
+depends only on the batch, sample by sample. All other terms are averaged over the microbatches.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ KINDS = ("loss", "metric")  # of outputs that may be means
 
 
 class Mean(NamedTuple):
-    """A quotient of two sums, and the sum that its divisor is made of."""
+    """A quotient of two sums, and the sum from which its divisor is made."""
 
     quotient: fx.Node
     counted: fx.Node
 
 
 def terms(node: fx.Node) -> Iterator[fx.Node]:
-    """What a scalar is a weighted sum of; a value that has other users is not taken apart."""
-    waiting = [node]  # a stack of our own: each layer may add one
+    """Yield the terms of which a scalar is a weighted sum; a value with other users is one term."""
+    waiting = [node]  # an explicit stack, because each layer may add a term
     while waiting:
         node = waiting.pop()
         operands = tensor_operands(node) if has_rule(node) else []
@@ -58,29 +58,29 @@ def terms(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def as_mean(term: fx.Node, batch: Set[fx.Node]) -> Mean | None:
-    """The term as a sum over a count of the batch, or None if it is no such mean."""
+    """Return the term as a sum over a count of the batch; None if it is no such mean."""
     if term.target is not aten.div.Tensor or len(term.users) > 1 or len(tensor_operands(term)) < 2:
         return None
     total, divisor = tensor_operands(term)
-    counted = first_of(divisor)
-    return Mean(term, counted) if counts_rows(counted, batch) and all(map(is_sum, terms(total))) else None
+    counted = unwrap(divisor)
+    return Mean(term, counted) if counts_samples(counted, batch) and all(map(is_sum, terms(total))) else None
 
 
-def first_of(divisor: fx.Node) -> fx.Node:
-    """What a divisor is made of by casts, bounds and alike."""
+def unwrap(divisor: fx.Node) -> fx.Node:
+    """Return the value under a divisor's casts, bounds and other pointwise operators."""
     while name_of(divisor) in POINTWISE and len(tensor_operands(divisor)) == 1:
         (divisor,) = tensor_operands(divisor)
     return divisor
 
 
-def counts_rows(counted: fx.Node, batch: Set[fx.Node]) -> bool:
-    """Whether a node is a sum of entries that the batch tells, each of them by the row that it is in."""
+def counts_samples(counted: fx.Node, batch: Set[fx.Node]) -> bool:
+    """Return True if a node sums entries that depend only on the batch, each only on its own sample."""
     cone = cone_of(counted, batch)
-    return is_sum(counted) and bool(cone & batch) and all(n in batch or keeps_rows(n) for n in cone - {counted})
+    return is_sum(counted) and bool(cone & batch) and all(n in batch or keeps_samples(n) for n in cone - {counted})
 
 
-def keeps_rows(node: fx.Node) -> bool:
-    """Whether each row of the result is made of the same row of what it is made of."""
+def keeps_samples(node: fx.Node) -> bool:
+    """Return True if each sample of the result depends only on the same sample of the operand."""
     operands, shape = tensor_operands(node), ir.example(node).shape
     if name_of(node) in POINTWISE:
         return bool(operands) and all(ir.example(n).shape == shape for n in operands)
@@ -90,18 +90,18 @@ def keeps_rows(node: fx.Node) -> bool:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether a node adds up all entries of a tensor."""
+    """Return True if a node adds up all entries of a tensor."""
     return name_of(node) in SUMS and not ir.example(node).dim()
 
 
 def count_of(program: ir.Program, counted: fx.Node, microbatches: int) -> ir.Count:
-    """What computes a sum from the entries of a batch that it is made of."""
+    """Return the program that computes a sum from entries of the batch."""
     ends = {n: i for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
     return ir.Count(backward_slice(program, ends, [counted]), microbatches)
 
 
 def placeholder(program: ir.Program, ctx: ir.Context, counted: fx.Node, name: str) -> fx.Node:
-    """A new input, after the others, for a count of all microbatches."""
+    """Insert a new input, after the others, for a count of all microbatches."""
     with program.graph.inserting_after(program.placeholders()[-1]):
         node = program.graph.placeholder(name)
     with ctx.fake_mode:
@@ -110,29 +110,31 @@ def placeholder(program: ir.Program, ctx: ir.Context, counted: fx.Node, name: st
 
 
 def divide(mean: Mean, count: fx.Node, microbatches: int, ctx: ir.Context) -> None:
-    """Let the divisor of a mean be made of the count of all microbatches."""
+    """Compute the divisor of a mean from the count of all microbatches."""
     total, divisor = tensor_operands(mean.quotient)
     with mean.quotient.graph.inserting_before(mean.quotient):
-        mean.quotient.args = (total, made_of(divisor, mean.counted, count))
+        mean.quotient.args = (total, with_count(divisor, mean.counted, count))
     inline(mean.quotient, lambda x, d: x / d * microbatches, ctx)
 
 
-def made_of(divisor: fx.Node, counted: fx.Node, count: fx.Node) -> fx.Node:
-    """The divisor once more, of another count."""
+def with_count(divisor: fx.Node, counted: fx.Node, count: fx.Node) -> fx.Node:
+    """Return a copy of the divisor, computed from another count."""
     if divisor is counted:
         return count
     (operand,) = tensor_operands(divisor)
-    return ir.copy_node(divisor.graph, divisor, {operand: made_of(operand, counted, count)})
+    return ir.copy_node(divisor.graph, divisor, {operand: with_count(operand, counted, count)})
 
 
-def told(left: Sequence[fx.Node]) -> tuple[str, ...]:
-    """A note on the terms that are no means over labels, if there are any."""
+def note_on(left: Sequence[fx.Node]) -> tuple[str, ...]:
+    """Return a note on the terms that are no means over labels, if there are any."""
     terms = ", ".join(f"%{term.name} ({ir.source(term)})" for term in left)
-    return (f"the loss has means over microbatches of what no count of labels divides: {terms}",) if left else ()
+    return (
+        (f"the loss has terms averaged over microbatches, as no count of labels divides them: {terms}",) if left else ()
+    )
 
 
-def is_scaled_by_rows(term: fx.Node, rows: int) -> bool:
-    """Whether a sum is divided by the microbatch's rows, or by these and other sizes of the tensor that is summed."""
+def is_scaled_by_samples(term: fx.Node, rows: int) -> bool:
+    """Return True if a sum is divided by the microbatch's samples, possibly times other sizes of the summed tensor."""
     sizes = {1, rows}
     for operand in tensor_operands(term):
         for size in ir.example(operand).shape:
@@ -142,19 +144,19 @@ def is_scaled_by_rows(term: fx.Node, rows: int) -> bool:
 
 
 def remarks_on(left: Sequence[fx.Node], batch: Set[fx.Node], microbatches: int) -> tuple[str, ...]:
-    """A line on terms of the batch that are sums, not means, if there are any: they depend on `microbatches`."""
+    """Return a remark on terms of the batch that are sums, not means: they depend on `microbatches`."""
     rows = min((ir.example(n).shape[0] for n in batch if ir.example(n).dim()), default=1)
-    sums = [n for n in left if cone_of(n, batch) & batch and not is_scaled_by_rows(n, rows)]
+    sums = [n for n in left if cone_of(n, batch) & batch and not is_scaled_by_samples(n, rows)]
     if not sums:
         return ()
     terms = ", ".join(dict.fromkeys(ir.source(n) for n in sums))
-    what = f"no count of labels or rows divides terms of the loss ({terms}): their mean over microbatches is taken"
-    return (f"{what}, so that a sum divided by a constant is divided by train.microbatches={microbatches} as well",)
+    problem = f"no count of labels or samples divides terms of the loss ({terms}): they are averaged over microbatches"
+    return (f"{problem}, so that a sum divided by a constant is divided by train.microbatches={microbatches} as well",)
 
 
 @dataclass(frozen=True)
 class TokenMean(ir.Pass):
-    """Divide the means that loss and metrics are made of by the counts of all `microbatches`, times their number."""
+    """Divide the means in loss and metrics by the counts of all `microbatches`, times their number."""
 
     microbatches: int
     name = "token_mean"
@@ -166,8 +168,8 @@ class TokenMean(ir.Pass):
         ends = {kind: [n for n, o in zip(program.results(), program.outputs) if o.kind == kind] for kind in KINDS}
         of_loss = {term: None for loss in ends["loss"] for term in terms(loss)}
         of_metrics = {term: None for metric in ends["metric"] for term in terms(metric)}
-        found = {term: as_mean(term, batch) for term in of_loss | of_metrics}
-        means = [mean for mean in found.values() if mean is not None]
+        means_by_term = {term: as_mean(term, batch) for term in of_loss | of_metrics}
+        means = [mean for mean in means_by_term.values() if mean is not None]
         added = [(node, count_of(program, node, self.microbatches)) for node in dict.fromkeys(m.counted for m in means)]
         counts = {node: placeholder(program, ctx, node, f"count_{i}") for i, (node, _) in enumerate(added)}
         for mean in means:
@@ -175,7 +177,7 @@ class TokenMean(ir.Pass):
         program.graph.eliminate_dead_code()
         program.module.recompile()
         inputs = (ir.Input(counts[node].name, "scalar", Spec(()), count=count) for node, count in added)
-        left = [term for term in of_loss if found[term] is None]
+        left = [term for term in of_loss if means_by_term[term] is None]
         remarks = remarks_on(left, batch, self.microbatches)
-        report = ir.Report({"means": len(means)}, told(left), remarks=remarks)
+        report = ir.Report({"means": len(means)}, note_on(left), remarks=remarks)
         return replace(program, inputs=(*program.inputs, *inputs)), report

@@ -17,15 +17,15 @@ from passes.sharding.random import global_index, uniform_at
 from passes.update.appender import Appender
 from passes.update.groups import Group
 from passes.update.moments import Codec, Format, codec
-from passes.update.optimizers import arithmetic, cast, real, stored
+from passes.update.optimizers import arithmetic, cast, real, to_stored_dtype
 
 Added = list[tuple[fx.Node, ir.Input]]  # inputs that an update needs
 
 
 class Storage(NamedTuple):
-    """How state is kept: moments as `state` says (None: in the parameter's dtype), eight bits with a scale a `block`.
+    """The storage of state: moments in the format `state`, None for the parameter's dtype.
 
-    `stochastic`: updated bf16 parameters are rounded at random.
+    Formats of eight bits have a scale per `block`. `stochastic`: updated bf16 parameters are rounded at random.
     """
 
     state: Format | None = None
@@ -34,7 +34,7 @@ class Storage(NamedTuple):
 
 
 def round_at_random(x: Tensor, step: Tensor, site: int, index: Tensor) -> Tensor:
-    """f32 -> bf16, up or down with the odds that keep the mean (as torchao.optim's `bf16_stochastic_round`)."""
+    """Round f32 to bf16 at random, keeping the mean (as torchao.optim's `bf16_stochastic_round`)."""
     draw = (uniform_at(index, step.to(torch.int64), site) * 2**16).to(torch.int32)
     bits = (x.view(torch.int32) + draw) & -(2**16)
     return bits.view(torch.float32).to(torch.bfloat16)
@@ -47,29 +47,29 @@ class Update:
     storage: Storage
     group: Group
     mesh: Mesh
-    given: ir.Input
+    input: ir.Input
     dtype: torch.dtype
 
     @property
     def site(self) -> int:
-        """What tells its random numbers from those of others, whichever program updates it."""
-        return zlib.crc32(self.given.name.encode())
+        """The number that tells its random draws from those of others, whichever program updates it."""
+        return zlib.crc32(self.input.name.encode())
 
     @property
     def spec(self) -> Spec:
-        """How parameter and moments are stored."""
-        return replace(self.given.spec, replicate=())
+        """The placement of parameter and moments."""
+        return replace(self.input.spec, replicate=())
 
     @property
     def codecs(self) -> list[Codec]:
-        """How each moment is stored."""
+        """The storage of each moment."""
         state, block, _ = self.storage
         kinds = self.group.optimizer.moments
         return [codec(state, m.signed, block, self.dtype, self.spec, self.mesh) for m in kinds]
 
     @property
     def wide(self) -> torch.dtype:
-        """What is computed in."""
+        """The dtype of the arithmetic."""
         return arithmetic(self.dtype)
 
     def append(
@@ -83,66 +83,70 @@ class Update:
     ) -> Added:
         """Change the parameter and its moments, entry by entry; `shared` are the gradients' factor and scalars."""
 
-        def update(p: Tensor, g: Tensor, factor: Tensor, *rest: Tensor, moments: Sequence[Tensor]) -> Any:
-            scalars, drawn = rest[: len(shared) - 1], rest[len(shared) - 1 :]
+        def update(p: Tensor, g: Tensor, factor: Tensor, *values: Tensor, moments: Sequence[Tensor]) -> Any:
+            scalars, drawn = values[: len(shared) - 1], values[len(shared) - 1 :]
             g = real(g, self.wide) * factor
             new, moments = self.group.optimizer.update(real(p, self.wide), g, tuple(moments), scalars)
-            return self.rounded(new, drawn), moments
+            return self.round(new, drawn), moments
 
-        inputs = (parameter, gradient, *shared, *self.drawn(step, coordinates))
+        inputs = (parameter, gradient, *shared, *self.random_operands(step, coordinates))
         new, added = self.advance(append, "update", update, inputs, parameter)
         append.keep(parameter, new)
         return added
 
     def advance(
-        self, append: Appender, what: str, fn: Callable[..., Any], inputs: Sequence[fx.Node], parameter: fx.Node
+        self, append: Appender, name: str, fn: Callable[..., Any], inputs: Sequence[fx.Node], parameter: fx.Node
     ) -> tuple[fx.Node, Added]:
-        """The value of `fn(*inputs, moments=...)`, which also gives the moments as they become: these are written."""
+        """Return the value of `fn(*inputs, moments=...)` and write the new moments, which it returns too."""
         codecs = self.codecs
-        held = [self.inputs(append, m.name, c, parameter) for m, c in zip(self.group.optimizer.moments, codecs)]
-        kept = [node for parts in held for node, _ in parts]
+        moment_inputs = [
+            self.inputs(append, m.name, c, parameter) for m, c in zip(self.group.optimizer.moments, codecs)
+        ]
+        nodes = [node for parts in moment_inputs for node, _ in parts]
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
             state = iter(values[len(inputs) :])
-            moments = [real(c.decode([next(state) for _ in parts]), self.wide) for c, parts in zip(codecs, held)]
+            moments = [
+                real(c.decode([next(state) for _ in parts]), self.wide) for c, parts in zip(codecs, moment_inputs)
+            ]
             value, new = fn(*values[: len(inputs)], moments=moments)
             return value, *(part for c, m in zip(codecs, new) for part in c.encode(m))
 
-        key = (what, self.group.optimizer, self.dtype, tuple(codecs), *self.identity())
-        value, *state = append.trace(run, *inputs, *kept, key=key)
-        for node, new in zip(kept, state, strict=True):
+        key = (name, self.group.optimizer, self.dtype, tuple(codecs), *self.identity())
+        value, *state = append.trace(run, *inputs, *nodes, key=key)
+        for node, new in zip(nodes, state, strict=True):
             append.keep(node, new)
-        return value, [pair for parts in held for pair in parts]
+        return value, [pair for parts in moment_inputs for pair in parts]
 
     @property
     def at_random(self) -> bool:
-        """Whether the parameter is rounded at random."""
+        """True if the parameter is rounded at random."""
         return self.storage.stochastic and self.dtype == torch.bfloat16
 
     def identity(self) -> tuple[Any, ...]:
-        """What a function depends on where it rounds at random."""
+        """Return the facts on which a function depends if it rounds at random."""
         return (self.site, self.spec) if self.at_random else ()
 
-    def drawn(self, step: fx.Node, coordinates: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
-        """What rounding at random needs to know: the rank's coordinates and the step."""
+    def random_operands(self, step: fx.Node, coordinates: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
+        """Return the operands of random rounding: the rank's coordinates and the step."""
         axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
         return (*(coordinates[axis] for axis in axes), step) if self.at_random else ()
 
-    def rounded(self, new: Tensor, drawn: Sequence[Tensor]) -> Tensor:
-        """The parameter in its own dtype, given what `drawn` asked for."""
+    def round(self, new: Tensor, drawn: Sequence[Tensor]) -> Tensor:
+        """Return the parameter in its own dtype, rounded with the operands from `random_operands`."""
         if not self.at_random:
-            return stored(new, self.dtype)
+            return to_stored_dtype(new, self.dtype)
         *coordinates, step = drawn
         axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
         index = global_index(self.spec, self.mesh, dict(zip(axes, coordinates, strict=True)), new.device)
         return cast(round_at_random(new, step, self.site, index), self.dtype)
 
-    def inputs(self, append: Appender, moment: str, how: Codec, parameter: fx.Node) -> Added:
-        """The tensors that one moment is stored in."""
-        found = []
-        for suffix, shape, dtype, spec in how.parts(self.spec, self.mesh):
+    def inputs(self, append: Appender, moment: str, storage: Codec, parameter: fx.Node) -> Added:
+        """Insert the inputs that store one moment."""
+        added = []
+        for suffix, shape, dtype, spec in storage.parts(self.spec, self.mesh):
             val = ir.example(parameter).new_empty(shape, dtype=dtype)
             node = append.placeholder(f"{moment}{suffix.replace('.', '_')}_{parameter.name}", val, spec)
-            name = f"{moment}{suffix}.{self.given.name}"
-            found.append((node, ir.Input(name, "moment", spec, layer=self.given.layer)))
-        return found
+            name = f"{moment}{suffix}.{self.input.name}"
+            added.append((node, ir.Input(name, "moment", spec, layer=self.input.layer)))
+        return added

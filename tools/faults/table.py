@@ -148,8 +148,8 @@ FAULTS = (
     Fault(
         "float8_gradient_of_x",
         "passes/precision/float8.py",
-        "product(rows, w.t(), quantize, dtype), product(rows.t(), flat.t(), quantize, dtype)",
-        "product(rows, w.t(), quantize, dtype), product(rows.t(), flat.t(), quantize, E4M3)",
+        "float8_matmul(rows, w.t(), quantize, dtype), float8_matmul(rows.t(), flat.t(), quantize, dtype)",
+        "float8_matmul(rows, w.t(), quantize, dtype), float8_matmul(rows.t(), flat.t(), quantize, E4M3)",
         "The gradient of a weight is quantized in the narrower format.",
     ),
     Fault(
@@ -260,7 +260,7 @@ FAULTS = (
     Fault(
         "scale_lost",
         "passes/autograd/simplify.py",
-        "one.update_arg(1, one.args[1] / other.args[1])\n",
+        "quotient.update_arg(1, quotient.args[1] / multiple.args[1])\n",
         "pass\n",
         "A factor taken from one operand of a product is not given to the other.",
     ),
@@ -288,7 +288,7 @@ FAULTS = (
     Fault(
         "lse_of_own_classes",
         "passes/memory/chunked.py",
-        "lse = self.over_all(value.logsumexp(1))",
+        "lse = self.lse_over_ranks(value.logsumexp(1))",
         "lse = value.logsumexp(1)",
         "Ranks that share the vocabulary take the softmax over their own classes each.",
     ),
@@ -316,7 +316,7 @@ FAULTS = (
     Fault(
         "buffers_not_stored",
         "passes/update/optimize.py",
-        "append.keep(given[output.name], node)",
+        "append.keep(buffers[output.name], node)",
         "pass",
         "New values of buffers are thrown away.",
     ),
@@ -330,15 +330,15 @@ FAULTS = (
     Fault(
         "one_axis_completed",
         "passes/update/defer.py",
-        "for axis in mesh.flatten(left):",
-        "for axis in mesh.flatten(left)[1:]:",
+        "for axis in mesh.flatten(remaining):",
+        "for axis in mesh.flatten(remaining)[1:]:",
         "One of the sums that were left to the update is never taken.",
     ),
     Fault(
         "ring_reads_what_travels",
         "passes/communication/ring_products.py",
-        "x = x if coming is None else arrive(coming, x)",
-        "x = x if coming is None else coming",
+        "x = x if incoming is None else arrive(incoming, x)",
+        "x = x if incoming is None else incoming",
         "A shard is multiplied before it has arrived.",
     ),
     Fault(
@@ -393,14 +393,14 @@ FAULTS = (
     Fault(
         "one_copy_for_all_stages",
         "passes/pipeline/assign.py",
-        "        users.setdefault(given[node].name, []).append(stage)\n        if ir.pipeline_stage(node) is None:",
-        "        users.setdefault(given[node].name, []).append(stage)\n        if True:",
+        "        users.setdefault(items[node].name, []).append(stage)\n        if ir.pipeline_stage(node) is None:",
+        "        users.setdefault(items[node].name, []).append(stage)\n        if True:",
         "A parameter that several stages use is an input of the last of them alone.",
     ),
     Fault(
         "sent_values_recomputed",
         "passes/memory/remat.py",
-        '"sent to another stage" if node in elsewhere else reason_to_run_once(node, written)',
+        '"sent to another stage" if node in sent_to_stages else reason_to_run_once(node, written)',
         "reason_to_run_once(node, written)",
         "A stage recomputes for its backward what it was sent.",
     ),
@@ -428,14 +428,14 @@ FAULTS = (
     Fault(
         "sent_is_not_held",
         "passes/lower/segment.py",
-        "        if where[start] != where[wait]:",
-        "        if where[start] > where[wait]:",
+        "        if run_of[start] != run_of[wait]:",
+        "        if run_of[start] > run_of[wait]:",
         "What a collective sends may be freed before it is waited for in another body.",
     ),
     Fault(
         "repeated_without_a_look",
         "passes/lower/unfold.py",
-        "if len({self.described(node) for node in nodes}) > 1:",
+        "if len({self.describe(node) for node in nodes}) > 1:",
         "if False:",
         "A layer is repeated though the layers around it call other bodies.",
     ),

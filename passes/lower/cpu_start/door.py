@@ -1,15 +1,15 @@
-"""The fast start on a CPU, a context: Inductor is patched inside, and as it was outside.
+"""The fast start on a CPU, a context in which Inductor is patched; on exit it is as before.
 
     with fast_cpu_start(store, surroundings) as libraries:
         ...                              # lower bodies: Inductor asks for their C++ kernels
     # all kernels are built and loaded
 
-Inside, kernels of several bodies are built as one library (`kernels.py`), beside the lowering of the next bodies, and
-no instruction set is tested. `prepare` precompiles the header of all kernels during capture. Files of Inductor's cache
-are checked before they are executed: `checked_files` alone does that for kernels that Inductor builds by itself.
+Inside, kernels of several bodies are built as one library (`kernels.py`), while the next bodies are lowered, and
+instruction sets are not tested. `prepare` precompiles the header of all kernels during capture. Files of Inductor's
+cache are checked before they are executed: `checked_files` alone does that for kernels that Inductor builds by itself.
 
-Only time depends on this: `lower.fast_start=false` leaves it out, and if PyTorch has changed so that it fails, bodies
-are compiled without it (`inductor.compiled_for_cpu`).
+Only time depends on this. `lower.fast_start=false` turns it off. If it fails because PyTorch has changed, bodies are
+compiled without it (`inductor.compiled_for_cpu`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from threading import Lock
 
 from passes.lower.cpu_start.kernels import CppKernel, Libraries, library_source
-from passes.lower.cpu_start.ready import as_imported, untouched
-from passes.lower.store import Store, replace, stored
+from passes.lower.cpu_start.ready import options_at_import, options_untouched
+from passes.lower.store import Store, body_store, replace
 from passes.program.torch_private import (
     build_library,
     compiler_folder,
@@ -58,7 +58,8 @@ class Shared:
 def fast_cpu_start(store: Store, surroundings: Callable[[], str]) -> Iterator[Libraries]:
     """Collect the C++ kernels of the bodies that are compiled inside; on exit all are built, and Inductor is unpatched.
 
-    `surroundings` returns all that kernels depend on but their source. Raises RuntimeError if nothing can be built.
+    `surroundings` returns everything that kernels depend on except their source. Raises RuntimeError if nothing can be
+    built.
     """
     header = prepare(surroundings)
     try:
@@ -68,15 +69,15 @@ def fast_cpu_start(store: Store, surroundings: Callable[[], str]) -> Iterator[Li
                 yield libraries
                 header.result()  # before an error of the kernels, because its message has the fix
     finally:
-        wait([header])  # the thread is inside the door, too
+        wait([header])  # the thread uses the patched Inductor, too
 
 
 @cache
 def prepare(surroundings: Callable[[], str]) -> Future[None]:
-    """Begin, in a thread and once a process, the work that no kernel can be built without."""
-    untouched()
+    """Start a thread, once per process, that does the work without which no kernel can be built."""
+    options_untouched()
     import_cpp_compiler()
-    as_imported()
+    options_at_import()
     return ThreadPoolExecutor(1, "ready for C++").submit(build_header, surroundings)
 
 
@@ -86,18 +87,18 @@ def build_header(surroundings: Callable[[], str]) -> None:
     Raises RuntimeError if kernels cannot be built or loaded.
     """
     with checked_files, trusted_instructions:
-        surroundings()  # loads libraries, and PyTorch keeps the slow part of it
+        surroundings()  # loads libraries, and PyTorch caches its slow part
         body = "at::vec::Vectorized<float>(1).exp().store(to);" if instruction_set() else "*to = std::exp(1.0f);"
         source = f'#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* to) {{ {body} }}'
         try:
             build_library(library_source([("kernel_0", CppKernel(("float*",), source))]))()
         except Exception as error:
-            fix = "ATEN_CPU_CAPABILITY=avx2 or default in the environment chooses a lesser instruction set"
-            raise RuntimeError(f"the C++ compiler builds nothing for {instruction_set()}; {fix}: {error}") from error
+            fix = "set ATEN_CPU_CAPABILITY=avx2 or default in the environment for a smaller instruction set"
+            raise RuntimeError(f"the C++ compiler cannot build for {instruction_set()}; {fix}: {error}") from error
 
 
 def whole_files_only() -> AbstractContextManager[None]:
-    """Let Inductor execute only files of its cache that are as they were built, and note the files that it builds."""
+    """Let Inductor execute only unchanged files of its cache, and note the digests of files that it builds."""
     return execute_only(lambda path: notes_of(path).is_as_noted(path), lambda path: notes_of(path).note(path), replace)
 
 
@@ -106,4 +107,4 @@ checked_files, trusted_instructions = Shared(whole_files_only), Shared(instructi
 
 def notes_of(path: Path) -> Store:
     """Return the store of a file's digest: next to a file that all caches share, as precompiled headers are."""
-    return stored() if path.is_relative_to(compiler_folder()) else Store(path.parent / "digests")
+    return body_store() if path.is_relative_to(compiler_folder()) else Store(path.parent / "digests")

@@ -1,7 +1,7 @@
-"""C++ kernels built several at a time: a library takes the compiler half a second, and a kernel more in it little.
+"""Build several C++ kernels at a time: a library costs the compiler half a second, one more kernel in it little.
 
-Kernels that Inductor asks for, whichever body they are of, are written into one source, each in its own namespace. The
-store knows a library by its source, and a kernel by its own source and by what it is compiled with.
+Kernels that Inductor asks for, for any body, are written into one source, each in its own namespace. The store knows a
+library by its source, and a kernel by its own source and the compiler's state.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from passes.lower.store import Store
 from passes.program.bodies import key_of
 from passes.program.torch_private import binding_of, build_library
 
-TOGETHER = 8  # kernels of a library: more would leave cores without work
-HEADERS = tuple(f"#include {file}" for file in ("<Python.h>", "<sstream>", "<cstdlib>", "<cerrno>"))  # of bindings
+TOGETHER = 8  # kernels of a library; more would leave cores idle
+HEADERS = tuple(f"#include {file}" for file in ("<Python.h>", "<sstream>", "<cstdlib>", "<cerrno>"))  # for bindings
 Load = Callable[[], Any]  # waits for a build, and returns the loaded library or kernel
 
 
@@ -26,8 +26,8 @@ class CppKernel:
     argtypes: tuple[str, ...]
     source: str
 
-    def named(self, name: str) -> str:
-        """Return the function under another name, with its binding, in a namespace, and without its includes."""
+    def with_name(self, name: str) -> str:
+        """Return the function under another name, with its binding, in a namespace, without its includes."""
         lines = "\n".join(line for line in self.source.splitlines() if not is_include(line))
         binding = binding_of(name, self.argtypes)
         return f"namespace of_{name} {{\n#define kernel {name}\n{lines}\n{binding}\n#undef kernel\n}}"
@@ -37,7 +37,8 @@ class CppKernel:
 class Libraries:
     """The libraries of kernels, in this process and in the store.
 
-    `surroundings` is all that kernels depend on but their source. `waiting` are kernels that are in no library yet.
+    `surroundings` is everything that kernels depend on except their source. `waiting` are kernels that are in no
+    library yet.
     """
 
     store: Store
@@ -50,14 +51,14 @@ class Libraries:
         """Return the loader of a kernel, to be called once all are built."""
         kernel = CppKernel(tuple(argtypes), source)
         key = self.key(kernel)
-        if key not in self.places and key not in self.waiting and not self.stored(key):
+        if key not in self.places and key not in self.waiting and not self.find_stored(key):
             self.waiting[key] = kernel
             if len(self.waiting) == TOGETHER:
                 self.build()
         return lambda: self.load(*self.places[key])
 
     def load(self, library: str, name: str) -> Any:
-        """Return a kernel of a library, which has a module for each."""
+        """Return a kernel of a library, which has one module for each kernel."""
         return getattr(getattr(self.libraries[library](), name), name)
 
     def key(self, kernel: CppKernel) -> str:
@@ -65,12 +66,12 @@ class Libraries:
         return key_of(f"{kernel.argtypes} {kernel.source} {self.surroundings}")
 
     def place_of(self, kernel: tuple[tuple[str, ...], str]) -> tuple[str, str] | None:
-        """Return the file of the library that a kernel was loaded from and its name in it; None if it was not."""
+        """Return the file of the library from which a kernel was loaded, and its name in it, or None."""
         library, name = self.places.get(self.key(CppKernel(*kernel)), ("", ""))
         return (self.libraries[library]().__file__, name) if library else None
 
-    def stored(self, key: str) -> bool:
-        """Return whether the store has a library with the kernel, which begins to load."""
+    def find_stored(self, key: str) -> bool:
+        """Return True if the store has a library with the kernel; start to load it."""
         entry = self.store.get(key)
         library, _, name = entry.decode().partition(" ") if entry else ("", "", "")
         source = self.store.get(library) if library and library not in self.libraries else None
@@ -81,7 +82,7 @@ class Libraries:
         return key in self.places
 
     def build(self) -> None:
-        """Begin to build a library of the waiting kernels."""
+        """Start to build a library of the waiting kernels."""
         if not self.waiting:
             return
         names = {key: f"kernel_{i}" for i, key in enumerate(self.waiting)}
@@ -96,16 +97,16 @@ class Libraries:
 
 
 def is_include(line: str) -> bool:
-    """Return whether a line of C++ includes a file."""
+    """Return True if a line of C++ includes a file."""
     return line.lstrip().startswith("#include")
 
 
 def library_source(kernels: Sequence[tuple[str, CppKernel]]) -> str:
-    """Return named kernels as one source of a module of modules, a kernel each."""
+    """Return the source of a module with one submodule for each named kernel."""
     includes = (line.strip() for _, kernel in kernels for line in kernel.source.splitlines() if is_include(line))
-    # the precompiled header comes first of all, or the compiler does not take it
+    # the compiler uses the precompiled header only if its include comes first
     head = "\n".join(dict.fromkeys([*includes, "#define PY_SSIZE_T_CLEAN", *HEADERS]))
-    parts = "\n".join(kernel.named(name) for name, kernel in kernels)
+    parts = "\n".join(kernel.with_name(name) for name, kernel in kernels)
     adds = "\n".join(f'    add(all, "{name}", of_{name}::PyInit_{name}());' for name, _ in kernels)
     return f"""{head}
 {parts}

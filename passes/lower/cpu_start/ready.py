@@ -1,7 +1,7 @@
-"""Compiled bodies that a restart loads without Inductor, which takes two seconds to import.
+"""Compiled bodies that a restart loads without Inductor, whose import takes two seconds.
 
-A body on the CPU is Python code that calls kernels of libraries. If the code needs nothing else of Inductor, it is
-stored without Inductor's statements and with the places of its kernels. Its key is made of the body, our passes,
+A compiled body on the CPU is Python code that calls kernels of libraries. If the code needs nothing else of Inductor,
+it is stored without Inductor's statements and with the places of its kernels. The key covers the body, our passes,
 versions, the environment, the processor, and Inductor's options, as they are before and after its import.
 """
 
@@ -36,7 +36,7 @@ NO_MATTER = (
 
 @dataclass
 class Ready:
-    """The bodies of a store that can be loaded without Inductor; `options` are Inductor's now."""
+    """The bodies of a store that can be loaded without Inductor; `options` are Inductor's current options."""
 
     store: Store
     ours: str
@@ -45,7 +45,7 @@ class Ready:
 
     def key(self, body: Body, options: str) -> str:
         """Return the key of a body."""
-        return key_of(f"ready {body.key} {self.ours} {options} {machine()} {switched()}")
+        return key_of(f"ready {body.key} {self.ours} {options} {machine()} {settings_now()}")
 
     def load(self, body: Body) -> Callable | None:
         """Return the function that runs a body; None if it is not stored, or one of its libraries was changed."""
@@ -60,7 +60,7 @@ class Ready:
         return names["call"]  # type: ignore[return-value]
 
     def open(self, path: str) -> bool:
-        """Load a library, if it is as it was built; return whether it is."""
+        """Load a library unless it was changed since it was built; return False if it was."""
         if path not in self.libraries:
             if not self.store.is_as_noted(Path(path)):
                 return False
@@ -72,7 +72,7 @@ class Ready:
         return getattr(getattr(self.libraries[path], name), name)
 
     def keep(self, body: Body, source: str, place: Callable[[Kernel], tuple[str, str] | None]) -> None:
-        """Store the code of a body, if it needs no compiler; `place` returns the library and the name of a kernel."""
+        """Store the code of a body if it needs no compiler; `place` returns the library and the name of a kernel."""
         parts = without_compiler(source)
         if parts is None:
             return
@@ -83,7 +83,7 @@ class Ready:
         libraries = sorted({at[0] for at in places.values() if at})
         entry = json.dumps({"code": code, "kernels": places, "libraries": libraries}).encode()
         now = options_now()
-        for options in {now, UNTOUCHED} if untouched() and now == as_imported() else {now}:
+        for options in {now, UNTOUCHED} if options_untouched() and now == options_at_import() else {now}:
             self.store.put(self.key(body, options), entry)
 
 
@@ -106,7 +106,7 @@ LOADED_BY = ("AsyncCompile", "run_intermediate_hooks", "maybe_profile", "align")
 
 
 def is_of_compiler(statement: ast.stmt) -> bool:
-    """Return whether a statement serves only Inductor's loader."""
+    """Return True if a statement only serves Inductor's loader."""
     if isinstance(statement, ast.ImportFrom):
         names = {alias.asname or alias.name for alias in statement.names}
         return (statement.module or "").startswith("torch._inductor") and names <= set(LOADED_BY)
@@ -117,7 +117,7 @@ def is_of_compiler(statement: ast.stmt) -> bool:
 
 
 def kernel_in(statement: ast.stmt) -> tuple[str, Kernel] | None:
-    """Return the kernel that a statement `name = async_compile.cpp_pybinding(types, source)` asks for."""
+    """Return the kernel in `name = async_compile.cpp_pybinding(types, source)`; None for other statements."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return None
     call, target = statement.value, statement.targets[0]
@@ -128,25 +128,25 @@ def kernel_in(statement: ast.stmt) -> tuple[str, Kernel] | None:
 
 
 def options_now() -> str:
-    """Return Inductor's options; if nothing has imported them, they are as the environment says."""
+    """Return Inductor's options, or `UNTOUCHED` if they are not imported yet."""
     return inductor_options() if "torch._inductor.config" in sys.modules else UNTOUCHED
 
 
-def switched() -> str:
-    """Return the present settings of PyTorch that kernels depend on, Inductor's options aside."""
+def settings_now() -> str:
+    """Return the current settings of PyTorch that kernels depend on, except Inductor's options."""
     flags = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
     return f"{torch.get_num_threads()} {flags} {torch.get_float32_matmul_precision()}"
 
 
 @functools.cache
-def untouched() -> bool:
-    """Return whether Inductor's options were not imported at the first call, which is before we import them."""
+def options_untouched() -> bool:
+    """Return True if Inductor's options were not imported at the first call, which comes before we import them."""
     return options_now() == UNTOUCHED
 
 
 @functools.cache
-def as_imported() -> str:
-    """Return Inductor's options at the first call, which is as soon as we import them."""
+def options_at_import() -> str:
+    """Return Inductor's options at the first call, which comes right after we import them."""
     return options_now()
 
 

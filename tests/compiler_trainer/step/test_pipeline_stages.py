@@ -107,7 +107,7 @@ def test_stages_have_the_layers_that_are_told():
 
 
 def test_more_stages_than_operators_are_refused():
-    with pytest.raises(UserError, match="mesh.pp: 8 stages, the model has fewer operators"):
+    with pytest.raises(UserError, match="mesh.pp: 8 stages, but fewer operators"):
         compile_step(
             torch.nn.Linear(3, 1, bias=False), lambda m, b: m(b["x"]).sum(), {"x": torch.ones(2, 3)}, mesh={"pp": 8},
             ranks="lockstep", passes={"pipeline": {"schedule": "gpipe"}},

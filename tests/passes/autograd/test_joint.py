@@ -1,4 +1,4 @@
-"""Every node of the backward says which node of the forward it differentiates, and a backward that cannot is refused."""
+"""Every node of the backward records the forward node that it differentiates; otherwise the backward is refused."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_each_weight_gradient_comes_from_the_module_of_its_weight(program):
 def test_a_sum_of_gradients_comes_from_a_module_that_yields_a_term(program):
     layer = lambda node: ".".join(ir.module_path(node).split(".")[:2])  # noqa: E731
     sums = [n for n in program.calls() if n.target is aten.add.Tensor and ir.phase(n) == "backward"]
-    seen = collections.Counter(map(layer, sums))
-    assert seen["blocks.0"] and seen["blocks.1"]
+    by_layer = collections.Counter(map(layer, sums))
+    assert by_layer["blocks.0"] and by_layer["blocks.1"]
     for node in sums:
         assert layer(node) in {layer(term) for term in node.all_input_nodes}, node.name
 
@@ -55,8 +55,8 @@ def test_what_the_forward_computes_behind_the_loss_stays_forward():
     loss = small.call(aten.sum.default, small.call(aten.mul.Tensor, weight, weight), spec=Spec.whole(()))
     metric = small.call(aten.neg.default, loss, spec=Spec.whole(()))
     program = small.program([("loss", "loss", loss, Spec.whole(())), ("metric", "negated", metric, Spec.whole(()))])
-    found, report = joint.Joint()(program, small.ctx)
-    phases = {n.target: ir.phase(n) for n in found.calls()}
+    result, report = joint.Joint()(program, small.ctx)
+    phases = {n.target: ir.phase(n) for n in result.calls()}
     assert phases[aten.neg.default] == "forward" and phases[aten.ones_like.default] == "backward"
     assert report.counts["without origin"] == 0
 
@@ -75,14 +75,14 @@ def test_a_few_nodes_without_an_origin_are_noted():
 
 
 def test_autograd_keeps_nothing_of_the_trace_alive(monkeypatch):
-    seen = []
+    references = []
 
     class Watched(joint.Origins):
         def __init__(self, module: fx.GraphModule):
             super().__init__(module)
-            seen.append(weakref.ref(self))
+            references.append(weakref.ref(self))
 
     monkeypatch.setattr(joint, "Origins", Watched)
     joint_programs.joint.__wrapped__()
     gc.collect()
-    assert [ref() for ref in seen] == [None]
+    assert [ref() for ref in references] == [None]

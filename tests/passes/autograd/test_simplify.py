@@ -1,4 +1,4 @@
-"""What algebra removes: the text before and after, the same bits, and what must stay."""
+"""Simplification by algebra: the text before and after, the same bits, and operators that must stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F32 = torch.float32
 
 
 def simplified(small: Small, result) -> tuple[list[str], ir.Report]:
-    """The operators left of a program that returns one value."""
+    """Return the operators left of a program that returns one value."""
     program = small.program([("loss", "loss", result, cut(tuple(ir.example(result).shape)))])
     after, report = Simplify()(program, small.ctx)
     return body(after).splitlines(), report

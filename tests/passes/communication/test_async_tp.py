@@ -1,4 +1,4 @@
-"""Products beside the steps of a ring: the same values, uneven sizes and all, and taken where a step gets shorter."""
+"""Matmuls next to the steps of a ring: the same values, uneven sizes included, and used only if a step gets shorter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.check.values import Numbers, check_kept
 from passes.check.verify import check_waits
 from passes.communication import async_tp, ring_products
 from passes.communication.async_tp import AsyncTP
-from passes.communication.layer_starts import products_of
+from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import NodeOrder, in_flight
 from passes.communication.overlap import Overlap
 from passes.cost.cluster import Cluster, Links
@@ -41,7 +41,7 @@ ALL = AsyncTP("all")
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 @pytest.mark.sample(2)
 def test_updates_are_those_of_eager_pytorch(tp):
-    """Of 7 tokens a row and features that divide by nothing; of 8 ranks one has no token at all."""
+    """Train with 7 tokens a sample and features that nothing divides; of 8 ranks one has no token."""
     step = trained_alike(llama(), llama_loss, batches(), {"tp": tp}, passes=RINGS)
     (report,) = [done["report"] for done in step.report["passes"] if done["name"] == "async_tp"]
     counts = report["counts"]
@@ -66,7 +66,7 @@ def test_rings_work_beside_other_axes_and_passes(mesh, passes, microbatches):
 
 @pytest.mark.full
 def test_products_of_two_pipeline_stages_are_no_ring():
-    """Stages of one layer end between the products of what is gathered once."""
+    """Check a layer whose stages are cut between the matmuls of one gathered value."""
     trained_alike(llama(1), llama_loss, batches(), {"pp": 2, "tp": 2}, passes=RINGS)
 
 
@@ -79,7 +79,7 @@ def test_every_site_of_a_joint_program_becomes_a_ring_with_products_beside_each_
     counts = records[-1].report.counts
     assert counts["sites"] == counts["gathers"] + counts["scatters"] > 0
     ordered, _ = Overlap()(Collectives()(after, ctx)[0], ctx)
-    products = products_of(ordered.graph)
+    products = matmuls_of(ordered.graph)
     steps = [pair for pair in in_flight(ordered.graph.nodes) if kind_of(pair[0]) == "shift"]
     assert len(steps) == 2 * counts["sites"]
     assert all(any(node in products for node in NodeOrder(ordered.graph).between(*pair)) for pair in steps)
@@ -93,7 +93,7 @@ def split(*shape: int, dim: int | None = None) -> Spec:
 
 
 class Site(Tiny):
-    """Sites of rings over three ranks, of seven rows in each of two sequences."""
+    """A program with sites of rings over three ranks, with seven rows in each of two sequences."""
 
     def __init__(self) -> None:
         super().__init__(tp=3)
@@ -111,14 +111,14 @@ class Site(Tiny):
         return [self.call(aten.mm.default, rows, weight) for weight in weights]
 
     def scatter(self, terms: int, dim: int = 1) -> fx.Node:
-        own = self.call(aten.add.Scalar, self.axis_index, 1)
-        found = []
+        local = self.call(aten.add.Scalar, self.axis_index, 1)
+        result = []
         for i in range(terms):
-            term = self.call(aten.mul.Tensor, self.input(f"a{i}", split(14, 4 + i), "batch"), own)
-            made = self.call(aten.mm.default, term, self.input(f"u{i}", split(4 + i, 6)))
-            found.append(self.call(aten._unsafe_view.default, made, [2, 7, 6]))
-        total = found[0]
-        for term in found[1:]:
+            term = self.call(aten.mul.Tensor, self.input(f"a{i}", split(14, 4 + i), "batch"), local)
+            outputs = self.call(aten.mm.default, term, self.input(f"u{i}", split(4 + i, 6)))
+            result.append(self.call(aten._unsafe_view.default, outputs, [2, 7, 6]))
+        total = result[0]
+        for term in result[1:]:
             total = self.call(aten.add.Tensor, total, term)
         return self.call(reshard.reduce_scatter, total, dim, "tp", 3, F32, None)
 
@@ -126,9 +126,9 @@ class Site(Tiny):
         return self.call(aten.neg.default, node)
 
     def same(self, program: ir.Program, after: ir.Program) -> bool:
-        given = zip(program.placeholders(), program.inputs, strict=True)
+        inputs = zip(program.placeholders(), program.inputs, strict=True)
         torch.manual_seed(0)
-        values = {i.name: torch.randn(i.spec.shape) for _, i in given if i.kind != "coordinate"}
+        values = {i.name: torch.randn(i.spec.shape) for _, i in inputs if i.kind != "coordinate"}
         return alike(run_on(after, self.ctx, values), run_on(program, self.ctx, values))
 
 
@@ -136,8 +136,8 @@ class Site(Tiny):
 def test_products_of_one_ring_are_apart_or_joined_with_the_same_values(small_flops, products, monkeypatch):
     monkeypatch.setattr(ring_products, "SMALL_FLOPS", small_flops)
     site = Site()
-    whole = site.gather()
-    program = site.program(*site.products(whole, "q", "k"), site.used(whole), site.scatter(2))
+    full = site.gather()
+    program = site.program(*site.products(full, "q", "k"), site.used(full), site.scatter(2))
     after, report = ALL(program, site.ctx)
     assert report.counts == {"sites": 2, "gathers": 1, "scatters": 1}
     assert sum(name_of(node) == "mm" for node in Collectives()(after, site.ctx)[0].calls()) == products
@@ -146,7 +146,7 @@ def test_products_of_one_ring_are_apart_or_joined_with_the_same_values(small_flo
 
 def test_nothing_is_a_site_whose_rows_are_not_whole_or_that_more_reads():
     site = Site()
-    features = site.products(site.gather(dim=2), "q")  # every rank has a part of each row
+    features = site.products(site.gather(dim=2), "q")  # each rank has some features of each row
     columns = site.scatter(1, dim=2)
     other = site.call(aten.mm.default, site.input("b", split(14, 6), "batch"), site.input("v", split(6, 6)))
     read = site.call(aten._unsafe_view.default, other, [2, 7, 6])
@@ -160,10 +160,10 @@ def test_nothing_is_a_site_whose_rows_are_not_whole_or_that_more_reads():
 
 def test_a_matrix_that_is_computed_from_what_is_gathered_stays_behind_it():
     site = Site()
-    whole = site.gather()
-    rows = site.call(aten.view.default, whole, [14, 6])
-    made = site.call(aten.mm.default, rows, site.call(aten.mm.default, site.call(aten.t.default, rows), rows))
-    after, report = ALL(program := site.program(made), site.ctx)
+    full = site.gather()
+    rows = site.call(aten.view.default, full, [14, 6])
+    outputs = site.call(aten.mm.default, rows, site.call(aten.mm.default, site.call(aten.t.default, rows), rows))
+    after, report = ALL(program := site.program(outputs), site.ctx)
     assert after is program and report.counts == {"sites": 0}
 
 
@@ -182,7 +182,7 @@ def test_auto_takes_rings_where_links_are_slow_enough_to_wait_for(bytes_per_s, r
     auto = AsyncTP("auto", cluster(bytes_per_s), (Collectives(), Overlap()))
     after, report = auto(program, site.ctx)
     assert report.counts["gathers"] + report.counts["scatters"] == rings and len(report.notes) == 2
-    assert all(("taken" if rings else "left") in note for note in report.notes)
+    assert all((": used" if rings else ": not used") in note for note in report.notes)
     assert site.same(program, after)
 
 
@@ -190,15 +190,15 @@ def test_auto_takes_rings_where_links_are_slow_enough_to_wait_for(bytes_per_s, r
 
 
 def heard(program: ir.Program, ctx: ir.Context) -> str:
-    meant = as_meant(ALL(program, ctx)[0], ctx)
-    return "; ".join(message for _, message in check_kept(*(Numbers(p, abstract_eval(p, ctx)) for p in (program, meant))))
+    expected = as_meant(ALL(program, ctx)[0], ctx)
+    return "; ".join(message for _, message in check_kept(*(Numbers(p, abstract_eval(p, ctx)) for p in (program, expected))))
 
 
 def of_two_matrices() -> tuple[ir.Program, ir.Context]:
     site = Site()
     rows = site.call(aten.view.default, site.gather(), [14, 6])
-    made = [site.call(aten.mm.default, rows, site.input(name, split(6, 6))) for name in ("q", "k")]
-    return site.program(*made, site.scatter(2)), site.ctx
+    outputs = [site.call(aten.mm.default, rows, site.input(name, split(6, 6))) for name in ("q", "k")]
+    return site.program(*outputs, site.scatter(2)), site.ctx
 
 
 def test_rings_mean_what_they_replace():
@@ -217,12 +217,12 @@ def test_a_ring_of_other_matrices_is_heard(monkeypatch):
 
 
 def test_a_ring_that_adds_in_another_dtype_is_heard(monkeypatch):
-    right = async_tp.scattering
-    monkeypatch.setattr(async_tp, "scattering", lambda site: rounded(right(site)))
+    right = async_tp.scatter_ring
+    monkeypatch.setattr(async_tp, "scatter_ring", lambda site: rounded(right(site)))
     assert "makes another value of 'gradient'" in heard(*of_two_matrices())
 
 
-def rounded(work: ring_products.ScatterProducts) -> ring_products.ScatterProducts:
+def rounded(work: ring_products.ScatterMatmuls) -> ring_products.ScatterMatmuls:
     return replace(work, scatter=(*work.scatter[:-1], torch.bfloat16))
 
 

@@ -1,4 +1,4 @@
-"""Several microbatches in one program: the same updates, whatever it shares and in whatever order they come."""
+"""Several microbatches in one program: the same updates, whatever is shared and in whatever order they come."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ AT_ONCE = {"communication": {"batch_overlap": 2}}
 
 
 def summing() -> tuple[Small, list]:
-    """A loss, a metric and a count of rows, and a buffer that adds up what is seen, which the loss reads."""
+    """Return a loss, a metric and a count of rows, and a buffer that adds up its inputs and is read by the loss."""
     small = Small()
     x, w = small.input("x", cut((3, 4)), "batch"), small.input("w", cut((4, 4)))
-    seen = small.input("seen", Spec(()), "buffer")
-    both = small.call(aten.mm.default, x, small.call(aten.mul.Tensor, w, 2))
-    total = small.call(aten.sum.default, both)
-    loss = small.call(aten.add.Tensor, total, seen)
-    new = small.call(aten.add.Tensor, seen, 1)
+    total_seen = small.input("seen", Spec(()), "buffer")
+    double = small.call(aten.mm.default, x, small.call(aten.mul.Tensor, w, 2))
+    total = small.call(aten.sum.default, double)
+    loss = small.call(aten.add.Tensor, total, total_seen)
+    new = small.call(aten.add.Tensor, total_seen, 1)
     return small, [("loss", "loss", loss), ("metric", "mean", total), ("count", "rows", total), ("buffer", "seen", new)]
 
 
@@ -58,29 +58,29 @@ def test_what_is_of_parameters_is_shared_and_a_buffer_goes_from_one_to_the_next(
     assert [(i.name, i.kind) for i in after.inputs] == [
         ("x", "batch"), ("w", "parameter"), ("seen", "buffer"), ("x@1", "batch")]  # fmt: skip
     x, w, other = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 4), (4, 4), (3, 4)))
-    seen = torch.tensor(5.0, dtype=torch.float64)
-    loss, metric, count, left = after.module(x, w, seen, other)
-    own = [(each @ (2 * w)).sum() for each in (x, other)]
+    buffer = torch.tensor(5.0, dtype=torch.float64)
+    loss, metric, count, left = after.module(x, w, buffer, other)
+    own_sums = [(item @ (2 * w)).sum() for item in (x, other)]
     assert_same({"loss": loss, "metric": metric, "count": count, "seen": left},
-                {"loss": own[0] + 5 + own[1] + 6, "metric": sum(own) / 2, "count": sum(own), "seen": seen + 2}, 1e-12)  # fmt: skip
+                {"loss": own_sums[0] + 5 + own_sums[1] + 6, "metric": sum(own_sums) / 2, "count": sum(own_sums), "seen": buffer + 2}, 1e-12)  # fmt: skip
 
 
 def test_a_buffer_that_is_read_before_it_is_changed_waits_for_the_microbatch_before():
-    """The new value is made last of all, and read first of all."""
+    """Check a buffer whose new value is made last, and which is read first."""
     small = Small()
-    x, seen = small.input("x", cut((2,)), "batch"), small.input("seen", cut((2,)), "buffer")
-    y = small.call(aten.mul.Tensor, x, seen)
+    x, buffer = small.input("x", cut((2,)), "batch"), small.input("seen", cut((2,)), "buffer")
+    y = small.call(aten.mul.Tensor, x, buffer)
     new = small.call(aten.add.Tensor, y, 1)
     loss = small.call(aten.sum.default, y)
     after, _ = BatchOverlap(3)(small.program(
         [("loss", "loss", loss, Spec(())), ("buffer", "seen", new, cut((2,)))], Stage.NORMALIZED), small.ctx)  # fmt: skip
     after.graph.lint()
-    parts, held = [torch.tensor(part, dtype=torch.float64) for part in ([1, 2], [3, 4], [5, 6])], torch.ones(2).double()
+    parts, old = [torch.tensor(part, dtype=torch.float64) for part in ([1, 2], [3, 4], [5, 6])], torch.ones(2).double()
     total = 0.0
-    loss, left = after.module(parts[0], held, *parts[1:])
+    loss, left = after.module(parts[0], old, *parts[1:])
     for part in parts:
-        total, held = total + (part * held).sum(), part * held + 1
-    assert_same({"loss": loss, "seen": left}, {"loss": total, "seen": held}, 1e-12)
+        total, old = total + (part * old).sum(), part * old + 1
+    assert_same({"loss": loss, "seen": left}, {"loss": total, "seen": old}, 1e-12)
 
 
 # ---- what it computes -------------------------------------------------------------------------------
@@ -113,12 +113,12 @@ def test_running_statistics_are_those_of_microbatches_in_turn():
 
 
 def test_what_is_drawn_is_what_microbatches_in_turn_draw():
-    data, found = points(rows=8), []
+    data, result = points(rows=8), []
     for passes in ({}, AT_ONCE):
         step = compile_lockstep(perceptron(nn.Dropout(0.5)), squared_error, data[0], {"dp_shard": 2}, NO_DECAY,
                                 microbatches=4, passes=passes)  # fmt: skip
-        found.append(train_step(step, data)[-1] | step.state_dict())
-    assert_same(*found, 1e-12)
+        result.append(train_step(step, data)[-1] | step.state_dict())
+    assert_same(*result, 1e-12)
 
 
 def test_evaluation_and_rows_are_those_of_all_microbatches():
@@ -155,17 +155,17 @@ def test_microbatches_that_cannot_be_taken_at_once(microbatches, mesh, said):
 
 def test_entries_may_have_any_names_but_those_of_copies():
     batch = {"x@2": torch.randn(4, 5).double(), "y@of": torch.randn(4, 3).double()}
-    how = {"mesh": {}, "microbatches": 2, "evaluate": True}
-    wanted = compile_lockstep(perceptron(), squared_error, {"x": batch["x@2"], "y": batch["y@of"]}, **how)
+    options = {"mesh": {}, "microbatches": 2, "evaluate": True}
+    wanted = compile_lockstep(perceptron(), squared_error, {"x": batch["x@2"], "y": batch["y@of"]}, **options)
     wanted = wanted({"x": batch["x@2"], "y": batch["y@of"]})
     renamed = lambda m, b: squared_error(m, {"x": b["x@2"], "y": b["y@of"]})  # noqa: E731
-    assert compile_lockstep(perceptron(), renamed, batch, **how)(batch) == wanted
-    together = compile_lockstep(perceptron(), renamed, batch, **how, passes=AT_ONCE)(batch)
+    assert compile_lockstep(perceptron(), renamed, batch, **options)(batch) == wanted
+    together = compile_lockstep(perceptron(), renamed, batch, **options, passes=AT_ONCE)(batch)
     assert together == pytest.approx(wanted, rel=1e-12)
     clash = {"x": batch["x@2"], "x@1": batch["y@of"]}
     error = lambda m, b: squared_error(m, {"x": b["x"], "y": b["x@1"]})  # noqa: E731
-    with pytest.raises(UserError, match=r"batch\['x@1'\]: is how 2 microbatches of one program call a copy of 'x'; rename"):
-        compile_lockstep(perceptron(), error, clash, **how, passes=AT_ONCE)
+    with pytest.raises(UserError, match=r"batch\['x@1'\]: with 2 microbatches this is the name of a copy of 'x'; rename"):
+        compile_lockstep(perceptron(), error, clash, **options, passes=AT_ONCE)
 
 
 def test_bisect_follows_one_microbatch():

@@ -1,4 +1,4 @@
-"""Merged collectives: fewer of them, the same bits."""
+"""Merged collectives: fewer of them, with the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ F32 = torch.float32
 
 
 def split(shape: tuple[int, ...], dim: int, *axes: str) -> Spec:
-    """A tensor with one dim sharded."""
+    """Return a tensor with one dim sharded."""
     return Spec(tuple((Factor(n, axes if d == dim else ()),) for d, n in enumerate(shape)))
 
 
@@ -80,8 +80,8 @@ def test_any_dim_remainder_and_dtype_give_the_same_bits(parts, dtype):
         full = tiny.call(reshard.all_gather, inputs[name], dim, "dp_shard", parts, shape[dim], dtype, None)
         partial = tiny.call(aten.mul.Tensor, full, full, phase="backward")
         summed = tiny.call(reshard.psum, partial, "dp_shard", F32, F32, phase="optimizer")
-        most = tiny.call(reshard.pmax, inputs[name], "dp_shard")
-        results += [full, scatter(tiny, partial, dim, parts), summed, most]
+        largest = tiny.call(reshard.pmax, inputs[name], "dp_shard")
+        results += [full, scatter(tiny, partial, dim, parts), summed, largest]
     program = tiny.program(*results)
     merged, report = Bucket()(program, tiny.ctx)
     assert equal(run_on(merged, tiny.ctx, values), run_on(program, tiny.ctx, values))
@@ -155,15 +155,15 @@ def test_merged_collectives_give_the_same_bits_and_the_input_is_left_alone(mesh,
 def test_one_gather_and_one_reduce_scatter_a_layer_and_phase(policy):
     _, ctx = joint(FSDP)
     program, _ = Bucket()(Remat(policy)(*joint(FSDP))[0], ctx)
-    found = Counter((n.target, ir.phase(n), ".".join(ir.module_path(n).split(".")[:2]))
+    result = Counter((n.target, ir.phase(n), ".".join(ir.module_path(n).split(".")[:2]))
                     for n in program.calls() if n.target in (reshard.all_gather, reshard.reduce_scatter))
     layers = ("blocks.0", "blocks.1")
-    outside = [place for _, _, place in found if place not in layers]
-    assert set(found.values()) == {1}
-    assert {key for key in found if key[2] in layers} == {
+    outside = [place for _, _, place in result if place not in layers]
+    assert set(result.values()) == {1}
+    assert {key for key in result if key[2] in layers} == {
         (reshard.all_gather, phase, layer) for phase in ("forward", "backward") for layer in layers
     } | {(reshard.reduce_scatter, "backward", layer) for layer in layers}
-    assert len(outside) == 2 + 1 + 2  # embedding and head; head again; the gradients of both
+    assert len(outside) == 2 + 1 + 2  # embedding and head; the head again in the backward; the gradients of both
 
 
 def test_activations_are_left_alone():
@@ -182,7 +182,7 @@ def test_a_bucket_holds_at_most_its_bytes():
     merged, report = Bucket(limit / MIB)(program, ctx)
     gathers = [n for n in merged.calls() if n.target is reshard.all_gather]
     assert all(ir.example(n).numel() * 4 <= limit for n in gathers)
-    assert len(gathers) == 1 + 2 * 2 + 1  # embedding, two a layer, norm with head
+    assert len(gathers) == 1 + 2 * 2 + 1  # embedding, two per layer, norm with head
     assert equal(run(merged, ctx), plain(FSDP))
 
 

@@ -1,4 +1,4 @@
-"""How often what is sent: one gather a use region, one reduction a gradient, and nothing else."""
+"""The number of collectives: one gather per use region, one reduction per gradient, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT = (("dp_shard", 2), ("cp", 2))
 @functools.cache
 def compiled(mesh: tuple, bucket_mib: float = 0.0, policy: str = "none", regather: bool = True, microbatches: int = 1,
              least: int = 1):
-    """The final programs by name, and the records of the step's passes by name."""
+    """Return the final programs by name, and the records of the step's passes by name."""
     records: dict[tuple[str, str], PassRecord] = {}
 
     def observe(program: ir.Program, record: PassRecord) -> None:
@@ -38,19 +38,19 @@ N_PARAMETERS = len(list(llama(N_LAYERS).parameters()))
 
 
 def collectives(program: ir.Program) -> Counter:
-    """(kind, axis, phase) -> how many tensors that are no scalars travel; scalars are counted as ("scalar", axis)."""
-    found: Counter = Counter()
+    """Return (kind, axis, phase) -> number of non-scalar tensors sent; scalars are counted as ("scalar", axis)."""
+    result: Counter = Counter()
     for node in program.calls():
         if "c10d" not in str(node.target) or "wait_tensor" in str(node.target):
             continue
         kind, axis = str(node.target).split(".")[1], axis_of(node)
         is_scalar = ir.example(node).dim() == 0
-        found[("scalar", axis) if is_scalar else (kind, axis, ir.phase(node))] += 1
-    return found
+        result[("scalar", axis) if is_scalar else (kind, axis, ir.phase(node))] += 1
+    return result
 
 
 def traffic(record: PassRecord) -> tuple[int, int]:
-    """Calls and bytes of a program's collectives."""
+    """Return the calls and bytes of a program's collectives."""
     return sum(t.calls for t in record.accounting.traffic), sum(t.sent_bytes for t in record.accounting.traffic)
 
 
@@ -69,27 +69,27 @@ def test_fsdp_gathers_once_a_use_region_and_reduces_once(policy):
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_with_a_sharded_sequence_both_axes_are_gathered_and_reduced_over_at_once(policy):
     programs, _ = compiled(CONTEXT, policy=policy)
-    found = collectives(programs["step"])
-    attention = {key: found.pop(key) for key in list(found) if key[1] == "cp"}
+    actual = collectives(programs["step"])
+    attention = {key: actual.pop(key) for key in list(actual) if key[1] == "cp"}
     assert all(kind != "all_reduce" for kind, *_ in attention)
     axis = {"dp_shard": "fsdp"}
     wanted = {GATHERS: N_PARAMETERS, AGAIN: USED_AGAIN, SCATTERS: N_PARAMETERS, ("scalar", "dp_shard"): SCALARS}
-    assert found == {tuple(axis.get(k, k) for k in key): count for key, count in wanted.items()}
+    assert actual == {tuple(axis.get(k, k) for k in key): count for key, count in wanted.items()}
     gathers = [node for node in programs["step"].calls() if "all_gather_into_tensor" in str(node.target)]
     assert {node.args[1] for node in gathers if node.args[2] == "fsdp"} == {4}
-    stored = [given for given in programs["step"].inputs if given.kind in ("parameter", "moment") and given.spec.dims]
-    for given in stored:
-        assert given.spec.sharded == ("fsdp",)
-        first, *_ = given.spec.shape
-        assert given.spec.local_shape(programs["step"].mesh)[0] == -(-first // 4)
+    stored = [entry for entry in programs["step"].inputs if entry.kind in ("parameter", "moment") and entry.spec.dims]
+    for entry in stored:
+        assert entry.spec.sharded == ("fsdp",)
+        first, *_ = entry.spec.shape
+        assert entry.spec.local_shape(programs["step"].mesh)[0] == -(-first // 4)
 
 
 def test_small_parameters_are_summed_over_both_axes_at_once():
     programs, _ = compiled(CONTEXT, least=10**9)
-    found = {key: count for key, count in collectives(programs["step"]).items() if key[1] != "cp"}
+    result = {key: count for key, count in collectives(programs["step"]).items() if key[1] != "cp"}
     sums = ("all_reduce", "fsdp", "optimizer")
-    assert found.pop(sums) + found.pop(("all_reduce", "fsdp", "backward"), 0) == N_PARAMETERS
-    assert found == {("scalar", "fsdp"): SCALARS - 1}
+    assert result.pop(sums) + result.pop(("all_reduce", "fsdp", "backward"), 0) == N_PARAMETERS
+    assert result == {("scalar", "fsdp"): SCALARS - 1}
 
 
 def test_without_regather_parameters_are_gathered_once():
@@ -106,10 +106,10 @@ def test_replicas_sum_each_gradient_once():
 
 def test_replicas_of_shards_sum_what_is_scattered():
     programs, _ = compiled(HSDP)
-    found = collectives(programs["step"])
-    assert found[("all_reduce", "dp_replicate", "optimizer")] == N_PARAMETERS
-    assert (found[GATHERS], found[AGAIN], found[SCATTERS]) == (N_PARAMETERS, USED_AGAIN, N_PARAMETERS)
-    assert sum(found.values()) == 4 * N_PARAMETERS - 1 + 2 * (SCALARS - 1) + 1
+    result = collectives(programs["step"])
+    assert result[("all_reduce", "dp_replicate", "optimizer")] == N_PARAMETERS
+    assert (result[GATHERS], result[AGAIN], result[SCATTERS]) == (N_PARAMETERS, USED_AGAIN, N_PARAMETERS)
+    assert sum(result.values()) == 4 * N_PARAMETERS - 1 + 2 * (SCALARS - 1) + 1
 
 
 def test_accumulation_leaves_the_sum_over_replicas_to_the_end():

@@ -1,4 +1,4 @@
-"""Which collectives share a communicator, in what order, and that values stay the same."""
+"""Communicators: which collectives share one, in what order, and that values stay the same."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def summed(program: Small, x, axis: str, phase: str):
 
 
 def named(program: Small, *results) -> list[str]:
-    """The communicators of the collectives after the pass, in order."""
+    """Return the communicators of the collectives after the pass, in order."""
     outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
-    given = program.program(outputs, Stage.EXPLICIT)
-    text = print_program(given)
-    found, _ = Communicators()(given, program.ctx)
-    assert print_program(given) == text
-    return [str(communicator_of(node)) for node in found.calls() if kind_of(node)]
+    before = program.program(outputs, Stage.EXPLICIT)
+    text = print_program(before)
+    after, _ = Communicators()(before, program.ctx)
+    assert print_program(before) == text
+    return [str(communicator_of(node)) for node in after.calls() if kind_of(node)]
 
 
 def exchanged(program: Small, x, axis: str):
@@ -83,8 +83,8 @@ def test_a_ring_does_not_queue_with_others_of_its_axis(is_alone, name):
 
 def test_gradients_do_not_queue_with_gathers():
     program = Small(dp_shard=2)
-    whole = gathered(program, "w", "dp_shard")
-    assert named(program, reduced(program, whole, "dp_shard")) == ["dp_shard", "dp_shard:gradients"]
+    full = gathered(program, "w", "dp_shard")
+    assert named(program, reduced(program, full, "dp_shard")) == ["dp_shard", "dp_shard:gradients"]
 
 
 def test_an_axis_that_carries_gradients_alone_has_one_communicator():
@@ -132,8 +132,8 @@ def test_the_bits_stay_and_so_do_the_bytes_of_an_axis(mesh):
 def test_a_step_has_as_many_communicators_as_it_needs(mesh, wanted):
     step = compile_lockstep(llama(2), llama_loss, batches(rows=4)[0], mesh, ADAMW)
     (program,) = (c.program for c in step.train.values())
-    found = Counter(communicator_of(node) for node in program.calls() if kind_of(node))
-    assert sorted(found) == wanted
+    actual = Counter(communicator_of(node) for node in program.calls() if kind_of(node))
+    assert sorted(actual) == wanted
     for node in program.calls():
         if kind_of(node) == "reduce_scatter" and axis_of(node) in ("dp_shard", "fsdp"):
             assert communicator_of(node) == f"{axis_of(node)}:gradients"

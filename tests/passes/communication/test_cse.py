@@ -1,4 +1,4 @@
-"""What is computed, sent or reduced twice is so once."""
+"""Repeated computations, collectives and reductions happen once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESHES = [(("dp_shard", 2), ("tp", 2)), (("dp_replicate", 2),), (("cp", 2),)]
 
 
 def gathered(tiny: Tiny, x, module: str = "layers.0.wq", phase: str = "forward"):
-    """An all-gather of what is computed from x."""
+    """Return an all-gather of a value computed from x."""
     half = tiny.call(aten.mul.Tensor, x, 0.5, phase=phase, module=module)
     return tiny.call(reshard.all_gather, half, 0, "tp", 2, 4, F32, None, phase=phase, module=module)
 
@@ -127,7 +127,7 @@ def test_other_options_other_uses_and_other_shapes_stay():
 
 @pytest.mark.full
 def test_float8_layers_send_activations_as_often_as_others():
-    """Each is a function of its own, with gathers and reductions of its own."""
+    """Check float8 layers, each a function with its own gathers and reductions."""
     cfg = Config(
         model=ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128),
         train=TrainConfig(seq_len=32, global_batch_size=4),
@@ -139,5 +139,5 @@ def test_float8_layers_send_activations_as_often_as_others():
         program, _ = compile_dry(replace(cfg, passes=PassesConfig(cast=cast)), None).programs["step"]
         return Counter(kind_of(n) for n in program.calls() if kind_of(n) and ir.example(n).dim() == 3)
 
-    again = 2 * 2  # a layer's two inputs, which the backward quantizes along the other dim
+    again = 2 * 2  # the two inputs of a layer, which the backward quantizes along the other dim
     assert sent("tensorwise") == sent(None) + Counter(all_gather=again)

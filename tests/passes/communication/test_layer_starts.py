@@ -1,4 +1,4 @@
-"""The role of each operator with regard to layers, with the reason."""
+"""The role of each operator for the layers, with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIDE = 16
 
 
 class Layers(Small):
-    """A program whose operators are known by labels."""
+    """A program whose operators have labels."""
 
     def __init__(self):
         super().__init__(dp_shard=2)
@@ -34,7 +34,7 @@ class Layers(Small):
         return self.do(label, aten.mm.default, x, x if w is None else w, **where)
 
     def gather(self, layer: int, **where):
-        """The start of a gather of a weight."""
+        """Start a gather of a weight."""
         shard = self.input(f"w{layer}", cut((SIDE, SIDE), dp_shard=0), "parameter")
         return self.do(f"gather {layer}", c10d.all_gather_into_tensor.default, shard, 2, "dp_shard", layer=layer, **where)
 
@@ -43,7 +43,7 @@ class Layers(Small):
         return self.do("wait", c10d.wait_tensor.default, start, **where)
 
     def roles(self, *results: fx.Node) -> dict[str, tuple[str, str, str]]:
-        """By label: what the operator is, to which layer, and why."""
+        """Return, by label, the operator's role, its layer, and the reason."""
         outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
         program = self.program(outputs, Stage.EXPLICIT)
         kernels = kernels_of(program)
@@ -54,7 +54,7 @@ class Layers(Small):
 
 
 def test_a_layer_without_collectives_begins_at_its_first_kernel():
-    """The norm runs in one kernel with the sum of the layer before."""
+    """Check that the norm belongs to the layer before, with whose sum it shares a kernel."""
     layers = Layers()
     first = layers.do("sum", aten.add.Tensor, layers.mm("mm 0", layers.x, layer=0), layers.x, layer=0)
     last = layers.mm("mm 1", layers.do("norm", aten.neg.default, first, layer=1), layer=1)
@@ -74,8 +74,8 @@ def test_a_layer_whose_parameters_are_gathered_begins_at_its_first_operator():
     here = [layers.do(f"wait {i}", c10d.wait_tensor.default, start, layer=i) for i, start in enumerate(gathers[:1])]
     first = layers.mm("mm 0", layers.x, here[0], layer=0)
     norm = layers.do("norm", aten.neg.default, first, layer=1)
-    there = layers.do("wait 1", c10d.wait_tensor.default, gathers[1], layer=1)
-    assert layers.roles(layers.mm("mm 1", norm, there, layer=1)) == {
+    received = layers.do("wait 1", c10d.wait_tensor.default, gathers[1], layer=1)
+    assert layers.roles(layers.mm("mm 1", norm, received, layer=1)) == {
         "gather 0": ("prefetch", "forward layers.0", GATHERS),
         "gather 1": ("prefetch", "forward layers.1", GATHERS),
         "wait 0": ("own", "forward layers.0", FIRST),

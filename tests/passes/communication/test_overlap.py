@@ -1,4 +1,4 @@
-"""Collectives beside computation: what starts early, what is waited for late, and the same bits."""
+"""Collectives next to computation: early starts, late waits, and the same bits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig, Trai
 from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
 from passes.communication.bucket import Bucket
-from passes.communication.layer_starts import products_of
-from passes.communication.node_order import in_flight, last_beside
+from passes.communication.layer_starts import matmuls_of
+from passes.communication.node_order import in_flight, last_matmuls
 from passes.communication.overlap import Overlap
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
@@ -37,11 +37,11 @@ from passes.update.optimizers import AdamW
 
 aten = torch.ops.aten
 F32 = torch.float32
-SIDE = 64  # a product of squares takes 2 * 64^3 FLOPs, which hide 238 bytes
+SIDE = 64  # a matmul of square matrices takes 2 * 64^3 FLOPs, which hide 238 bytes
 
 
 class Steps(Small):
-    """A program whose nodes are known by labels."""
+    """A program whose nodes have labels."""
 
     def __init__(self, **mesh: int):
         super().__init__(**mesh)
@@ -61,7 +61,7 @@ class Steps(Small):
         return self.do(label, aten.mm.default, a, b, **where)
 
     def sent(self, label: str, x, axis: str = "tp", **where):
-        """A sum of a value over an axis, started."""
+        """Start a sum of a value over an axis."""
         return self.do(f"start {label}", c10d.all_reduce.default, x, "sum", axis, **where)
 
     def wait(self, label: str, start, **where):
@@ -72,21 +72,21 @@ class Steps(Small):
         return self.program(outputs, Stage.EXPLICIT)
 
     def order(self, *results, prefetch: int = 1) -> list[str]:
-        """The labels after the pass."""
+        """Return the labels after the pass."""
         program = self.ended(*results)
         text = print_program(program)
-        moved, _ = Overlap(prefetch)(program, self.ctx)
-        moved.graph.lint()
+        reordered, _ = Overlap(prefetch)(program, self.ctx)
+        reordered.graph.lint()
         assert print_program(program) == text
-        assert Counter(n.name for n in moved.graph.nodes) == Counter(n.name for n in program.graph.nodes)
-        return [self.labels[node.name] for node in moved.calls() if node.name in self.labels]
+        assert Counter(n.name for n in reordered.graph.nodes) == Counter(n.name for n in program.graph.nodes)
+        return [self.labels[node.name] for node in reordered.calls() if node.name in self.labels]
 
 
 # ---- gathers of parameters --------------------------------------------------------------------------
 
 
 def three_layers() -> tuple[Steps, list]:
-    """Forward through three layers, each gathering its weight where it uses it."""
+    """Build the forward of three layers, each gathering its weight right before use."""
     steps = Steps(dp_shard=2)
     x = steps.square("x")
     for i in range(3):
@@ -111,7 +111,7 @@ def test_weights_travel_while_the_layers_before_are_computed(prefetch, order):
 
 
 def test_what_comes_after_layers_is_gathered_after_them():
-    """Its parameters and those before the layers are of no layer, and still two runs."""
+    """Check parameters before and after the layers: both are outside of layers, but in two runs."""
     steps = Steps(dp_shard=2)
     x = steps.square("x")
     for i, layer in enumerate([None, Layer("layers", 0), Layer("layers", 1), None]):
@@ -142,9 +142,9 @@ def test_what_is_sent_is_not_written_before_the_wait():
     steps = Steps(dp_shard=2)
     x, w = steps.square("x"), steps.input("w", cut((SIDE, SIDE), dp_shard=0), "parameter", F32)
     where = {"phase": "forward", "layer": 0}
-    whole = steps.wait("0", steps.do("gather", c10d.all_gather_into_tensor.default, w, 2, "dp_shard", **where), **where)
+    full = steps.wait("0", steps.do("gather", c10d.all_gather_into_tensor.default, w, 2, "dp_shard", **where), **where)
     steps.do("write", aten.add_.Tensor, w, 1.0, **where)
-    order = steps.order(steps.mm("mm", x, whole, **where))
+    order = steps.order(steps.mm("mm", x, full, **where))
     assert order.index("gather") < order.index("wait 0") < order.index("write") < order.index("mm")
 
 
@@ -170,8 +170,8 @@ def test_gradients_reduced_over_two_axes_are_sent_on_a_layer_later():
     for i in (3, 2, 1, 0):
         x = steps.mm(f"mm {i}", x, x, layer=i)
         first = steps.wait(f"{i}", steps.sent(f"{i}", x, "dp_shard", layer=i), layer=i)
-        both = steps.do(f"cat {i}", aten.cat.default, [first, first], layer=i)
-        results.append(steps.wait(f"{i} again", steps.sent(f"{i} again", both, "dp_replicate", layer=i), layer=i))
+        pair = steps.do(f"cat {i}", aten.cat.default, [first, first], layer=i)
+        results.append(steps.wait(f"{i} again", steps.sent(f"{i} again", pair, "dp_replicate", layer=i), layer=i))
     updates = [steps.call(aten.neg.default, result, phase="optimizer") for result in results]
     assert steps.order(*updates)[:16] == [
         "mm 3", "start 3",
@@ -181,16 +181,16 @@ def test_gradients_reduced_over_two_axes_are_sent_on_a_layer_later():
 
 
 def test_gradients_summed_over_replicas_in_the_update_are_sent_on_a_layer_later():
-    """What sums replicas is of the optimizer, and of the layer of its parameter: it parts no two layers."""
+    """Check that a sum over replicas, in the optimizer and in its parameter's layer, does not split two layers."""
     steps = Steps(dp_replicate=2, dp_shard=2)
     x, results = steps.square("x"), []
     for i in (3, 2, 1, 0):
         x = steps.mm(f"mm {i}", x, x, layer=i)
         first = steps.wait(f"{i}", steps.sent(f"{i}", x, "dp_shard", layer=i), layer=i)
-        both = steps.call(aten.cat.default, [first, first], phase="optimizer")
-        again = steps.call(c10d.all_reduce.default, both, "sum", "dp_replicate", phase="optimizer")
+        pair = steps.call(aten.cat.default, [first, first], phase="optimizer")
+        again = steps.call(c10d.all_reduce.default, pair, "sum", "dp_replicate", phase="optimizer")
         results.append(steps.call(c10d.wait_tensor.default, again, phase="optimizer"))
-        for node, label in zip((both, again, results[-1]), ("cat", "start again", "wait again")):
+        for node, label in zip((pair, again, results[-1]), ("cat", "start again", "wait again")):
             ir.update(node, layer=Layer("layers", i))
             steps.labels[node.name] = f"{label} {i}"
     updates = [steps.call(aten.neg.default, result, phase="optimizer") for result in results]
@@ -225,7 +225,7 @@ def test_the_gradient_of_a_weight_is_computed_while_that_of_the_input_travels():
 
 
 def test_no_more_is_moved_than_travels_long_enough():
-    """Of two products one hides the 64 bytes that travel; the nearer one goes."""
+    """Check that of two matmuls one hides the 64 bytes in flight; the nearer one moves."""
     steps = Steps(tp=2)
     x, small = steps.square("x"), steps.input("small", cut((1, 16)), "batch", F32)
     dw = [steps.mm(f"dw {i}", x, x) for i in range(2)]
@@ -239,14 +239,14 @@ def test_no_more_is_moved_than_travels_long_enough():
 
 @pytest.mark.parametrize(("width", "first"), ((64, "norm"), (16, "a")))
 def test_what_needs_no_product_starts_earlier_but_not_beside_what_takes_longer(width, first):
-    """Beside a sum of its axis that takes as long as the product, it hides nothing; beside a short one it does."""
+    """Check that a matmul hides nothing next to a sum of its axis that takes as long, but does next to a short one."""
     steps = Steps(tp=2)
     x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
     large = steps.input("large", cut((1, width)), "batch", F32)
     chain = steps.mm("a", x, x)
-    there = steps.sent("first", steps.do("cut", aten.mul.Tensor, large, steps.do("sum", aten.sum.default, chain)))
+    received = steps.sent("first", steps.do("cut", aten.mul.Tensor, large, steps.do("sum", aten.sum.default, chain)))
     beside = steps.mm("beside", x, x)
-    waited = steps.do("sum of it", aten.sum.default, steps.wait("first", there))
+    waited = steps.do("sum of it", aten.sum.default, steps.wait("first", received))
     again = steps.sent("again", steps.do("norm", aten.neg.default, saved))
     last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, steps.do(
         "sum again", aten.sum.default, steps.do("both", aten.add.Tensor, waited, steps.wait("again", again)))))
@@ -257,22 +257,22 @@ def test_what_needs_no_product_starts_earlier_but_not_beside_what_takes_longer(w
 
 
 def forward(steps: Steps):
-    """Products of three weights of a layer, and what is sent of the first, waited for before the others."""
+    """Build matmuls of three weights of a layer; the first result is sent, and waited for before the others."""
     where = {"phase": "forward"}
     x, large = steps.square("x"), steps.input("large", cut((1, 1024)), "batch", F32)
-    made = steps.do("sum", aten.sum.default, steps.mm("sent", x, x, **where), **where)
-    start = steps.sent("rows", steps.do("cut", aten.mul.Tensor, large, made, **where), **where)
+    values = steps.do("sum", aten.sum.default, steps.mm("sent", x, x, **where), **where)
+    start = steps.sent("rows", steps.do("cut", aten.mul.Tensor, large, values, **where), **where)
     wait = steps.wait("rows", start, **where)
     return x, steps.do("use", aten.sum.default, wait, **where), where
 
 
 def test_what_travels_is_waited_for_after_products_that_do_not_need_it():
-    """As those of shared experts; a product that does not hide all of it hides some."""
+    """Check matmuls like those of shared experts; a matmul that does not hide the whole transfer hides some of it."""
     steps = Steps(tp=2)
     x, used, where = forward(steps)
     shared = steps.mm("shared 1", steps.mm("shared 0", x, x, **where), x, **where)
-    both = steps.do("add", aten.add.Tensor, shared, used, **where)
-    other = steps.mm("other layer", both, x, phase="forward", layer=1)
+    pair = steps.do("add", aten.add.Tensor, shared, used, **where)
+    other = steps.mm("other layer", pair, x, phase="forward", layer=1)
     assert steps.order(other) == [
         "sent", "sum", "cut", "start rows", "shared 0", "shared 1", "wait rows", "use", "add", "other layer"]
 
@@ -304,7 +304,7 @@ def test_it_starts_before_as_many_products_as_there_are_though_they_do_not_hide_
 
 
 def test_what_is_of_no_layer_stays_out_of_layers():
-    """As the count of all labels, whose sum would part the last layer's body from the others'."""
+    """Check the count of all labels, whose sum would make the last layer's body differ from the others'."""
     steps = Steps(tp=2)
     where = {"phase": "forward"}
     x, labels = steps.square("x"), steps.input("labels", cut((1, 1024)), "batch", F32)
@@ -320,7 +320,7 @@ def test_what_is_of_no_layer_stays_out_of_layers():
 
 
 def test_a_gradient_that_is_waited_for_already_does_not_move():
-    """It would be waited for where it is sent."""
+    """Check that its wait would otherwise move to its send."""
     steps = Steps(tp=2, dp_shard=2)
     g, large = steps.square("g"), steps.input("large", cut((1, 1024)), "batch", F32)
     of_weight = steps.mm("dw 1", g, g, layer=1)
@@ -336,35 +336,35 @@ def test_a_gradient_that_is_waited_for_already_does_not_move():
 
 
 def test_gradients_of_weights_stay_for_what_nothing_else_hides():
-    """What is sent first has the product of the next chunk beside it, what is sent then its gradient of a weight."""
+    """Check that the first send is hidden by the matmul of the next chunk, and the second by a weight gradient."""
     steps = Steps(tp=2)
     g, large = steps.square("g"), steps.input("large", cut((1, 1024)), "batch", F32)
     first = steps.do("use 1", aten.sum.default, steps.wait("rows 1", steps.sent("rows 1", large)))
     of_weight, dx = steps.mm("dw 2", g, g), steps.mm("dx 2", g, g)
     rows = steps.sent("rows 2", steps.do("cut", aten.mul.Tensor, large, steps.do("sum", aten.sum.default, dx)))
-    both = steps.do("both", aten.add.Tensor, first, steps.do("use 2", aten.sum.default, steps.wait("rows 2", rows)))
-    order = steps.order(of_weight, steps.mm("last", dx, steps.do("use", aten.mul.Tensor, dx, both)))
+    pair = steps.do("both", aten.add.Tensor, first, steps.do("use 2", aten.sum.default, steps.wait("rows 2", rows)))
+    order = steps.order(of_weight, steps.mm("last", dx, steps.do("use", aten.mul.Tensor, dx, pair)))
     assert order.index("start rows 1") < order.index("dx 2") < order.index("wait rows 1")
     assert order.index("start rows 2") < order.index("dw 2") < order.index("wait rows 2")
 
 
 def test_what_a_communicator_was_given_before_goes_first():
-    """Beside the product that hides the first of two, the second has not begun: it gets another."""
+    """Check that the second of two sends, which begins after the matmul that hides the first, gets another matmul."""
     steps = Steps(tp=2)
     x, small = steps.square("x"), steps.input("small", cut((1, 48)), "batch", F32)
     dw = [steps.mm(f"dw {i}", x, x) for i in range(3)]
     chain = steps.mm("dx", x, x)
-    made = steps.do("cut", aten.mul.Tensor, small, steps.do("sum", aten.sum.default, chain))
-    starts = [steps.sent(label, made) for label in "ab"]
+    values = steps.do("cut", aten.mul.Tensor, small, steps.do("sum", aten.sum.default, chain))
+    starts = [steps.sent(label, values) for label in "ab"]
     used = [steps.do(f"use {label}", aten.sum.default, steps.wait(label, start)) for label, start in zip("ab", starts)]
-    both = steps.do("both", aten.add.Tensor, *used)
-    last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, both))
+    pair = steps.do("both", aten.add.Tensor, *used)
+    last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, pair))
     assert steps.order(*dw, last) == ["dw 0", "dx", "sum", "cut", "start a", "start b", "dw 2", "wait a", "use a", "dw 1",
                                       "wait b", "use b", "both", "use", "next"]  # fmt: skip
 
 
 def test_what_waits_for_another_does_not_take_what_that_has_beside_it():
-    """A gather that reads what a reduction gives, as between two tensor parallel layers."""
+    """Check a gather of a reduction's result, as between two tensor-parallel layers."""
     steps = Steps(tp=2)
     x, small = steps.square("x"), steps.input("small", cut((1, 48)), "batch", F32)
     dw = [steps.mm(f"dw {i}", x, x) for i in range(2)]
@@ -383,15 +383,15 @@ def test_what_is_sent_does_not_start_before_it_is_written():
     x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
     steps.do("write", aten.add_.Tensor, saved, 1.0)
     beside = steps.mm("beside", x, x)
-    there = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
-    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, there)))
+    received = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
+    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, received)))
     assert steps.order(last)[:4] == ["write", "neg", "start rows", "beside"]
     steps = Steps(tp=2)
     x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
     beside = steps.mm("beside", x, x)
     steps.do("write", aten.add_.Tensor, saved, 1.0)
-    there = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
-    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, there)))
+    received = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
+    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, received)))
     order = steps.order(last)
     assert order.index("write") < order.index("neg")
 
@@ -401,17 +401,17 @@ def test_what_is_sent_does_not_start_before_it_is_written():
     ("all_gather", 64, 100 * 7 / 63 * 50.0), ("shift", 16, 100 * 50.0),
 ))
 def test_between_nodes_more_is_computed_beside_what_travels(kind, ranks, flops):
-    """Of an all-to-all what leaves a node counts, of a ring of gathers a node's share."""
-    found = Balance(8, 2.0, 25.0).flops(kind, 100, Mesh((("ep", ranks),)), "ep")
-    assert found == pytest.approx(flops)
+    """Check that for an all-to-all the bytes that leave a node count, for a ring of gathers a node's share."""
+    result = Balance(8, 2.0, 25.0).flops(kind, 100, Mesh((("ep", ranks),)), "ep")
+    assert result == pytest.approx(flops)
 
 
 def test_rings_are_waited_for_late_and_what_they_send_stays_until_then():
     steps = Steps(cp=2)
     x = steps.square("x")
     sent = steps.mm("own", x, x, phase="forward")
-    there = steps.do("shift", shift, sent, "cp", 1, phase="forward")
-    come = steps.do("arrive", arrive, there, sent, phase="forward")
+    received = steps.do("shift", shift, sent, "cp", 1, phase="forward")
+    come = steps.do("arrive", arrive, received, sent, phase="forward")
     beside = steps.mm("beside", x, x, phase="forward")
     last = steps.mm("last", come, beside, phase="forward")
     assert steps.order(last) == ["own", "shift", "beside", "arrive", "last"]
@@ -433,15 +433,15 @@ def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
     for step in (Remat(policy), Bucket(), Collectives()):
         program, _ = step(program, ctx)
     text = print_program(program)
-    moved, report = Overlap()(program, ctx)
-    verify_spec(moved, ctx)
-    assert equal(run(moved, ctx), plain(mesh))
+    reordered, report = Overlap()(program, ctx)
+    verify_spec(reordered, ctx)
+    assert equal(run(reordered, ctx), plain(mesh))
     assert print_program(program) == text
-    operators = [sorted(line for line in lines.splitlines() if "%" in line) for lines in (print_program(moved), text)]
+    operators = [sorted(line for line in lines.splitlines() if "%" in line) for lines in (print_program(reordered), text)]
     assert operators[0] == operators[1]
     assert report.counts["collectives"] == len(list(in_flight(program.graph.nodes)))
     assert report.counts["with_products_beside_before"] < report.counts["with_products_beside_after"] == (
-        len(last_beside(moved.graph, products_of(moved.graph)))
+        len(last_matmuls(reordered.graph, matmuls_of(reordered.graph)))
     )
 
 
@@ -450,15 +450,15 @@ def test_a_step_with_an_optimizer_keeps_its_bits():
     program, ctx = joint(mesh)
     for step in (Remat("none"), Optimize(AdamW(), 1.0), Bucket(), Collectives()):
         program, _ = step(program, ctx)
-    moved, _ = Overlap()(program, ctx)
-    verify_spec(moved, ctx)
-    assert moved.stage is Stage.ORDERED
-    assert equal(run(moved, ctx), run(program, ctx))
+    reordered, _ = Overlap()(program, ctx)
+    verify_spec(reordered, ctx)
+    assert reordered.stage is Stage.ORDERED
+    assert equal(run(reordered, ctx), run(program, ctx))
 
 
 @pytest.fixture
 def tp_group():
-    """A group of one rank under the names of the axis' communicators: Inductor asks for them while it compiles."""
+    """Create a group of one rank under the names of the axis' communicators, for Inductor to look up."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for communicator in ("tp", "tp:gradients"):
         register_axis_group(communicator, dist.group.WORLD)
@@ -468,7 +468,7 @@ def tp_group():
 
 @pytest.mark.full
 def test_inductor_keeps_products_beside_collectives(tp_group, caplog):
-    """Its own order, of fused kernels, would put a wait where the first operator stood of the kernel that needs it."""
+    """Check that Inductor does not move a wait to the first operator of the fused kernel that needs it."""
     model = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
     cfg = Config(model=model, train=TrainConfig(seq_len=64, global_batch_size=4), mesh=MeshConfig(dp_shard=1, tp=2))
     program, ctx = compile_dry(settled(cfg, on_gpu=False), None).programs["step"]
@@ -479,12 +479,12 @@ def test_inductor_keeps_products_beside_collectives(tp_group, caplog):
     finally:
         torch._logging.set_logs()
     code = "\n".join(dict.fromkeys(record.getMessage() for record in caplog.records))  # two handlers may get a record
-    found, products, starts = 0, 0, {}
+    hidden, products, starts = 0, 0, {}
     for line in code.splitlines():
         buffer = re.search(r"buf\d+", line)
         if "_c10d_functional.wait_tensor.default(" in line:
-            found += products > starts.pop(buffer[0], products)
+            hidden += products > starts.pop(buffer[0], products)
         elif "torch.ops._c10d_functional." in line and "assert" not in line:
             starts[buffer[0]] = products
         products += bool(re.search(r"extern_kernels\.\w*mm\(|= torch.ops.aten._scaled_dot_product", line))
-    assert found == len(last_beside(program.graph, products_of(program.graph))) > 0
+    assert hidden == len(last_matmuls(program.graph, matmuls_of(program.graph))) > 0

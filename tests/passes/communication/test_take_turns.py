@@ -1,4 +1,4 @@
-"""Microbatches side by side: who computes while the other's values travel."""
+"""Microbatches side by side: one computes while the other's values travel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIDE = 16
 
 
 class Two(Small):
-    """A program of two microbatches; nodes are known by labels."""
+    """A program of two microbatches; nodes have labels."""
 
     def __init__(self):
         super().__init__(tp=2)
@@ -54,20 +54,20 @@ class Two(Small):
         return self.do(label, aten.mm.default, x, self.w if w is None else w, **where)
 
     def travels(self, label: str, x, **where):
-        """A sum over ranks, and the wait for it."""
+        """Insert a sum over ranks, and the wait for it."""
         start = self.do(f"start {label}", c10d.all_reduce.default, x, "sum", "tp", **where)
         return self.do(f"wait {label}", c10d.wait_tensor.default, start, **where)
 
     def order(self, *results: fx.Node) -> list[str]:
-        """The labels after the pass, which moves whatever it likes and nothing else."""
+        """Return the labels after the pass; check that it only moves nodes."""
         outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
         program = self.program(outputs, Stage.EXPLICIT)
         text = print_program(program)
-        moved, _ = TakeTurns()(program, self.ctx)
-        moved.graph.lint()
+        reordered, _ = TakeTurns()(program, self.ctx)
+        reordered.graph.lint()
         assert print_program(program) == text
-        assert Counter(n.name for n in moved.graph.nodes) == Counter(n.name for n in program.graph.nodes)
-        return [self.labels[node.name] for node in moved.calls()]
+        assert Counter(n.name for n in reordered.graph.nodes) == Counter(n.name for n in program.graph.nodes)
+        return [self.labels[node.name] for node in reordered.calls()]
 
 
 def test_one_computes_while_the_other_waits():
@@ -88,7 +88,7 @@ def test_layers_that_send_nothing_are_taken_one_after_the_other():
 
 
 def test_a_turn_without_a_product_is_none():
-    """Between a reduction and a gather nothing is computed: the next turn of the same microbatch follows at once."""
+    """Check that the same microbatch continues if nothing is computed between a reduction and a gather."""
     two, ends = Two(), []
     for k, x in enumerate(two.x):
         y = two.travels(f"y{k}", two.mm(f"a{k}", x))
@@ -138,13 +138,13 @@ def test_a_gradient_is_of_one_microbatch_though_it_begins_at_the_loss_of_both():
 
 
 def test_what_is_written_keeps_its_place_among_its_readers():
-    """The second microbatch reads before the first writes, and again after it."""
+    """Check a second microbatch that reads before the first writes, and again after it."""
     two = Two()
-    seen = two.input("seen", cut((SIDE, SIDE)), "buffer")
+    buffer = two.input("seen", cut((SIDE, SIDE)), "buffer")
     y = two.travels("y0", two.mm("a0", two.x[0]))
-    first = two.do("first", aten.mul.Tensor, two.x[1], seen)
-    two.do("write", aten.copy_.default, seen, y)
-    second = two.travels("y1", two.mm("a1", two.do("second", aten.mul.Tensor, two.x[1], seen)))
+    first = two.do("first", aten.mul.Tensor, two.x[1], buffer)
+    two.do("write", aten.copy_.default, buffer, y)
+    second = two.travels("y1", two.mm("a1", two.do("second", aten.mul.Tensor, two.x[1], buffer)))
     order = two.order(first, second)
     assert order.index("first") < order.index("write") < order.index("second")
 

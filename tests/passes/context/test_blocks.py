@@ -1,4 +1,4 @@
-"""Sequences in blocks: who gets which, what `auto` takes, and models that train as on one device."""
+"""Sequences in blocks: each rank's blocks, the choice of `auto`, and models that train as on one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.program.spec import Factor, Spec, shard, unshard
 
 @pytest.mark.parametrize(("ranks", "each"), [(2, 1), (2, 5), (3, 4), (4, 3), (8, 8)])
 def test_all_functions_of_a_layout_agree(ranks, each):
-    """Entries, where they are looked up, what the host cuts, and both orders of a gathered dim, for one table."""
+    """Compare, for one table, entries, their look-up, the host's cuts, and both orders of a gathered dim."""
     mesh, order, full = Mesh.of({"cp": ranks}), shuffled(ranks, each), torch.arange(SIZE) + 100
     factor, table = Factor(SIZE, ("cp",), order=order), torch.tensor(order.table)
     spec = Spec(((factor,),), fill=0.0)
@@ -55,16 +55,16 @@ def test_blocks_are_exchanged_until_ranks_have_as_much_to_do():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_documents_of_any_length_are_dealt_evenly(ranks):
-    """Each block is somebody's, each rank has as many, and none does much more than the mean."""
+    """Check that each block has one rank, each rank as many blocks, and none does much more than the mean."""
     generator = torch.Generator().manual_seed(ranks)
     for _ in range(20):
         turns = torch.rand(4096, generator=generator) < 0.002 * ranks
         index = torch.arange(4096)
-        seen = (index - torch.where(turns, index, 0).cummax(0).values + 1)[None]
-        table = assign_blocks(work_of_blocks([seen], 16 * ranks), ranks)
+        key_counts = (index - torch.where(turns, index, 0).cummax(0).values + 1)[None]
+        table = assign_blocks(work_of_blocks([key_counts], 16 * ranks), ranks)
         assert sorted(block for row in table for block in row) == list(range(16 * ranks))
         assert {len(row) for row in table} == {16} and all(row == tuple(sorted(row)) for row in table)
-        assert imbalance([seen], Mesh.of({"cp": ranks}), Order(table=table)) < 1.1
+        assert imbalance([key_counts], Mesh.of({"cp": ranks}), Order(table=table)) < 1.1
 
 
 @pytest.mark.parametrize(("mesh", "passes", "options"), [
@@ -79,12 +79,15 @@ def test_documents_of_any_length_are_dealt_evenly(ranks):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.sample(2)
 def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
-    """Blocks of 3 of 21 tokens, other ones each step; sums along the sequence, and a table that all rows share."""
+    """Train on 21 tokens in blocks of 3, which change each step.
+
+    The model has sums along the sequence, and a table shared by samples.
+    """
     passes = {**passes, "context": {**passes.get("context", {}), "load_balance": "blocks", "block": 3}}
     step = compile_lockstep(packed(causal), loss_of, batches()[0], mesh, passes=passes, **options)
     metrics, state = train_plainly(packed(causal), loss_of, batches(), microbatches=options.get("microbatches", 1))
-    for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
+    for actual, wanted in zip(train_step(step, batches()), metrics, strict=True):
+        assert_same(actual, wanted, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
     balance = step.balance()
     assert balance == {} if causal else balance["cp_imbalance"] <= balance["cp_imbalance_head_tail"]
@@ -93,7 +96,7 @@ def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_rows_have_tables_of_their_own_unless_ranks_exchange_among_rows(learned):
-    """Gradients of learned positions are added up over rows while the sequence is sharded."""
+    """Check tables with learned positions, whose gradients are added over samples while the sequence is sharded."""
     mesh, passes = {"dp_shard": 2, "cp": 2}, {"context": {"load_balance": "blocks", "block": 2}}
     model = packed(learned=learned)
     step = trained_alike(model, loss_of, batches(), mesh, NO_DECAY, passes=passes)
@@ -105,17 +108,17 @@ def test_rows_have_tables_of_their_own_unless_ranks_exchange_among_rows(learned)
 
 
 TAKEN = {  # what auto takes, by what the model is and how long its blocks may be
-    "documents": ({"block": 2}, False, "blocks over cp: documents decide what attention sees"),
-    "short": ({"block": 8}, False, "head_tail over cp: the sequence is too short for blocks"),
-    "causal": ({"block": 2}, True, "head_tail over cp: what attention sees is the same in all batches"),
-    "asked": ({"load_balance": "none"}, False, "none over cp: asked for"),
+    "documents": ({"block": 2}, False, "blocks, documents decide what attention sees"),
+    "short": ({"block": 8}, False, "head_tail, the sequence is too short for blocks"),
+    "causal": ({"block": 2}, True, "head_tail, attention sees the same keys in all batches"),
+    "asked": ({"load_balance": "none"}, False, "none, as configured"),
 }
 
 
 @pytest.mark.parametrize("name", TAKEN)
 @pytest.mark.sample(2)
 def test_auto_takes_blocks_where_documents_decide(name):
-    options, causal, said = TAKEN[name]
+    options, causal, layout = TAKEN[name]
     step = compile_lockstep(packed(causal), loss_of, batches()[0], {"cp": 2}, passes={"context": options})
     notes = [note for done in step.report["passes"] if done["name"] == "sequence_layout" for note in done["report"]["notes"]]
-    assert notes and all(f"the sequence lies as {said}" in note for note in notes)
+    assert notes and all(f"sequence layout over cp: {layout}" in note for note in notes)

@@ -24,7 +24,7 @@ from passes.context.attention import repeat_heads
 from passes.context.balance import imbalance, pairs_by_rank
 from passes.context.call import METHODS, AttentionCall
 from passes.context.kernels import Block, merge
-from passes.context.sdpa import dropping
+from passes.context.sdpa import attention_with_dropout
 from passes.cost.accounting import count_traffic
 from passes.memory.recompute import saved_bytes
 from passes.program import ir
@@ -51,7 +51,7 @@ def mask_of(form: str, size: int) -> Tensor | None:
 
 
 def attention(inputs: list[Tensor], mesh: Mesh, mask: Tensor | None = None, **options) -> Function:
-    """SDPA of parameters that activations of their shapes are multiplied with, so that `cp` keeps its shards."""
+    """Return SDPA of parameters, multiplied by activations of their shapes so that `cp` keeps its shards."""
     masks = [] if mask is None else [mask]
 
     def run(q, k, v, *rest):
@@ -63,7 +63,7 @@ def attention(inputs: list[Tensor], mesh: Mesh, mask: Tensor | None = None, **op
 
 
 def run(function: Function, place: Callable[[Tensor], Spec], mask: Spec | None = None, context: str = "auto") -> ir.Report:
-    """Check it with queries, keys and values placed so, and a mask."""
+    """Check a function with queries, keys and values, and a mask, in these placements."""
     tensors = function.values[1:]
     placed = {i: place(tensors[i]) for i in range(3)}
     at = 3 if mask is None else 4
@@ -73,7 +73,7 @@ def run(function: Function, place: Callable[[Tensor], Spec], mask: Spec | None =
 
 @functools.cache
 def captured(form: str, heads: str, size: int, ranks: int):
-    """SDPA of a form, its query, key and value as activations."""
+    """Return SDPA in a form, with query, key and value as activations."""
     h, g = HEADS[heads]
     mask = mask_of(form, size)
     inputs = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
@@ -87,10 +87,10 @@ def run_case(method: str, form: str, heads: str, size: int, ranks: int):
     mask = mask_of(form, size)
     report = run(function, sequence, None if mask is None else sequence(mask), method)
     h, g = HEADS[heads]
-    whole = {"ulysses": ranks, "hybrid": 2 if ranks % 4 == 0 else 7}.get(method, 1)  # ranks that exchange heads
-    uneven = h % whole or (g % whole and whole % g)
-    said = f": all_gather over cp, {method} cannot: {h} heads" if uneven else f": {method} over cp"
-    assert any(said in note for note in report.notes), report.notes
+    exchanging = {"ulysses": ranks, "hybrid": 2 if ranks % 4 == 0 else 7}.get(method, 1)  # ranks that exchange heads
+    uneven = h % exchanging or (g % exchanging and exchanging % g)
+    text = f": all_gather over cp, {method} cannot: {h} heads" if uneven else f": {method} over cp"
+    assert any(text in note for note in report.notes), report.notes
 
 
 CASES = list(itertools.product(METHODS, ("causal", "full", "bool", "document", "window"), HEADS, SIZES, RANKS))
@@ -114,7 +114,7 @@ def test_every_form_of_attention(method, record_property):
 
 
 def run_soft_capped(heads: str, size: int, ranks: int) -> None:
-    """A score function is written out: rows of scores stay on their rank, keys are gathered, whatever the method."""
+    """Check a written-out score function: rows of scores stay on their rank, keys are gathered, with any method."""
     h, g = HEADS[heads]
 
     def run_it(q, k, v, *units):
@@ -152,37 +152,37 @@ def test_soft_capped_scores_of_every_form(record_property):
 
 @pytest.mark.parametrize("form", ["causal", "full", "bool"])
 def test_kernels_agree(form):
-    """The one of the CPU and the one in plain operators, results and gradients."""
+    """Compare results and gradients of the CPU kernel and the one in plain operators."""
     q, k, v, gradient = random(2, 4, 6, 4), random(2, 2, 6, 4), random(2, 2, 6, 5), random(2, 4, 6, 5)
     mask = mask_of(form, 6)
     block = Block(form == "causal", 0.3, None if mask is None else torch.zeros(1, 1, 6, 6, dtype=F64).masked_fill(~mask, -torch.inf))
     v = v[..., :4]
     gradient = gradient[..., :4]
     (a, la), (b, lb) = kernels._flash_cpu(q, k, v, block), kernels._math(q, k, v, block)
-    seen = torch.ones(6, dtype=torch.bool) if mask is None else mask.any(-1)
-    torch.testing.assert_close(a[:, :, seen], b[:, :, seen], rtol=0, atol=1e-12)
-    torch.testing.assert_close(la[:, :, seen], lb[:, :, seen], rtol=0, atol=1e-12)
+    visible = torch.ones(6, dtype=torch.bool) if mask is None else mask.any(-1)
+    torch.testing.assert_close(a[:, :, visible], b[:, :, visible], rtol=0, atol=1e-12)
+    torch.testing.assert_close(la[:, :, visible], lb[:, :, visible], rtol=0, atol=1e-12)
     out, lse = kernels.forward(q, k, v, block)
-    assert torch.equal(lse > -torch.inf, seen.expand(2, 4, 6))
-    given = (gradient, q, k, v, out, torch.where(lse > -torch.inf, lse, 0.0), block)
-    for x, y in zip(kernels._flash_cpu_backward(*given), kernels._math_backward(*given), strict=True):
+    assert torch.equal(lse > -torch.inf, visible.expand(2, 4, 6))
+    arguments = (gradient, q, k, v, out, torch.where(lse > -torch.inf, lse, 0.0), block)
+    for x, y in zip(kernels._flash_cpu_backward(*arguments), kernels._math_backward(*arguments), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_kernels_of_cuda_give_what_a_ring_takes(heads):
-    """By shape and dtype, which needs no GPU."""
+    """Compare shapes and dtypes, which needs no GPU."""
     h, g = HEADS[heads]
     with FakeTensorMode():
         q, k, v = (torch.empty(2, n, 16, 64, dtype=torch.bfloat16, device="cuda") for n in (h, g, g))
         out, lse = kernels.forward(q, k, v, Block(True))
-        found = kernels.backward(out, q, k, v, out, lse, Block(True))
+        gradients = kernels.backward(out, q, k, v, out, lse, Block(True))
         odd = torch.empty(2, h, 16, 12, dtype=torch.bfloat16, device="cuda")  # flash takes multiples of 8
     assert kernels.kernel_for(q, v, Block(True))[0] is kernels._flash_cuda
     assert kernels.kernel_for(odd, odd, Block(True))[0] is kernels._math
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     assert (lse.shape, lse.dtype) == ((2, h, 16), torch.float32)
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
 def test_merging_with_nothing_changes_nothing():
@@ -214,7 +214,7 @@ def test_a_mask_with_a_gradient_has_it():
     mesh = Mesh.of({"cp": 2})
     q, bias = random(2, 4, 10, 4), random(1, 4, 10, 10)
     report = run(attention([q, q + 1, q + 2], mesh, bias), sequence, Spec.whole(bias.shape), "ring")
-    assert any("all_gather over cp, ring cannot: a mask of numbers may have a gradient" in note for note in report.notes)
+    assert any("all_gather over cp, ring cannot: a floating-point mask may need a gradient" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("method", "cp"), [*zip(METHODS, (2, 2, 2, 4))])
@@ -229,14 +229,14 @@ def test_batch_heads_and_sequence_shard_together(method, cp):
 
     function = replace(attention([q, k, k + 1], mesh, is_causal=True, enable_gqa=True), order=ZIGZAG)
     report = run(function, place, context=method)
-    assert any(f"{method} over cp, asked for" in note for note in report.notes)
+    assert any(f"{method} over cp, as configured" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("size", [48, 37])
 @pytest.mark.parametrize(("method", "ranks", "steps"), [("ring", 4, (0, 1)), ("ring", 8, (0, 1)), ("hybrid", 8, (0, 1))])
 @pytest.mark.sample(2)
 def test_a_ring_of_a_sliding_window_ends_early(method, ranks, steps, size):
-    """Where a mask is made of constants, steps at which no rank sees anything are not in the graph, nor their sends."""
+    """Check that with a constant mask the graph omits steps at which no rank sees anything, and their sends."""
 
     def window(q, k, v, *units):
         row, column = grids(size)
@@ -248,7 +248,7 @@ def test_a_ring_of_a_sliding_window_ends_early(method, ranks, steps, size):
     units = [torch.ones(x.shape, dtype=torch.int64) for x in (q, k, v)]
     function = capture(window, [q, k, v, *units], Mesh.of({"cp": ranks}), weights=(0, 1, 2))
     report = run(function, sequence, None, method)
-    assert any(f"{method} over cp, asked for; anything is seen in steps {steps};" in note for note in report.notes), report.notes
+    assert any(f"{method} over cp, as configured; needed steps: {steps};" in note for note in report.notes), report.notes
 
 
 # ---- the choice --------------------------------------------------------------------------------------
@@ -264,9 +264,9 @@ CHOICES = [  # heads, heads of keys, queries of a rank, ranks, what is masked ->
     (36, 36, 1024, 8, SEEN, "hybrid"),
     (6, 6, 64, 4, SEEN, "all_gather"),  # too short to hide anything
     (32, 32, 1024, 4, {"mask": "numbers"}, "ulysses"),
-    (30, 6, 1024, 4, {"mask": "numbers"}, "all_gather"),  # the mask may have a gradient, and heads do not go over the ranks
-    (32, 8, 1024, 8, {"mask": "bool", "pairs": NEIGHBOURS}, "ring"),  # of a window two steps are left
-    (32, 8, 8192, 16, SEEN, "hybrid"),  # of two nodes: heads are exchanged inside, few keys travel between
+    (30, 6, 1024, 4, {"mask": "numbers"}, "all_gather"),  # the mask may need a gradient, and ranks do not divide heads
+    (32, 8, 1024, 8, {"mask": "bool", "pairs": NEIGHBOURS}, "ring"),  # a window needs two steps
+    (32, 8, 8192, 16, SEEN, "hybrid"),  # two nodes: heads are exchanged within, few keys travel between
     (32, 8, 65536, 16, SEEN, "ring"),  # long enough to hide keys between nodes
     (32, 8, 8192, 16, SEEN | {"balance": Balance(gpus_per_node=16)}, "ring"),
     (32, 8, 1024, 4, SEEN | {"stride": 8}, "all_gather"),  # each in a node of its own
@@ -277,23 +277,23 @@ CHOICES = [  # heads, heads of keys, queries of a rank, ranks, what is masked ->
 @pytest.mark.parametrize(("h", "g", "length", "parts", "seen", "wanted"), CHOICES, ids=str)
 def test_auto_takes_the_cheapest(h, g, length, parts, seen, wanted):
     call = AttentionCall((1, h, length, 128), (1, g, length, 128), (1, g, length, 128), torch.bfloat16, parts, **seen)
-    method, why = call.choose("auto")
-    print(f"{h} heads, {g} of keys, {length} tokens on each of {parts} ranks: {method}, {why}")
-    assert method == wanted and f"{method} " in why
+    method, reason = call.choose("auto")
+    print(f"{h} heads, {g} of keys, {length} tokens on each of {parts} ranks: {method}, {reason}")
+    assert method == wanted and f"{method} " in reason
 
 
 # ---- what is sent, held and lost ---------------------------------------------------------------------
 
 
 def partitioned(method: str, ranks: int, size: int = 64, dtype: torch.dtype = torch.float32) -> tuple[ir.Program, ir.Context]:
-    """Causal attention of 8 heads, 2 of keys, forward and backward, collectives written out."""
+    """Return causal attention of 8 heads, 2 of keys, forward and backward, with collectives written out."""
     mesh = Mesh.of({"cp": ranks})
     inputs = [random(2, 8, size, 8).to(dtype), *(random(2, 2, size, 8).to(dtype) for _ in "kv")]
     function = attention(inputs, mesh, is_causal=True, enable_gqa=True)
     tensors = function.values[1:]
     placed = {i: sequence(tensors[i]).ordered(ZIGZAG) for i in (0, 1, 2, 3, 4, 5)}
-    given = tuple(replace(g, spec=placed.get(i - 1, g.spec)) for i, g in enumerate(function.program.inputs))
-    program = replace(function.program, inputs=given, stage=Stage.PLACED)
+    placed_inputs = tuple(replace(g, spec=placed.get(i - 1, g.spec)) for i, g in enumerate(function.program.inputs))
+    program = replace(function.program, inputs=placed_inputs, stage=Stage.PLACED)
     for step in (Shard(context=method), Joint(), Collectives()):
         program, _ = step(program, function.ctx)
     return program, function.ctx
@@ -304,8 +304,8 @@ def test_a_value_in_another_order_than_the_batch_is_found():
     assert not list(check_specs(program))
     node = next(n for n in program.calls() if (spec := ir.spec(n)) and "cp" in spec.sharded)
     ir.set_spec(node, ir.spec(node).ordered(PLAIN))
-    ((found, message),) = check_specs(program)
-    assert found is node and message.endswith("is in another order over cp than the batch")
+    ((result, message),) = check_specs(program)
+    assert result is node and message.endswith("is in another order over cp than the batch")
 
 
 @pytest.mark.parametrize(("method", "ranks"), [*itertools.product(METHODS[:3], (2, 4)), ("hybrid", 4), ("hybrid", 8)])
@@ -320,14 +320,14 @@ def test_bytes_sent_are_those_of_the_formula(method, ranks):
 
 
 def test_keys_and_values_of_a_ring_are_a_share_of_the_sequence():
-    """The most bytes of keys and values alive at once in the forward, packed for travel or gathered."""
+    """Check the most bytes of keys and values alive at once in the forward, packed for travel or gathered."""
 
     def held(method: str, ranks: int) -> int:
         program, _ = partitioned(method, ranks)
         total = 2 * 2 * 64 * 8 * 2 * 4
         target = shift if method == "ring" else c10d.all_gather_into_tensor.default
-        moved = [n for n in program.calls() if n.target is target and ir.phase(n) == "forward"]
-        sizes = [size for n in moved if (size := ir.example(n).nbytes) <= total // 2]  # without the result
+        sends = [n for n in program.calls() if n.target is target and ir.phase(n) == "forward"]
+        sizes = [size for n in sends if (size := ir.example(n).nbytes) <= total // 2]  # without the result
         return total // (2 * max(sizes) if method == "ring" else sum(sizes))  # what is here and what is coming
 
     for ranks in (2, 4, 8):
@@ -338,7 +338,7 @@ def test_keys_and_values_of_a_ring_are_a_share_of_the_sequence():
 @pytest.mark.parametrize(("method", "ranks"), [*itertools.product(METHODS[:3], (2, 4)), ("hybrid", 4)])
 @pytest.mark.sample(2)
 def test_bf16_loses_no_more_than_one_device(method, ranks):
-    """Against fp64: at most 1.5 times the error of the single kernel in bf16, result and gradients."""
+    """Compare with fp64: result and gradients have at most 1.5 times the error of the single kernel in bf16."""
     exact = attention([random(2, 8, 64, 8), random(2, 2, 64, 8), random(2, 2, 64, 8)], Mesh.of({}), is_causal=True, enable_gqa=True)
     bf16 = torch.bfloat16
     single = capture_bf16(exact)
@@ -355,7 +355,7 @@ def test_bf16_loses_no_more_than_one_device(method, ranks):
 
 
 def capture_bf16(exact: Function) -> list[Tensor]:
-    """Loss, result and gradients of the same attention in bf16, by PyTorch on one device."""
+    """Return loss, result and gradients of the same attention in bf16, by PyTorch on one device."""
     one, q, k, v, *_, scales = exact.values
     leaves = [x.to(torch.bfloat16).requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
@@ -388,17 +388,20 @@ def plain(microbatches: int):
 ], ids=str)
 @pytest.mark.sample(1)
 def test_a_llama_trains_as_on_one_device(mesh, passes, options):
-    """A sequence of 7 that nothing divides, ignored labels, three steps: losses, gradient norms and parameters."""
+    """Compare losses, gradient norms and parameters over three steps.
+
+    The length 7 divides by nothing, some labels are ignored.
+    """
     step = compile_lockstep(llama(2), llama_loss, batches()[0], mesh, passes=passes, **options)
     metrics, state = plain(options.get("microbatches", 1))
-    for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
+    for actual, wanted in zip(train_step(step, batches()), metrics, strict=True):
+        assert_same(actual, wanted, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
 
 
 @pytest.mark.full
 def test_remat_takes_a_ring_as_one_operator():
-    """It is kept whole under a policy, result and log-sum-exp only, and repeated where that is asked for."""
+    """Check that a policy keeps only a ring's result and log-sum-exp, and that an option repeats it."""
 
     def compiled(**remat) -> tuple[int, int, list[dict[str, float]]]:
         programs = {}
@@ -408,13 +411,13 @@ def test_remat_takes_a_ring_as_one_operator():
         final, joint = programs["step", "overlap"], programs["step", "remat"]
         return sum(n.target is shift for n in final.calls()), saved_bytes(joint), train_step(step, batches())
 
-    kept = [compiled(policy=policy) for policy in ("selective", "full")]
+    by_policy = [compiled(policy=policy) for policy in ("selective", "full")]
     again = compiled(policy="full", ops={"ring_attention*": "recompute"})
     layers, forward, backward = 2, 1, 1 + 2
-    assert [count for count, _, _ in kept] == [layers * (forward + backward)] * 2
+    assert [count for count, _, _ in by_policy] == [layers * (forward + backward)] * 2
     assert again[0] == layers * (2 * forward + backward)
-    assert kept[0][1] > kept[1][1] > again[1]
-    assert kept[0][2] == kept[1][2] == again[2]
+    assert by_policy[0][1] > by_policy[1][1] > again[1]
+    assert by_policy[0][2] == by_policy[1][2] == again[2]
 
 
 # ---- work ------------------------------------------------------------------------------------------
@@ -428,7 +431,7 @@ def test_head_and_tail_share_causal_work_evenly(ranks):
 
 
 def test_work_within_documents_is_that_of_a_mask():
-    """Pairs counted from positions, rank by rank, are the entries of the mask that each rank's queries have."""
+    """Compare the pairs counted from positions with the entries of the mask, for each rank's queries."""
     size, mesh = 37, Mesh.of({"cp": 4})
     ids = documents(size)
     position = torch.stack([torch.arange(size) - torch.searchsorted(row, row) for row in ids])
@@ -446,7 +449,7 @@ def test_key_heads_are_repeated_for_their_own_queries():
 def test_what_drops_out_of_a_row_that_sees_nothing_is_nothing():
     q, k, v = (torch.randn(1, 2, 3, 4, dtype=F64) for _ in range(3))
     mask = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
-    out = dropping(lambda weights, p: weights, q, k, v, mask)
+    out = attention_with_dropout(lambda weights, p: weights, q, k, v, mask)
     wanted = F.scaled_dot_product_attention(q, k, v, mask)
     torch.testing.assert_close(out[..., [0, 2], :], wanted[..., [0, 2], :])
     assert not out[..., 1, :].any()

@@ -1,4 +1,4 @@
-"""Attention by interval as CUDA computes it: FlexAttention's operator, here on the CPU, and the blocks that it is told."""
+"""Attention by interval as CUDA computes it: FlexAttention's operator, run on the CPU here, and its lists of blocks."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ TWO_RUNS = pytest.param(torch.tensor([150, 0]), id="two runs")
 
 
 def dense(first: Tensor, last: Tensor, where: Tensor) -> Tensor:
-    """Which keys each query sees, bool[b, 1, s, t]."""
+    """Return the keys that each query sees, bool[b, 1, s, t]."""
     return ((where >= first[..., None]) & (where < last[..., None])).unsqueeze(1)
 
 
 def in_squares(seen: Tensor, size: int) -> Tensor:
-    """Pairs by pairs of blocks, those beyond the sequence unseen, bool[b, 1, m, n, size * size]."""
+    """Return pairs by pairs of blocks, unseen beyond the sequence, bool[b, 1, m, n, size * size]."""
     rows, keys = (-n % size for n in seen.shape[-2:])
     seen = torch.nn.functional.pad(seen, [0, keys, 0, rows])
     return seen.unflatten(3, (-1, size)).unflatten(2, (-1, size)).transpose(3, 4).flatten(-2)
 
 
 def pairs_in(count: Tensor, order: Tensor, columns: int) -> Tensor:
-    """The pairs of a list of blocks; nothing is listed twice, and all of it in order."""
-    found = torch.zeros(*order.shape[:-1], columns, dtype=torch.bool)
+    """Return the pairs of a list of blocks; check that lists are complete, in order and without repeats."""
+    pairs = torch.zeros(*order.shape[:-1], columns, dtype=torch.bool)
     for place in torch.cartesian_prod(*(torch.arange(n) for n in order.shape[:-1])).tolist():
-        listed = order[tuple(place)][: count[tuple(place)]]
-        assert bool((listed.diff() > 0).all()) and bool((order[tuple(place)] < columns).all())
-        found[tuple(place)][listed] = True
-    return found
+        blocks = order[tuple(place)][: count[tuple(place)]]
+        assert bool((blocks.diff() > 0).all()) and bool((order[tuple(place)] < columns).all())
+        pairs[tuple(place)][blocks] = True
+    return pairs
 
 
 @pytest.mark.parametrize("runs", [ONE_RUN, TWO_RUNS])
 @pytest.mark.parametrize("form", BOUNDS)
 def test_blocks_are_those_of_the_mask(form, runs):
-    """One that is seen is listed, one that is listed as whole is seen whole, and none of it lies beyond the sequence."""
+    """Check that seen blocks are listed, and that blocks listed as full are fully seen and end within the sequence."""
     first, last = (x.to(torch.int32) for x in bounds_of(form, SIZE))
     where = flex.positions(runs, SIZE, first.device)
     mask = flex.block_mask(first, last, where, lambda *_: None)
     squares = in_squares(dense(first, last, where), flex.BLOCK)
     some = pairs_in(mask.kv_num_blocks, mask.kv_indices, squares.shape[3])
-    whole = pairs_in(mask.full_kv_num_blocks, mask.full_kv_indices, squares.shape[3])
-    assert not (some & whole).any() and not (whole & ~squares.all(-1)).any()
-    assert not (squares.any(-1) & ~some & ~whole).any()
+    full = pairs_in(mask.full_kv_num_blocks, mask.full_kv_indices, squares.shape[3])
+    assert not (some & full).any() and not (full & ~squares.all(-1)).any()
+    assert not (squares.any(-1) & ~some & ~full).any()
     if runs is None and form != "any":  # else a block may be looked at for nothing: where runs meet, where bounds jump
-        assert torch.equal(whole, squares.all(-1)) and torch.equal(some | whole, squares.any(-1))
+        assert torch.equal(full, squares.all(-1)) and torch.equal(some | full, squares.any(-1))
     assert torch.equal(pairs_in(mask.q_num_blocks, mask.q_indices, squares.shape[2]), some.transpose(2, 3))
-    assert torch.equal(pairs_in(mask.full_q_num_blocks, mask.full_q_indices, squares.shape[2]), whole.transpose(2, 3))
+    assert torch.equal(pairs_in(mask.full_q_num_blocks, mask.full_q_indices, squares.shape[2]), full.transpose(2, 3))
 
 
 def test_long_sequences_have_larger_blocks():
-    """So that lists of blocks stay small."""
+    """Check that lists of blocks stay small."""
     sizes = {2**10: 128, 2**17: 128, 2**17 + 1: 256, 2**20: 1024}
     assert {n: flex.block_size(4, n) for n in sizes} == sizes
 
@@ -77,7 +77,7 @@ def test_long_sequences_have_larger_blocks():
 
 @functools.cache
 def given_of(form: str, heads: tuple[int, int], widths: tuple[int, int]):
-    """Queries, keys, values, gradient of the result and bounds."""
+    """Return queries, keys, values, gradient of the result and bounds."""
     (h, g), (e, f) = heads, widths
     shapes = (2, h, SIZE, e), (2, g, SIZE, e), (2, g, SIZE, f), (2, h, SIZE, f)
     return [random(*shape) for shape in shapes], bounds_of(form, SIZE)
@@ -85,12 +85,12 @@ def given_of(form: str, heads: tuple[int, int], widths: tuple[int, int]):
 
 def compare(form: str, runs: Tensor | None, heads: tuple[int, int] = (4, 2), widths: tuple[int, int] = (16, 16)) -> None:
     (q, k, v, gradient), bounds = given_of(form, heads, widths)
-    given = (*bounds, runs, [], 0.3, "")
-    wanted, found = attend(q, k, v, *given), flex.forward(q, k, v, *given)
+    arguments = (*bounds, runs, [], 0.3, "")
+    wanted, actual = attend(q, k, v, *arguments), flex.forward(q, k, v, *arguments)
     assert bool(torch.isinf(wanted[1]).any()) == bool((bounds[0] >= bounds[1]).any())
-    wanted += attend_backward(gradient, q, k, v, *wanted, *given)
-    found += flex.backward(gradient, q, k, v, *found, *given)
-    for x, y in zip(found, wanted, strict=True):
+    wanted += attend_backward(gradient, q, k, v, *wanted, *arguments)
+    actual += flex.backward(gradient, q, k, v, *actual, *arguments)
+    for x, y in zip(actual, wanted, strict=True):
         assert x.is_contiguous()
         torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
 
@@ -106,19 +106,19 @@ def test_heads_of_any_width_and_number(heads, widths):
 
 
 def test_blocks_of_a_ring_add_up():
-    """Half of the keys at a time; the backward is given what came of both."""
+    """Attend to half of the keys at a time; the backward gets the merged result."""
     (q, k, v, gradient), bounds = given_of("documents and window", (4, 2), (16, 16))
-    whole = attend(q, k, v, *bounds, None, [], 0.3, "")
+    full = attend(q, k, v, *bounds, None, [], 0.3, "")
     halves = [(k[:, :, i : i + 150], v[:, :, i : i + 150], (*bounds, torch.tensor([i]), [], 0.3, "")) for i in (0, 150)]
-    parts = [flex.forward(q, *keys, *given) for *keys, given in halves]
+    parts = [flex.forward(q, *keys, *arguments) for *keys, arguments in halves]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(part * (level - lse).exp().unsqueeze(-1) for part, level in parts)
-    torch.testing.assert_close((out, lse), whole, rtol=0, atol=1e-11)
-    wanted = attend_backward(gradient, q, k, v, *whole, *bounds, None, [], 0.3, "")
-    found = [flex.backward(gradient, q, *keys, out, lse, *given) for *keys, given in halves]
-    torch.testing.assert_close(found[0][0] + found[1][0], wanted[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close((out, lse), full, rtol=0, atol=1e-11)
+    wanted = attend_backward(gradient, q, k, v, *full, *bounds, None, [], 0.3, "")
+    gradients = [flex.backward(gradient, q, *keys, out, lse, *arguments) for *keys, arguments in halves]
+    torch.testing.assert_close(gradients[0][0] + gradients[1][0], wanted[0], rtol=0, atol=1e-11)
     for i in (1, 2):
-        torch.testing.assert_close(torch.cat([found[0][i], found[1][i]], 2), wanted[i], rtol=0, atol=1e-11)
+        torch.testing.assert_close(torch.cat([gradients[0][i], gradients[1][i]], 2), wanted[i], rtol=0, atol=1e-11)
 
 
 # ---- what is taken, and what comes of it ------------------------------------------------------------
@@ -135,8 +135,8 @@ def test_blocks_of_a_ring_add_up():
 def test_what_the_kernel_does_not_take_is_said(dtype, widths, why):
     with FakeTensorMode():
         q, v = (torch.empty(1, 2, 4, width, dtype=dtype, device="cuda") for width in widths)
-    said = why_no_kernel(q, q, v)
-    assert why in said and bool(why) == bool(said)
+    text = why_no_kernel(q, q, v)
+    assert why in text and bool(why) == bool(text)
     wide, value = flex.widths(q, v)
     assert wide >= max(widths) or why
     assert wide <= 128 or wide in (192, 256) or why
@@ -145,9 +145,9 @@ def test_what_the_kernel_does_not_take_is_said(dtype, widths, why):
 
 def test_the_graph_has_the_operator_and_no_mask():
     def both(q, k, v, gradient, first, last, runs):
-        given = (first, last, runs, [], 0.3, "")
-        out, lse = attend(q, k, v, *given)
-        return out, lse, *attend_backward(gradient, q, k, v, out, lse, *given)
+        inputs = (first, last, runs, [], 0.3, "")
+        out, lse = attend(q, k, v, *inputs)
+        return out, lse, *attend_backward(gradient, q, k, v, out, lse, *inputs)
 
     with FakeTensorMode():
         q, k, v, gradient = (torch.empty(2, n, SIZE, 16, dtype=torch.bfloat16) for n in (4, 2, 2, 4))

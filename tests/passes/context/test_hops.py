@@ -1,4 +1,4 @@
-"""Steps of a ring that no rank needs for a batch: which they are, what is then sent, and that nothing else changes."""
+"""Ring steps that no rank needs for a batch: which these are, what is sent, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_who_meets_whom_is_what_a_mask_says(layout):
-    """Bounds of any length, with queries that see nothing, in a sequence that nothing divides."""
+    """Compare with masks: bounds of any length, queries that see nothing, a length that nothing divides."""
     order, generator = LAYOUTS[layout], torch.Generator().manual_seed(5)
     size, (i, j) = 37, grids(37)
     owner = torch.zeros(size, dtype=torch.int64)
@@ -45,7 +45,7 @@ def test_who_meets_whom_is_what_a_mask_says(layout):
 
 
 def test_hops_go_from_one_needed_step_to_the_next_and_home():
-    apart = torch.tensor([0, 1, 3])  # steps at which someone sees something
+    apart = torch.tensor([0, 1, 3])  # steps at which any rank sees something
     meet = torch.zeros(5, 5, dtype=torch.bool)
     meet[2, (2 - apart) % 5] = True
     hops = hops_of(meet)
@@ -68,7 +68,7 @@ def test_groups_of_neighbours_are_one_place_of_a_ring():
 ])  # fmt: skip
 @pytest.mark.sample(2)
 def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(method, layout, needed):
-    """Long documents after short ones, one program for both; keys travel once less than there are steps.
+    """Run one program on long documents and then short ones; keys travel once less than there are steps.
 
     Two of the four ranks are one place of a hybrid's ring, so it has two rings of two steps.
     """
@@ -83,22 +83,25 @@ def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(method, layout, 
     options = {"context": {"method": method, "load_balance": layout}}
     step = compile_lockstep(packed(), loss_of, data[0], {"cp": 4}, passes=options)
     with mock.patch.dict(simulate.COLLECTIVES, {shift_by: counted}):
-        found = train_step(step, data)
+        result = train_step(step, data)
     metrics, state = train_plainly(packed(), loss_of, data)
-    for ours, theirs in zip(found, metrics, strict=True):
+    for ours, theirs in zip(result, metrics, strict=True):
         assert_same(ours, theirs, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
-    each = len(sent) // 3
+    per_step = len(sent) // 3
     short, long = (3 * n - 2 if n > 1 else 0 for n in (len(needed), steps))  # keys forward and backward, and home
-    assert [sum(sent[i * each : (i + 1) * each]) for i in range(3)] == [rings * short, rings * long, rings * short]
+    assert [sum(sent[i * per_step : (i + 1) * per_step]) for i in range(3)] == [rings * short, rings * long, rings * short]
 
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_cuda_graph_cannot_skip_steps(skips):
-    """A replay would send as far as the first batch said; without it every step is sent."""
+    """Check the refusal, because a replay would send as far as in the first batch.
+
+    Without skipping every step is sent.
+    """
     options = {"context": {"method": "ring", "load_balance": "none", "skip_steps": skips}}
     step = compile_lockstep(packed(), loss_of, batches()[0], {"cp": 2}, passes=options)
     program = step.train["step"].program
     assert [i.name for i in program.inputs if i.kind == "layout"] == ["hops"] * skips
-    found = [each for each in breaks(program) if "passes.context.skip_steps=false" in each.why]
-    assert len(found) == (1 + 1 + 2) * skips
+    result = [item for item in breaks(program) if "passes.context.skip_steps=false" in item.why]
+    assert len(result) == (1 + 1 + 2) * skips

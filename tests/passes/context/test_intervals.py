@@ -1,4 +1,4 @@
-"""Attention by interval: masks that are read, what a rank computes of them, on every method and layout."""
+"""Attention by interval: masks that are read, a rank's computation, on every method and layout."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MASKS = {  # (size, ids) -> mask
 
 
 def soft_capped(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    """As Gemma 2 writes it out."""
+    """Compute soft-capped attention as Gemma 2 writes it."""
     k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // x.shape[1], -1, -1).reshape(2, q.shape[1], *x.shape[2:]) for x in (k, v))
     mask = torch.where(of_documents(q.shape[2], ids), torch.zeros((), dtype=F64), torch.finfo(F64).min)
     scores = torch.tanh(q @ k.transpose(2, 3) * 0.3 / 2.0) * 2.0 + mask
@@ -70,15 +70,15 @@ def soft_capped(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
 
 
 def sloped(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    """ALiBi, with a slope for each head; where a query sees nothing, it has zeros."""
+    """Compute attention with ALiBi, one slope per head; a query that sees nothing has zeros."""
     i, j = grids(q.shape[2])
     slopes = torch.pow(2.0, -torch.arange(1, q.shape[1] + 1, dtype=F64) / 2).view(-1, 1, 1)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.matmul(q * 0.3, k.mT) + slopes * (j - i)
     mask = of_documents(q.shape[2], ids) & (ids % 3 > 0)[:, None, :, None]
-    seen = mask.any(-1, True)
-    scores = torch.where(seen, torch.where(mask, scores, -torch.inf), 0.0)
-    return torch.where(seen, scores.softmax(-1) @ v, 0.0)
+    visible = mask.any(-1, True)
+    scores = torch.where(visible, torch.where(mask, scores, -torch.inf), 0.0)
+    return torch.where(visible, scores.softmax(-1) @ v, 0.0)
 
 
 SCORED = {"soft-cap": soft_capped, "ALiBi": sloped}
@@ -87,10 +87,10 @@ FORMS = (*MASKS, *SCORED)
 
 @functools.cache
 def captured(form: str, heads: str, size: int) -> Function:
-    """Attention with a mask that the graph makes of ids, query, key and value as activations."""
+    """Return attention with a mask made from ids in the graph; query, key and value are activations."""
     h, g = HEADS[heads]
-    inputs = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
-    units = [torch.ones(x.shape, dtype=torch.int64) for x in inputs]
+    arguments = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
+    units = [torch.ones(x.shape, dtype=torch.int64) for x in arguments]
 
     def run(q, k, v, ids, *units):
         q, k, v = (x * unit for x, unit in zip((q, k, v), units))
@@ -98,7 +98,7 @@ def captured(form: str, heads: str, size: int) -> Function:
             return SCORED[form](q, k, v, ids)
         return F.scaled_dot_product_attention(q, k, v, MASKS[form](size, ids), enable_gqa=h != g, scale=0.3)
 
-    return by_interval(capture(run, [*inputs, documents(size), *units], Mesh(), weights=(0, 1, 2)))
+    return by_interval(capture(run, [*arguments, documents(size), *units], Mesh(), weights=(0, 1, 2)))
 
 
 def by_interval(function: Function) -> Function:
@@ -123,7 +123,7 @@ def run_case(method: str, form: str, heads: str, size: int, ranks: int, layout: 
 
 
 def along_last(x: Tensor) -> Spec:
-    """Rows of ids, sharded along the sequence."""
+    """Return the placement of samples of ids, sharded along the sequence."""
     return sharded(x.shape, x.dim() - 1, "cp", None)
 
 
@@ -151,7 +151,7 @@ def test_every_form(method, record_property):
 
 
 def read_of(mask, *tensors: Tensor) -> ir.Report:
-    """The report on attention of 12 tokens with a mask made by a function of tensors."""
+    """Return the report on attention of 12 tokens with a mask made by a function of tensors."""
     q = random(2, 4, 12, WIDTH)
 
     def run(q, k, v, *given):
@@ -171,19 +171,19 @@ LEFT = {
     "keys of some documents": (lambda ids: (ids > 0)[:, None, None, :].expand(2, 1, 12, 12), "picks keys one by one"),
     "another's documents": (lambda ids, more: ids[:, None, :, None] == more[:, None, None, :], "than the same of the query"),
     "two intervals": (lambda: (grids(12)[1] > grids(12)[0] + 2) | (grids(12)[1] < grids(12)[0] - 2), "may see two intervals"),
-    "ids that come again": (lambda ids: alike(ids % 2), "need not stand together"),
+    "ids that come again": (lambda ids: alike(ids % 2), "need not be adjacent"),
     "numbers": (lambda: torch.zeros(12, 12, dtype=torch.float64), "a mask of torch.float64"),
 }
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_no_interval_says_stays_a_mask_and_the_report_says_why(name):
-    mask, why = LEFT[name]
+    mask, reason = LEFT[name]
     tensors = (IDS, IDS + 1)[: mask.__code__.co_argcount]
     report = read_of(mask, *tensors)
     assert report.counts == {"attention_by_interval": 0}
     (note,) = report.notes
-    assert "its mask stays in memory: " in note and why in note, note
+    assert "its mask stays in memory: " in note and reason in note, note
 
 
 def test_ids_given_from_outside_have_to_stand_together():
@@ -198,7 +198,7 @@ def test_ids_given_from_outside_have_to_stand_together():
 
 
 class Attentive(nn.Module):
-    """One attention within documents."""
+    """A model with one attention within documents."""
 
     def __init__(self):
         super().__init__()
@@ -233,7 +233,7 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, at: Te
 @pytest.mark.parametrize("score", EXPRESSIONS)
 @pytest.mark.parametrize("form", BOUNDS)
 def test_the_kernel_is_attention_with_a_mask(form, score):
-    """Keys as they are and in two runs, values of the keys' width and of another."""
+    """Compare with keys in order and in two runs, values of the keys' width and of another."""
     size = 300
     first, last = bounds_of(form, size)
     for at, width in ((torch.arange(size), WIDTH), (torch.arange(size).roll(150), WIDTH), (torch.arange(size), 5)):
@@ -258,18 +258,18 @@ def test_the_kernel_is_flex_attention_with_blocks_made_of_bounds(form, score):
     first, last = bounds_of(form, 300)
     q, k, v = random(2, 4, 300, 16), random(2, 2, 300, 16), random(2, 2, 300, 16) + 1
     for runs in (None, torch.tensor([150, 0])):
-        given = (first, last, runs, EXPRESSIONS[score], 0.3, score)
-        found, wanted = attend(q, k, v, *given), flex.forward(q, k, v, *given)
-        gradient = random(*found[0].shape)
-        found += attend_backward(gradient, q, k, v, *found, *given)
-        wanted += flex.backward(gradient, q, k, v, *wanted, *given)
-        for x, y in zip(found, wanted, strict=True):
+        arguments = (first, last, runs, EXPRESSIONS[score], 0.3, score)
+        actual, wanted = attend(q, k, v, *arguments), flex.forward(q, k, v, *arguments)
+        gradient = random(*actual[0].shape)
+        actual += attend_backward(gradient, q, k, v, *actual, *arguments)
+        wanted += flex.backward(gradient, q, k, v, *wanted, *arguments)
+        for x, y in zip(actual, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("form", BOUNDS)
 def test_no_pair_of_blocks_is_computed_for_nothing(form):
-    """Pieces cover each pair that sees, and but for tiles of mixed queries no other one."""
+    """Check that pieces cover each visible pair, and no other except in tiles of mixed queries."""
     first, last = bounds_of(form, 300)
     for lower, upper in zip(first, last):
         covered = torch.zeros(300, 300, dtype=torch.int64)
@@ -285,19 +285,19 @@ def test_no_pair_of_blocks_is_computed_for_nothing(form):
 @pytest.mark.parametrize("form", BOUNDS)
 @pytest.mark.parametrize("runs", [None, torch.tensor([150, 0])], ids=["one run", "two runs"])
 def test_a_kernel_gets_all_pieces_of_one_size_at_once(form, runs):
-    """Those of one call share no query, since results are put back all at once; calls of a piece each say the same."""
+    """Check that parts of one call share no query, because results are written at once, and one mask."""
     q, k, v = random(2, 2, 300, WIDTH), random(2, 2, 300, WIDTH), random(2, 2, 300, WIDTH)
     first, last = bounds_of(form, 300)
-    given = (first, last, runs, [], 0.3, "")
-    for together, _ in calls(q, k, v, given):
+    arguments = (first, last, runs, [], 0.3, "")
+    for together, _ in calls(q, k, v, arguments):
         given_to = torch.zeros(2, 300, dtype=torch.int64)
         for part in together:
             given_to[part.batch, part.rows] += 1
         assert int(given_to.max()) == 1
-    found = attend(q, k, v, *given)
+    result = attend(q, k, v, *arguments)
     with mock.patch.object(interval_cpu, "ENOUGH", 0):
-        assert all(len(together) == 1 for together, _ in calls(q, k, v, given))
-        for x, y in zip(found, attend(q, k, v, *given), strict=True):
+        assert all(len(together) == 1 for together, _ in calls(q, k, v, arguments))
+        for x, y in zip(result, attend(q, k, v, *arguments), strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
@@ -309,7 +309,7 @@ def test_documents_of_one_length_are_few_calls():
 
 @pytest.mark.parametrize("window", [None, 16])
 def test_masks_of_transformers_are_read(window):
-    """Packed rows by positions, as its models take them."""
+    """Read masks of samples packed by positions, as transformers' models take them."""
     kind, config = {None: ("Llama", {}), 16: ("Mistral", {"sliding_window": 16})}[window]
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     built = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, attn_implementation="sdpa", **config)
@@ -318,19 +318,19 @@ def test_masks_of_transformers_are_read(window):
     program, ctx = capture_model(model, lambda model, b: model(**b, use_cache=False).logits.mean(), batch, torch.device("cpu"))
     program, report = Intervals()(program, ctx)
     assert report.counts == {"attention_by_interval": 2} and not report.notes
-    assert not [i.name for i in program.inputs if i.runs]  # runs are counted by the model
+    assert not [i.name for i in program.inputs if i.runs]  # the model counts runs
     (first, last) = {node.args[3:5] for node in program.calls() if node.target is interval_attention}.pop()
     positions = torch.cat([torch.arange(20), torch.arange(12)]).expand(2, 32)
-    found = fx.Interpreter(program_of(program, first, last)).run(positions)
+    actual = fx.Interpreter(program_of(program, first, last)).run(positions)
     i = torch.arange(32)
     start = torch.where(i < 20, 0, 20)
     wanted = (start if window is None else start.maximum(i - window + 1)).expand(2, 32), (i + 1).expand(2, 32)
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip(actual, wanted, strict=True):
         assert torch.equal(x.expand(2, 32), y)
 
 
 class Turned(nn.Module):
-    """Attention within documents whose keys, of fewer heads than queries, are computed in another dtype and cast back."""
+    """A model with attention within documents; keys have fewer heads, another dtype, and are cast back."""
 
     def __init__(self):
         super().__init__()
@@ -341,8 +341,8 @@ class Turned(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in self.qkv(x).split((16, 8, 8), -1))
         q, k = (torch.cos(y.float()).to(y.dtype) for y in (q, k))
         i, j = grids(tokens.shape[1])
-        seen = (ids[:, None, :, None] == ids[:, None, None, :]) & (i >= j)
-        y = F.scaled_dot_product_attention(q, *(y.repeat_interleave(2, 1) for y in (k, v)), seen)
+        visible = (ids[:, None, :, None] == ids[:, None, None, :]) & (i >= j)
+        y = F.scaled_dot_product_attention(q, *(y.repeat_interleave(2, 1) for y in (k, v)), visible)
         return self.head(x + y.transpose(1, 2).flatten(2))
 
 
@@ -353,16 +353,16 @@ def test_keys_that_are_cast_are_gathered_before_their_cast(load_balance):
     metrics, state = train_plainly(model, loss_of, data)
     context = {"method": "all_gather", "load_balance": load_balance, "block": 3}
     step = compile_lockstep(model, loss_of, data[0], {"cp": 2}, passes={"context": context})
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, 1e-6)
+    for actual, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(actual, wanted, 1e-6)
     assert_same(step.state_dict(), state, 1e-6)
 
 
 def program_of(program: ir.Program, *results: fx.Node) -> fx.GraphModule:
-    """What computes two nodes from the positions."""
+    """Return a program that computes two nodes from the positions."""
     graph, copies = fx.Graph(), {}
-    for node, given in zip(program.placeholders(), program.inputs):
-        if given.name == "position_ids":
+    for node, arguments in zip(program.placeholders(), program.inputs):
+        if arguments.name == "position_ids":
             copies[node] = graph.placeholder("positions")
     needed, stack = set(), list(results)
     while stack:

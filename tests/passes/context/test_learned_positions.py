@@ -1,4 +1,4 @@
-"""Sequences that are parameters: stored over `cp`, and used beside those of tokens, which `cp` shards in another order."""
+"""Sequences that are parameters: stored over `cp`, and used with those of tokens, which `cp` shards otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SGD = {"name": "sgd"}
 
 
 class Centered(Function):
-    """Both bodies add up along the sequence, and leave in padding what is not zero."""
+    """A function whose bodies add up along the sequence, and leave nonzero padding."""
 
     @staticmethod
     def forward(ctx, x):
@@ -34,7 +34,7 @@ class Centered(Function):
 
 
 class Positions(nn.Module):
-    """Learned positions, `fn` of them: the whole table as it is, or looked up."""
+    """Learned positions, passed through `fn`: the full table, or looked up."""
 
     def __init__(self, fn, looked_up):
         super().__init__()
@@ -46,7 +46,7 @@ class Positions(nn.Module):
 
 
 class Latents(Packed):
-    """Attention among parameters alone, whose results are added to the tokens'."""
+    """A model with attention among parameters only, whose results are added to the tokens'."""
 
     def forward(self, tokens, ids):
         i, j = grids(SIZE)
@@ -95,7 +95,7 @@ def test_attention_among_parameters(balance):
 
 
 def test_a_sequence_as_it_is_stored_is_heard_in_attention(monkeypatch):
-    """Were attention told that what `fsdp` shards is what `cp` does, it would take a share of the keys for all."""
+    """Check that attention does not take the `fsdp` shards of a parameter for `cp` shards of a sequence."""
     decided = Shard.__call__
 
     def fooled(self, program, ctx):

@@ -1,4 +1,4 @@
-"""Attention that models write out: what is read of it, what is left, and whole models of transformers on meshes."""
+"""Attention that models write out: which is matched, which is left, and whole transformers models on meshes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def causal() -> Tensor:
 
 
 def reading(attention, *tensors: Tensor) -> tuple[Function, ir.Report]:
-    """What becomes of attention of a few tokens, 4 heads of queries and 2 of keys."""
+    """Return the rewritten attention of a few tokens, 4 query heads and 2 key heads, and the report."""
     inputs = [random(2, 4, SIZE, 6), random(2, 2, SIZE, 6), random(2, 2, SIZE, 6) + 1, *tensors]
     function = capture(attention, inputs, Mesh(), weights=range(len(inputs)))
     program, report = Intervals()(function.program, function.ctx)
@@ -37,7 +37,7 @@ def reading(attention, *tensors: Tensor) -> tuple[Function, ir.Report]:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, change, masked) -> Tensor:
-    """softmax(masked(change(q @ k^T))) @ v."""
+    """Compute softmax(masked(change(q @ k^T))) @ v."""
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     return masked(change(q @ k.transpose(-1, -2))).softmax(-1) @ v
 
@@ -51,7 +51,7 @@ def filled(x: Tensor) -> Tensor:
 
 
 def apart() -> Tensor:
-    """How far behind the query a key stands."""
+    """Return each key's distance behind the query."""
     i, j = grids(SIZE)
     return i - j
 
@@ -83,25 +83,25 @@ def test_scores_are_read(name):
 
 
 LEFT = {
-    "a mask of -1e4": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.where(causal(), 0.0, -1e4), lambda x: x), "made with"),
-    "a bias of pairs": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.sin(apart() * apart() * 1.0), filled), "made with"),
+    "a mask of -1e4": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.where(causal(), 0.0, -1e4), lambda x: x), "computed with"),
+    "a bias of pairs": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.sin(apart() * apart() * 1.0), filled), "computed with"),
     "a query that might see nothing": (
-        lambda q, k, v: plain(q, k, v, lambda x: x, lambda x: x.masked_fill(apart() <= 0, LOW)), "might see nothing",
+        lambda q, k, v: plain(q, k, v, lambda x: x, lambda x: x.masked_fill(apart() <= 0, LOW)), "might see no key",
     ),
     "a sink": (
         lambda q, k, v: torch.cat([filled(q @ k.repeat_interleave(2, 1).mT), q[..., :1]], -1).softmax(-1)[..., :-1]
-        @ v.repeat_interleave(2, 1), "columns that are no keys",
+        @ v.repeat_interleave(2, 1), "columns that are not keys",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_none_of_it_stays_and_the_report_says_why(name):
-    attention, why = LEFT[name]
+    attention, reason = LEFT[name]
     function, report = reading(attention)
     assert report.counts == {"attention_by_interval": 0}
     (note,) = report.notes
-    assert "stays written out: " in note and why in note, note
+    assert "stays written out: " in note and reason in note, note
     assert any("softmax" in str(node.target) for node in function.program.calls())
 
 
@@ -110,13 +110,13 @@ def test_slopes_that_are_learned_keep_their_gradient():
         return plain(q, k, v, lambda x: x + slopes * -apart(), filled)
 
     _, report = reading(attention, random(4, 1, 1))
-    assert report.counts == {"attention_by_interval": 0} and "may have a gradient" in report.notes[0]
+    assert report.counts == {"attention_by_interval": 0} and "may need a gradient" in report.notes[0]
 
 
 def test_dropout_of_weights_stays():
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, attn_implementation="eager", attention_dropout=0.1)).train()
     _, report = Intervals()(*capture_model(model, zoo.loss_fn, zoo.batch(), torch.device("cpu")))
-    assert report.counts == {"attention_by_interval": 0} and "dropout draws for each pair" in report.notes[0]
+    assert report.counts == {"attention_by_interval": 0} and "dropout draws a random number" in report.notes[0]
 
 
 # ---- models ----------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ MODELS = {
     "mpt": lambda: tf.MptForCausalLM(tf.MptConfig(vocab_size=zoo.VOCAB, d_model=48, n_layers=2, n_heads=4, max_seq_len=32)),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, attn_implementation="eager")),
 }
-ROUNDED = 3e-6  # these take their softmax, or what is before it, in fp32
+ROUNDED = 3e-6  # these compute their softmax, or its operand, in fp32
 
 
 @pytest.fixture
@@ -143,10 +143,10 @@ def test_models_that_write_it_out_train_as_on_one_device(name, mesh, built):
     model, data, sgd = built(name), [zoo.batch() for _ in LRS], {"name": "sgd"}
     metrics, state = train_plainly(model, zoo.loss_fn, data, sgd)
     step = compile_lockstep(model, zoo.loss_fn, data[0], mesh, sgd)
-    (of_intervals,) = (of for of in step.report["passes"] if of["name"] == "intervals")
+    (of_intervals,) = (record for record in step.report["passes"] if record["name"] == "intervals")
     assert of_intervals["report"]["counts"] == {"attention_by_interval": 2}
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, ROUNDED)
-    found = step.state_dict()
-    there = found.keys() & state.keys()  # `state` has tied ones twice, and no buffers that are not persistent
-    assert_same({key: found[key] for key in there}, {key: state[key] for key in there}, ROUNDED)
+    for actual, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(actual, wanted, ROUNDED)
+    actual = step.state_dict()
+    names = actual.keys() & state.keys()  # `state` has tied ones twice, and no buffers that are not persistent
+    assert_same({key: actual[key] for key in names}, {key: state[key] for key in names}, ROUNDED)

@@ -1,4 +1,4 @@
-"""An operator of attention of our own (`tests/support/sinks.py`): its record is all that any pass needs."""
+"""A new attention operator (`tests/support/sinks.py`): its record is all that passes need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH, HEAD = 8, 4
 
 
 class Sinks(nn.Module):
-    """Two layers of attention with sinks, `heads` of them over `keys` heads of keys."""
+    """A model with two layers of attention with sinks, `heads` of them over `keys` key heads."""
 
     def __init__(self, heads: int = 4, keys: int = 2):
         super().__init__()
@@ -108,7 +108,7 @@ def test_costs_recomputation_and_the_compiler_know_it():
     step = trained({"tp": 2}, passes={"remat": {"policy": "attention"}})
     (forward, *others), (backward, *_) = called(step, sinks.attention), called(step, sinks.attention_backward)
     sizes = recorded()
-    assert len(others) == 1  # kept of each layer, not computed again
+    assert len(others) == 1  # kept in each layer, not recomputed
     assert count_flops(forward, sizes) == 2 * 4 * 2 * 12 * 12 * 2 * HEAD
     assert count_flops(backward, sizes) > 2 * count_flops(forward, sizes)
     assert operators.compiled_for("cpu")[sinks.attention] is sinks.forward
@@ -133,6 +133,6 @@ def test_its_forms_are_what_is_compiled():
 def test_a_graph_of_cuda_records_it_unless_its_record_says_otherwise():
     (node, *_) = called(trained({"tp": 2}), sinks.attention)
     assert why_not(node, compiled=False) == ""
-    told = replace(sinks.RECORD.kernels[0], on_host="asks the host")
-    operators.add_attention(replace(sinks.RECORD, kernels=(told,)))
+    kernel = replace(sinks.RECORD.kernels[0], on_host="asks the host")
+    operators.add_attention(replace(sinks.RECORD, kernels=(kernel,)))
     assert why_not(node, compiled=False) == "asks the host" and why_not(node) == ""

@@ -1,4 +1,4 @@
-"""Heads whose values are narrower or wider than keys: flash attention all the same, so no scores are in memory."""
+"""Heads whose values are narrower or wider than keys: flash attention still applies, so no scores are in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE, HEADS, KEYS = 21, 4, 6
 
 
 class Heads(nn.Module):
-    """Tokens, one attention with values of a width of their own, and a head."""
+    """A model with an embedding, one attention with values of their own width, and a head."""
 
     def __init__(self, values: int, scale: float | None):
         super().__init__()
@@ -51,13 +51,13 @@ def test_a_step_is_that_of_one_device_without_scores_in_memory(run, values, scal
     plain = Heads(values, scale)
     plain.load_state_dict(model.state_dict())
     step = compile_lockstep(model, loss_of, data[0], mesh, passes={"context": {"method": method}})
-    found = train_step(step, data)
+    result = train_step(step, data)
     metrics, state = train_plainly(plain, loss_of, data)
-    for ours, theirs in zip(found, metrics, strict=True):
+    for ours, theirs in zip(result, metrics, strict=True):
         assert_same(ours, theirs, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
-    if method != "all_gather":  # whose causality is a mask
+    if method != "all_gather":  # causal by a mask
         nodes = step.train["step"].program.calls()
         assert any("flash_attention" in str(node.target) for node in nodes)
-        made = [example(node) for node in nodes if ir.is_tensor(node)]
-        assert not [x.shape for x in made if x.shape[-2:] == (SIZE, SIZE)]
+        outputs = [example(node) for node in nodes if ir.is_tensor(node)]
+        assert not [x.shape for x in outputs if x.shape[-2:] == (SIZE, SIZE)]

@@ -1,3 +1,3 @@
-"""The fixture of tests that compile for a GPU that is not there."""
+"""The fixture for tests that compile for a GPU without one."""
 
 from absent_gpu import library  # noqa: F401

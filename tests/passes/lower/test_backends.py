@@ -1,4 +1,4 @@
-"""Lowered programs: Inductor computes what the interpreter does, and the interpreter names what fails."""
+"""Lowered programs: Inductor and the interpreter agree, and the interpreter names the node that fails."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_inductor_is_eager_and_pytorch():
                              for backend in ("inductor", "eager"))
     assert compiled.evaluate(data[1]) == pytest.approx(interpreted.evaluate(data[1]), rel=1e-6)
     where = {name: by_rank[0].data_ptr() for name, (_, by_rank) in compiled.tensors().items()}
-    found = [(compiled(b, lr), interpreted(b, lr)) for b, lr in zip(data, (1e-2, 3e-2, 2e-2), strict=True)]
+    result = [(compiled(b, lr), interpreted(b, lr)) for b, lr in zip(data, (1e-2, 3e-2, 2e-2), strict=True)]
     metrics, state = train_plainly(model, squared_error, data, NO_DECAY)
-    for (ours, eager), theirs in zip(found, metrics, strict=True):
+    for (ours, eager), theirs in zip(result, metrics, strict=True):
         assert_same(ours, eager, 1e-6)
         assert_same(ours, theirs, 1e-6)
     assert_same(compiled.state_dict(), interpreted.state_dict(), 1e-6)
@@ -58,7 +58,7 @@ def test_an_eager_error_gives_the_shapes_that_were_compiled():
 
 
 def test_the_interpreter_keeps_no_input_after_a_call():
-    """Tasks of pipeline stages read values that are freed when they end."""
+    """Check this because tasks of pipeline stages read values that are freed when they end."""
     tiny = Tiny()
     program = tiny.program(tiny.call(aten.neg.default, tiny.input("x", Spec.whole((2, 3)))))
     run, x = lower_eager(program, tiny.ctx), torch.ones(2, 3, dtype=torch.float64)

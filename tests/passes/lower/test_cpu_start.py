@@ -1,4 +1,4 @@
-"""The fast start on a CPU: what it takes on trust, and that it leaves nothing behind."""
+"""The fast start on a CPU: the checks that it skips, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from passes.program.torch_private import LOWERING, without_lowering
 @pytest.mark.parametrize(("called", "left"), [("mm", False), ("_mm_plus_mm", True)])
 def test_a_stored_body_imports_lowering_only_for_kernels_that_torch_has_not(called, left):
     source = f"{LOWERING}\nextern_kernels.{called}(a, b)"
-    kept = without_lowering(source)
-    assert ("select_algorithm" in kept) == left
-    found: dict = {}
-    exec(kept.splitlines()[0], found)
+    code = without_lowering(source)
+    assert ("select_algorithm" in code) == left
+    actual: dict = {}
+    exec(code.splitlines()[0], actual)
     exec(LOWERING, wanted := {})
-    assert getattr(found["extern_kernels"], called) is getattr(wanted["extern_kernels"], called)
+    assert getattr(actual["extern_kernels"], called) is getattr(wanted["extern_kernels"], called)
 
 
 @pytest.mark.full
@@ -35,8 +35,8 @@ def test_the_thread_that_builds_the_header_imports_no_more_of_the_compiler():
         "print([m for m in set(sys.modules) - before if m.startswith(('torch', 'functorch'))],"
         "'torch._inductor.lowering' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[] False"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[] False"
 
 
 # ---- the instruction set ----------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Extension(cpu_vec_isa.VecISA):
 
 @pytest.fixture
 def extensions():
-    """Sets of a made-up processor, best first: one that it lacks, one that its compiler does not know, two that it does."""
+    """Return a made-up processor's sets, best first: one it lacks, one its compiler lacks, and two it has."""
     sets = [Extension("avx9 amx"), Extension("avx9", known=False), Extension("avx8"), Extension("avx7")]
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -123,13 +123,13 @@ def test_a_compiler_that_builds_nothing_is_an_error_that_says_what_to_set(monkey
 
 
 def test_a_context_of_two_threads_is_left_by_the_last_of_them():
-    said, go, left = [], threading.Event(), threading.Event()
+    events, go, left = [], threading.Event(), threading.Event()
 
     @contextmanager
     def context():
-        said.append("on")
+        events.append("on")
         yield
-        said.append("off")
+        events.append("off")
 
     shared = Shared(context)
 
@@ -142,13 +142,13 @@ def test_a_context_of_two_threads_is_left_by_the_last_of_them():
     thread.start()
     go.wait()
     with shared:
-        assert said == ["on"]
-    assert said == ["on"], "the other one is inside"
+        assert events == ["on"]
+    assert events == ["on"], "the other one is inside"
     left.set()
     thread.join()
-    assert said == ["on", "off"]
+    assert events == ["on", "off"]
     with shared:
-        assert said == ["on", "off", "on"]
+        assert events == ["on", "off", "on"]
 
 
 def test_a_context_that_cannot_be_entered_is_entered_the_next_time():

@@ -1,4 +1,4 @@
-"""Recording, played by a stand-in for `torch.cuda`: programs whole and in runs, and what they carry to each other."""
+"""Recording, with a stand-in for `torch.cuda`: complete programs and runs, and the values that they carry."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ F32 = torch.float32
 
 @pytest.fixture
 def done():
-    """A CUDA that is not there; what was done on it."""
-    with played_cuda() as found:
-        yield found
+    """Replace CUDA by a stand-in; return the list of its calls."""
+    with played_cuda() as result:
+        yield result
 
 
 def stepping(args):
-    """w += lr * x; its sum."""
+    """Build w += lr * x, and its sum."""
     x, lr, w = args
     args.clear()
     w += lr * x
@@ -50,40 +50,40 @@ def test_started_then_recorded_on_what_it_was_given_then_replayed_with_what_is_n
             replayed.record({}, (0, 0), None)
         x, lr = torch.full((3,), i + 1.0), torch.tensor(0.1 * (i + 1))
         wanted = wanted + lr * x
-        (found,) = replayed([x, lr, w])
-        torch.testing.assert_close((w, found), (wanted, wanted.sum()))
+        (actual,) = replayed([x, lr, w])
+        torch.testing.assert_close((w, actual), (wanted, wanted.sum()))
     assert done == ["record"]
 
 
 def test_state_that_moved_is_refused(replayed):
-    given = [torch.ones(3), torch.tensor(0.1), torch.zeros(3)]
-    replayed(list(given))
+    inputs = [torch.ones(3), torch.tensor(0.1), torch.zeros(3)]
+    replayed(list(inputs))
     replayed.record({}, (0, 0), None)
-    replayed(list(given))
-    with pytest.raises(RuntimeError, match="w is another tensor than the CUDA graph has recorded"):
-        replayed([*given[:2], torch.zeros(3)])
+    replayed(list(inputs))
+    with pytest.raises(RuntimeError, match="w is not the tensor that the CUDA graph recorded"):
+        replayed([*inputs[:2], torch.zeros(3)])
 
 
 # ---- in runs ----------------------------------------------------------------------------------------
 
 
 def three_layers():
-    """Three layers, the second of which reads the host; the last reads what both have made."""
+    """Build three layers, the second of which reads the host; the last reads the results of both others."""
     small = Small()
     x, w = small.input("x", cut((4, 4)), "batch", F32), small.input("w", cut((4, 4)), dtype=F32)
     first = small.call(aten.mm.default, x, w)
     second = small.call(aten.mm.default, first, w)
-    found = small.call(aten.count_nonzero.default, second)
+    result = small.call(aten.count_nonzero.default, second)
     third = small.call(aten.mm.default, second, first)
-    for node, layer in ((first, 0), (second, 1), (found, 1), (third, 2)):
+    for node, layer in ((first, 0), (second, 1), (result, 1), (third, 2)):
         ir.update(node, origin=Origin(f"model.py:{layer}", (f"layers.{layer}",)), layer=Layer("layers", layer))
-    outputs = [("loss", "l", third, cut((4, 4))), ("metric", "m", found, cut(()))]
+    outputs = [("loss", "l", third, cut((4, 4))), ("metric", "m", result, cut(()))]
     program, _ = Segment()(ordered(small.program(outputs, Stage.EXPLICIT), small.ctx), small.ctx)
-    return program, found.name
+    return program, result.name
 
 
 def interpreted(body):
-    """What runs a body, and counts."""
+    """Return a function that interprets a body and counts its calls."""
     module = fx.GraphModule(torch.nn.Module(), body.graph)
 
     def run(args):
@@ -119,12 +119,12 @@ def test_results_are_not_written_over_by_later_replays(done, monkeypatch):
     monkeypatch.setattr("passes.lower.host_reads.why_not", lambda node, compiled: "")
     recorder = Recorder()
     run = recorder.recorded(program, Calls(program, {body: interpreted(body) for body in calls_of(program)}))
-    w, kept = torch.eye(4), []
+    w, saved = torch.eye(4), []
     for i in range(5):
         recorder.begin()
         x = torch.full((4, 4), i + 1.0)
-        kept.append((run([x, w])[0], x @ w @ w @ (x @ w)))
-    for ours, theirs in kept:
+        saved.append((run([x, w])[0], x @ w @ w @ (x @ w)))
+    for ours, theirs in saved:
         torch.testing.assert_close(ours, theirs)
 
 
@@ -139,14 +139,14 @@ def test_nothing_is_recorded_of_what_reads_the_host_everywhere(done, monkeypatch
 
 
 def gathering(kind="parameter"):
-    """What is made for others, once a step of a parameter, or of what a microbatch brings."""
+    """Build a value for other programs, from a parameter once per step, or from a microbatch's input."""
     small = Small()
     w = small.input("w", cut((3,)), kind, F32)
     return small.program([("carried", "full", small.call(aten.mul.Tensor, w, 2.0), cut((3,)))])
 
 
 def reading():
-    """What reads it for each microbatch."""
+    """Build a program that reads it for each microbatch."""
     small = Small()
     full, x = small.input("full", cut((3,)), "carried", F32), small.input("x", cut((3,)), "batch", F32)
     return small.program([("loss", "loss", small.call(aten.sum.default, small.call(aten.mul.Tensor, full, x)), cut(()))])
@@ -164,12 +164,12 @@ def test_what_is_carried_from_a_recording_is_read_where_it_lies(done):
             (loss,) = read([full, torch.full((3,), m + 1.0)], 0)
             torch.testing.assert_close(loss, (2 * w * (m + 1)).sum())
         w += 1.0
-    assert lay[2] is lay[3] is lay[4]  # no copy of gathered parameters, not even one
+    assert lay[2] is lay[3] is lay[4]  # gathered parameters are never copied
     assert done.count("record") == 2
 
 
 def test_what_is_in_flight_in_two_slots_does_not_meet(done):
-    """Two are made before the first is read; each is read where it was left in its slot."""
+    """Make two values before the first is read; each is read from its slot."""
     recorder = Recorder()
     make, read = (recorder.recorded(p, NamingInterpreter(p.module)) for p in (gathering("batch"), reading()))
     w, lay = torch.ones(3), []
@@ -211,7 +211,7 @@ def test_what_is_carried_from_elsewhere_is_copied(done):
 
 
 def test_recordings_end_before_ranks_part(done):
-    """NCCL waits for those that use a communicator when it is destroyed."""
+    """Check the order, because NCCL waits for users of a communicator when it is destroyed."""
     program, recorder = reading(), Recorder()
     read = recorder.recorded(program, NamingInterpreter(program.module))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Damage to what the compiler left in its cache: nothing is executed that is not what was written."""
+"""Damage to the compiler's cache: only files that are as they were written are executed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DAMAGE = {
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache of Inductor's for this test alone."""
+    """Return an Inductor cache for this test alone."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path
 
@@ -75,13 +75,13 @@ def test_what_a_killed_build_leaves_is_not_called_damaged(tmp_path, recwarn):
     store.note(path)
     path.unlink()
     assert not store.is_as_noted(path)
-    path.write_bytes(b"0" * 50)  # of the build that began then
+    path.write_bytes(b"0" * 50)  # left by the build that was killed
     assert not store.is_as_noted(path) and not recwarn.list
 
 
 def test_a_disk_that_takes_nothing_is_said_and_training_goes_on(tmp_path):
     (tmp_path / "bodies").write_text("a file in its place")
-    with pytest.warns(UserWarning, match="takes nothing more"):
+    with pytest.warns(UserWarning, match="cannot be written"):
         Store(tmp_path / "bodies").put("k", b"v")
 
 

@@ -1,4 +1,4 @@
-"""Memory that one step frees is there for the next, without asking the kernel for it page by page."""
+"""Memory that one step frees is reused by the next, without asking the kernel for it page by page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's malloc only")
 @pytest.mark.full
 def test_no_page_is_asked_for_twice():
-    asked, kept = (int(subprocess.check_output([sys.executable, "-c", COUNT, how])) for how in ("asked", "kept"))
+    requested, saved = (int(subprocess.check_output([sys.executable, "-c", COUNT, options])) for options in ("asked", "kept"))
     pages_of_a_step = 24 * 4 * 256
-    assert asked > 2 * pages_of_a_step  # it is what happens otherwise
-    assert kept < pages_of_a_step / 10
+    assert requested > 2 * pages_of_a_step  # this happens by default
+    assert saved < pages_of_a_step / 10

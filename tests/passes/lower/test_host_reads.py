@@ -1,4 +1,4 @@
-"""What reads the host is found in the finished program, whatever part of a step it is in, and splits the recording."""
+"""Nodes that read the host are found in the finished program, in any part of a step, and split the recording."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from compiler_trainer.step import given as programs
 from compiler_trainer.step.given import Captured, check_recordable, recorded
-from passes.communication.layer_starts import products_of
+from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import in_flight
 from passes.lower.calls import steps_of
 from passes.lower.host_reads import breaks
@@ -42,44 +42,44 @@ F32 = torch.float32
 
 
 def fake(small, device="cuda", shape=(4, 4), dtype=F32):
-    """A value on a device, which need not be there."""
+    """Return a value on a device that need not exist."""
     return FakeTensor(small.ctx.fake_mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device(device))
 
 
 def planted(target, *others, of=fake):
-    """A layer, an operator planted behind it, and another layer, all on CUDA and cut into bodies.
+    """Return a layer, a planted operator, and another layer, all on CUDA and cut into bodies.
 
-    `of` gives what the operator computes; of `others`, given after the layer's result, "mask" and "rows" are indices and
+    `of` computes the operator's result; of `others`, passed after the layer's result, "mask" and "rows" are indices and
     "host" is a number in host memory.
     """
     small = Small()
     x, w, mask, rows, host = (small.input(name, cut((4, 4)), dtype=F32) for name in ("x", "w", "mask", "rows", "host"))
     first = small.call(aten.mm.default, x, w)
-    given = {"mask": mask, "rows": rows, "host": host}
-    operands = [[given[o[0]]] if isinstance(o, list) else given.get(o, o) for o in others]
-    found = small.builder.graph.call_function(target, (first, *operands))
+    inputs = {"mask": mask, "rows": rows, "host": host}
+    operands = [[inputs[o[0]]] if isinstance(o, list) else inputs.get(o, o) for o in others]
+    result = small.builder.graph.call_function(target, (first, *operands))
     second = small.call(aten.mm.default, first, w)
-    for node in (x, w, first, found, second):
+    for node in (x, w, first, result, second):
         ir.set_value(node, fake(small))
     ir.set_value(mask, fake(small, dtype=torch.bool))
     ir.set_value(rows, fake(small, shape=(4,), dtype=torch.int64))
     ir.set_value(host, fake(small, "cpu", ()))
-    for node, line, layer in ((first, 1, 0), (found, 41, 0), (second, 3, 1)):
+    for node, line, layer in ((first, 1, 0), (result, 41, 0), (second, 3, 1)):
         ir.update(node, origin=Origin(f"model.py:{line}", (f"layers.{layer}",)), layer=Layer("layers", layer), phase="forward")
-    outputs = [("loss", "l", second, cut((4, 4))), ("metric", "m", found, cut((4, 4)))]
-    given = ordered(small.program(outputs, Stage.EXPLICIT), small.ctx)
-    found = next(node for node in given.calls() if node.name == found.name)
-    program, _ = Segment()(given, small.ctx)
-    for call in filter(body_of_call, program.calls()):  # only now: no pass takes a shape that it does not know
+    outputs = [("loss", "l", second, cut((4, 4))), ("metric", "m", result, cut((4, 4)))]
+    inputs = ordered(small.program(outputs, Stage.EXPLICIT), small.ctx)
+    result = next(node for node in inputs.calls() if node.name == result.name)
+    program, _ = Segment()(inputs, small.ctx)
+    for call in filter(body_of_call, program.calls()):  # only now, because passes need known shapes
         nodes = ir.record(call).body_nodes
-        changed = {found.name: BodyNode(found.name, replace(ir.record(found), value=of(small)))}
+        changed = {result.name: BodyNode(result.name, replace(ir.record(result), value=of(small)))}
         ir.update(call, body_nodes=tuple(changed.get(node.name, node) for node in nodes))
     assert any(node.target is target for body in calls_of(program) for node in body.graph.nodes)
     return program
 
 
 def unknown_size(small):
-    """A tensor as long as only data will tell."""
+    """Return a tensor whose length depends on data."""
     return fake(small, shape=(ShapeEnv().create_unbacked_symint(),))
 
 
@@ -88,10 +88,10 @@ BREAKS = {
     "a shape of data": (planted(aten.nonzero.default, of=unknown_size), "depends on data"),
     "an unbacked size": (planted(aten.neg.default, of=unknown_size), "depends on data"),
     "an unbacked number": (planted(aten.neg.default, of=lambda _: ShapeEnv().create_unbacked_symint()), "depends on data"),
-    "a mask": (planted(aten.index_put.default, ["mask"], "rows"), "counts on the host what a mask selects"),
+    "a mask": (planted(aten.index_put.default, ["mask"], "rows"), "counts the entries of a mask on the host"),
     "an assertion": (planted(aten._assert_async.default, of=lambda _: None), "tests a value"),
-    "a number given": (planted(aten.mul.Tensor, "host"), "is of cpu and cuda"),
-    "a copy": (planted(aten._to_copy.default, of=lambda small: fake(small, "cpu")), "is of cpu and cuda"),
+    "a number given": (planted(aten.mul.Tensor, "host"), "uses cpu and cuda"),
+    "a copy": (planted(aten._to_copy.default, of=lambda small: fake(small, "cpu")), "uses cpu and cuda"),
     "offloading": (planted(offload, of=lambda small: fake(small, "cpu")), "use another passes.remat.policy"),
     "a check in secret": (planted(aten._linalg_check_errors.default, "f", of=lambda _: None), "reads a value on the host"),
 }
@@ -99,28 +99,28 @@ BREAKS = {
 
 @pytest.mark.parametrize(("program", "reason"), BREAKS.values(), ids=BREAKS)
 def test_what_breaks_a_recording_is_named_with_its_line(program, reason):
-    (found,) = breaks(program)
-    assert "(model.py:41), forward: " in str(found) and reason in found.why
+    (result,) = breaks(program)
+    assert "(model.py:41), forward: " in str(result) and reason in result.why
     with pytest.raises(UserError, match=r"lower.cudagraphs: .*step: %\w+ \(model.py:41\)"):
         check_recordable({"step": Captured(program, None)})
 
 
 def test_attention_by_interval_is_recorded_only_compiled():
-    """The eager backend's kernel reads its bounds."""
+    """Check that the eager backend's kernel, which reads its bounds, is not recorded."""
     small = Small()
     q, bounds = small.input("q", cut((1, 2, 4, 8)), dtype=F32), small.input("bounds", cut((1, 4)), dtype=torch.int64)
     out = small.call(operator.getitem, small.call(attend, q, q, q, bounds, bounds, None, [], 1.0, ""), 0)
     program = small.program([("loss", "l", out, cut((1, 2, 4, 8)))])
     assert breaks(program) == []
-    (found,) = breaks(program, compiled=False)
-    assert "use lower.backend=inductor" in found.why
+    (result,) = breaks(program, compiled=False)
+    assert "use lower.backend=inductor" in result.why
 
 
 def test_all_that_breaks_is_named():
-    found = [Captured(program, None) for program, _ in BREAKS.values()]
+    result = [Captured(program, None) for program, _ in BREAKS.values()]
     with pytest.raises(UserError) as caught:
-        check_recordable({f"step{i}": each for i, each in enumerate(found)})
-    assert all(f"step{i}: %" in str(caught.value) for i in range(len(found)))
+        check_recordable({f"step{i}": item for i, item in enumerate(result)})
+    assert all(f"step{i}: %" in str(caught.value) for i in range(len(result)))
 
 
 @pytest.mark.parametrize("operator", [(aten.neg.default,), (aten.index.Tensor, ["rows"])])
@@ -147,19 +147,19 @@ def test_there_are_no_cuda_graphs_on_the_cpu(ranks, says):
 
 def test_auto_says_why_it_records_nothing():
     lower, program = build(LowerConfig, {"cudagraphs": "auto"}), {"step": Captured(BREAKS["a mask"][0], None)}
-    (here,) = recorded(program, lower, torch.device("cpu"))
-    assert here == "nothing is recorded: the step runs on cpu"
-    (there,) = recorded(program, lower, torch.device("cuda"))
-    assert there.startswith("1 of 2 calls of step are recorded: %index_put") and "use torch.where" in there
+    (on_cpu,) = recorded(program, lower, torch.device("cpu"))
+    assert on_cpu == "nothing is recorded: the step runs on cpu"
+    (on_cuda,) = recorded(program, lower, torch.device("cuda"))
+    assert on_cuda.startswith("1 of 2 calls of step are recorded: %index_put") and "use torch.where" in on_cuda
     with pytest.raises(UserError, match="lower.cudagraphs=auto records what is around"):
         recorded(program, build(LowerConfig, {"cudagraphs": True}), torch.device("cuda"))
 
 
 def test_programs_that_are_recorded_whole_are_one_line():
-    whole = Captured(planted(aten.neg.default), None)
-    programs = {"F0": whole, "B0": Captured(BREAKS["a mask"][0], None), "U0": whole}
-    part, rest = recorded(programs, build(LowerConfig, {"cudagraphs": "auto"}), torch.device("cuda"))
-    assert part.startswith("1 of 2 calls of B0 are recorded: %index_put") and rest == "F0, U0 are recorded"
+    full = Captured(planted(aten.neg.default), None)
+    programs = {"F0": full, "B0": Captured(BREAKS["a mask"][0], None), "U0": full}
+    part, remainder = recorded(programs, build(LowerConfig, {"cudagraphs": "auto"}), torch.device("cuda"))
+    assert part.startswith("1 of 2 calls of B0 are recorded: %index_put") and remainder == "F0, U0 are recorded"
 
 
 # ---- whole jobs -------------------------------------------------------------------------------------
@@ -176,15 +176,15 @@ JOBS = {
 
 
 def programs_of(options, on_gpu=True):
-    """The programs of a job, with the dtypes of a GPU."""
-    return {name: each.program for name, each in compile_dry(settled(build(Config, options), on_gpu), None).programs.items()}
+    """Return the programs of a job, with the dtypes of a GPU."""
+    return {name: item.program for name, item in compile_dry(settled(build(Config, options), on_gpu), None).programs.items()}
 
 
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.sample(2)
 def test_no_node_of_a_job_reads_the_host(job):
-    found = {name: list(map(str, breaks(program))) for name, program in programs_of(JOBS[job]).items()}
-    assert found and not any(found.values())
+    result = {name: list(map(str, breaks(program))) for name, program in programs_of(JOBS[job]).items()}
+    assert result and not any(result.values())
 
 
 @pytest.mark.full
@@ -194,29 +194,29 @@ def test_no_node_of_a_job_reads_the_host(job):
     (EXPERTS, False, "only bfloat16 has a kernel"),
 ])
 def test_what_does_is_said_with_the_option(options, on_gpu, why):
-    found = [each for program in programs_of(options, on_gpu).values() for each in breaks(program)]
-    assert found and all(why in each.why for each in found)
+    result = [item for program in programs_of(options, on_gpu).values() for item in breaks(program)]
+    assert result and all(why in item.why for item in result)
 
 
 def test_launches_of_recorded_stages_cost_nothing():
     slow = {"cluster": compose(["cluster=h100", "cluster.launch_us=500"])["cluster"]}
-    jobs = (settled(build(Config, JOBS["pp 2"] | slow | {"lower": {"cudagraphs": here}}), True) for here in (False, True))
+    jobs = (settled(build(Config, JOBS["pp 2"] | slow | {"lower": {"cudagraphs": on_cpu}}), True) for on_cpu in (False, True))
     started, replayed = (predict_step(cfg, compile_dry(cfg, None))["predicted"]["step_ms"] for cfg in jobs)
     assert replayed < 0.1 * started
 
 
 def in_phase(program, phase):
-    """The operators of a phase that yield a tensor."""
+    """Return the operators of a phase that yield a tensor."""
     return [node for node in program.calls() if ir.phase(node) == phase and ir.is_tensor(node)]
 
 
 def product_in(program, phase):
-    """The second product of a phase."""
-    return [node for node in in_phase(program, phase) if node in products_of(program.graph)][1]
+    """Return the second matmul of a phase."""
+    return [node for node in in_phase(program, phase) if node in matmuls_of(program.graph)][1]
 
 
 def root_in(program, of_parameter):
-    """The first square root of the optimizer: of the norm, or of a parameter's moment."""
+    """Return the first square root of the optimizer: of the norm, or of a parameter's moment."""
     roots = (node for node in in_phase(program, "optimizer") if name_of(node) == "sqrt")
     return next(node for node in roots if bool(ir.parameter(node)) == of_parameter)
 
@@ -232,7 +232,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def sharded():
-    """The step of a job whose gathers and reductions travel beside computation, in order."""
+    """Return the step of a job whose gathers and reductions overlap with computation, in order."""
     options = LAYER | {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 2}}
     return compile_dry(settled(build(Config, options), True), None).programs["step"]
 
@@ -247,9 +247,9 @@ def test_one_that_is_planted_is_named_and_splits_the_recording_in_each_phase(pha
     ir.copy_origin(item, place)
     ir.update(item, role=ir.role(place))
     cut_up, _ = Segment()(program, ctx)
-    (found,) = breaks(cut_up)
-    assert found.node.name == item.name and "reads a value on the host" in found.why
-    assert f"{ir.source(place) or ir.parameter(place) or 'no source line'}), {ir.phase(place)}: " in str(found)
+    (result,) = breaks(cut_up)
+    assert result.node.name == item.name and "reads a value on the host" in result.why
+    assert f"{ir.source(place) or ir.parameter(place) or 'no source line'}), {ir.phase(place)}: " in str(result)
     run_of = {name: i for i, run in enumerate(runs_of(cut_up)) for step in steps_of(cut_up)[run.first : run.last]
               for name in names_in(step)}
     assert not runs_of(cut_up)[run_of[item.name]].recorded
@@ -257,4 +257,4 @@ def test_one_that_is_planted_is_named_and_splits_the_recording_in_each_phase(pha
     assert travelling and all(run_of[start.name] == run_of[wait.name] for start, wait in travelling)
     kinds = [run.recorded for run in runs_of(cut_up)]
     assert all(a != b for a, b in zip(kinds, kinds[1:])) and kinds.count(False) == 1
-    assert said({"step": cut_up}, True)[0].endswith(str(found))
+    assert said({"step": cut_up}, True)[0].endswith(str(result))

@@ -1,4 +1,4 @@
-"""Compiled bodies leave alone what a transfer reads until it is waited for."""
+"""Compiled bodies do not overwrite a transfer's operand until it is waited for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 64
 
 
 def transfer_beside_products(p):
-    """A value is sent while products of its size are made; it is no operand of the wait, as an Inductor copy is not."""
+    """Send a value while matmuls of its size run; the wait does not read it, as with Inductor's copies."""
     sent = p @ p
     received = torch.ops.ct.shift(sent, "cp", 1)
     product = p + 1
@@ -32,7 +32,7 @@ def transfer_beside_products(p):
 
 
 def gathered_elsewhere(p):
-    """A collective that another body waits for; its operand is copied, for it has other strides."""
+    """Start a collective that another body waits for; its operand is copied, because it has other strides."""
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(torch.ops.aten.permute(p @ p, [1, 0]), 2, "tp")
     product = p + 1
     for _ in range(3):
@@ -48,7 +48,7 @@ def source_of(function, starts):
 
 
 def uses_after(operator, source):
-    """What is said of an operator's operand after its call: it is freed, or its memory used again."""
+    """Return the uses of an operator's operand after its call: freed, or its memory used again."""
     ((operand, after),) = re.findall(rf"{operator}\.default\((\w+),.*?\n(.*)\n\s*return \(", source, re.DOTALL)
     return re.findall(rf"\b{operand}\b", after)
 
@@ -62,7 +62,7 @@ def test_operands_of_a_transfer_are_neither_freed_nor_written_over(starts, is_le
 
 @pytest.fixture
 def group():
-    """A process group that sends nothing, by the name of its axis."""
+    """Return a process group that sends nothing, by the name of its axis."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     torch_private.register_axis_group("tp", dist.group.WORLD)
     yield
@@ -71,7 +71,7 @@ def group():
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_operands_of_a_collective_that_another_body_waits_for_are_left_alone(is_guarded, group, monkeypatch):
-    """Without the guard Inductor computes into the memory that is being sent."""
+    """Check this, because without the guard Inductor computes into the memory that is being sent."""
     if not is_guarded:
         monkeypatch.setattr(torch_private, "_is_waited_for_elsewhere", lambda node: False)
     uses = uses_after("all_gather_into_tensor", source_of(gathered_elsewhere, ()))
@@ -94,7 +94,7 @@ def test_what_a_rank_sends_in_a_ring_is_kept_until_the_wait(monkeypatch):
 
 
 class Event:
-    """The end of a copy, which is not there yet."""
+    """The end of a copy, which has not come yet."""
 
 
 class Stream:
@@ -119,12 +119,12 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Streams by way, and the computation's."""
-    computing, made = Stream(), {}
-    monkeypatch.setattr(host, "_stream", lambda device, out: made.setdefault(out, Stream()))
+    """Return streams by direction, and that of the computation."""
+    computing, streams_by_direction = Stream(), {}
+    monkeypatch.setattr(host, "_stream", lambda device, out: streams_by_direction.setdefault(out, Stream()))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: computing)
     host.forget()
-    return computing, made
+    return computing, streams_by_direction
 
 
 def test_the_tensor_that_a_copy_reads_is_kept_until_the_copy_is_waited_for(streams):
@@ -138,10 +138,10 @@ def test_the_tensor_that_a_copy_reads_is_kept_until_the_copy_is_waited_for(strea
 
 
 def test_each_way_has_a_stream_that_waits_for_the_computation(streams):
-    computing, made = streams
+    computing, by_direction = streams
     host._copy(torch.ones(4), torch.empty(4), torch.device("cpu"), out=True)
     host._copy(torch.ones(4), torch.empty(4), torch.device("cpu"), out=False)
-    assert made[True] is not made[False] and all(stream.waited == [computing] for stream in made.values())
+    assert by_direction[True] is not by_direction[False] and all(stream.waited == [computing] for stream in by_direction.values())
 
 
 def test_a_failed_step_leaves_no_copies(streams):

@@ -1,4 +1,4 @@
-"""Compiled bodies: each once, stored and loaded again, and run so that values die at their last use."""
+"""Compiled bodies: each is compiled once, stored and loaded again, and values are freed at their last use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ F32 = torch.float32
 
 
 def chain(layers=3, side=4, constant=2.0):
-    """Products and a pointwise operator a layer, cut where layers begin."""
+    """Build matmuls with a pointwise operator per layer, cut where layers begin."""
     small = Small()
     x = small.input("x", cut((side, side)), "batch", F32)
     w = small.input("w", cut((side, side)), dtype=F32)
@@ -57,7 +57,7 @@ def chain(layers=3, side=4, constant=2.0):
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """A store of this test alone."""
+    """Return a store for this test alone."""
     for module in (inductor, stores):
         monkeypatch.setattr(module, "compiler_folder", lambda: tmp_path)
     counts.clear()
@@ -90,7 +90,7 @@ def test_threads_are_part_of_what_kernels_are_known_by(monkeypatch):
 
 
 def test_what_is_switched_later_in_a_process_is_part_of_it_too():
-    """Jobs of one process, as a sweep's points: what adds in any order is not to be taken for what does in one."""
+    """Check for jobs of one process, as in a sweep, that a deterministic one gets its own kernels."""
     (body,) = calls_of(chain()[0])
     keys = [stored_key(body)]
     for mode in (True, False):
@@ -100,7 +100,7 @@ def test_what_is_switched_later_in_a_process_is_part_of_it_too():
 
 
 def test_workers_compile_their_share_and_load_the_rest(store):
-    """Two workers, one after the other; the second finds at the meeting what the first has compiled."""
+    """Run two workers in turn; the second finds at the meeting the results that the first has compiled."""
     program, ctx = chain(layers=2)
     other, _ = chain(layers=2, side=6)
     bodies = [*calls_of(program), *calls_of(other)]
@@ -117,24 +117,24 @@ def test_workers_compile_their_share_and_load_the_rest(store):
 
 def test_values_die_at_their_last_use():
     program, _ = chain(layers=4)
-    alive, made = [], []
+    alive, outputs = [], []
 
     def run(args):
         x, w = args
         args.clear()
         y = x @ w
         del x
-        made.append(weakref.ref(y))
-        alive.append(sum(r() is not None for r in made))
+        outputs.append(weakref.ref(y))
+        alive.append(sum(r() is not None for r in outputs))
         return (y,)
 
     calls = Calls(program, {body: run for body in calls_of(program)})
     calls([torch.randn(4, 4), torch.randn(4, 4)])
-    assert alive == [1, 1, 1, 1]  # of what is computed: the operand is freed by the call that reads it last
+    assert alive == [1, 1, 1, 1]  # computed values only: the call that reads an operand last frees it
 
 
 def test_results_keep_their_strides_across_bodies():
-    """A transposed result is taken as it lies by the next body, whose kernels are made for it."""
+    """Check a transposed result that the next body reads in its layout, for which its kernels are made."""
     small = Small()
     x = small.input("x", cut((4, 6)), "batch", F32)
     turned = small.call(aten.clone.default, small.call(aten.t.default, x), memory_format=torch.preserve_format)
@@ -148,7 +148,7 @@ def test_results_keep_their_strides_across_bodies():
 
 
 def test_parts_that_are_taken_outside_of_bodies():
-    """A flat body is given lines: what they are cut from is taken apart before the call."""
+    """Check flat bodies on items of a tuple, which are taken before the calls."""
     small = Small()
     flat = small.input("flat", cut((12,)), "batch", F32)
     parts = small.call(aten.split_with_sizes.default, flat, [8, 4])
@@ -160,14 +160,14 @@ def test_parts_that_are_taken_outside_of_bodies():
     program, report = Segment()(ordered(small.program(ends, Stage.EXPLICIT), small.ctx), small.ctx)
     assert report.counts == {"calls": 2, "bodies": 1}
     value = torch.randn(12)
-    found = lower_inductor(replace(program, stage=Stage.SEGMENTED), small.ctx)([value])
-    torch.testing.assert_close(torch.cat(found), value * value)
+    result = lower_inductor(replace(program, stage=Stage.SEGMENTED), small.ctx)([value])
+    torch.testing.assert_close(torch.cat(result), value * value)
 
 
 @pytest.mark.full
 def test_training_with_and_without_segments_is_the_same_to_the_bit():
     data = rows_of(rows=6)
-    found = []
+    actual = []
     for enabled in (True, False):
         step = compile_step(
             llama(2, dtype=F32),
@@ -177,8 +177,8 @@ def test_training_with_and_without_segments_is_the_same_to_the_bit():
             lower={"backend": "inductor"},
             passes={"segment": {} if enabled else {"max_nodes": None}},
         )
-        found.append((train_step(step, data), step.state_dict()))
-    (metrics, state), (wanted, wanted_state) = found
+        actual.append((train_step(step, data), step.state_dict()))
+    (metrics, state), (wanted, wanted_state) = actual
     assert metrics == wanted
     assert_same(state, wanted_state, 0.0)
 
@@ -196,7 +196,7 @@ def test_kernels_are_built_one_by_one_where_pytorch_has_changed_and_that_is_said
     with pytest.warns(UserWarning, match=r"one by one.*another argument.*lower.fast_start=false"):
         assert_is_chain(lower_inductor(program, ctx), side=5)
     assert counts == {"compiled": 2}, "they do not share what is stored: of another instruction set it may be"
-    with warnings.catch_warnings(action="error"):  # said once; what was built so is found again
+    with warnings.catch_warnings(action="error"):  # warned once; kernels built in this way are found again
         assert_is_chain(lower_inductor(program, ctx), side=5)
     assert counts == {"compiled": 2, "loaded": 1}
 
@@ -222,18 +222,18 @@ def test_an_error_of_both_ways_is_the_first_ones(store, monkeypatch):
 
 
 def test_the_fast_start_is_for_bodies_on_a_cpu(store, monkeypatch):
-    """Of a GPU's bodies every kernel is compiled in Triton's way, and nothing of Inductor is patched for C++."""
+    """Check that all kernels of a GPU's bodies are compiled as for Triton, and Inductor is not patched for C++."""
     built: list = []
     monkeypatch.setattr(inductor, "is_on_cpu", lambda body: body.name != "forward_1")
     monkeypatch.setattr(inductor, "stored_or_compiled", lambda bodies, *how: built.append([b.name for b in bodies]) or {})
     monkeypatch.setattr(inductor, "fast_cpu_start", lambda *how: nullcontext(built.append("fast")))
     bodies = [SimpleNamespace(name=f"forward_{n}") for n in range(3)]
-    inductor.made(bodies, None, Ready(Store(store), "ours"), True, lambda what: None)
+    inductor.load_or_compile(bodies, None, Ready(Store(store), "ours"), True, lambda what: None)
     assert built == ["fast", ["forward_0", "forward_2"], ["forward_1"]]
 
 
 def test_pytorch_is_as_it_was_after_a_compilation(store):
-    """What is patched is put back, and what compiles later in this process does it in PyTorch's own way."""
+    """Check that patches are undone, and later compilations in this process are PyTorch's own."""
     program, ctx = chain(side=9)
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     places = [(codecache, "write"), (codecache, "_worker_compile_cpp"), (AsyncCompile, "wait"), (AsyncCompile, "cpp_pybinding")]
@@ -241,14 +241,14 @@ def test_pytorch_is_as_it_was_after_a_compilation(store):
     assert_is_chain(lower_inductor(program, ctx), side=9)
     assert [getattr(*place) for place in places] == before
     assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 0
-    kept, x = {*store.iterdir()}, torch.randn(3)
+    saved, x = {*store.iterdir()}, torch.randn(3)
     torch.testing.assert_close(torch.compile(lambda x: (x * 1.25).relu() + 0.125)(x), (x * 1.25).relu() + 0.125)
-    assert {*store.iterdir()} == kept, "no library of it was noted"
+    assert {*store.iterdir()} == saved, "no library of it was noted"
     assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 1
 
 
 def assert_is_chain(run, side, layers=3):
-    """Products by a matrix, each doubled."""
+    """Check matmuls by a matrix, each doubled."""
     x, w = torch.randn(side, side), torch.randn(side, side)
     wanted = x
     for _ in range(layers):
@@ -280,7 +280,7 @@ def test_a_damaged_entry_is_said_and_not_used(tmp_path, damage):
 
 
 def test_a_stored_body_is_of_the_passes_as_they_are(tmp_path, monkeypatch):
-    """Whatever file of `passes/` changes: what finds collectives and their waits decides what kernels stand where, too."""
+    """Check that a change of any file in `passes/` counts: finding collectives also orders kernels."""
     program, _ = chain(layers=1)
     (body,) = {*calls_of(program)}
     before = stored_key(body)

@@ -17,7 +17,7 @@ TYPES = ["const float*", "float*"]
 
 
 def adds(n: int) -> str:
-    """A kernel that adds a number to four entries; the word kernel stands in it more than once."""
+    """Return a kernel that adds a number to four entries; the word kernel occurs in it several times."""
     return f'\n{PREFIX}\n// a kernel\nextern "C" void kernel(const float* x, float* y)\n{{ for (int i = 0; i < 4; i++) y[i] = x[i] + {n}; }}\n'
 
 
@@ -30,7 +30,7 @@ def store(tmp_path, monkeypatch) -> Iterator[Store]:
 
 @pytest.fixture
 def built(monkeypatch) -> list[str]:
-    """The sources that are built, or looked up where they have been."""
+    """Return the sources that are built, or looked up from earlier builds."""
     sources, build = [], kernels.build_library
     monkeypatch.setattr(kernels, "build_library", lambda source: sources.append(source) or build(source))
     return sources

@@ -1,6 +1,6 @@
-"""Known miscompilations of PyTorch's compiler: still there with their options on, avoided as we compile.
+"""Known miscompilations of PyTorch's compiler: still there with their options on, avoided by our options.
 
-A test that finds one gone in a version that the table lists says so: then the table is too broad.
+A test fails if one is gone in a version that the table lists: then the table is too broad.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from absent_gpu import HERE, run
 
-from passes.lower.miscompilations import KNOWN, avoided
+from passes.lower.miscompilations import KNOWN, workaround_options
 from passes.program.torch_private import VERSION
 
 BUCKET_CUDA = HERE / "bucket_cuda.py"
@@ -19,8 +19,8 @@ SMALL = {"triton.mix_order_reduction_non_strict_mode": True}  # fuse small reduc
 
 @pytest.mark.parametrize(("version", "is_off"), [((2, 9), False), ((2, 10), True), ((2, 13), True), ((2, 14), False)])
 def test_known_miscompilations_are_avoided_in_the_versions_that_have_them(version, is_off):
-    assert (avoided(version) == {"triton.mix_order_reduction": False}) == is_off
-    assert all(each.link.startswith("https://github.com/pytorch/pytorch/issues/") for each in KNOWN)
+    assert (workaround_options(version) == {"triton.mix_order_reduction": False}) == is_off
+    assert all(item.link.startswith("https://github.com/pytorch/pytorch/issues/") for item in KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_known_miscompilations_are_avoided_in_the_versions_that_have_them(versio
     ],
 )
 def test_kernels_store_every_gradient_of_a_bucket(shape, further, library, record_property):
-    """Sums along rows and along columns, the latter concatenated; every kernel runs in Triton's interpreter."""
-    cases = [shape, avoided() | further], [shape, FUSE | further]
+    """Add along rows and along columns, the latter concatenated; every kernel runs in Triton's interpreter."""
+    cases = [shape, workaround_options() | further], [shape, FUSE | further]
     ours, fused = run(BUCKET_CUDA, library, cases, TRITON_INTERPRET="1")
     assert ours["unwritten"] == [0, 0] and ours["error"] == 0
     assert fused["fused"] and fused["error"] == 0

@@ -29,7 +29,7 @@ BF16, F32, I64, I32 = torch.bfloat16, torch.float32, torch.int64, torch.int32
 
 
 class Sized:
-    """A program of one call, of values that are nowhere in memory."""
+    """A program of one call, on values without memory."""
 
     def __init__(self):
         self.small = Small()
@@ -51,14 +51,14 @@ class Sized:
 
 
 def flash(samples):
-    """FlashAttention's backward of so many samples of 4 heads and 10,496 queries."""
+    """Return FlashAttention's backward of `samples` samples of 4 heads and 10,496 queries."""
     sized = Sized()
     q, k = sized.value((samples, 4, 10496, 100)), sized.value((samples, 4, 128, 100))
     return sized.of(aten._scaled_dot_product_flash_attention_backward.default, q, q, k, k, q, q)
 
 
 def flex(rows, target=attend):
-    """FlexAttention of so many rows of 128 heads of 128, which lie together."""
+    """Return FlexAttention of `rows` rows of 128 heads of 128, which are adjacent in memory."""
     sized = Sized()
     q = sized.value((1, 128, rows, 128), stride=(rows * 128 * 128, 128, 128 * 128, 1))
     bounds = sized.value((1, rows), I64)
@@ -67,33 +67,33 @@ def flex(rows, target=attend):
 
 
 def masked(rows):
-    """Attention with a mask of so many rows and columns."""
+    """Return attention with a mask of so many rows and columns."""
     sized = Sized()
     q, mask = sized.value((1, 2, rows, 64)), sized.value((1, 1, rows, rows), torch.bool)
     return sized.of(aten._scaled_dot_product_efficient_attention.default, q, q, q, mask, True)
 
 
 def grouped(rows):
-    """So many rows by the matrices of their experts."""
+    """Return the matmul of so many rows by their experts' matrices."""
     sized = Sized()
     operands = sized.value((rows, 8)), sized.value((4, 8, 8)), sized.value((1, 4), I32)
     return sized.of(grouped_mm, *operands, 1.0)
 
 
 def product(rows):
-    """A matmul of so many rows."""
+    """Return a matmul of so many rows."""
     sized = Sized()
     return sized.of(aten.mm.default, sized.value((rows, 1)), sized.value((1, 1)))
 
 
 def ordered(entries):
-    """A sort of so many entries."""
+    """Return a sort of so many entries."""
     sized = Sized()
     return sized.of(aten.sort.stable, sized.value((1, entries), I64), dim=1, stable=True)
 
 
 def positions(step):
-    """So many times the numbers below 1,025, in a small tensor of the model's own."""
+    """Return a multiple of the numbers below 1,025, in a small tensor of the model."""
     sized = Sized()
     index = sized.small.call(aten.arange.default, 1025)
     view = sized.small.call(aten.view.default, index, [1025, 1])
@@ -101,12 +101,12 @@ def positions(step):
 
 
 def look_up(rows, dtype=I32):
-    """A look-up in a table of so many rows of 8,192, by int32 indices."""
+    """Return a look-up in a table of so many rows of 8,192, by int32 indices."""
     sized = Sized()
     return sized.of(aten.embedding.default, sized.value((rows, 8192)), sized.value((4,), dtype))
 
 
-LIMITS = {  # a program, the last size that is right, the first that is wrong, what the error says
+LIMITS = {  # a program, the last valid size, the first invalid size, the error's text
     "FlashAttention": (flash, 399, 400, "train.microbatches: step: %.*400 samples x 4 heads x 10,496 queries x 128"),
     "FlexAttention": (flex, 131072, 131073, "mesh.cp: step: %.*q has 131,073 rows, 16,384 elements apart"),
     "FlexAttention's backward": (
@@ -149,14 +149,14 @@ def test_sizes_that_depend_on_data_are_not_judged():
 
 
 def test_versions_with_a_fix_are_not_refused():
-    fixed = [each._replace(fixed=(2, 14)) for each in NARROW]
-    assert not any(each.affects((2, 14)) for each in fixed) and all(each.affects((2, 13)) for each in fixed)
-    assert all(each.affects((9, 0)) for each in NARROW) and all(each.link.startswith("https://") for each in NARROW)
-    assert set(NARROW_BY_OPERATOR) == {operator for each in NARROW for operator in each.operators}
+    fixed = [item._replace(fixed=(2, 14)) for item in NARROW]
+    assert not any(item.affects((2, 14)) for item in fixed) and all(item.affects((2, 13)) for item in fixed)
+    assert all(item.affects((9, 0)) for item in NARROW) and all(item.link.startswith("https://") for item in NARROW)
+    assert set(NARROW_BY_OPERATOR) == {operator for item in NARROW for operator in item.operators}
 
 
 def job(rows: int, microbatches: int, cluster: str = "h100") -> Config:
-    """Return a job of so many rows of 1,024 tokens, with 8 heads of 32."""
+    """Return a job of so many samples of 1,024 tokens, with 8 heads of 32."""
     cfg = build(Config, compose([f"cluster={cluster}", "model.n_layers=1", "mesh.dp_shard=1", "passes.verify=none"]))
     train = TrainConfig(seq_len=1024, global_batch_size=rows, microbatches=microbatches)
     return settled(dataclasses.replace(cfg, train=train), on_gpu=True)
@@ -191,7 +191,7 @@ def test_generated_kernels_of_large_tensors_count_in_64_bits(library, record_pro
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_random_numbers_of_a_shard_do_not_wrap(is_kept, library, record_property):
-    """Indices of the full tensor up to 2^34, in a kernel of 65,536 elements; without care Inductor has 32 bits for them."""
+    """Check indices up to 2^34 of the full tensor in a kernel of 65,536 elements; Inductor would use 32 bits."""
     wrong = run(WIDE_CUDA, library, [[64, 2**20, 256], 2**18, MOST if is_kept else 2**60], TRITON_INTERPRET="1")
     assert (wrong == 0) == is_kept
     record_property("counted", f"random numbers in Triton's interpreter: {wrong} of 65,536 differ, kept in 64 bits: {is_kept}")

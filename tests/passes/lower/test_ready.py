@@ -90,11 +90,11 @@ def test_a_library_that_is_not_as_it_was_built_is_not_loaded(tmp_path):
 @pytest.mark.parametrize("changed", ["ours", "options", "threads", "deterministic", "precision", "body"])
 def test_what_a_body_is_known_by(tmp_path, monkeypatch, changed):
     ready = Ready(Store(tmp_path), "ours", UNTOUCHED)
-    before, body, options = ready.key(NoBody, UNTOUCHED), NoBody, UNTOUCHED
+    before, body, command = ready.key(NoBody, UNTOUCHED), NoBody, UNTOUCHED
     if changed == "ours":
         ready.ours = "others"
     elif changed == "options":
-        options = "{'freezing': True}"
+        command = "{'freezing': True}"
     elif changed == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     elif changed == "deterministic":
@@ -103,7 +103,7 @@ def test_what_a_body_is_known_by(tmp_path, monkeypatch, changed):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     else:
         body = type("Other", (), {"key": "other"})
-    assert ready.key(body, options) != before
+    assert ready.key(body, command) != before
 
 
 SLOW = ("scipy", "plotly", "pandas", "transformers", "matplotlib", "torch._inductor.graph")
@@ -121,12 +121,12 @@ print("slow:", [name for name in {SLOW!r} if name in sys.modules])
 @pytest.mark.parametrize("attention", ["causal", "documents"])
 def test_a_restart_captures_and_imports_neither_the_compiler_nor_what_it_does_not_use(tmp_path, attention):
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    said = []
+    outputs = []
     for number in range(2):
-        how = [sys.executable, "-c", RUN, f"run.dir={tmp_path / str(number)}", f"model.attention={attention}"]
-        said.append(subprocess.run(how, capture_output=True, text=True, check=True, env=env).stdout)
-    assert "started in" in said[0] and "restarted in" not in said[0]
-    assert "restarted in" in said[1]
-    assert "slow: []" in said[1]
+        command = [sys.executable, "-c", RUN, f"run.dir={tmp_path / str(number)}", f"model.attention={attention}"]
+        outputs.append(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)
+    assert "started in" in outputs[0] and "restarted in" not in outputs[0]
+    assert "restarted in" in outputs[1]
+    assert "slow: []" in outputs[1]
     losses = [json.loads((tmp_path / str(n) / "metrics.jsonl").read_text())["loss"] for n in range(2)]
     assert losses[0] == losses[1]

@@ -1,4 +1,4 @@
-"""A finished program as calls of bodies: where it is cut, what is alike, and that the calls are the program."""
+"""A finished program as calls of bodies: the cuts, equal pieces, and that the calls equal the program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sweeps import in_turn, quick
 
 from passes.check.composed import verify_composed
 from passes.communication.bucket import Bucket
-from passes.communication.layer_starts import products_of
+from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import in_flight
 from passes.communication.overlap import Overlap
 from passes.lower.segment import Segment
@@ -41,7 +41,7 @@ REPLICATED = ((("dp_replicate", 2),), (("dp_replicate", 2), ("dp_shard", 2)))
 
 @functools.cache
 def finished(mesh=(), n_blocks=4, policy="none"):
-    """A whole step, before it is cut."""
+    """Return a full step before it is cut."""
     program, ctx = joint(mesh, n_blocks)
     for step in (Remat(policy), Optimize(AdamW(), 1.0), Bucket(), Collectives(), Overlap()):
         program, _ = step(program, ctx)
@@ -75,14 +75,14 @@ def test_calls_put_in_line_are_the_program_that_was_cut(mesh, policy):
 @pytest.mark.full
 def test_segments_do_not_change_what_is_trained(mesh):
     data = batches(rows=6)
-    found = []
+    actual = []
     for enabled in (True, False):
         step = compile_lockstep(
             llama(3), llama_loss, data[0], dict(mesh), ADAMW, evaluate=True,
             passes={"segment": {} if enabled else {"max_nodes": None}},
         )  # fmt: skip
-        found.append((train_step(step, data), step.evaluate(data[0]), step.state_dict()))
-    (metrics, evaluation, state), (wanted, wanted_evaluation, wanted_state) = found
+        actual.append((train_step(step, data), step.evaluate(data[0]), step.state_dict()))
+    (metrics, evaluation, state), (wanted, wanted_evaluation, wanted_state) = actual
     assert metrics == wanted and evaluation == wanted_evaluation
     assert_same(state, wanted_state, 0.0)
 
@@ -135,13 +135,13 @@ def test_layers_of_one_device_are_one_body_a_phase():
 
 
 def has_product(body):
-    return bool(products_of(body.graph))
+    return bool(matmuls_of(body.graph))
 
 
 @pytest.mark.parametrize(("mesh", "policy"), in_turn([MESHES["fsdp"], *REPLICATED], ["selective", "full", "none"]))
 @pytest.mark.sample(2)
 def test_layers_are_one_body_a_phase_whatever_travels_beside_them(mesh, policy):
-    """What starts for other layers, or arrives, is apart; so are the first layer, the last, and those between alike."""
+    """Check that starts and arrivals for other layers are separate, so that first, last and other layers are equal."""
     program, _ = segmented(mesh, policy=policy)
     bodies = {body: calls for body, calls in calls_of(program).items() if "blocks" in str(ir.layer(calls[0]))}
     products = [sorted(str(ir.layer(call)) for call in calls) for body, calls in bodies.items() if has_product(body)]
@@ -158,8 +158,8 @@ def test_layers_of_a_model_are_one_body_a_phase(mesh):
     programs = []
     compile_lockstep(model, llama_loss, batch, mesh, passes={"remat": {"policy": "selective"}},
                      observe=lambda program, record: programs.append(program) if record.program == "step" else None)
-    found = [[ir.layer(c) for c in calls] for body, calls in calls_of(programs[-1]).items() if has_product(body)]
-    of_layers = [sorted(layers) for layers in found if any(layers)]
+    result = [[ir.layer(c) for c in calls] for body, calls in calls_of(programs[-1]).items() if has_product(body)]
+    of_layers = [sorted(layers) for layers in result if any(layers)]
     assert of_layers == [[Layer("layers", i) for i in range(5)]] * 2
 
 
@@ -266,9 +266,9 @@ def test_what_arrives_from_a_neighbour_is_no_view():
     x = small.input("x", cut((4, 4)), "batch")
     sent = small.call(aten.mm.default, x, x)
     start = small.call(shift, sent, "cp", 1)
-    there = small.call(arrive, start, sent)
-    last = small.call(aten.mm.default, there, x)
-    for node, layer in ((sent, 0), (start, 0), (there, 1), (last, 1)):
+    received = small.call(arrive, start, sent)
+    last = small.call(aten.mm.default, received, x)
+    for node, layer in ((sent, 0), (start, 0), (received, 1), (last, 1)):
         ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPLICIT)
     program = ordered(program, small.ctx)
@@ -284,10 +284,10 @@ def test_what_does_not_repeat_is_cut_by_size():
     for _ in range(12):
         x = small.call(aten.sin.default, small.call(aten.mm.default, x, x))
     program = small.program([("loss", "l", x, cut((4, 4)))], Stage.EXPLICIT)
-    _, whole = Segment()(ordered(program, small.ctx), small.ctx)
+    _, full = Segment()(ordered(program, small.ctx), small.ctx)
     _, pieces = Segment(max_nodes=6)(ordered(program, small.ctx), small.ctx)
     _, one = Segment(max_nodes=None)(program, small.ctx)
-    assert whole.counts["calls"] == one.counts["calls"] == 1
+    assert full.counts["calls"] == one.counts["calls"] == 1
     assert pieces.counts == {"calls": 4, "bodies": 1}
 
 
@@ -304,7 +304,7 @@ def test_a_constant_that_has_no_text_of_its_own_is_refused():
 
 
 class Dropping(torch.nn.Module):
-    """Linear layers that drop out."""
+    """A model of linear layers with dropout."""
 
     def __init__(self, n):
         super().__init__()
@@ -317,7 +317,7 @@ class Dropping(torch.nn.Module):
 
 
 def dropping(enabled, n=5):
-    """Losses of three steps, and the bodies that were called."""
+    """Return the losses of three steps, and the bodies that were called."""
     torch.manual_seed(0)
     programs, rows = [], [{"x": torch.full((4, 4), float(i)).double()} for i in (1, 1, 2)]
     step = compile_lockstep(

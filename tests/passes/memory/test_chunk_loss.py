@@ -1,4 +1,4 @@
-"""Head and loss in chunks of tokens: what one device computes, without more logits than a chunk's."""
+"""Head and loss in chunks of tokens: the results of one device, with only one chunk's logits at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHUNKS = {"chunk_loss": {"chunks": 3}}
 
 
 class Reader(nn.Module):
-    """An embedding, a layer and a head, which may be the embedding."""
+    """A model with an embedding, a layer and a head, which may be the embedding."""
 
     def __init__(self, tied=False, bias=False, dim=8):
         super().__init__()
@@ -97,7 +97,7 @@ def classes_first(model, batch):
 
 
 def shifted(model, batch):
-    """The labels are the tokens themselves, one place on."""
+    """Compute the loss if labels are the tokens, shifted by one."""
     x, labels = model(batch["tokens"])[..., :-1, :].contiguous(), batch["tokens"][..., 1:].contiguous()
     return F.cross_entropy(x.view(-1, VOCAB), labels.view(-1))
 
@@ -107,9 +107,9 @@ def ignoring_a_class(model, batch):
 
 
 def by_token(model, batch):
-    """Weighs the losses of tokens, then of rows, which no sum over all tokens tells."""
-    found = flat(model(batch["tokens"]), batch, reduction="none").view(batch["labels"].shape)
-    return F.softplus((found * batch["tokens"]).sum(1) / VOCAB).mean()
+    """Weigh the losses of tokens, then of samples, which needs more than a sum over all tokens."""
+    losses = flat(model(batch["tokens"]), batch, reduction="none").view(batch["labels"].shape)
+    return F.softplus((losses * batch["tokens"]).sum(1) / VOCAB).mean()
 
 
 def by_token_of_logarithms(model, batch):
@@ -132,7 +132,7 @@ LOSSES = {
     "shifted": (shifted, {"tied": True}),
     "ignoring a class": (ignoring_a_class, {"bias": True}),
 }
-SGD = {"name": "sgd", "max_norm": None}  # a wrong factor of a gradient shows
+SGD = {"name": "sgd", "max_norm": None}  # reveals a wrong factor of a gradient
 
 
 def said_by(step, name="chunk_loss"):
@@ -145,7 +145,10 @@ def said_by(step, name="chunk_loss"):
 @pytest.mark.parametrize(("loss", "mesh", "chunks"), in_turn(LOSSES, MESHES, (3, 8, 2)))
 @pytest.mark.sample(2)
 def test_updates_are_those_of_eager_pytorch(loss, mesh, chunks):
-    """fp64 to 1e-10: five sequences of seven tokens, 61 classes, some labels ignored; nothing divides by anything."""
+    """Compare in fp64 to 1e-10: five sequences of seven tokens, 61 classes, some ignored labels.
+
+    Nothing divides evenly.
+    """
     fn, changes = LOSSES[loss]
     data = [{key: batch[key] for key in ("tokens", "labels")} for batch in batches()]
     model = reader(**changes)
@@ -218,11 +221,11 @@ def test_the_operator_is_what_pytorch_computes(taken):
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in HEAD]
     hidden, weight, labels, bias = leaves
     wanted = F.cross_entropy(torch.tanh((hidden @ weight.t() + bias) / 2) * 3, labels, ignore_index=-1, reduction="none")
-    found, factors = taken(*leaves), torch.arange(8.0, dtype=torch.float64)
+    actual, factors = taken(*leaves), torch.arange(8.0, dtype=torch.float64)
     wanted, factors = (wanted.sum(), torch.tensor(2.0)) if taken is summed else (wanted, factors)
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
-    given = [hidden, weight, bias]
-    for ours, theirs in zip(torch.autograd.grad(found, given, factors), torch.autograd.grad(wanted, given, factors)):
+    torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=1e-12)
+    inputs = [hidden, weight, bias]
+    for ours, theirs in zip(torch.autograd.grad(actual, inputs, factors), torch.autograd.grad(wanted, inputs, factors)):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
@@ -231,18 +234,18 @@ def test_the_operator_is_what_pytorch_computes(taken):
 @pytest.mark.parametrize("taken", [summed, by_tokens])
 @pytest.mark.sample(4)
 def test_the_rule_by_value(ranks, fill, weights, taken):
-    """Each dim of each operand sharded, even and uneven, padding of zeros and of garbage."""
+    """Shard each dim of each operand, evenly and unevenly, with padding of zeros and of garbage."""
     for axis in ("tp", "dp_shard"):
         function = capture_function(taken, HEAD, Mesh.of({axis: ranks}), weights)
         for i, dim in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)]:
             check(function, {i: sharded(HEAD[i].shape, dim, axis, fill)})
-    both = {0: sharded(HEAD[0].shape, 0, "tp", fill), 1: sharded(HEAD[1].shape, 0, "tp", fill)}
-    check(capture_function(taken, HEAD, Mesh.of({"tp": ranks}), weights), both)
+    pair = {0: sharded(HEAD[0].shape, 0, "tp", fill), 1: sharded(HEAD[1].shape, 0, "tp", fill)}
+    check(capture_function(taken, HEAD, Mesh.of({"tp": ranks}), weights), pair)
 
 
 @pytest.mark.parametrize("taken", [summed, by_tokens])
 def test_what_ranks_share_is_summed_once(taken):
-    """Three ranks and five classes: one rank owns padding only in the case of four."""
+    """Check three ranks and five classes; with four classes one rank has only padding."""
     tensors = (HEAD[0], HEAD[1][:5], HEAD[2].clamp(max=4), HEAD[3][:5])
     check(capture_function(taken, tensors, Mesh.of({"tp": 4}), (1, 3)), {1: sharded((5, 5), 0, "tp", None)})
 
@@ -256,13 +259,13 @@ def test_the_same_bits_again_and_under_any_policy(mesh):
     model, data = llama(n_layers=2, dtype=torch.float32), batches()
     policies = ("full", "full", "none")
     steps = [compile_lockstep(model, llama_loss, data[0], mesh, passes=CHUNKS | {"remat": {"policy": p}}) for p in policies]
-    found = [(train_step(step, data), step.state_dict()) for step in steps]
-    for (metrics, state), (others, again) in pairwise(found):
+    result = [(train_step(step, data), step.state_dict()) for step in steps]
+    for (metrics, state), (others, again) in pairwise(result):
         assert metrics == others and all(torch.equal(state[name], again[name]) for name in state)
 
 
 def test_gradients_of_the_weight_are_added_in_fp32():
-    """Of 64 chunks in bf16 the sum is as near to fp64's as that of the product that takes all tokens at once."""
+    """Check that the sum of 64 chunks in bf16 is as near to fp64's as that of one matmul over all tokens."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(512, 16), torch.randn(50, 16)
     labels, ids = torch.randint(0, 50, (512,)), torch.arange(50)
@@ -272,9 +275,9 @@ def test_gradients_of_the_weight_are_added_in_fp32():
         return head.run(head.chunk, hidden.to(dtype), weight.to(dtype), labels, ids)[2]
 
     exact = gradient(torch.float64, 1)
-    whole, parts = (gradient(torch.bfloat16, chunks) for chunks in (1, 64))
+    full, parts = (gradient(torch.bfloat16, chunks) for chunks in (1, 64))
     assert parts.dtype == torch.float32
-    assert (parts - exact).norm() <= 1.5 * (whole - exact).norm()
+    assert (parts - exact).norm() <= 1.5 * (full - exact).norm()
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
@@ -286,7 +289,7 @@ def token_loss(model, batch):
 
 
 def long(chunks, loss=llama_loss):
-    """A step of 1,024 tokens and 4,000 classes on one rank: logits of 15.6 MiB."""
+    """Return a step of 1,024 tokens and 4,000 classes on one rank: logits of 15.6 MiB."""
     model = llama(dtype=torch.float32, vocab_size=4000)
     tokens = torch.randint(0, 4000, (1, 1024), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens, "labels": tokens, "positions": torch.arange(1024)[None]}
@@ -301,8 +304,8 @@ def peak(step):
 @pytest.mark.parametrize("loss", [llama_loss, token_loss])
 def test_no_more_logits_are_alive_than_of_a_chunk(loss):
     logits = 1024 * 4000 * 4
-    whole, chunked = long(1, loss), long(16, loss)
-    assert peak(whole) > 3 * logits and peak(chunked) < logits
+    full, chunked = long(1, loss), long(16, loss)
+    assert peak(full) > 3 * logits and peak(chunked) < logits
 
 
 # ---- which heads -------------------------------------------------------------------------------------------
@@ -318,9 +321,9 @@ def captured(loss_fn, model=None, mesh=()):
 def test_the_graph_before_and_after():
     program, ctx = captured(soft_cap)
     text = print_program(program)
-    found, report = ChunkLoss(4)(program, ctx)
+    result, report = ChunkLoss(4)(program, ctx)
     assert print_program(program) == text
-    assert body(found).splitlines()[-5:] == [
+    assert body(result).splitlines()[-5:] == [
         "%reshape = reshape(%add, [-1, 8])",
         "%linear_cross_entropy = linear_cross_entropy(%reshape, %p_model_head_weight, %view_1, %p_model_head_bias, "
         '["div 3.0", "tanh", "mul 3.0"], -100, 4)',
@@ -365,19 +368,19 @@ def weighed(model, batch):
 
 
 @pytest.mark.parametrize(("loss", "why"), [
-    (smoothed, r"%cross_entropy_loss \(.*\) has labels that are no class ids, or smooths them"),
+    (smoothed, r"%cross_entropy_loss \(.*\) has labels that are not class ids, or label smoothing"),
     (z_loss, r"%linear_2 is read by %(view|flatten) .*, %logsumexp"),
-    (learned_scale, r"what reads %linear_2 is %mul_?\d* \(test_chunk_loss.py:\d+\)"),
-    (squared, r"what reads %linear_2 is %(square|pow_1) "),
-    (weighed, r"%cross_entropy_loss \(.*\) weighs classes"),
+    (learned_scale, r"%linear_2 is followed by %mul_?\d* \(test_chunk_loss.py:\d+\)"),
+    (squared, r"%linear_2 is followed by %(square|pow_1) "),
+    (weighed, r"%cross_entropy_loss \(.*\) has class weights"),
 ])
 def test_large_logits_that_stay_whole_are_named(loss, why):
     program, ctx = captured(loss)
-    found, report = ChunkLoss(None, 1e-3)(program, ctx)
-    assert found is program and report.counts == {"losses": 0}
+    result, report = ChunkLoss(None, 1e-3)(program, ctx)
+    assert result is program and report.counts == {"losses": 0}
     (note,) = report.notes
-    assert re.search(r"%linear_2 \(test_chunk_loss.py:\d+\): .* GiB of logits on a rank stay whole: " + why, note), note
-    with pytest.raises(ir.Refused, match="passes.chunk_loss.chunks: .* stay whole"):
+    assert re.search(r"%linear_2 \(test_chunk_loss.py:\d+\): .* GiB of logits on a rank are not chunked: " + why, note), note
+    with pytest.raises(ir.Refused, match="passes.chunk_loss.chunks: .* are not chunked"):
         ChunkLoss(4)(program, ctx)
 
 
@@ -390,7 +393,7 @@ def test_small_jobs_keep_their_graphs():
 
 
 def used_and_split(program, ctx):
-    """What parameters are used for, and the plan of tensor parallelism."""
+    """Return the uses of parameters, and the plan of tensor parallelism."""
     program, _ = Normalize()(replace(program, mesh=Mesh.of({"tp": 2})), ctx)
     return roles(program), infer(program, 2)
 
@@ -399,17 +402,17 @@ def used_and_split(program, ctx):
 @pytest.mark.sample(2)
 def test_models_of_others_have_the_plan_that_they_had(name):
     program, ctx = capture(zoo.build(name), zoo.loss_fn, zoo.batch(), torch.device("cpu"))
-    found, report = ChunkLoss(4)(program, ctx)
+    result, report = ChunkLoss(4)(program, ctx)
     assert report.counts["losses"] == 1
-    assert used_and_split(found, ctx) == used_and_split(program, ctx)
+    assert used_and_split(result, ctx) == used_and_split(program, ctx)
 
 
 def test_a_loss_inside_a_model_with_a_soft_cap_is_found():
     sizes = {**zoo.COMMON, "num_key_value_heads": 2, "head_dim": 8}
     model = tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes, final_logit_softcapping=30.0, use_cache=False)).double()
     program, ctx = capture(model, lambda m, b: m(input_ids=b["tokens"], labels=b["labels"]).loss, zoo.batch(), torch.device("cpu"))
-    found, _ = ChunkLoss(4)(program, ctx)
-    (head,) = found.graph.find_nodes(op="call_function", target=linear_cross_entropy)
+    result, _ = ChunkLoss(4)(program, ctx)
+    (head,) = result.graph.find_nodes(op="call_function", target=linear_cross_entropy)
     assert head.args[4] == ["div 30.0", "tanh", "mul 30.0", "to float32"]
 
 
@@ -417,9 +420,9 @@ def test_float8_leaves_the_head_and_takes_the_layers():
     model = llama(dtype=torch.float32, dim=32, n_heads=2, n_kv_heads=2, ffn_dim=48, vocab_size=64)
     program, ctx = capture(model, llama_loss, batches(1)[0], torch.device("cpu"))
     program = replace(program, mesh=Mesh.of({"dp_shard": 2}))
-    whole, chunked = (apply([*steps, Normalize(), Place(), Float8("rowwise")], program, ctx)[1] for steps in ((), (ChunkLoss(3),)))
-    assert whole.counts["linear"] == chunked.counts["linear"] == 7
-    assert chunked.notes == ("left as they were, heads whose losses are in chunks: 1",)
+    full, chunked = (apply([*steps, Normalize(), Place(), Float8("rowwise")], program, ctx)[1] for steps in ((), (ChunkLoss(3),)))
+    assert full.counts["linear"] == chunked.counts["linear"] == 7
+    assert chunked.notes == ("not in float8, heads whose losses are in chunks: 1",)
 
 
 @pytest.mark.parametrize("mesh", quick(({}, {"dp_shard": 2, "tp": 2}), 0), ids=str)
@@ -433,11 +436,11 @@ def test_in_bf16_gradients_are_as_near_to_those_in_fp64(mesh):
     for step in (wanted, *steps):
         step(data[0], 1.0)
     exact = wanted.state_dict()
-    whole, parts = (sum((state[n] - exact[n]).norm() for n in exact) for state in (s.state_dict() for s in steps))
-    assert parts <= 1.2 * whole
+    full, parts = (sum((state[n] - exact[n]).norm() for n in exact) for state in (s.state_dict() for s in steps))
+    assert parts <= 1.2 * full
 
 
 def test_each_chunk_is_a_call_of_one_body():
     step = compile_lockstep(llama(), llama_loss, batches(rows=6)[0], {"dp_shard": 2}, passes={"chunk_loss": {"chunks": 7}})
     notes = [p["report"]["notes"] for p in step.report["passes"] if (p["program"], p["name"]) == ("step", "segment")][0]
-    assert any(re.match(r"forward_\d: 6 calls", note) for note in notes), notes  # the last is joined with what follows
+    assert any(re.match(r"forward_\d: 6 calls", note) for note in notes), notes  # the last one is merged with the operators after it

@@ -40,7 +40,7 @@ def test_backward_nodes_lie_in_the_layer_they_differentiate():
 
 
 def two_layers(activation=aten.silu.default, device: str = "cpu") -> tuple[ir.Program, ir.Context]:
-    """Two layers of an activation and a sharded weight, and their backward."""
+    """Build two layers of an activation and a sharded weight, with their backward."""
     tiny = Tiny(device, dp_shard=2)
     x, *weights = tiny.input("x", WHOLE, "batch"), *(tiny.input(f"w{i}", WHOLE) for i in range(2))
     kept = []
@@ -102,7 +102,7 @@ def test_random_values_are_kept():
     program, ctx = two_layers(aten.rand_like.default)
     result, report = Remat("full")(program, ctx)
     assert count(result, aten.rand_like.default, "backward") == 0
-    assert "kept of what is recomputed, random: 2" in report.notes
+    assert "kept instead of recomputed, random: 2" in report.notes
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
@@ -120,8 +120,8 @@ def test_selective_keeps_attention_by_interval(policy, repeated):
     read = []
     for i in range(2):
         x = tiny.call(aten.silu.default, x, module=f"layers.{i}")
-        both = tiny.call(attend, x, x, x, bounds, bounds, None, [], 1.0, "", module=f"layers.{i}")
-        read.append(x := tiny.call(operator.getitem, both, 0, module=f"layers.{i}"))
+        pair = tiny.call(attend, x, x, x, bounds, bounds, None, [], 1.0, "", module=f"layers.{i}")
+        read.append(x := tiny.call(operator.getitem, pair, 0, module=f"layers.{i}"))
         x = tiny.call(aten.cos.default, x, module=f"layers.{i}")
     gradient = tiny.call(aten.ones_like.default, tiny.call(aten.neg.default, x), phase="backward")
     for node in reversed(read):
@@ -203,13 +203,13 @@ def test_a_layer_keeps_less_than_a_third():
 
 
 def kept_ops(remat: Remat, mesh=(), n_blocks: int = 2) -> dict[str, set[str]]:
-    """The operators whose results a block keeps for the backward, by block."""
+    """Return the operators whose results each block keeps for the backward."""
     program, _ = remat(*joint(mesh, n_blocks))
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for node in saved_nodes(program):
         block = ".".join(ir.module_path(node).split(".")[:2])
-        found.setdefault(block, set()).add(operator_name(node))
-    return found
+        result.setdefault(block, set()).add(operator_name(node))
+    return result
 
 
 def test_selective_keeps_also_products_and_attention():
@@ -249,12 +249,12 @@ def test_every_n_recomputes_every_nth_layer():
 
 
 def test_a_module_pattern_prevails_over_an_operator_pattern_and_both_over_the_policy():
-    asked = Remat("full", modules={"blocks.1": "save"}, ops={"gelu": "save"})
-    kept = kept_ops(asked)
+    requested = Remat("full", modules={"blocks.1": "save"}, ops={"gelu": "save"})
+    kept = kept_ops(requested)
     assert "gelu" in kept["blocks.0"] and not any("attention" in name for name in kept["blocks.0"])
     assert kept["blocks.1"] == kept_ops(Remat("none"))["blocks.1"]
-    asked = Remat("none", modules={"blocks.0": "recompute"})
-    assert kept_ops(asked)["blocks.0"] == kept_ops(Remat("full"))["blocks.0"]
+    requested = Remat("none", modules={"blocks.0": "recompute"})
+    assert kept_ops(requested)["blocks.0"] == kept_ops(Remat("full"))["blocks.0"]
 
 
 def test_communication_is_repeated_where_asked():
@@ -290,7 +290,7 @@ def test_on_cuda_copies_run_on_a_stream_of_their_own():
     host = next(n for n in out.users if n.target is there)
     back = next(n for n in host.users if n.target is reload)
     value = next(n for n in back.users if n.target is there)
-    assert host.args[1] is silu and value.args[1] is host  # whose memory is free then
+    assert host.args[1] is silu and value.args[1] is host  # its memory is free then
     names = [n.name for n in (out, host, back, value)]
     wanted = ["matmul", names[0], "matmul_1", names[1], "ones_like", names[2], "mul", names[3], "mul_1"]
     assert [n.name for n in program.calls() if n.name in wanted] == wanted
@@ -318,30 +318,30 @@ def test_a_pattern_that_matches_nothing_is_refused(option, what):
 
 @functools.cache
 def peaks() -> tuple[int, int]:
-    """Predicted peak bytes of four layers with all of them recomputed, and with none."""
+    """Return the predicted peak bytes of four layers with all of them recomputed, and with none."""
     program, ctx = joint((), 4)
     remat = Remat("full")
-    free = {node for node, each in remat.decisions(program).items() if each.action == "recompute"}
+    free = {node for node, item in remat.decisions(program).items() if item.action == "recompute"}
     return remat.peak(program, ctx, set(), free), remat.peak(program, ctx, set(), set())
 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
 @pytest.mark.sample(2)
 def test_a_budget_is_kept_to_and_used(part):
-    least, most = peaks()
-    budget = int(least + part * (most - least))
+    least, largest = peaks()
+    budget = int(least + part * (largest - least))
     program, ctx = joint((), 4)
     result, report = Remat("budget", budget_bytes=budget)(program, ctx)
-    found = peak_memory(result, abstract_eval(result, ctx)).bytes
-    assert found <= budget
+    peak_bytes = peak_memory(result, abstract_eval(result, ctx)).bytes
+    assert peak_bytes <= budget
     assert report.counts["recomputed"] <= Remat("full")(program, ctx)[1].counts["recomputed"]
     assert (report.counts["recomputed"] == 0) == (part == 1.0)
 
 
 def test_more_memory_never_repeats_more_work():
-    least, most = peaks()
+    least, largest = peaks()
     program, ctx = joint((), 4)
-    budgets = [int(least + k / 8 * (most - least)) for k in range(9)]
+    budgets = [int(least + k / 8 * (largest - least)) for k in range(9)]
     work = [fitted_flops(Remat("budget", budget_bytes=b)(program, ctx)[1].notes[0]) for b in budgets]
     assert work[0] == max(work) > work[-1] == 0
 
@@ -351,7 +351,7 @@ def fitted_flops(note: str) -> int:
 
 
 def test_a_budget_weighs_products_by_the_machine():
-    """Where a product is short beside what it moves, its bytes count, elsewhere its FLOPs."""
+    """Check that a matmul that is short compared with its memory traffic costs its bytes, otherwise its FLOPs."""
     program, ctx = joint((), 4)
     avals = abstract_eval(program, ctx)
     (product, *_) = (n for n in program.calls() if name_of(n) == "mm" and ir.phase(n) == "forward")
@@ -375,10 +375,10 @@ def test_a_budget_needs_a_number():
 @pytest.mark.parametrize("regather", [True, False])
 def test_each_parameter_is_gathered_once_a_phase(policy, regather):
     program, report = Remat(policy, regather)(*joint(FSDP))
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        if given.kind == "parameter":
+    for node, entry in zip(program.placeholders(), program.inputs, strict=True):
+        if entry.kind == "parameter":
             phases = [ir.phase(user) for user in node.users if user.target is reshard.all_gather]
-            again = regather and given.name != "embed.weight"  # the gradient of a look-up does not read the table
+            again = regather and entry.name != "embed.weight"  # the gradient of a look-up does not read the table
             assert phases == ["forward"] + ["backward"] * again
     assert report.counts["regathered"] == 10 * regather
 
@@ -401,7 +401,7 @@ def test_parts_of_a_tuple_are_never_cloned_without_it():
 
 
 class Adapted(torch.nn.Module):
-    """A layer with terms of low rank beside it, as LoRA has them; with `bent` the second term is used itself."""
+    """A layer with low-rank terms, as in LoRA; with `bent` the second term has another use."""
 
     def __init__(self, bent: bool):
         super().__init__()
@@ -433,5 +433,5 @@ def test_of_two_products_that_are_only_added_the_sum_is_kept(bent, kept):
                          NO_DECAY, passes={"remat": {"policy": "selective"}})
     (report,) = (p["report"] for p in step.report["passes"] if p["name"] == "remat")
     saved = report["counts"]["saved_bytes_after"]
-    ours = 2 * 10 * kept * 8  # of two layers, ten tokens of a rank, in fp64
+    ours = 2 * 10 * kept * 8  # two layers, ten tokens per rank, in fp64
     assert ours <= saved < ours + 10 * 12 * 8, report

@@ -1,4 +1,4 @@
-"""Layers are shared out among stages as evenly as can be."""
+"""Layers are divided among stages as evenly as possible."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from passes.pipeline.assign import even
 
 
 def sums_of(costs: list[int], counts: tuple[int, ...]) -> list[int]:
-    rest = iter(costs)
-    return [sum(itertools.islice(rest, count)) for count in counts]
+    remainder = iter(costs)
+    return [sum(itertools.islice(remainder, count)) for count in counts]
 
 
 def worth(sums: list[int]) -> tuple[int, int]:

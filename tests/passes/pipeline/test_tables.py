@@ -1,4 +1,4 @@
-"""Schedules as data: orders and idle shares of known ones, and what tables may not be."""
+"""Schedules as data: orders and idle shares of known schedules, and tables that are refused."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def rows_of(table: Table) -> list[list[str]]:
 
 
 def rows_of_torch(schedule: type, rank_of: tuple[int, ...], microbatches: int) -> list[list[str]]:
-    """PyTorch's order of the same schedule."""
+    """Return PyTorch's order of the same schedule."""
     ranks = 1 + max(rank_of)
-    own = [stage for stage, rank in enumerate(rank_of) if rank == 0]
+    first_stages = [stage for stage, rank in enumerate(rank_of) if rank == 0]
     common = {"group_size": ranks, "num_stages": len(rank_of), "group_rank": 0, "group": None, "has_backward": True}
-    stages = [SimpleNamespace(stage_index=index, submod=None, **common) for index in own]
-    made = schedule(stages, microbatches, loss_fn=lambda output, target: output)
-    return [[str(action) for action in made.pipeline_order[rank] if action] for rank in range(ranks)]
+    stages = [SimpleNamespace(stage_index=index, submod=None, **common) for index in first_stages]
+    torch_schedule = schedule(stages, microbatches, loss_fn=lambda output, target: output)
+    return [[str(action) for action in torch_schedule.pipeline_order[rank] if action] for rank in range(ranks)]
 
 
 def test_the_rows_of_1f1b_are_those_of_the_docstring():
-    found = [" ".join(f"{s.task.kind}{s.microbatch}" for s in row) for row in one_f_one_b(4, 6).rows]
-    assert found == [
+    result = [" ".join(f"{s.task.kind}{s.microbatch}" for s in row) for row in one_f_one_b(4, 6).rows]
+    assert result == [
         "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5",
         "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
         "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5",
@@ -64,14 +64,14 @@ def test_zero_bubble_is_pytorchs(ranks, microbatches):
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 16)])
 def test_zbv_is_no_more_idle_than_pytorchs_and_keeps_no_more(ranks, microbatches):
-    found = zbv(ranks, microbatches)
+    result = zbv(ranks, microbatches)
     theirs = table_of(rows_of_torch(schedules.ScheduleZBVZeroBubble, forth_and_back(ranks), microbatches))
-    assert play(found).idle <= play(theirs).idle
-    assert max(most_alive(found)) <= max(most_alive(theirs))
+    assert play(result).idle <= play(theirs).idle
+    assert max(most_alive(result)) <= max(most_alive(theirs))
 
 
 def table_of(rows: list[list[str]]) -> Table:
-    """A table of two stages a rank from what PyTorch prints, `3F0`."""
+    """Return a table of two stages per rank from PyTorch's text, such as `3F0`."""
     slots = [[Slot(Task(int(s[0 : s.index(k)]), k), int(s[s.index(k) + 1 :])) for s, k in map(kind, row)] for row in rows]
     return Table(forth_and_back(len(rows)), tuple(map(tuple, slots)))
 

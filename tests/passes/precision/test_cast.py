@@ -1,4 +1,4 @@
-"""Precision in the graph: which operator computes in which dtype, and no cast that undoes another."""
+"""Precision in the graph: the dtype of each operator, and no cast that undoes another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDE = {pattern: F32 for pattern in OPS}
 
 
 class Net(nn.Module):
-    """A norm, a product, two softmaxes in a row, and a cast there and back of its author's."""
+    """A model with a norm, a matmul, two softmaxes in a row, and a pair of casts by its author."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def cast(dtype: torch.dtype | None = BF16, stored: torch.dtype = F32, **options) -> tuple[ir.Program, ir.Report]:
-    """`Net` captured in a dtype, with its parameters stored in another."""
+    """Return `Net` captured in one dtype, with its parameters stored in another."""
     batch = {"x": torch.randn(4, 6, dtype=dtype), "y": torch.zeros(4, dtype=torch.int64)}
     model = Net()
     program, ctx = capture(model, loss_fn, batch, CPU, dtype)
@@ -51,8 +51,8 @@ def cast(dtype: torch.dtype | None = BF16, stored: torch.dtype = F32, **options)
 
 
 def dtypes(program: ir.Program, name: str) -> list[torch.dtype]:
-    found = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) == name]
-    return [ir.example(n.args[0]).dtype for n in found]
+    result = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) == name]
+    return [ir.example(n.args[0]).dtype for n in result]
 
 
 def casts(program: ir.Program) -> int:
@@ -90,7 +90,7 @@ def test_a_cast_of_the_authors_that_rounds_is_kept():
 
 def test_nothing_is_narrowed_by_the_table():
     program, _ = cast(F64, F64, ops=WIDE)
-    assert casts(program) == 2 and set(dtypes(program, "softmax")) == {F64}  # the two are the author's
+    assert casts(program) == 2 and set(dtypes(program, "softmax")) == {F64}  # the author's two casts
 
 
 def test_a_module_has_a_dtype_of_its_own():
@@ -138,7 +138,7 @@ PRECISIONS = {
 
 
 def wide_llama() -> nn.Module:
-    """A Llama whose matrices float8 takes."""
+    """Return a Llama whose matrices fit float8."""
     torch.manual_seed(0)
     cfg = ModelConfig(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=VOCAB)
     return Llama(cfg)
@@ -146,7 +146,7 @@ def wide_llama() -> nn.Module:
 
 @functools.cache
 def trained(mesh: tuple[tuple[str, int], ...], precision: str, policy: str) -> list[dict[str, float]]:
-    """Metrics of three steps."""
+    """Return the metrics of three steps."""
     passes = {"cast": PRECISIONS[precision], "remat": {"policy": policy}}
     step = compile_lockstep(wide_llama(), llama_loss, batches()[0], dict(mesh), passes=passes)
     assert {t.dtype for t in step.state_dict().values()} == {F32}
@@ -154,11 +154,11 @@ def trained(mesh: tuple[tuple[str, int], ...], precision: str, policy: str) -> l
 
 
 def check_composition(mesh: dict[str, int], precision: str, policy: str) -> None:
-    """Recomputation changes no bit; the mesh and the precision no more than rounding."""
+    """Check that recomputation changes no bit, and mesh and precision only rounding."""
     key = tuple(mesh.items())
-    found, alone, exact = trained(key, precision, policy), trained((), precision, "none"), trained((), "fp32", "none")
-    assert found == trained(key, precision, "none")
-    for a, b, c in zip(found, alone, exact, strict=True):
+    result, alone, exact = trained(key, precision, policy), trained((), precision, "none"), trained((), "fp32", "none")
+    assert result == trained(key, precision, "none")
+    for a, b, c in zip(result, alone, exact, strict=True):
         assert abs(a["loss"] - b["loss"]) < (1e-5 if precision in ("fp32", "tensorwise") else 1e-2)
         assert abs(a["loss"] - c["loss"]) < 0.05 and (a != c or precision == "fp32")
 
@@ -182,22 +182,22 @@ def test_wire_bytes_of_gathers_are_halved_by_bf16():
 
 
 def test_gradients_of_gathered_weights_are_added_in_the_reduce_dtype():
-    seen = {}
+    programs = {}
     compile_lockstep(llama(dtype=torch.float32), llama_loss, batches()[0], {"dp_shard": 2},
                      passes={"cast": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    reduced = [n for n in seen["joint"].calls() if n.target is reshard.reduce_scatter]
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    reduced = [n for n in programs["joint"].calls() if n.target is reshard.reduce_scatter]
     assert reduced and {ir.example(n.args[0]).dtype for n in reduced} == {torch.bfloat16}
     assert {n.args[-1] for n in reduced} == {torch.float32}
 
 
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
 def test_sums_over_several_axes_are_not_rounded_in_between(mesh):
-    seen = {}
+    programs = {}
     compile_lockstep(llama(dtype=torch.float32), llama_loss, batches()[0], mesh,
                      passes={"cast": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
-                     observe=lambda program, record: seen.setdefault(record.name, program))
-    program = seen["reassociate"]
+                     observe=lambda program, record: programs.setdefault(record.name, program))
+    program = programs["reassociate"]
     for node, output in zip(program.results(), program.outputs, strict=True):
         if output.kind == "gradient":
             assert ir.example(node).dtype == F32 and node.target is reshard.reduce_scatter, output.name
@@ -205,12 +205,12 @@ def test_sums_over_several_axes_are_not_rounded_in_between(mesh):
 
 
 def test_a_tensor_has_one_dtype_and_the_graph_holds_it():
-    """A parameter cannot be bf16 in memory and fp32 in its description: state, program and report read one thing."""
+    """Check that state, program and report agree on the dtype of a parameter."""
     step = compile_lockstep(llama(1, F32), llama_loss, batches()[0], {"dp_shard": 2},
                             passes={"cast": {"param_dtype": "bfloat16"}})
     program = step.train["step"].program
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        if given.kind == "parameter":
-            stored = step.state[f"model.{given.name}"].local
+    for node, item in zip(program.placeholders(), program.inputs, strict=True):
+        if item.kind == "parameter":
+            stored = step.state[f"model.{item.name}"].local
             assert {t.dtype for t in stored.values()} == {ir.example(node).dtype} == {F32}
     assert any(n.target is COPY for n in program.calls())

@@ -1,4 +1,4 @@
-"""Products in float8: torchao's own bits, the same on every mesh, and float8 on the wire."""
+"""Matmuls in float8: torchao's own bits, the same on every mesh, and float8 on the wire."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESHES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "tp": 2}]
 
 
 class Pair(nn.Module):
-    """A column-parallel and a row-parallel layer."""
+    """A model of a column-parallel and a row-parallel layer."""
 
     def __init__(self, width: int = 48):
         super().__init__()
@@ -57,7 +57,7 @@ def metrics(mesh: tuple[tuple[str, int], ...], recipe: str | None) -> list[dict[
 
 
 def runs(recipe: str) -> None:
-    """Skip the test where this PyTorch does not run a recipe."""
+    """Skip the test if this PyTorch does not run a recipe."""
     if recipe == "rowwise":
         needs_scales_by_row()
 
@@ -83,8 +83,8 @@ def test_one_linear_layer_has_the_bits_of_torchao(recipe):
 @pytest.mark.sample(1)
 def test_scales_are_those_of_one_device_on_every_mesh(mesh, recipe):
     runs(recipe)
-    found, wanted, exact = metrics(tuple(mesh.items()), recipe), metrics((), recipe), metrics((), None)
-    for a, b, c in zip(found, wanted, exact, strict=True):
+    actual, wanted, exact = metrics(tuple(mesh.items()), recipe), metrics((), recipe), metrics((), None)
+    for a, b, c in zip(actual, wanted, exact, strict=True):
         assert abs(a["loss"] - b["loss"]) < 1e-5 and abs(a["grad_norm"] - b["grad_norm"]) < 1e-5
         assert 1e-6 < abs(a["loss"] - c["loss"]) < 0.01
 
@@ -97,7 +97,7 @@ def sent(recipe: str | None, dtype: str | None, kind: str = "all_gather") -> int
 
 @pytest.mark.full
 def test_float8_travels():
-    """bf16 halves the bytes of fp32, float8 those of bf16; rowwise adds one fp32 scale a row."""
+    """Check that bf16 halves the bytes of fp32, and float8 those of bf16; rowwise adds one fp32 scale per row."""
     assert sent(None, "bfloat16") * 2 == sent(None, None)
     assert sent("tensorwise", "bfloat16") * 2 == sent(None, "bfloat16")
     weights = sent("tensorwise", "bfloat16")
@@ -106,7 +106,7 @@ def test_float8_travels():
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_products_take_their_second_matrix_by_columns(mesh, monkeypatch):
-    """As the kernels do; gathered, a transposed matrix would lie by rows."""
+    """Check the layout that kernels need; a transposed matrix would be row-major after a gather."""
     programs = []
     passes = {"cast": {"float8": "tensorwise"}}
     compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes, observe=lambda program, _: programs.append(program))
@@ -119,7 +119,7 @@ def test_products_take_their_second_matrix_by_columns(mesh, monkeypatch):
 
 
 def test_scales_of_weights_are_reduced_in_one_collective_a_layer_and_phase():
-    """Tensorwise, `up` and `down` forward; `down` backward goes alone."""
+    """Check that, tensorwise, `up` and `down` go together in the forward, and `down` alone in the backward."""
     passes = compiled((("dp_shard", 2),), "tensorwise").report["passes"]
     report = next(p["report"] for p in passes if p["name"] == "bucket" and p["program"] == "step")
     assert any("2 pmax as one, 8 bytes" in note for note in report["notes"]), report["notes"]
@@ -144,7 +144,7 @@ def test_products_of_experts_are_left_and_reported():
     batch = {key: torch.zeros(2, 16, dtype=torch.int64) for key in ("tokens", "positions", "labels")}
     step = compile_lockstep(model, llama_loss, batch, {}, passes={"cast": {"float8": "tensorwise"}})
     report = next(p["report"] for p in step.report["passes"] if p["name"] == "float8")
-    assert "left as they were, products of rows with their experts' matrices: 3" in report["notes"]
+    assert "not in float8, grouped matmuls of experts: 3" in report["notes"]
 
 
 def test_layers_left_out_are_reported():
@@ -152,4 +152,4 @@ def test_layers_left_out_are_reported():
     step = compile_lockstep(Pair(), loss_fn, data()[0], {}, passes={"cast": cast})
     report = next(p["report"] for p in step.report["passes"] if p["name"] == "float8")
     assert report["counts"] == {"linear": 1, "left": 1}
-    assert report["notes"] == ("left as they were, the head: 1",)
+    assert report["notes"] == ("not in float8, the head: 1",)

@@ -16,7 +16,7 @@ MESHES = [{}, {"dp_shard": 3}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
 
 
 class Turned(torch.autograd.Function):
-    """A product of complex numbers with a backward that is not its derivative."""
+    """A multiplication of complex numbers whose backward is not its derivative."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Turned(torch.autograd.Function):
 
 
 class Filter(nn.Module):
-    """Frequencies of a row times complex weights, of which one has a function of its own."""
+    """A model that multiplies frequencies of a row by complex weights, one of which has its own function."""
 
     def __init__(self, width: int = 9):
         super().__init__()
@@ -72,11 +72,11 @@ def test_gradients_of_microbatches_are_added_with_their_imaginary_parts():
 
 
 def written_over(model: Filter, batch: dict[str, Tensor]) -> Tensor:
-    """A slice of frequencies weighted and written over the others."""
-    given = torch.fft.rfft(model.inside(batch["x"]))
-    kept = model.all * given
-    kept[:, 1:3] = (given * model.own)[:, 1:3].conj()
-    return (model.out(torch.fft.irfft(kept, n=9)) - batch["y"]).square().mean()
+    """Weigh a slice of frequencies and write it over the others."""
+    frequencies = torch.fft.rfft(model.inside(batch["x"]))
+    spectrum = model.all * frequencies
+    spectrum[:, 1:3] = (frequencies * model.own)[:, 1:3].conj()
+    return (model.out(torch.fft.irfft(spectrum, n=9)) - batch["y"]).square().mean()
 
 
 def test_a_slice_of_complex_numbers_that_is_written_over_is_differentiated():
@@ -86,9 +86,9 @@ def test_a_slice_of_complex_numbers_that_is_written_over_is_differentiated():
 
 @pytest.mark.parametrize("asked", ["float32", "bfloat16", "int8", "float8"])
 def test_moments_are_complex_where_the_parameter_is(asked):
-    held = codec(asked, True, 256, torch.complex64, Spec.whole((64, 256)), Mesh.of({}))
+    storage = codec(asked, True, 256, torch.complex64, Spec.whole((64, 256)), Mesh.of({}))
     moment = torch.randn(64, 256, dtype=torch.complex64)
-    assert torch.equal(held.decode(held.encode(torch.view_as_real(moment))), moment)
+    assert torch.equal(storage.decode(storage.encode(torch.view_as_real(moment))), moment)
 
 
 def test_a_cast_that_drops_imaginary_parts_is_refused_by_line():

@@ -14,7 +14,7 @@ from torchao.optim.quant_utils import create_dynamic_map
 from compiler_trainer import UserError
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
-from passes.update.moments import QuantBlocks, blocked, dynamic_map
+from passes.update.moments import QuantBlocks, block_spec, dynamic_map
 from passes.update.update import round_at_random
 
 THEIRS = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
@@ -23,7 +23,7 @@ RATE = 1e-2
 
 
 class Pair(nn.Module):
-    """Two layers whose weights have blocks of 64, and a bias that is too small."""
+    """A model of two layers whose weights have blocks of 64, and a bias that is too small."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -78,14 +78,14 @@ def test_training_is_that_of_torchao(name, monkeypatch):
 @pytest.mark.parametrize(("mesh", "name"), in_turn(MESHES, THEIRS), ids=str)
 @pytest.mark.sample(2)
 def test_every_mesh_trains_alike(name, mesh):
-    whole, parts = trained({}, name=name), trained(mesh, name=name)
-    for key, value in whole.state_dict().items():
+    full, parts = trained({}, name=name), trained(mesh, name=name)
+    for key, value in full.state_dict().items():
         off = (parts.state_dict()[key] - value).abs()
         assert (off > 1e-5).float().mean() < 1e-3 and off.max() < RATE, key  # a sum in another order may take another code
     codes = parts.state["optim.exp_avg.up.weight"]
     assert all(x.itemsize == 1 for x in codes.local.values())
     scale = parts.state["optim.exp_avg.scale.up.weight"]
-    assert scale.spec.shape == whole.state["optim.exp_avg.scale.up.weight"].spec.shape == (128, 1)
+    assert scale.spec.shape == full.state["optim.exp_avg.scale.up.weight"].spec.shape == (128, 1)
 
 
 def test_state_takes_a_quarter_of_fp32():
@@ -106,7 +106,7 @@ def test_state_takes_a_quarter_of_fp32():
     ((Factor(300),), {}, None),
 ])
 def test_blocks_lie_within_a_rank(dim, mesh, wanted):
-    spec = blocked(Spec(((Factor(3),), dim)), Mesh.of(mesh), 256)
+    spec = block_spec(Spec(((Factor(3),), dim)), Mesh.of(mesh), 256)
     assert (spec and spec.shape[1:]) == wanted
 
 
@@ -136,7 +136,7 @@ def test_rounding_keeps_the_mean_and_what_is_exact():
 @pytest.mark.parametrize("mesh", MESHES[:2] + MESHES[3:], ids=str)
 @pytest.mark.sample(2)
 def test_rounding_draws_the_same_on_every_mesh(mesh):
-    """After one step from the same parameters, only entries next to a boundary of rounding may differ."""
+    """Check that after one step from the same parameters only entries near a rounding boundary differ."""
     steps = [compile_lockstep(Pair(torch.bfloat16), loss_fn, data(torch.bfloat16)[0], m,
                               {"name": "sgd", "lr": 1e-3, "stochastic_rounding": True}) for m in ({}, mesh)]
     for step in steps:
@@ -147,7 +147,7 @@ def test_rounding_draws_the_same_on_every_mesh(mesh):
 
 
 def test_small_updates_are_not_lost():
-    """An update of a hundredth of the last bit: rounded to nearest nothing ever changes."""
+    """Apply updates of a hundredth of the last bit, which rounding to nearest would always lose."""
 
     def distance(stochastic: bool) -> float:
         step = compile_lockstep(Pair(torch.bfloat16), loss_fn, data(torch.bfloat16)[0], {},

@@ -1,4 +1,4 @@
-"""Muon on shards is Muon on one device."""
+"""Muon on shards equals Muon on one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MESHES = [{}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 3}, {"dp_replicate": 2, "dp
 
 
 class PlainMuon:
-    """The update of one matrix as the paper has it, with singular values from five steps in fp64."""
+    """The update of one matrix as in the paper, with singular values from five steps in fp64."""
 
     def __init__(self, weight: Tensor):
         self.weight, self.momentum = weight, torch.zeros_like(weight)
@@ -38,7 +38,7 @@ class PlainMuon:
 
 
 def plainly(model: nn.Module, data) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and the final state of one device."""
+    """Return the losses and the final state of one device."""
     model = copy.deepcopy(model)
     by_muon = {n: PlainMuon(p.data) for n, p in model.named_parameters() if p.dim() == 2 and "embedding" not in n and n != "output.weight"}
     assert len(by_muon) == 7 * 2
@@ -79,7 +79,7 @@ def test_one_matrix_of_torch_s_own():
 
 
 def test_what_is_no_matrix_is_refused_by_name():
-    with pytest.raises(UserError, match=r"optim.groups: layers.0.\S* is of shape \[\d+\], and Muon takes matrices"):
+    with pytest.raises(UserError, match=r"optim.groups: layers.0.\S* has shape \[\d+\], but Muon takes matrices"):
         compile_lockstep(llama(), llama_loss, batches()[0], {}, MUON | {"groups": {}})
 
 

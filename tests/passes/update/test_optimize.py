@@ -1,4 +1,4 @@
-"""The optimizer on shards: the norm of the whole gradient, and padding that stays zero."""
+"""The optimizer on shards: the norm of the full gradient, and padding that stays zero."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESHES = [{"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}]
 
 
 class Scaled(nn.Module):
-    """Parameters of 1, 2 and 5 rows: of four ranks three own nothing of the first, and one nothing of the last."""
+    """A model with parameters of 1, 2 and 5 rows: of four ranks, three own no row of the first, one none of the last."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def test_the_norm_is_that_of_the_whole_gradient(mesh, max_norm):
     gradient = batch["x"].mean(0)  # c, b and a enter linearly
     norm = math.sqrt(gradient.square().sum())
     assert step(batch, lr=0.1)["grad_norm"] == pytest.approx(norm, rel=1e-12)
-    factor = 1.0 if max_norm is None else max_norm / (norm + 1e-6)  # as clip_grad_norm_ has it
+    factor = 1.0 if max_norm is None else max_norm / (norm + 1e-6)  # as in clip_grad_norm_
     c, b, a = (0.1 * factor * gradient).split([5, 2, 1])
     wanted = {"a": model.a - a, "b": model.b - b, "c": model.c - c}
     assert_same(step.state_dict(), {name: value.detach() for name, value in wanted.items()}, 1e-12)
@@ -119,8 +119,8 @@ def test_an_update_is_that_of_pytorch(ours, make):
 def test_bf16_parameters_are_updated_in_fp32():
     model, x = nn.Linear(1, 1, bias=False).bfloat16(), torch.ones(1, 1, dtype=torch.bfloat16)
     nn.init.constant_(model.weight, 1.0)
-    how = {"name": "sgd", "weight_decay": 2**-9, "max_norm": None}
-    step = compile_lockstep(model, lambda m, b: m(b["x"]).sum(), {"x": x}, {}, how)
+    options = {"name": "sgd", "weight_decay": 2**-9, "max_norm": None}
+    step = compile_lockstep(model, lambda m, b: m(b["x"]).sum(), {"x": x}, {}, options)
     step({"x": x}, lr=1.0)
     assert step.state_dict()["weight"].item() == -(2**-9)  # 1 - (1 + 2^-9); in bf16 the sum is 1
 
@@ -128,29 +128,29 @@ def test_bf16_parameters_are_updated_in_fp32():
 
 @pytest.mark.parametrize(("dtype", "wanted"), [("float32", 18.0), (None, 8.0)], ids=str)
 def test_gradients_of_many_microbatches_are_added_up_in_float32(dtype, wanted):
-    """Each is 9. In bfloat16, neighbours of 4,096 are 32 apart, so that adding 9 leaves it as it is."""
+    """Add gradients of 9. In bfloat16, neighbours of 4,096 are 32 apart, so adding 9 would change nothing."""
     model = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
     batch = {"x": torch.full((1024, 4), 9.0, dtype=torch.bfloat16)}
-    how = {"microbatches": 1024, "ranks": "lockstep", "passes": {"accumulate": {"dtype": dtype}}}
-    step = compile_step(model, lambda model, batch: model(batch["x"]).mean(), batch, optim={"name": "sgd"}, **how)
+    options = {"microbatches": 1024, "ranks": "lockstep", "passes": {"accumulate": {"dtype": dtype}}}
+    step = compile_step(model, lambda model, batch: model(batch["x"]).mean(), batch, optim={"name": "sgd"}, **options)
     assert step(batch)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_what_all_updates_share_is_computed_once_and_nothing_is_cast_to_its_own_dtype():
-    seen = {}
+    programs = {}
     data = batches(rows=6)
     compile_lockstep(llama().float(), llama_loss, data[0], {"dp_shard": 2}, ADAMW,
-                     observe=lambda program, record: seen.update({record.name: program}))
-    updates = [n for n in seen["optimize"].calls() if ir.phase(n) == "optimizer"]
+                     observe=lambda program, record: programs.update({record.name: program}))
+    updates = [n for n in programs["optimize"].calls() if ir.phase(n) == "optimizer"]
     casts = [n for n in updates if op_name(n.target) in ("to.dtype", "_to_copy")]
     assert sum(op_name(n.target) == "pow.Scalar" for n in updates) == 2  # bias corrections
-    assert len(casts) == 2  # of the rate and the number of the step
+    assert len(casts) == 2  # from the rate and the step number
     named = {ir.parameter(n) for n in updates}
-    assert named == {"", *(i.name for i in seen["optimize"].inputs if i.kind == "parameter")}
+    assert named == {"", *(i.name for i in programs["optimize"].inputs if i.kind == "parameter")}
 
 
 class WithIdle(nn.Module):
-    """Two layers, a head that nothing reads, and a table that is read without a gradient."""
+    """A model with two layers, a head that nothing reads, and a table that is read without a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -164,12 +164,12 @@ class WithIdle(nn.Module):
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [({}, 1), ({"dp_shard": 2}, 1), ({"dp_shard": 2}, 2), ({"pp": 2}, 2)], ids=str)
 def test_a_parameter_without_a_gradient_stays_as_it_is(mesh, microbatches):
-    """As eager PyTorch leaves it: after 100 steps a decay of 0.001 a step would leave 0.905 of it."""
+    """Compare with eager PyTorch: after 100 steps, a decay of 0.001 a step would leave 0.905 of it."""
     model = WithIdle()
     batch = {"x": torch.randn(4, 4, dtype=torch.float64)}
     optim = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
-    how = {"microbatches": microbatches, "passes": {"verify": "spec" if "pp" in mesh else "numeric"}}
-    step = compile_lockstep(model, lambda model, batch: model(batch["x"]).square().mean(), batch, mesh, optim, evaluate=True, **how)
+    options = {"microbatches": microbatches, "passes": {"verify": "spec" if "pp" in mesh else "numeric"}}
+    step = compile_lockstep(model, lambda model, batch: model(batch["x"]).square().mean(), batch, mesh, optim, evaluate=True, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for _ in range(100):
         step(batch)
@@ -178,4 +178,4 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(mesh, microbatches):
         optimizer.step()
     assert_same(step.state_dict(), dict(model.named_parameters()), 1e-10)
     assert step.state_dict()["idle"].tolist() == [1.0] * 3 and not [name for name in step.state if "idle" in name and "optim" in name]
-    assert step.report["remarks"] == ["parameters that the loss has no gradient of stay as they are: idle, read"]
+    assert step.report["remarks"] == ["parameters on which the loss does not depend stay unchanged: idle, read"]

@@ -1,4 +1,4 @@
-"""A step without a finite gradient changes nothing, on any mesh and however state is stored."""
+"""A step without a finite gradient changes nothing, on any mesh and in any storage of state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESHES = [{}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
 
 
 class Normed(nn.Module):
-    """Two layers, running statistics between them."""
+    """A model of two layers, with running statistics between them."""
 
     def __init__(self, width: int = 8):
         super().__init__()
@@ -44,28 +44,28 @@ def normed(dtype=torch.float64, width: int = 8):
 
 
 def data(dtype=torch.float64, bad: int | None = None):
-    """Four batches of 8 rows, of which one has an infinity in its last row."""
+    """Return four batches of 8 samples, of which one has an infinity in its last sample."""
     torch.manual_seed(1)
-    found = [{"x": torch.randn(8, 4, dtype=dtype), "y": torch.randn(8, 4, dtype=dtype)} for _ in range(4)]
+    result = [{"x": torch.randn(8, 4, dtype=dtype), "y": torch.randn(8, 4, dtype=dtype)} for _ in range(4)]
     if bad is not None:
-        found[bad]["x"][-1, 1] = math.inf
-    return found
+        result[bad]["x"][-1, 1] = math.inf
+    return result
 
 
 @pytest.mark.parametrize(("name", "mesh", "microbatches"), in_turn(OPTIMS, MESHES, [2, 1]), ids=str)
 @pytest.mark.sample(2)
 def test_a_batch_left_out_is_as_if_it_had_not_been_read(name, mesh, microbatches):
-    optim, given, good = OPTIMS[name], data(bad=1), data()
+    optim, batches, good = OPTIMS[name], data(bad=1), data()
     step = compile_lockstep(normed(), loss_fn, good[0], mesh, optim, microbatches=microbatches, skip_nonfinite=True)
     plain = compile_lockstep(normed(), loss_fn, good[0], mesh, optim, microbatches=microbatches)
-    found, wanted = [step(batch) for batch in given], [plain(batch) for batch in (good[0], *good[2:])]
-    assert not math.isfinite(found.pop(1)["grad_norm"])
-    assert found == wanted
+    actual, wanted = [step(batch) for batch in batches], [plain(batch) for batch in (good[0], *good[2:])]
+    assert not math.isfinite(actual.pop(1)["grad_norm"])
+    assert actual == wanted
     assert_same(step.state_dict(), plain.state_dict(), 0.0)
 
 
 def loss_with_root(model, batch):
-    """The loss, and a root whose gradient is not a number where `scale` is zero."""
+    """Return the loss plus a root whose gradient is NaN if `scale` is zero."""
     out = model(batch["x"])
     return (out - batch["y"]).square().mean() + (out.square() * batch["scale"]).mean().sqrt()
 
@@ -73,16 +73,16 @@ def loss_with_root(model, batch):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("mesh", "microbatches", "bad"), [({}, 2, 0), ({}, 1, 0), ({"dp_shard": 2}, 4, 2), ({"pp": 2, "dp_shard": 2}, 2, 1)], ids=str)
 def test_a_finite_loss_with_a_gradient_that_is_no_number_moves_no_buffer(mesh, microbatches, bad):
-    given = [batch | {"scale": torch.ones(8, 4, dtype=torch.float64)} for batch in data()[:2]]
-    broken = {name: value.clone() for name, value in given[1].items()}
+    batches = [batch | {"scale": torch.ones(8, 4, dtype=torch.float64)} for batch in data()[:2]]
+    broken = {name: value.clone() for name, value in batches[1].items()}
     broken["scale"][bad * 8 // microbatches : (bad + 1) * 8 // microbatches] = 0
-    how = {"mesh": mesh, "microbatches": microbatches, "optim": OPTIMS["adamw"]}
+    options = {"mesh": mesh, "microbatches": microbatches, "optim": OPTIMS["adamw"]}
     stack = nn.Sequential(normed(), normed())
-    step = compile_lockstep(stack, loss_with_root, given[0], skip_nonfinite=True, **how)
-    plain = compile_lockstep(stack, loss_with_root, given[0], **how)
-    left_out = [step(batch) for batch in (given[0], broken, given[1])][1]
+    step = compile_lockstep(stack, loss_with_root, batches[0], skip_nonfinite=True, **options)
+    plain = compile_lockstep(stack, loss_with_root, batches[0], **options)
+    left_out = [step(batch) for batch in (batches[0], broken, batches[1])][1]
     assert math.isfinite(left_out["loss"]) and not math.isfinite(left_out["grad_norm"])
-    for batch in given:
+    for batch in batches:
         plain(batch)
     assert_same(step.state_dict(), plain.state_dict(), 0.0)
 
@@ -91,11 +91,11 @@ def test_a_finite_loss_with_a_gradient_that_is_no_number_moves_no_buffer(mesh, m
 @pytest.mark.parametrize("name", ["adamw8bit", "adamwfp8"])
 def test_moments_in_eight_bits_stay(name):
     optim = {"name": name, "lr": 0.1}
-    given, good = data(torch.float32, bad=1), data(torch.float32)
-    how = {"mesh": {"dp_shard": 2}, "optim": optim, "ranks": "lockstep"}
-    step = compile_step(normed(torch.float32, 4096), loss_fn, good[0], skip_nonfinite=True, **how)
-    plain = compile_step(normed(torch.float32, 4096), loss_fn, good[0], **how)
-    for batch in given:
+    batches, good = data(torch.float32, bad=1), data(torch.float32)
+    options = {"mesh": {"dp_shard": 2}, "optim": optim, "ranks": "lockstep"}
+    step = compile_step(normed(torch.float32, 4096), loss_fn, good[0], skip_nonfinite=True, **options)
+    plain = compile_step(normed(torch.float32, 4096), loss_fn, good[0], **options)
+    for batch in batches:
         step(batch)
     for batch in (good[0], *good[2:]):
         plain(batch)

@@ -1,4 +1,4 @@
-"""Microbatches change no number: a mean over labels is over those of the whole batch, wherever they lie."""
+"""Microbatches change no number: a mean over labels covers those of the full batch, however they are distributed."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ROWS = 8
 
 
 def uneven(first: int = 0):
-    """Batches of 8 rows, of which the first two have `first` labels each, and the others more from row to row."""
-    found = batches(rows=ROWS)
-    for batch in found:
+    """Return batches of 8 samples: the first two have `first` labels each, the others more from sample to sample."""
+    result = batches(rows=ROWS)
+    for batch in result:
         for row, labels in enumerate(batch["labels"]):
             labels[first if row < 2 else row - 1 :] = -100
-    return found
+    return result
 
 
 def summed(model, batch, chosen=lambda labels: labels != -100):
-    """(sum of the losses of tokens, their mask)."""
+    """Return (sum of the losses of tokens, their mask)."""
     logits, labels = model(batch["tokens"], batch["positions"]), batch["labels"]
     mask = chosen(labels)
-    each = F.cross_entropy(logits.flatten(0, 1), labels.where(labels >= 0, 0).flatten(), reduction="none")
-    return (each.view_as(mask) * mask).sum(), mask
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.where(labels >= 0, 0).flatten(), reduction="none")
+    return (losses.view_as(mask) * mask).sum(), mask
 
 
 def masked(model, batch):
@@ -47,7 +47,7 @@ def masked(model, batch):
 
 
 def z_loss(model, batch):
-    """Two sums over the same labels, and one over all tokens."""
+    """Return two sums over the same labels, and one over all tokens."""
     logits, mask = model(batch["tokens"], batch["positions"]), batch["labels"] != -100
     squares = logits.logsumexp(-1).square()
     total, _ = summed(model, batch)
@@ -60,7 +60,7 @@ def two_masks(model, batch):
 
 
 def shifted(model, batch):
-    """As losses of transformers: labels are shifted inside of the loss, and padded."""
+    """Return a loss as in transformers: labels are shifted inside the loss, and padded."""
     logits = model(batch["tokens"], batch["positions"])
     labels = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), label_smoothing=0.1)
@@ -85,8 +85,8 @@ def report_of(step):
 def test_steps_are_those_of_the_whole_batch(mesh, microbatches):
     data = uneven()  # of 4 microbatches, the first has no label
     metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
-    step, found = train_lockstep(llama_loss, data, mesh, microbatches)
-    for ours, theirs in zip(found, metrics, strict=True):
+    step, result = train_lockstep(llama_loss, data, mesh, microbatches)
+    for ours, theirs in zip(result, metrics, strict=True):
         assert_same(ours, theirs, SAME)
     assert_same(step.state_dict(), state, SAME)
     if microbatches > 1:
@@ -100,8 +100,8 @@ def test_steps_are_those_of_the_whole_batch(mesh, microbatches):
 def test_losses_of_ones_own_are_counted_as_well(loss, counted, left):
     data = uneven(first=1)
     metrics, state = train_plainly(llama(), loss, data, PLAIN)
-    step, found = train_lockstep(loss, data, {"dp_shard": 2}, 4)
-    for ours, theirs in zip(found, metrics, strict=True):
+    step, result = train_lockstep(loss, data, {"dp_shard": 2}, 4)
+    for ours, theirs in zip(result, metrics, strict=True):
         assert_same(ours, theirs, SAME)
     assert_same(step.state_dict(), state, SAME)
     assert (report_of(step)["counts"]["means"], len(report_of(step)["notes"])) == (counted, left)
@@ -110,22 +110,22 @@ def test_losses_of_ones_own_are_counted_as_well(loss, counted, left):
 def test_a_loss_in_chunks_is_counted_as_well():
     data = uneven()
     metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
-    step, found = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, passes={"chunk_loss": {"chunks": 3}})
-    for ours, theirs in zip(found, metrics, strict=True):
+    step, result = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, passes={"chunk_loss": {"chunks": 3}})
+    for ours, theirs in zip(result, metrics, strict=True):
         assert_same(ours, theirs, SAME)
     assert_same(step.state_dict(), state, SAME)
     assert report_of(step)["counts"] == {"means": 1}
 
 
 def by_class(model, batch):
-    """A mean weighted by classes."""
+    """Return a mean weighted by classes."""
     logits = model(batch["tokens"], batch["positions"]).flatten(0, 1)
     weight = torch.arange(1, logits.shape[1] + 1).to(logits.dtype)
     return F.cross_entropy(logits, batch["labels"].flatten(), weight)
 
 
 def by_share(model, batch):
-    """A mean over labels weighted by the share of their row, which no row tells by itself."""
+    """Return a mean over labels weighted by the share of their sample, which no sample determines alone."""
     total, mask = summed(model, batch)
     return total / (mask / mask.sum(0, keepdim=True).clamp(min=1)).sum()
 
@@ -145,11 +145,11 @@ def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
     assert step(fresh)["loss"] == pytest.approx(sum(parts) / 4, rel=SAME)
     assert not math.isclose(sum(parts) / 4, loss(model, fresh).item(), rel_tol=1e-6)
     (note,) = report_of(step)["notes"]
-    assert "test_token_mean.py:" in note and "the loss has means over microbatches" in note
+    assert "test_token_mean.py:" in note and "the loss has terms averaged over microbatches" in note
 
 
 def balanced(model, batch):
-    """A mean over labels, and a product of means that stands for a balance loss."""
+    """Return a mean over labels, and a product of means that stands for a balance loss."""
     logits = model(batch["tokens"], batch["positions"])
     shares = logits.softmax(-1).mean((0, 1))
     return llama_loss(model, batch) + (shares * shares).sum()
@@ -174,11 +174,11 @@ def test_evaluation_is_over_the_whole_batch(mesh):
 def test_a_microbatch_without_labels_is_nothing_to_skip():
     data = uneven()
     metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
-    step, found = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, skip_nonfinite=True)
-    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics], rel=SAME)
+    step, result = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, skip_nonfinite=True)
+    assert [m["loss"] for m in result] == pytest.approx([m["loss"] for m in metrics], rel=SAME)
     assert_same(step.state_dict(), state, SAME)
     nothing = {**data[0], "labels": torch.full_like(data[0]["labels"], -100)}
-    assert math.isnan(step(nothing)["loss"])  # as the mean of a whole batch without labels is
+    assert math.isnan(step(nothing)["loss"])  # as is the mean of a full batch without labels
     assert_same(step.state_dict(), state, SAME)
 
 
@@ -239,7 +239,7 @@ def test_the_text_of_a_count():
 def test_a_sum_of_more_terms_than_python_has_frames_is_taken_apart():
     tiny = Tiny()
     total = x = tiny.input("x", Spec.whole(()))
-    for _ in range(1500):  # a term of each layer
+    for _ in range(1500):  # one term per layer
         total = tiny.call(torch.ops.aten.add.Tensor, total, x)
     assert list(terms(total)) == [x] * 1501
 
