@@ -1,8 +1,8 @@
-"""Averages of weights over steps (EMA): a second copy, in float32 or wider, that follows the weights more slowly.
+"""Averages of weights over steps (EMA): a second copy of the weights, in float32 or wider, that follows them slowly.
 
-    average <- ema * average + (1 - ema) * weight      after each step, on the shards that a rank has
+    average <- ema * average + (1 - ema) * weight      after each step, on the rank's own shards
 
-They are state of the step, so they are stored with it, and read on any mesh.
+Averages are part of the step's state, so checkpoints store them and any mesh can read them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compiler_trainer.step.step import State, Step
 
 @torch.no_grad()
 def follow(step: Step, ema: float, is_applied: Tensor | None) -> None:
-    """Move the averages after an update, unless `is_applied`, bool[] on the device, says that it was left out."""
+    """Update the averages after a step, unless `is_applied`, bool[] on the device, is False because it was skipped."""
     share = 1 - ema if is_applied is None else (1 - ema) * is_applied.double()
     for name, average in step.state.items():
         if name.startswith(AVERAGE):
@@ -31,7 +31,7 @@ def follow(step: Step, ema: float, is_applied: Tensor | None) -> None:
 
 
 def add(step: Step, names: Iterable[str]) -> None:
-    """Let a step keep averages of the parameters with these names."""
+    """Add averages of the parameters called `names` to a step's state."""
     for name in names:
         weight = step.state[MODEL + name]
         dtype = torch.promote_types(weight.like.dtype, torch.float32)
@@ -40,7 +40,10 @@ def add(step: Step, names: Iterable[str]) -> None:
 
 
 def load(step: Step, stored: Checkpoint, frozen: frozenset[str]) -> None:
-    """Fill the state of a step, but for what is frozen and elsewhere; averages that it lacks begin at the weights."""
+    """Load a checkpoint into a step's state, except for `frozen` entries, which come from elsewhere.
+
+    Averages that the checkpoint lacks start as copies of the weights.
+    """
     checkpoint.load(step, stored, frozen | averages_of(step))
     for name in averages_of(step) - stored.index.tensors.keys():
         weight = step.state[MODEL + name.removeprefix(AVERAGE)]
@@ -49,5 +52,5 @@ def load(step: Step, stored: Checkpoint, frozen: frozenset[str]) -> None:
 
 
 def averages_of(step: Step) -> frozenset[str]:
-    """The names of averages in a step's state."""
+    """Return the names of the averages in a step's state."""
     return frozenset(name for name in step.state if name.startswith(AVERAGE))

@@ -1,4 +1,4 @@
-"""What a resumed run may not change unless it says so: what the numbers in the checkpoint mean."""
+"""Refuse options of a resumed run that change the meaning of the numbers in its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ SHOWN = 3
 
 
 def check_meaning(cfg: Config, saved: Mapping[str, Any], where: str) -> None:
-    """Raise UserError naming options that were others when `saved` was, but for those of `checkpoint.allow`."""
+    """Raise UserError if options differ from those in `saved`, unless `checkpoint.allow` lists them.
+
+    Only options that change the meaning of the state count; `where` names the checkpoint.
+    """
     here = dict(leaves(dataclasses.asdict(cfg)))
     check_names(cfg, here)
     try:
@@ -33,14 +36,14 @@ def check_meaning(cfg: Config, saved: Mapping[str, Any], where: str) -> None:
 
 
 def check_names(cfg: Config, options: Mapping[str, Any]) -> None:
-    """Raise UserError where `checkpoint.allow` names no option."""
+    """Raise UserError if `checkpoint.allow` lists something that is not an option."""
     for name in cfg.checkpoint.allow:
         if name != "data" and not any(is_in(option, (name,)) for option in options):
             raise UserError("checkpoint.allow", f"{name} is no option of this run")
 
 
 def leaves(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every option in nested groups."""
+    """Yield (dotted name, value) of every option in nested groups."""
     for name, value in options.items():
         dotted = f"{where}.{name}" if where else str(name)
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""Loss and metrics on held-out text."""
+"""Compute loss and metrics on validation data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from compiler_trainer.models import IGNORED_LABEL
 
 
 class Measures(Protocol):
-    """What gives the mean loss and the metrics of a global batch."""
+    """An object that returns the mean loss and the metrics of a global batch."""
 
     def measure(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
 
 
 def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[str, float], int]:
-    """Loss and metrics, means over all labelled tokens or pairs of global batches, and how many these are.
+    """Return loss and metrics, averaged over all labelled tokens or pairs of the batches, and the number of these.
 
-    Of several sources, whose names come with the batches, also the loss of each, as `loss/NAME`.
+    With several sources, whose names come with the batches, also return the loss of each one as `loss/NAME`.
     """
     total, labels = defaultdict[str, float](float), Counter[str]()
     for source, batch in batches:
@@ -40,17 +40,21 @@ def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[st
 
 
 def weight_of(batch: Batch) -> int:
-    """How many pairs, else labelled tokens, a batch's loss is the mean of."""
+    """Return the number of terms that a batch's loss is the mean of: pairs, or labelled tokens without pairs."""
     return int(batch["pairs"].sum() if "pairs" in batch else (batch["labels"] != IGNORED_LABEL).sum())
 
 
 def held_out(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]:
-    """The rows of the first so many global batches, the same each time, or with None every row once: by source."""
+    """Yield (source, batch) over the validation data.
+
+    With a number of `batches`, take the first so many global batches, the same ones each time. With None, take every
+    sample once.
+    """
     return ((name, filled_up(loader, numbers)) for name, numbers in by_source(loader, batches))
 
 
 def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np.int64]]]:
-    """What to evaluate: names of sources, and rows of each for a global batch, or fewer for its last."""
+    """Return (source, numbers of samples) for each batch to evaluate; a source's last batch may be smaller."""
     rows, size = loader.rows, loader.batch_size
     none = (0,) * len(rows.parts)
     numbers = np.arange(len(rows)) if batches is None else loader.draw(none, batches * size)[0]
@@ -60,7 +64,7 @@ def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np
 
 
 def filled_up(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
-    """A global batch of rows; where these are too few, what fills it has no labels."""
+    """Return a global batch of these samples; if there are too few, fill it with samples that have no labels."""
     missing = loader.batch_size - len(numbers)
     batch = loader.rows.batch(np.pad(numbers, (0, missing), mode="edge"), loader.read)
     batch["labels"][len(numbers) :] = IGNORED_LABEL

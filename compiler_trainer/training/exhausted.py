@@ -1,4 +1,4 @@
-"""Memory that is used up in training: told from other failures, with what was being done and how much was in use."""
+"""Recognize out-of-memory errors of training, with the operation that failed and the memory in use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from compiler_trainer.training.watch import doing_of
 from passes.lower.heap import free_in_heap
 from passes.program.ir import CompileError
 
-SAID = re.compile(r"out of memory|can't allocate memory|std::bad_alloc", re.IGNORECASE)  # by RuntimeErrors
+SAID = re.compile(r"out of memory|can't allocate memory|std::bad_alloc", re.IGNORECASE)  # in messages of RuntimeError
 ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
 UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 STATUS = Path("/proc/self/status")
 
 
 class Failure(NamedTuple):
-    """What was asked for (0 bytes: it does not say), where, and the bytes that were in use."""
+    """A failed allocation: its size (0 bytes if unknown), the operation, and the bytes that were in use."""
 
     asked_bytes: int
     where: str
@@ -33,7 +33,7 @@ class Failure(NamedTuple):
 
 
 def failure_of(error: BaseException) -> Failure | None:
-    """What an error says of memory that is used up; None where it says nothing of the kind."""
+    """Return the failed allocation behind an error, or None if the error has another cause."""
     errors = list(chain(error))
     if not any(map(is_of_memory, errors)):
         return None
@@ -45,8 +45,8 @@ def failure_of(error: BaseException) -> Failure | None:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it comes from, the first one last."""
-    seen = set[int]()  # errors may come from each other
+    """Yield an error and its causes, the original error last."""
+    seen = set[int]()  # causes may form a cycle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
@@ -54,7 +54,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether an error says itself that an allocation failed."""
+    """Return True if this error itself, apart from its causes, is a failed allocation."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -63,7 +63,7 @@ def is_of_memory(error: BaseException) -> bool:
 
 
 def doing_at(traceback: TracebackType | None) -> str:
-    """What the innermost frame of an error was at when it was raised."""
+    """Return the operation that the innermost frame of a traceback ran when the error was raised."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return doing_of(traceback.tb_frame, traceback.tb_lineno) if traceback else "an allocation"
@@ -73,9 +73,9 @@ def doing_at(traceback: TracebackType | None) -> str:
 
 
 def used_bytes() -> int:
-    """Bytes in use: of tensors at most, on CUDA; on a CPU address space if that is limited, else what is resident.
+    """Return the bytes in use: on CUDA the peak of tensors; on a CPU the address space if limited, or resident memory.
 
-    What a CPU's heap keeps for later (`passes/lower/heap.py`) is none of it.
+    Memory that the CPU heap caches (`passes/lower/heap.py`) is not counted.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -83,7 +83,7 @@ def used_bytes() -> int:
 
 
 def let_go() -> None:
-    """Give back what nothing holds any more."""
+    """Release unreferenced and cached memory, and reset CUDA's peak statistics."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -91,7 +91,7 @@ def let_go() -> None:
 
 
 def free_bytes() -> int:
-    """Bytes of the device, or of this process, that may yet be taken."""
+    """Return the bytes that can still be allocated on the device, or in this process on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     if limit := limit_bytes():
@@ -102,12 +102,12 @@ def free_bytes() -> int:
 
 
 def limit_bytes() -> int:
-    """The limit of this process's address space (ulimit -v), 0 if there is none."""
+    """Return the limit of this process's address space (ulimit -v), or 0 if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return 0 if soft == resource.RLIM_INFINITY else soft
 
 
 def of_status(name: str) -> int:
-    """A figure that Linux keeps of this process, in bytes."""
+    """Return an entry of /proc/self/status in bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])

@@ -1,8 +1,8 @@
-"""A loss or a gradient that is infinite or not a number: `train.nonfinite` says what becomes of the run.
+"""Handle a loss or gradient that is infinite or not a number, as `train.nonfinite` says.
 
-`stop` ends it. `skip` leaves out the update, which the step itself does. `rollback` takes the state of a checkpoint
-before and goes on with the data after: the batch at which it happened is not read again. Where it happens again before
-the run has come past that step, the state itself was bad, and an earlier checkpoint is taken.
+`stop` ends the run. `skip` leaves out the update, inside the compiled step. `rollback` loads an earlier checkpoint and
+continues with the data after the bad batch, which is not read again. If it happens again before the run has passed that
+step, the state itself was bad, and an earlier checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from compiler_trainer.training.stop import how_to_go_on
 
 MOST_SKIPPED = 10  # updates in a row
 MOST_ROLLED_BACK = 5  # times in a run
-AGREED = ("loss", "grad_norm", "eval_loss")  # what is the same on all ranks, and so may decide for all
+AGREED = ("loss", "grad_norm", "eval_loss")  # metrics that are equal on all ranks, so all decide alike
 
 
 class Lost(RunError):
-    """A run cannot go on as it is, for what was measured at `step`; the message says what."""
+    """An error of a run that cannot continue because of the values at `step`, which the message names."""
 
     def __init__(self, step: int, what: str):
         super().__init__(f"{what} at step {step}")
@@ -39,13 +39,16 @@ class Lost(RunError):
 
 
 class Judge:
-    """Tells records of a run that is well from others."""
+    """The check of a run's records for values that are not finite."""
 
     def __init__(self, cfg: Config):
         self.skips, self.in_a_row = cfg.train.nonfinite == "skip", 0
 
     def finite(self, record: Record) -> Record:
-        """What of a record is finite, and `skipped` where its update was left out; raises Lost."""
+        """Return a record's finite values, with `skipped` if its update was left out.
+
+        Raises Lost if a loss or norm is not finite, or if too many updates in a row were left out.
+        """
         lost = {name: value for name, value in record.items() if not math.isfinite(value)}
         what = ", ".join(f"{name} is {value}" for name, value in lost.items())
         left_out = self.skips and "grad_norm" in lost
@@ -61,14 +64,18 @@ class Judge:
 
 
 class Rollback:
-    """Goes back to checkpoints of a run that began at `start`."""
+    """The rollback of a run, which began at `start`, to its checkpoints."""
 
     def __init__(self, cfg: Config, trained: Subject, step: Step, start: Start):
         self.cfg, self.trained, self.step, self.start = cfg, trained, step, start
         self.lost_at = self.times = 0
 
     def past(self, lost: Lost) -> Start:
-        """Where the run goes on, its state loaded; raises Lost, with what to do, where it does not."""
+        """Load an earlier checkpoint and return the new start.
+
+        Raises Lost with advice if `train.nonfinite` or the number of rollbacks does not permit it, or no checkpoint is
+        left.
+        """
         if self.cfg.train.nonfinite != "rollback" or self.times == MOST_ROLLED_BACK:
             raise self.advised(lost)
         before = self.start.step if lost.step <= self.lost_at else lost.step
@@ -87,21 +94,21 @@ class Rollback:
         raise self.advised(lost)
 
     def earlier(self, before: int) -> list[Path]:
-        """Checkpoints of steps before that one, the newest first; the one that the run began with is one of them."""
+        """Return the checkpoints of steps before `before`, newest first, with the one that the run started from."""
         found = {checkpoint.number_of(path): path for path in checkpoint.complete(checkpoints_of(self.cfg))}
         if self.start.stored is not None:
             found.setdefault(self.start.step, self.start.stored.path)
         return from_rank_0(lambda: [path for step, path in sorted(found.items(), reverse=True) if step < before])
 
     def leave_later(self) -> None:
-        """Give checkpoints after the start, of a state that was bad, a name that nobody goes on from."""
+        """Rename checkpoints after the start, whose state was bad, so that no run resumes from them."""
         if rank() == 0:
             for path in checkpoint.complete(checkpoints_of(self.cfg)):
                 if checkpoint.number_of(path) > self.start.step:
                     checkpoint.set_aside(path, "left")
 
     def advised(self, lost: Lost) -> Lost:
-        """The same with what helps."""
+        """Return the error with advice added to its message."""
         if self.cfg.train.nonfinite != "rollback" and self.earlier(lost.step):
             fix = f"go past it with: {how_to_go_on(self.cfg.run.dir)} train.nonfinite=rollback"
         else:

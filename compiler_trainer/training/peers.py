@@ -1,7 +1,7 @@
-"""Name the rank that is gone, where a connection to it closes.
+"""Name the rank that died when a connection to it closes.
 
-The ranks that wait for one that was killed fail in whatever collective they are in, and no such failure tells whom they
-waited for. So each rank has a thread that answers a call. The first rank that fails calls; who does not answer is gone.
+Ranks that wait for a killed rank fail in whatever collective they are in, and the error does not name the rank. So a
+thread of each rank answers a call. The first rank that fails calls; ranks that do not answer are gone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from compiler_trainer.step.ranks import another_store, rank
 
 POLL_S, PATIENCE_S = 0.5, 5.0
 SHOWN = 8
-CLOSED = re.compile(  # of gloo, of NCCL, of the store
+CLOSED = re.compile(  # messages of gloo, NCCL and the store
     r"Connection (closed|reset) by peer( \[[^\]]*\](:\d+)?)?|Broken pipe|ncclRemoteError|remote process exited"
     r"|Socket closed|failed to recv, got 0 bytes|Connection refused"
 )
 
 
 class Peers:
-    """Answers for this rank while it is used as a context manager; ends the process in a line where a rank is gone."""
+    """A context manager that answers calls for this rank, and ends the process with one line if a rank is gone."""
 
     def __init__(self) -> None:
         self.store = another_store("peers")
@@ -41,11 +41,11 @@ class Peers:
                 if self.store.check(["call"]):
                     self.store.set(key(rank()), "")
                     return
-            except RuntimeError:  # the store is gone, which the other thread finds out
+            except RuntimeError:  # the store is gone; the main thread reports it
                 return
 
     def gone(self, what: str) -> str:
-        """Who does not answer, where a connection failed for `what`; empty where another rank tells."""
+        """Return a message naming the ranks that do not answer, or an empty string if another rank reports them."""
         assert self.store is not None
         try:
             missing = self.call(dist.get_world_size())
@@ -61,7 +61,7 @@ class Peers:
         return f"{one if len(missing) == 1 else f'ranks {named} are gone: they do not answer'} any more ({what})"
 
     def call(self, size: int) -> list[int]:
-        """The ranks that do not answer."""
+        """Call all ranks, and return those that do not answer within `PATIENCE_S`."""
         assert self.store is not None
         self.store.set("call", "")
         self.store.set(key(rank()), "")
@@ -80,20 +80,20 @@ class Peers:
         what = closed(error)
         if what and self.store is not None:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to those that are left
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the remaining ranks
             if said := self.gone(what):
                 print(f"error: {said}", file=sys.stderr, flush=True)
-            os._exit(1)  # to leave groups with a dead rank in them may hang
+            os._exit(1)  # destroying groups with a dead rank may hang
         self.over.set()
 
 
 def key(number: int) -> str:
-    """Where a rank answers."""
+    """Return the store's key under which a rank answers."""
     return f"here{number}"
 
 
 def closed(error: BaseException | None) -> str:
-    """What an error says of a connection that closed; empty where it says nothing of the kind."""
+    """Return the text about a closed connection in an error or its causes, or an empty string."""
     while error is not None:
         if isinstance(error, (RuntimeError, OSError)) and (found := CLOSED.search(str(error))):
             return found[0]

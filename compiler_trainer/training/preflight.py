@@ -1,4 +1,4 @@
-"""What is said before anything is compiled: what a run will do, and what of it is hardly meant."""
+"""Lines printed before compilation: a description of the run, and notes on settings that are probably mistakes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.speed import peak_flops
 
-LARGE = 500_000_000  # parameters, from which on the settings of the default job are worth a note
-MOST_CPU_S = 3 * 3600  # of a run on CPUs, from which on a smaller trial is proposed
-MOST_LR = 1e-4  # of pretrained weights by AdamW; published ones lie between 1e-6 and 5e-5
+LARGE = 500_000_000  # parameters; from here on, settings of the default job get a note
+MOST_CPU_S = 3 * 3600  # a run on CPUs that takes longer gets a note
+MOST_LR = 1e-4  # for AdamW on pretrained weights; published rates lie between 1e-6 and 5e-5
 SCHEDULES = {"constant": "constant", "cosine": "cosine decay", "linear": "linear decay", "wsd": "decay at the end"}
 
 
 def named(data: DataConfig) -> str:
-    """What is read."""
+    """Return the names of the data that are read."""
     return ", ".join(map(name_of, data.read))
 
 
-# ---- what a run will do -------------------------------------------------------------------------------
+# ---- description of a run ----------------------------------------------------------------------------
 
 
 def described(cfg: Config, trained: Subject, batch: Mapping[str, Tensor]) -> Iterator[str]:
-    """Lines on model, precision, update, and what a step takes, as a batch shows."""
+    """Yield lines on the model, the precision, the update, and the size of a step, from a batch."""
     yield f"model: {trained.name}, {parameters(trained)}; {precision(cfg)}"
     yield f"update: {update(cfg)}; {cfg.train.steps:,} steps"
     yield f"a step: {rows(cfg) if 'tokens' in batch else entries(batch)}; {counted(batch)}on {devices(cfg)}"
 
 
 def counted(batch: Mapping[str, Tensor]) -> str:
-    """How many labels count, if there are tokens with labels."""
+    """Return the share of tokens with labels, or an empty string for a batch without tokens or labels."""
     if not {"tokens", "labels"} <= batch.keys():
         return ""
     share = float((batch["labels"] != IGNORED_LABEL).float().mean())
@@ -49,19 +49,19 @@ def counted(batch: Mapping[str, Tensor]) -> str:
 
 
 def entries(batch: Mapping[str, Tensor]) -> str:
-    """The entries of a batch that has no tokens."""
+    """Return the entries of a batch that has no tokens, as text."""
     return ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
 
 
 def parameters(trained: Subject) -> str:
-    """How many there are, and how many of them are trained."""
+    """Return the numbers of parameters and of trained parameters, as text."""
     sizes = {p: p.numel() for p in trained.module.parameters()}
     count, own = sum(sizes.values()), sum(size for p, size in sizes.items() if p.requires_grad)
     return f"{count:,} parameters" if own == count else f"{own:,} of {count:,} parameters trained"
 
 
 def precision(cfg: Config) -> str:
-    """Dtypes of computation, of products and of master weights."""
+    """Return the dtypes of computation, of matmuls and of master weights, as text."""
     cast, masters = cfg.passes.cast, cfg.train.dtype
     products = f", linear layers in float8 ({cast.float8})" if cast.float8 else ""
     if cast.param_dtype in (None, masters):
@@ -70,7 +70,7 @@ def precision(cfg: Config) -> str:
 
 
 def tensor_cores(dtype: str) -> str:
-    """How a GPU takes products of float32: rounded to fewer bits or not; empty of other dtypes and devices."""
+    """Return the rounding of float32 matmuls on this GPU, as text; empty for other dtypes and devices."""
     if dtype != "float32" or not torch.cuda.is_available():
         return ""
     chosen = torch.get_float32_matmul_precision()
@@ -79,7 +79,7 @@ def tensor_cores(dtype: str) -> str:
 
 
 def update(cfg: Config) -> str:
-    """Optimizer, learning rate and its schedule."""
+    """Return the optimizer, the learning rate and its schedule, as text."""
     schedule = cfg.lr_schedule
     if schedule._target_ is not None:
         own = {"_target_": schedule._target_, **schedule.arguments}
@@ -91,12 +91,12 @@ def update(cfg: Config) -> str:
 
 
 def optimizer(optim: OptimConfig) -> str:
-    """What to call the optimizer."""
+    """Return the optimizer's name."""
     return target_of({"_target_": optim._target_, **optim.arguments}) if optim._target_ else optim.name
 
 
 def rows(cfg: Config) -> str:
-    """Tokens of a step, as rows, and how often gradients are accumulated."""
+    """Return the tokens and sequences of a step, and the number of microbatches, as text."""
     train = cfg.train
     count = train.global_batch_size * train.seq_len
     tokens = f"{count:,} tokens ({train.global_batch_size:,} rows of {train.seq_len:,})"
@@ -105,24 +105,24 @@ def rows(cfg: Config) -> str:
 
 
 def devices(cfg: Config) -> str:
-    """Ranks, how the mesh divides them, and what a rank computes on."""
+    """Return the number of ranks, the mesh, and the device, as text."""
     mesh = mesh_of(cfg.mesh)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes if size > 1)
     return f"{mesh.world_size:,} ranks ({axes}), {device}" if axes else f"one {device}"
 
 
-# ---- what is hardly meant -----------------------------------------------------------------------------
+# ---- notes on probable mistakes ----------------------------------------------------------------------
 
 
 def notes(cfg: Config, trained: Subject) -> Iterator[str]:
-    """A line on each setting that trains, but hardly what was meant."""
+    """Yield a line for each setting that runs, but is probably a mistake."""
     found = (default_job(cfg, trained), idle(cfg), fast(cfg), stretched(cfg), pure(cfg), endless(cfg, trained))
     yield from (f"note: {said}" for said in (*found, *trained.remarks) if said)
 
 
 def default_job(cfg: Config, trained: Subject) -> str:
-    """That a large model is trained on what the default job reads."""
+    """Return a note if a large model trains on the default job's data."""
     count = sum(p.numel() for p in trained.module.parameters())
     if count < LARGE or cfg.data.name not in ("stdlib", "synthetic"):
         return ""
@@ -131,7 +131,7 @@ def default_job(cfg: Config, trained: Subject) -> str:
 
 
 def idle(cfg: Config) -> str:
-    """That some ranks of data compute padding, for rows do not divide among them."""
+    """Return a note if some data ranks compute padding because the samples do not divide among them."""
     ranks, of_batch = cfg.mesh.dp_replicate * cfg.mesh.dp_shard, cfg.train.global_batch_size
     of_part = of_batch // cfg.train.microbatches
     if of_part % ranks == 0:
@@ -144,7 +144,7 @@ def idle(cfg: Config) -> str:
 
 
 def fast(cfg: Config) -> str:
-    """That a learning rate is one for a model without weights."""
+    """Return a note if a pretrained model has a learning rate for training from scratch."""
     if not isinstance(cfg.model, FolderConfig) or cfg.model.init != "weights" or cfg.model.lora is not None:
         return ""
     if cfg.optim.lr <= MOST_LR or cfg.optim.name == "sgd":
@@ -154,7 +154,7 @@ def fast(cfg: Config) -> str:
 
 
 def stretched(cfg: Config) -> str:
-    """That rows reach beyond the positions that a folder's model was trained on."""
+    """Return a note if sequences are longer than the positions that a folder's model was trained on."""
     if not isinstance(cfg.model, FolderConfig):
         return ""
     most = getattr(config_of(folder_of(cfg)), "max_position_embeddings", None)
@@ -165,7 +165,7 @@ def stretched(cfg: Config) -> str:
 
 
 def pure(cfg: Config) -> str:
-    """That small updates are lost in bfloat16 weights."""
+    """Return a note if small updates are lost in bfloat16 weights."""
     if cfg.train.dtype != "bfloat16" or cfg.optim.stochastic_rounding:
         return ""
     usual = "for mixed precision set passes.cast.param_dtype=bfloat16 instead, else optim.stochastic_rounding=true"
@@ -173,7 +173,7 @@ def pure(cfg: Config) -> str:
 
 
 def endless(cfg: Config, trained: Subject) -> str:
-    """That a run made for GPUs takes days on CPUs, at the FLOP/s that `cluster=cpu` gives a core."""
+    """Return a note if a run takes hours or days on CPUs, at the FLOP/s per core of `cluster=cpu`."""
     if not here() == cfg.cluster.device == CPU:
         return ""
     train, cores = cfg.train, torch.get_num_threads() * mesh_of(cfg.mesh).world_size

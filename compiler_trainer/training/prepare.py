@@ -1,4 +1,4 @@
-"""What is settled before anything is compiled: seeds, agreement between ranks, and where the run begins."""
+"""Preparation before compilation: seeds, agreement between ranks, and the run's starting point."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from compiler_trainer.training.store import bring, check_store
 
 @dataclass(frozen=True)
 class Start:
-    """What lies behind a run when it begins: updates, tokens read, the checkpoint with them, and damaged later ones."""
+    """A run's starting point: its updates, the tokens read, the checkpoint, and later checkpoints that are damaged."""
 
     step: int = 0
     tokens: int = 0
@@ -38,22 +38,22 @@ class Start:
 
 
 def make_reproducible(cfg: TrainConfig) -> None:
-    """Seed what draws at run time, and choose kernels that give the same bits each time if asked to."""
+    """Seed random draws at run time, and select deterministic kernels if `cfg.deterministic` is set."""
     torch.manual_seed(cfg.seed)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # to say so imports Inductor, in a second
+    if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports Inductor (1 s)
         torch.use_deterministic_algorithms(cfg.deterministic)
 
 
 def read_data(cfg: Config) -> Datasets:
-    """What `cfg` trains on; one rank of each machine tokenizes it where that was not done before."""
+    """Return the datasets of `cfg`; one rank of each machine tokenizes the data unless they are cached."""
     return first_of_each_machine_first(lambda: datasets_of(cfg))
 
 
 def with_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
-    """`cfg` with the steps that its epochs or tokens come to, validated with these; padding counts as no token.
+    """Return `cfg` with its epochs or tokens as a number of steps, validated again; padding does not count as tokens.
 
-    Steps of a checkpoint that the run goes on from count as they were, whatever the batch size was.
+    Steps of the checkpoint that the run resumes from count with the batch size that they had.
     """
     length, rows, batch = cfg.train.steps, datasets.train.rows, cfg.train.global_batch_size
     if isinstance(length, int):
@@ -65,7 +65,7 @@ def with_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
 
 
 def behind(cfg: Config) -> tuple[int, int]:
-    """The steps and rows that lie behind a run in the checkpoint that it goes on from; 0 and 0 without one."""
+    """Return the steps and samples in the checkpoint that a run resumes from, or 0 and 0 without one."""
     bring(cfg)
     stored, _ = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)))
     if stored is None:
@@ -77,7 +77,10 @@ def behind(cfg: Config) -> tuple[int, int]:
 
 
 def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:
-    """`cfg` with the run folder of rank 0, whose clock may differ; raises UserError if anything else differs."""
+    """Return `cfg` with the run folder of rank 0, because clocks may differ.
+
+    Raises UserError if anything else differs between ranks.
+    """
     given: list[Any] = [cfg, datasets.train.rows.fingerprint]
     if dist.is_initialized():
         dist.broadcast_object_list(given, src=0)
@@ -94,9 +97,9 @@ def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:
 
 
 def find_start(cfg: Config, datasets: Datasets, damaged: tuple[Path, ...] = ()) -> Start:
-    """Where to begin, with the data moved there; raises UserError where the checkpoint or the run folder do not fit.
+    """Return the starting point, with the data moved there; raise UserError if checkpoint or run folder do not fit.
 
-    Checkpoints that are known to be `damaged` are passed over.
+    Checkpoints known to be `damaged` are skipped.
     """
     bring(cfg)
     stored, damaged = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)), damaged)
@@ -107,7 +110,7 @@ def find_start(cfg: Config, datasets: Datasets, damaged: tuple[Path, ...] = ()) 
 
 
 def move_data(datasets: Datasets, stored: Checkpoint) -> None:
-    """Let the data go on where it stood; raises UserError where the checkpoint does not say, or it is other data."""
+    """Move the data to a checkpoint's position; raise UserError if it has none or belongs to other data."""
     try:
         datasets.train.load_state_dict(stored.index.data)
     except (KeyError, ValueError) as error:
@@ -116,10 +119,10 @@ def move_data(datasets: Datasets, stored: Checkpoint) -> None:
 
 
 def read_start(cfg: Config, datasets: Datasets, stored: Checkpoint) -> Start:
-    """Where a checkpoint stands."""
+    """Return a checkpoint's starting point; raise UserError if its options or steps do not fit."""
     index, path = stored.index, stored.path
     check_meaning(cfg, index.config, str(path))
-    if not is_in("data.packing", cfg.checkpoint.allow):  # other rows begin anew
+    if not is_in("data.packing", cfg.checkpoint.allow):  # with other packing, the data start from the beginning
         move_data(datasets, stored)
     if index.step >= cfg.train.steps and cfg.checkpoint.resume != "auto":
         raise UserError("train.steps", f"is {cfg.train.steps}, but {path} is at step {index.step}; ask for more")

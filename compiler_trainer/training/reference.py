@@ -1,6 +1,6 @@
-"""What the weights that training starts from give as log-probabilities of preference pairs, computed once a run.
+"""Log-probabilities of preference pairs under the initial weights (the reference), computed once per run.
 
-RUN/reference.npz keeps them, for when the run goes on. They are computed by all ranks, in the precision of training.
+RUN/reference.npz keeps them for a resumed run. All ranks compute them, in the precision of training.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Values = NDArray[np.float32]  # [pairs, 2]
 
 
 def refer(cfg: Config, datasets: Datasets, keep: bool = True) -> None:
-    """Give pairs the log-probabilities of a reference where `cfg.loss` is beside one; every rank calls it.
+    """Set the reference log-probabilities of preference pairs if `cfg.loss` is DPO; every rank must call this.
 
-    What is computed is kept in the run folder, or not.
+    With `keep`, new ones are stored in the run folder.
     """
     if not isinstance(cfg.loss, DpoConfig):
         return
@@ -55,12 +55,15 @@ def refer(cfg: Config, datasets: Datasets, keep: bool = True) -> None:
 
 
 def made_of(cfg: Config) -> str:
-    """What log-probabilities depend on beside the pairs."""
+    """Return a key of everything that log-probabilities depend on, apart from the pairs."""
     return repr((cfg.model, cfg.train.seed, cfg.train.dtype, cfg.passes.cast))
 
 
 def read(path: Path, what: str) -> dict[str, Values]:
-    """What an earlier start left, by the fingerprint of rows; nothing where it is of another reference or damaged."""
+    """Return the log-probabilities that an earlier start stored, by the fingerprint of pairs.
+
+    They are empty if the file is missing, damaged or of another reference.
+    """
     if not path.exists():
         return {}
     try:
@@ -72,7 +75,7 @@ def read(path: Path, what: str) -> dict[str, Values]:
 
 
 def write(path: Path, what: str, kept: dict[str, Values]) -> None:
-    """Keep log-probabilities; where the disk does not take them a later start computes them again, which is said."""
+    """Store log-probabilities; if the disk refuses them, print that a later start computes them again."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +87,7 @@ def write(path: Path, what: str, kept: dict[str, Values]) -> None:
 
 
 def computed(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values]]:
-    """The log-probabilities of all pairs, by a program that evaluates alone, with weights of its own."""
+    """Yield (pairs, log-probabilities), computed by an evaluation program with the initial weights."""
     halves = [loader.rows for loader in (datasets.train, datasets.eval) if loader is not None]
     trained, size = subject(cfg), cfg.train.global_batch_size
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
@@ -112,7 +115,7 @@ def computed(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values
 
 
 def of_rows(step: Step, rows: Mixture, size: int, tell: Callable[[str], None]) -> Values:
-    """The log-probabilities of all rows, so many at a time, of which a rank reads its own."""
+    """Return the log-probabilities of all pairs, computed `size` at a time; a rank reads only its own."""
     own, values = np.isin(np.arange(size), own_rows(step, step.ranks)), np.empty((len(rows), 2), np.float32)
     for first in range(0, len(rows), size):
         tell(f"reference: pair {first:,} of {len(rows):,}")
@@ -124,6 +127,6 @@ def of_rows(step: Step, rows: Mixture, size: int, tell: Callable[[str], None]) -
 
 
 def entries(rows: Mixture, numbers: NDArray[np.int64], read: NDArray[np.bool_] | None = None) -> dict[str, Tensor]:
-    """The entries of rows that log-probabilities are made of."""
+    """Return the batch entries that log-probabilities are computed from."""
     batch = rows.batch(numbers) if read is None else rows.batch(numbers, read)
     return {name: torch.from_numpy(array) for name, array in batch.items() if name not in ("pairs", *REFERENCE)}

@@ -1,7 +1,7 @@
-"""Compare the copies that ranks hold of parameters, moments and buffers: a bit that flips in one goes unnoticed else.
+"""Compare the copies of parameters, moments and buffers that ranks hold; a flipped bit would otherwise go unnoticed.
 
-Each rank sums the bits of its state. One sum for all tensors that lie over the same axes is gathered; only where ranks
-that should hold copies have others, a sum a tensor, which tells the tensor and the rank.
+Each rank sums the bits of its state. One sum of all tensors with the same axes is gathered first. Only if copies differ
+are sums per tensor gathered, which identify the tensor and the rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORD_BYTES = 8
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor of which ranks hold other bits; those of most ranks are `right`, of none where there is no majority."""
+    """A tensor whose copies differ; `right` are the ranks of the majority, empty if there is none."""
 
     name: str
     right: tuple[int, ...]
@@ -41,14 +41,14 @@ class Difference:
 
 
 class Replicas:
-    """Compares copies of a run's state now and then, and stops or repairs it as `train.replica_check` says."""
+    """The periodic comparison of copies, which stops the run or repairs it as `train.replica_check` says."""
 
     def __init__(self, cfg: Config, step: Step):
         self.cfg, self.step = cfg, step
         self.is_on = cfg.train.replica_check.interval is not None and step.runtime.mesh.world_size > 1
 
     def check(self, number: int) -> None:
-        """Compare after step `number`; raises RunError where copies differ and are not repaired."""
+        """Compare copies after step `number`; raise RunError if they differ and are not repaired."""
         found = differences(self.step) if self.is_on else []
         if not found:
             return
@@ -62,18 +62,21 @@ class Replicas:
 
 
 class Copies(NamedTuple):
-    """Which ranks hold copies: those of some pipeline stages, in the same place on the axes that tell them apart."""
+    """A key of the ranks that hold copies of a tensor.
+
+    They are ranks of some pipeline stages, with equal coordinates on the axes `apart`.
+    """
 
     apart: tuple[str, ...]
     stages: tuple[int, ...]
 
 
 def differences(step: Step) -> list[Difference]:
-    """The tensors of which ranks that should hold copies do not; every rank must call it."""
+    """Return the tensors whose copies differ between ranks; every rank must call this."""
     state = {name: held for name, held in step.state.items() if not name.startswith("gradient.")}
     of = [Copies(axes_of(held.spec, step.mesh), held.stages) for held in state.values()]
     kinds = sorted(set(of))
-    factors = torch.arange(1, 2 * len(of), 2, device=step.device)  # odd: no bit is lost in a product
+    factors = torch.arange(1, 2 * len(of), 2, device=step.device)  # odd, so that multiplying modulo 2^64 loses no bit
     sums = {r: torch.stack([sum_of(held.local.get(r), step.device) for held in state.values()]) for r in step.ranks}
     members = [torch.tensor([each == kind for each in of], device=step.device) for kind in kinds]
     joint = {r: torch.stack([(factors * sums[r])[which].sum() for which in members]) for r in step.ranks}
@@ -84,7 +87,7 @@ def differences(step: Step) -> list[Difference]:
 
 
 def differing(of: list[Copies], by_rank: list[Tensor], step: Step) -> Iterator[tuple[int, dict[int, int]]]:
-    """(column, its value by rank) wherever ranks differ that hold copies of what a column is about."""
+    """Yield (column, its value by rank) for each group of copies whose values differ."""
     rows = [row.tolist() for row in by_rank]
     places = [step.mesh.coordinates(rank) for rank in range(len(rows))]
     for number, (axes, stages) in enumerate(of):
@@ -96,7 +99,7 @@ def differing(of: list[Copies], by_rank: list[Tensor], step: Step) -> Iterator[t
 
 
 def judged(name: str, values: dict[int, int]) -> Difference:
-    """Which of the ranks hold what most of them do."""
+    """Return the difference, with the ranks that hold the most frequent value as `right` if they are a majority."""
     (value, count), *_ = Counter(values.values()).most_common()
     if 2 * count <= len(values):
         return Difference(name, (), tuple(values))
@@ -105,20 +108,23 @@ def judged(name: str, values: dict[int, int]) -> Difference:
 
 
 def repair(step: Step, found: list[Difference]) -> None:
-    """Give wrong ranks what a right one holds; every rank must call it."""
+    """Overwrite wrong copies with a right one; every rank must call this."""
     for each in found:
         held = step.state[each.name]
         step.runtime.send(held.local, each.right[0], each.wrong, held.like)
 
 
 def axes_of(spec: Spec, mesh: Mesh) -> tuple[str, ...]:
-    """The axes of the mesh on which ranks hold something else of a tensor."""
+    """Return the axes of the mesh on which ranks hold different parts of a tensor."""
     sharded = {axis for name in spec.sharded for axis in mesh.over(name)}
     return tuple(axis for axis in mesh.axes if axis in sharded or spec.state(axis) != "invariant")
 
 
 def sum_of(local: Tensor | None, device: torch.device) -> Tensor:
-    """The sum of a tensor's bits in words of 64, modulo 2^64: no single bit can change without it; 0 of none."""
+    """Return the sum of a tensor's bits as 64-bit words, modulo 2^64, or 0 for None.
+
+    Every single flipped bit changes it.
+    """
     if local is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     flat = local.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -129,10 +135,8 @@ def sum_of(local: Tensor | None, device: torch.device) -> Tensor:
 
 
 def named(numbers: tuple[int, ...]) -> str:
-    """`rank 3`, or `ranks 0, 1`."""
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {listed(numbers)}"
 
 
 def listed(numbers: tuple[int, ...]) -> str:
-    """The first of some ranks."""
     return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

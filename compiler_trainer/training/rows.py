@@ -1,4 +1,4 @@
-"""Which rows of a global batch a process computes, so that it reads the tokens of no others."""
+"""Find the samples of a global batch that a process computes, so that it reads only their tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from passes.program import ir
 
 
 def own_rows(step: Step, ranks: Sequence[int]) -> NDArray[np.int64]:
-    """The rows of a global batch that some ranks are given, ascending."""
+    """Return the numbers of the samples that the given ranks need, ascending."""
     inputs = [given for each in (*step.train.values(), *step.evaluation.values()) for given in each.finished.inputs]
     entries = [given for given in inputs if given.kind == "batch"]
     size = entries[0].spec.shape[0]
@@ -21,7 +21,7 @@ def own_rows(step: Step, ranks: Sequence[int]) -> NDArray[np.int64]:
 
 
 def rows_of(given: ir.Input, step: Step, rank: int) -> Iterator[int]:
-    """The rows of a microbatch's entry that a rank is given."""
+    """Yield the samples of a microbatch that a rank needs of one input."""
     (rows,) = given.spec.dims[0]
     for start, _, count in rows.runs(step.mesh, step.mesh.coordinates(rank)):
         yield from range(start, start + count)

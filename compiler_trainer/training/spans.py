@@ -1,4 +1,4 @@
-"""What is recorded of a step by which names, and how much time spans cover."""
+"""Names of a step's profiler events, and the time that spans cover."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Span = tuple[float, float]
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """How much time lies in at least one of some spans."""
+    """Return the time that at least one of some spans covers."""
     total, end = 0.0, float("-inf")
     for begin, until in sorted(spans):
         total += max(0.0, until - max(begin, end))

@@ -1,4 +1,4 @@
-"""An end before the last step, at which all ranks stop after the same one: a signal that any rank got, or a time."""
+"""Stop a run before its last step, after the same step on all ranks: on any rank's signal, or at a time limit."""
 
 from __future__ import annotations
 
@@ -22,57 +22,57 @@ from compiler_trainer.step.ranks import host_group, rank, stop_ranks
 from compiler_trainer.training.progress import announce
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEATED_S = 5.0  # a scheduler signals all processes of a job, and torchrun passes its own signal on to its ranks
-TIME = 1  # less than any signal's number among those above; of several reasons the highest number counts
-WISH = 100  # more than any: a run that a callback ends is done
+REPEATED_S = 5.0  # schedulers signal all processes of a job, and torchrun forwards its signal to the ranks
+TIME = 1  # below the numbers of SIGNALS; the highest number of any rank is the reason
+WISH = 100  # above all signals: a run that a callback ends is complete
 
 
 class Stop:
-    """Watches for signals while it is used as a context manager; a second one ends the process at once.
+    """A context manager that handles signals; a second signal ends the process at once.
 
-    The same signal again within `REPEATED_S` of the first is no second one.
-    `limit_s` seconds after `began` (of `time.monotonic`) it is time to stop; None: never.
+    The same signal again within `REPEATED_S` of the first does not count as a second one. The time limit is `limit_s`
+    seconds after `began` (in `time.monotonic` seconds); None means no limit.
     """
 
     def __init__(self, began: float, limit_s: float | None):
         self.end = began + limit_s if limit_s is not None else float("inf")
         self.asked = self.reason = 0
-        self.why = ""  # a callback asked
+        self.why = ""  # a callback's reason
         self.group = host_group()
         self.before: dict[signal.Signals, Any] = {}
 
     def now(self) -> bool:
-        """Whether this step is the last: the same on all ranks, each of which asks after each step."""
+        """Return True if this step is the last one, the same on all ranks; all ranks must call this after each step."""
         self.reason = self.most(max(self.asked, WISH * bool(self.why), TIME * (time.monotonic() >= self.end)))
         return self.reason > 0
 
     def most(self, number: int) -> int:
-        """The highest number of any rank; each gives one."""
+        """Return the maximum of `number` over all ranks; every rank must call this."""
         flag = torch.tensor(number)
         if self.group is not None:
             dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)
         return int(flag)
 
     def ask(self, why: str) -> None:
-        """Let this step be the last, for what a callback says."""
+        """Make this step the last one, for the reason that a callback gives."""
         self.why = self.why or why or "a callback asked for it"
 
     @property
     def is_wish(self) -> bool:
-        """Whether a callback of any rank ends the run."""
+        """True if a callback of any rank ends the run."""
         return self.reason == WISH
 
     def __str__(self) -> str:
         return "run.time_limit" if self.reason == TIME else signal.Signals(self.reason).name
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: keep it in mind."""
+        """Remember a signal; this is the signal handler."""
         self.asked = number
 
     def watch(self, arrivals: int) -> None:
-        """End the process at its second signal; numbers of signals arrive in the pipe.
+        """End the process at its second signal; the numbers of signals arrive in the pipe `arrivals`.
 
-        There they are at once, while Python calls no handler until a kernel is done.
+        The pipe delivers them immediately, but Python calls a handler only after the running kernel returns.
         """
         first, at = 0, 0.0
         with open(arrivals, "rb", buffering=0) as pipe:
@@ -86,7 +86,7 @@ class Stop:
                     end_at_once(number)
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():  # no other may handle signals
+        if threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
             arrivals, self.pipe = os.pipe()
             os.set_blocking(self.pipe, False)
             self.woken = signal.set_wakeup_fd(self.pipe)
@@ -101,11 +101,14 @@ class Stop:
         if self.before:
             signal.set_wakeup_fd(self.woken)
             os.close(self.pipe)
-            self.watcher.join()  # its line about the first signal precedes the line about the end
+            self.watcher.join()  # prints its line on the first signal before the line on the end
 
 
 def passed_over(before: Any) -> Callable[[int, FrameType | None], None]:
-    """A handler of the signal that ended a run: repeated while the process ends, it must not change the exit code."""
+    """Return a handler that ignores repeats of the signal that ended a run, so that they do not change the exit code.
+
+    After `REPEATED_S` it restores the handler `before` and raises the signal again.
+    """
     end = time.monotonic() + REPEATED_S
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -118,13 +121,13 @@ def passed_over(before: Any) -> Callable[[int, FrameType | None], None]:
 
 @contextmanager
 def ending_at_sigterm() -> Iterator[None]:
-    """While on, SIGTERM ends this rank as an exception does, so that what is at hand is kept."""
+    """Turn SIGTERM into SystemExit inside the block, so that cleanup runs and the files so far are kept."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         announce("SIGTERM while compiling: no step was taken")
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():  # no other may handle signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield
         return
     before = signal.signal(signal.SIGTERM, end)
@@ -135,23 +138,23 @@ def ending_at_sigterm() -> Iterator[None]:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """Say why a rank ends with nothing saved, and end it."""
+    """Print that this rank ends without saving, and end the process."""
     again = f"rank {rank()} ended at once by a second signal, {signal.Signals(number).name}"
     print(f"error: {again}; nothing was saved after the last checkpoint", file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
 def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
-    """Say on rank 0 why a run ended after a step, and how it goes on; exits with 3, or 0 under `--max-restarts`."""
+    """Print why a run ended early and how to resume it; exit with code 3, or 0 under torchrun's `--max-restarts`."""
     saved = f"go on with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.saves else "nothing was saved"
     announce(f"stopped after step {number} of {cfg.train.steps}, for {stop}; {saved}")
     stop_ranks()
-    restarted = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0  # torchrun would start the ranks again
+    restarted = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0  # after an error torchrun would restart
     raise SystemExit(0 if restarted else STOPPED)
 
 
 def how_to_go_on(run: str) -> str:
-    """The command that resumes a run on the ranks that there are."""
+    """Return the command that resumes a run on as many ranks as there are now."""
     nodes, of_node = int(os.environ.get("GROUP_WORLD_SIZE", 1)), os.environ.get("LOCAL_WORLD_SIZE")
     across = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
     start = f"torchrun{across} --nproc-per-node {of_node} -m compiler_trainer" if of_node else "compiler-trainer"

@@ -1,4 +1,4 @@
-"""Train one configuration: data and model, a compiled step, the loop, and a run folder that tells what happened."""
+"""Train one configuration: load data and model, compile a step, run the loop, and write a run folder."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ def train(
     remark: Callable[[Config, Subject], str] = lambda cfg, trained: "",
     callbacks: Sequence[Callback] = (),
 ) -> float:
-    """Train as `cfg` says, on the ranks that torchrun started; the last held-out loss, else the last loss.
+    """Train `cfg` on the ranks that torchrun started; return the last validation loss, or without one the last loss.
 
-    What there is to `remark` on the job is said before it is compiled. `callbacks` are told beside those of `cfg`. The
-    ranks stay together.
+    `remark` returns a note on the job, which is printed before compilation. `callbacks` run after those of `cfg`. The
+    process group stays open.
 
-    Raises UserError, with nothing written, on bad input, and SystemExit where a signal or `run.time_limit` ended it.
+    Raises UserError on bad input, with nothing written, and SystemExit if a signal or `run.time_limit` ended the run.
     """
     began, phases = time.monotonic(), Phases()
     phases.end("import")
-    ranks = start_ranks()  # each on its GPU
+    ranks = start_ranks()  # selects each rank's GPU
     phases.end("ranks")
     cfg = validate(for_running(cfg), ranks)
     make_reproducible(cfg.train)
@@ -132,7 +132,10 @@ def train(
 
 
 def all_done(cfg: Config, start: Start) -> float:
-    """Say that a run has all its steps already, which is no error of who starts it automatically; its last loss."""
+    """Report that a run already has all its steps, and return the last validation loss, or NaN if there is none.
+
+    This is not an error, because a scheduler may start a finished run again.
+    """
     assert start.stored is not None
     done = f"{cfg.run.dir} has all {cfg.train.steps:,} steps (train.steps), as of {start.stored.path}"
     announce(f"{done}; nothing to do")
@@ -144,7 +147,10 @@ def all_done(cfg: Config, start: Start) -> float:
 def prepare_step(
     cfg: Config, trained: Subject, datasets: Datasets, start: Start, owners: Owners, phases: Phases
 ) -> tuple[Step, Start]:
-    """The compiled step as it starts, and where that is; on rank 0 also the run folder, once nothing was refused."""
+    """Compile the step and load its state; return it with the start that was used in the end.
+
+    Rank 0 also creates the run folder, once nothing can be refused any more.
+    """
     refer(cfg, datasets)
     phases.end("reference")
     if rank() != 0:
@@ -176,7 +182,7 @@ def prepare_step(
 
 
 def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start) -> Start:
-    """Load the checkpoint that a run starts from; where only now damage shows, the newest whole one before it."""
+    """Load the checkpoint that a run starts from; if it is damaged, fall back to the newest undamaged one before it."""
     while start.stored is not None:
         try:
             averages.load(step, start.stored, trained.frozen)
@@ -189,7 +195,7 @@ def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start
 def build_step(
     cfg: Config, trained: Subject, datasets: Datasets, observe: folder.Dumps | None, tell: Callable[[str], None]
 ) -> Step:
-    """The compiled step with its initial weights; `observe` sees its graph after each pass."""
+    """Compile the step and set its initial weights; `observe` is called with the graph after each pass."""
     step = compile_step(
         trained.module,
         trained.loss,
@@ -212,7 +218,7 @@ def build_step(
     )
     if cfg.train.ema is not None:
         averages.add(step, (name for name, p in trained.module.named_parameters() if p.requires_grad))
-    # A loss of one's own may count more of all rows than which of their tokens have labels.
+    # A user's loss may need more of other ranks' samples than which tokens have labels.
     if not cfg.has_own_loss and step.mesh.world_size > 1:
         datasets.read_only(own_rows(step, step.ranks))
     return step
@@ -221,10 +227,10 @@ def build_step(
 def run(
     cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start, stop: Stop, told: Callbacks
 ) -> Iterator[Record]:
-    """Train from `start` to `train.steps`, or until it is time to stop, and yield the record of each step.
+    """Train from `start` to `train.steps`, or until the run should stop, and yield the record of each step.
 
-    A record is yielded before its checkpoint is taken: an interruption leaves a record too many, which resuming drops,
-    never one too few.
+    A record is yielded before its checkpoint is saved. An interruption between the two leaves one record too many,
+    which resuming drops, and never one too few.
     """
     if start.step == 0 and trained.has_weights and datasets.eval is not None and cfg.eval.interval is not None:
         before, _ = means(step, held_out(datasets.eval, cfg.eval.batches))
@@ -247,9 +253,9 @@ def run(
                     number = int(record["step"])
                     ends = stop.now() or number == cfg.train.steps
                     if ends and steps.launched:
-                        steps.stay()  # and end after the step that was launched
+                        steps.stay()  # end after the step that is already launched
                         continue
-                    is_well = "skipped" not in record  # else it might take the place of a checkpoint that is
+                    is_well = "skipped" not in record  # a bad state must not replace a good checkpoint
                     saves = ends or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps)
                     if saves or is_due(number, cfg.train.replica_check.interval, cfg.train.steps):
                         replicas.check(number)
@@ -265,7 +271,7 @@ def run(
 
 
 def peek(loader: Loader) -> dict[str, Tensor]:
-    """The next global batch, which stays the next."""
+    """Return the next global batch without consuming it."""
     state = loader.state_dict()
     batch = loader.next()
     loader.load_state_dict(state)
@@ -274,7 +280,7 @@ def peek(loader: Loader) -> dict[str, Tensor]:
 
 @contextmanager
 def allocations(cfg: Config) -> Iterator[None]:
-    """Record what the GPU's allocator does, if the options ask for it: on disk in the end, whatever ends it."""
+    """Record the GPU allocator's history if `run.memory_snapshot` is set, and write it to disk however the run ends."""
     if not cfg.run.memory_snapshot:
         yield
         return
@@ -289,9 +295,9 @@ def allocations(cfg: Config) -> Iterator[None]:
 def recording(
     cfg: Config, start: Start, names: Sequence[str], loggers: list[Logger]
 ) -> Iterator[Callable[[Record], None]]:
-    """What to call with each step's record: on rank 0 it goes to loggers and to the console, elsewhere nowhere.
+    """Yield a function that takes each step's record: rank 0 passes it to loggers and console, other ranks ignore it.
 
-    `names` are the metrics that the console shows beside the loss.
+    `names` are the metrics that the console shows next to the loss.
     """
     if rank() != 0:
         yield lambda measured: None
