@@ -26,8 +26,8 @@ def follow(step: Step, ema: float, is_applied: Tensor | None) -> None:
         if name.startswith(AVERAGE):
             weight = step.state[MODEL + name.removeprefix(AVERAGE)]
             for rank, local in average.local.items():
-                by = share if isinstance(share, float) else share.to(local.dtype)
-                local.lerp_(weight.local[rank].to(local.dtype), by)
+                amount = share if isinstance(share, float) else share.to(local.dtype)
+                local.lerp_(weight.local[rank].to(local.dtype), amount)
 
 
 def add(step: Step, names: Iterable[str]) -> None:
@@ -39,13 +39,13 @@ def add(step: Step, names: Iterable[str]) -> None:
         step.state[AVERAGE + name] = State(weight.spec, local, weight.like.to(dtype), weight.stages)
 
 
-def load(step: Step, stored: Checkpoint, frozen: frozenset[str]) -> None:
+def load(step: Step, ckpt: Checkpoint, frozen: frozenset[str]) -> None:
     """Load a checkpoint into a step's state, except for `frozen` entries, which come from elsewhere.
 
     Averages that the checkpoint lacks start as copies of the weights.
     """
-    checkpoint.load(step, stored, frozen | averages_of(step))
-    for name in averages_of(step) - stored.index.tensors.keys():
+    checkpoint.load(step, ckpt, frozen | averages_of(step))
+    for name in averages_of(step) - ckpt.index.tensors.keys():
         weight = step.state[MODEL + name.removeprefix(AVERAGE)]
         for rank, local in step.state[name].local.items():
             local.copy_(weight.local[rank])

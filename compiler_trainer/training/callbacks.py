@@ -73,48 +73,50 @@ class Callback:
 class Callbacks:
     """The callbacks of a run, called in order."""
 
-    def __init__(self, run: Run, each: Sequence[Callback]):
-        self.run, self.each = run, each
-        self.saved: Path | None = None  # a checkpoint that is being written
-        self.look_at_steps = any(type(callback).on_step is not Callback.on_step for callback in each)
+    def __init__(self, run: Run, callbacks: Sequence[Callback]):
+        self.run, self.callbacks = run, callbacks
+        self.pending_path: Path | None = None  # a checkpoint that is being written
+        self.look_at_steps = any(type(callback).on_step is not Callback.on_step for callback in callbacks)
 
     def start(self) -> None:
         """Call `on_start` of each callback."""
-        for callback in self.each:
+        for callback in self.callbacks:
             callback.on_start(self.run)
 
     def step(self, record: Record) -> None:
         """Call `on_step` of each callback, and `on_evaluation` if the step was evaluated."""
-        for callback in self.each:
+        for callback in self.callbacks:
             callback.on_step(self.run, record)
             if "eval_loss" in record:
                 callback.on_evaluation(self.run, record)
 
-    def saves(self, path: Path) -> None:
+    def begin_checkpoint(self, path: Path) -> None:
         """Note that the checkpoint at `path` is being written."""
-        self.saved = path
+        self.pending_path = path
 
-    def written(self, is_whole: bool) -> None:
+    def end_checkpoint(self, is_whole: bool) -> None:
         """Call `on_checkpoint` for the noted checkpoint, if it is complete."""
-        path, self.saved = self.saved, None
+        path, self.pending_path = self.pending_path, None
         if path is not None and is_whole:
-            for callback in self.each:
+            for callback in self.callbacks:
                 callback.on_checkpoint(self.run, path)
 
     def stop(self) -> None:
         """Report the last checkpoint, which is complete, and call `on_stop` of each callback."""
-        self.written(True)
-        for callback in self.each:
+        self.end_checkpoint(True)
+        for callback in self.callbacks:
             callback.on_stop(self.run)
 
 
 def build_callbacks(cfg: Config) -> list[Callback]:
     """Return the callbacks that the options name; raise UserError for an object that is not a Callback."""
-    found = []
-    for number, own in enumerate(cfg.train.callbacks):
-        callback = called(own, where := f"train.callbacks[{number}]")
+    callbacks = []
+    for number, target in enumerate(cfg.train.callbacks):
+        callback = called(target, place := f"train.callbacks[{number}]")
         if not isinstance(callback, Callback):
-            what = f"{own['_target_']} makes a {type(callback).__name__}, no compiler_trainer.Callback"
-            raise UserError(where, f"{what}; derive it from that")
-        found.append(callback)
-    return found
+            problem = (
+                f"{target['_target_']} makes a {type(callback).__name__}, which is not a compiler_trainer.Callback"
+            )
+            raise UserError(place, f"{problem}; derive the class from it")
+        callbacks.append(callback)
+    return callbacks

@@ -43,14 +43,14 @@ def check_capture(cfg: Config, trained: Subject, batch: Callable[[], Mapping[str
     """
     if is_tested(cfg) or cfg.passes.verify == "none":
         return ""
-    differs, note = from_rank_0(lambda: compared(trained, batch()))
-    if differs:
-        fix = "report the model to us, or set passes.verify=none to train the graph as it is"
-        raise UserError("model", f"{differs}: the captured graph is not what eager PyTorch runs; {fix}")
+    difference, note = from_rank_0(lambda: find_difference(trained, batch()))
+    if difference:
+        fix = "report this model to us, or set passes.verify=none to train with the graph as it is"
+        raise UserError("model", f"{difference}: the captured graph differs from eager PyTorch; {fix}")
     return note
 
 
-def compared(trained: Subject, batch: Mapping[str, Tensor]) -> tuple[str, str]:
+def find_difference(trained: Subject, batch: Mapping[str, Tensor]) -> tuple[str, str]:
     """Return (the first difference between model and graph, a note if they cannot be compared), empty if there is none.
 
     A model that cannot be captured is refused later, with the reason.
@@ -65,5 +65,5 @@ def compared(trained: Subject, batch: Mapping[str, Tensor]) -> tuple[str, str]:
     except UserError:
         return "", ""
     except Exception as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        return "", f"note: the captured graph is not compared with the model, which does not run on the CPU ({why})"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return "", f"note: the captured graph is not compared with the model, which does not run on the CPU ({reason})"

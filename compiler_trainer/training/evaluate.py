@@ -28,18 +28,18 @@ def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[st
     """
     total, labels = defaultdict[str, float](float), Counter[str]()
     for source, batch in batches:
-        labelled = weight_of(batch)
-        measured, name = step.measure(batch), f"loss/{source}"
-        for metric, value in (*measured.items(), (name, measured["loss"])):
-            total[metric] += value * labelled
-        labels[name] += labelled
+        terms = count_terms(batch)
+        metrics, name = step.measure(batch), f"loss/{source}"
+        for metric, value in (*metrics.items(), (name, metrics["loss"])):
+            total[metric] += value * terms
+        labels[name] += terms
     count = labels.total()
     own = [name for name in total if name not in labels]
-    by_source = {name: total[name] / labels[name] for name in labels if len(labels) > 1}
-    return {name: total[name] / count for name in own} | by_source, count
+    source_losses = {name: total[name] / labels[name] for name in labels if len(labels) > 1}
+    return {name: total[name] / count for name in own} | source_losses, count
 
 
-def weight_of(batch: Batch) -> int:
+def count_terms(batch: Batch) -> int:
     """Return the number of terms that a batch's loss is the mean of: pairs, or labelled tokens without pairs."""
     return int(batch["pairs"].sum() if "pairs" in batch else (batch["labels"] != IGNORED_LABEL).sum())
 
@@ -50,7 +50,7 @@ def held_out(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]
     With a number of `batches`, take the first so many global batches, the same ones each time. With None, take every
     sample once.
     """
-    return ((name, filled_up(loader, numbers)) for name, numbers in by_source(loader, batches))
+    return ((name, fill_batch(loader, numbers)) for name, numbers in by_source(loader, batches))
 
 
 def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np.int64]]]:
@@ -63,7 +63,7 @@ def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np
     return [(name, own[first : first + size]) for name, own in parts for first in range(0, len(own), size)]
 
 
-def filled_up(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
+def fill_batch(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
     """Return a global batch of these samples; if there are too few, fill it with samples that have no labels."""
     missing = loader.batch_size - len(numbers)
     batch = loader.rows.batch(np.pad(numbers, (0, missing), mode="edge"), loader.read)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from compiler_trainer.training.watch import doing_of
+from compiler_trainer.training.watch import operation_of
 from passes.lower.heap import free_in_heap
 from passes.program.ir import CompileError
 
@@ -37,18 +37,18 @@ def failure_of(error: BaseException) -> Failure | None:
     errors = list(chain(error))
     if not any(map(is_of_memory, errors)):
         return None
-    asked = next((found for each in errors if (found := ASKED.search(str(each)))), None)
-    size = round(float(asked[1]) * UNITS[asked[2].lower()]) if asked else 0
-    node = next((each.node for each in errors if isinstance(each, CompileError) and each.node), None)
-    where = f"%{node.name}" if node else doing_at(errors[-1].__traceback__)
-    return Failure(size, where, used_bytes())
+    match = next((m for e in errors if (m := ASKED.search(str(e)))), None)
+    size = round(float(match[1]) * UNITS[match[2].lower()]) if match else 0
+    node = next((e.node for e in errors if isinstance(e, CompileError) and e.node), None)
+    operation = f"%{node.name}" if node else operation_at(errors[-1].__traceback__)
+    return Failure(size, operation, used_bytes())
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and its causes, the original error last."""
-    seen = set[int]()  # causes may form a cycle
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited = set[int]()  # causes may form a cycle
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 
@@ -62,11 +62,11 @@ def is_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(SAID.search(str(error)))
 
 
-def doing_at(traceback: TracebackType | None) -> str:
+def operation_at(traceback: TracebackType | None) -> str:
     """Return the operation that the innermost frame of a traceback ran when the error was raised."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return doing_of(traceback.tb_frame, traceback.tb_lineno) if traceback else "an allocation"
+    return operation_of(traceback.tb_frame, traceback.tb_lineno) if traceback else "an allocation"
 
 
 # ---- how much there is ------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def used_bytes() -> int:
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return max(0, of_status("VmSize" if limit_bytes() else "VmRSS") - free_in_heap())
+    return max(0, status_bytes("VmSize" if limit_bytes() else "VmRSS") - free_in_heap())
 
 
 def let_go() -> None:
@@ -97,8 +97,8 @@ def free_bytes() -> int:
     if limit := limit_bytes():
         return max(0, limit - used_bytes())
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    there = 1024 * int(available.split()[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return there + free_in_heap()
+    available_bytes = 1024 * int(available.split()[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return available_bytes + free_in_heap()
 
 
 def limit_bytes() -> int:
@@ -107,7 +107,7 @@ def limit_bytes() -> int:
     return 0 if soft == resource.RLIM_INFINITY else soft
 
 
-def of_status(name: str) -> int:
+def status_bytes(name: str) -> int:
     """Return an entry of /proc/self/status in bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])

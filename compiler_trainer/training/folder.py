@@ -25,7 +25,7 @@ from passes.check.runner import Dumper, PassRecord
 from passes.pipeline.tables import Table, as_text
 from passes.program import ir
 
-NOTHING_YET = "begin it anew with checkpoint.resume=auto: it has no checkpoint yet"
+NOTHING_YET = "restart it with checkpoint.resume=auto: it has no checkpoint yet"
 CONFIG, REPORT, GRAPHS, PIPELINE = "config.yaml", "report.json", "graphs", "pipeline.txt"
 
 
@@ -35,17 +35,17 @@ def check(cfg: Config, resumed: Path | None, done: int) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError("run.dir", f"{folder} is not a folder; choose another name")
     check_places(folder)
-    goes_on_here = resumed is not None and resumed.resolve().parent == checkpoints.resolve()
-    starts_again = resumed is None and cfg.checkpoint.resume == "auto"
-    if (folder / metrics.FILE).exists() and not goes_on_here and not starts_again:
-        goes_on = "go on with checkpoint.resume=latest" if checkpoint.complete(checkpoints) else NOTHING_YET
-        raise UserError("run.dir", f"{folder} holds a run; choose another, or {goes_on}")
+    resumes_here = resumed is not None and resumed.resolve().parent == checkpoints.resolve()
+    restarts = resumed is None and cfg.checkpoint.resume == "auto"
+    if (folder / metrics.FILE).exists() and not resumes_here and not restarts:
+        advice = "resume with checkpoint.resume=latest" if checkpoint.complete(checkpoints) else NOTHING_YET
+        raise UserError("run.dir", f"{folder} contains a run; choose another folder, or {advice}")
     if (folder / metrics.FILE).exists():
         metrics.read(folder / metrics.FILE)  # raises for a damaged file before anything is written
-    ahead = [p for p in checkpoint.complete(checkpoints) if checkpoint.number_of(p) > done]
-    if cfg.checkpoint.saves and ahead and cfg.checkpoint.resume not in BY_NAME:  # otherwise they are damaged
-        fix = "move it away, choose another checkpoint.dir, or go on with checkpoint.resume=latest"
-        raise UserError("checkpoint.dir", f"{ahead[-1]} is ahead of this run, which starts after step {done}; {fix}")
+    later = [p for p in checkpoint.complete(checkpoints) if checkpoint.number_of(p) > done]
+    if cfg.checkpoint.saves and later and cfg.checkpoint.resume not in BY_NAME:  # otherwise they are damaged
+        fix = "move it away, choose another checkpoint.dir, or resume with checkpoint.resume=latest"
+        raise UserError("checkpoint.dir", f"{later[-1]} is ahead of this run, which starts after step {done}; {fix}")
     check_writable("run.dir", folder)
     if cfg.checkpoint.saves:
         check_writable("checkpoint.dir", checkpoints)
@@ -62,9 +62,9 @@ def check_places(folder: Path) -> None:
 
 def check_writable(option: str, folder: Path) -> None:
     """Raise UserError if no files can be created in a folder, or in its nearest existing parent."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     try:
-        with tempfile.TemporaryDirectory(dir=there):
+        with tempfile.TemporaryDirectory(dir=parent):
             pass
     except OSError as error:
         raise UserError(option, f"{folder} cannot be written: {error.strerror}; choose another") from error
@@ -74,8 +74,8 @@ def create(cfg: Config, report: dict[str, Any], table: Table | None = None) -> N
     """Create the folder with the config, the compilation report, and the pipeline schedule if there is one."""
     folder = Path(cfg.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    stored = report.get("program", {}).get("stored_as")
-    config.save(cfg, folder / CONFIG, f"# program {stored}\n" if stored else "")
+    program_key = report.get("program", {}).get("stored_as")
+    config.save(cfg, folder / CONFIG, f"# program {program_key}\n" if program_key else "")
     put(folder / REPORT, json.dumps(report, indent=1) + "\n")
     if table is not None:
         put(folder / PIPELINE, as_text(table))
@@ -99,7 +99,7 @@ class Dumps:
         except OSError as error:
             self.is_on = False
             shutil.rmtree(self.folder, ignore_errors=True)  # an incomplete set would look complete
-            say(f"{self.folder} cannot be written ({error.strerror}): the graphs are left out")
+            say(f"{self.folder} cannot be written ({error.strerror}): no graphs are saved")
 
 
 @contextmanager
@@ -142,5 +142,5 @@ def keep(dumps: Dumps, place: Path) -> None:
         shutil.move(dumps.folder, place)
     except (OSError, shutil.Error) as error:
         shutil.rmtree(place, ignore_errors=True)  # an incomplete set would look complete
-        why = error.strerror if isinstance(error, OSError) and error.strerror else os.strerror(errno.ENOSPC)
-        say(f"{place} cannot be written ({why}): the graphs are left out")
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else os.strerror(errno.ENOSPC)
+        say(f"{place} cannot be written ({reason}): no graphs are saved")

@@ -26,10 +26,10 @@ def unevenness(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     loads = {f"expert_load/{layer}": share.max() * share.numel() for layer, share in shares.items()}
     entropies = [torch.special.entr(s).sum() / math.log(s.numel()) for s in shares.values()]
     losses = [value.double() for name, value in buffers.items() if name.endswith(AUXILIARY)]
-    by_layer = torch.stack([*loads.values()])
+    layer_loads = torch.stack([*loads.values()])
     return {
-        "expert_load_max": by_layer.max(),
-        "expert_load_mean": by_layer.mean(),
+        "expert_load_max": layer_loads.max(),
+        "expert_load_mean": layer_loads.mean(),
         "expert_entropy": torch.stack(entropies).mean(),
         **({"balance_loss": torch.stack(losses).sum()} if losses else {}),
         **loads,

@@ -52,12 +52,12 @@ class WandB:
     """
 
     def __init__(self, project: str = "compiler-trainer", **arguments: Any):
-        self.wandb, self.arguments = installed("wandb", "wandb"), {"project": project, **arguments}
+        self.wandb, self.arguments = import_optional("wandb", "wandb"), {"project": project, **arguments}
 
     def start(self, cfg: Config, done: int) -> None:
         """Start a run, or resume the one that an earlier part of this run started."""
         folder = Path(cfg.run.dir)
-        name = known_as(folder / "wandb.id", done, lambda: secrets.token_hex(4))
+        name = run_id(folder / "wandb.id", done, lambda: secrets.token_hex(4))
         options = {"id": name, "name": folder.name, "resume": "allow", "dir": str(folder)}
         self.run = self.wandb.init(config=dataclasses.asdict(cfg), **{**options, **self.arguments})
         self.run.define_metric("*", step_metric="step")  # a repeated step gets the later value
@@ -78,20 +78,20 @@ class MLflow:
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "compiler-trainer"):
-        self.mlflow, self.tracking_uri, self.experiment = installed("mlflow", "mlflow"), tracking_uri, experiment
+        self.mlflow, self.tracking_uri, self.experiment = import_optional("mlflow", "mlflow"), tracking_uri, experiment
 
     def start(self, cfg: Config, done: int) -> None:
         """Start a run with the options as its parameters, or resume the one that this folder's earlier part started."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the default blocks training for minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         self.client = self.mlflow.MlflowClient(tracking_uri=self.tracking_uri)
-        self.id = known_as(Path(cfg.run.dir) / "mlflow.id", done, lambda: self.begin(cfg))
+        self.id = run_id(Path(cfg.run.dir) / "mlflow.id", done, lambda: self.begin(cfg))
         self.client.update_run(self.id, status="RUNNING")
 
     def begin(self, cfg: Config) -> str:
         """Create a run and return its id."""
-        found = self.client.get_experiment_by_name(self.experiment)
-        experiment = found.experiment_id if found else self.client.create_experiment(self.experiment)
+        existing = self.client.get_experiment_by_name(self.experiment)
+        experiment = existing.experiment_id if existing else self.client.create_experiment(self.experiment)
         run = self.client.create_run(experiment, run_name=Path(cfg.run.dir).name).info.run_id
         options = flat(dataclasses.asdict(cfg), set(tables(cfg)))
         params = [self.mlflow.entities.Param(name, str(value)[:LONGEST]) for name, value in options.items()]
@@ -102,7 +102,7 @@ class MLflow:
     def log(self, record: Record) -> None:
         """Send all values of a step in one call."""
         now, step = int(1000 * time.time()), int(record["step"])
-        values = [(accepted(name), value) for name, value in record.items() if name != "step"]
+        values = [(metric_name(name), value) for name, value in record.items() if name != "step"]
         metrics = [self.mlflow.entities.Metric(name, float(value), now, step) for name, value in values]
         self.client.log_batch(self.id, metrics=metrics)
 
@@ -111,7 +111,7 @@ class MLflow:
         self.client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
 
-def installed(module: str, package: str) -> ModuleType:
+def import_optional(module: str, package: str) -> ModuleType:
     """Return an optional module; raise UserError with the command that installs it."""
     try:
         return import_module(module)
@@ -121,81 +121,85 @@ def installed(module: str, package: str) -> ModuleType:
         raise UserError("run.loggers", f"{module} is not installed; pip install {package}") from error
 
 
-def known_as(path: Path, done: int, begin: Callable[[], str]) -> str:
+def run_id(path: Path, done: int, begin: Callable[[], str]) -> str:
     """Return a service's id of this run: from the file of its earlier part, or a new one if the run begins."""
     if not (done and path.exists()):
         put(path, begin() + "\n")
     return path.read_text().strip()
 
 
-def accepted(name: str) -> str:
+def metric_name(name: str) -> str:
     """Return a metric's name in the characters that MLflow accepts, as a path without empty parts."""
     return posixpath.normpath(re.sub(r"[^\w\-. :/]", "_", name).replace("../", "_/")).strip("/")
 
 
-class Kept:
+class RetryingLogger:
     """A logger whose service may be unreachable: records are kept, the outage is reported once, and sent later."""
 
     def __init__(self, logger: Logger):
-        self.logger, self.kept, self.failure, self.next = logger, list[Record](), "", 0.0
+        self.logger, self.pending, self.failure, self.next = logger, list[Record](), "", 0.0
 
     def start(self, cfg: Config, done: int) -> None:
         """Start the logger; raise RunError if that fails."""
         try:
             self.logger.start(cfg, done)
         except Exception as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; mend it, or leave it out"
-            raise RunError(f"run.loggers: {type(self.logger).__name__} cannot start: {said}") from error
+            problem = (
+                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; fix it, or remove it from run.loggers"
+            )
+            raise RunError(f"run.loggers: {type(self.logger).__name__} cannot start: {problem}") from error
 
     def log(self, record: Record) -> None:
         """Keep a record, and send all kept ones unless the last failure was less than `AGAIN_S` ago."""
-        self.kept.append(record)
+        self.pending.append(record)
         if time.monotonic() >= self.next:
             self.send()
 
     def send(self) -> None:
         """Send the kept records in order, as far as the service accepts them."""
-        before, self.failure = self.failure, ""
+        previous, self.failure = self.failure, ""
         try:
-            while self.kept:
-                self.logger.log(self.kept[0])
-                del self.kept[0]
+            while self.pending:
+                self.logger.log(self.pending[0])
+                del self.pending[0]
         except Exception as error:
             self.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
             self.next = time.monotonic() + AGAIN_S
         name = type(self.logger).__name__
-        if self.failure and not before:
-            say(f"{name} takes no metrics ({self.failure[:200]}): they are kept, and tried again")
-        if before and not self.failure:
-            say(f"{name} takes metrics again, none is missing")
+        if self.failure and not previous:
+            say(f"{name} does not accept metrics ({self.failure[:200]}): they are kept and sent again later")
+        if previous and not self.failure:
+            say(f"{name} accepts metrics again, none is missing")
 
     def close(self, failed: bool) -> None:
         """Send a last time, and report the records that are lost."""
-        if self.kept:
+        if self.pending:
             self.send()
-        if self.kept:
-            say(f"{type(self.logger).__name__} lacks the last {len(self.kept):,} steps: {self.failure[:200]}")
+        if self.pending:
+            say(f"{type(self.logger).__name__} lacks the last {len(self.pending):,} steps: {self.failure[:200]}")
         try:
             self.logger.close(failed)
         except Exception as error:
-            say(f"{type(self.logger).__name__} was not told that the run ended: {type(error).__name__}: {error}")
+            say(f"{type(self.logger).__name__} was not notified that the run ended: {type(error).__name__}: {error}")
 
 
 def build_loggers(cfg: Config) -> list[Logger]:
     """Return all loggers of a run; raise UserError for an invalid logger or a package that is not installed."""
-    found: list[Logger] = [JsonLines(), TensorBoard()]
-    for number, own in enumerate(cfg.run.loggers):
-        logger = called(own, where := f"run.loggers[{number}]")
-        if missing := [name for name in ("start", "log", "close") if not hasattr(logger, name)]:
-            raise UserError(where, f"{own['_target_']} makes what has no `{missing[0]}`; it needs start, log and close")
-        found.append(Kept(logger))
-    return found
+    loggers: list[Logger] = [JsonLines(), TensorBoard()]
+    for number, target in enumerate(cfg.run.loggers):
+        logger = called(target, place := f"run.loggers[{number}]")
+        if absent := [name for name in ("start", "log", "close") if not hasattr(logger, name)]:
+            raise UserError(
+                place, f"{target['_target_']} returns an object without `{absent[0]}`; it needs start, log and close"
+            )
+        loggers.append(RetryingLogger(logger))
+    return loggers
 
 
 @contextlib.contextmanager
 def logging(cfg: Config, done: int, loggers: Sequence[Logger]) -> Iterator[Callable[[Record], None]]:
     """Start the loggers, yield a function that logs a record, and close them at the end."""
-    begun, failed = list[Logger](), True
+    started, failed = list[Logger](), True
 
     def log(record: Record) -> None:
         for logger in loggers:
@@ -204,9 +208,9 @@ def logging(cfg: Config, done: int, loggers: Sequence[Logger]) -> Iterator[Calla
     try:
         for logger in loggers:
             logger.start(cfg, done)
-            begun.append(logger)
+            started.append(logger)
         yield log
         failed = False
     finally:
-        for logger in begun:
+        for logger in started:
             logger.close(failed)

@@ -21,11 +21,14 @@ def rates(cfg: Config) -> Callable[[int], float]:
     share = function({"_target_": schedule._target_, **schedule.arguments}, "lr_schedule")
 
     def rate(step: int) -> float:
-        found = share(step, steps)
-        if not isinstance(found, int | float) or not (math.isfinite(found) and found >= 0):
-            what = f"{schedule._target_}({step}, {steps}) is {found!r}"
-            raise UserError("lr_schedule._target_", f"{what}; it has to be a number, 0 or more: a factor of optim.lr")
-        return base * found
+        factor = share(step, steps)
+        if not isinstance(factor, int | float) or not (math.isfinite(factor) and factor >= 0):
+            problem = f"{schedule._target_}({step}, {steps}) is {factor!r}"
+            raise UserError(
+                "lr_schedule._target_",
+                f"{problem}; it must be a finite number, 0 or more, by which optim.lr is multiplied",
+            )
+        return base * factor
 
     return rate
 
@@ -40,11 +43,11 @@ def learning_rate(cfg: LrScheduleConfig, base_lr: float, step: int, steps: int) 
     if step < warmup:
         return base_lr * step / warmup
     top = max(1, warmup if decay is None else steps - decay)
-    done = max(0, step - top) / (steps + 1 - top)
-    return base_lr * (cfg.min_ratio + (1 - cfg.min_ratio) * remaining(cfg.name, done))
+    part = max(0, step - top) / (steps + 1 - top)
+    return base_lr * (cfg.min_ratio + (1 - cfg.min_ratio) * remaining(cfg.name, part))
 
 
-def remaining(name: str, done: float) -> float:
+def remaining(name: str, part: float) -> float:
     """Return the remaining part of the decay, from 1 to 0, when its part `done` is over."""
-    left = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "wsd": 1 - done**0.5}
-    return left[name]
+    shares = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * part)) / 2, "linear": 1 - part, "wsd": 1 - part**0.5}
+    return shares[name]

@@ -26,20 +26,20 @@ FILE = "metrics.jsonl"
 Record = dict[str, float]
 
 
-class Appended:
+class GrowingFile:
     """A file that grows; content that the disk refuses is kept, reported once, and written with the next content."""
 
     def __init__(self, path: Path):
-        self.path, self.kept, self.failure = path, b"", ""
+        self.path, self.pending, self.failure = path, b"", ""
 
     def add(self, content: bytes) -> None:
         """Append content, after any kept content."""
-        self.kept += content
-        before, self.failure = self.failure, self.attempt()
-        if self.failure and not before:
-            say(f"{self.path} cannot be written ({self.failure}): what belongs there is kept, and tried again")
-        if before and not self.failure:
-            say(f"{self.path} is written again, nothing is missing")
+        self.pending += content
+        previous, self.failure = self.failure, self.attempt()
+        if self.failure and not previous:
+            say(f"{self.path} cannot be written ({self.failure}): its content is kept and written later")
+        if previous and not self.failure:
+            say(f"{self.path} can be written again, nothing is missing")
 
     def attempt(self) -> str:
         """Write the kept content, all or nothing; return the reason for a failure, or an empty string."""
@@ -47,23 +47,23 @@ class Appended:
             with open(self.path, "ab", buffering=0) as file:
                 size = file.tell()
                 try:
-                    left = memoryview(self.kept)
-                    while left:
-                        left = left[file.write(left) :]
+                    remaining = memoryview(self.pending)
+                    while remaining:
+                        remaining = remaining[file.write(remaining) :]
                 except OSError:
                     file.truncate(size)
                     raise
         except OSError as error:
             return error.strerror or str(error)
-        self.kept = b""
+        self.pending = b""
         return ""
 
     def close(self) -> None:
         """Write a last time, and report the bytes that are lost."""
-        if self.kept:
+        if self.pending:
             self.add(b"")
-        if self.kept:
-            say(f"{self.path} lacks its last {len(self.kept):,} bytes: {self.failure}")
+        if self.pending:
+            say(f"{self.path} lacks its last {len(self.pending):,} bytes: {self.failure}")
 
 
 class Steps(ABC):
@@ -72,7 +72,7 @@ class Steps(ABC):
     A resumed or rolled-back run repeats the steps since its checkpoint; the file has each step once.
     """
 
-    file: Appended
+    file: GrowingFile
 
     def start(self, cfg: Config, done: int) -> None:
         """Open the file for the steps after `done`."""
@@ -93,7 +93,7 @@ class Steps(ABC):
         try:
             self.begin(after)
         except UserError as error:
-            say(f"{error}: it holds steps after {after} twice")
+            say(f"{error}: it contains twice the steps after {after} twice")
 
     def close(self, failed: bool) -> None:
         """Write the remaining content."""
@@ -116,7 +116,7 @@ class JsonLines(Steps):
     def begin(self, after: int) -> None:
         """Drop later steps, and create the file even before the first step."""
         drop_later(self.folder / self.name, after, self.kind)
-        self.file = Appended(self.folder / self.name)
+        self.file = GrowingFile(self.folder / self.name)
         self.file.add(b"")
 
     def line(self, record: Record) -> bytes:
@@ -130,19 +130,19 @@ class TensorBoard(Steps):
     def begin(self, after: int) -> None:
         """Open a new file, whose first event makes TensorBoard drop later steps of older files."""
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.file = Appended(self.folder / name)
-        self.file.add(encoded(Event(step=after + 1, file_version="brain.Event:2"), start_at(after + 1)))
+        self.file = GrowingFile(self.folder / name)
+        self.file.add(encode(Event(step=after + 1, file_version="brain.Event:2"), restart_event(after + 1)))
 
     def line(self, record: Record) -> bytes:
         """Return one event per value."""
-        return encoded(*scalars(record))
+        return encode(*scalars(record))
 
-    def text(self, step: int, name: str, written: str) -> None:
+    def text(self, step: int, name: str, value: str) -> None:
         """Append a text at the last logged step."""
-        self.file.add(encoded(Event(step=step, summary=text(name, written))))
+        self.file.add(encode(Event(step=step, summary=text(name, value))))
 
 
-def encoded(*events: Event) -> bytes:
+def encode(*events: Event) -> bytes:
     """Return events in TensorBoard's file format."""
     buffer = io.BytesIO()
     for event in events:
@@ -151,7 +151,7 @@ def encoded(*events: Event) -> bytes:
     return buffer.getvalue()
 
 
-def start_at(step: int) -> Event:
+def restart_event(step: int) -> Event:
     """Return the event that makes TensorBoard drop other files' entries from `step` on."""
     return Event(step=step, session_log=SessionLog(status=SessionLog.START))
 
@@ -169,8 +169,8 @@ def read(path: Path, kind: Any = Record) -> list[Any]:
     Raises UserError naming any other damaged line.
     """
     records = lines_of(path, kind)
-    if lacking := [number for number, record in enumerate(records, 1) if "step" not in record]:
-        raise UserError(f"{path}, line {lacking[0]}", "has no step")
+    if invalid := [number for number, record in enumerate(records, 1) if "step" not in record]:
+        raise UserError(f"{path}, line {invalid[0]}", "has no step")
     return records
 
 
@@ -178,5 +178,5 @@ def drop_later(path: Path, after: int, kind: Any) -> None:
     """Keep only the records of the first `after` steps."""
     if not path.exists():
         return
-    kept = [record for record in read(path, kind) if record["step"] <= after]
-    put(path, "".join(json.dumps(record) + "\n" for record in kept))
+    records = [record for record in read(path, kind) if record["step"] <= after]
+    put(path, "".join(json.dumps(record) + "\n" for record in records))

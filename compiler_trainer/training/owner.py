@@ -38,8 +38,8 @@ class Owner:
         began = datetime.now().astimezone().isoformat(timespec="seconds")
         me = {"host": socket.gethostname(), "pid": os.getpid(), "began": began, "token": secrets.token_hex(8)}
         self.text = json.dumps(me) + "\n"
-        self.made: list[Path] = []  # paths that `take` created, innermost first
-        self.before: tuple[str, tuple[int, int]] = ("", (0, 0))  # the file's text and times before `take`
+        self.created: list[Path] = []  # paths that `take` created, innermost first
+        self.previous: tuple[str, tuple[int, int]] = ("", (0, 0))  # the file's text and times before `take`
 
     def take(self) -> None:
         """Lock the folder, which is created if needed; raise UserError naming the holder if it is locked."""
@@ -48,20 +48,23 @@ class Owner:
         try:
             while self.file is None or not is_at(self.file, self.path):  # the previous run may have removed the file
                 self.release()
-                self.made = [p for p in (self.path, *self.path.absolute().parents) if not os.path.lexists(p)]
+                self.created = [p for p in (self.path, *self.path.absolute().parents) if not os.path.lexists(p)]
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.file = open(self.path, "a+", encoding="utf-8")
-                if not locked(self.file):
-                    held = holder(self.path)
+                if not try_lock(self.file):
+                    owner = holder(self.path)
                     self.release()
-                    raise UserError(self.option, f"{self.folder} is another run's, {held}; end it, or name another")
-            at = os.fstat(self.file.fileno())
+                    raise UserError(
+                        self.option,
+                        f"{self.folder} is in use by another run, {owner}; stop that run, or choose another folder",
+                    )
+            status = os.fstat(self.file.fileno())
             self.file.seek(0)
-            self.before = self.file.read(), (at.st_atime_ns, at.st_mtime_ns)
+            self.previous = self.file.read(), (status.st_atime_ns, status.st_mtime_ns)
             self.say(self.text)
         except OSError as error:
-            said = f"{self.folder} cannot be written: {error.strerror}; choose another"
-            raise UserError(self.option, said) from error
+            problem = f"{self.folder} cannot be written: {error.strerror}; choose another"
+            raise UserError(self.option, problem) from error
 
     def say(self, text: str) -> None:
         """Replace the file's text."""
@@ -74,19 +77,19 @@ class Owner:
         """Unlock the folder and restore its previous state; paths that `take` created stay if they have content now."""
         if self.file is not None:
             with suppress(OSError):
-                text, times = self.before
+                text, times = self.previous
                 self.say(text)
                 os.utime(self.path, ns=times)
-                for path in self.made:
+                for path in self.created:
                     path.unlink() if path == self.path else path.rmdir()
         self.release()
 
     def check(self, restore: Callable[[], None]) -> None:
         """Check the lock: call `restore` if the folder was deleted; raise RunError if another run took it."""
         try:
-            found = self.path.read_text(encoding="utf-8")
+            text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            say(f"{self.folder} was deleted while a run writes to it; it is made anew, without what it held")
+            say(f"{self.folder} was deleted while a run writes to it; it is created again, without its old content")
             self.release()
             try:
                 self.take()
@@ -96,9 +99,9 @@ class Owner:
         except OSError:  # other writers report a failing disk
             return
         else:
-            if found and found != self.text:  # an empty file means a full disk
-                said = f"{self.folder} was taken by another run, {holder(self.path)}"
-                raise RunError(f"{said}; this one ends, with nothing more saved")
+            if text and text != self.text:  # an empty file means a full disk
+                problem = f"{self.folder} was taken by another run, {holder(self.path)}"
+                raise RunError(f"{problem}; this run ends without saving more")
 
     def release(self) -> None:
         """Unlock the folder."""
@@ -107,7 +110,7 @@ class Owner:
             self.file = None
 
 
-def locked(file: IO[str]) -> bool:
+def try_lock(file: IO[str]) -> bool:
     """Lock a file for this process, and return True if that succeeded."""
     end = time.monotonic() + PATIENCE_S
     while True:
@@ -125,10 +128,10 @@ def locked(file: IO[str]) -> bool:
 def holder(path: Path) -> str:
     """Return a description of a folder's holder from its lock file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {found['pid']} on {found['host']} since {found['began']}"
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {entries['pid']} on {entries['host']} since {entries['began']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return f"which does not say who it is in {path}"
+        return f"which its lock file does not name: {path}"
 
 
 class Owners:
@@ -139,7 +142,7 @@ class Owners:
         if cfg.checkpoint.saves:
             places["checkpoint.dir"] = checkpoints_of(cfg)
         self.restore: Callable[[], None] | None = None  # recreates the folder's first files; None before the run began
-        self.all = [Owner(option, folder) for option, folder in places.items()] if rank() == 0 else []
+        self.owners = [Owner(option, folder) for option, folder in places.items()] if rank() == 0 else []
 
     def take(self) -> None:
         """Take all locks; raise UserError on every rank if one is held by another run."""
@@ -150,21 +153,21 @@ class Owners:
     def refusal(self) -> tuple[str, str] | None:
         """Take all locks; return the error's place and message if one fails."""
         try:
-            for each in self.all:
-                each.take()
+            for owner in self.owners:
+                owner.take()
         except UserError as error:
             return error.where, error.message
         return None
 
     def check(self) -> None:
         """Check all locks; raise RunError if another run took a folder."""
-        for each in self.all:
-            each.check(self.restore or (lambda: None))
+        for owner in self.owners:
+            owner.check(self.restore or (lambda: None))
 
     def leave(self) -> None:
         """Release all locks; if the run did not begin, remove the files that they created."""
-        for each in reversed(self.all):
-            each.undo() if self.restore is None else each.release()
+        for owner in reversed(self.owners):
+            owner.undo() if self.restore is None else owner.release()
 
 
 @contextmanager

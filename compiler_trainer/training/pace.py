@@ -21,7 +21,7 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.step.ranks import gather, host_group
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.progress import announce
-from compiler_trainer.training.spans import WAITS, covered
+from compiler_trainer.training.spans import WAITS, covered_time
 
 SLOW = 1.2  # times the median working time, from which on a rank is reported
 RANKS = ("busy_ms_median", "busy_ms_max", "slowest_rank", "wait_share")  # names of the metrics
@@ -36,15 +36,15 @@ class Pace:
         self.first = 10 if cfg.run.profile else 2  # run.profile uses the profiler in the first steps
         self.kind = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
         self.group = host_group() if self.interval else None
-        self.taken, self.suspect = 0, -1
+        self.steps_taken, self.suspect = 0, -1
 
     def during(self, number: int, launch: Callable[[], T], wait: Callable[[T], object]) -> tuple[T, Record]:
         """Launch step `number`; return it, with metrics of the ranks if it is measured, which waits for the step's end.
 
         Every rank must call this.
         """
-        self.taken += 1
-        if not self.interval or number % self.interval or self.taken < self.first:
+        self.steps_taken += 1
+        if not self.interval or number % self.interval or self.steps_taken < self.first:
             return launch(), {}
         with profile(activities=[self.kind], acc_events=True) as profiler:
             began = time.perf_counter()
@@ -52,8 +52,8 @@ class Pace:
             wait(result)
             whole_ms = 1e3 * (time.perf_counter() - began)
         busy_ms = self.busy_ms(profiler.events(), whole_ms)
-        found = gather((busy_ms, 1 - busy_ms / whole_ms), self.group)
-        return result, self.compared(number, [b for b, _ in found], [w for _, w in found])
+        times = gather((busy_ms, 1 - busy_ms / whole_ms), self.group)
+        return result, self.compare(number, [b for b, _ in times], [w for _, w in times])
 
     def busy_ms(self, events: Iterable[FunctionEvent], whole_ms: float) -> float:
         """Return the milliseconds of a step in which this rank did not wait for others."""
@@ -62,20 +62,20 @@ class Pace:
         kernels = (e for e in events if e.device_type == DeviceType.CUDA)
         return covered_ms(e for e in kernels if "nccl" not in e.name.lower())
 
-    def compared(self, number: int, busy_ms: Sequence[float], waited: Sequence[float]) -> Record:
+    def compare(self, number: int, busy_ms: Sequence[float], wait_shares: Sequence[float]) -> Record:
         """Return metrics of all ranks' working times (ms) and shares of waiting; report a slow rank.
 
         A rank is reported only if it was the slow one in the previous measurement too, because one may be chance.
         """
-        usual, longest = statistics.median_low(busy_ms), max(busy_ms)
+        median, longest = statistics.median_low(busy_ms), max(busy_ms)
         slowest = busy_ms.index(longest)
-        before, self.suspect = self.suspect, slowest if longest > SLOW * usual else -1
-        if self.suspect >= 0 and self.suspect == before:
-            what = f"rank {slowest} works {longest:,.0f} ms, the median rank {usual:,.0f} ms"
-            announce(f"step {number}: {what}; the others wait for it")
-        return dict(zip(RANKS, (usual, longest, float(slowest), statistics.fmean(waited))))
+        previous, self.suspect = self.suspect, slowest if longest > SLOW * median else -1
+        if self.suspect >= 0 and self.suspect == previous:
+            problem = f"rank {slowest} works {longest:,.0f} ms, the median rank {median:,.0f} ms"
+            announce(f"step {number}: {problem}; the others wait for it")
+        return dict(zip(RANKS, (median, longest, float(slowest), statistics.fmean(wait_shares))))
 
 
 def covered_ms(events: Iterable[FunctionEvent]) -> float:
     """Return the milliseconds that at least one of some events covers."""
-    return covered((event.time_range.start, event.time_range.end) for event in events) / 1e3
+    return covered_time((event.time_range.start, event.time_range.end) for event in events) / 1e3

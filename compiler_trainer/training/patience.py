@@ -19,19 +19,19 @@ class Patience(Callback):
     def on_start(self, run: Run) -> None:
         """Read the losses of earlier validations."""
         if run.done:
-            self.losses = from_rank_0(lambda: evaluated(run.folder / FILE, run.done))
+            self.losses = from_rank_0(lambda: read_losses(run.folder / FILE, run.done))
             self.judge(run)
 
     def on_evaluation(self, run: Run, record: Record) -> None:
         """Add a loss; after a rollback, drop those of later steps."""
-        before = {step: loss for step, loss in self.losses.items() if step < record["step"]}
-        self.losses = {**before, int(record["step"]): record["eval_loss"]}
+        earlier = {step: loss for step, loss in self.losses.items() if step < record["step"]}
+        self.losses = {**earlier, int(record["step"]): record["eval_loss"]}
         self.judge(run)
 
     def judge(self, run: Run) -> None:
         """End the run if the loss has not fallen for too long."""
         if since_lowest(list(self.losses.values())) >= self.most:
-            run.stop(f"its held-out loss has not fallen for eval.patience={self.most} evaluations")
+            run.stop(f"its validation loss has not fallen for eval.patience={self.most} evaluations")
 
 
 def since_lowest(losses: Sequence[float]) -> int:
@@ -39,7 +39,7 @@ def since_lowest(losses: Sequence[float]) -> int:
     return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
-def evaluated(path: Path, done: int) -> dict[int, float]:
+def read_losses(path: Path, done: int) -> dict[int, float]:
     """Return the recorded validation losses up to step `done`, by step."""
     records = read(path) if path.exists() else []
-    return {int(each["step"]): each["eval_loss"] for each in records if each["step"] <= done and "eval_loss" in each}
+    return {int(r["step"]): r["eval_loss"] for r in records if r["step"] <= done and "eval_loss" in r}

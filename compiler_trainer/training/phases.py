@@ -37,10 +37,10 @@ class Phases:
 
     def report(self) -> dict[str, Any]:
         """Return seconds by phase, and the CPU seconds of all cores, with those of compiler processes."""
-        rounded = {name: round(s, 4) for name, s in self.seconds.items()}
-        return {"start": rounded, "start_cpu_s": round(sum(os.times()[:4]), 2)}
+        seconds = {name: round(s, 4) for name, s in self.seconds.items()}
+        return {"start": seconds, "start_cpu_s": round(sum(os.times()[:4]), 2)}
 
     def __str__(self) -> str:
         """Return a line such as `6.1 s: import 2.9, program 0.4, kernels 0.8`, without phases that took no time."""
-        shown = (f"{name} {s:.1f}" for name, s in self.seconds.items() if s >= 0.05)
-        return f"{sum(self.seconds.values()):.1f} s: {', '.join(shown)}"
+        parts = (f"{name} {s:.1f}" for name, s in self.seconds.items() if s >= 0.05)
+        return f"{sum(self.seconds.values()):.1f} s: {', '.join(parts)}"

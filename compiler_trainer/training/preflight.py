@@ -25,7 +25,7 @@ MOST_LR = 1e-4  # for AdamW on pretrained weights; published rates lie between 1
 SCHEDULES = {"constant": "constant", "cosine": "cosine decay", "linear": "linear decay", "wsd": "decay at the end"}
 
 
-def named(data: DataConfig) -> str:
+def data_names(data: DataConfig) -> str:
     """Return the names of the data that are read."""
     return ", ".join(map(name_of, data.read))
 
@@ -33,14 +33,14 @@ def named(data: DataConfig) -> str:
 # ---- description of a run ----------------------------------------------------------------------------
 
 
-def described(cfg: Config, trained: Subject, batch: Mapping[str, Tensor]) -> Iterator[str]:
+def describe(cfg: Config, trained: Subject, batch: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield lines on the model, the precision, the update, and the size of a step, from a batch."""
     yield f"model: {trained.name}, {parameters(trained)}; {precision(cfg)}"
     yield f"update: {update(cfg)}; {cfg.train.steps:,} steps"
-    yield f"a step: {rows(cfg) if 'tokens' in batch else entries(batch)}; {counted(batch)}on {devices(cfg)}"
+    yield f"a step: {rows(cfg) if 'tokens' in batch else entries(batch)}; {label_share(batch)}on {devices(cfg)}"
 
 
-def counted(batch: Mapping[str, Tensor]) -> str:
+def label_share(batch: Mapping[str, Tensor]) -> str:
     """Return the share of tokens with labels, or an empty string for a batch without tokens or labels."""
     if not {"tokens", "labels"} <= batch.keys():
         return ""
@@ -56,8 +56,8 @@ def entries(batch: Mapping[str, Tensor]) -> str:
 def parameters(trained: Subject) -> str:
     """Return the numbers of parameters and of trained parameters, as text."""
     sizes = {p: p.numel() for p in trained.module.parameters()}
-    count, own = sum(sizes.values()), sum(size for p, size in sizes.items() if p.requires_grad)
-    return f"{count:,} parameters" if own == count else f"{own:,} of {count:,} parameters trained"
+    count, trained_count = sum(sizes.values()), sum(size for p, size in sizes.items() if p.requires_grad)
+    return f"{count:,} parameters" if trained_count == count else f"{trained_count:,} of {count:,} parameters trained"
 
 
 def precision(cfg: Config) -> str:
@@ -73,17 +73,17 @@ def tensor_cores(dtype: str) -> str:
     """Return the rounding of float32 matmuls on this GPU, as text; empty for other dtypes and devices."""
     if dtype != "float32" or not torch.cuda.is_available():
         return ""
-    chosen = torch.get_float32_matmul_precision()
-    rounded = {"highest": "not rounded to TF32", "high": "rounded to TF32", "medium": "rounded to bfloat16"}[chosen]
-    return f", products {rounded} (torch.set_float32_matmul_precision is {chosen!r})"
+    setting = torch.get_float32_matmul_precision()
+    rounding = {"highest": "not rounded to TF32", "high": "rounded to TF32", "medium": "rounded to bfloat16"}[setting]
+    return f", products {rounding} (torch.set_float32_matmul_precision is {setting!r})"
 
 
 def update(cfg: Config) -> str:
     """Return the optimizer, the learning rate and its schedule, as text."""
     schedule = cfg.lr_schedule
     if schedule._target_ is not None:
-        own = {"_target_": schedule._target_, **schedule.arguments}
-        return f"{optimizer(cfg.optim)}, learning rate {cfg.optim.lr:.3g} times {target_of(own)}"
+        target = {"_target_": schedule._target_, **schedule.arguments}
+        return f"{optimizer(cfg.optim)}, learning rate {cfg.optim.lr:.3g} times {target_of(target)}"
     steps = schedule.warmup(cfg.train.steps)
     warmup = f"{steps:,} step{'s' * (steps > 1)} of warm-up, " if steps else ""
     lowest = "" if schedule.name == "constant" else f" to {schedule.min_ratio * cfg.optim.lr:.3g}"
@@ -117,8 +117,15 @@ def devices(cfg: Config) -> str:
 
 def notes(cfg: Config, trained: Subject) -> Iterator[str]:
     """Yield a line for each setting that runs, but is probably a mistake."""
-    found = (default_job(cfg, trained), idle(cfg), fast(cfg), stretched(cfg), pure(cfg), endless(cfg, trained))
-    yield from (f"note: {said}" for said in (*found, *trained.remarks) if said)
+    lines = (
+        default_job(cfg, trained),
+        padding_ranks(cfg),
+        high_rate(cfg),
+        long_inputs(cfg),
+        pure_bfloat16(cfg),
+        slow_run(cfg, trained),
+    )
+    yield from (f"note: {text}" for text in (*lines, *trained.remarks) if text)
 
 
 def default_job(cfg: Config, trained: Subject) -> str:
@@ -126,53 +133,53 @@ def default_job(cfg: Config, trained: Subject) -> str:
     count = sum(p.numel() for p in trained.module.parameters())
     if count < LARGE or cfg.data.name not in ("stdlib", "synthetic"):
         return ""
-    what = f"{count:,} parameters on data={cfg.data.name} in rows of {cfg.train.seq_len:,} tokens"
-    return f"this trains {what}, as the default job does; recipe=llama3_8b has others"
+    settings = f"{count:,} parameters on data={cfg.data.name} in rows of {cfg.train.seq_len:,} tokens"
+    return f"this trains {settings}, the settings of the default job; recipe=llama3_8b has those of a large model"
 
 
-def idle(cfg: Config) -> str:
+def padding_ranks(cfg: Config) -> str:
     """Return a note if some data ranks compute padding because the samples do not divide among them."""
-    ranks, of_batch = cfg.mesh.dp_replicate * cfg.mesh.dp_shard, cfg.train.global_batch_size
-    of_part = of_batch // cfg.train.microbatches
-    if of_part % ranks == 0:
+    ranks, batch_size = cfg.mesh.dp_replicate * cfg.mesh.dp_shard, cfg.train.global_batch_size
+    part_size = batch_size // cfg.train.microbatches
+    if part_size % ranks == 0:
         return ""
-    part = "a step" if cfg.train.microbatches == 1 else f"a microbatch ({of_batch} in {cfg.train.microbatches} parts)"
-    lost = 1 - of_part / (-(-of_part // ranks) * ranks)
+    part = "a step" if cfg.train.microbatches == 1 else f"a microbatch ({batch_size} in {cfg.train.microbatches} parts)"
+    lost = 1 - part_size / (-(-part_size // ranks) * ranks)
     fix = f"set train.global_batch_size to a multiple of {ranks * cfg.train.microbatches}"
-    what = f"the {of_part} rows of {part} do not divide among {ranks} data ranks"
-    return f"{what}: {lost:.0%} of their work is padding; {fix}"
+    problem = f"the {part_size} rows of {part} do not divide among {ranks} data ranks"
+    return f"{problem}: {lost:.0%} of their work is padding; {fix}"
 
 
-def fast(cfg: Config) -> str:
+def high_rate(cfg: Config) -> str:
     """Return a note if a pretrained model has a learning rate for training from scratch."""
     if not isinstance(cfg.model, FolderConfig) or cfg.model.init != "weights" or cfg.model.lora is not None:
         return ""
     if cfg.optim.lr <= MOST_LR or cfg.optim.name == "sgd":
         return ""
-    usual = "set optim.lr=5e-7, as recipe=dpo has" if cfg.data.pairs else "set optim.lr=1e-5, as recipe=finetune has"
-    return f"optim.lr={cfg.optim.lr:g} is for training from scratch, and {cfg.model.path} has trained weights; {usual}"
+    fix = "set optim.lr=5e-7, as recipe=dpo has" if cfg.data.pairs else "set optim.lr=1e-5, as recipe=finetune has"
+    return f"optim.lr={cfg.optim.lr:g} is for training from scratch, and {cfg.model.path} has trained weights; {fix}"
 
 
-def stretched(cfg: Config) -> str:
+def long_inputs(cfg: Config) -> str:
     """Return a note if sequences are longer than the positions that a folder's model was trained on."""
     if not isinstance(cfg.model, FolderConfig):
         return ""
-    most = getattr(config_of(folder_of(cfg)), "max_position_embeddings", None)
-    if not most or cfg.train.seq_len <= most:
+    limit = getattr(config_of(folder_of(cfg)), "max_position_embeddings", None)
+    if not limit or cfg.train.seq_len <= limit:
         return ""
-    what = f"train.seq_len={cfg.train.seq_len:,} goes beyond the {most:,} positions of {cfg.model.path}/config.json"
-    return f"{what} (max_position_embeddings), which its weights may not know"
+    problem = f"train.seq_len={cfg.train.seq_len:,} goes beyond the {limit:,} positions of {cfg.model.path}/config.json"
+    return f"{problem} (max_position_embeddings), for which its weights were not trained"
 
 
-def pure(cfg: Config) -> str:
+def pure_bfloat16(cfg: Config) -> str:
     """Return a note if small updates are lost in bfloat16 weights."""
     if cfg.train.dtype != "bfloat16" or cfg.optim.stochastic_rounding:
         return ""
-    usual = "for mixed precision set passes.cast.param_dtype=bfloat16 instead, else optim.stochastic_rounding=true"
-    return f"train.dtype=bfloat16 keeps no float32 master weights and rounds small updates away; {usual}"
+    fix = "set passes.cast.param_dtype=bfloat16 instead for mixed precision, or optim.stochastic_rounding=true"
+    return f"train.dtype=bfloat16 keeps no float32 master weights and rounds small updates away; {fix}"
 
 
-def endless(cfg: Config, trained: Subject) -> str:
+def slow_run(cfg: Config, trained: Subject) -> str:
     """Return a note if a run takes hours or days on CPUs, at the FLOP/s per core of `cluster=cpu`."""
     if not here() == cfg.cluster.device == CPU:
         return ""
@@ -181,6 +188,6 @@ def endless(cfg: Config, trained: Subject) -> str:
     step_s = trained.flops_per_token(train.seq_len) * tokens / (cores * peak_flops(cfg))
     if step_s * train.steps < MOST_CPU_S:
         return ""
-    step, whole = (timedelta(seconds=round(seconds)) for seconds in (step_s, step_s * train.steps))
+    step, total = (timedelta(seconds=round(seconds)) for seconds in (step_s, step_s * train.steps))
     trial = "train.seq_len=128 train.global_batch_size=8 train.steps=30"
-    return f"on {cores} CPU cores a step takes at least {step} and the run {whole}; for a trial set {trial}"
+    return f"on {cores} CPU cores a step takes at least {step} and the run {total}; for a trial set {trial}"

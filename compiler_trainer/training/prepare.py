@@ -33,8 +33,8 @@ class Start:
 
     step: int = 0
     tokens: int = 0
-    stored: Checkpoint | None = None
-    damaged: tuple[Path, ...] = ()
+    ckpt: Checkpoint | None = None
+    damaged_paths: tuple[Path, ...] = ()
 
 
 def make_reproducible(cfg: TrainConfig) -> None:
@@ -50,7 +50,7 @@ def read_data(cfg: Config) -> Datasets:
     return first_of_each_machine_first(lambda: datasets_of(cfg))
 
 
-def with_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
+def resolve_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
     """Return `cfg` with its epochs or tokens as a number of steps, validated again; padding does not count as tokens.
 
     Steps of the checkpoint that the run resumes from count with the batch size that they had.
@@ -58,22 +58,22 @@ def with_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
     length, rows, batch = cfg.train.steps, datasets.train.rows, cfg.train.global_batch_size
     if isinstance(length, int):
         return cfg
-    done, rows_done = behind(cfg)
+    done, rows_done = resumed_steps(cfg)
     steps = steps_of(length, len(rows), batch, cfg.train.seq_len * (1 - rows.padding), done, rows_done)
     announce(f"train.steps={length} are {steps:,} steps")
     return validate(lasting(cfg, steps), ranks)
 
 
-def behind(cfg: Config) -> tuple[int, int]:
+def resumed_steps(cfg: Config) -> tuple[int, int]:
     """Return the steps and samples in the checkpoint that a run resumes from, or 0 and 0 without one."""
     bring(cfg)
-    stored, _ = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)))
-    if stored is None:
+    ckpt, _ = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)))
+    if ckpt is None:
         return 0, 0
-    taken = stored.index.data.get("taken")
-    if is_in("data.packing", cfg.checkpoint.allow) or not isinstance(taken, list | tuple):
-        return stored.index.step, stored.index.step * cfg.train.global_batch_size
-    return stored.index.step, sum(taken)
+    rows_per_step = ckpt.index.data.get("taken")
+    if is_in("data.packing", cfg.checkpoint.allow) or not isinstance(rows_per_step, list | tuple):
+        return ckpt.index.step, ckpt.index.step * cfg.train.global_batch_size
+    return ckpt.index.step, sum(rows_per_step)
 
 
 def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:
@@ -81,49 +81,49 @@ def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:
 
     Raises UserError if anything else differs between ranks.
     """
-    given: list[Any] = [cfg, datasets.train.rows.fingerprint]
+    shared: list[Any] = [cfg, datasets.train.rows.fingerprint]
     if dist.is_initialized():
-        dist.broadcast_object_list(given, src=0)
-    first, fingerprint = given
+        dist.broadcast_object_list(shared, src=0)
+    first, fingerprint = shared
     cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=first.run.dir))
-    here, there = dataclasses.asdict(cfg), dataclasses.asdict(first)
-    for group in here:
-        if here[group] != there[group]:
-            differ = f"is {here[group]} on rank {rank()}, {there[group]} on rank 0"
-            raise UserError(group, f"{differ}; give all ranks the same options")
+    options, first_options = dataclasses.asdict(cfg), dataclasses.asdict(first)
+    for group in options:
+        if options[group] != first_options[group]:
+            problem = f"is {options[group]} on rank {rank()}, {first_options[group]} on rank 0"
+            raise UserError(group, f"{problem}; give all ranks the same options")
     if datasets.train.rows.fingerprint != fingerprint:
-        raise UserError("data", f"rank {rank()} read other text than rank 0; give all ranks the same files")
+        raise UserError("data", f"rank {rank()} read different data than rank 0; give all ranks the same files")
     return cfg
 
 
-def find_start(cfg: Config, datasets: Datasets, damaged: tuple[Path, ...] = ()) -> Start:
+def find_start(cfg: Config, datasets: Datasets, damaged_paths: tuple[Path, ...] = ()) -> Start:
     """Return the starting point, with the data moved there; raise UserError if checkpoint or run folder do not fit.
 
     Checkpoints known to be `damaged` are skipped.
     """
     bring(cfg)
-    stored, damaged = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)), damaged)
-    start = Start() if stored is None else read_start(cfg, datasets, stored)
-    folder.check(cfg, stored.path if stored else None, start.step)
+    ckpt, damaged_paths = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)), damaged_paths)
+    start = Start() if ckpt is None else read_start(cfg, datasets, ckpt)
+    folder.check(cfg, ckpt.path if ckpt else None, start.step)
     check_store(cfg, start.step)
-    return dataclasses.replace(start, damaged=damaged)
+    return dataclasses.replace(start, damaged_paths=damaged_paths)
 
 
-def move_data(datasets: Datasets, stored: Checkpoint) -> None:
+def move_data(datasets: Datasets, ckpt: Checkpoint) -> None:
     """Move the data to a checkpoint's position; raise UserError if it has none or belongs to other data."""
     try:
-        datasets.train.load_state_dict(stored.index.data)
+        datasets.train.load_state_dict(ckpt.index.data)
     except (KeyError, ValueError) as error:
-        said = f"does not say where to go on in the data: {error!r}"
-        raise UserError(str(stored.path), said) from error
+        problem = f"does not contain the data's position: {error!r}"
+        raise UserError(str(ckpt.path), problem) from error
 
 
-def read_start(cfg: Config, datasets: Datasets, stored: Checkpoint) -> Start:
+def read_start(cfg: Config, datasets: Datasets, ckpt: Checkpoint) -> Start:
     """Return a checkpoint's starting point; raise UserError if its options or steps do not fit."""
-    index, path = stored.index, stored.path
+    index, path = ckpt.index, ckpt.path
     check_meaning(cfg, index.config, str(path))
     if not is_in("data.packing", cfg.checkpoint.allow):  # with other packing, the data start from the beginning
-        move_data(datasets, stored)
+        move_data(datasets, ckpt)
     if index.step >= cfg.train.steps and cfg.checkpoint.resume != "auto":
-        raise UserError("train.steps", f"is {cfg.train.steps}, but {path} is at step {index.step}; ask for more")
-    return Start(index.step, index.tokens, stored)
+        raise UserError("train.steps", f"is {cfg.train.steps}, but {path} is at step {index.step}; increase it")
+    return Start(index.step, index.tokens, ckpt)

@@ -27,12 +27,12 @@ CONTENTS = {
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",
     "reference.npz": "log-probabilities of preference pairs before training",
-    "pipeline.txt": "which task each pipeline rank runs when; edited, for passes.pipeline.schedule",
+    "pipeline.txt": "which task each pipeline rank runs when; edit it for passes.pipeline.schedule",
     "report.json": "compile times, communication and memory; of a dry run the prediction",
     "trace.json.gz": "steps of rank 0, for Perfetto",
-    "measured.json": "where the time of each rank went in these steps, for compiler-trainer profile",
+    "measured.json": "the time breakdown of each rank in these steps, for compiler-trainer profile",
     "plan.yaml": "the recipe that trains the best of a plan",
-    "plan.json": "a plan, and what lost against it",
+    "plan.json": "a plan and the alternatives it was preferred to",
     "plan.html": "the same as a page",
 }
 
@@ -64,14 +64,14 @@ class Progress(Renewed):
         left = timedelta(seconds=round(elapsed / (step - self.first) * (self.steps - step)))
         evaluated = ""
         if self.evaluated is not None:
-            at, held_out = self.evaluated
-            evaluated = f"  eval loss {held_out:.3f}" + (f" (step {at})" if at != step else "")
+            at, eval_loss = self.evaluated
+            evaluated = f"  eval loss {eval_loss:.3f}" + (f" (step {at})" if at != step else "")
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
-        used = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
+        mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
         update = f"norm {record.get('grad_norm', nan):.3g}  lr {record['lr']:.2g}"
         loss = record.get("loss", nan)
         metrics = "".join(f"  {name} {record[name]:.3f}" for name in self.names if name in record)
-        return f"step {step}/{self.steps}  loss {loss:.3f}{metrics}{evaluated}  {update}  {speed}{used}  {left} left"
+        return f"step {step}/{self.steps}  loss {loss:.3f}{metrics}{evaluated}  {update}  {speed}{mfu}  {left} left"
 
     def is_due(self, step: int) -> bool:
         """Return True if it is time for a plain line."""
@@ -94,14 +94,14 @@ class Working(Renewed):
         self.to = to
         self.task = self.bar.add_task("")
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, task: str) -> None:
         """Show the task that begins now."""
         now = time.monotonic()
         if self.console.is_terminal:
-            self.bar.update(self.task, description=what)
+            self.bar.update(self.task, description=task)
         elif now - self.last_line >= max(WORKING_EVERY_S, (now - self.started) / LINES):
             self.last_line = now
-            say(f"  {now - self.started:.0f} s: {what}", self.to)
+            say(f"  {now - self.started:.0f} s: {task}", self.to)
 
 
 def announce(text: str) -> None:
@@ -113,9 +113,9 @@ def announce(text: str) -> None:
 def say_contents(folder: Path) -> None:
     """Print the run folder's path and contents."""
     say(f"{folder}:")
-    for pattern, what in CONTENTS.items():
+    for pattern, content in CONTENTS.items():
         if any(folder.glob(pattern)):
-            say(f"  {pattern:<22} {what}")
+            say(f"  {pattern:<22} {content}")
 
 
 def say_next(run: str, chat: bool) -> None:

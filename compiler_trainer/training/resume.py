@@ -32,16 +32,16 @@ def resumable(cfg: Config) -> list[Path]:
     Raises UserError if `checkpoint.resume=latest` finds none.
     """
     if cfg.checkpoint.resume not in BY_NAME:
-        return [] if cfg.checkpoint.resume is None else [named(cfg)]
+        return [] if cfg.checkpoint.resume is None else [named_checkpoint(cfg)]
     folder = checkpoints_of(cfg)
-    found = checkpoint.complete(folder)[::-1]
-    if not found and cfg.checkpoint.resume == "latest":
-        fix = "set run.dir or checkpoint.dir to those of the run to go on with, or name a checkpoint"
-        raise UserError("checkpoint.resume", f"is latest, but {folder} holds no complete checkpoint; {fix}")
-    return from_rank_0(lambda: found)
+    checkpoints = checkpoint.complete(folder)[::-1]
+    if not checkpoints and cfg.checkpoint.resume == "latest":
+        fix = "set run.dir or checkpoint.dir to those of the run to resume, or give the path of a checkpoint"
+        raise UserError("checkpoint.resume", f"is latest, but {folder} contains no complete checkpoint; {fix}")
+    return from_rank_0(lambda: checkpoints)
 
 
-def named(cfg: Config) -> Path:
+def named_checkpoint(cfg: Config) -> Path:
     """Return the named checkpoint; one in a store is copied first."""
     name = str(cfg.checkpoint.resume)
     return copied(Place(name), Place(name).files(), cache_of(cfg.data)) if is_remote(name) else Path(name)
@@ -62,7 +62,7 @@ def first_whole(
             except Damaged as damage:
                 damaged = pass_over(cfg, path, damage, damaged)
     if damaged:
-        fix = "remove them, or name another with checkpoint.resume"
+        fix = "remove them, or choose another with checkpoint.resume"
         raise UserError(str(checkpoints_of(cfg)), f"holds {len(damaged)} checkpoints, all of them damaged; {fix}")
     return None, ()
 

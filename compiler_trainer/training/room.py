@@ -17,16 +17,16 @@ BATCH_ENTRIES, BATCH_BYTES = 4, 8  # per token: tokens, labels, positions, docum
 def check_room(cfg: Config, trained: Subject) -> None:
     """Raise UserError if the parameters alone, or a batch alone, are larger than memory."""
     ranks = mesh_of(cfg.mesh).world_size
-    of_rank = sum(p.numel() * p.element_size() for p in trained.module.parameters()) / (ranks / cfg.mesh.dp_replicate)
-    here = 1 if torch.cuda.is_available() else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if of_rank * here > device_bytes():
-        there = f"on each of {ranks} ranks, which have {gib(device_bytes() / here)} each"
+    size = sum(p.numel() * p.element_size() for p in trained.module.parameters()) / (ranks / cfg.mesh.dp_replicate)
+    local_ranks = 1 if torch.cuda.is_available() else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if size * local_ranks > device_bytes():
+        place = f"on each of {ranks} ranks, which have {gib(device_bytes() / local_ranks)} each"
         fix = "make it smaller, or shard it over more ranks"
-        raise UserError("model", f"its parameters take {gib(of_rank)} {there}; {fix}")
+        raise UserError("model", f"its parameters take {gib(size)} {place}; {fix}")
     batch = cfg.train.global_batch_size * cfg.train.seq_len * BATCH_ENTRIES * BATCH_BYTES
     if batch > host_bytes():
-        what = f"with train.seq_len={cfg.train.seq_len} makes a batch of {gib(batch)}, more than this machine has"
-        raise UserError("train.global_batch_size", f"{cfg.train.global_batch_size} {what}; make either smaller")
+        problem = f"with train.seq_len={cfg.train.seq_len} makes a batch of {gib(batch)}, more than this machine has"
+        raise UserError("train.global_batch_size", f"{cfg.train.global_batch_size} {problem}; make either smaller")
 
 
 def host_bytes() -> int:

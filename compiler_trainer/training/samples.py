@@ -59,9 +59,9 @@ class Samples(Callback):
         weights = on_rank_0(run.step, run.rank)
         if run.rank != 0:
             return
-        filled = fill(copy.deepcopy(self.trained.module), weights.items())
-        model = in_use(self.cfg, filled, device_with_room(run.step.device, weights))
-        texts = {text: self.after(model, prompt) for text, prompt in self.prompts.items()}
+        module = fill(copy.deepcopy(self.trained.module), weights.items())
+        model = in_use(self.cfg, module, device_with_room(run.step.device, weights))
+        texts = {text: self.continuation(model, prompt) for text, prompt in self.prompts.items()}
         self.tell(int(record["step"]), [{"prompt": prompt, "text": text} for prompt, text in texts.items()])
 
     def tell(self, step: int, samples: list[dict[str, str]]) -> None:
@@ -69,15 +69,15 @@ class Samples(Callback):
         line: dict[str, Any] = {"step": step, "samples": samples}
         self.lines.log(line)
         for number, sample in enumerate(samples):
-            said = json.dumps(sample, ensure_ascii=False)
-            say(f"sample at step {step:,}: {said}")
+            text = json.dumps(sample, ensure_ascii=False)
+            say(f"sample at step {step:,}: {text}")
             for board in self.boards:
-                board.text(step, f"sample/{number}", said)
+                board.text(step, f"sample/{number}", text)
 
-    def after(self, model: nn.Module, prompt: Prompt) -> str:
+    def continuation(self, model: nn.Module, prompt: Prompt) -> str:
         """Return the model's continuation of a prompt."""
-        how = Sampling(self.cfg.eval.sample_tokens)
-        return self.tokenizer.decode(continued(self.cfg, self.trained, model, prompt.ids, prompt.ends, how))
+        sampling = Sampling(self.cfg.eval.sample_tokens)
+        return self.tokenizer.decode(continued(self.cfg, self.trained, model, prompt.ids, prompt.ends, sampling))
 
     def on_stop(self, run: Run) -> None:
         """Write the rest of the file, which a full disk may have refused before."""
@@ -87,12 +87,12 @@ class Samples(Callback):
 
 def on_rank_0(step: Step, rank: int) -> dict[str, Tensor]:
     """Return full parameters and buffers in host memory on rank 0, an empty dict elsewhere; all ranks must call it."""
-    found = {}
+    weights = {}
     for name in (name for name in step.state if name.startswith(MODEL)):
-        whole = step.whole(name)
+        full = step.whole(name)
         if rank == 0:
-            found[name.removeprefix(MODEL)] = whole.to("cpu", copy=True)
-    return found
+            weights[name.removeprefix(MODEL)] = full.to("cpu", copy=True)
+    return weights
 
 
 def device_with_room(device: torch.device, weights: dict[str, Tensor]) -> torch.device:

@@ -46,15 +46,15 @@ def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
     if not cfg.checkpoint.saves:
         yield Save(cfg, None)
         return
-    without = frozenset() if cfg.checkpoint.frozen else trained.frozen
-    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, without, say) as saver:
-        announce(f"checkpoints {when(cfg)}, through {saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank")
+    excluded = frozenset() if cfg.checkpoint.frozen else trained.frozen
+    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, excluded, say) as saver:
+        announce(f"checkpoints {save_times(cfg)}, through {saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank")
         if cfg.checkpoint.store:
             announce(f"each is copied to {cfg.checkpoint.store}")
         yield Save(cfg, saver)
 
 
-def when(cfg: Config) -> str:
+def save_times(cfg: Config) -> str:
     """Return after which steps checkpoints are saved, as text."""
     interval = cfg.checkpoint.interval or 0
     return "after the last step" if interval >= cfg.train.steps else f"every {interval:,} steps and after the last"

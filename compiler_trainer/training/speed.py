@@ -21,10 +21,10 @@ def speed(cfg: Config, flops_per_token: int, tokens: int, step_s: float) -> Reco
     recomputation.
     """
     flops_per_s = flops_per_token * tokens / mesh_of(cfg.mesh).world_size / step_s
-    found = {"tokens_per_s": tokens / step_s, "step_ms": 1e3 * step_s, "tflops": flops_per_s / 1e12}
+    record = {"tokens_per_s": tokens / step_s, "step_ms": 1e3 * step_s, "tflops": flops_per_s / 1e12}
     if CPU != here() == cfg.cluster.device:
-        found["mfu"] = flops_per_s / peak_flops(cfg)
-    return found
+        record["mfu"] = flops_per_s / peak_flops(cfg)
+    return record
 
 
 def peak_flops(cfg: Config) -> float:
@@ -52,5 +52,5 @@ def processor() -> str:
     """Return the name of the CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -16,7 +16,7 @@ class Spikes:
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
-    def said(self, step: int, loss: float) -> str:
+    def message(self, step: int, loss: float) -> str:
         """Return a message if a step's loss is a spike, otherwise an empty string.
 
         A spike is not added to the usual losses.
@@ -24,8 +24,8 @@ class Spikes:
         if len(self.losses) >= FEWEST:
             mean, deviation = statistics.fmean(self.losses), statistics.stdev(self.losses)
             if loss > mean + DEVIATIONS * deviation:
-                usual = f"{mean:.3f} ± {deviation:.3f}, of the {len(self.losses)} steps before"
+                usual_range = f"{mean:.3f} ± {deviation:.3f} of the last {len(self.losses)} steps"
                 self.losses.popleft()  # so that a new level becomes usual after a while
-                return f"step {step}: the loss jumps to {loss:.3f}, far from {usual}"
+                return f"step {step}: the loss jumps to {loss:.3f}, far from {usual_range}"
         self.losses.append(loss)
         return ""

@@ -51,7 +51,7 @@ class Launched:
     number: int
     lr: float
     began: Moment
-    waited: float
+    wait_s: float
     results: Results
     loads: Results  # of routers
     data: LoaderState
@@ -72,15 +72,15 @@ class Meters:
         """Launch step `number` on the next batch."""
 
         def begin() -> Launched:
-            began, asked = Moment(self.step.device), time.perf_counter()
+            began, requested = Moment(self.step.device), time.perf_counter()
             with record_function(DATA):
                 batch = loader.next()
-            waited = time.perf_counter() - asked
+            wait_s = time.perf_counter() - requested
             results = self.step.launch(batch, lr)
             rank = self.step.ranks[0]
             buffers = {name: state.local[rank] for name, state in self.step.state.items() if rank in state.local}
             loads = Results(unevenness(buffers), self.step.device)
-            return Launched(number, lr, began, waited, results, loads, loader.state_dict(), loader.filled)
+            return Launched(number, lr, began, wait_s, results, loads, loader.state_dict(), loader.filled)
 
         launched, pace = self.pace.during(number, lambda: self.memory.during(begin), lambda step: step.results.read())
         launched.measured = {**self.step.balance(), "peak_mem_bytes": self.memory.bytes, **pace}
@@ -90,7 +90,7 @@ class Meters:
         """Wait until the device has finished a step, and return its measurements."""
         result = {**launched.results.read(), **launched.loads.read(), "lr": launched.lr}
         seconds = launched.began.until(launched.results.end)
-        times = {**speed(self.cfg, self.flops, launched.tokens, seconds), "data_ms": 1e3 * launched.waited}
+        times = {**speed(self.cfg, self.flops, launched.tokens, seconds), "data_ms": 1e3 * launched.wait_s}
         return {**result, **times, **launched.measured}
 
 
@@ -126,7 +126,7 @@ class Steps:
             self.launched = None
             if number < self.cfg.train.steps if last is None else self.is_followed(last.number):
                 number += 1
-                with self.trace.around(number):
+                with self.trace.record_step(number):
                     self.launched = self.launch(number)
                     for step in (last, None if self.is_followed(number) else self.launched):
                         if step is not None:
@@ -156,10 +156,10 @@ class Steps:
         """Return a step's measurements, with the validation that is due after it; raise Lost if they are not finite."""
         record = {"step": launched.number, "tokens": tokens, **self.meters.read(launched)}
         if self.datasets.eval is not None and is_due(launched.number, self.cfg.eval.interval, self.cfg.train.steps):
-            measured, _ = means(self.step, held_out(self.datasets.eval, self.cfg.eval.batches))
-            record |= {f"eval_{name}": value for name, value in measured.items()}
-        record = self.judge.finite(record)
-        if "loss" in record and (remark := self.spikes.said(launched.number, record["loss"])):
+            metrics, _ = means(self.step, held_out(self.datasets.eval, self.cfg.eval.batches))
+            record |= {f"eval_{name}": value for name, value in metrics.items()}
+        record = self.judge.check(record)
+        if "loss" in record and (remark := self.spikes.message(launched.number, record["loss"])):
             announce(remark)
         return record
 

@@ -36,17 +36,19 @@ class Stop:
 
     def __init__(self, began: float, limit_s: float | None):
         self.end = began + limit_s if limit_s is not None else float("inf")
-        self.asked = self.reason = 0
-        self.why = ""  # a callback's reason
+        self.signal_number = self.reason = 0
+        self.callback_reason = ""  # a callback's reason
         self.group = host_group()
-        self.before: dict[signal.Signals, Any] = {}
+        self.old_handlers: dict[signal.Signals, Any] = {}
 
-    def now(self) -> bool:
+    def is_last_step(self) -> bool:
         """Return True if this step is the last one, the same on all ranks; all ranks must call this after each step."""
-        self.reason = self.most(max(self.asked, WISH * bool(self.why), TIME * (time.monotonic() >= self.end)))
+        self.reason = self.maximum(
+            max(self.signal_number, WISH * bool(self.callback_reason), TIME * (time.monotonic() >= self.end))
+        )
         return self.reason > 0
 
-    def most(self, number: int) -> int:
+    def maximum(self, number: int) -> int:
         """Return the maximum of `number` over all ranks; every rank must call this."""
         flag = torch.tensor(number)
         if self.group is not None:
@@ -55,7 +57,7 @@ class Stop:
 
     def ask(self, why: str) -> None:
         """Make this step the last one, for the reason that a callback gives."""
-        self.why = self.why or why or "a callback asked for it"
+        self.callback_reason = self.callback_reason or why or "a callback requested it"
 
     @property
     def is_wish(self) -> bool:
@@ -67,7 +69,7 @@ class Stop:
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal; this is the signal handler."""
-        self.asked = number
+        self.signal_number = number
 
     def watch(self, arrivals: int) -> None:
         """End the process at its second signal; the numbers of signals arrive in the pipe `arrivals`.
@@ -81,7 +83,7 @@ class Stop:
                 if not first:
                     first, at = number, time.monotonic()
                     name = signal.Signals(number).name
-                    announce(f"{name}: the run ends after the step under way; a second one ends it at once")
+                    announce(f"{name}: the run ends after the current step; a second signal ends it at once")
                 elif number != first or time.monotonic() - at >= REPEATED_S:
                     end_at_once(number)
 
@@ -92,19 +94,19 @@ class Stop:
             self.woken = signal.set_wakeup_fd(self.pipe)
             self.watcher = threading.Thread(target=self.watch, args=(arrivals,), daemon=True)
             self.watcher.start()
-            self.before = {each: signal.signal(each, self.note) for each in SIGNALS}
+            self.old_handlers = {number: signal.signal(number, self.note) for number in SIGNALS}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for each, before in self.before.items():
-            signal.signal(each, passed_over(before) if each == self.reason else before)
-        if self.before:
+        for number, handler in self.old_handlers.items():
+            signal.signal(number, ignore_repeats(handler) if number == self.reason else handler)
+        if self.old_handlers:
             signal.set_wakeup_fd(self.woken)
             os.close(self.pipe)
             self.watcher.join()  # prints its line on the first signal before the line on the end
 
 
-def passed_over(before: Any) -> Callable[[int, FrameType | None], None]:
+def ignore_repeats(handler: Any) -> Callable[[int, FrameType | None], None]:
     """Return a handler that ignores repeats of the signal that ended a run, so that they do not change the exit code.
 
     After `REPEATED_S` it restores the handler `before` and raises the signal again.
@@ -113,7 +115,7 @@ def passed_over(before: Any) -> Callable[[int, FrameType | None], None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if time.monotonic() >= end:
-            signal.signal(number, before)
+            signal.signal(number, handler)
             os.kill(os.getpid(), number)
 
     return handle
@@ -130,24 +132,24 @@ def ending_at_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, end)
+    old_handler = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 def end_at_once(number: int) -> NoReturn:
     """Print that this rank ends without saving, and end the process."""
-    again = f"rank {rank()} ended at once by a second signal, {signal.Signals(number).name}"
-    print(f"error: {again}; nothing was saved after the last checkpoint", file=sys.stderr, flush=True)
+    problem = f"rank {rank()} ended at once by a second signal, {signal.Signals(number).name}"
+    print(f"error: {problem}; nothing was saved after the last checkpoint", file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
 def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
     """Print why a run ended early and how to resume it; exit with code 3, or 0 under torchrun's `--max-restarts`."""
-    saved = f"go on with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.saves else "nothing was saved"
-    announce(f"stopped after step {number} of {cfg.train.steps}, for {stop}; {saved}")
+    advice = f"resume with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.saves else "nothing was saved"
+    announce(f"stopped after step {number} of {cfg.train.steps} because of {stop}; {advice}")
     stop_ranks()
     restarted = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0  # after an error torchrun would restart
     raise SystemExit(0 if restarted else STOPPED)
@@ -155,7 +157,9 @@ def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
 
 def how_to_go_on(run: str) -> str:
     """Return the command that resumes a run on as many ranks as there are now."""
-    nodes, of_node = int(os.environ.get("GROUP_WORLD_SIZE", 1)), os.environ.get("LOCAL_WORLD_SIZE")
-    across = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
-    start = f"torchrun{across} --nproc-per-node {of_node} -m compiler_trainer" if of_node else "compiler-trainer"
-    return f"{start} resume {shlex.quote(run)}"
+    nodes, local_size = int(os.environ.get("GROUP_WORLD_SIZE", 1)), os.environ.get("LOCAL_WORLD_SIZE")
+    options = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
+    command = (
+        f"torchrun{options} --nproc-per-node {local_size} -m compiler_trainer" if local_size else "compiler-trainer"
+    )
+    return f"{command} resume {shlex.quote(run)}"

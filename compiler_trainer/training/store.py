@@ -47,19 +47,19 @@ def bring_here(store: str, folder: Path) -> None:
 
 def check_same(store: str, folder: Path) -> None:
     """Raise UserError if the newest step that both store and folder have is not the same checkpoint."""
-    there = Elsewhere(store)
-    steps = set(there.steps())
-    both = [path for path in checkpoint.complete(folder) if checkpoint.number_of(path) in steps]
-    if both and not there.is_same(both[-1]):
-        what = f"{store} has another run's {both[-1].name} than {folder}"
-        raise UserError("checkpoint.store", f"{what}; name another, or another checkpoint.dir")
+    remote = Elsewhere(store)
+    steps = set(remote.steps())
+    common = [path for path in checkpoint.complete(folder) if checkpoint.number_of(path) in steps]
+    if common and not remote.is_same(common[-1]):
+        problem = f"{store} has another run's {common[-1].name} than {folder}"
+        raise UserError("checkpoint.store", f"{problem}; choose another store, or another checkpoint.dir")
 
 
 def check_ahead(store: str, done: int) -> None:
     """Raise UserError if a store has checkpoints after step `done`."""
-    if ahead := [step for step in Elsewhere(store).steps() if step > done]:
-        fix = "go on from it with checkpoint.resume=auto, or name another"
-        raise UserError("checkpoint.store", f"{store} has checkpoints up to step {ahead[-1]:,}; {fix}")
+    if later := [step for step in Elsewhere(store).steps() if step > done]:
+        fix = "resume from it with checkpoint.resume=auto, or choose another store"
+        raise UserError("checkpoint.store", f"{store} has checkpoints up to step {later[-1]:,}; {fix}")
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
@@ -72,5 +72,5 @@ def on_rank_0(action: Callable[[], object]) -> None:
             return error.where, error.message
         return None
 
-    if (said := from_rank_0(refusal)) is not None:
-        raise UserError(*said)
+    if (error_args := from_rank_0(refusal)) is not None:
+        raise UserError(*error_args)

@@ -26,7 +26,7 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.step.ranks import gather, host_group, rank
 from compiler_trainer.step.step import Compiled, Step
-from compiler_trainer.training.measured import HOST, LOOPS, Mark, spent
+from compiler_trainer.training.measured import HOST, LOOPS, Mark, break_down
 from compiler_trainer.training.spans import STEP, WAITS
 from passes.lower.backends import NamingInterpreter
 from passes.lower.calls import Around, Calls
@@ -43,10 +43,12 @@ Key = tuple[str, tuple[int, ...]]  # operator, shape of the first operand
 def check(cfg: Config, done: int) -> None:
     """Raise UserError if an option asks for a recording that this run, with `done` steps behind it, cannot make."""
     if cfg.run.memory_snapshot and not torch.cuda.is_available():
-        raise UserError("run.memory_snapshot", "true, but it is of a GPU's allocator, and there is no GPU here")
+        raise UserError("run.memory_snapshot", "true, but it records the allocator of a GPU, and there is no GPU")
     if cfg.run.profile and cfg.train.steps - done <= WARM_UP:
         steps = f"train.steps={cfg.train.steps} after step {done}"
-        raise UserError("run.profile", f"true with {steps}; the first {WARM_UP} steps are not recorded, take more")
+        raise UserError(
+            "run.profile", f"true with {steps}; the first {WARM_UP} steps are not recorded; increase train.steps"
+        )
 
 
 class Trace:
@@ -61,7 +63,7 @@ class Trace:
         self.group = host_group() if self.is_on else None
 
     @contextmanager
-    def around(self, number: int) -> Iterator[None]:
+    def record_step(self, number: int) -> Iterator[None]:
         """Record the enclosed block as step `number`."""
         if self.profiler is None or not self.first <= number <= self.last:
             yield
@@ -78,13 +80,13 @@ class Trace:
 
     def keep(self) -> None:
         """Write the recording; if the disk refuses it, print a message, because training continues."""
-        trace, why = self.read()
-        measured = gather(of_rank(trace["traceEvents"], marks_of(self.step)) if trace else None, self.group)
+        trace, reason = self.read()
+        reports = gather(rank_report(trace["traceEvents"], marks_of(self.step)) if trace else None, self.group)
         if rank() == 0 and trace is None:
-            say(f"{self.folder / FILE} cannot be written ({why}): there is no trace of this run")
+            say(f"{self.folder / FILE} cannot be written ({reason}): there is no trace of this run")
         elif rank() == 0:
             self.put(FILE, trace)
-            self.put(MEASURED, {"steps": [self.first, self.last], "ranks": [each for each in measured if each]})
+            self.put(MEASURED, {"steps": [self.first, self.last], "ranks": [report for report in reports if report]})
 
     def read(self) -> tuple[dict[str, Any] | None, str]:
         """Return (the trace with named collectives, ""), or (None, the reason why there is none).
@@ -98,8 +100,8 @@ class Trace:
                 self.profiler.export_chrome_trace(str(raw))
                 trace = json.loads(raw.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            full = f"{tempfile.gettempdir()} is full"
-            return None, (error.strerror or full) if isinstance(error, OSError) else full
+            problem = f"{tempfile.gettempdir()} is full"
+            return None, (error.strerror or problem) if isinstance(error, OSError) else problem
         name_collectives(trace["traceEvents"], nodes_of(self.step))
         return trace, ""
 
@@ -127,12 +129,12 @@ def marks_of(step: Step) -> dict[str, Mark]:
 
     A compiled region counts as elementwise kernels, except for the operators that the trace shows in it.
     """
-    found: dict[str, Mark] = {}
+    marks: dict[str, Mark] = {}
     for program, compiled in running(step).items():
         is_body = isinstance(compiled.executable, Calls)
         for node in (compiled.finished if is_body else compiled.program).calls():
-            found[f"%{node.name} of {program}"] = Mark(place_of(node), LOOPS if is_body else HOST)
-    return found
+            marks[f"%{node.name} of {program}"] = Mark(place_of(node), LOOPS if is_body else HOST)
+    return marks
 
 
 def place_of(node: fx.Node) -> str:
@@ -144,8 +146,8 @@ def place_of(node: fx.Node) -> str:
 
 def running(step: Step) -> dict[str, Compiled]:
     """Return the programs that this rank runs in a step, by name."""
-    taken = {turn.program for turn in step.training[0]}
-    return {name: compiled for name, compiled in step.train.items() if name in taken}
+    names = {turn.program for turn in step.training[0]}
+    return {name: compiled for name, compiled in step.train.items() if name in names}
 
 
 def set_around(step: Step, around: Callable[[str], Around]) -> None:
@@ -158,9 +160,9 @@ def set_around(step: Step, around: Callable[[str], Around]) -> None:
             compiled.executable.around = around(name)
 
 
-def of_rank(events: list[dict[str, Any]], marks: Mapping[str, Mark]) -> dict[str, Any]:
+def rank_report(events: list[dict[str, Any]], marks: Mapping[str, Mark]) -> dict[str, Any]:
     """Return this rank's measurements and its host."""
-    return {"rank": rank(), "host": socket.gethostname(), **dataclasses.asdict(spent(events, marks))}
+    return {"rank": rank(), "host": socket.gethostname(), **dataclasses.asdict(break_down(events, marks))}
 
 
 # ---- names of collectives -----------------------------------------------------------------------------
@@ -175,18 +177,18 @@ def nodes_of(step: Step) -> list[fx.Node]:
 
 def name_collectives(events: Iterable[dict[str, Any]], nodes: Iterable[fx.Node]) -> None:
     """Rename the events of collectives and waits after kind, axis and node; leave other events as they are."""
-    known: dict[Key, list[fx.Node]] = defaultdict(list)
+    nodes_by_key: dict[Key, list[fx.Node]] = defaultdict(list)
     for node in nodes:
-        known[key_of(node)].append(node)
-    seen: Counter[Key] = Counter()
+        nodes_by_key[key_of(node)].append(node)
+    counts: Counter[Key] = Counter()
     for event in sorted((e for e in events if e.get("cat") == "cpu_op"), key=lambda e: e["ts"]):
         dims = event.get("args", {}).get("Input Dims") or [[]]
         key = event["name"], tuple(dims[0]) if all(isinstance(n, int) for n in dims[0]) else ()
-        if found := known.get(key):
-            node = found[seen[key] % len(found)]
-            seen[key] += 1
+        if matches := nodes_by_key.get(key):
+            node = matches[counts[key] % len(matches)]
+            counts[key] += 1
             event["args"] |= {"operator": event["name"], "source": ir.source(node), "module": ir.module_path(node)}
-            event["args"] |= {"axis": axis} if (axis := axis_of(node if kind_of(node) else waited_for(node))) else {}
+            event["args"] |= {"axis": axis} if (axis := axis_of(node if kind_of(node) else wait_target(node))) else {}
             event["name"] = label(node)
 
 
@@ -205,12 +207,12 @@ def label(node: fx.Node) -> str:
     """Return the name of an event, such as `all_gather tp %all_gather_into_tensor_3`, or `wait for` that name."""
     if kind_of(node):
         return f"{kind_of(node)} {axis_of(node)} %{node.name}"
-    return f"wait for {label(waited)}" if kind_of(waited := waited_for(node)) else f"wait %{node.name}"
+    return f"wait for {label(target)}" if kind_of(target := wait_target(node)) else f"wait %{node.name}"
 
 
-def waited_for(node: fx.Node) -> fx.Node:
+def wait_target(node: fx.Node) -> fx.Node:
     """Return the collective that a wait belongs to, or the wait itself if there is none."""
-    waited = node.args[0]
-    while isinstance(waited, fx.Node) and not kind_of(waited):
-        waited = waited.args[0]
-    return waited if isinstance(waited, fx.Node) else node
+    target = node.args[0]
+    while isinstance(target, fx.Node) and not kind_of(target):
+        target = target.args[0]
+    return target if isinstance(target, fx.Node) else node

@@ -51,7 +51,7 @@ def test_a_job_runs_what_was_made_ahead_and_says_so(tmp_path, capsys, untraced):
     stored = json.loads((run / "report.json").read_text())["program"]
     assert stored["read"] and stored["from"] == str(tmp_path / "copied") and (run / "graphs").is_dir()
     said = capsys.readouterr().out
-    assert f"program {stored['stored_as'][:12]}, made ahead, was read from {tmp_path / 'copied'}\n" in said
+    assert f"program {stored['stored_as'][:12]}, compiled ahead, was loaded from {tmp_path / 'copied'}\n" in said
     assert (run / "config.yaml").read_text().startswith(f"# program {stored['stored_as']}\n")
     assert call("inspect", run) == 0
     assert f"program {stored['stored_as']}, read from {tmp_path / 'copied'}" in capsys.readouterr().out.replace("\n", " ")

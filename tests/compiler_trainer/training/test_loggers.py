@@ -17,7 +17,7 @@ from short_runs import FakeStep, metrics, options, resuming
 
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.training import loggers, steps, trainer
-from compiler_trainer.training.loggers import Kept, accepted, known_as
+from compiler_trainer.training.loggers import RetryingLogger, metric_name, run_id
 
 
 @pytest.fixture
@@ -88,7 +88,10 @@ def test_it_is_told_that_a_run_failed(fake, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ({"_target_": "collections.Counter"}, r"^run.loggers\[0\]: collections.Counter makes what has no `start`"),
+        (
+            {"_target_": "collections.Counter"},
+            r"^run.loggers\[0\]: collections.Counter returns an object without `start`",
+        ),
         ({"_target_": "no_package.Logger"}, r"^run.loggers\[0\]._target_: ModuleNotFoundError: .*PYTHONPATH"),
     ],
 )
@@ -118,18 +121,23 @@ def test_a_package_that_is_missing_is_named_with_its_install(name, fake, tmp_pat
 def test_what_a_service_does_not_take_is_kept_said_once_and_handed_on(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
-    kept = Kept(away := Away(2))
+    kept = RetryingLogger(away := Away(2))
     for step in range(1, 6):
         kept.log({"step": step})
         now[0] += 20  # every second time it is tried again
     assert away.taken == [1, 2, 3, 4, 5]
     said = capsys.readouterr().out
-    assert said.count("Away takes no metrics (ConnectionError: no route to host): they are kept, and tried again") == 1
-    assert said.count("Away takes metrics again, none is missing") == 1
+    assert (
+        said.count(
+            "Away does not accept metrics (ConnectionError: no route to host): they are kept and sent again later"
+        )
+        == 1
+    )
+    assert said.count("Away accepts metrics again, none is missing") == 1
 
 
 def test_what_it_never_took_is_said_to_be_missing(capsys):
-    kept = Kept(Away(100))
+    kept = RetryingLogger(Away(100))
     for step in (1, 2, 3):
         kept.log({"step": step})
     kept.close(False)
@@ -188,7 +196,9 @@ def of_mlflow(uri, experiment):
     client = pytest.importorskip("mlflow").MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
     history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-    values = {name: [(each.step, each.value) for each in sorted(of, key=lambda m: m.step)] for name, of in history.items()}
+    values = {
+        name: [(each.step, each.value) for each in sorted(of, key=lambda m: m.step)] for name, of in history.items()
+    }
     return run.data.params, run.info.status, values
 
 
@@ -218,8 +228,13 @@ def test_a_server_of_mlflow_is_read_back_and_may_be_away(fake, tmp_path, monkeyp
         port = free.getsockname()[1]
     where = ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--host", "127.0.0.1", "--port", str(port)]
     quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    server = subprocess.Popen([sys.executable, "-m", "mlflow", "server", "--workers", "1", *where], env=os.environ | quiet,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", "server", "--workers", "1", *where],
+        env=os.environ | quiet,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         uri = f"http://127.0.0.1:{port}"
         assert any(is_up(f"{uri}/health") for _ in range(120))
@@ -229,9 +244,9 @@ def test_a_server_of_mlflow_is_read_back_and_may_be_away(fake, tmp_path, monkeyp
         server.wait()
     again = loggers.MLflow(uri)
     again.client, again.id = again.mlflow.MlflowClient(tracking_uri=uri), "0" * 32
-    kept = Kept(again)
+    kept = RetryingLogger(again)
     kept.log({"step": 1, "loss": 2.0})
-    assert "MLflow takes no metrics" in capsys.readouterr().out and len(kept.kept) == 1
+    assert "MLflow does not accept metrics" in capsys.readouterr().out and len(kept.pending) == 1
 
 
 def is_up(url):
@@ -244,7 +259,7 @@ def is_up(url):
 
 def test_a_run_that_goes_on_is_known_as_before_and_one_that_begins_anew_is_not(tmp_path):
     names = iter("abc")
-    known = [known_as(tmp_path / "id", done, lambda: next(names)) for done in (0, 2, 4, 0, 3)]
+    known = [run_id(tmp_path / "id", done, lambda: next(names)) for done in (0, 2, 4, 0, 3)]
     assert known == ["a", "a", "a", "b", "b"]
 
 
@@ -258,6 +273,6 @@ def test_a_run_that_goes_on_is_known_as_before_and_one_that_begins_anew_is_not(t
     ],
 )
 def test_names_of_metrics_are_made_such_as_mlflow_takes(name, taken):
-    assert accepted(name) == taken
+    assert metric_name(name) == taken
     validation = pytest.importorskip("mlflow.utils.validation")
     validation._validate_metric_name(taken)

@@ -7,18 +7,21 @@ import random
 import pytest
 from short_runs import options
 
-from compiler_trainer.training.pace import Pace, covered
+from compiler_trainer.training.pace import Pace, covered_time
 from compiler_trainer.training.spikes import FEWEST, Spikes
 
 
-@pytest.mark.parametrize(("spans", "total"), [
-    ([], 0.0),
-    ([(1.0, 3.0), (2.0, 4.0), (6.0, 7.0)], 4.0),
-    ([(0.0, 9.0), (1.0, 2.0)], 9.0),
-    ([(5.0, 6.0), (0.0, 1.0), (0.5, 1.5)], 2.5),
-])
+@pytest.mark.parametrize(
+    ("spans", "total"),
+    [
+        ([], 0.0),
+        ([(1.0, 3.0), (2.0, 4.0), (6.0, 7.0)], 4.0),
+        ([(0.0, 9.0), (1.0, 2.0)], 9.0),
+        ([(5.0, 6.0), (0.0, 1.0), (0.5, 1.5)], 2.5),
+    ],
+)
 def test_time_in_at_least_one_span(spans, total):
-    assert covered(spans) == total
+    assert covered_time(spans) == total
 
 
 def test_a_rank_is_named_when_it_is_slow_twice(tmp_path, capsys):
@@ -39,14 +42,14 @@ def test_ranks_that_take_turns_are_not_named(tmp_path, capsys):
 
 def test_a_loss_that_jumps_is_said_and_one_that_falls_or_rustles_is_not():
     spikes, draws = Spikes(), random.Random(0)
-    said = [spikes.said(n, 5.0 - 0.02 * n + draws.gauss(0, 0.05)) for n in range(100)]
+    said = [spikes.message(n, 5.0 - 0.02 * n + draws.gauss(0, 0.05)) for n in range(100)]
     assert not any(said)
-    assert spikes.said(101, 8.0).startswith("step 101: the loss jumps to 8.000, far from 3.5")
-    assert not spikes.said(102, 3.0)
+    assert spikes.message(101, 8.0).startswith("step 101: the loss jumps to 8.000, far from 3.5")
+    assert not spikes.message(102, 3.0)
 
 
 def test_a_level_that_stays_becomes_the_usual_one():
     spikes = Spikes()
     for n in range(FEWEST):
-        spikes.said(n, 1.0 + 0.01 * (n % 2))
-    assert sum(bool(spikes.said(n, 2.0 + 0.01 * (n % 2))) for n in range(300)) < 2 * FEWEST
+        spikes.message(n, 1.0 + 0.01 * (n % 2))
+    assert sum(bool(spikes.message(n, 2.0 + 0.01 * (n % 2))) for n in range(300)) < 2 * FEWEST

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from compiler_trainer.training.peers import closed
+from compiler_trainer.training.peers import closed_connection
 from tests.nightly.chaos import job, last_words, start, wait_for_steps
 
 
@@ -16,8 +16,12 @@ from tests.nightly.chaos import job, last_words, start, wait_for_steps
     ("ranks", "killed", "said"),
     [
         pytest.param(2, 1, "error: rank 1 is gone: it does not answer any more (", id="one of two"),
-        pytest.param(2, 0, "error: rank 0 or its node is gone: the store at 127.0.0.1:", id="the first, with the store"),
-        pytest.param(3, 2, "error: rank 2 is gone: it does not answer any more (", id="one of three", marks=pytest.mark.full),
+        pytest.param(
+            2, 0, "error: rank 0 or its node is gone: the store at 127.0.0.1:", id="the first, with the store"
+        ),
+        pytest.param(
+            3, 2, "error: rank 2 is gone: it does not answer any more (", id="one of three", marks=pytest.mark.full
+        ),
     ],
 )
 @pytest.mark.full
@@ -42,5 +46,5 @@ def test_a_killed_rank_is_named_in_one_line(tmp_path, capsys, ranks, killed, sai
 
 def test_errors_that_are_of_no_connection_are_left_alone():
     of_gloo = "[pair.cc:547] Connection closed by peer [127.0.0.1]:7\nOriginal traceback:"
-    assert closed(RuntimeError(of_gloo)) == "Connection closed by peer [127.0.0.1]:7"
-    assert closed(ValueError(of_gloo)) == "" and closed(RuntimeError("size 3 and 4")) == ""
+    assert closed_connection(RuntimeError(of_gloo)) == "Connection closed by peer [127.0.0.1]:7"
+    assert closed_connection(ValueError(of_gloo)) == "" and closed_connection(RuntimeError("size 3 and 4")) == ""
