@@ -1,4 +1,4 @@
-"""Tokens made ahead of a run: a folder with the volumes that a run would make, and a manifest of them.
+"""Tokens made before a run: a folder with the volumes that the run would make, and their manifest.
 
 <DIR>/  tokens.json  <volume>/ ...
 """
@@ -28,7 +28,7 @@ FILE = "tokens.json"
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume: the name of its folder, and what it holds."""
+    """A volume: its folder's name and the counts of its content."""
 
     folder: str
     tokens: int
@@ -38,9 +38,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts about tokens that training needs; `digest` depends on each of them.
+    """The facts about tokens that training needs; `digest` depends on all tokens.
 
-    `opening` are the ids before each text, `end_of_document` the one after each document; None of an earlier version.
+    `opening` are the ids before each text, `end_of_document` the id after each document; both are None in manifests of
+    earlier versions.
     """
 
     tokens: int
@@ -56,7 +57,7 @@ class Manifest:
 
 
 def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
-    """Tokenize a share of the only source of `cfg` into `out`; its tokens, None while other shares are missing.
+    """Tokenize a share of the only source of `cfg` into `out`; return its tokens, or None while shares are missing.
 
     Raises UserError.
     """
@@ -76,14 +77,14 @@ def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
 
 
 def check_free(out: Path, volumes: list[Path]) -> None:
-    """Raise UserError where a folder has a manifest of other volumes."""
+    """Raise UserError if a folder has a manifest of other volumes."""
     if (out / FILE).exists() and [volume.folder for volume in read(out).volumes] != [v.name for v in volumes]:
         fix = "name another folder, or delete it"
         raise UserError("--out", f"{out} holds the tokens of other data, options, or of files as they were; {fix}")
 
 
 def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manifest:
-    """The manifest of tokens that are whole."""
+    """Return the manifest of complete tokens."""
     summaries = [(volume.folder.name, summary(volume)) for volume in tokens.volumes]
     volumes = tuple(Volume(name, held.tokens, held.documents, held.digest) for name, held in summaries)
     whole = tokens.holds
@@ -93,12 +94,15 @@ def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manife
 
 
 def folder_of(name: str, cache: Cache) -> Path:
-    """The folder of tokens on this machine, of those in a store that of a copy."""
+    """Return the folder of tokens on this machine; tokens in a store are copied first."""
     return copied(Place(name), Place(name).files(), cache) if is_remote(name) else Path(name).expanduser()
 
 
 def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
-    """The tokens of a folder, which may have moved; raises UserError where they are not whole, or made otherwise."""
+    """Return the tokens of a folder, which may have been moved.
+
+    Raises UserError if they are incomplete or were made with other options.
+    """
     manifest = read(folder)
     if manifest.end_of_document is None and manifest.tokenizer != "bytes":
         fix = "run compiler-trainer tokenize again"
@@ -115,7 +119,7 @@ def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
 
 
 def check_borders(manifest: Manifest, folder: Path, tokenizer: Tokenizer) -> None:
-    """Raise UserError if documents of a folder begin or end with other tokens than the options ask for."""
+    """Raise UserError if the documents in a folder begin or end with other tokens than the options ask for."""
     if manifest.end_of_document is None:
         return
     names = tokenizer.name_of
@@ -132,7 +136,7 @@ def check_borders(manifest: Manifest, folder: Path, tokenizer: Tokenizer) -> Non
 
 
 def volume_of(folder: Path, volume: Volume) -> Kept:
-    """A volume that a manifest names; raises UserError where it is not what it was."""
+    """Return a volume that a manifest names; raise UserError if it is missing or was changed."""
     there = found(folder / volume.folder, moved=True)
     if there is None or summary(there).digest != volume.digest:
         fix = "copy it again, or run compiler-trainer tokenize again"
@@ -141,7 +145,7 @@ def volume_of(folder: Path, volume: Volume) -> Kept:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a folder; raises UserError where there is none."""
+    """Return the manifest of a folder; raise UserError if there is none."""
     if not (folder / FILE).exists():
         how = "compiler-trainer tokenize --out writes it once all is tokenized"
         raise UserError("data.tokens", f"{folder} has no {FILE}; {how}")

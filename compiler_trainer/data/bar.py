@@ -1,4 +1,4 @@
-"""What making a corpus says on the console: bytes done and their rate."""
+"""Console progress of tokenization: bytes done and their rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINE_EVERY_S = 10.0
 
 
 class Bar(Renewed):
-    """Shows bytes done of `size_bytes`, on a terminal as a bar, else as a line now and then; a context manager."""
+    """A context manager that shows the bytes done of `size_bytes`: a bar on a terminal, or lines at intervals."""
 
     def __init__(self, size_bytes: int, done: int = 0):
         super().__init__(BarColumn(), TextColumn("{task.description}"), transient=True)
@@ -21,7 +21,7 @@ class Bar(Renewed):
         self.task = self.bar.add_task(f"tokenizing {decimal(size_bytes)}", total=size_bytes, completed=done)
 
     def add(self, size_bytes: int) -> None:
-        """So many bytes more are done."""
+        """Add `size_bytes` to the bytes done."""
         self.done += size_bytes
         self.bar.update(self.task, completed=self.done, description=self.line())
         now = time.monotonic()
@@ -30,7 +30,7 @@ class Bar(Renewed):
             say(self.line())
 
     def line(self) -> str:
-        """`tokenizing: 512.0 MB of 1.0 GB, 11.2 MB/s, 45 s left`."""
+        """Return `tokenizing: 512.0 MB of 1.0 GB, 11.2 MB/s, 45 s left`."""
         rate = (self.done - self.first) / max(time.monotonic() - self.started, 1e-9)
         left = (self.size_bytes - self.done) / max(rate, 1)
         done = f"{decimal(self.done)} of {decimal(self.size_bytes)}"

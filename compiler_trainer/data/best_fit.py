@@ -1,4 +1,4 @@
-"""Bin packing by best fit decreasing, of as many pieces as a corpus has."""
+"""Best-fit-decreasing bin packing, fast enough for all pieces of a corpus."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from compiler_trainer.data.corpus import Ids
 
 
 class Space:
-    """Rows that have room left, in stacks of equally much."""
+    """Sequences with room left, in stacks of equal room."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []  # those that there are, ascending
+        self.sizes: list[int] = []  # the keys of `stacks`, ascending
         self.stacks: dict[int, list[Ids]] = {}
 
     def add(self, size: int, rows: Ids) -> None:
-        """Put rows with room for `size` tokens each."""
+        """Add sequences with room for `size` tokens each."""
         if size and len(rows):
             if size not in self.stacks:
                 insort(self.sizes, size)
             self.stacks.setdefault(size, []).append(rows)
 
     def take(self, size: int) -> tuple[int, Ids] | None:
-        """Some rows with the least room that is at least `size`, and how much that is; None where there are none."""
+        """Remove a stack with the least room of at least `size`; return (room, sequences), or None if there is none."""
         at = bisect_left(self.sizes, size)
         if at == len(self.sizes):
             return None
@@ -37,11 +37,12 @@ class Space:
 
 
 def best_fit(sizes: Ids, room: int) -> Ids:
-    """For each piece of `sizes` tokens, at most `room`, the piece that began its row.
+    """Return, for each piece of `sizes` tokens (at most `room`), the piece that opened its sequence.
 
-    From the longest on, each piece goes into the row that has the least room for it, or begins one (arXiv:2404.10830).
-    Pieces of one size are placed together: what they leave of a row is less room than any other has, so they go on in
-    it until it is too small for them. That takes O(n log n) for n pieces, of which in Python O(m log room) for m sizes.
+    From the longest on, each piece goes into the sequence with the least sufficient room, or opens one
+    (arXiv:2404.10830). Pieces of one size are placed together: a piece leaves less room than all other sequences have,
+    so the next pieces of this size fill the same sequence until it is too small. That takes O(n log n) for n pieces, of
+    which in Python O(m log room) for m sizes.
     """
     row_of, space = np.empty_like(sizes), Space()
     for size, pieces in by_size(sizes):
@@ -52,14 +53,14 @@ def best_fit(sizes: Ids, room: int) -> Ids:
             full, more = divmod(len(placed), each)
             row_of[placed] = np.repeat(rows[: full + 1], each)[: len(placed)]
             space.add(left - each * size, rows[:full])
-            space.add(left - more * size, rows[full : full + 1])  # the last one is filled in part
+            space.add(left - more * size, rows[full : full + 1])  # the last sequence is partly filled
             space.add(left, rows[full + 1 :])
             pieces = pieces[len(placed) :]
     return row_of
 
 
 def by_size(sizes: Ids) -> Iterator[tuple[int, Ids]]:
-    """Each size, from the largest on, and the pieces that have it."""
+    """Yield each size, from the largest on, with the pieces of that size."""
     order = np.argsort(-sizes, kind="stable")
     for pieces in filter(len, np.split(order, np.flatnonzero(np.diff(sizes[order])) + 1)):
         yield int(sizes[pieces[0]]), pieces

@@ -1,9 +1,9 @@
-"""Conversations as samples: texts as the tokenizer's chat template writes them, and the answers in them, the labels.
+"""Conversations as samples: the text that the tokenizer's chat template renders, with the answers in it as labels.
 
-A template that marks answers by `{% generation %}` is taken at its word. With any other, an answer is what the text of
-all messages up to it has beyond the prompt for it, its end-of-turn token included: the tokens that the model would
-have to generate. A template that writes earlier answers otherwise once more turns follow (Qwen3 drops their thoughts)
-gives a sample for each answer, with the text before it as it is when that answer is generated.
+If a template marks answers by `{% generation %}`, these marks are used. Otherwise, an answer is the part of the text
+after the generation prompt, with its end-of-turn token: the tokens that the model has to generate. Some templates
+render earlier answers differently once more turns follow (Qwen3 drops their thoughts). They give one sample for each
+answer, with the preceding text as it is when that answer is generated.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, on
 from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
-TRIES = 20  # records in which a field is looked at before it counts as unused
-LABELLING = {"role", "content", "weight", "train"}  # keys of a message that are used in any case
+TRIES = 20  # records for which a field is tested for being unused
+LABELLING = {"role", "content", "weight", "train"}  # keys of a message that are always used
 
 
 class Sample(NamedTuple):
-    """The text of the first `upto` messages, and the characters of its answers that are labels."""
+    """The text of the first `upto` messages, and the character ranges of its answers that are labels."""
 
     text: str
     answers: list[Place]
@@ -34,14 +34,14 @@ class Sample(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Ids of a document without the one that closes it; `counted`, one entry more, tells which are labels."""
+    """Ids of a document without the closing one; `counted`, one entry longer, marks the labels."""
 
     ids: Ids
     counted: NDArray[np.bool_]
 
 
 class Written(NamedTuple):
-    """The samples of a conversation, their tokens, and what there is to say about them."""
+    """The samples of a conversation, their tokens, and notes about them."""
 
     samples: list[Sample]
     tokens: list[Tokens]
@@ -50,7 +50,7 @@ class Written(NamedTuple):
 
 @dataclass
 class Chats:
-    """Writes conversations with the chat template of a tokenizer."""
+    """A writer of conversations with a tokenizer's chat template."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -58,7 +58,7 @@ class Chats:
     tries: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def write(self, chat: Conversation) -> Written:
-        """The samples of a conversation; raises BadRecord without an answer, or if its prompt is not its start."""
+        """Return a conversation's samples; raise BadRecord without an answer, or if its prompt is not its start."""
         if not any(message["role"] == ASSISTANT for message in chat.messages):
             raise BadRecord("the assistant says nothing: no message is of the role assistant")
         if not chat.labelled:
@@ -72,7 +72,7 @@ class Chats:
         return Written(samples, tokens, list(dict.fromkeys(map(one_line, notes))))
 
     def samples(self, chat: Conversation, notes: list[str]) -> list[Sample]:
-        """The fewest samples in which each answer stands as it is generated."""
+        """Return the fewest samples in which each answer follows the text that it is generated from."""
         text, marks = self.template.marked(chat)
         if marks:
             return [Sample(text, self.marks_of(chat, marks), len(chat.messages))]
@@ -92,17 +92,17 @@ class Chats:
         return samples
 
     def marks_of(self, chat: Conversation, marks: list[Place]) -> list[Place]:
-        """The marks of answers that are labels."""
+        """Return the marks of those answers that are labels."""
         if len(chat.labelled) == sum(message["role"] == ASSISTANT for message in chat.messages):
             return marks
         counts = {n: len(self.template.marked(chat, n)[1]) if n else 0 for i in chat.labelled for n in (i, i + 1)}
         return [mark for number in chat.labelled for mark in marks[counts[number] : counts[number + 1]]]
 
     def answer_of(self, chat: Conversation, number: int, text: str, notes: list[str]) -> Place:
-        """The characters of the answer that ends a text: those beyond the prompt for it.
+        """Return the character range of the answer that ends a text: all after its generation prompt.
 
-        If the generation prompt ends otherwise than the answer begins, as one that opens a thought does, the answer
-        begins with the first token that differs.
+        If the generation prompt does not end as the answer begins, for example because it opens a thought, the answer
+        begins at the first token that differs.
         """
         prompt = self.template.text(chat, number, prompt=True)
         if text.startswith(prompt):
@@ -116,7 +116,7 @@ class Chats:
         return start, len(text)
 
     def parting(self, text: str, other: str) -> int:
-        """The character of a text at which its first token begins that another text does not have there."""
+        """Return the character where the first token of `text` begins that differs from the tokens of `other`."""
         (ids, places), (others, _) = self.tokenizer.encode_placed(text), self.tokenizer.encode_placed(other)
         size = min(len(ids), len(others))
         differ = np.flatnonzero(ids[:size] != others[:size])
@@ -124,7 +124,7 @@ class Chats:
         return places[first][0] if first < len(places) else len(text)
 
     def tokens(self, sample: Sample, chat: Conversation, notes: list[str]) -> Tokens:
-        """The ids of a sample; a token that is partly in an answer is a label, as in transformers' masks.
+        """Return the ids of a sample; a token that is partly in an answer is a label, as in transformers' masks.
 
         The closing token is a label if nothing else ends the last answer.
         """
@@ -136,7 +136,7 @@ class Chats:
         for message in chat.messages[: sample.upto]:
             if isinstance(message.get("content"), list) and repr(message["content"]) in sample.text:
                 raise BadRecord("the chat template writes a list of parts as Python does; give content as a string")
-        if len(ids) and ids[-1] == self.tokenizer.end_of_document:  # the text closes its document itself
+        if len(ids) and ids[-1] == self.tokenizer.end_of_document:  # the text already ends with the closing token
             return Tokens(ids[:-1], counted)
         is_open = self.is_open(sample.text, ids, places)
         ends_text = not sample.text[sample.answers[-1][1] :].strip() if sample.answers else False
@@ -148,16 +148,16 @@ class Chats:
         return Tokens(ids, np.append(counted, is_open and ends_text))
 
     def is_open(self, text: str, ids: Ids, places: NDArray[Any]) -> bool:
-        """True if the last token of a text that is not white space is no added token of the tokenizer."""
+        """Return True if the last token of a text, apart from white space, is not an added token of the tokenizer."""
         return not self.ends((0, len(text.rstrip())), ids, places)
 
     def ends(self, place: Place, ids: Ids, places: NDArray[Any]) -> bool:
-        """True if the last token of some characters is an added token, as ends of turns are."""
+        """Return True if the last token of a character range is an added token, as end-of-turn tokens are."""
         inside = np.flatnonzero((places[:, 0] < place[1]) & (places[:, 1] > place[0]))
         return len(inside) > 0 and int(ids[inside[-1]]) in self.tokenizer.whole
 
     def unused(self, chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
-        """Say which keys of messages, and which fields, change nothing of the samples."""
+        """Yield notes on keys of messages and fields that do not change the samples."""
         keys = {(m["role"], key) for m in chat.messages for key in m if key not in LABELLING}
         keys |= {("", name) for name in chat.names}
         asked = sorted(key for key in keys - self.used if self.tries[key] < TRIES)
@@ -172,7 +172,10 @@ class Chats:
             yield f'"{key}"{of} is not used: the chat template does not write it'
 
     def omitted(self, chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
-        """Say which contents are not wholly in the samples; raises BadRecord if one of an answer is not at all."""
+        """Yield notes on contents that are not completely in the samples.
+
+        Raises BadRecord if nothing of a labelled answer's content is in them.
+        """
         texts = [" ".join(sample.text.split()) for sample in samples]
         for number, message in enumerate(chat.messages[: samples[-1].upto]):
             content, role = message.get("content", ""), message["role"]
@@ -191,7 +194,7 @@ class Chats:
                 yield f"the content of role {role} is not used: the chat template does not write it"
 
     def is_same(self, changed: Conversation, samples: Sequence[Sample]) -> bool:
-        """True if another conversation has the texts of some samples."""
+        """Return True if `changed` renders to the texts of the given samples."""
         try:
             return all(self.template.text(changed, sample.upto) == sample.text for sample in samples)
         except BadRecord:
@@ -199,7 +202,7 @@ class Chats:
 
 
 def labels(places: NDArray[Any], answers: Sequence[Place]) -> tuple[NDArray[np.bool_], bool]:
-    """Which tokens are of answers, by the characters that they stand for; whether one is so in part."""
+    """Return bool[tokens], True for tokens that overlap an answer, and True if a token overlaps only in part."""
     counted, is_partly = np.zeros(len(places), bool), False
     for start, end in answers:
         touching = (places[:, 0] < end) & (places[:, 1] > start)
@@ -209,19 +212,19 @@ def labels(places: NDArray[Any], answers: Sequence[Place]) -> tuple[NDArray[np.b
 
 
 def without(chat: Conversation, keys: Sequence[tuple[str, str]]) -> Conversation:
-    """A conversation without some keys of messages, (role, key), and some names, ("", name)."""
+    """Return a conversation without the given message keys, (role, key), and names, ("", name)."""
     messages = [{k: v for k, v in m.items() if (m["role"], k) not in keys} for m in chat.messages]
     return chat._replace(messages=messages, names={k: v for k, v in chat.names.items() if ("", k) not in keys})
 
 
 def is_within(content: str, texts: Sequence[str]) -> bool:
-    """True if a text holds some content, as it is or as JSON, whatever the white space."""
+    """Return True if a text contains `content`, plain or as JSON, ignoring white space."""
     plain = " ".join(content.split())
     return any(plain in text or json.dumps(content, ensure_ascii=False)[1:-1] in text for text in texts)
 
 
 def quoted(chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
-    """Say that arguments of calls are written as JSON of JSON."""
+    """Yield a note if arguments of calls are rendered as a JSON string of JSON."""
     calls = [call for message in chat.messages for call in message.get("tool_calls", [])]
     for call in calls:
         function = call.get("function", call)

@@ -1,4 +1,4 @@
-"""What a run trains and evaluates on: tokens of every source, packed, mixed and batched."""
+"""Datasets for training and validation: tokens of every source, packed, mixed and batched."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
 from compiler_trainer.data.worker import recipe_for
 from compiler_trainer.places.cache import Cache, cache_of
 
-FAR_LARGER = 4  # times the tokens that there are: a vocabulary that was made for another tokenizer
+FAR_LARGER = 4  # ratio of vocabularies from which on the model was made for another tokenizer
 
 
 @dataclass(frozen=True)
 class Part:
-    """One source: its tokens on disk, if it is of these, and rows to train on and held out, None where there are none.
+    """One source: its tokens on disk, if it has some, and its training and validation sequences, each None without any.
 
-    With `is_cut`, these are the end of its longest document.
+    With `is_cut`, the validation sequences are the end of its longest document.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Part:
     train: Rows | None
     held_out: Rows | None
     is_cut: bool
-    vocab_size: int | None = None  # of a dataset of one's own that says so
+    vocab_size: int | None = None  # of a user's dataset, if it has one
 
     def describe(self, tokenizer: str) -> Iterator[str]:
-        """Documents, tokens and rows, where they are, and what was left out."""
+        """Yield lines on documents, tokens, sequences, the place on disk, and skipped records."""
         if self.tokens is None:
             halves = ((self.train, "to train on"), (self.held_out, "held out"))
             yield f"{self.name}: {', '.join(f'{len(rows):,} rows {what}' for rows, what in halves if rows)}"
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run trains and evaluates on; `eval` is None where nothing is held out."""
+    """The training and validation data; `eval` is None without validation data."""
 
     cfg: DataConfig
     parts: list[Part]
@@ -77,12 +77,12 @@ class Datasets:
 
     @property
     def below(self) -> dict[str, int]:
-        """What numbers of a batch stay below, where that is known."""
+        """The exclusive upper bounds of a batch's entries, if known."""
         bounds = {"tokens": self.vocab_size, "positions": self.train.rows.seq_len}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def describe(self, left: int) -> str:
-        """Lines about each source, and how often a run with so many rows left sees it."""
+        """Return lines about each source, and how often a run with `left` more sequences sees it."""
         lines: list[str] = []
         mixture = self.train.rows
         for part in self.parts:
@@ -94,23 +94,23 @@ class Datasets:
         return "\n".join(lines)
 
     def read_only(self, rows: Ids) -> None:
-        """Read tokens of these rows of each global batch alone: those that this process computes."""
+        """Read the tokens of only these sequences of each global batch: those that this process computes."""
         for loader in filter(None, (self.train, self.eval)):
             loader.read_only(rows)
 
     def pairs(self) -> Iterator[PairRows]:
-        """The rows of preference pairs, to train on and to evaluate."""
+        """Yield the sequences of preference pairs, for training and validation."""
         for loader in filter(None, (self.train, self.eval)):
             yield from (part for part in loader.rows.parts if isinstance(part, PairRows))
 
     def report(self) -> list[dict[str, Any]]:
-        """Of each source how many rows to train on there are, and how well they are packed."""
+        """Return, for each source, the number of training sequences and how well they are packed."""
         trained = zip(self.train.rows.names, self.train.rows.parts)
         return [{"source": name, "rows": len(rows), "padding": rows.padding, "cut": rows.cut} for name, rows in trained]
 
 
 def datasets_of(cfg: Config, reference: float = math.nan) -> Datasets:
-    """What a run trains and evaluates on, of pairs with a value in place of the log-probabilities of a reference."""
+    """Return the datasets of a run; with DPO, all log-probabilities of the reference are set to `reference`."""
     found = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
     if isinstance(cfg.loss, DpoConfig):
         for rows in found.pairs():
@@ -119,9 +119,10 @@ def datasets_of(cfg: Config, reference: float = math.nan) -> Datasets:
 
 
 def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Datasets:
-    """Read, tokenize and pack the corpus; `global_batch_size` counts rows of `seq_len` (at least 2) over all ranks.
+    """Read, tokenize and pack the corpus.
 
-    Every rank builds the same datasets from the same config. Raises UserError on bad input.
+    `global_batch_size` counts sequences of `seq_len` (at least 2) over all ranks. Every rank builds the same datasets
+    from the same config. Raises UserError on bad input.
     """
     tokenizer, cache = tokenizer_of(cfg), cache_of(cfg)
     read = partial(part_of, cfg, tokenizer=tokenizer, seq_len=seq_len, cache=cache)
@@ -139,7 +140,7 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
 
 
 def mixed(parts: Iterable[tuple[Rows | None, SourceConfig, str]]) -> Mixture:
-    """The rows of sources that have some, by weight."""
+    """Return the weighted mixture of the sources that have sequences."""
     found = [(rows, getattr(source, "weight", 1.0), name) for rows, source, name in parts if rows is not None]
     return Mixture(*zip(*found))
 
@@ -153,7 +154,7 @@ def part_of(
     seq_len: int,
     cache: Cache,
 ) -> Part:
-    """The rows of one of the sources, of which a share is held out."""
+    """Return the sequences of source `number`, of which `eval_fraction` is for validation."""
     if source._target_ is not None:
         return own_part(source, number, eval_fraction, seq_len, cfg.seed)
     tokens, name, before, found = tokens_of(cfg, source, tokenizer, cache), name_of(source), 0, []
@@ -170,7 +171,7 @@ def part_of(
 
 
 def own_part(source: SourceConfig, number: int, eval_fraction: float, seq_len: int, seed: int) -> Part:
-    """The rows of a dataset of one's own."""
+    """Return the sequences of a user's dataset."""
     dataset, name = dataset_of(source), name_of(source)
     numbers = halves(len(dataset), eval_fraction, [seed, number])
     train, held_out = (OwnRows(dataset, n, seq_len, f"data ({name})") if len(n) else None for n in numbers)
@@ -178,21 +179,21 @@ def own_part(source: SourceConfig, number: int, eval_fraction: float, seq_len: i
 
 
 def vocabulary(parts: Iterable[Part], tokenizer: Tokenizer) -> int | None:
-    """How many ids of tokens there are; None where a dataset of one's own does not say."""
+    """Return the number of token ids, or None if a user's dataset does not have one."""
     sizes = [part.vocab_size if part.tokens is None else tokenizer.vocab_size for part in parts]
     known = [size for size in sizes if size is not None]
     return max(known) if len(known) == len(sizes) else None
 
 
 def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache: Cache) -> Tokens:
-    """The tokens of a source, made if need be."""
+    """Return the tokens of a source, which are made if needed."""
     if source.tokens is not None:
         return ahead.opened(ahead.folder_of(source.tokens, cache), tokenizer, cfg)
     return stored(source_of(source, cfg.seed, cache), recipe_for(cfg, source, tokenizer), tokenizer.digest, cache)
 
 
 def joined(parts: list[PackedRows], name: str) -> Rows | None:
-    """The rows of all volumes, None without documents; raises UserError where these give none."""
+    """Return the sequences of all volumes, or None without documents; raise UserError if no sequence has a label."""
     if not parts:
         return None
     if not any(map(len, parts)):
@@ -201,7 +202,7 @@ def joined(parts: list[PackedRows], name: str) -> Rows | None:
 
 
 def name_of(source: SourceConfig) -> str:
-    """What to call a source."""
+    """Return the display name of a source."""
     if source._target_ is not None:
         return target_of({"_target_": source._target_, **source.arguments})
     if source.name == "hf_dataset":
@@ -210,7 +211,7 @@ def name_of(source: SourceConfig) -> str:
 
 
 def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
-    """Raise UserError where the tokenizer has ids that the model has no embedding for, or by far too few."""
+    """Raise UserError if token ids exceed the model's vocabulary, or use only a small part of it."""
     if vocab_size is None or datasets.vocab_size is None:
         return
     own = [part.name for part in datasets.parts if part.tokens is None]
@@ -225,14 +226,14 @@ def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
 
 
 def check_labels(datasets: Datasets) -> None:
-    """Raise UserError where rows to evaluate have no labels, by which batches weigh."""
+    """Raise UserError if validation data have no labels, which weight the batches."""
     if datasets.eval is not None and "labels" not in datasets.eval.rows.batch(np.array([0])):
         what = f"rows of {', '.join(datasets.eval.rows.names)} have no entry `labels`, by which batches weigh"
         raise UserError("eval.interval", f"{what}; set it to null")
 
 
 def crossing(rows: Rows, packing: str) -> str:
-    """How many conversations lie in several rows, and what keeps them whole."""
+    """Return a note on the conversations or pairs that do not fit into a sequence, and the fix."""
     if packing == "cut":
         return f"{rows.cut:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
     if packing in PAIRED:
@@ -241,11 +242,11 @@ def crossing(rows: Rows, packing: str) -> str:
 
 
 def describe_rows(rows: Rows) -> str:
-    """How much a packed part holds, and how well."""
+    """Return the size of packed data and the quality of the packing, as text."""
     lost = "pairs left out" if isinstance(rows, PairRows) else "documents cut"
     packed = f"{rows.padding:.2%} padding, {rows.cut:.1%} of {lost}"
     tokens, left_out = rows.facts.tokens, rows.facts.tokens - rows.facts.filled
-    if left_out <= 1 or isinstance(rows, PairRows):  # the last token of all may be a label without being an input
+    if left_out <= 1 or isinstance(rows, PairRows):  # the very last token can be a label without being an input
         return f"{tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}, {packed}"
     unlabelled = f"{left_out:,} more are in rows without labels, which are left out"
     return f"{rows.facts.filled:,} tokens in {len(rows):,} rows of {rows.seq_len} ({unlabelled}), {packed}"

@@ -1,4 +1,4 @@
-"""Which files hold the documents: paths, folders and globs, each file there once, regular and of a known kind."""
+"""Find the files of documents: paths, folders and globs, each file once, regular and of a known kind."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".
 
 
 def ending(path: str) -> str | None:
-    """Which of the known endings a name has."""
+    """Return the known ending of a name, or None."""
     return next((known for known in ENDINGS if path.endswith(known)), None)
 
 
 def expand_files(patterns: Sequence[str]) -> list[str]:
-    """Files named by paths, folders and globs, in the order listed; raises UserError where one cannot be read."""
+    """Return the files of paths, folders and globs, in the given order; raise UserError if one cannot be read."""
     files = []
     for pattern in patterns:
         try:
@@ -34,7 +34,10 @@ def expand_files(patterns: Sequence[str]) -> list[str]:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """The file a path names, the files below a folder, or the sorted files a glob (`*`, `?`, `[...]`, `**`) matches."""
+    """Return the file of a path, the files below a folder, or the sorted matches of a glob (`*`, `?`, `[...]`, `**`).
+
+    Raises UserError if there is none.
+    """
     if not pattern:
         raise UserError("data.files", "holds an empty name; name a file, a folder or a glob")
     try:
@@ -47,7 +50,7 @@ def expand_pattern(pattern: str) -> list[str]:
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """The sorted files a glob matches."""
+    """Return the sorted files that a glob matches."""
     if not glob.has_magic(pattern):
         raise UserError(pattern, "no such file (data.files)")
     matches = sorted(match for match in glob.glob(pattern, recursive=True) if not os.path.isdir(match))
@@ -57,14 +60,14 @@ def expand_glob(pattern: str) -> list[str]:
 
 
 def in_store(url: str) -> list[str]:
-    """The file that a url names, the files below a folder there, or the sorted files that a glob matches."""
+    """Return the file of a url, the files below it, or the sorted matches of a glob."""
     place = Place(url)
     if place.is_glob():
         found = [checked_ending(match) for match in place.matches()]
         if not found:
             raise UserError(url, "the glob matches no file (data.files)")
         return found
-    if url.startswith("http"):  # which lists no folders
+    if url.startswith("http"):  # HTTP cannot list folders
         return [checked_ending(url)]
     below = place.files()
     if not below:
@@ -76,7 +79,7 @@ def in_store(url: str) -> list[str]:
 
 
 def files_below(folder: str) -> list[str]:
-    """Sorted files with a known ending below a folder; a .bin may be anything, but for one with an index."""
+    """Return the sorted files with a known ending below a folder; a .bin counts only if it has an index."""
     found = sorted(path for path in walk(folder) if ending(path) and (index_beside(path) or not path.endswith(".bin")))
     if not found:
         raise UserError(folder, f"no file below it ends in {', '.join(ENDINGS)}")
@@ -84,7 +87,7 @@ def files_below(folder: str) -> list[str]:
 
 
 def walk(folder: str) -> Iterator[str]:
-    """Every file below a folder; raises OSError where a folder cannot be listed."""
+    """Yield every file below a folder; raise OSError if a folder cannot be listed."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -94,21 +97,21 @@ def walk(folder: str) -> Iterator[str]:
 
 
 def checked(path: str, kind: int) -> str:
-    """The path of a regular file of a known kind; raises UserError for another."""
+    """Return the path of a regular file of a known kind; raise UserError for others."""
     if not stat.S_ISREG(kind):
         raise UserError(path, "is not a regular file; copy what it gives into one")
     return checked_ending(path)
 
 
 def checked_ending(path: str) -> str:
-    """The path of a file of a known kind; raises UserError for another."""
+    """Return a path with a known ending; raise UserError for others."""
     if ending(path) is None:
         raise UserError(path, f"unknown extension {Path(path).suffix!r}; data.files takes {', '.join(ENDINGS)}")
     return path
 
 
 def check_once(files: Iterable[str]) -> None:
-    """Raise UserError where a file is listed twice."""
+    """Raise UserError if a file is listed twice."""
     seen: set[str] = set()
     for path in files:
         real = path if is_remote(path) else os.path.realpath(path)
@@ -118,5 +121,5 @@ def check_once(files: Iterable[str]) -> None:
 
 
 def shortened(name: str) -> str:
-    """A name that fits on a line."""
+    """Return a name that fits on a line."""
     return name if len(name) <= 200 else f"{name[:100]}...{name[-20:]}"

@@ -1,4 +1,4 @@
-"""Datasets as the `datasets` library loads them: of a local folder, or cached under a name."""
+"""Datasets of the `datasets` library: from a local folder, or cached under a name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.records import Fields
 
 ROWS_AT_ONCE = 1000
-SAVED = ("state.json", "dataset_dict.json")  # one of them lies in a folder that `save_to_disk` wrote
+SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` writes one of them
 
 
 @functools.cache
 def library() -> Any:
-    """The `datasets` library; raises UserError where it is missing."""
+    """Return the `datasets` library; raise UserError if it is missing."""
     try:
         return import_module("datasets")
     except ImportError as error:
@@ -27,7 +27,7 @@ def library() -> Any:
 
 @functools.cache
 def loaded(name: str) -> Any:
-    """The split that a name stands for: JSON of path, name of a configuration, and split."""
+    """Load the split of a name, which is JSON of path, configuration name and split."""
     path, configuration, split = json.loads(name)
     try:
         if any(Path(path, file).is_file() for file in SAVED):
@@ -40,7 +40,7 @@ def loaded(name: str) -> Any:
 
 
 def split_of(saved: Any, split: str) -> Any:
-    """A split, or a part of one, of a dataset that `save_to_disk` wrote; one without splits stands for any split."""
+    """Return a split, or a part of one, of a dataset that `save_to_disk` wrote; without splits, any name fits."""
     whole, _, part = split.partition("[")
     if isinstance(saved, dict):
         if whole not in saved:
@@ -55,7 +55,7 @@ def split_of(saved: Any, split: str) -> Any:
 
 
 def rows(name: str, start: int, end: int, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows from `start` to before `end`, numbered; raises UserError where a column is missing."""
+    """Yield (number, row) from `start` to before `end`; raise UserError if a column is missing."""
     dataset = loaded(name)
     columns = fields.used(dataset.column_names)
     if missing := set(columns) - set(dataset.column_names):

@@ -1,4 +1,4 @@
-"""How the documents of a volume are laid in rows, made once a machine: kept on disk, mapped by each of its ranks."""
+"""Lay out a volume's documents in sequences, once per machine: stored on disk, mapped by each rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from compiler_trainer.data.pairs import PAIRED, split_pairs
 from compiler_trainer.places.cache import Cache, in_cache
 from compiler_trainer.places.kept import Kept
 
-FORMAT = 1  # of what is kept, and of what it depends on
+FORMAT = 1  # version of the stored files and of their keys
 DTYPES = {"starts": np.int64, "sources": np.int64, "continues": np.bool_, "rows": np.int64}
-IN_MEMORY = 2**22  # rows, up to which an order is sooner made than kept
+IN_MEMORY = 2**22  # sequences; shorter orders are faster to make than to store
 
 
 class Wanted(NamedTuple):
-    """What rows follow from, beside the documents: `seed` is of their order, `before` counts those of other volumes."""
+    """The parameters of a layout, apart from the documents.
+
+    `seed` decides the order; `before` is the number of documents in earlier volumes.
+    """
 
     seed: list[int]
     before: int
@@ -31,7 +34,10 @@ class Wanted(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """Rows to train on and those held out, None where no document is; `is_cut`: these are the end of one document."""
+    """The training and validation sequences, each None without documents.
+
+    With `is_cut`, the validation sequences are the end of one document.
+    """
 
     train: PackedRows | None
     held_out: PackedRows | None
@@ -39,16 +45,16 @@ class Laid(NamedTuple):
 
 
 def laid(corpus: Corpus, wanted: Wanted, cache: Cache) -> Laid:
-    """The rows of a volume."""
+    """Return the sequences of a volume, from the cache if they are there."""
     key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, wanted]
     kept = in_cache(cache, key, lambda folder: lay(folder, corpus, wanted))
-    corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # a layout has them: what was mapped is let go
+    corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # the layout replaces them, so unmap them
     train, held_out = (rows_of(kept, half, corpus, wanted.seq_len) for half in ("train", "held_out"))
     return Laid(train, held_out, kept.holds["is_cut"])
 
 
 def lay(folder: Path, corpus: Corpus, wanted: Wanted) -> dict[str, Any]:
-    """Write both layouts of a volume, and say what they hold."""
+    """Write both layouts of a volume, and return the facts to store."""
     halves = split_pairs if wanted.packing in PAIRED else split
     whole, trained, held_out = halves(corpus, wanted.eval_fraction, wanted.before)
     np.random.default_rng(wanted.seed).shuffle(trained)
@@ -57,12 +63,12 @@ def lay(folder: Path, corpus: Corpus, wanted: Wanted) -> dict[str, Any]:
 
 
 def named_halves(trained: Ids, held_out: Ids) -> list[tuple[str, Ids]]:
-    """The halves that have documents."""
+    """Return (name, documents) of the halves that have documents."""
     return [(half, order) for half, order in (("train", trained), ("held_out", held_out)) if len(order)]
 
 
 def write(folder: Path, half: str, corpus: Corpus, order: Ids, wanted: Wanted) -> Facts:
-    """Write one layout."""
+    """Write one layout, and return its facts."""
     rows = packed(corpus, order, wanted.seq_len, wanted.packing)
     for name in DTYPES:
         getattr(rows.layout, name).tofile(folder / f"{half}.{name}.bin")
@@ -70,7 +76,7 @@ def write(folder: Path, half: str, corpus: Corpus, order: Ids, wanted: Wanted) -
 
 
 def rows_of(kept: Kept, half: str, corpus: Corpus, seq_len: int) -> PackedRows | None:
-    """The rows of a layout that is kept."""
+    """Return the sequences of a stored layout, or None if it has no such half."""
     if half not in kept.holds:
         return None
     facts = Facts(*kept.holds[half])
@@ -79,7 +85,7 @@ def rows_of(kept: Kept, half: str, corpus: Corpus, seq_len: int) -> PackedRows |
 
 
 def shuffled(count: int, seed: list[int], cache: Cache | None) -> Ids:
-    """The numbers below `count` in an order that a seed gives, kept where they are many."""
+    """Return a permutation of the numbers below `count` drawn from `seed`; long ones are stored in the cache."""
     if cache is None or count <= IN_MEMORY:
         return np.random.default_rng(seed).permutation(np.arange(count))
     dtype = np.dtype(np.uint32 if count < 2**32 else np.int64)

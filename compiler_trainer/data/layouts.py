@@ -1,4 +1,4 @@
-"""How documents fill rows of equal length: laid end to end and cut, or fitted in whole."""
+"""Lay out documents in sequences of equal length: end to end and cut, or fitted in uncut."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ TOKENS_AT_ONCE = 2**22
 
 
 class Layout(NamedTuple):
-    """Pieces of a corpus laid end to end in a stream, of which every `seq_len` tokens are a row.
+    """Pieces of a corpus laid end to end in a stream; each `seq_len` tokens of it are a row (a training sequence).
 
-    Piece i is what stands from token `sources[i]` of the corpus on, PADDING for nothing; it fills the stream from
+    Piece i has the corpus tokens from `sources[i]` on, or padding if that is PADDING; it fills the stream from
     `starts[i]` to `starts[i + 1]`.
     """
 
     starts: Ids  # [pieces + 1]
     sources: Ids  # [pieces]
-    continues: NDArray[np.bool_]  # whether a piece's document goes on in a row that is not the next
-    rows: Ids  # those that hold a label
-    cut: int  # documents whose labels are in several rows
+    continues: NDArray[np.bool_]  # True if a piece's document continues in a row that is not the next
+    rows: Ids  # the rows that have a label
+    cut: int  # number of documents whose labels are in several rows
 
 
 def cut(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
-    """Documents end to end: each begins where the one before ends, and goes on in the next row."""
+    """Lay documents end to end: each begins where the previous one ends, and continues in the next row."""
     sources = corpus.offsets[order]
     lengths = corpus.offsets[order + 1] - sources
     padding = -lengths.sum() % seq_len
     starts = np.concatenate(([0], np.cumsum(np.append(lengths, padding))))
     first, tokens = starts[:-2], int(starts[-2])
-    rows = np.arange(-(-(tokens - 1) // seq_len))  # a row of the stream's last token alone would have no label
+    rows = np.arange(-(-(tokens - 1) // seq_len))  # a row with only the stream's last token would have no label
     if corpus.counted is not None:
         rows = np.flatnonzero(with_label(corpus, order, first, starts[-1] // seq_len, seq_len))
     is_cut = first // seq_len != (first + np.maximum(lengths - 2, 0)) // seq_len
@@ -46,17 +46,17 @@ def cut(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
 
 
 def fit(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
-    """Whole documents, and what is left of longer ones after pieces of a row each, so that few rows are padded.
+    """Fit documents into rows with little padding; longer documents fill rows, and their remainders are fitted in.
 
-    In a row documents stand as in `order`; rows are in the order of the pieces that they were begun with, which are
-    their longest.
+    In a row, documents keep the order of `order`. Rows are in the order of the pieces that opened them, which are their
+    longest.
     """
     sources, lengths, left = pieces_of(corpus, order, seq_len)
     begun_by = best_fit(lengths, seq_len)
     row = (np.cumsum(begun_by == np.arange(len(lengths))) - 1)[begun_by]
     room = seq_len - np.bincount(row, lengths).astype(np.int64)
     padded = np.flatnonzero(room)
-    arranged = np.argsort(np.concatenate((row, padded)), kind="stable")  # what is padding comes last in its row
+    arranged = np.argsort(np.concatenate((row, padded)), kind="stable")  # padding comes last in its row
     return Layout(
         np.concatenate(([0], np.cumsum(np.concatenate((lengths, room[padded]))[arranged]))),
         np.concatenate((sources, np.full(len(padded), PADDING)))[arranged],
@@ -67,9 +67,9 @@ def fit(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
 
 
 def pairs(skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
-    """Two documents a row, of which the first has an even number, and the next is its rejected answer.
+    """Lay out one pair of documents per row: a chosen answer with an even number, and the next, its rejected answer.
 
-    Pairs longer than a row are left out with `skip`; else they raise UserError.
+    Pairs longer than a row are skipped with `skip`; otherwise they raise UserError.
     """
     chosen = order[order % 2 == 0]
     lengths = np.stack((corpus.lengths(chosen), corpus.lengths(chosen + 1)), 1)
@@ -96,9 +96,9 @@ LAYOUTS: dict[str, Callable[[Corpus, Ids, int], Layout]] = {
 
 
 def pieces_of(corpus: Corpus, order: Ids, seq_len: int) -> tuple[Ids, Ids, Ids]:
-    """Documents in pieces of at most a row: where each begins, its length, and that of its document from there on.
+    """Cut documents into pieces of at most a row; return starts, lengths, and the document's length from there on.
 
-    Pieces without a label are left out, such as an end-of-document token alone.
+    Pieces without a label, such as a lone end-of-document token, are left out.
     """
     lengths = corpus.lengths(order)
     counts = -(-lengths // seq_len)
@@ -114,7 +114,10 @@ def pieces_of(corpus: Corpus, order: Ids, seq_len: int) -> tuple[Ids, Ids, Ids]:
 
 
 def with_label(corpus: Corpus, order: Ids, first: Ids, rows: int, seq_len: int) -> NDArray[np.bool_]:
-    """Which rows hold a label, where some tokens are none, and document `order[i]` begins at `first[i]` of the rows."""
+    """Return bool[rows], True for rows with a label, for a corpus in which some tokens are not labels.
+
+    Document `order[i]` begins at position `first[i]` of the stream.
+    """
     assert corpus.counted is not None
     starts = np.full(len(corpus), -1)
     starts[order] = first

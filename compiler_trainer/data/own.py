@@ -1,4 +1,4 @@
-"""A dataset of one's own as rows: whatever has a length and gives an item by its number, a row each."""
+"""Rows of a user's dataset: any object with a length that returns an item, one row, by number."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Row = Mapping[str, Any]
 
 
 class Dataset(Protocol):
-    """Rows by number, each time the same; as `torch.utils.data.Dataset` has it.
+    """The interface of a user's dataset, as in `torch.utils.data.Dataset`: a row by its number, the same each time.
 
-    A row has entries by name, tensors or arrays, of the same shapes in all rows. With `tokens`, int64 [train.seq_len],
-    those of `labels`, `positions` and `documents` that are left out are of one document that fills the row; tokens of
-    document -1 are padding. With
-    `vocab_size` the model is checked; `fingerprint`, a text, changes where rows do.
+    A row has named tensors or arrays, of the same shapes in all rows. If it has `tokens`, int64 [train.seq_len],
+    missing `labels`, `positions` and `documents` are added as for one document that fills the row; tokens of document
+    -1 are padding. If the dataset has `vocab_size`, the model is checked against it; `fingerprint`, a string, has to
+    change when rows change.
     """
 
     def __len__(self) -> int: ...
@@ -33,7 +33,7 @@ class Dataset(Protocol):
 
 
 class OwnRows(Rows):
-    """Those rows of a dataset that `numbers` has."""
+    """The rows `numbers` of a user's dataset."""
 
     def __init__(self, dataset: Dataset, numbers: Ids, seq_len: int, where: str):
         self.dataset, self.numbers, self.seq_len, self.where = dataset, numbers, seq_len, where
@@ -53,16 +53,16 @@ class OwnRows(Rows):
         return len(self.numbers)
 
     def filled(self, rows: Ids) -> Ids:
-        """How many tokens of each row are of documents: all."""
+        """Return the number of tokens of each row that belong to documents: all."""
         return np.full_like(rows, self.seq_len)
 
     def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
-        """The entries of some rows, each [len(rows), ...]; all are read, for labels may be anywhere."""
+        """Return the entries of some rows, each [len(rows), ...]; all rows are read, as labels may be in any."""
         made = [self.row(int(row)) for row in rows]
         return {name: np.stack([each[name] for each in made]) for name in self.shapes}
 
     def row(self, at: int) -> dict[str, NDArray[Any]]:
-        """A row as arrays; raises UserError where it is none, or of other entries than the first."""
+        """Return a row as arrays; raise UserError if it is not a dict, or its entries differ from the first row's."""
         number = int(self.numbers[at])
         found = self.dataset[number]
         if not isinstance(found, Mapping) or not found:
@@ -75,7 +75,7 @@ class OwnRows(Rows):
 
 
 def with_usual(row: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """A row, with what is usual beside its tokens."""
+    """Return a row with the default entries for its tokens added."""
     if "tokens" not in row:
         return row
     tokens = row["tokens"].astype(np.int64)
@@ -88,12 +88,12 @@ def with_usual(row: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 
 def told(shapes: Mapping[str, tuple[Any, Any]]) -> str:
-    """Entries with their shapes and dtypes."""
+    """Return entries with their shapes and dtypes, as text."""
     return ", ".join(f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in shapes.items())
 
 
 def dataset_of(source: SourceConfig) -> Dataset:
-    """The dataset that a source names; raises UserError where it is none."""
+    """Create the dataset that a source names; raise UserError if it is not a dataset."""
     own = {"_target_": source._target_, **source.arguments}
     found = called(own, "data")
     if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
@@ -105,7 +105,7 @@ def dataset_of(source: SourceConfig) -> Dataset:
 
 
 def halves(count: int, fraction: float, seed: list[int]) -> tuple[Ids, Ids]:
-    """The numbers of rows to train on and of those held out, at least one if a fraction is."""
+    """Return the training and validation row numbers; a fraction above 0 gives at least one validation row."""
     order = np.random.default_rng(seed).permutation(count)
     size = count if fraction == 1 else min(max(1, round(fraction * count)), count - 1) if fraction else 0
     return np.sort(order[size:]), np.sort(order[:size])

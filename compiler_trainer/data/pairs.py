@@ -1,4 +1,4 @@
-"""Preference pairs: rows of two documents, the chosen answer and the rejected one, each with its prompt."""
+"""Preference pairs: rows of two documents, the chosen and the rejected answer, each with its prompt."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.corpus import Corpus, Ids, drawn
 from compiler_trainer.data.packing import EVERY, Chosen, Rows
 
-PAIRED = ("pairs", "short pairs")  # of packings
+PAIRED = ("pairs", "short pairs")  # packings of pairs
 REFERENCE = ("reference_chosen", "reference_rejected")
 
 
 def split_pairs(corpus: Corpus, eval_fraction: float, before: int = 0) -> tuple[Corpus, Ids, Ids]:
-    """The corpus, the documents of pairs to train on and those held out, each ascending, as `corpus.split` has them.
+    """Return the corpus and the documents of training and of validation pairs, each ascending, like `corpus.split`.
 
-    Both documents of a pair are of the same half. Where the draw gives no pair, the last one is held out.
+    Both documents of a pair are in the same half. If the draw selects no pair, the last one is for validation.
     """
     is_held_out = np.full(len(corpus) // 2, eval_fraction == 1)
     if 0 < eval_fraction < 1:
@@ -32,9 +32,9 @@ def split_pairs(corpus: Corpus, eval_fraction: float, before: int = 0) -> tuple[
 
 
 class PairRows(Rows):
-    """Rows of a pair each. An entry `pairs`, int64 [rows], is 1, or 0 where a row only fills a batch.
+    """Rows of one pair each. An entry `pairs`, int64 [rows], is 1, or 0 if a row only fills a batch.
 
-    With `reference`, fp32 [all rows, 2], it is what another model gives as log-probabilities of both answers: the
+    `reference`, fp32 [all rows, 2], are the reference model's log-probabilities of both answers. They become the
     entries `reference_chosen` and `reference_rejected`, fp32 [rows].
     """
 
@@ -46,11 +46,11 @@ class PairRows(Rows):
         return len(self.rows)
 
     def filled(self, rows: Ids) -> Ids:
-        """How many tokens of each row are of documents."""
+        """Return the number of tokens of each row that belong to documents."""
         return self.rows.filled(rows)
 
     def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
-        """The entries of some rows."""
+        """Return the entries of some rows."""
         found: dict[str, NDArray[Any]] = {**self.rows.batch(rows, read), "pairs": np.ones(len(rows), np.int64)}
         if self.reference is not None:
             found |= {name: self.reference[rows, i] for i, name in enumerate(REFERENCE)}

@@ -1,4 +1,4 @@
-"""One record, one document: a text, or the messages of a conversation; what is bad about a record that holds none."""
+"""Parse one record into one document: a text, or the messages of a conversation; or explain why it has none."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ASSISTANT = "assistant"
 
 
 class Fields(NamedTuple):
-    """The fields of a record that make its document.
+    """The fields of a record that make up its document.
 
-    A text, or ids, in `column`; or the messages of a `conversation` or of a `pair` of them, with those `names` that
-    the chat template takes besides messages.
+    These are a text, or ids, in `column`; or the messages of a `conversation` or of a `pair` of them, with those
+    `names` that the chat template uses apart from messages.
     """
 
     kind: Literal["text", "conversation", "pair"]
@@ -27,7 +27,7 @@ class Fields(NamedTuple):
     names: frozenset[str] = frozenset()
 
     def required(self, names: Collection[str]) -> tuple[str, ...]:
-        """The fields that a record needs, of which it has those of `names`; the last possible ones if it has none."""
+        """Return the fields that a record with the fields `names` needs; the last alternative if it has neither."""
         if self.kind == "text":
             return (self.column,)
         if self.kind == "pair":
@@ -35,19 +35,18 @@ class Fields(NamedTuple):
         return ("messages",) if "messages" in names else ("prompt", "completion")
 
     def used(self, names: Collection[str]) -> list[str]:
-        """The fields to read of a record that has `names`, in their order; required ones that it lacks come last."""
+        """Return the fields to read of a record with the fields `names`, in order; missing required ones come last."""
         required = self.required(names)
         taken = {*required, *(self.names if self.kind != "text" else ())}
         return [*(name for name in names if name in taken), *(name for name in required if name not in names)]
 
 
 def text_in(column: str) -> Fields:
-    """The fields of texts, or of token ids, in a column."""
     return Fields("text", column)
 
 
 class Conversation(NamedTuple):
-    """Messages, and what the chat template gets besides; answers among the `first` messages are no labels."""
+    """Messages, and the chat template's other variables; answers among the `first` messages are not labels."""
 
     messages: list[Message]
     names: dict[str, Any] = {}
@@ -61,16 +60,17 @@ class Conversation(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two conversations of which one was preferred."""
+    """Two conversations, of which one was preferred."""
 
     chosen: Conversation
     rejected: Conversation
 
 
 class Document(NamedTuple):
-    """A text, a conversation, token ids, or a pair, two documents; a part of a text may not begin or end it.
+    """A text, a conversation, token ids, or a pair, which is two documents.
 
-    `unused` are fields of the record that are not part of it.
+    `begins` and `ends` are False for a part of a text that does not begin or end it. `unused` are fields of the record
+    that are not part of the document.
     """
 
     content: str | Conversation | Ids | Pair
@@ -85,29 +85,32 @@ class Document(NamedTuple):
 
 
 class BadRecord(Exception):
-    """The reason why a record holds no document, in one line of bounded length whatever the record has in it."""
+    """The reason why a record has no document, in one line of bounded length."""
 
     def __init__(self, why: str):
         super().__init__(one_line(why))
 
 
 def one_line(text: str, most: int = 400) -> str:
-    """A text on one line, cut in its middle if it is longer than `most` characters."""
+    """Return a text on one line, with its middle cut out if it is longer than `most` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 
 
 class Record(NamedTuple):
-    """A document to be read, or refused: `read()` raises BadRecord, `where()` names it, which may mean to count."""
+    """A document to be read: `read()` returns it or raises BadRecord; `where()` returns its name.
+
+    `where()` may have to count the lines of a file.
+    """
 
     where: Callable[[], str]
     read: Callable[[], Document]
 
 
 def decoded(content: bytes, offset: int) -> str:
-    """The text of bytes, the first of which is number `offset` of its file, without the byte order mark of a file.
+    """Decode bytes, the first of which has offset `offset` in its file, and remove the file's byte order mark.
 
-    Raises BadRecord where it is not UTF-8.
+    Raises BadRecord if they are not UTF-8.
     """
     try:
         return content.decode().removeprefix("" if offset else BYTE_ORDER_MARK)
@@ -117,14 +120,14 @@ def decoded(content: bytes, offset: int) -> str:
 
 
 def from_json(line: bytes, offset: int, fields: Fields) -> Document:
-    """The document of a line of JSON."""
+    """Return the document of a line of JSON."""
     try:
         record = json.loads(decoded(line, offset))
     except json.JSONDecodeError as error:
         raise BadRecord(f"is not JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
         raise BadRecord("is nested too deep") from error
-    except ValueError as error:  # Python's limit of digits
+    except ValueError as error:  # Python limits the digits of a number
         raise BadRecord("holds a number of too many digits") from error
     if not isinstance(record, dict):
         raise BadRecord("is no object; each line must be one")
@@ -132,16 +135,16 @@ def from_json(line: bytes, offset: int, fields: Fields) -> Document:
 
 
 def from_table_row(row: Mapping[str, Any], fields: Fields, columns: Sequence[str] = ()) -> Document:
-    """The document of a row of a table that has `columns`.
+    """Return the document of a row of a table that has `columns`.
 
-    Arrow gives each struct all keys that any row has, null where a row lacks one; such keys are no keys.
+    Arrow gives each struct all keys that any row has, null if a row lacks one; such keys are removed.
     """
     filled = row if fields.kind == "text" else {name: without_nulls(value) for name, value in row.items()}
     return from_row(filled, fields, columns)
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the keys that are null, at any depth."""
+    """Return a value without keys that are null, at any depth."""
     if isinstance(value, list):
         return [without_nulls(each) for each in value]
     if isinstance(value, dict):
@@ -150,9 +153,9 @@ def without_nulls(value: Any) -> Any:
 
 
 def from_row(row: Mapping[str, Any], fields: Fields, columns: Sequence[str] = ()) -> Document:
-    """The document of a row: the text in a column, a conversation, or a pair of them.
+    """Return the document of a row: the text in a column, a conversation, or a pair of them.
 
-    `columns` are all fields that the record has, if the row has only those to read.
+    `columns` are all fields of the record, if the row has only those to read.
     """
     used = fields.used(row)
     unused = tuple(name for name in columns or row if name not in used and row.get(name, "") is not None)
@@ -163,13 +166,13 @@ def from_row(row: Mapping[str, Any], fields: Fields, columns: Sequence[str] = ()
 
 
 def begins_with(content: Pair, prompt: Any) -> bool:
-    """Whether one of the conversations begins with a prompt; if not, both bring one of their own."""
+    """Return True if a conversation of a pair begins with the prompt; otherwise each has a prompt of its own."""
     asked = said_by("user", prompt, "prompt")
     return any(each.messages[: len(asked)] == asked for each in content)
 
 
 def content_of(row: Mapping[str, Any], fields: Fields) -> str | Conversation | Ids | Pair:
-    """The content of a document."""
+    """Return the content of a row's document."""
     if fields.kind == "pair":
         return pair(row, fields)
     if fields.kind == "conversation":
@@ -181,7 +184,7 @@ def content_of(row: Mapping[str, Any], fields: Fields) -> str | Conversation | I
 
 
 def conversation(row: Mapping[str, Any], fields: Fields) -> Conversation:
-    """The messages of a row, or those in its prompt and completion, of which the completion alone is labels."""
+    """Return the messages of a row, or its prompt and completion, of which only the completion is labels."""
     if "messages" in row:
         return Conversation(messages_of(row["messages"]), names_of(row, fields))
     if not row.keys() >= {"prompt", "completion"}:
@@ -192,12 +195,12 @@ def conversation(row: Mapping[str, Any], fields: Fields) -> Conversation:
 
 
 def but_has(row: Mapping[str, Any]) -> str:
-    """The fields of a row that has not the right ones."""
+    """Return a suffix for messages that lists the fields of a row."""
     return f"; its fields are {', '.join(list(row)[:8])}" if row else ""
 
 
 def names_of(row: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
-    """The values that the chat template gets besides messages: tools, documents and others that it names."""
+    """Return the chat template's variables apart from messages: tools, documents and others that it names."""
     names = {name: row[name] for name in fields.names if row.get(name) is not None}
     more = names.pop("chat_template_kwargs", {})
     if not isinstance(more, dict):
@@ -210,7 +213,7 @@ def names_of(row: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
 
 
 def objects_in(value: Any, field: str) -> list[dict[str, Any]]:
-    """A list of objects, which may be written as JSON."""
+    """Return a list of objects, which may be given as a JSON string."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -222,9 +225,9 @@ def objects_in(value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def pair(row: Mapping[str, Any], fields: Fields) -> Pair:
-    """The two conversations of a row: its prompt, if it has one, with either answer.
+    """Return the two conversations of a row: its prompt, if it has one, with each answer.
 
-    Where both conversations are still the same, nothing is a label.
+    Messages that both conversations share at the start are not labels.
     """
     if not row.keys() >= {"chosen", "rejected"}:
         raise BadRecord(f'has no "chosen" and "rejected", the answers of a preference pair{but_has(row)}')
@@ -240,14 +243,14 @@ def pair(row: Mapping[str, Any], fields: Fields) -> Pair:
 
 
 def said_by(role: str, value: Any, field: str) -> list[Message]:
-    """The messages in a field: a list of them, one, or the text of one by `role`."""
+    """Return the messages in a field: a list, a single one, or the text of one by `role`."""
     if isinstance(value, list | dict):
         return messages_of(value if isinstance(value, list) else [value], field)
     return [{"role": role, "content": text_of(value, field)}]
 
 
 def with_prompt(row: Mapping[str, Any], answer: list[Message], field: str) -> list[Message]:
-    """An answer after its prompt; if it begins with another role, the prompt is in it."""
+    """Return an answer after its prompt; an answer that begins with another role includes its prompt."""
     if not answer or answer[0]["role"] != ASSISTANT:
         return answer
     if row.get("prompt") is None:
@@ -256,7 +259,7 @@ def with_prompt(row: Mapping[str, Any], answer: list[Message], field: str) -> li
 
 
 def ids_of(value: list[Any] | Ids, field: str) -> Ids:
-    """The token ids in a field."""
+    """Return the token ids in a field."""
     found = np.asarray(value, None if len(value) else np.int64)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         raise BadRecord(f'field "{field}" is a list, but not of token ids')
@@ -264,7 +267,7 @@ def ids_of(value: list[Any] | Ids, field: str) -> Ids:
 
 
 def text_of(value: Any, field: str) -> str:
-    """The string in a field."""
+    """Return the string in a field."""
     if value is None:
         raise BadRecord(f'field "{field}" is null')
     if isinstance(value, bytes):
@@ -279,14 +282,20 @@ def text_of(value: Any, field: str) -> str:
 
 
 def messages_of(value: Any, field: str = "messages") -> list[Message]:
-    """The messages of a conversation, each with a role and, unless it calls tools, a text; keys with null are none."""
+    """Return the messages of a conversation, without keys that are null.
+
+    Each needs a role and, unless it calls tools, a text.
+    """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadRecord(f'field "{field}" is no list of objects')
     return [checked(message, f"{field}[{number}]") for number, message in enumerate(value)]
 
 
 def checked(message: Message, where: str) -> Message:
-    """A message as transformers passes it to a template; raises BadRecord if its role, text or weight is none."""
+    """Return a message as transformers passes it to a template.
+
+    Raises BadRecord if its role, text or weight is invalid.
+    """
     if "role" not in message and "from" in message:
         fix = 'name them "role" and "content", with the roles user, assistant, system and tool'
         raise BadRecord(f'field "{where}" has "from" and "value"; {fix}')
@@ -308,7 +317,7 @@ def checked(message: Message, where: str) -> Message:
 
 
 def check_part(part: Any, where: str) -> None:
-    """Raise BadRecord unless a part of a message is a text."""
+    """Raise BadRecord unless a part of a message is text."""
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text":
         raise BadRecord(f'field "{where}" is of type {kind}; only parts of type text are trained on')
@@ -316,7 +325,7 @@ def check_part(part: Any, where: str) -> None:
 
 
 def is_counted(message: Message, where: str = "message") -> bool:
-    """True unless `weight` is 0 or `train` is false; raises BadRecord for other values than 0, 1, false and true."""
+    """Return True unless `weight` is 0 or `train` is false; raise BadRecord for other values than 0, 1 and bools."""
     for key in ("weight", "train"):
         if key in message and message[key] not in (0, 1):
             raise BadRecord(f'field "{where}.{key}" is {message[key]!r}; an answer counts (1, true) or not (0, false)')

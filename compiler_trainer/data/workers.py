@@ -1,4 +1,4 @@
-"""Pieces of a corpus over processes: each tokenizes one at a time, and all end with the one that started them."""
+"""Tokenize the pieces of a corpus in several processes, which end together with this one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from compiler_trainer.data.readers import Span
 from compiler_trainer.data.worker import Recipe, Worker
 
 ROOT = Path(__file__).parents[2]
-ALONE = 2  # so many pieces are done before other processes have started
+ALONE = 2  # pieces that one process finishes before others would have started
 
 
 class Failed(NamedTuple):
-    """The first piece, by number, that could not be tokenized, and why."""
+    """The failed piece with the lowest number, and its error."""
 
     number: int
     error: UserError
@@ -36,9 +36,9 @@ def tokenize(
     done: Callable[[Sequence[Span]], None],
     most: int | None = None,
 ) -> None:
-    """Make a shard of each piece by its number, and tell what is `done`; raises the UserError of the first bad one.
+    """Make a shard of each piece and call `done` for it; raise the UserError of the first bad piece.
 
-    That takes at most so many processes, without a number one a core.
+    Uses at most `most` processes; None means one per core.
     """
     if len(pieces) <= ALONE:
         worker = Worker(recipe, folder)
@@ -53,9 +53,9 @@ def tokenize(
 def share(
     pieces: Mapping[int, Sequence[Span]], idle: list[subprocess.Popen[str]], done: Callable[[Sequence[Span]], None]
 ) -> None:
-    """Give each process a piece whenever it has none."""
+    """Give each idle process a piece until all are done."""
     waiting = iter(pieces)
-    busy: dict[Any, tuple[subprocess.Popen[str], int]] = {}  # by what a process answers with
+    busy: dict[Any, tuple[subprocess.Popen[str], int]] = {}  # by the process's output
     failed: Failed | None = None
     while True:
         while idle and failed is None and (number := next(waiting, None)) is not None:
@@ -77,8 +77,8 @@ def share(
 
 @contextmanager
 def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that tokenize by a recipe; they end with the block, whatever they are at, and with this process."""
-    # Many threads in each would make one queue of all, and ignore an interruption.
+    """Yield processes that tokenize by a recipe; they are killed at the end of the block, or with this process."""
+    # Tokenizer threads of all processes would compete, and they ignore interruptions.
     env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-m", "compiler_trainer.data.worker"]
     started = []
@@ -87,7 +87,7 @@ def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subproc
         file.flush()
         try:
             for _ in range(count):
-                # In a group of their own, they leave Ctrl-C to this process.
+                # In their own process group, they do not get Ctrl-C.
                 started.append(subprocess.Popen(command, env=env, process_group=0, stdin=PIPE, stdout=PIPE, text=True))
                 ask(started[-1], [file.name, str(folder)])
             yield list(started)
@@ -105,7 +105,7 @@ def ask(process: subprocess.Popen[str], what: object) -> None:
 
 
 def answer(process: subprocess.Popen[str]) -> UserError | None:
-    """What is bad about the piece that a process was given, None if nothing is."""
+    """Return the error of the piece that a process was given, or None."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
