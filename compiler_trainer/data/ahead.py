@@ -17,7 +17,7 @@ from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Share, Tokens, folders_of, make_share, summary
 from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
-from compiler_trainer.data.worker import recipe_for
+from compiler_trainer.data.worker import make_recipe
 from compiler_trainer.places.cache import Cache, cache_of
 from compiler_trainer.places.copies import copied
 from compiler_trainer.places.kept import Kept, found
@@ -62,12 +62,12 @@ def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
     Raises UserError.
     """
     if cfg.sources:
-        fix = "tokenize each into a folder of its own, and name these: {name: tokens, tokens: DIR, weight: 0.7}"
+        fix = "tokenize each into its own folder, and list these: {name: tokens, tokens: DIR, weight: 0.7}"
         raise UserError("data.sources", f"are several; {fix}")
     if cfg.tokens is not None:
-        raise UserError("data.tokens", "are tokens already; name the data that they are to be made of")
+        raise UserError("data.tokens", "are already tokens; give the text to tokenize")
     tokenizer = tokenizer_of(cfg)
-    recipe = recipe_for(cfg, cfg, tokenizer)
+    recipe = make_recipe(cfg, cfg, tokenizer)
     source = source_of(cfg, cfg.seed, cache_of(cfg))
     check_free(out, folders_of(source, recipe, tokenizer.digest, out))
     tokens = make_share(source, recipe, tokenizer.digest, out, share)
@@ -80,17 +80,19 @@ def check_free(out: Path, volumes: list[Path]) -> None:
     """Raise UserError if a folder has a manifest of other volumes."""
     if (out / FILE).exists() and [volume.folder for volume in read(out).volumes] != [v.name for v in volumes]:
         fix = "name another folder, or delete it"
-        raise UserError("--out", f"{out} holds the tokens of other data, options, or of files as they were; {fix}")
+        raise UserError(
+            "--out", f"{out} holds tokens of other data, other options, or earlier versions of files; {fix}"
+        )
 
 
 def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manifest:
     """Return the manifest of complete tokens."""
     summaries = [(volume.folder.name, summary(volume)) for volume in tokens.volumes]
-    volumes = tuple(Volume(name, held.tokens, held.documents, held.digest) for name, held in summaries)
-    whole = tokens.holds
+    volumes = tuple(Volume(name, facts.tokens, facts.documents, facts.digest) for name, facts in summaries)
+    total = tokens.holds
     opening, end = tuple(tokenizer.settings.opening), tokenizer.end_of_document
-    of = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end
-    return Manifest(whole.tokens, whole.documents, whole.digest, *of)
+    settings = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end
+    return Manifest(total.tokens, total.documents, total.digest, *settings)
 
 
 def folder_of(name: str, cache: Cache) -> Path:
@@ -98,7 +100,7 @@ def folder_of(name: str, cache: Cache) -> Path:
     return copied(Place(name), Place(name).files(), cache) if is_remote(name) else Path(name).expanduser()
 
 
-def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
+def open_folder(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
     """Return the tokens of a folder, which may have been moved.
 
     Raises UserError if they are incomplete or were made with other options.
@@ -106,13 +108,15 @@ def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
     manifest = read(folder)
     if manifest.end_of_document is None and manifest.tokenizer != "bytes":
         fix = "run compiler-trainer tokenize again"
-        raise UserError("data.tokens", f"{folder} is of an earlier version, which did not say how texts begin; {fix}")
+        raise UserError(
+            "data.tokens", f"{folder} is of an earlier version, which did not record how texts begin; {fix}"
+        )
     if manifest.tokenizer_digest != tokenizer.digest:
-        what = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
-        raise UserError("data.tokenizer", f"{what}, which differs from it; name that one")
+        problem = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
+        raise UserError("data.tokenizer", f"{problem}, which differs from it; set it to that one")
     for name in ("chat", "pairs"):
-        if (made := getattr(manifest, name)) != getattr(cfg, name):
-            yes, no = ("true", "false") if made else ("false", "true")
+        if (value := getattr(manifest, name)) != getattr(cfg, name):
+            yes, no = ("true", "false") if value else ("false", "true")
             raise UserError(f"data.{name}", f"is {no}, but {folder} was made with {yes}; set it to {yes}")
     check_borders(manifest, folder, tokenizer)
     return Tokens(folder, [volume_of(folder, volume) for volume in manifest.volumes])
@@ -124,29 +128,29 @@ def check_borders(manifest: Manifest, folder: Path, tokenizer: Tokenizer) -> Non
         return
     names = tokenizer.name_of
     if manifest.end_of_document != tokenizer.end_of_document:
-        what = f"is {names(tokenizer.end_of_document)}, but documents in {folder} end with"
-        raise UserError("data.eos_token", f"{what} {names(manifest.end_of_document)}; set it to that")
+        problem = f"is {names(tokenizer.end_of_document)}, but documents in {folder} end with"
+        raise UserError("data.eos_token", f"{problem} {names(manifest.end_of_document)}; set it to that")
     if not manifest.chat and tuple(manifest.opening or ()) != tuple(tokenizer.settings.opening):
-        there, here = (
+        file_text, option_text = (
             "".join(map(names, ids)) or "nothing" for ids in (manifest.opening or (), tokenizer.settings.opening)
         )
         fix = f"set it to {'true' if manifest.opening else 'false'}"
-        what = f"puts {here} before a text, but {folder} was made with {there}"
-        raise UserError("data.add_bos_token", f"{what}; {fix}")
+        problem = f"puts {option_text} before a text, but {folder} was made with {file_text}"
+        raise UserError("data.add_bos_token", f"{problem}; {fix}")
 
 
 def volume_of(folder: Path, volume: Volume) -> Kept:
     """Return a volume that a manifest names; raise UserError if it is missing or was changed."""
-    there = found(folder / volume.folder, moved=True)
-    if there is None or summary(there).digest != volume.digest:
+    kept = found(folder / volume.folder, moved=True)
+    if kept is None or summary(kept).digest != volume.digest:
         fix = "copy it again, or run compiler-trainer tokenize again"
-        raise UserError(str(folder / volume.folder), f"is missing, cut or altered; {fix}")
-    return there
+        raise UserError(str(folder / volume.folder), f"is missing, truncated or changed; {fix}")
+    return kept
 
 
 def read(folder: Path) -> Manifest:
     """Return the manifest of a folder; raise UserError if there is none."""
     if not (folder / FILE).exists():
-        how = "compiler-trainer tokenize --out writes it once all is tokenized"
-        raise UserError("data.tokens", f"{folder} has no {FILE}; {how}")
+        hint = "compiler-trainer tokenize --out writes it when everything is tokenized"
+        raise UserError("data.tokens", f"{folder} has no {FILE}; {hint}")
     return build(Manifest, json_of(folder / FILE, Manifest))

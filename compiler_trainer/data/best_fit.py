@@ -29,11 +29,11 @@ class Space:
         at = bisect_left(self.sizes, size)
         if at == len(self.sizes):
             return None
-        found = self.sizes[at]
-        rows = self.stacks[found].pop()
-        if not self.stacks[found]:
-            del self.stacks[found], self.sizes[at]
-        return found, rows
+        room = self.sizes[at]
+        rows = self.stacks[room].pop()
+        if not self.stacks[room]:
+            del self.stacks[room], self.sizes[at]
+        return room, rows
 
 
 def best_fit(sizes: Ids, room: int) -> Ids:
@@ -44,22 +44,24 @@ def best_fit(sizes: Ids, room: int) -> Ids:
     so the next pieces of this size fill the same sequence until it is too small. That takes O(n log n) for n pieces, of
     which in Python O(m log room) for m sizes.
     """
-    row_of, space = np.empty_like(sizes), Space()
-    for size, pieces in by_size(sizes):
+    openers, space = np.empty_like(sizes), Space()
+    for size, pieces in group_by_size(sizes):
         while len(pieces):
-            left, rows = space.take(size) or (room, pieces[:: room // size])
-            each = left // size
-            placed = pieces[: each * len(rows)]
-            full, more = divmod(len(placed), each)
-            row_of[placed] = np.repeat(rows[: full + 1], each)[: len(placed)]
-            space.add(left - each * size, rows[:full])
-            space.add(left - more * size, rows[full : full + 1])  # the last sequence is partly filled
-            space.add(left, rows[full + 1 :])
+            room_left, rows = space.take(size) or (room, pieces[:: room // size])
+            per_row = room_left // size
+            placed = pieces[: per_row * len(rows)]
+            full_rows, last_count = divmod(len(placed), per_row)
+            openers[placed] = np.repeat(rows[: full_rows + 1], per_row)[: len(placed)]
+            space.add(room_left - per_row * size, rows[:full_rows])
+            space.add(
+                room_left - last_count * size, rows[full_rows : full_rows + 1]
+            )  # the last sequence is partly filled
+            space.add(room_left, rows[full_rows + 1 :])
             pieces = pieces[len(placed) :]
-    return row_of
+    return openers
 
 
-def by_size(sizes: Ids) -> Iterator[tuple[int, Ids]]:
+def group_by_size(sizes: Ids) -> Iterator[tuple[int, Ids]]:
     """Yield each size, from the largest on, with the pieces of that size."""
     order = np.argsort(-sizes, kind="stable")
     for pieces in filter(len, np.split(order, np.flatnonzero(np.diff(sizes[order])) + 1)):

@@ -39,7 +39,7 @@ class Corpus:
         return self.offsets[documents + 1] - self.offsets[documents]
 
 
-def mapped(volume: Kept, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
+def map_volume(volume: Kept, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
     """Return the documents of a volume, mapped from disk."""
     return Corpus(
         volume.array("tokens", dtype_of(tokenizer.vocab_size)),
@@ -51,7 +51,7 @@ def mapped(volume: Kept, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
     )
 
 
-def split(corpus: Corpus, eval_fraction: float, before: int = 0) -> tuple[Corpus, Ids, Ids]:
+def split(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tuple[Corpus, Ids, Ids]:
     """Return the corpus, its training documents and its validation documents, each ascending.
 
     `before` is the number of documents in earlier volumes. A document is in the validation half if the hash of its
@@ -60,28 +60,28 @@ def split(corpus: Corpus, eval_fraction: float, before: int = 0) -> tuple[Corpus
     validation document. Samples of one record are in the same half.
     """
     if eval_fraction in (0, 1):
-        every, none = np.arange(len(corpus)), np.arange(0)
-        return corpus, *((none, every) if eval_fraction else (every, none))
-    is_held_out = drawn(len(corpus), eval_fraction, before)
+        all_documents, no_documents = np.arange(len(corpus)), np.arange(0)
+        return corpus, *((no_documents, all_documents) if eval_fraction else (all_documents, no_documents))
+    is_validation = draw_validation(len(corpus), eval_fraction, documents_before)
     if corpus.continues is not None:
         first = np.where(corpus.continues, 0, np.arange(len(corpus)))
-        is_held_out = is_held_out[np.maximum.accumulate(first)]
-    trained, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
-    share = corpus.lengths(held_out).sum() / len(corpus.tokens)
+        is_validation = is_validation[np.maximum.accumulate(first)]
+    trained, validation = np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
+    share = corpus.lengths(validation).sum() / len(corpus.tokens)
     if 0 < share < (1 + eval_fraction) / 2:
-        return corpus, trained, held_out
+        return corpus, trained, validation
     corpus, tail = cut_tail(corpus, eval_fraction)
     indices = np.arange(len(corpus))
     return corpus, indices[indices != tail], indices[indices == tail]
 
 
-def drawn(count: int, fraction: float, before: int) -> NDArray[np.bool_]:
+def draw_validation(count: int, fraction: float, documents_before: int) -> NDArray[np.bool_]:
     """Return bool[count], True for validation documents."""
-    found = np.empty(count, bool)
+    is_validation = np.empty(count, bool)
     for start in range(0, count, DOCUMENTS_AT_ONCE):
         end = min(start + DOCUMENTS_AT_ONCE, count)
-        found[start:end] = unit_hash(np.arange(before + start, before + end)) < fraction
-    return found
+        is_validation[start:end] = unit_hash(np.arange(documents_before + start, documents_before + end)) < fraction
+    return is_validation
 
 
 def cut_tail(corpus: Corpus, eval_fraction: float) -> tuple[Corpus, int]:
@@ -92,7 +92,9 @@ def cut_tail(corpus: Corpus, eval_fraction: float) -> tuple[Corpus, int]:
     lengths = np.diff(corpus.offsets)
     longest = int(lengths.argmax())
     if lengths[longest] < 4:  # each part needs a token and its target
-        raise UserError("data.eval_fraction", "no document is long enough to hold a part out; set data.eval_fraction=0")
+        raise UserError(
+            "data.eval_fraction", "no document is long enough to split off a validation part; set data.eval_fraction=0"
+        )
     tail = np.clip(round(eval_fraction * lengths[longest]), 2, lengths[longest] - 2)
     offsets = np.insert(corpus.offsets, longest + 1, corpus.offsets[longest + 1] - tail)
     return replace(corpus, offsets=offsets), longest + 1

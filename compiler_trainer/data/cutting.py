@@ -23,18 +23,18 @@ def next_cut(content: bytes | mmap, at: int, encode: Encode) -> int:
 
     Returns the end of the text if there is none nearby.
     """
-    for found in islice(BEFORE_SPACE.finditer(content, at), TRIES):
-        if is_seamless(content, found.end(), encode):
-            return found.end()
+    for match in islice(BEFORE_SPACE.finditer(content, at), TRIES):
+        if is_seamless(content, match.end(), encode):
+            return match.end()
     return len(content)
 
 
 def is_seamless(content: bytes | mmap, cut: int, encode: Encode) -> bool:
     """Return True if the text around a cut gives the same tokens in two parts as in one."""
-    before = content[max(0, cut - WINDOW_BYTES) : cut].decode(errors="ignore")
-    after = content[cut : cut + WINDOW_BYTES].decode(errors="ignore")
-    whole, left, right = encode([before + after, before, after])
-    return np.array_equal(whole, np.concatenate((left, right)))
+    left_text = content[max(0, cut - WINDOW_BYTES) : cut].decode(errors="ignore")
+    right_text = content[cut : cut + WINDOW_BYTES].decode(errors="ignore")
+    together, left, right = encode([left_text + right_text, left_text, right_text])
+    return np.array_equal(together, np.concatenate((left, right)))
 
 
 def parts(text: str, encode: Encode) -> Iterator[str]:

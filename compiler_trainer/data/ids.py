@@ -35,15 +35,15 @@ class Index(NamedTuple):
     documents: NDArray[np.int64]
 
 
-def index_beside(path: str) -> str | None:
+def find_index(path: str) -> str | None:
     """Return the path of a .bin's index, or None if there is none."""
-    found = f"{path.removesuffix('.bin')}.idx"
-    return found if path.endswith(".bin") and exists(found) else None
+    index = f"{path.removesuffix('.bin')}.idx"
+    return index if path.endswith(".bin") and exists(index) else None
 
 
-def index_of(path: str) -> Index:
+def read_index(path: str) -> Index:
     """Read the index that Megatron wrote for a .bin; raise UserError if it is invalid."""
-    name = index_beside(path) or path
+    name = find_index(path) or path
     try:
         content = np.memmap(name, np.uint8, mode="r")
         magic, version, code, sequences, bounds = HEADER.unpack(content[: HEADER.size].tobytes())
@@ -55,19 +55,19 @@ def index_of(path: str) -> Index:
         if len(index.documents) != bounds or index.documents[-1] != sequences:
             raise ValueError(f"its documents do not end with its {sequences:,} sequences")
     except (OSError, ValueError, struct.error, IndexError) as error:
-        raise UserError(name, f"is no index of Megatron's: {error}") from error
+        raise UserError(name, f"is not an index of Megatron: {error}") from error
     return index
 
 
-def read_indexed(path: str, here: str, start: int, end: int) -> Iterator[Record]:
+def read_indexed(path: str, local_path: str, start: int, end: int) -> Iterator[Record]:
     """Yield documents `start` to before `end` of a .bin, whose local copy is `here`."""
-    index = index_of(here)
-    content = np.memmap(here, np.uint8, mode="r")
+    index = read_index(local_path)
+    content = np.memmap(local_path, np.uint8, mode="r")
     for number in range(start, end):
-        yield Record(partial("{}: document {}".format, path, number), partial(of_index, content, index, number))
+        yield Record(partial("{}: document {}".format, path, number), partial(read_document, content, index, number))
 
 
-def of_index(content: NDArray[np.uint8], index: Index, number: int) -> Document:
+def read_document(content: NDArray[np.uint8], index: Index, number: int) -> Document:
     """Return a document of a .bin."""
     sequences = range(index.documents[number], index.documents[number + 1])
     size = index.dtype.itemsize
@@ -75,7 +75,7 @@ def of_index(content: NDArray[np.uint8], index: Index, number: int) -> Document:
     return Document(np.concatenate(parts or [content[:0]]).view(index.dtype))
 
 
-def array_of(path: str, dtype: DTypeLike) -> NDArray[np.integer]:
+def map_ids(path: str, dtype: DTypeLike) -> NDArray[np.integer]:
     """Map the ids of a file: of a .npy in its own dtype, otherwise in `dtype`; raise UserError if it has none."""
     try:
         if path.endswith(".npy"):
@@ -87,21 +87,23 @@ def array_of(path: str, dtype: DTypeLike) -> NDArray[np.integer]:
     except (OSError, ValueError) as error:
         raise UserError(path, f"cannot be read as {np.dtype(dtype)} ids: {error}") from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(path, f"is {ids.dtype}{list(ids.shape)}; ids are whole numbers in one dim")
+        raise UserError(path, f"is {ids.dtype}{list(ids.shape)}; ids must be integers in one dim")
     return np.asarray(ids)
 
 
-def read_array(path: str, here: str, start: int, end: int, dtype: DTypeLike, closing: int) -> Iterator[Record]:
+def read_array(path: str, local_path: str, start: int, end: int, dtype: DTypeLike, closing: int) -> Iterator[Record]:
     """Yield the documents that begin from byte `start` to before byte `end` of a file's ids; `here` is its copy."""
-    ids = array_of(here, dtype)
-    at, last = (next(ends(ids, place // ids.itemsize, len(ids), closing)) if place else 0 for place in (start, end))
-    for after in ends(ids, at, last, closing):
-        if after > at:
-            yield Record(partial("{}: token {}".format, path, at), partial(Document, ids[at:after]))
-        at = after
+    ids = map_ids(local_path, dtype)
+    at, last = (
+        next(document_ends(ids, place // ids.itemsize, len(ids), closing)) if place else 0 for place in (start, end)
+    )
+    for document_end in document_ends(ids, at, last, closing):
+        if document_end > at:
+            yield Record(partial("{}: token {}".format, path, at), partial(Document, ids[at:document_end]))
+        at = document_end
 
 
-def ends(ids: NDArray[np.integer], start: int, last: int, closing: int) -> Iterator[int]:
+def document_ends(ids: NDArray[np.integer], start: int, last: int, closing: int) -> Iterator[int]:
     """Yield the ends of documents from token `start` to `last`, which is also an end."""
     for at in range(start, last, IDS_AT_ONCE):
         yield from (at + 1 + np.flatnonzero(ids[at : min(at + IDS_AT_ONCE, last)] == closing)).tolist()

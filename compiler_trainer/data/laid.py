@@ -10,7 +10,7 @@ import numpy as np
 
 from compiler_trainer.data.corpus import Corpus, Ids, split
 from compiler_trainer.data.layouts import Layout
-from compiler_trainer.data.packing import Facts, PackedRows, packed
+from compiler_trainer.data.packing import Facts, PackedRows, pack
 from compiler_trainer.data.pairs import PAIRED, split_pairs
 from compiler_trainer.places.cache import Cache, in_cache
 from compiler_trainer.places.kept import Kept
@@ -20,20 +20,20 @@ DTYPES = {"starts": np.int64, "sources": np.int64, "continues": np.bool_, "rows"
 IN_MEMORY = 2**22  # sequences; shorter orders are faster to make than to store
 
 
-class Wanted(NamedTuple):
+class LayoutSpec(NamedTuple):
     """The parameters of a layout, apart from the documents.
 
     `seed` decides the order; `before` is the number of documents in earlier volumes.
     """
 
     seed: list[int]
-    before: int
+    documents_before: int
     eval_fraction: float
     seq_len: int
     packing: str
 
 
-class Laid(NamedTuple):
+class VolumeRows(NamedTuple):
     """The training and validation sequences, each None without documents.
 
     With `is_cut`, the validation sequences are the end of one document.
@@ -44,22 +44,24 @@ class Laid(NamedTuple):
     is_cut: bool
 
 
-def laid(corpus: Corpus, wanted: Wanted, cache: Cache) -> Laid:
+def layout_rows(corpus: Corpus, spec: LayoutSpec, cache: Cache) -> VolumeRows:
     """Return the sequences of a volume, from the cache if they are there."""
-    key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, wanted]
-    kept = in_cache(cache, key, lambda folder: lay(folder, corpus, wanted))
+    key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, spec]
+    volume = in_cache(cache, key, lambda folder: write_layouts(folder, corpus, spec))
     corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # the layout replaces them, so unmap them
-    train, held_out = (rows_of(kept, half, corpus, wanted.seq_len) for half in ("train", "held_out"))
-    return Laid(train, held_out, kept.holds["is_cut"])
+    train, held_out = (load_rows(volume, half, corpus, spec.seq_len) for half in ("train", "held_out"))
+    return VolumeRows(train, held_out, volume.holds["is_cut"])
 
 
-def lay(folder: Path, corpus: Corpus, wanted: Wanted) -> dict[str, Any]:
+def write_layouts(folder: Path, corpus: Corpus, spec: LayoutSpec) -> dict[str, Any]:
     """Write both layouts of a volume, and return the facts to store."""
-    halves = split_pairs if wanted.packing in PAIRED else split
-    whole, trained, held_out = halves(corpus, wanted.eval_fraction, wanted.before)
-    np.random.default_rng(wanted.seed).shuffle(trained)
-    holds = {half: write(folder, half, whole, order, wanted) for half, order in named_halves(trained, held_out)}
-    return {**holds, "is_cut": len(whole) > len(corpus)}
+    halves = split_pairs if spec.packing in PAIRED else split
+    split_corpus, trained, held_out = halves(corpus, spec.eval_fraction, spec.documents_before)
+    np.random.default_rng(spec.seed).shuffle(trained)
+    holds = {
+        half: write_layout(folder, half, split_corpus, order, spec) for half, order in named_halves(trained, held_out)
+    }
+    return {**holds, "is_cut": len(split_corpus) > len(corpus)}
 
 
 def named_halves(trained: Ids, held_out: Ids) -> list[tuple[str, Ids]]:
@@ -67,24 +69,24 @@ def named_halves(trained: Ids, held_out: Ids) -> list[tuple[str, Ids]]:
     return [(half, order) for half, order in (("train", trained), ("held_out", held_out)) if len(order)]
 
 
-def write(folder: Path, half: str, corpus: Corpus, order: Ids, wanted: Wanted) -> Facts:
+def write_layout(folder: Path, half: str, corpus: Corpus, order: Ids, spec: LayoutSpec) -> Facts:
     """Write one layout, and return its facts."""
-    rows = packed(corpus, order, wanted.seq_len, wanted.packing)
+    rows = pack(corpus, order, spec.seq_len, spec.packing)
     for name in DTYPES:
         getattr(rows.layout, name).tofile(folder / f"{half}.{name}.bin")
     return rows.facts
 
 
-def rows_of(kept: Kept, half: str, corpus: Corpus, seq_len: int) -> PackedRows | None:
+def load_rows(volume: Kept, half: str, corpus: Corpus, seq_len: int) -> PackedRows | None:
     """Return the sequences of a stored layout, or None if it has no such half."""
-    if half not in kept.holds:
+    if half not in volume.holds:
         return None
-    facts = Facts(*kept.holds[half])
-    arrays = {name: kept.array(f"{half}.{name}", dtype) for name, dtype in DTYPES.items()}
+    facts = Facts(*volume.holds[half])
+    arrays = {name: volume.array(f"{half}.{name}", dtype) for name, dtype in DTYPES.items()}
     return PackedRows(corpus, Layout(**arrays, cut=facts.cut), seq_len, facts)
 
 
-def shuffled(count: int, seed: list[int], cache: Cache | None) -> Ids:
+def permutation(count: int, seed: list[int], cache: Cache | None) -> Ids:
     """Return a permutation of the numbers below `count` drawn from `seed`; long ones are stored in the cache."""
     if cache is None or count <= IN_MEMORY:
         return np.random.default_rng(seed).permutation(np.arange(count))

@@ -26,7 +26,7 @@ class Facts(NamedTuple):
     fingerprint: str
 
 
-Chosen = NDArray[np.bool_] | slice
+RowMask = NDArray[np.bool_] | slice
 EVERY = slice(None)
 
 
@@ -41,7 +41,7 @@ class Rows(Protocol):
     def filled(self, rows: Ids) -> Ids:
         """Return the number of tokens of each row that belong to documents."""
 
-    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids, read: RowMask = EVERY) -> dict[str, NDArray[Any]]:
         """Return `tokens`, `labels`, `positions` and `documents` of the rows numbered `rows`.
 
         All are int64 [len(rows), seq_len]. Positions count from 0 at each document's first token in the row. Documents
@@ -85,7 +85,7 @@ class PackedRows(Rows):
         last = self._pieces(ends - 1)
         return np.where(self.layout.sources[last] == PADDING, self.layout.starts[last], ends) - ends + self.seq_len
 
-    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids, read: RowMask = EVERY) -> dict[str, NDArray[Any]]:
         """Return `tokens`, `labels`, `positions` and `documents` of some rows."""
         layout, row_starts = self.layout, self.layout.rows[rows] * self.seq_len
         piece = self._pieces_of(row_starts)
@@ -125,11 +125,11 @@ class PackedRows(Rows):
         return self.corpus.tokens.take(source, mode="clip").astype(np.int64)
 
 
-def packed(corpus: Corpus, order: Ids, seq_len: int, packing: str = "cut") -> PackedRows:
+def pack(corpus: Corpus, order: Ids, seq_len: int, packing: str = "cut") -> PackedRows:
     """Return the rows of the documents `order`, packed as `packing` says, with the layout in memory."""
     layout = LAYOUTS[packing](corpus, order, seq_len)
-    laid = order if packing == "cut" else layout.sources
-    fingerprint = hash_arrays(np.array([seq_len]), laid, np.frombuffer(corpus.fingerprint.encode(), np.uint8))
+    content = order if packing == "cut" else layout.sources
+    fingerprint = hash_arrays(np.array([seq_len]), content, np.frombuffer(corpus.fingerprint.encode(), np.uint8))
     filled = len(layout.rows) * seq_len - padding_of(layout, seq_len)
     facts = Facts(len(order), int(corpus.lengths(order).sum()), layout.cut, filled, fingerprint)
     return PackedRows(corpus, layout, seq_len, facts)

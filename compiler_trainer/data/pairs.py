@@ -8,27 +8,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.corpus import Corpus, Ids, drawn
-from compiler_trainer.data.packing import EVERY, Chosen, Rows
+from compiler_trainer.data.corpus import Corpus, Ids, draw_validation
+from compiler_trainer.data.packing import EVERY, RowMask, Rows
 
 PAIRED = ("pairs", "short pairs")  # packings of pairs
 REFERENCE = ("reference_chosen", "reference_rejected")
 
 
-def split_pairs(corpus: Corpus, eval_fraction: float, before: int = 0) -> tuple[Corpus, Ids, Ids]:
+def split_pairs(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tuple[Corpus, Ids, Ids]:
     """Return the corpus and the documents of training and of validation pairs, each ascending, like `corpus.split`.
 
     Both documents of a pair are in the same half. If the draw selects no pair, the last one is for validation.
     """
-    is_held_out = np.full(len(corpus) // 2, eval_fraction == 1)
+    is_validation_pair = np.full(len(corpus) // 2, eval_fraction == 1)
     if 0 < eval_fraction < 1:
-        is_held_out = drawn(len(is_held_out), eval_fraction, before // 2)
-        if len(is_held_out) < 2:
-            raise UserError("data.eval_fraction", "there is one pair, none of which can be held out; set it to 0")
-        if is_held_out.all() or not is_held_out.any():
-            is_held_out = np.arange(len(is_held_out)) == len(is_held_out) - 1
-    of_documents = np.repeat(is_held_out, 2)
-    return corpus, np.flatnonzero(~of_documents), np.flatnonzero(of_documents)
+        is_validation_pair = draw_validation(len(is_validation_pair), eval_fraction, documents_before // 2)
+        if len(is_validation_pair) < 2:
+            raise UserError("data.eval_fraction", "there is only one pair, too few for validation pairs; set it to 0")
+        if is_validation_pair.all() or not is_validation_pair.any():
+            is_validation_pair = np.arange(len(is_validation_pair)) == len(is_validation_pair) - 1
+    is_validation = np.repeat(is_validation_pair, 2)
+    return corpus, np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
 
 
 class PairRows(Rows):
@@ -49,9 +49,9 @@ class PairRows(Rows):
         """Return the number of tokens of each row that belong to documents."""
         return self.rows.filled(rows)
 
-    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids, read: RowMask = EVERY) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""
-        found: dict[str, NDArray[Any]] = {**self.rows.batch(rows, read), "pairs": np.ones(len(rows), np.int64)}
+        entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows, read), "pairs": np.ones(len(rows), np.int64)}
         if self.reference is not None:
-            found |= {name: self.reference[rows, i] for i, name in enumerate(REFERENCE)}
-        return found
+            entries |= {name: self.reference[rows, i] for i, name in enumerate(REFERENCE)}
+        return entries

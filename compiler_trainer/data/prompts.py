@@ -29,10 +29,10 @@ def prompt_of(text: str, chat: bool, tokenizer: Tokenizer) -> Prompt:
     return Prompt(ids or [tokenizer.end_of_document], frozenset([tokenizer.end_of_document, *tokenizer.settings.stops]))
 
 
-def user_turn(said: str, tokenizer: Tokenizer) -> str:
+def user_turn(message: str, tokenizer: Tokenizer) -> str:
     """Return a user's message in the tokenizer's chat template, up to the answer."""
     try:
-        return ChatTemplate(tokenizer).text(Conversation([{"role": "user", "content": said}]), prompt=True)
+        return ChatTemplate(tokenizer).text(Conversation([{"role": "user", "content": message}]), prompt=True)
     except BadRecord as refusal:
         raise UserError("prompt", str(refusal)) from refusal
 

@@ -41,7 +41,7 @@ class Summary(NamedTuple):
     notes: dict[str, str] = {}
 
 
-class Delimited(Protocol):
+class PartBorders(Protocol):
     """The interface of a part of a document, with its borders."""
 
     @property
@@ -65,26 +65,26 @@ class Shard:
         self.summary, self.digest = Summary(notes={}), hashlib.blake2b(digest_size=16)
         self.files = {name: open(f"{self.stem}.{name}", "wb") for name in ARRAYS}
 
-    def add(self, parts: Iterable[Delimited], encoded: Iterable[Encoded]) -> None:
+    def add(self, parts: Iterable[PartBorders], encoded: Iterable[Encoded]) -> None:
         """Append documents or parts of them; documents get their closing token, and empty ones are only counted."""
         ids, counts, ends, continues, at = [], [], [], [], self.summary.tokens
         documents = empty = 0
-        for part, (own, counted) in zip(parts, encoded, strict=True):
+        for part, (part_ids, counted) in zip(parts, encoded, strict=True):
             documents += part.ends
-            if part.begins and part.ends and not len(own):
+            if part.begins and part.ends and not len(part_ids):
                 empty += 1
                 continue
-            ids += [own, self.closing[: part.ends]]
+            ids += [part_ids, self.closing[: part.ends]]
             counts += [] if counted is None else [counted]
-            at += len(own) + part.ends
+            at += len(part_ids) + part.ends
             ends += [at] * part.ends
             continues += [part.continues] * (part.ends and counted is not None)
         self.write("tokens", ids, self.dtype)
         self.write("counted", counts, np.dtype(bool))
         self.write("ends", [ends], np.dtype(np.int64))
         self.write("continues", [continues], np.dtype(bool))
-        now = self.summary
-        self.summary = now._replace(tokens=at, documents=now.documents + documents, empty=now.empty + empty)
+        summary = self.summary
+        self.summary = summary._replace(tokens=at, documents=summary.documents + documents, empty=summary.empty + empty)
 
     def skip(self, where: Callable[[], str], reason: str) -> None:
         """Count a bad record."""
@@ -111,9 +111,9 @@ class Shard:
         for file in self.files.values():
             file.close()
         if error is None:
-            partial = Path(f"{self.stem}.tmp")
-            partial.write_text(json.dumps(self.summary._replace(digest=self.digest.hexdigest())))
-            os.replace(partial, f"{self.stem}.json")
+            unfinished = Path(f"{self.stem}.tmp")
+            unfinished.write_text(json.dumps(self.summary._replace(digest=self.digest.hexdigest())))
+            os.replace(unfinished, f"{self.stem}.json")
 
 
 def stem(folder: Path, number: int) -> str:
@@ -121,7 +121,7 @@ def stem(folder: Path, number: int) -> str:
     return str(folder / f"{number:07d}")
 
 
-def summary_of(folder: Path, number: int) -> Summary | None:
+def read_summary(folder: Path, number: int) -> Summary | None:
     """Return the summary of a shard, or None if it is incomplete."""
     path = Path(f"{stem(folder, number)}.json")
     return Summary(*json.loads(path.read_text())) if path.exists() else None
@@ -130,29 +130,29 @@ def summary_of(folder: Path, number: int) -> Summary | None:
 def join(folder: Path, count: int) -> Summary:
     """Join `count` shards in a folder, array by array, and remove them; return the total."""
     with ExitStack() as stack:
-        joined = {name: stack.enter_context(open(folder / file, "wb")) for name, file in ARRAYS.items()}
-        joined["ends"].write(np.zeros(1, np.int64).data)  # the start of the first document
+        files = {name: stack.enter_context(open(folder / file, "wb")) for name, file in ARRAYS.items()}
+        files["ends"].write(np.zeros(1, np.int64).data)  # the start of the first document
         total = Summary()
         for number in range(count):
-            append(folder, number, joined, total.tokens)
-            total = sum_of(total, summary_of(folder, number))
+            append(folder, number, files, total.tokens)
+            total = add_summaries(total, read_summary(folder, number))
     for number in range(count):
         for ending in (*ARRAYS, "json"):
             os.unlink(f"{stem(folder, number)}.{ending}")
     return total
 
 
-def append(folder: Path, number: int, joined: Mapping[str, BinaryIO], before: int) -> None:
+def append(folder: Path, number: int, files: Mapping[str, BinaryIO], tokens_before: int) -> None:
     """Append a shard to the joined files, which have `before` tokens so far."""
-    for name, file in joined.items():
+    for name, file in files.items():
         with open(f"{stem(folder, number)}.{name}", "rb") as shard:
             if name == "ends":
-                file.write((np.fromfile(shard, np.int64) + before).data)
+                file.write((np.fromfile(shard, np.int64) + tokens_before).data)
             else:
                 shutil.copyfileobj(shard, file, 2**20)
 
 
-def sum_of(a: Summary, b: Summary | None) -> Summary:
+def add_summaries(a: Summary, b: Summary | None) -> Summary:
     """Return the total of two neighbouring shards; its digest depends on both."""
     assert b is not None
     return Summary(

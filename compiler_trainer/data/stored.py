@@ -16,8 +16,8 @@ from typing import NamedTuple
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.bar import Bar
 from compiler_trainer.data.readers import Span
-from compiler_trainer.data.shard import Summary, join, sum_of, summary_of
-from compiler_trainer.data.sources import Source, is_gone
+from compiler_trainer.data.shard import Summary, add_summaries, join, read_summary
+from compiler_trainer.data.sources import Source, has_changed
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.data.workers import tokenize
 from compiler_trainer.places.cache import Cache, in_cache, named, writable
@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
     @property
     def holds(self) -> Summary:
         """The statistics of all volumes together."""
-        return reduce(sum_of, map(summary, self.volumes))
+        return reduce(add_summaries, map(summary, self.volumes))
 
     @property
     def size_bytes(self) -> int:
@@ -64,13 +64,13 @@ def summary(volume: Kept) -> Summary:
     return Summary(*volume.holds)
 
 
-def stored(source: Source, recipe: Recipe, digest: str, cache: Cache) -> Tokens:
+def load_tokens(source: Source, recipe: Recipe, digest: str, cache: Cache) -> Tokens:
     """Return the tokens of a source, which are made if the cache lacks them; `digest` is the tokenizer's.
 
     Raises UserError.
     """
     volumes = [
-        in_cache(cache, key_of(volume, recipe, digest), partial(tokenized, source=volume, recipe=recipe))
+        in_cache(cache, key_of(volume, recipe, digest), partial(tokenize_volume, source=volume, recipe=recipe))
         for volume in source.volumes()
     ]
     return Tokens(volumes[0].folder if len(volumes) == 1 else cache.folder, volumes)
@@ -85,8 +85,8 @@ def make_share(source: Source, recipe: Recipe, digest: str, out: Path, share: Sh
         for volume, folder in zip(source.volumes(), folders_of(source, recipe, digest, out)):
             if found(folder) is None:
                 make_share_of_volume(volume, recipe, folder, share)
-    whole = [found(folder) for folder in folders_of(source, recipe, digest, out)]
-    return Tokens(out, [there for there in whole if there]) if all(whole) else None
+    volumes = [found(folder) for folder in folders_of(source, recipe, digest, out)]
+    return Tokens(out, [volume for volume in volumes if volume]) if all(volumes) else None
 
 
 def folders_of(source: Source, recipe: Recipe, digest: str, out: Path) -> list[Path]:
@@ -101,14 +101,14 @@ def make_share_of_volume(source: Source, recipe: Recipe, folder: Path, share: Sh
         with alone(unfinished / "lock", shared=True), alone(unfinished / f"lock-{share.number}-of-{share.of}"):
             if found(folder) is None:
                 make_pieces(unfinished, source, recipe, share)
-    if share.of == 1 or is_to_join(unfinished, source):
-        whole = share._replace(number=0, of=1)
-        made(folder, partial(tokenized, source=source, recipe=recipe, share=whole))
+    if share.of == 1 or is_complete(unfinished, source):
+        all_pieces = share._replace(number=0, of=1)
+        made(folder, partial(tokenize_volume, source=source, recipe=recipe, share=all_pieces))
 
 
-def is_to_join(folder: Path, source: Source) -> bool:
+def is_complete(folder: Path, source: Source) -> bool:
     """Return True if all pieces of a volume are complete."""
-    return all(summary_of(folder, number) is not None for number in range(len(source.pieces())))
+    return all(read_summary(folder, number) is not None for number in range(len(source.pieces())))
 
 
 def key_of(source: Source, recipe: Recipe, digest: str) -> list[object]:
@@ -116,12 +116,12 @@ def key_of(source: Source, recipe: Recipe, digest: str) -> list[object]:
     return [FORMAT, digest, recipe.decides, source.files, source.spans]
 
 
-def tokenized(folder: Path, source: Source, recipe: Recipe, share: Share = ALL) -> Summary:
+def tokenize_volume(folder: Path, source: Source, recipe: Recipe, share: Share = ALL) -> Summary:
     """Make the missing parts of a volume in a folder; raise UserError if it has no tokens at all."""
     make_pieces(folder, source, recipe, share)
     holds = join(folder, len(source.pieces()))
     if not holds.tokens:
-        skipped = f", {holds.skipped} bad ones skipped" if holds.skipped else ""
+        skipped = f", {holds.skipped} bad records skipped" if holds.skipped else ""
         raise UserError(source.where, f"the corpus is empty: {holds.documents} documents, none with a token{skipped}")
     return holds
 
@@ -129,15 +129,15 @@ def tokenized(folder: Path, source: Source, recipe: Recipe, share: Share = ALL) 
 def make_pieces(folder: Path, source: Source, recipe: Recipe, share: Share) -> None:
     """Make the missing pieces of a share in a folder."""
     pieces = {n: spans for n, spans in enumerate(source.pieces()) if n % share.of == share.number}
-    left = {number: spans for number, spans in pieces.items() if summary_of(folder, number) is None}
-    if len(left) < len(pieces):
-        print(f"going on with {folder}: {len(pieces) - len(left)} of {len(pieces)} pieces are there", flush=True)
+    missing = {number: spans for number, spans in pieces.items() if read_summary(folder, number) is None}
+    if len(missing) < len(pieces):
+        print(f"resuming in {folder}: {len(pieces) - len(missing)} of {len(pieces)} pieces are done", flush=True)
     size = size_of(pieces.values())
-    with Bar(size, size - size_of(left.values())) as bar:
-        tokenize(recipe, folder, left, lambda spans: bar.add(size_of([spans])), share.processes)
+    with Bar(size, size - size_of(missing.values())) as bar:
+        tokenize(recipe, folder, missing, lambda spans: bar.add(size_of([spans])), share.processes)
     for file in source.files:
-        if is_gone(file):
-            raise UserError(file.path, "has changed while it was read; start again")
+        if has_changed(file):
+            raise UserError(file.path, "changed while it was being read; start again")
 
 
 def size_of(pieces: Iterable[Sequence[Span]]) -> int:

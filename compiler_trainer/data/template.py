@@ -55,12 +55,14 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer):
         self.templates, self.special_tokens = tokenizer.settings.templates, tokenizer.settings.special_tokens
         if "default" not in self.templates:
-            there = f"those named {', '.join(self.templates)}, and no default" if self.templates else "no chat template"
+            present = (
+                f"templates named {', '.join(self.templates)}, but no default" if self.templates else "no chat template"
+            )
             fix = "conversations need one in the tokenizer_config.json or chat_template.jinja beside the tokenizer.json"
-            raise UserError("data.tokenizer", f"{tokenizer.path} has {there}; {fix}")
+            raise UserError("data.tokenizer", f"{tokenizer.path} has {present}; {fix}")
         free: set[str] = set()
         self.marking: dict[str, bool] = {}  # by template: True if it marks answers where transformers can locate them
-        self.misplacing = False
+        self.misplaces_marks = False
         for name, source in self.templates.items():
             try:
                 tree = jinja2.Environment(extensions=[Generation, loopcontrols]).parse(source)
@@ -70,7 +72,7 @@ class ChatTemplate:
             is_marking = tree.find(nodes.ScopedEvalContextModifier) is not None
             buffered = any(node.find(nodes.ScopedEvalContextModifier) for node in tree.find_all(BUFFERED))
             self.marking[source] = is_marking and not buffered
-            self.misplacing = self.misplacing or buffered
+            self.misplaces_marks = self.misplaces_marks or buffered
         self.names = ALWAYS | (free - NEVER - GLOBALS - self.special_tokens.keys())
 
     def source(self, names: Mapping[str, Any]) -> str:
@@ -81,21 +83,21 @@ class ChatTemplate:
         """Return the text of the first `upto` messages, and the generation prompt if `prompt`."""
         return self.render(chat, upto, add_generation_prompt=prompt)[0]
 
-    def marked(self, chat: Conversation, upto: int | None = None) -> tuple[str, list[Place]]:
+    def render_marks(self, chat: Conversation, upto: int | None = None) -> tuple[str, list[Place]]:
         """Return the text of the first `upto` messages, and the ranges of the answers that the template marks."""
         return self.render(chat, upto, return_assistant_tokens_mask=self.marking[self.source(chat.names)])
 
     def render(self, chat: Conversation, upto: int | None, **options: bool) -> tuple[str, list[Place]]:
         """Render by transformers; raise BadRecord if the template refuses or fails."""
         names = {"tools": None, "documents": None, **self.special_tokens, **chat.names}
-        given = {**options, **names, "chat_template": self.source(chat.names)}
+        variables = {**options, **names, "chat_template": self.source(chat.names)}
         try:
-            (text,), places = renderer()(conversations=[chat.messages[:upto]], **given)
+            (text,), places = renderer()(conversations=[chat.messages[:upto]], **variables)
         except jinja2.TemplateError as error:
             raise BadRecord(f"the chat template refuses it: {' '.join(str(error).split())}") from error
         except UserError:
             raise
         except Exception as error:  # a template is a program that may raise anything
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise BadRecord(f"the chat template fails on it: {why}") from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise BadRecord(f"the chat template fails on it: {reason}") from error
         return text_of(text, "messages"), [tuple(place) for place in places[0]] if places else []

@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
     path: str
     vocab_size: int
     settings: Settings
-    whole: frozenset[int]  # ids of added tokens, which are never split
+    added_ids: frozenset[int]  # ids of added tokens, which are never split
 
     @property
     def digest(self) -> str:
@@ -73,8 +73,8 @@ class Tokenizer(Protocol):
     def name_of(self, token: int) -> str:
         """Return the text of one id, including special tokens."""
 
-    def saved(self) -> list[Any]:
-        """Return JSON from which `restored` makes the tokenizer in another process."""
+    def to_json(self) -> list[Any]:
+        """Return JSON from which `restore` makes the tokenizer in another process."""
 
 
 class ByteTokenizer:
@@ -85,7 +85,7 @@ class ByteTokenizer:
     end_of_document = 256
     settings = Settings(256, stops=(256,))
     digest = "bytes"
-    whole = frozenset({256})
+    added_ids = frozenset({256})
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the uint8 ids of each text."""
@@ -103,8 +103,8 @@ class ByteTokenizer:
         """Return a byte as Python writes it."""
         return "end of document" if token == self.end_of_document else repr(bytes([token]))[2:-1]
 
-    def saved(self) -> list[Any]:
-        """Return an empty list, which `restored` recognizes."""
+    def to_json(self) -> list[Any]:
+        """Return an empty list, which `restore` recognizes."""
         return []
 
 
@@ -118,7 +118,7 @@ class FileTokenizer:
         backend.no_padding()
         backend.post_processor = None  # type: ignore[assignment]
         backend.encode_special_tokens = settings.splits_special_tokens
-        self.whole = frozenset(backend.get_added_tokens_decoder())
+        self.added_ids = frozenset(backend.get_added_tokens_decoder())
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @functools.cached_property
@@ -156,16 +156,16 @@ class FileTokenizer:
         """Return the text of one id, including special tokens."""
         return self.backend.decode([token], skip_special_tokens=False) or self.backend.id_to_token(token) or ""
 
-    def saved(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         """Return the path, the backend and the settings."""
         return [self.path, self.backend.to_str(), self.settings]
 
 
-def restored(saved: list[Any]) -> Tokenizer:
-    """Return the tokenizer whose `saved()` gave this value."""
-    if not saved:
+def restore(values: list[Any]) -> Tokenizer:
+    """Return the tokenizer whose `to_json()` gave this value."""
+    if not values:
         return ByteTokenizer()
-    path, backend, settings = saved
+    path, backend, settings = values
     return FileTokenizer(path, Backend.from_str(backend), Settings(*settings))
 
 
@@ -189,14 +189,14 @@ def build_tokenizer(name: str, eos_token: str | None = None, add_bos_token: bool
     if name == "bytes":
         if eos_token is not None or add_bos_token:
             option = "data.eos_token" if eos_token is not None else "data.add_bos_token"
-            raise UserError(option, "is set, and data.tokenizer=bytes has no such token; leave it null")
+            raise UserError(option, "is set, but data.tokenizer=bytes has no such token; leave it null")
         return ByteTokenizer()
     if not Path(name).is_file():
         raise UserError(name, 'no such file (data.tokenizer takes "bytes" or the path of a tokenizer.json)')
     is_folder = Path(name).name == "tokenizer.json" and any(Path(name).with_name(file).is_file() for file in CONFIGS)
-    backend, settings = (of_folder if is_folder else of_file)(name, eos_token)
+    backend, settings = (read_folder if is_folder else read_file)(name, eos_token)
     if not backend.get_vocab(with_added_tokens=False):
-        raise UserError(name, "has an empty vocabulary: no text has tokens")
+        raise UserError(name, "has an empty vocabulary")
     return FileTokenizer(name, backend, settings._replace(opening=opening_of(settings, backend, add_bos_token)))
 
 
@@ -209,60 +209,66 @@ def opening_of(settings: Settings, backend: Backend, add_bos_token: bool | None)
     if not add_bos_token:
         return tuple(i for i in settings.opening if i != bos)
     if bos is None:
-        fix = "leave it null, or name bos_token in the tokenizer_config.json beside the tokenizer.json"
-        raise UserError("data.add_bos_token", f"is true, and the tokenizer names no bos_token; {fix}")
+        fix = "leave it null, or add bos_token to the tokenizer_config.json beside the tokenizer.json"
+        raise UserError("data.add_bos_token", f"is true, but the tokenizer has no bos_token; {fix}")
     return settings.opening if bos in settings.opening else (bos, *settings.opening)
 
 
 # ---- a lone tokenizer.json ------------------------------------------------------------------------------------------
 
 
-def of_file(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
+def read_file(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
     """Return the backend of a file, and the settings that follow from it alone."""
     try:
         backend = Backend.from_buffer(Path(path).read_bytes())
     except Exception as error:  # the library raises bare Exception
         raise UserError(path, f"is not a tokenizer.json: {one_line(error)}") from error
-    opening, ending = added_around(backend)
-    end = id_of(eos_token, backend) if eos_token is not None else ending[-1] if ending else only_special(path, backend)
-    return backend, Settings(end, opening, before_end(ending, end), stops=(end,))
+    opening, ending = surrounding_ids(backend)
+    end = (
+        token_id(eos_token, backend)
+        if eos_token is not None
+        else ending[-1]
+        if ending
+        else single_special(path, backend)
+    )
+    return backend, Settings(end, opening, drop_closing(ending, end), stops=(end,))
 
 
-def only_special(path: str, backend: Backend) -> int:
+def single_special(path: str, backend: Backend) -> int:
     """Return the single special token, apart from the unknown token; raise UserError if there is not exactly one."""
     unknown = getattr(backend.model, "unk_token", None)
     decoder = backend.get_added_tokens_decoder()
     special = {i: token.content for i, token in decoder.items() if token.special and token.content != unknown}
     if len(special) == 1:
         return next(iter(special))
-    among = f"one of {', '.join(list(special.values())[:8])}" if special else "it has no special token"
-    raise UserError(path, f"does not say which token ends a document; set data.eos_token ({among})")
+    choices = f"one of {', '.join(list(special.values())[:8])}" if special else "it has no special token"
+    raise UserError(path, f"does not say which token ends a document; set data.eos_token ({choices})")
 
 
-def id_of(eos_token: str, backend: Backend) -> int:
+def token_id(eos_token: str, backend: Backend) -> int:
     """Return the id of the token in `data.eos_token`; raise UserError if there is none."""
-    if (found := backend.token_to_id(eos_token)) is None:
-        raise UserError("data.eos_token", f"{eos_token} is no token of the tokenizer; name one of its vocabulary")
-    return found
+    if (number := backend.token_to_id(eos_token)) is None:
+        raise UserError("data.eos_token", f"{eos_token} is not a token of the tokenizer; choose one of its vocabulary")
+    return number
 
 
-def added_around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def surrounding_ids(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that a tokenizer's post-processor puts before and after a text."""
     backend.no_truncation()
     backend.no_padding()
-    some = sorted(backend.get_vocab(with_added_tokens=False).items(), key=lambda entry: entry[1])[-TRIES:]
-    for text in ("a", *(backend.decode([i]) or token for token, i in some)):
+    entries = sorted(backend.get_vocab(with_added_tokens=False).items(), key=lambda entry: entry[1])[-TRIES:]
+    for text in ("a", *(backend.decode([i]) or token for token, i in entries)):
         try:
             encoding = backend.encode(text, add_special_tokens=True)
         except Exception:  # WordLevel without an unknown token has no id for most texts
             continue
-        own = np.flatnonzero(~np.array(encoding.special_tokens_mask, bool))
-        if len(own):
-            return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+        text_places = np.flatnonzero(~np.array(encoding.special_tokens_mask, bool))
+        if len(text_places):
+            return tuple(encoding.ids[: text_places[0]]), tuple(encoding.ids[text_places[-1] + 1 :])
     return (), ()
 
 
-def before_end(ending: tuple[int, ...], end: int) -> tuple[int, ...]:
+def drop_closing(ending: tuple[int, ...], end: int) -> tuple[int, ...]:
     """Return the ids after a text, without the id that closes a document anyway."""
     return ending[:-1] if ending and ending[-1] == end else ending
 
@@ -276,33 +282,33 @@ def library() -> Any:
     try:
         return import_module("transformers")
     except ImportError as error:
-        why = f"its folder is read by transformers, which is missing ({error}); pip install 'compiler-trainer[hf]'"
-        raise UserError("data.tokenizer", why) from error
+        problem = f"its folder is read by transformers, which is missing ({error}); pip install 'compiler-trainer[hf]'"
+        raise UserError("data.tokenizer", problem) from error
 
 
-def of_folder(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
+def read_folder(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
     """Return the backend and settings of a folder, as transformers' AutoTokenizer reads it; raise UserError."""
-    loaded = loaded_by_transformers(path)
+    loaded = load_by_transformers(path)
     backend = Backend.from_str(loaded.backend_tokenizer.to_str())
-    opening, ending = added_around(backend)
-    stops = stops_beside(path)
+    opening, ending = surrounding_ids(backend)
+    stops = read_stops(path)
     if eos_token is not None:
-        end = id_of(eos_token, backend)
+        end = token_id(eos_token, backend)
     elif loaded.eos_token_id is not None:
         end = loaded.eos_token_id
     elif ending:
         end = ending[-1]
     else:
-        end = stops[0] if stops else only_special(path, backend)
+        end = stops[0] if stops else single_special(path, backend)
     templates = loaded.chat_template
-    named = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
+    templates_by_name = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
     special = dict(loaded.special_tokens_map)
     stops = tuple(i for i in (*stops, end, loaded.eos_token_id) if i is not None)
     splits = bool(loaded.split_special_tokens)
-    return backend, Settings(end, opening, before_end(ending, end), special, named, stops, splits)
+    return backend, Settings(end, opening, drop_closing(ending, end), special, templates_by_name, stops, splits)
 
 
-def loaded_by_transformers(path: str) -> Any:
+def load_by_transformers(path: str) -> Any:
     """Return a folder's tokenizer as transformers' AutoTokenizer loads it; raise UserError."""
     folder = str(Path(path).parent)
     try:
@@ -312,12 +318,12 @@ def loaded_by_transformers(path: str) -> Any:
     except Exception as error:  # the library raises whatever its readers raise
         raise UserError(path, f"transformers cannot load the tokenizer of its folder: {one_line(error)}") from error
     if not hasattr(loaded, "backend_tokenizer"):
-        fix = "only those of the tokenizers library are used; save it as one"
+        fix = "only tokenizers of the tokenizers library are supported; convert it to one"
         raise UserError(path, f"transformers loads it as {type(loaded).__name__}, which is written in Python; {fix}")
     return loaded
 
 
-def stops_beside(path: str) -> tuple[int, ...]:
+def read_stops(path: str) -> tuple[int, ...]:
     """Return the ids that end generation: eos_token_id of generation_config.json, otherwise of config.json."""
     for name in ("generation_config.json", "config.json"):
         file = Path(path).with_name(name)
@@ -328,8 +334,8 @@ def stops_beside(path: str) -> tuple[int, ...]:
         except (ValueError, AttributeError) as error:
             raise UserError(str(file), f"is not a JSON object: {one_line(error)}") from error
         ends = ends if isinstance(ends, list) else [ends]
-        if found := tuple(end for end in ends if isinstance(end, int)):
-            return found
+        if ids := tuple(end for end in ends if isinstance(end, int)):
+            return ids
     return ()
 
 
@@ -338,9 +344,9 @@ def tokenizer_here(cfg: DataConfig) -> str:
     name = cfg.tokenizer
     if not name or name == "bytes" or Path(name).exists() or "/" not in name:
         return name
-    folder, own = parted(name)
-    there = folder_here("data.tokenizer", folder, (own, *BESIDE), cache_of(cfg), lambda found: (found / own).is_file())
-    return str(there / own)
+    folder, file = parted(name)
+    local = folder_here("data.tokenizer", folder, (file, *BESIDE), cache_of(cfg), lambda path: (path / file).is_file())
+    return str(local / file)
 
 
 def dtype_of(vocab_size: int) -> np.dtype[Any]:

@@ -21,11 +21,11 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data.chat import Chats
 from compiler_trainer.data.cutting import PART_BYTES, parts
-from compiler_trainer.data.readers import READERS, Asked, Span
+from compiler_trainer.data.readers import READERS, ReadOptions, Span
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair
 from compiler_trainer.data.shard import Encoded, Shard
 from compiler_trainer.data.template import ChatTemplate
-from compiler_trainer.data.tokenizers import Tokenizer, restored, tokenizer_of
+from compiler_trainer.data.tokenizers import Tokenizer, restore, tokenizer_of
 from compiler_trainer.places.cache import Cache, cache_of
 
 DOCUMENTS_AT_ONCE = 1000
@@ -52,27 +52,27 @@ class Recipe(NamedTuple):
         """Everything that tokens depend on, apart from the tokenizer's vocabulary and rules."""
         settings = self.tokenizer.settings
         templates = [settings.special_tokens, settings.templates] if self.chat else None
-        around = [settings.opening, settings.ending, settings.end_of_document]
-        return self.column, self.separator, templates, around, self.skip_bad, *(["pairs"] if self.pairs else [])
+        surroundings = [settings.opening, settings.ending, settings.end_of_document]
+        return self.column, self.separator, templates, surroundings, self.skip_bad, *(["pairs"] if self.pairs else [])
 
     def fields(self, template: ChatTemplate | None) -> Fields:
         """Return the fields of a record that make up its document."""
         kind: Any = "pair" if self.pairs else "conversation" if self.chat else "text"
         return Fields(kind, self.column, template.names if template else frozenset())
 
-    def saved(self) -> list[Any]:
-        """Return JSON from which `recipe_of` makes the recipe in another process."""
-        return [self.tokenizer.saved(), *self[1:]]
+    def to_json(self) -> list[Any]:
+        """Return JSON from which `restore_recipe` makes the recipe in another process."""
+        return [self.tokenizer.to_json(), *self[1:]]
 
 
-def recipe_of(saved: list[Any]) -> Recipe:
+def restore_recipe(values: list[Any]) -> Recipe:
     """Return a recipe from its JSON."""
-    recipe = Recipe(*saved)
-    folder, most = recipe.cache
-    return recipe._replace(tokenizer=restored(saved[0]), cache=Cache(Path(folder), most))
+    recipe = Recipe(*values)
+    folder, limit = recipe.cache
+    return recipe._replace(tokenizer=restore(values[0]), cache=Cache(Path(folder), limit))
 
 
-def recipe_for(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | None = None) -> Recipe:
+def make_recipe(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | None = None) -> Recipe:
     """Return the recipe of a source; raise UserError if `cfg` needs a chat template and there is none."""
     tokenizer = tokenizer or tokenizer_of(cfg)
     if cfg.chat:
@@ -115,51 +115,53 @@ class Worker:
     def read(self, spans: Iterable[Span], shard: Shard) -> Iterator[Part]:
         """Yield the contents of spans in parts that a tokenizer can take; the shard counts bad records and notes."""
         fields = self.recipe.fields(self.chats.template if self.chats else None)
-        asked = Asked(fields, self.recipe.separator, self.tokenizer, self.recipe.cache)
+        options = ReadOptions(fields, self.recipe.separator, self.tokenizer, self.recipe.cache)
         for span in spans:
-            for record in READERS[span.reader](span, asked):
+            for record in READERS[span.reader](span, options):
                 notes: list[str] = []
                 try:
                     document = record.read()
-                    found = self.prepared(document, notes)
+                    parts_read = self.prepare(document, notes)
                 except BadRecord as error:
                     if not self.recipe.skip_bad:
                         raise UserError(record.where(), str(error)) from error
                     shard.skip(record.where, str(error))
                 else:
                     shard.note(record.where, [*document.notes, *notes])
-                    yield from found
+                    yield from parts_read
 
-    def prepared(self, document: Document, notes: list[str]) -> list[Part]:
+    def prepare(self, document: Document, notes: list[str]) -> list[Part]:
         """Return a text in parts of bounded length, or the tokens of a conversation's samples."""
         content, begins, ends, _ = document
         if isinstance(content, np.ndarray):
-            return self.given(content)
+            return self.id_parts(content)
         if isinstance(content, Pair):
-            return [part for chat in content for part in self.said(chat, notes, 1)]
+            return [part for chat in content for part in self.conversation_parts(chat, notes, 1)]
         if isinstance(content, Conversation):
-            return self.said(content, notes)
-        found = list(parts(content, self.tokenizer.encode))
-        last = len(found) - 1
-        return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(found)]
+            return self.conversation_parts(content, notes)
+        texts = list(parts(content, self.tokenizer.encode))
+        last = len(texts) - 1
+        return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(texts)]
 
-    def said(self, chat: Conversation, notes: list[str], most: int | None = None) -> list[Part]:
+    def conversation_parts(self, chat: Conversation, notes: list[str], limit: int | None = None) -> list[Part]:
         """Return the samples of a conversation; raise BadRecord if there are more than `most`."""
         assert self.chats
         written = self.chats.write(chat)
         notes += written.notes
-        if most is not None and len(written.samples) > most:
-            why = "has several answers after the first difference, and the chat template rewrites earlier ones"
-            raise BadRecord(f"{why}: give each its last answer alone, the others as its prompt")
+        if limit is not None and len(written.samples) > limit:
+            problem = "has several answers after the first difference, but the chat template rewrites earlier ones"
+            raise BadRecord(f"{problem}: give each conversation only its last answer, with the others in its prompt")
         return [Part((ids, counted), True, True, i > 0) for i, (ids, counted) in enumerate(written.tokens)]
 
-    def given(self, ids: Ids) -> list[Part]:
+    def id_parts(self, ids: Ids) -> list[Part]:
         """Return a document of ids in parts, without its closing id, which the shard adds."""
         if self.recipe.chat:
-            raise BadRecord("holds token ids, and no conversation; set data.chat=false")
+            raise BadRecord("holds token ids, not a conversation; set data.chat=false")
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
-            wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise BadRecord(f"holds id {wrong:,}, and the tokenizer has {self.tokenizer.vocab_size:,}; name its own")
+            invalid_id = ids.min() if ids.min() < 0 else ids.max()
+            raise BadRecord(
+                f"holds id {invalid_id:,}, and the tokenizer has {self.tokenizer.vocab_size:,}; set data.tokenizer to theirs"
+            )
         if len(ids) and ids[-1] == self.tokenizer.end_of_document:
             ids = ids[:-1]
         starts = range(0, len(ids) or 1, IDS_AT_ONCE)
@@ -170,10 +172,11 @@ class Worker:
         texts = [part.content for part in batch if isinstance(part.content, str)]
         ids = iter(self.tokenizer.encode(texts))
         return [
-            (self.around(part, next(ids)), None) if isinstance(part.content, str) else part.content for part in batch
+            (self.add_surrounding(part, next(ids)), None) if isinstance(part.content, str) else part.content
+            for part in batch
         ]
 
-    def around(self, part: Part, ids: Ids) -> Ids:
+    def add_surrounding(self, part: Part, ids: Ids) -> Ids:
         """Return a text's ids with the opening ids if it begins here, and the ending ids if it ends here."""
         opening, ending = self.tokenizer.settings.opening, self.tokenizer.settings.ending
         if not (opening or ending) or not len(ids):
@@ -181,11 +184,11 @@ class Worker:
         return np.concatenate((opening if part.begins else (), ids, ending if part.ends else ())).astype(ids.dtype)
 
 
-def batches(found: Iterable[Part]) -> Iterator[list[Part]]:
+def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Yield parts in batches whose texts have about 128 KiB."""
     batch: list[Part] = []
     size = 0
-    for part in found:
+    for part in parts:
         batch.append(part)
         size += part.size
         if size >= PART_BYTES or len(batch) == DOCUMENTS_AT_ONCE:
@@ -202,7 +205,7 @@ def main() -> None:
     lines: SimpleQueue[str] = SimpleQueue()
     Thread(target=receive, args=(lines,), daemon=True).start()
     recipe, folder = json.loads(lines.get())
-    worker = Worker(recipe_of(json.loads(Path(recipe).read_text(encoding="utf-8"))), Path(folder))
+    worker = Worker(restore_recipe(json.loads(Path(recipe).read_text(encoding="utf-8"))), Path(folder))
     while True:
         number, spans = json.loads(lines.get())
         try:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 ALONE = 2  # pieces that one process finishes before others would have started
 
 
-class Failed(NamedTuple):
+class Failure(NamedTuple):
     """The failed piece with the lowest number, and its error."""
 
     number: int
@@ -33,8 +33,8 @@ def tokenize(
     recipe: Recipe,
     folder: Path,
     pieces: Mapping[int, Sequence[Span]],
-    done: Callable[[Sequence[Span]], None],
-    most: int | None = None,
+    on_done: Callable[[Sequence[Span]], None],
+    limit: int | None = None,
 ) -> None:
     """Make a shard of each piece and call `done` for it; raise the UserError of the first bad piece.
 
@@ -44,35 +44,35 @@ def tokenize(
         worker = Worker(recipe, folder)
         for number, spans in pieces.items():
             worker.tokenize(number, spans)
-            done(spans)
+            on_done(spans)
         return
-    with processes(min(len(pieces), most or len(os.sched_getaffinity(0))), recipe, folder) as idle:
-        share(pieces, idle, done)
+    with processes(min(len(pieces), limit or len(os.sched_getaffinity(0))), recipe, folder) as idle:
+        share(pieces, idle, on_done)
 
 
 def share(
-    pieces: Mapping[int, Sequence[Span]], idle: list[subprocess.Popen[str]], done: Callable[[Sequence[Span]], None]
+    pieces: Mapping[int, Sequence[Span]], idle: list[subprocess.Popen[str]], on_done: Callable[[Sequence[Span]], None]
 ) -> None:
     """Give each idle process a piece until all are done."""
     waiting = iter(pieces)
     busy: dict[Any, tuple[subprocess.Popen[str], int]] = {}  # by the process's output
-    failed: Failed | None = None
+    failure: Failure | None = None
     while True:
-        while idle and failed is None and (number := next(waiting, None)) is not None:
+        while idle and failure is None and (number := next(waiting, None)) is not None:
             process = idle.pop()
             ask(process, [number, pieces[number]])
             busy[process.stdout] = process, number
-        if not any(failed is None or number < failed.number for _, number in busy.values()):
+        if not any(failure is None or number < failure.number for _, number in busy.values()):
             break
         for output in select.select(list(busy), [], [])[0]:
             process, number = busy.pop(output)
             idle.append(process)
             if (error := answer(process)) is None:
-                done(pieces[number])
-            elif failed is None or number < failed.number:
-                failed = Failed(number, error)
-    if failed:
-        raise failed.error
+                on_done(pieces[number])
+            elif failure is None or number < failure.number:
+                failure = Failure(number, error)
+    if failure:
+        raise failure.error
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subproc
     command = [sys.executable, "-m", "compiler_trainer.data.worker"]
     started = []
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:  # the vocabulary takes megabytes
-        json.dump(recipe.saved(), file, default=str)
+        json.dump(recipe.to_json(), file, default=str)
         file.flush()
         try:
             for _ in range(count):
@@ -98,10 +98,10 @@ def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subproc
                 process.wait()
 
 
-def ask(process: subprocess.Popen[str], what: object) -> None:
+def ask(process: subprocess.Popen[str], content: object) -> None:
     """Write a line to a process."""
     assert process.stdin is not None
-    print(json.dumps(what, default=str), file=process.stdin, flush=True)
+    print(json.dumps(content, default=str), file=process.stdin, flush=True)
 
 
 def answer(process: subprocess.Popen[str]) -> UserError | None:
@@ -110,6 +110,6 @@ def answer(process: subprocess.Popen[str]) -> UserError | None:
     line = process.stdout.readline()
     if not line:
         code = process.wait()
-        raise RuntimeError(f"a process that tokenizes ended with {code}; -9 is often a lack of memory")
-    found = json.loads(line)
-    return found and UserError(*found)
+        raise RuntimeError(f"a tokenizing process ended with exit code {code}; -9 often means out of memory")
+    values = json.loads(line)
+    return values and UserError(*values)

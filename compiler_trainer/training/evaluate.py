@@ -66,7 +66,7 @@ def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np
 def fill_batch(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
     """Return a global batch of these samples; if there are too few, fill it with samples that have no labels."""
     missing = loader.batch_size - len(numbers)
-    batch = loader.rows.batch(np.pad(numbers, (0, missing), mode="edge"), loader.read)
+    batch = loader.rows.batch(np.pad(numbers, (0, missing), mode="edge"), loader.read_mask)
     batch["labels"][len(numbers) :] = IGNORED_LABEL
     if "pairs" in batch:
         batch["pairs"][len(numbers) :] = 0

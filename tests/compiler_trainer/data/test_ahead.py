@@ -148,7 +148,7 @@ def test_tokens_that_moved_are_read_and_those_that_were_cut_or_altered_are_refus
     for damaged in (content[:-2], b"x" + content[1:]):
         file.unlink()  # a thread may still read what is mapped
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match="moved/[0-9a-f]*: is missing, cut or altered; copy it again"):
+        with pytest.raises(UserError, match="moved/[0-9a-f]*: is missing, truncated or changed; copy it again"):
             batches(tokens(tmp_path / "moved"))
 
 
@@ -187,7 +187,7 @@ def test_a_folder_of_other_tokens_is_not_written_over(tmp_path):
     before = arrays(tmp_path / "out")
     assert ahead.write(cfg, tmp_path / "out", ALL).holds.documents == 400  # a second time makes nothing
     os.utime(tmp_path / "a.jsonl", ns=(2, 2))
-    with pytest.raises(UserError, match="^--out: .*out holds the tokens of other data, options, or of files as they were"):
+    with pytest.raises(UserError, match="^--out: .*out holds tokens of other data, other options, or earlier versions of files"):
         ahead.write(cfg, tmp_path / "out", ALL)
     assert arrays(tmp_path / "out") == before
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import sources, workers
-from compiler_trainer.data.corpus import mapped
+from compiler_trainer.data.corpus import map_volume
 from compiler_trainer.data.cutting import next_cut, parts
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.readers import Span
@@ -80,7 +80,7 @@ def corpus(*files, **options):
     cfg = DataConfig(name="text", files=tuple(map(str, files)), **{"eval_fraction": 0.0, **options})
     part = build_datasets(cfg, 8, 1).parts[0]
     (volume,) = part.tokens.volumes
-    return mapped(volume, build_tokenizer(cfg.tokenizer), cfg.chat), volume
+    return map_volume(volume, build_tokenizer(cfg.tokenizer), cfg.chat), volume
 
 
 def documents_of(corpus):
@@ -354,7 +354,7 @@ def test_a_file_that_cannot_be_opened_or_changes_is_named(tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr("compiler_trainer.data.stored.tokenize", touched)
-        with pytest.raises(UserError, match="a.jsonl: has changed while it was read; start again"):
+        with pytest.raises(UserError, match="a.jsonl: changed while it was being read; start again"):
             corpus(path)
 
     def gone(*args):
@@ -459,7 +459,7 @@ def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(numbe
     (partial,) = cache.iterdir()
     assert partial.suffix == ".part"
     found, _ = corpus(tmp_path / "a.txt", tokenizer=long_text)
-    assert "going on with" in capsys.readouterr().out
+    assert "resuming in" in capsys.readouterr().out
     tokenizer = build_tokenizer(long_text)
     text = (tmp_path / "a.txt").read_text()
     assert found.tokens[:-1].tolist() == np.concatenate(tokenizer.encode(list(parts(text, tokenizer.encode)))).tolist()

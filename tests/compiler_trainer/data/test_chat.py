@@ -131,11 +131,11 @@ FORGETFUL = "{{ messages | length }}{% for message in messages %}{{ message.role
 REFUSALS = {
     "no assistant": (CHATML, {"messages": MESSAGES[:2]}, "a.jsonl:1: the assistant says nothing"),
     "no messages": (CHATML, {"text": "a"}, 'a.jsonl:1: has neither "messages" nor "prompt" and "completion"'),
-    "no list": (CHATML, {"messages": "hi"}, 'a.jsonl:1: field "messages" is no list of objects'),
+    "no list": (CHATML, {"messages": "hi"}, 'a.jsonl:1: field "messages" is not a list of objects'),
     "no role": (CHATML, {"messages": [{"content": "hi"}]}, r'a.jsonl:1: field "messages\[0\].role" is null'),
     "number": (CHATML, {"messages": [{"role": "assistant", "content": 1}]}, r'"messages\[0\].content" is int, not a string'),
     "refused by it": ("{{ raise_exception('roles must alternate') }}", {"messages": MESSAGES}, "refuses it: roles must alternate"),
-    "written otherwise": (FORGETFUL, {"messages": MESSAGES}, "a.jsonl:1: the chat template writes the messages before message 2 otherwise"),
+    "written otherwise": (FORGETFUL, {"messages": MESSAGES}, "a.jsonl:1: the chat template renders the messages before message 2 differently"),
     "no template": (None, {"messages": MESSAGES}, "data.tokenizer: .*tokenizer.json has no chat template"),
 }
 

@@ -219,7 +219,7 @@ def test_a_generation_prompt_that_opens_a_thought_is_said(tmp_path):
     folder = Folder(tmp_path, OPENS)
     for messages in ([U, A], [U, A, U, A]):
         assert folder.labels({"messages": messages}) == ["yo<|im_end|>\n" * (len(messages) // 2)]
-    assert "generation prompt ends with '<think>\\n', with which answers do not begin" in folder.notes({"messages": [U, A]})
+    assert "generation prompt ends with '<think>\\n', but answers do not begin with that" in folder.notes({"messages": [U, A]})
 
 
 def test_an_answer_is_rendered_as_it_is_when_it_is_generated(tmp_path):
@@ -270,7 +270,7 @@ def test_reasoning_that_a_template_removes_is_said(tmp_path):
     folder = Folder(tmp_path, STRIPS)
     record = {"messages": [U, {**A, "content": "<think>hm</think>yo"}]}
     assert folder.labels(record) == ["yo<|im_end|>\n"]
-    assert folder.notes(record) == "the chat template leaves out part of the content of role assistant, such as reasoning: answers are trained on without it"
+    assert folder.notes(record) == "the chat template leaves out part of the content of role assistant, such as reasoning: training leaves it out"
 
 
 UNUSED = {
@@ -291,7 +291,7 @@ def test_keys_that_the_template_does_not_write_are_said(record, note, tmp_path):
 def test_a_content_that_is_not_written_at_all_is_refused(tmp_path):
     parts = PLAIN.replace("{{ m['content'] }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
     folder = Folder(tmp_path, parts)
-    with pytest.raises(BadRecord, match="the chat template writes nothing of the content of message 1; if it takes parts"):
+    with pytest.raises(BadRecord, match="the chat template does not render the content of message 1; if it expects parts"):
         folder.write({"messages": [U, A]})
     in_parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in (U, A)]
     assert folder.labels({"messages": in_parts}) == ["yo<|im_end|>\n"]

@@ -18,7 +18,7 @@ from compiler_trainer.data.best_fit import best_fit
 from compiler_trainer.data.corpus import Corpus, hash_arrays
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.packing import packed
+from compiler_trainer.data.packing import pack
 
 EOD = 1000
 LENGTHS = st.lists(st.integers(2, 20), min_size=1, max_size=12)
@@ -40,7 +40,7 @@ def corpus_of(lengths, counted=None):
 
 def fitted(lengths, seq_len, order=None, counted=None):
     corpus = corpus_of(lengths, counted)
-    return packed(corpus, np.arange(len(corpus)) if order is None else order, seq_len, "fit")
+    return pack(corpus, np.arange(len(corpus)) if order is None else order, seq_len, "fit")
 
 
 def all_of(rows):
@@ -151,7 +151,7 @@ def test_rows_are_like_those_of_cutting_in_form(lengths, seq_len):
 @for_all(LENGTHS, SEQ_LENS)
 def test_cutting_and_fitting_give_the_same_labels(lengths, seq_len):
     corpus = corpus_of(lengths)
-    labels = [all_of(packed(corpus, np.arange(len(lengths)), seq_len, how))["labels"] for how in ("cut", "fit")]
+    labels = [all_of(pack(corpus, np.arange(len(lengths)), seq_len, how))["labels"] for how in ("cut", "fit")]
     counts = [collections.Counter(found[found != -100].tolist()) for found in labels]
     assert counts[0] == counts[1]
 
@@ -160,7 +160,7 @@ def test_cutting_and_fitting_give_the_same_labels(lengths, seq_len):
 def test_of_what_is_left_out_no_row_is_made_and_no_label_lost(lengths, seq_len, seed):
     counted = np.random.default_rng(seed).random(sum(lengths)) < 0.2
     corpus = corpus_of(lengths, counted)
-    rows = [packed(corpus, np.arange(len(lengths)), seq_len, how) for how in ("cut", "fit")]
+    rows = [pack(corpus, np.arange(len(lengths)), seq_len, how) for how in ("cut", "fit")]
     labels = [all_of(found)["labels"] for found in rows]
     assert all((found != -100).any(axis=1).all() for found in labels)
     counts = [collections.Counter(found[found != -100].tolist()) for found in labels]

@@ -22,7 +22,7 @@ def dataset(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    hub.loaded.cache_clear()
+    hub.load_split.cache_clear()
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         rows = [f"{split} {i}" for i in range(3000)]
@@ -62,7 +62,7 @@ def test_what_is_not_there_is_named(dataset, options, message):
 def test_without_the_library_one_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     hub.library.cache_clear()
-    hub.loaded.cache_clear()
+    hub.load_split.cache_clear()
     with pytest.raises(UserError, match=r"hf_dataset needs datasets \(.*\); pip install 'compiler-trainer\[hf\]'"):
         tokens(tmp_path)
 

@@ -142,9 +142,9 @@ def no_id(folder, value):
 
 
 BAD = {
-    "beyond the vocabulary": (lambda f: no_id(f, 257), "a.npy: token 0: holds id 257, and the tokenizer has 257; name its own"),
+    "beyond the vocabulary": (lambda f: no_id(f, 257), "a.npy: token 0: holds id 257, and the tokenizer has 257; set data.tokenizer to theirs"),
     "below 0": (lambda f: no_id(f, -5), "a.npy: token 0: holds id -5, and the tokenizer has 257"),
-    "floats": (lambda f: np.save(f / "a.npy", np.ones(3)) or f / "a.npy", r"a.npy: is float64\[3\]; ids are whole numbers in one dim"),
+    "floats": (lambda f: np.save(f / "a.npy", np.ones(3)) or f / "a.npy", r"a.npy: is float64\[3\]; ids must be integers in one dim"),
     "rows": (lambda f: np.save(f / "a.npy", np.ones((2, 3), int)) or f / "a.npy", r"a.npy: is int64\[2, 3\]; ids are"),
     "pickled": (lambda f: np.save(f / "a.npy", np.array([{}])) or f / "a.npy", "a.npy: cannot be read as int64 ids: .*Python objects"),
     "half an id": (lambda f: (f / "a.bin").write_bytes(b"abc") and f / "a.bin", "a.bin: cannot be read as uint16 ids: "),
@@ -164,7 +164,7 @@ def test_what_is_no_id_is_named(write, message, tmp_path):
 def test_a_damaged_index_is_named(damage, tmp_path):
     index = of_megatron(tmp_path).with_suffix(".idx")
     index.write_bytes(damage(index.read_bytes()))
-    with pytest.raises(UserError, match="a.idx: is no index of Megatron's: "):
+    with pytest.raises(UserError, match="a.idx: is not an index of Megatron: "):
         read(tmp_path / "a.bin")
 
 

@@ -130,20 +130,20 @@ def test_what_is_said_of_several_volumes_is_of_all(tmp_path, volumes, cache):
     rows, filled = found.train.rows, sum(len(text) + 1 for text in texts)
     assert f"{path}: 200 documents, {filled:,} tokens (bytes); train {filled:,} tokens in {len(rows)} rows of 40, " in found.describe(8)
     assert found.report()[0]["padding"] == pytest.approx(1 - filled / (40 * len(rows)))
-    assert rows.filled(np.arange(len(rows))).sum() == filled and f"tokens are kept in {cache}, " in found.describe(8)
+    assert rows.filled(np.arange(len(rows))).sum() == filled and f"tokens are stored in {cache}, " in found.describe(8)
 
 
 # Orders
 
 
 def test_a_long_order_is_kept_and_is_that_of_memory(tmp_path, monkeypatch):
-    in_memory = laid.shuffled(1000, [1, 2, 3], Cache(tmp_path))
+    in_memory = laid.permutation(1000, [1, 2, 3], Cache(tmp_path))
     assert not list(tmp_path.iterdir()) and sorted(in_memory) == list(range(1000))
     monkeypatch.setattr(laid, "IN_MEMORY", 999)
-    kept = laid.shuffled(1000, [1, 2, 3], Cache(tmp_path))
+    kept = laid.permutation(1000, [1, 2, 3], Cache(tmp_path))
     assert kept.tolist() == in_memory.tolist() and kept.dtype == np.uint32 and len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(np.random, "default_rng", None)
-    assert laid.shuffled(1000, [1, 2, 3], Cache(tmp_path)).tolist() == in_memory.tolist()
+    assert laid.permutation(1000, [1, 2, 3], Cache(tmp_path)).tolist() == in_memory.tolist()
 
 
 def test_batches_are_the_same_where_orders_are_kept(tmp_path, monkeypatch):
@@ -184,5 +184,5 @@ def test_no_token_of_other_rows_is_read(tmp_path):
     rows._tokens = lambda source: asked.append(source.shape) or tokens(source)
     loader = Loader(Mixture([rows]), 8, seed=0)
     loader.read_only(np.array([5]))
-    loader._make(loader.taken)
+    loader._make(loader.rows_taken)
     assert asked == [(1, 40), (1, 40)]

@@ -16,13 +16,13 @@ from compiler_trainer.data.corpus import Corpus
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.packing import packed
+from compiler_trainer.data.packing import pack
 
 
 def part(number, rows):
     """Rows that all hold `number`, and how many they are."""
     corpus = Corpus(np.full(2 * rows + 1, number, np.uint16), np.array([0, 2 * rows + 1]), 99, f"{number}-{rows}")
-    return packed(corpus, np.arange(1), seq_len=2)
+    return pack(corpus, np.arange(1), seq_len=2)
 
 
 def owners(batch):
@@ -67,7 +67,7 @@ def test_two_epochs_of_one_part_take_each_of_its_rows_twice():
 def test_it_goes_on_exactly_at_another_batch_size(batch_size):
     def fresh(size):
         corpus = Corpus(np.arange(200, dtype=np.uint16), np.array([0, 90, 200]), 999, "both")
-        return Loader(Mixture([packed(corpus, np.array([i]), 2) for i in range(2)], (0.3, 0.7)), size, seed=1)
+        return Loader(Mixture([pack(corpus, np.array([i]), 2) for i in range(2)], (0.3, 0.7)), size, seed=1)
 
     ours, restored = fresh(4), fresh(batch_size)
     for _ in range(30):

@@ -13,7 +13,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, DataConfig, EvalConfig, WeightedSource
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import build_datasets, check_labels, check_vocabulary
-from compiler_trainer.data.own import halves
+from compiler_trainer.data.own import split_numbers
 from compiler_trainer.training import trainer
 
 
@@ -99,13 +99,13 @@ def test_sources_are_mixed_by_weight_and_one_may_be_for_validation():
     cfg = DataConfig("mixture", sources=sources, validation=(WeightedSource(**own, arguments={"rows": 5}),))
     found = built(cfg, 8)
     found.train.next()
-    assert found.train.taken == (6, 2) and sorted(found.eval.rows.parts[0].numbers) == [0, 1, 2, 3, 4]
+    assert found.train.rows_taken == (6, 2) and sorted(found.eval.rows.parts[0].numbers) == [0, 1, 2, 3, 4]
     assert len(found.train.rows.parts[0]) == 100  # nothing of it is held out
 
 
 @pytest.mark.parametrize(("count", "fraction", "sizes"), [(10, 0.0, (10, 0)), (10, 0.05, (9, 1)), (1, 0.5, (1, 0)), (10, 1.0, (0, 10)), (2, 0.9, (1, 1))])
 def test_halves(count, fraction, sizes):
-    train, held_out = halves(count, fraction, [0, 0])
+    train, held_out = split_numbers(count, fraction, [0, 0])
     assert (len(train), len(held_out)) == sizes and sorted([*train, *held_out]) == list(range(count))
 
 
@@ -114,7 +114,7 @@ def test_halves(count, fraction, sizes):
     [
         (data(arguments={"length": 5}), r"^data \(test_own_rows.Numbers\): has rows of \[5\] tokens, and train.seq_len=4"),
         (data(arguments={"rows": 0}), "^data._target_: test_own_rows.Numbers has no rows"),
-        (data("Listed"), r"^data \(test_own_rows.Listed\): item \d is a list, no dict of tensors by name"),
+        (data("Listed"), r"^data \(test_own_rows.Listed\): item \d is a list, not a dict of named tensors"),
         (replace(data(), _target_="collections.deque", arguments={}), "^data._target_: collections.deque has no rows"),
         (replace(data(), _target_="builtins.object"), "^data._target_: builtins.object makes a object; it needs __len__ and __getitem__"),
     ],

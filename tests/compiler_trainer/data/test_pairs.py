@@ -114,7 +114,7 @@ def test_a_pair_longer_than_a_row_is_refused_or_left_out(tokenizer, tmp_path):
         ({"prompt": "a?", "completion": "b"}, 'has no "chosen" and "rejected"'),
         ({"chosen": "b", "rejected": "c"}, 'has no "prompt", and field "chosen" begins with the answer'),
         ({"prompt": "a?", "chosen": "b", "rejected": "b"}, 'field "chosen" holds nothing of the assistant that the other'),
-        ({"prompt": "a?", "chosen": ["b"], "rejected": "b"}, 'field "chosen" is no list of objects'),
+        ({"prompt": "a?", "chosen": ["b"], "rejected": "b"}, 'field "chosen" is not a list of objects'),
         ({"prompt": "a?", "chosen": None, "rejected": "b"}, 'field "chosen" is null'),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, 'field "prompt" is int'),
         ({"chosen": ASKED, "rejected": ASKED + BAD}, 'field "chosen" holds nothing of the assistant'),

@@ -136,9 +136,9 @@ def test_ids_that_others_made_get_no_opening(tmp_path):
 
 def test_the_options_are_refused_where_they_mean_nothing(tmp_path):
     path = write(tmp_path, EOS)
-    with pytest.raises(UserError, match="data.add_bos_token: is true, and the tokenizer names no bos_token"):
+    with pytest.raises(UserError, match="data.add_bos_token: is true, but the tokenizer has no bos_token"):
         build_tokenizer(path, None, True)
-    with pytest.raises(UserError, match="data.eos_token: is set, and data.tokenizer=bytes has no such token"):
+    with pytest.raises(UserError, match="data.eos_token: is set, but data.tokenizer=bytes has no such token"):
         build_tokenizer("bytes", "<eos>")
     cfg = typed(compose(["data=text", "data.files=[a]", "data.chat=true", f"data.tokenizer={path}", "data.add_bos_token=true"]))
     with pytest.raises(UserError, match="data.add_bos_token: is True with data.chat=true, where the chat template writes"):

@@ -67,9 +67,7 @@ def test_a_run_that_is_interrupted_keeps_them_and_exports_them(tmp_path):
     weights = Weights()
     trainer.train(cfg, callbacks=[weights])
     wanted = plainly(weights.seen, 0.5)
-    cut = resuming(
-        replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "cut"))), tmp_path / "whole/checkpoints/step_00000002"
-    )
+    cut = resuming(replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "cut"))), tmp_path / "whole/checkpoints/step_00000002")
     trainer.train(cut)
     found = checkpoint.read_averaged(tmp_path / "cut/checkpoints/step_00000004")
     assert found.keys() == wanted.keys()
@@ -91,9 +89,7 @@ def test_they_are_read_into_weights_of_any_mesh_and_of_a_narrower_dtype(mesh, tm
     step = compile_lockstep(found.module, found.loss, batch, mesh, **rest)
     checkpoint.load_averaged(step, path)
     wanted, weights = checkpoint.read_averaged(path), checkpoint.read_model(path)
-    assert wanted["output.weight"].dtype == torch.bfloat16 and not torch.equal(
-        wanted["output.weight"], weights["output.weight"]
-    )
+    assert wanted["output.weight"].dtype == torch.bfloat16 and not torch.equal(wanted["output.weight"], weights["output.weight"])
     assert step.state_dict().keys() == wanted.keys()
     assert all(torch.equal(value, wanted[name]) for name, value in step.state_dict().items())
 

@@ -59,21 +59,9 @@ def with_diary(cfg, **arguments):
 def test_what_is_told(fake, tmp_path):
     trainer.train(with_diary(options(tmp_path / "run")))
     beside = [line for line in Diary.told if not line.startswith("checkpoint")]
-    assert beside == [
-        "start after 0 in run on 0",
-        "step 1",
-        "step 2",
-        "step 3",
-        "step 4",
-        "evaluation 4 True",
-        "step 5",
-        "step 6",
-        "evaluation 6 True",
-        "stop",
-    ]
-    assert [line for line in Diary.told if line.startswith("checkpoint")] == [
-        f"checkpoint step_0000000{n}" for n in (2, 4, 6)
-    ]
+    assert beside == ["start after 0 in run on 0", "step 1", "step 2", "step 3", "step 4", "evaluation 4 True", "step 5", "step 6",
+                      "evaluation 6 True", "stop"]
+    assert [line for line in Diary.told if line.startswith("checkpoint")] == [f"checkpoint step_0000000{n}" for n in (2, 4, 6)]
     assert Diary.told.index("checkpoint step_00000002") > Diary.told.index("step 2")
     assert Diary.told[-2:] == ["checkpoint step_00000006", "stop"]
 
@@ -134,10 +122,7 @@ def test_what_one_raises_ends_the_run(fake, tmp_path):
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        (
-            {"_target_": "collections.Counter"},
-            r"^train.callbacks\[0\]: collections.Counter makes a Counter, which is not a compiler_trainer.Callback",
-        ),
+        ({"_target_": "collections.Counter"}, r"^train.callbacks\[0\]: collections.Counter makes a Counter, which is not a compiler_trainer.Callback"),
         ({"_target_": "test_callbacks.Diary", "stop": 3}, r"^train.callbacks\[0\]._target_: TypeError: .*stop"),
     ],
 )

@@ -38,16 +38,13 @@ def checked(loss=lambda model, batch: model(batch["x"]).square().mean(), verify=
     return check_capture(cfg, trained, lambda: {"x": torch.arange(10).view(2, 5)})
 
 
-@pytest.mark.parametrize(
-    ("job", "is_known"),
-    [
-        ([], True),
-        (["recipe=windowed_50m"], False),
-        (["loss=dpo"], True),
-        (["loss._target_=torch.nn.functional.mse_loss"], False),
-        *([[f"model={name}"], True] for name in ("llama3_8b", "moe_debug")),
-    ],
-)
+@pytest.mark.parametrize(("job", "is_known"), [
+    ([], True),
+    (["recipe=windowed_50m"], False),
+    (["loss=dpo"], True),
+    (["loss._target_=torch.nn.functional.mse_loss"], False),
+    *([[f"model={name}"], True] for name in ("llama3_8b", "moe_debug")),
+])
 def test_jobs_of_the_trainers_own_models_start_without_a_comparison(job, is_known):
     assert is_tested(typed(compose(job))) == is_known
 
@@ -58,9 +55,7 @@ def test_a_model_that_is_captured_as_it_is_passes(monkeypatch, most):
     assert checked() == ""
 
 
-@pytest.mark.parametrize(
-    ("most", "says"), [(1e10, "model: gradient of e.weight differs by"), (0, "model: no gradient reaches e.weight")]
-)
+@pytest.mark.parametrize(("most", "says"), [(1e10, "model: gradient of e.weight differs by"), (0, "model: no gradient reaches e.weight")])
 def test_a_gradient_that_capture_cuts_ends_the_job(monkeypatch, most, says):
     monkeypatch.setattr(capture_check, "MOST_WORK", most)
     monkeypatch.setattr(grad_modes, "same_value", lambda node: None)

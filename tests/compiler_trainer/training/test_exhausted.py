@@ -27,15 +27,12 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
         return found
 
 
-@pytest.mark.parametrize(
-    ("error", "asked"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."), 3 * 2**29),
-        (RuntimeError(CPU), 4096),
-        (MemoryError(), 0),
-        (OSError(12, "Cannot allocate memory"), 0),
-    ],
-)
+@pytest.mark.parametrize(("error", "asked"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."), 3 * 2**29),
+    (RuntimeError(CPU), 4096),
+    (MemoryError(), 0),
+    (OSError(12, "Cannot allocate memory"), 0),
+])
 def test_errors_of_allocators_are_told_with_what_was_asked_for(error, asked):
     found = failure_of(raised(error))
     assert found.asked_bytes == asked and found.used_bytes > 0
@@ -48,9 +45,7 @@ def test_the_node_that_failed_is_named():
     assert (found.where, found.asked_bytes) == ("%mm_3", 4096)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("a shape is wrong"), OSError(28, "No space left"), ValueError("out of memory")]
-)
+@pytest.mark.parametrize("error", [RuntimeError("a shape is wrong"), OSError(28, "No space left"), ValueError("out of memory")])
 def test_other_errors_are_none_of_these(error):
     assert failure_of(raised(error)) is None
 

@@ -65,28 +65,21 @@ def broken(path, name="rank_00000.safetensors"):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_after_the_step_with_a_checkpoint_and_it_goes_on_to_the_same_bits(
-    number, whole, tmp_path, monkeypatch, capsys
-):
+def test_a_signal_ends_after_the_step_with_a_checkpoint_and_it_goes_on_to_the_same_bits(number, whole, tmp_path, monkeypatch, capsys):
     cfg = options(tmp_path / "cut")
     with monkeypatch.context() as patch:
         during(patch, KILLED, lambda: os.kill(os.getpid(), number))
         with pytest.raises(SystemExit) as ended:
             trainer.train(cfg)
     assert ended.value.code == 3
-    said = (
-        f"stopped after step 3 of 6 because of {number.name}; resume with: compiler-trainer resume {tmp_path / 'cut'}"
-    )
+    said = f"stopped after step 3 of 6 because of {number.name}; resume with: compiler-trainer resume {tmp_path / 'cut'}"
     assert capsys.readouterr().out.splitlines()[-1] == said
     assert folders(cfg.run.dir) == ["step_00000002", "step_00000003"]
     trainer.train(resuming(cfg, "latest"))
     assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
 
 
-@pytest.mark.parametrize(
-    ("interval", "when"),
-    [(2, "every 2 steps and after the last"), (6, "after the last step"), (100, "after the last step")],
-)
+@pytest.mark.parametrize(("interval", "when"), [(2, "every 2 steps and after the last"), (6, "after the last step"), (100, "after the last step")])
 @pytest.mark.sample(2)
 def test_it_is_told_when_checkpoints_are_taken(fake, tmp_path, capsys, interval, when):
     cfg = options(tmp_path / "run")
@@ -135,9 +128,7 @@ FIRST = "SIGTERM: the run ends after the current step; a second signal ends it a
 
 def twice(second, repeated_s=60, size=6000):
     code = TWICE.format(second=second, repeated_s=repeated_s, size=size)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return done.returncode, done.stdout, done.stderr
 
 
@@ -153,29 +144,15 @@ def test_a_signal_that_is_repeated_at_once_is_one():
     assert (code, sorted(out.splitlines()), err) == (0, [FIRST, "True SIGTERM", "went on"], "")
 
 
-TORCHRUN = [
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "--shutdown-timeout",
-    "120",
-    "-m",
-    "compiler_trainer",
-]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "120", "-m", "compiler_trainer"]
 
 
 @pytest.mark.full
 def test_a_signal_to_torchrun_and_its_ranks_alike_saves(tmp_path):
-    job = (
-        "model=llama_debug model.dim=64 model.n_layers=1 model.n_heads=4 model.n_kv_heads=2 model.ffn_dim=96 data=synthetic data.documents=60 "
-        "train.seq_len=64 train.global_batch_size=256 eval.interval=null lower.backend=eager run.dump_graphs=false mesh.dp_shard=2 "
-        f"train.steps=100000 checkpoint.interval=100000 run.dir={tmp_path}/run"
-    ).split()
-    agent = subprocess.Popen(
-        [sys.executable, *TORCHRUN, *job], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    job = ("model=llama_debug model.dim=64 model.n_layers=1 model.n_heads=4 model.n_kv_heads=2 model.ffn_dim=96 data=synthetic data.documents=60 "
+           "train.seq_len=64 train.global_batch_size=256 eval.interval=null lower.backend=eager run.dump_graphs=false mesh.dp_shard=2 "
+           f"train.steps=100000 checkpoint.interval=100000 run.dir={tmp_path}/run").split()
+    agent = subprocess.Popen([sys.executable, *TORCHRUN, *job], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not (tmp_path / "run" / "metrics.jsonl").exists() or not metrics(tmp_path / "run"):
         time.sleep(0.1)
         assert agent.poll() is None
@@ -204,9 +181,7 @@ time.sleep(5)
 
 def test_a_signal_that_is_repeated_while_the_process_ends_does_not_change_its_code():
     done = subprocess.run([sys.executable, "-c", AFTER], capture_output=True, text=True)
-    assert (
-        sorted(filter(None, done.stdout.splitlines())) == [FIRST, "passed over"] and done.returncode == -signal.SIGTERM
-    )
+    assert sorted(filter(None, done.stdout.splitlines())) == [FIRST, "passed over"] and done.returncode == -signal.SIGTERM
 
 
 @pytest.fixture
@@ -238,18 +213,11 @@ def test_a_time_limit_ends_after_the_step_in_which_it_passes(fake, tmp_path, mon
     assert len(metrics(cfg.run.dir)) == 3
 
 
-@pytest.mark.parametrize(
-    ("local", "nodes", "says"),
-    [
-        (None, None, "compiler-trainer resume 'my run'"),
-        ("2", "1", "torchrun --nproc-per-node 2 -m compiler_trainer resume 'my run'"),
-        (
-            "8",
-            "4",
-            "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 8 -m compiler_trainer resume 'my run'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("local", "nodes", "says"), [
+    (None, None, "compiler-trainer resume 'my run'"),
+    ("2", "1", "torchrun --nproc-per-node 2 -m compiler_trainer resume 'my run'"),
+    ("8", "4", "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 8 -m compiler_trainer resume 'my run'"),
+])
 def test_how_a_run_goes_on_is_said_for_its_ranks(local, nodes, says, monkeypatch):
     for name, value in (("LOCAL_WORLD_SIZE", local), ("GROUP_WORLD_SIZE", nodes)):
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
@@ -327,9 +295,7 @@ def test_what_is_in_the_place_of_a_runs_file_is_named_before_compiling(make, nam
     if name:
         Path(cfg.run.dir).mkdir()
     make(Path(cfg.run.dir, name))
-    with pytest.raises(
-        UserError, match=f"{name}.* (is not a|cannot be written: Too many).*; (move it away|choose another)"
-    ):
+    with pytest.raises(UserError, match=f"{name}.* (is not a|cannot be written: Too many).*; (move it away|choose another)"):
         trainer.train(resuming(cfg, "auto"))
     assert len([*tmp_path.rglob("*")]) == (2 if name else 1)
 
@@ -365,9 +331,7 @@ MEANT = {
 @pytest.mark.sample(2)
 def test_what_changes_the_meaning_is_refused_by_name_and_allowed_by_name(name, whole):
     new = MEANT[name](whole)
-    with pytest.raises(
-        UserError, match=rf"^{name}: is .* here and .* in .*step_00000004; .*checkpoint.allow=\[{name}\]$"
-    ):
+    with pytest.raises(UserError, match=rf"^{name}: is .* here and .* in .*step_00000004; .*checkpoint.allow=\[{name}\]$"):
         trainer.train(resumed_with(whole, **new))
     trainer.train(resumed_with(whole, allow=(name,), **new))
 
@@ -389,10 +353,7 @@ def test_what_leaves_the_meaning_may_change(name, whole):
 
 
 def test_several_differences_are_told_together(whole):
-    new = {
-        "train": TrainConfig(steps=6, seq_len=16, global_batch_size=4, seed=3),
-        "optim": OptimConfig(name="sgd", eps=1.0),
-    }
+    new = {"train": TrainConfig(steps=6, seq_len=16, global_batch_size=4, seed=3), "optim": OptimConfig(name="sgd", eps=1.0)}
     with pytest.raises(UserError) as caught:
         trainer.train(resumed_with(whole, **new))
     where = Path(whole.run.dir, "checkpoints/step_00000004")
@@ -419,20 +380,17 @@ def test_a_name_that_allows_nothing_is_refused(whole):
         trainer.train(resumed_with(whole, allow=("model.nrom_eps",)))
 
 
-@pytest.mark.parametrize(
-    ("state", "says"),
-    [
-        (None, "KeyError"),
-        ("x", "taken is not a list of 1"),
-        ([], "taken is not a list of 1"),
-        ([4, 4], "taken is not a list of 1"),
-        (["4"], "taken has to be whole numbers"),
-        ([1.5], "taken has to be whole numbers"),
-        ([-1], "taken has to be whole numbers"),
-        ([2**63], "taken has to be whole numbers"),
-        ([[1]], "taken has to be whole numbers"),
-    ],
-)
+@pytest.mark.parametrize(("state", "says"), [
+    (None, "KeyError"),
+    ("x", "taken is not a list of 1"),
+    ([], "taken is not a list of 1"),
+    ([4, 4], "taken is not a list of 1"),
+    (["4"], "taken has to be whole numbers"),
+    ([1.5], "taken has to be whole numbers"),
+    ([-1], "taken has to be whole numbers"),
+    ([2**63], "taken has to be whole numbers"),
+    ([[1]], "taken has to be whole numbers"),
+])
 @pytest.mark.sample(2)
 def test_a_state_that_no_loader_reads_is_refused(state, says, whole):
     path = Path(whole.run.dir, "checkpoints/step_00000004")
@@ -468,7 +426,6 @@ def test_a_save_that_fails_does_not_end_training_unless_it_is_the_last(whole, tm
             if state.step in numbers:
                 raise OSError(30, "Read-only file system")
             save(self, path, state)
-
         return write
 
     monkeypatch.setattr(saving.Saver, "write", fails_at(4))

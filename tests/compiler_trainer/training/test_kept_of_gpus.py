@@ -50,18 +50,12 @@ def test_no_memory_snapshot_is_taken_unasked(monkeypatch):
 
 @pytest.mark.parametrize(("given", "kept"), [(None, "2000"), ("7", "7")])
 def test_the_flight_recorder_is_on_in_jobs_on_gpus_unless_it_was_set(given, kept, monkeypatch):
-    monkeypatch.setattr(
-        os,
-        "environ",
-        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | ({"TORCH_FR_BUFFER_SIZE": given} if given else {}),
-    )
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | ({"TORCH_FR_BUFFER_SIZE": given} if given else {}))
     for name, value in {"is_available": lambda: True, "set_device": lambda number: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     begun = []
     monkeypatch.setattr(ranks, "meeting", lambda: (dist.HashStore(), None, 0, 1))
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, **how: begun.append((backend, os.environ["TORCH_FR_BUFFER_SIZE"]))
-    )
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: begun.append((backend, os.environ["TORCH_FR_BUFFER_SIZE"])))
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     assert ranks.start_ranks() == 1 and begun == [("nccl", kept)]

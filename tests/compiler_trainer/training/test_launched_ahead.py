@@ -58,23 +58,9 @@ def test_each_step_is_launched_before_the_one_before_is_read(lines, tmp_path):
 
 
 def test_a_step_is_read_in_time_where_something_looks_at_the_state_after_it(lines, tmp_path):
-    trainer.train(
-        quiet(tmp_path / "run", 6, eval=EvalConfig(interval=2, batches=1), checkpoint=CheckpointConfig(interval=3))
-    )
-    assert lines == [
-        "launch 1",
-        "launch 2",
-        "read 1",
-        "read 2",
-        "launch 3",
-        "read 3",
-        "launch 4",
-        "read 4",
-        "launch 5",
-        "launch 6",
-        "read 5",
-        "read 6",
-    ]
+    trainer.train(quiet(tmp_path / "run", 6, eval=EvalConfig(interval=2, batches=1), checkpoint=CheckpointConfig(interval=3)))
+    assert lines == ["launch 1", "launch 2", "read 1", "read 2", "launch 3", "read 3", "launch 4", "read 4", "launch 5", "launch 6",
+                     "read 5", "read 6"]
 
 
 class Weight(ct.Callback):
@@ -101,9 +87,7 @@ def test_records_and_checkpoints_are_those_of_a_host_that_waits(lines, tmp_path,
     trainer.train(behind := options(tmp_path / "behind", steps=7))
     assert timeless(metrics(ahead.run.dir)) == timeless(metrics(behind.run.dir))
     for number in (2, 4, 6, 7):
-        pair = [
-            checkpoint.opened(tmp_path / name / f"checkpoints/step_{number:08}").index for name in ("ahead", "behind")
-        ]
+        pair = [checkpoint.opened(tmp_path / name / f"checkpoints/step_{number:08}").index for name in ("ahead", "behind")]
         assert pair[0].step == pair[1].step and pair[0].tokens == pair[1].tokens and pair[0].data == pair[1].data
 
 

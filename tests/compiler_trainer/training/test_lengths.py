@@ -29,51 +29,32 @@ def fake(monkeypatch):
 # Lengths
 
 
-@pytest.mark.parametrize(
-    ("length", "steps"),
-    [
-        ("1epoch", 25),
-        ("2epochs", 50),
-        ("0.5epochs", 13),
-        ("0.001epochs", 1),
-        ("800tokens", 10),
-        ("801tokens", 11),
-        ("1.6Ktokens", 20),
-        ("2Mtokens", 25_000),
-    ],
-)
+@pytest.mark.parametrize(("length", "steps"), [
+    ("1epoch", 25), ("2epochs", 50), ("0.5epochs", 13), ("0.001epochs", 1), ("800tokens", 10), ("801tokens", 11), ("1.6Ktokens", 20), ("2Mtokens", 25_000)])
 def test_lengths_by_hand(length, steps):
     assert steps_of(length, rows=100, rows_a_step=4, tokens_a_row=20.0) == steps
 
 
 @pytest.mark.parametrize("given", ["many", "0epochs", "-1epochs", "1e9tokens", "3 epochs", "2Xtokens", "12"])
 def test_what_is_no_length_is_refused(given):
-    with pytest.raises(
-        UserError, match=f"^train.steps: {given} must be a number of steps, or epochs or tokens as 3epochs or 20Btokens"
-    ):
+    with pytest.raises(UserError, match=f"^train.steps: {given} must be a number of steps, or epochs or tokens as 3epochs or 20Btokens"):
         typed(compose([f"train.steps='{given}'"]))
 
 
 def test_epochs_take_each_row_so_often(fake, tmp_path):
-    train, data = (
-        TrainConfig(steps="2epochs", seq_len=64, global_batch_size=1),
-        DataConfig("synthetic", documents=5, eval_fraction=0.0),
-    )
+    train, data = TrainConfig(steps="2epochs", seq_len=64, global_batch_size=1), DataConfig("synthetic", documents=5, eval_fraction=0.0)
     cfg, seen = options(tmp_path / "run", train=train, data=data, eval=EvalConfig(interval=None)), []
     rows = len(build_datasets(cfg.data, 64, 1).train.rows)
     original = Loader.next
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loader, "next", lambda loader: seen.append(loader.taken) or original(loader))
+        patch.setattr(Loader, "next", lambda loader: seen.append(loader.rows_taken) or original(loader))
         trainer.train(cfg)
     assert [record["step"] for record in metrics(tmp_path / "run")][-1] == 2 * rows and seen[-1] == (2 * rows - 1,)
 
 
 @pytest.mark.parametrize("packing", ["cut", "fit"])
 def test_a_budget_of_tokens_is_reached_and_by_less_than_two_steps(packing, fake, tmp_path, capsys):
-    train, data = (
-        TrainConfig(steps="3Ktokens", seq_len=16, global_batch_size=4),
-        DataConfig("synthetic", documents=40, packing=packing),
-    )
+    train, data = TrainConfig(steps="3Ktokens", seq_len=16, global_batch_size=4), DataConfig("synthetic", documents=40, packing=packing)
     trainer.train(options(tmp_path / "run", train=train, data=data))
     last = metrics(tmp_path / "run")[-1]
     assert 3000 - 64 < last["tokens"] < 3000 + 64
@@ -104,9 +85,7 @@ def test_a_validation_set_of_ones_own_is_all_that_is_held_out(tmp_path):
     tokens = np.concatenate([batch["tokens"][(batch["labels"] != IGNORED_LABEL).any(1)].numpy() for batch in batches])
     assert set(tokens.flatten().tolist()) == {ord("v")} and (tokens == ord("v")).sum() == 100
     assert found.parts[0].train.facts.tokens == 901 and found.parts[0].held_out is None
-    assert f"{own.files[0]}: 1 documents, 101 tokens (bytes); held out 101 tokens in 10 rows of 10, " in found.describe(
-        1
-    )
+    assert f"{own.files[0]}: 1 documents, 101 tokens (bytes); validation 101 tokens in 10 rows of 10, " in found.describe(1)
     assert [part["source"] for part in found.report()] == [trained.files[0]]
 
 
@@ -127,9 +106,7 @@ def test_the_loss_of_each_source_is_that_of_its_rows_and_all_make_the_whole(batc
     names = [f"loss/{source.files[0]}" for source in sources]
     assert set(found) == {"loss", "share", *names} and found["share"] == 1.0
     if batches is None:
-        expected = [
-            build_datasets(DataConfig(name="text", files=s.files, eval_fraction=0.5), 10, 8).eval for s in sources
-        ]
+        expected = [build_datasets(DataConfig(name="text", files=s.files, eval_fraction=0.5), 10, 8).eval for s in sources]
         alone = [means(ByLetter(), held_out(own, None)) for own in expected]
         assert [found[name] for name in names] == pytest.approx([loss["loss"] for loss, _ in alone])
         assert labels == sum(count for _, count in alone)
@@ -151,10 +128,7 @@ def test_losses_by_source_are_recorded(fake, tmp_path):
     sources = written(tmp_path, a="a" * 1000, b="b" * 1000)
     trainer.train(options(tmp_path / "run", data=DataConfig("mixture", sources=tuple(sources), eval_fraction=0.2)))
     last = metrics(tmp_path / "run")[-1]
-    assert {name for name in last if name.startswith("eval_")} == {
-        "eval_loss",
-        *(f"eval_loss/{s.files[0]}" for s in sources),
-    }
+    assert {name for name in last if name.startswith("eval_")} == {"eval_loss", *(f"eval_loss/{s.files[0]}" for s in sources)}
 
 
 # Early stopping
@@ -173,10 +147,7 @@ def test_a_run_ends_where_its_loss_has_not_fallen_for_so_many_evaluations(fake, 
     losses(monkeypatch, 5.0, 4.0, 4.5, 3.9, 3.9, 4.1, 1.0)
     assert trainer.train(options(tmp_path / "run", steps=20, eval=PATIENT)) == 4.1
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    assert (
-        "ended after step 6 of 20: its validation loss has not fallen for eval.patience=2 evaluations\n"
-        in capsys.readouterr().out
-    )
+    assert "ended after step 6 of 20: its validation loss has not fallen for eval.patience=2 evaluations\n" in capsys.readouterr().out
     assert max(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == "step_00000006"
 
 
@@ -184,23 +155,16 @@ def test_a_run_that_goes_on_counts_on(fake, tmp_path, monkeypatch):
     losses(monkeypatch, 5.0, 4.0, 4.5, 6.0, 1.0)
     cfg = options(tmp_path / "run", steps=3, eval=PATIENT)
     trainer.train(cfg)
-    trainer.train(
-        resuming(replace(cfg, train=replace(cfg.train, steps=20)), tmp_path / "run/checkpoints/step_00000003")
-    )
+    trainer.train(resuming(replace(cfg, train=replace(cfg.train, steps=20)), tmp_path / "run/checkpoints/step_00000003"))
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_patience_without_evaluations_is_refused():
-    with pytest.raises(
-        UserError, match="^eval.patience: 3 counts evaluations, and eval.interval=null has none; set either"
-    ):
+    with pytest.raises(UserError, match="^eval.patience: 3 counts evaluations, and eval.interval=null has none; set either"):
         validate(Config(eval=EvalConfig(interval=None, patience=3)), 1)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "rows"),
-    [((3, 12), 2, 58), ((20, 40), 4, 60), ((29, 58), 2, 58), ((0, 0), 2, 58), ((15, 60), 2, 60)],
-)
+@pytest.mark.parametrize(("before", "after", "rows"), [((3, 12), 2, 58), ((20, 40), 4, 60), ((29, 58), 2, 58), ((0, 0), 2, 58), ((15, 60), 2, 60)])
 def test_epochs_after_a_resume_with_another_batch_size_count_rows(before, after, rows):
     done, rows_done = before
     steps = steps_of("3epochs", rows=19, rows_a_step=after, tokens_a_row=1.0, done=done, rows_done=rows_done)
@@ -215,14 +179,6 @@ def test_a_run_of_epochs_goes_on_with_another_batch_size(first, second, wanted, 
     assert len(build_datasets(data, 16, 1).train.rows) == 19
     trainer.train(options(tmp_path / "run", train=begun, data=data, eval=EvalConfig(interval=None), checkpoint=saved))
     resumed = replace(begun, steps="3epochs", global_batch_size=second)
-    trainer.train(
-        options(
-            tmp_path / "run",
-            train=resumed,
-            data=data,
-            eval=EvalConfig(interval=None),
-            checkpoint=replace(saved, resume="latest"),
-        )
-    )
+    trainer.train(options(tmp_path / "run", train=resumed, data=data, eval=EvalConfig(interval=None), checkpoint=replace(saved, resume="latest")))
     last = metrics(tmp_path / "run")[-1]["step"]
     assert 12 + (last - 12 // first) * second == wanted

@@ -19,13 +19,8 @@ def unevenness(buffers):
 def test_of_even_shares_and_of_one_expert_that_takes_all():
     even, alone = torch.full((4,), 0.25), torch.tensor([0.0, 1.0, 0.0, 0.0])
     found = unevenness({"model.layers.0.router.load": even, "model.layers.1.router.load": alone, "model.norm": even})
-    assert found == {
-        "expert_load_max": 4.0,
-        "expert_load_mean": 2.5,
-        "expert_entropy": 0.5,
-        "expert_load/model.layers.0": 1.0,
-        "expert_load/model.layers.1": 4.0,
-    }
+    assert found == {"expert_load_max": 4.0, "expert_load_mean": 2.5, "expert_entropy": 0.5,
+                     "expert_load/model.layers.0": 1.0, "expert_load/model.layers.1": 4.0}
 
 
 def test_entropy_is_of_the_shares():
@@ -34,14 +29,8 @@ def test_entropy_is_of_the_shares():
 
 
 def test_auxiliary_losses_add_up():
-    found = unevenness(
-        {
-            "a.router.load": torch.tensor([0.5, 0.5]),
-            "a.router.auxiliary": torch.tensor(0.25),
-            "b.router.load": torch.tensor([0.5, 0.5]),
-            "b.router.auxiliary": torch.tensor(0.5),
-        }
-    )
+    found = unevenness({"a.router.load": torch.tensor([0.5, 0.5]), "a.router.auxiliary": torch.tensor(0.25),
+                        "b.router.load": torch.tensor([0.5, 0.5]), "b.router.auxiliary": torch.tensor(0.5)})
     assert found["balance_loss"] == 0.75
 
 

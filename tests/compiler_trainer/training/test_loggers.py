@@ -88,10 +88,7 @@ def test_it_is_told_that_a_run_failed(fake, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        (
-            {"_target_": "collections.Counter"},
-            r"^run.loggers\[0\]: collections.Counter returns an object without `start`",
-        ),
+        ({"_target_": "collections.Counter"}, r"^run.loggers\[0\]: collections.Counter returns an object without `start`"),
         ({"_target_": "no_package.Logger"}, r"^run.loggers\[0\]._target_: ModuleNotFoundError: .*PYTHONPATH"),
     ],
 )
@@ -127,12 +124,7 @@ def test_what_a_service_does_not_take_is_kept_said_once_and_handed_on(capsys, mo
         now[0] += 20  # every second time it is tried again
     assert away.taken == [1, 2, 3, 4, 5]
     said = capsys.readouterr().out
-    assert (
-        said.count(
-            "Away does not accept metrics (ConnectionError: no route to host): they are kept and sent again later"
-        )
-        == 1
-    )
+    assert said.count("Away does not accept metrics (ConnectionError: no route to host): they are kept and sent again later") == 1
     assert said.count("Away accepts metrics again, none is missing") == 1
 
 
@@ -196,9 +188,7 @@ def of_mlflow(uri, experiment):
     client = pytest.importorskip("mlflow").MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
     history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-    values = {
-        name: [(each.step, each.value) for each in sorted(of, key=lambda m: m.step)] for name, of in history.items()
-    }
+    values = {name: [(each.step, each.value) for each in sorted(of, key=lambda m: m.step)] for name, of in history.items()}
     return run.data.params, run.info.status, values
 
 
@@ -228,13 +218,8 @@ def test_a_server_of_mlflow_is_read_back_and_may_be_away(fake, tmp_path, monkeyp
         port = free.getsockname()[1]
     where = ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--host", "127.0.0.1", "--port", str(port)]
     quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", "--workers", "1", *where],
-        env=os.environ | quiet,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    server = subprocess.Popen([sys.executable, "-m", "mlflow", "server", "--workers", "1", *where], env=os.environ | quiet,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         uri = f"http://127.0.0.1:{port}"
         assert any(is_up(f"{uri}/health") for _ in range(120))

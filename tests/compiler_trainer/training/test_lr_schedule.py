@@ -64,9 +64,7 @@ def test_a_single_step_uses_the_base(name):
 
 def test_stable_until_the_decay():
     cfg = LrScheduleConfig("linear", warmup_steps=2, min_ratio=0.1, decay_steps=4)
-    assert [learning_rate(cfg, 1.0, step, 10) for step in range(1, 11)] == pytest.approx(
-        [0.5, *[1.0] * 5, 0.82, 0.64, 0.46, 0.28]
-    )
+    assert [learning_rate(cfg, 1.0, step, 10) for step in range(1, 11)] == pytest.approx([0.5, *[1.0] * 5, 0.82, 0.64, 0.46, 0.28])
 
 
 def test_a_decay_of_no_step_leaves_the_base():

@@ -40,11 +40,7 @@ def test_on_a_cpu_each_moment_belongs_to_the_innermost_of_nested_events():
 
 
 def test_it_is_the_average_of_the_steps():
-    events = [
-        *steps(10.0, 20.0),
-        event("data", 1.0, 2.0, "user_annotation"),
-        event("data", 12.0, 15.0, "user_annotation"),
-    ]
+    events = [*steps(10.0, 20.0), event("data", 1.0, 2.0, "user_annotation"), event("data", 12.0, 15.0, "user_annotation")]
     found = break_down(events, {})
     assert (found.step_ms, found.data_ms, found.host_ms) == (15.0, 2.0, 13.0)
 
@@ -74,9 +70,7 @@ def test_on_a_gpu_kernels_are_what_the_host_launched_and_collectives_count_where
 
 
 def test_a_step_that_is_launched_ahead_lasts_from_the_end_of_the_one_before():
-    launches = [
-        event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=n) for n, at in enumerate((0.5, 2.5, 12.5))
-    ]
+    launches = [event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=n) for n, at in enumerate((0.5, 2.5, 12.5))]
     kernels = [event("gemm", at, at + 9.0, "kernel", 7, correlation=n) for n, at in enumerate((3.0, 12.0, 22.0))]
     found = break_down([*steps(2.0, 10.0, 10.0), *launches, *kernels], {})  # the device is at a step before until 3
     assert (found.step_ms, found.kinds, found.host_ms) == (9.5, {"products": 9.0}, 0.5)

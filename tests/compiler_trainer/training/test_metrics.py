@@ -112,9 +112,7 @@ def test_what_never_found_room_is_said_to_be_missing(tmp_path, monkeypatch, caps
 
 def lose(log, monkeypatch):
     """Log a step that the disk does not take."""
-    monkeypatch.setattr(
-        metrics, "open", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")), raising=False
-    )
+    monkeypatch.setattr(metrics, "open", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")), raising=False)
     log(record(1))
 
 

@@ -52,16 +52,12 @@ def test_a_folder_that_another_process_holds_is_refused_by_name_until_that_is_ki
     with pytest.raises(UserError) as error, owning(options(folder)):
         pass
     host = os.uname().nodename
-    assert str(error.value).startswith(
-        f"run.dir: {folder} is in use by another run, process {process.pid} on {host} since 20"
-    )
+    assert str(error.value).startswith(f"run.dir: {folder} is in use by another run, process {process.pid} on {host} since 20")
     process.kill()
     process.wait()
     with owning(options(folder)) as owners:
         owners.check()
-        assert (
-            json.loads((folder / FILE).read_text())["pid"] == os.getpid() and (folder / "checkpoints" / FILE).exists()
-        )
+        assert json.loads((folder / FILE).read_text())["pid"] == os.getpid() and (folder / "checkpoints" / FILE).exists()
 
 
 def test_nothing_is_left_of_a_run_that_did_not_begin(tmp_path):

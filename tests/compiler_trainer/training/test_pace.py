@@ -11,15 +11,12 @@ from compiler_trainer.training.pace import Pace, covered_time
 from compiler_trainer.training.spikes import FEWEST, Spikes
 
 
-@pytest.mark.parametrize(
-    ("spans", "total"),
-    [
-        ([], 0.0),
-        ([(1.0, 3.0), (2.0, 4.0), (6.0, 7.0)], 4.0),
-        ([(0.0, 9.0), (1.0, 2.0)], 9.0),
-        ([(5.0, 6.0), (0.0, 1.0), (0.5, 1.5)], 2.5),
-    ],
-)
+@pytest.mark.parametrize(("spans", "total"), [
+    ([], 0.0),
+    ([(1.0, 3.0), (2.0, 4.0), (6.0, 7.0)], 4.0),
+    ([(0.0, 9.0), (1.0, 2.0)], 9.0),
+    ([(5.0, 6.0), (0.0, 1.0), (0.5, 1.5)], 2.5),
+])
 def test_time_in_at_least_one_span(spans, total):
     assert covered_time(spans) == total
 

@@ -16,12 +16,8 @@ from tests.nightly.chaos import job, last_words, start, wait_for_steps
     ("ranks", "killed", "said"),
     [
         pytest.param(2, 1, "error: rank 1 is gone: it does not answer any more (", id="one of two"),
-        pytest.param(
-            2, 0, "error: rank 0 or its node is gone: the store at 127.0.0.1:", id="the first, with the store"
-        ),
-        pytest.param(
-            3, 2, "error: rank 2 is gone: it does not answer any more (", id="one of three", marks=pytest.mark.full
-        ),
+        pytest.param(2, 0, "error: rank 0 or its node is gone: the store at 127.0.0.1:", id="the first, with the store"),
+        pytest.param(3, 2, "error: rank 2 is gone: it does not answer any more (", id="one of three", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.full

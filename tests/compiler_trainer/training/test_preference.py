@@ -28,11 +28,7 @@ def pairs(rows=6, seed=3):
     found = []
     for _ in LRS:
         tokens = torch.randint(0, VOCAB, (rows, ROW), generator=draw)
-        labels, positions, documents = (
-            torch.full_like(tokens, -100),
-            torch.zeros_like(tokens),
-            torch.full_like(tokens, 2),
-        )
+        labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, 2)
         for row in range(rows):
             sizes = torch.randint(2, ROW // 2, (2,), generator=draw).tolist()
             bounds = [0, sizes[0], sum(sizes), ROW]
@@ -44,16 +40,7 @@ def pairs(rows=6, seed=3):
                     labels[row, start] = tokens[row, start + 1]
         known = {name: -3 * torch.rand(rows, generator=draw) for name in REFERENCE}
         counts = (torch.arange(rows) < rows - 1).long()
-        found.append(
-            {
-                "tokens": tokens,
-                "labels": labels,
-                "positions": positions,
-                "documents": documents,
-                "pairs": counts,
-                **known,
-            }
-        )
+        found.append({"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": counts, **known})
     return found
 
 
@@ -84,12 +71,7 @@ def loss_of(model, batch):
     return dpo(plain_logits, 0.3, 0.1, model, batch)
 
 
-MESHES = [
-    ({"dp_shard": 2, "cp": 2}, 1),
-    ({"tp": 2, "dp_replicate": 2}, 2),
-    ({"cp": 3}, 3),
-    ({"pp": 2, "dp_shard": 2}, 2),
-]
+MESHES = [({"dp_shard": 2, "cp": 2}, 1), ({"tp": 2, "dp_replicate": 2}, 2), ({"cp": 3}, 3), ({"pp": 2, "dp_shard": 2}, 2)]
 IN_CHUNKS = [({"dp_shard": 2}, 2), ({"cp": 2}, 1), ({"tp": 2}, 1), ({"pp": 2, "tp": 2}, 2)]  # 61 classes on two ranks
 CASES = [(*case, 1) for case in MESHES] + [(*case, 5) for case in IN_CHUNKS]
 
@@ -104,9 +86,7 @@ def in_chunks(step):
 def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
     data, passes = pairs(), {"chunk_loss": {"chunks": chunks}}
     metrics, state = train_plainly(llama(2), plain_dpo, data, ADAMW)
-    step = compile_lockstep(
-        llama(2, attention="documents"), loss_of, data[0], mesh, microbatches=microbatches, passes=passes
-    )
+    step = compile_lockstep(llama(2, attention="documents"), loss_of, data[0], mesh, microbatches=microbatches, passes=passes)
     assert in_chunks(step) == (chunks > 1)
     for found, wanted in zip(train_step(step, data), metrics, strict=True):
         assert_same({name: found[name] for name in wanted}, wanted, EXACT)
@@ -134,12 +114,7 @@ def test_a_reference_is_told_row_by_row(mesh, microbatches, chunks):
     def loss(model, batch):
         return reference(plain_logits, model, batch)
 
-    how = {
-        "mesh": mesh,
-        "ranks": "lockstep",
-        "microbatches": microbatches,
-        "passes": {"chunk_loss": {"chunks": chunks}},
-    }
+    how = {"mesh": mesh, "ranks": "lockstep", "microbatches": microbatches, "passes": {"chunk_loss": {"chunks": chunks}}}
     step = ct.compile_step(model, loss, given, train=False, **how)
     found = step.rows(given)
     assert in_chunks(step) == (chunks > 1)
@@ -155,13 +130,7 @@ def test_a_reference_needs_less_memory_than_a_step_that_keeps_least():
     given = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
     step = compile_lockstep(model, loss_of, batch, {"dp_shard": 2}, {"name": "sgd", "max_norm": None}, passes=passes)
     referring = ct.compile_step(
-        model,
-        lambda *given: reference(plain_logits, *given),
-        given,
-        train=False,
-        mesh={"dp_shard": 2},
-        ranks="lockstep",
-        passes=passes,
+        model, lambda *given: reference(plain_logits, *given), given, train=False, mesh={"dp_shard": 2}, ranks="lockstep", passes=passes
     )
     peaks = [[p["accounting"]["peak_bytes"] for p in found.report["passes"]][-1] for found in (step, referring)]
     assert peaks[1] < peaks[0]
@@ -182,22 +151,9 @@ def folder(tmp_path_factory):
 
 def trainer(folder, where, **options):
     """A run of DPO on a small decoder."""
-    data = {
-        "name": "text",
-        "files": [str(folder / "pairs.jsonl")],
-        "tokenizer": str(folder / "tokenizer.json"),
-        "chat": True,
-    }
+    data = {"name": "text", "files": [str(folder / "pairs.jsonl")], "tokenizer": str(folder / "tokenizer.json"), "chat": True}
     given = {
-        "model": {
-            "n_layers": 1,
-            "dim": 32,
-            "n_heads": 2,
-            "n_kv_heads": 1,
-            "ffn_dim": 32,
-            "vocab_size": 259,
-            "attention": "documents",
-        },
+        "model": {"n_layers": 1, "dim": 32, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32, "vocab_size": 259, "attention": "documents"},
         "data": data | {"pairs": True, "eval_fraction": 0.2},
         "train": {"steps": 6, "seq_len": 96, "global_batch_size": 4},
         "optim": {"lr": 3e-3},
@@ -205,12 +161,7 @@ def trainer(folder, where, **options):
         "lower": {"backend": "eager"},
         "run": {"dir": str(where), "dump_graphs": False},
     }
-    return ct.Trainer(
-        **{
-            name: {**given.get(name, {}), **value} if isinstance(value, dict) else value
-            for name, value in (given | options).items()
-        }
-    )
+    return ct.Trainer(**{name: {**given.get(name, {}), **value} if isinstance(value, dict) else value for name, value in (given | options).items()})
 
 
 def records(run):
@@ -226,16 +177,10 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
     assert last["eval_loss"] < 0.6 and last["eval_reward_accuracy"] == 1
 
     part = {"steps": 3, "seq_len": 96, "global_batch_size": 4}
-    options = {
-        "eval": {"interval": 3},
-        "lr_schedule": "constant",
-        "run": {"dir": str(tmp_path / "parts"), "dump_graphs": False},
-    }
+    options = {"eval": {"interval": 3}, "lr_schedule": "constant", "run": {"dir": str(tmp_path / "parts"), "dump_graphs": False}}
     trainer(folder, "", train=part, **options).train()
     kept = (tmp_path / "parts" / FILE).read_bytes()
-    (tmp_path / "parts" / FILE).write_bytes(
-        kept[:500] + b"?" + kept[501:]
-    )  # damaged: computed anew from initial weights
+    (tmp_path / "parts" / FILE).write_bytes(kept[:500] + b"?" + kept[501:])  # damaged: computed anew from initial weights
     trainer(folder, "", checkpoint={"resume": "latest"}, **options).train()
     trainer(folder, "", **options | {"run": {"dir": str(tmp_path / "undisturbed"), "dump_graphs": False}}).train()
     with np.load(tmp_path / "parts" / FILE) as again, np.load(tmp_path / "undisturbed" / FILE) as wanted:
@@ -253,19 +198,10 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
         ({"data": {"packing": "cut"}}, r"data.packing: cut with data.pairs, of which each is a row"),
         ({"model": {"attention": "causal"}}, r"model.attention: causal with data.pairs: both answers lie in a row"),
         (
-            {
-                "model": {
-                    "name": "moe_debug",
-                    "attention": "documents",
-                    "experts": {"count": 4, "top_k": 1, "width": 8, "balance_loss": 0.1},
-                }
-            },
+            {"model": {"name": "moe_debug", "attention": "documents", "experts": {"count": 4, "top_k": 1, "width": 8, "balance_loss": 0.1}}},
             r"model.experts.balance_loss: 0.1 is no part of loss=dpo",
         ),
-        (
-            {"train": {"seq_len": 50}},
-            r"data.pairs: \d+ of \d+ pairs are longer than rows of 50 tokens, the longest takes \d+",
-        ),
+        ({"train": {"seq_len": 50}}, r"data.pairs: \d+ of \d+ pairs are longer than rows of 50 tokens, the longest takes \d+"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -289,14 +225,7 @@ def test_a_reward_model_of_ones_own_ranks_pairs(folder, tmp_path):
         chosen, rejected = ((scores * (batch["documents"] == i)).sum(1) for i in (0, 1))
         return -F.logsigmoid(chosen - rejected).mean(), {"accuracy": (chosen > rejected).float().mean()}
 
-    trainer(
-        folder,
-        tmp_path / "run",
-        model=Reward(),
-        loss=ranking,
-        train={"steps": 20, "seq_len": 96, "global_batch_size": 4},
-        optim={"lr": 1e-2},
-    ).train()
+    trainer(folder, tmp_path / "run", model=Reward(), loss=ranking, train={"steps": 20, "seq_len": 96, "global_batch_size": 4}, optim={"lr": 1e-2}).train()
     found = records(tmp_path / "run")
     assert found[-1]["loss"] < 0.1 < 0.3 < found[0]["loss"] and found[-1]["accuracy"] == 1
     assert not (tmp_path / "run" / FILE).exists()

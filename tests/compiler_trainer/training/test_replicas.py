@@ -78,9 +78,7 @@ def test_zero_turns_it_off(tmp_path):
     step = step_of(dp_replicate=2)
     flip(step, a_weight(step), 1)
     cfg = options(tmp_path)
-    Replicas(
-        replace(cfg, train=replace(cfg.train, replica_check=replace(cfg.train.replica_check, interval=None))), step
-    ).check(7)
+    Replicas(replace(cfg, train=replace(cfg.train, replica_check=replace(cfg.train.replica_check, interval=None))), step).check(7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])

@@ -24,9 +24,7 @@ MESHES = {
 @pytest.mark.sample(2)
 def test_a_rank_is_given_its_own_rows_and_every_row_is_some_ranks(mesh, rows, microbatches):
     batch = batches(rows=rows)[0]
-    step = compile_lockstep(
-        llama(n_layers=2), llama_loss, batch, mesh, microbatches=microbatches, lower={"backend": "eager"}
-    )
+    step = compile_lockstep(llama(n_layers=2), llama_loss, batch, mesh, microbatches=microbatches, lower={"backend": "eager"})
     own = {rank: own_rows(step, [rank]) for rank in step.ranks}
     assert sorted(set(np.concatenate(list(own.values())).tolist())) == list(range(rows))
     assert all(len(found) <= -(-rows // microbatches // 2) * microbatches for found in own.values())
@@ -40,8 +38,5 @@ def test_a_rank_is_given_its_own_rows_and_every_row_is_some_ranks(mesh, rows, mi
         for compiled in step.train.values():
             given = [each for each in compiled.finished.inputs if each.kind == "batch"]
             for whole, part in zip(step.split(batch), step.split(outline)):
-                fed = [
-                    [step.value(each, rank, BatchLayout(compiled.finished, half), {}) for each in given]
-                    for half in (whole, part)
-                ]
+                fed = [[step.value(each, rank, BatchLayout(compiled.finished, half), {}) for each in given] for half in (whole, part)]
                 assert all(torch.equal(a, b) for a, b in zip(*fed))

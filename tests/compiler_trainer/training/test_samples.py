@@ -58,19 +58,12 @@ def test_a_line_an_evaluation_with_what_the_weights_of_that_step_add(model, tmp_
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 2, "tp": 2}, {"cp": 2, "dp_replicate": 2}, {"pp": 2, "dp_shard": 2}], ids=str
-)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"cp": 2, "dp_replicate": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
 def test_the_model_is_put_together_on_any_mesh(mesh):
     model = llama(n_layers=2)
-    step = compile_lockstep(
-        model, llama_loss, batches(rows=4)[0], mesh, **({"microbatches": 2} if "pp" in mesh else {})
-    )
+    step = compile_lockstep(model, llama_loss, batches(rows=4)[0], mesh, **({"microbatches": 2} if "pp" in mesh else {}))
     found = on_rank_0(step, 0)
-    assert found.keys() == {
-        *dict(model.named_parameters()),
-        *(name for name in found if name in dict(model.named_buffers())),
-    }
+    assert found.keys() == {*dict(model.named_parameters()), *(name for name in found if name in dict(model.named_buffers()))}
     assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
     assert on_rank_0(step, 1) == {}
 
@@ -85,14 +78,11 @@ def test_a_run_that_goes_on_has_each_line_once(tmp_path):
     assert lines(tmp_path / "run") == before and len(before) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"eval": {"interval": None}}, "^eval.prompts: .*eval.interval=null has none"),
-        ({"data": {"name": "custom", "_target_": "x.Y"}}, "^eval.prompts: .*data=custom has rows without a tokenizer"),
-        ({"data": {"tokenizer": "nowhere.json"}}, "nowhere.json: no such file"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"eval": {"interval": None}}, "^eval.prompts: .*eval.interval=null has none"),
+    ({"data": {"name": "custom", "_target_": "x.Y"}}, "^eval.prompts: .*data=custom has rows without a tokenizer"),
+    ({"data": {"tokenizer": "nowhere.json"}}, "nowhere.json: no such file"),
+])
 def test_what_cannot_be_sampled_is_refused_before_anything_is_written(change, said, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
     cfg = sampling(options(tmp_path / "run"))

@@ -23,9 +23,7 @@ def test_flops_are_those_of_one_rank():
 
 
 def test_mfu_is_of_the_gpu_that_the_cluster_describes(monkeypatch):
-    monkeypatch.setattr(
-        torch, "cuda", SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3")
-    )
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3"))
     cfg = settled(CFG, on_gpu=True)
     found = speed(cfg, 10**6, 4000, 0.5)
     assert found["mfu"] == pytest.approx(found["tflops"] / 989.0)  # bf16

@@ -43,17 +43,8 @@ def soon(monkeypatch):
 
 
 def job(folder, url, text, resume=None, **changes):
-    data = DataConfig(
-        name="text",
-        files=(f"{text}/*.txt",),
-        eval_fraction=0.3,
-        document_separator=". ",
-        cache=str(folder.parent / "cache"),
-    )
-    return options(
-        folder,
-        **{"data": data, "checkpoint": CheckpointConfig(interval=2, keep=2, store=url, resume=resume), **changes},
-    )
+    data = DataConfig(name="text", files=(f"{text}/*.txt",), eval_fraction=0.3, document_separator=". ", cache=str(folder.parent / "cache"))
+    return options(folder, **{"data": data, "checkpoint": CheckpointConfig(interval=2, keep=2, store=url, resume=resume), **changes})
 
 
 def weights(folder):
@@ -95,9 +86,7 @@ train(job(Path({folder!r}), {url!r}, {text!r}))
 """
 
 
-def test_killed_during_a_copy_and_resumed_on_another_machine_it_ends_with_the_same_bits(
-    tmp_path, store, text, undisturbed
-):
+def test_killed_during_a_copy_and_resumed_on_another_machine_it_ends_with_the_same_bits(tmp_path, store, text, undisturbed):
     url = "s3://bucket/runs/killed"
     (tmp_path / "first").mkdir()
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT), *sys.path])}
@@ -113,9 +102,7 @@ def test_killed_during_a_copy_and_resumed_on_another_machine_it_ends_with_the_sa
     assert Elsewhere(url).steps() == [4, 6]
 
 
-def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(
-    tmp_path, store, text, undisturbed, monkeypatch, capsys
-):
+def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(tmp_path, store, text, undisturbed, monkeypatch, capsys):
     url, put = "s3://bucket/runs/outage", Place.put
 
     def goes_away(place, file, name):
@@ -133,9 +120,7 @@ def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(
     monkeypatch.setattr("compiler_trainer.training.saving.say", comes_back)
     train(job(tmp_path / "run", url, text))
     said = capsys.readouterr().out
-    assert re.search(
-        rf"{url}/\S+: cannot be reached: .*; training goes on, and this is tried again every 0.1 s\n", said
-    )
+    assert re.search(rf"{url}/\S+: cannot be reached: .*; training goes on, and this is tried again every 0.1 s\n", said)
     assert f"{url} answers again, and has all checkpoints" in said
     assert_same(weights(tmp_path / "run"), undisturbed[0])
     assert Elsewhere(url).steps() == [4, 6]
@@ -145,9 +130,7 @@ def test_what_an_outage_until_the_end_left_behind_is_copied_by_resume(tmp_path, 
     url, folder = "s3://bucket/runs/away", tmp_path / "run"
     put, Place.put = Place.put, lambda place, file, name: store.stop() or put(place, file, name)
     try:
-        with pytest.raises(
-            SaveError, match="cannot be reached: .* alone has .*step_00000006, which compiler-trainer resume copies"
-        ):
+        with pytest.raises(SaveError, match="cannot be reached: .* alone has .*step_00000006, which compiler-trainer resume copies"):
             train(job(folder, url, text))
     finally:
         Place.put = put
@@ -172,10 +155,7 @@ def test_a_store_that_does_not_answer_at_the_start_trains_nothing(tmp_path, stor
 def test_the_checkpoints_of_two_runs_are_not_mixed(tmp_path, store, text):
     url = "s3://bucket/runs/mixed"
     train(job(tmp_path / "a", url, text, steps=4))
-    with pytest.raises(
-        UserError,
-        match=f"^checkpoint.store: {url} has checkpoints up to step 4; go on from it with checkpoint.resume=auto",
-    ):
+    with pytest.raises(UserError, match=f"^checkpoint.store: {url} has checkpoints up to step 4; go on from it with checkpoint.resume=auto"):
         train(job(tmp_path / "b", url, text))
     assert not (tmp_path / "b").exists()
     train(job(tmp_path / "b", None, text, steps=4, optim=replace(options("x").optim, lr=5e-2)))
@@ -190,14 +170,8 @@ def test_a_checkpoint_of_the_store_is_named_and_a_model_is_exported_there(tmp_pa
     train(job(tmp_path / "b", None, text, f"{url}/step_00000004"))
     assert_same(weights(tmp_path / "b"), undisturbed[0])
     assert call("export", tmp_path / "a", "s3://bucket/exported") == 0
-    assert (
-        "s3://bucket/exported: 5 files; once they are on a disk, load it with transformers" in capsys.readouterr().out
-    )
-    assert {name.rpartition("/")[2] for name in store.names("exported")} >= {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    }
+    assert "s3://bucket/exported: 5 files; once they are on a disk, load it with transformers" in capsys.readouterr().out
+    assert {name.rpartition("/")[2] for name in store.names("exported")} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert call("export", tmp_path / "a", "s3://bucket/exported") == 2
     assert "s3://bucket/exported: is there already" in capsys.readouterr().err
     assert call("export", tmp_path / "a", tmp_path / "out", "--checkpoint", f"{url}/step_00000006") == 0
@@ -205,18 +179,11 @@ def test_a_checkpoint_of_the_store_is_named_and_a_model_is_exported_there(tmp_pa
     assert f"error: {url}/step_00000007: is not there, or is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        (
-            "checkpoint",
-            {"dir": "s3://bucket/a"},
-            "checkpoint.dir: s3://bucket/a is in a store; .*checkpoint.store=s3://bucket/a",
-        ),
-        ("checkpoint", {"store": "runs/a"}, "checkpoint.store: runs/a is no url"),
-        ("run", {"dir": "s3://bucket/a"}, "run.dir: s3://bucket/a is in a store; name a folder of this machine"),
-    ],
-)
+@pytest.mark.parametrize(("option", "value", "message"), [
+    ("checkpoint", {"dir": "s3://bucket/a"}, "checkpoint.dir: s3://bucket/a is in a store; .*checkpoint.store=s3://bucket/a"),
+    ("checkpoint", {"store": "runs/a"}, "checkpoint.store: runs/a is no url"),
+    ("run", {"dir": "s3://bucket/a"}, "run.dir: s3://bucket/a is in a store; name a folder of this machine"),
+])
 def test_what_does_not_go_there_is_refused(option, value, message, tmp_path):
     cfg = options(tmp_path / "run")
     with pytest.raises(UserError, match=f"^{message}"):

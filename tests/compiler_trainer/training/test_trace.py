@@ -23,15 +23,8 @@ from passes.program.operators import kind_of
 @pytest.fixture(scope="module")
 def step():
     plan = {"layers.*.up.weight": {"tp": 0}, "layers.*.down.weight": {"tp": 1}}
-    return ct.compile_step(
-        Net(),
-        loss,
-        {"x": torch.randn(8, 5, 12)},
-        mesh=MESH,
-        ranks="lockstep",
-        microbatches=2,
-        passes={"shard": {"plan": plan}},
-    )
+    return ct.compile_step(Net(), loss, {"x": torch.randn(8, 5, 12)}, mesh=MESH, ranks="lockstep", microbatches=2,
+                           passes={"shard": {"plan": plan}})
 
 
 def options(folder, steps: int) -> Config:
@@ -59,9 +52,7 @@ def test_collectives_and_waits_are_named_in_every_step(step):
 
 
 def test_a_trace_is_written_into_the_run_folder(tmp_path):
-    recorder = trace.Trace(
-        options(tmp_path, steps=4), SimpleNamespace(train={}, training=([], None), microbatches=1), done=0
-    )
+    recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, training=([], None), microbatches=1), done=0)
     for number in range(1, 5):
         with recorder.record_step(number):
             torch.ones(3).sum()
@@ -73,25 +64,19 @@ def test_a_trace_is_written_into_the_run_folder(tmp_path):
 
 @pytest.mark.parametrize("most_bytes", [0, 3000])
 def test_a_disk_that_does_not_take_the_trace_is_one_line(tmp_path, capsys, most_bytes):
-    recorder = trace.Trace(
-        options(tmp_path, steps=4), SimpleNamespace(train={}, training=([], None), microbatches=1), done=0
-    )
+    recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, training=([], None), microbatches=1), done=0)
     with no_file_above(most_bytes):
         for number in range(1, 5):
             with recorder.record_step(number):
                 torch.ones(3).sum()
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
-    assert said.startswith(f"{tmp_path / trace.FILE} cannot be written (") and said.endswith(
-        "): there is no trace of this run"
-    )
+    assert said.startswith(f"{tmp_path / trace.FILE} cannot be written (") and said.endswith("): there is no trace of this run")
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_recorded_unasked(tmp_path):
     cfg = options(tmp_path, steps=3)
-    recorder = trace.Trace(
-        replace(cfg, run=replace(cfg.run, profile=False)), SimpleNamespace(train={}, training=([], None)), done=0
-    )
+    recorder = trace.Trace(replace(cfg, run=replace(cfg.run, profile=False)), SimpleNamespace(train={}, training=([], None)), done=0)
     for number in range(1, 4):
         with recorder.record_step(number):
             pass
@@ -100,7 +85,5 @@ def test_nothing_is_recorded_unasked(tmp_path):
 
 def test_a_run_too_short_to_record_is_refused(tmp_path):
     trace.check(options(tmp_path, steps=3), done=0)
-    with pytest.raises(
-        UserError, match=r"run.profile: true with train.steps=12 after step 10; the first 2 steps are not"
-    ):
+    with pytest.raises(UserError, match=r"run.profile: true with train.steps=12 after step 10; the first 2 steps are not"):
         trace.check(options(tmp_path, steps=12), done=10)

@@ -333,12 +333,7 @@ def test_a_compiled_run_learns_and_goes_on_bit_for_bit(tmp_path, capsys):
     assert records[0]["loss"] == pytest.approx(math.log(MODEL.vocab_size), rel=0.02)
     assert records[-1]["loss"] < records[0]["loss"] - 1
     assert {p.name for p in (tmp_path / "whole").iterdir() if "tfevents" not in p.name} == {
-        ".owner",
-        "checkpoints",
-        "config.yaml",
-        "graphs",
-        "metrics.jsonl",
-        "report.json",
+        ".owner", "checkpoints", "config.yaml", "graphs", "metrics.jsonl", "report.json",
     }
     assert config.load(tmp_path / "whole/config.yaml") == validate(for_running(whole), 1)
     assert yaml.safe_load((tmp_path / "whole/config.yaml").read_text())["train"]["steps"] == 30

@@ -93,18 +93,9 @@ def test_one_that_moves_on_is_left_alone(code):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (
-            [(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(5, 3, "mm_1 (y)", False), False)],
-            "rank 1 does not answer, it was last in mm_1 (y) after step 3",
-        ),
-        (
-            [(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(9, 4, "mm_1 (y)", False), True)],
-            "rank 1 is in mm_1 (y) after step 4",
-        ),
-        (
-            [(0, Beat(9, 4, "a (x)", True), True), (1, Beat(9, 4, "b (y)", True), True)],
-            "rank 0 waits in a (x) after step 4; rank 1 waits in b (y) after step 4",
-        ),
+        ([(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(5, 3, "mm_1 (y)", False), False)], "rank 1 does not answer, it was last in mm_1 (y) after step 3"),
+        ([(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(9, 4, "mm_1 (y)", False), True)], "rank 1 is in mm_1 (y) after step 4"),
+        ([(0, Beat(9, 4, "a (x)", True), True), (1, Beat(9, 4, "b (y)", True), True)], "rank 0 waits in a (x) after step 4; rank 1 waits in b (y) after step 4"),
     ],
 )
 def test_who_hangs_is_the_silent_rank_else_the_one_that_waits_for_nobody(found, said, capsys):
@@ -114,9 +105,7 @@ def test_who_hangs_is_the_silent_rank_else_the_one_that_waits_for_nobody(found, 
 
 def test_a_line_of_generated_code_is_told_by_its_nodes(tmp_path):
     file = tmp_path / "generated.py"
-    file.write_text(
-        "import sys\n# Topologically Sorted Source Nodes: [all_gather_3], Original ATen: []\nframe = sys._getframe()\n"
-    )
+    file.write_text("import sys\n# Topologically Sorted Source Nodes: [all_gather_3], Original ATen: []\nframe = sys._getframe()\n")
     space: dict = {}
     exec(compile(file.read_text(), str(file), "exec"), space)
     assert operation_of(space["frame"]).startswith("all_gather_3 (")
@@ -126,32 +115,10 @@ def test_a_line_of_generated_code_is_told_by_its_nodes(tmp_path):
 def test_a_stopped_rank_of_two_is_named(tmp_path):
     options = "data=synthetic data.documents=200 train.steps=100000 train.seq_len=16 train.global_batch_size=4 eval.interval=null".split()
     small = "model.dim=16 model.n_layers=2 model.n_heads=2 model.n_kv_heads=1 model.ffn_dim=24 run.dump_graphs=false".split()
-    how = [
-        f"run.dir={tmp_path}/run",
-        "run.timeout_s=3",
-        "lower.backend=eager",
-        "checkpoint.interval=null",
-        "mesh.pp=2",
-        "train.microbatches=2",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "compiler_trainer",
-    ]
+    how = [f"run.dir={tmp_path}/run", "run.timeout_s=3", "lower.backend=eager", "checkpoint.interval=null", "mesh.pp=2", "train.microbatches=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "compiler_trainer"]
     metrics = Path(tmp_path, "run/metrics.jsonl")
-    with subprocess.Popen(
-        [*command, *options, *small, *how],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as job:
+    with subprocess.Popen([*command, *options, *small, *how], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True) as job:
         stopped = []
         try:
             while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
@@ -192,6 +159,4 @@ def test_what_the_flight_recorder_holds_is_kept_and_named(tmp_path, monkeypatch,
     report(2.0, [(0, Beat(9, 4, "a (x)", True), True)], watch.write_flight_record())
     folder = tmp_path / "flight_recorder"
     assert (folder / "rank_0").read_bytes() == b"recorded"
-    assert capsys.readouterr().err.endswith(
-        f"collectives of each rank are in {folder}: torchfrtrace {folder} -p rank_\n"
-    )
+    assert capsys.readouterr().err.endswith(f"collectives of each rank are in {folder}: torchfrtrace {folder} -p rank_\n")
