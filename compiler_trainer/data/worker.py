@@ -160,7 +160,7 @@ class Worker:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
             invalid_id = ids.min() if ids.min() < 0 else ids.max()
             raise BadRecord(
-                f"holds id {invalid_id:,}, and the tokenizer has {self.tokenizer.vocab_size:,}; set data.tokenizer to theirs"
+                f"has id {invalid_id:,}; the tokenizer has {self.tokenizer.vocab_size:,}; set data.tokenizer to theirs"
             )
         if len(ids) and ids[-1] == self.tokenizer.end_of_document:
             ids = ids[:-1]

@@ -142,8 +142,8 @@ def no_id(folder, value):
 
 
 BAD = {
-    "beyond the vocabulary": (lambda f: no_id(f, 257), "a.npy: token 0: holds id 257, and the tokenizer has 257; set data.tokenizer to theirs"),
-    "below 0": (lambda f: no_id(f, -5), "a.npy: token 0: holds id -5, and the tokenizer has 257"),
+    "beyond the vocabulary": (lambda f: no_id(f, 257), "a.npy: token 0: has id 257; the tokenizer has 257; set data.tokenizer to theirs"),
+    "below 0": (lambda f: no_id(f, -5), "a.npy: token 0: has id -5; the tokenizer has 257"),
     "floats": (lambda f: np.save(f / "a.npy", np.ones(3)) or f / "a.npy", r"a.npy: is float64\[3\]; ids must be integers in one dim"),
     "rows": (lambda f: np.save(f / "a.npy", np.ones((2, 3), int)) or f / "a.npy", r"a.npy: is int64\[2, 3\]; ids are"),
     "pickled": (lambda f: np.save(f / "a.npy", np.array([{}])) or f / "a.npy", "a.npy: cannot be read as int64 ids: .*Python objects"),
