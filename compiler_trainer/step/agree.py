@@ -1,4 +1,4 @@
-"""Before anything runs, all ranks must hold the same program: a difference is shown, not waited on."""
+"""Check before the first step that all ranks hold the same program, instead of hanging on a difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 20  # lines of difference
 
 
 def agree(name: str, program: ir.Program) -> None:
-    """Compare the program's text over all ranks; raises RuntimeError with the first lines that differ from rank 0's."""
+    """Compare a program's text on all ranks; raise RuntimeError with the first lines that differ from rank 0's."""
     text = print_program(program)
     digest = hashlib.sha256(text.encode()).hexdigest()
     digests: list[str] = [""] * dist.get_world_size()
@@ -29,6 +29,6 @@ def agree(name: str, program: ir.Program) -> None:
 
 
 def difference(first: str, second: str, here: str, there: str) -> str:
-    """The first lines in which two program texts differ."""
+    """Return the first lines in which two program texts differ."""
     lines = difflib.unified_diff(first.splitlines(), second.splitlines(), here, there, n=1, lineterm="")
     return "\n".join(list(lines)[:SHOWN])

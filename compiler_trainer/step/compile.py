@@ -1,4 +1,4 @@
-"""From a plain model to a training step: capture, passes, lowering, and the state on its ranks."""
+"""Compile a plain model into a training step: capture, passes, lowering, and the state of each rank."""
 
 from __future__ import annotations
 
@@ -57,19 +57,23 @@ def compile_step(
     cluster: ClusterConfig = AUTO_CLUSTER,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Step:
-    """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh.
+    """Compile forward, loss, backward, clipping and optimizer of a plain model into one step over a mesh.
 
-    `example_batch` holds tensors of GLOBAL shape, whose rows are split into `microbatches`. `initial` gives full
-    values of parameters and buffers (by default the model's own, which must then be real), of which a rank reads what
-    it owns. `seed` keys random operators such as dropout, which are off in evaluation: that is captured in eval mode.
-    With `skip_nonfinite` a step whose gradient norm is infinite or not a number changes nothing.
-    With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
-    here. `device` is by default this rank's GPU if there is one, else the CPU; lockstep ranks run on the CPU. Without
-    `train` the step can only evaluate, without `evaluate` only train (it stores nothing that evaluation alone reads).
-    Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body. What passes
-    decide by time (`async_tp=auto`) they decide on the `cluster`, by default the one of this device. With a `cache`,
-    passes do not run if an earlier start stored its programs.
-    Raises UserError naming what is at fault.
+    `example_batch` has tensors of GLOBAL shape, whose first dim is split into `microbatches`. `initial` gives full
+    values of parameters and buffers, of which a rank reads its share; the default is the model's own values, which must
+    then be real. `seed` keys random operators such as dropout; evaluation is captured in eval mode, without them. With
+    `skip_nonfinite`, a step whose gradient norm is infinite or not a number changes nothing.
+
+    With "processes", torch.distributed is initialized and this process is one rank; with "lockstep", all ranks are
+    interpreted in this process. `device` defaults to this rank's GPU, or the CPU without one; lockstep ranks run on the
+    CPU. Without `train` the step can only evaluate. Without `evaluate` it can only train, and does not store tensors
+    that only evaluation reads.
+
+    `below` gives exclusive upper bounds of batch entries. `tell` is called with each task that begins, such as a pass.
+    Passes that decide by time (`async_tp=auto`) use the times of `cluster`, by default those of this device. With a
+    `cache`, passes do not run if an earlier start stored its programs.
+
+    Raises UserError naming the option or input at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
     named, device = mesh_of(mesh), default_device(ranks) if device is None else torch.device(device)
@@ -82,7 +86,7 @@ def compile_step(
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
     real = None
     if options.verify == "numeric":
-        real = {name: value[()] for name, value in values}  # all at once: for small models
+        real = {name: value[()] for name, value in values}  # reads all values: for small models only
         values = real.items()
     request = CompileRequest(
         model=model,
@@ -111,7 +115,7 @@ def compile_step(
     if device.type == "cuda":
         check_offsets(programs)
     said = recorded(programs, lower, device, ranks == "lockstep")
-    laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
+    laid_out = next(iter(programs.values())).program.mesh  # the mesh as placed; evaluation programs come last
     rank_of = {name: pipeline_rank(captured.program, table) for name, captured in programs.items()}
     check_evaluated(programs, rank_of, {name for name, p in model.named_parameters() if not p.requires_grad})
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
@@ -136,14 +140,17 @@ def compile_step(
 
 
 def default_device(ranks: str) -> torch.device:
-    """Return the device of this rank, a GPU if there is one; lockstep ranks are interpreted on the CPU."""
+    """Return this rank's GPU, or the CPU without one; lockstep ranks are interpreted on the CPU."""
     return local_device() if ranks == "processes" else torch.device("cpu")
 
 
 def lowered(
     programs: Mapping[str, Captured], rank_of: Mapping[str, int], runtime: Runtime, report: Reporter
 ) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
-    """What trains, lowered where it is of a stage here, and what evaluates, lowered when it is first run."""
+    """Return the training programs and the evaluation programs, with their executables.
+
+    Training programs of stages on this process are lowered now, evaluation programs when they first run.
+    """
     compiled = {name: Compiled(c.program, partial(runtime.compile, name, *c)) for name, c in programs.items()}
     runtime.meet({name: each.finished for name, each in compiled.items()})
     evaluation = {name: compiled.pop(name) for name, c in programs.items() if c.program.evaluates}
@@ -156,16 +163,16 @@ def lowered(
 
 
 def drawn(schedule: str, table: Table) -> dict[str, Any]:
-    """The order of tasks as a page draws it: a forward takes 1, a backward 2."""
+    """Return the schedule of pipeline tasks as a page draws it: a forward takes 1, a backward 2."""
     timing = play(table)
     rows = [[(str(slot), *timing.spans[slot][:2]) for slot in row] for row in table.rows]
     return {"schedule": schedule, "unit": "forwards", "idle": timing.idle, "slots": rows}
 
 
 def check_evaluated(programs: Mapping[str, Captured], rank_of: Mapping[str, int], frozen: Set[str]) -> None:
-    """Raises CompileError where evaluation would read state on a pipeline rank whose copy training leaves as it was.
+    """Raise CompileError if evaluation reads state on a pipeline rank whose copy training does not update.
 
-    Parameters that are `frozen` stay as they were everywhere.
+    Parameters in `frozen` have the same value everywhere.
     """
     ends = [(name, c.program, i) for name, c in programs.items() for i in range(len(c.program.inputs))]
     held = dict[str, set[int]]()
@@ -194,10 +201,10 @@ def initial_state(
     device: torch.device,
     values: Iterable[tuple[str, Value]],
 ) -> dict[str, State]:
-    """Local state of the ranks here for every stored input: given values, zero moments and accumulators.
+    """Return the local state of the ranks here for each stored input: given values, or zero moments and accumulators.
 
-    Programs come with the pipeline rank that runs them. What a tied parameter's readers add up, each stage keeps as it
-    comes: terms of a sum on one, a shard on another.
+    Programs come with the pipeline rank that runs them. The accumulator of a tied parameter may have another placement
+    on each stage that reads the parameter: terms of a sum on one, a shard on another.
     """
     needed: dict[str, tuple[ir.Input, Tensor]] = {}
     likes: dict[str, dict[int, Tensor]] = {}  # by stage

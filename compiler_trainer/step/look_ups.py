@@ -1,7 +1,7 @@
-"""Look-ups in tables that are too short for a batch: refused before anything runs.
+"""Refuse look-ups in tables that are too short for a batch, before anything runs.
 
-tokens below 32,000, embedding of 16,000 rows              refused: give the model as many
-positions up to 4,095, learned positions of 2,048 rows     refused: shorter rows, or more positions
+tokens below 32,000, embedding of 16,000 rows              refused: give the model as many positions up to 4,095,
+learned positions of 2,048 rows     refused: shorter sequences, or more positions
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from passes.program import ir
 from passes.program.backward_slice import backward_slice, cone_of
 
 LOOK_UPS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor)
-POSITIONS = "positions"  # the entry of a batch that counts tokens from the beginning of their document
+POSITIONS = "positions"  # the batch entry with each token's position in its document
 
 
 def check_look_ups(program: ir.Program, below: Mapping[str, int]) -> None:
-    """Raises UserError where an entry of the batch, or a position, is looked up in a table that is too short for it."""
+    """Raise UserError if a batch entry or a position is looked up in a table that is too short for it."""
     placeholders = list(zip(program.inputs, program.placeholders(), strict=True))
     bounds = {node: (i.name, below[i.name]) for i, node in placeholders if i.kind == "batch" and i.name in below}
     tables = {node for i, node in placeholders if i.kind in ("parameter", "buffer")}
@@ -39,17 +39,17 @@ def check_look_ups(program: ir.Program, below: Mapping[str, int]) -> None:
 
 
 def looked_up(program: ir.Program, tables: Set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    """(what looks up, the table, the numbers of its rows) of tables that a model stores."""
+    """Yield (node, table, indices) of each look-up in a stored table."""
     for node in program.calls():
         if node.target in LOOK_UPS and node.args[0] in tables:
             table, entries = node.args[:2]
-            numbers: Any = entries[0] if isinstance(entries, list | tuple) else entries  # aten.index takes one a dim
+            numbers: Any = entries[0] if isinstance(entries, list | tuple) else entries  # aten.index takes one per dim
             if isinstance(numbers, fx.Node):
                 yield node, table, numbers  # type: ignore[misc]
 
 
 def last_position(program: ir.Program, entries: fx.Node, below: Mapping[str, int]) -> int:
-    """The largest of numbers that are made of positions and constants alone; -1 where they are made of more."""
+    """Return the largest index computed from positions and constants alone; -1 if it has other inputs."""
     ends = {node: i for node, i in zip(program.placeholders(), program.inputs)}
     given = [i for node, i in ends.items() if node in cone_of(entries, ends.keys())]
     known = {i.name: i.value for i in given if i.value is not None}

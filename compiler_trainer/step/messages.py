@@ -1,14 +1,14 @@
-"""Messages between the processes of pipeline ranks: when each receive is posted, when each sent tensor is freed.
+"""Messages between the processes of pipeline ranks: when to post each receive, and when to free each sent tensor.
 
 A rank may wait for its whole device at any time: Triton tunes a kernel at its first launch, the allocator returns
-memory, host memory is pinned. Such a wait includes all sends and receives in flight. If those of several ranks wait for
-each other's later turns, the job hangs. On an H100 each pipeline job hung in its first step while receives were posted
-a fixed number of messages ahead.
+memory, host memory is pinned. Such a wait includes all sends and receives in flight. If several ranks wait for each
+other's later turns in this way, the job hangs. On an H100, each pipeline job hung in its first step while receives were
+posted a fixed number of messages ahead.
 
-One order of all turns, the same on every rank, prevents it: a receive is posted before the first turn of the receiver
-that comes after the turn that makes the value. Of the ranks that wait for their device, the one whose turn comes first
-in that order waits only for turns before its own, which are done, and each of those receives is posted. The order is by
-the time at which turns end if nothing is late, so a receive is posted before a turn of the receiver that hides it.
+One order of all turns, the same on every rank, prevents this: a receive is posted before the receiver's first turn that
+comes after the turn that makes the value. Of the ranks that wait for their device, the one whose turn comes first in
+that order waits only for earlier turns, which are done, and each of those receives is posted. The order is by the times
+at which turns end if nothing is late, so a receive is posted before a turn of the receiver that hides it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from compiler_trainer.step.turns import Key, Turn, keys_of
 from passes.pipeline.tables import unit
 from passes.program import ir
 
-Clock = Mapping[int, int]  # how many turns of each pipeline rank have been taken, as in a vector clock
-Ends = Mapping[Turn, Mapping[str, Key]]  # the values that turns read or make, by name
+Clock = Mapping[int, int]  # the number of turns taken by each pipeline rank, a vector clock
+Ends = Mapping[Turn, Mapping[str, Key]]  # the values that turns read or produce, by name
 
 
 class Message(NamedTuple):
-    """A value that one pipeline rank sends another; `number` counts the messages of the pair."""
+    """A value that one pipeline rank sends to another; `number` counts the messages of the pair."""
 
     key: Key
     source: int
@@ -39,7 +39,7 @@ class Message(NamedTuple):
 
 
 def messages(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> Iterator[Message]:
-    """Yield the messages of a step in the order in which they are made: each value once to each rank that reads it."""
+    """Yield a step's messages in the order of their production: each value once to each rank that reads it."""
     reads, makes = keys_of(turns, programs)
     readers: dict[Key, dict[int, None]] = {}
     for turn in turns:
@@ -55,9 +55,9 @@ def messages(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> Itera
 
 
 class Timetable:
-    """The transfers of a pipeline rank, by the number of its turns.
+    """The transfers of a pipeline rank, by the number of its turn.
 
-    `receives` are posted before a turn. The sends in `arrived` are proven to be received once a turn has its inputs.
+    `receives` are posted before a turn. The sends in `arrived` are known to be received once a turn has its inputs.
     """
 
     def __init__(self, turns: Sequence[Turn], programs: Mapping[str, ir.Program], rank: int):
@@ -86,7 +86,7 @@ class Timetable:
 
 
 def order_of(turns: Sequence[Turn], reads: Ends, makes: Ends) -> dict[Turn, int]:
-    """Return the place of each turn in the order in which turns end if nothing is late; its inputs come before it."""
+    """Return the position of each turn in the order of end times if nothing is late; its inputs come before it."""
     free: dict[int, float] = {}
     made: dict[Key, float] = {}
     ends: dict[Turn, float] = {}
@@ -98,7 +98,7 @@ def order_of(turns: Sequence[Turn], reads: Ends, makes: Ends) -> dict[Turn, int]
 
 
 def clocks_of(turns: Sequence[Turn], reads: Ends, makes: Ends) -> dict[Turn, Clock]:
-    """Return, for each turn, how many turns of each rank have been taken when it is done, itself included."""
+    """Return, for each turn, the turns of each rank that have been taken when it is done, itself included."""
     latest: dict[int, Clock] = {}
     made: dict[Key, Clock] = {}
     clocks: dict[Turn, Clock] = {}
@@ -115,21 +115,21 @@ def clocks_of(turns: Sequence[Turn], reads: Ends, makes: Ends) -> dict[Turn, Clo
 class Ways(NamedTuple):
     """The process groups of messages to later pipeline ranks (`up`) and to earlier ones (`down`).
 
-    NCCL runs the messages between two ranks of one group one after another; in two groups both ways travel at once.
+    NCCL runs the messages between two ranks of one group one after another; with two groups, both directions overlap.
     """
 
     up: dist.ProcessGroup
     down: dist.ProcessGroup
 
     def of(self, source: int, to: int) -> dist.ProcessGroup:
-        """Return the group of a message from a pipeline rank to another."""
+        """Return the group of a message from one pipeline rank to another."""
         return self.up if source < to else self.down
 
 
 class Post:
     """Sends and receives the messages of one process by its timetable.
 
-    `rank` is its global rank, `stage` its pipeline rank, `apart` the distance of neighbours in global ranks.
+    `rank` is its global rank, `stage` its pipeline rank, `apart` the distance of neighbouring stages in global ranks.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Post:
         self.greet({(message.source, message.to) for message in messages(turns, programs)})
 
     def greet(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Let pairs of pipeline ranks connect, all ranks in one order.
+        """Connect pairs of pipeline ranks, in the same order on all ranks.
 
         NCCL connects at the first use and waits for the other rank, which might wait for a third.
         """
@@ -169,22 +169,22 @@ class Post:
                 dist.recv(byte, self.peer(source), self.ways.of(source, to))
 
     def begin(self) -> None:
-        """A step begins: forget the transfers of one that failed, and post the first receives."""
+        """Begin a step: forget the transfers of a failed one, and post the first receives."""
         self.sent.clear()
         self.room.clear()
         self.outgoing.clear()
         self.expect(self.buffers(0))
 
     def peer(self, stage: int) -> int:
-        """Return the global rank of another pipeline rank that stands where this one does."""
+        """Return the global rank of this rank's counterpart in another stage."""
         return self.rank + (stage - self.stage) * self.apart
 
     def start(self, turn: Turn) -> None:
-        """A turn begins: allocate the buffers of the receives that are posted at its end."""
+        """Begin a turn: allocate the buffers of the receives that are posted at its end."""
         self.next = self.buffers(self.table.number[turn] + 1)
 
     def buffers(self, number: int) -> list[tuple[Message, Tensor]]:
-        """Allocate memory for the receives that are posted before the turn of a number."""
+        """Allocate memory for the receives that are posted before turn `number`."""
         due = [(message, self.like[message.key[0]]) for message in self.table.receives[number]]
         return [(m, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)) for m, x in due]
 
@@ -195,20 +195,20 @@ class Post:
             self.room[message.key] = dist.irecv(as_bytes(value), self.peer(message.source), way, message.number), value
 
     def receive(self, key: Key) -> Tensor:
-        """Return a value of another stage once it is there; on a GPU, in the order of its stream."""
+        """Return a value of another stage once it has arrived; on a GPU, in stream order."""
         work, value = self.room.pop(key)
         if work is not None:
             work.wait()
         return value
 
     def send(self, key: Key, made: Mapping[int, Tensor]) -> None:
-        """Send a value, at the end of the turn, to the ranks that read it."""
+        """Queue a value for the end of the turn, to the ranks that read it."""
         self.outgoing += [(message, as_bytes(made[self.rank])) for message in self.table.sends.get(key, ())]
 
     def done(self, turn: Turn) -> None:
-        """A turn ends: send its values, post receives, and free the sent tensors that have arrived.
+        """End a turn: send its values, post receives, and free sent tensors that have arrived.
 
-        A wait for the device between its sends and the receives could be one for a rank that does the same.
+        Nothing may wait for the device between the sends and the receives, because another rank might do the same.
         """
         for message, value in self.outgoing:
             way = self.ways.of(self.stage, message.to)
@@ -219,7 +219,7 @@ class Post:
             self.free(message)
 
     def end(self) -> None:
-        """Wait for all sends; on a GPU, in the order of its stream."""
+        """Wait for all sends; on a GPU, in stream order."""
         for message in list(self.sent):
             self.free(message)
 
@@ -232,7 +232,7 @@ class Post:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor without gaps, uint8, in the order in which they lie in memory."""
+    """Return the bytes of a tensor without gaps, uint8, in memory order."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
     assert span == value.numel(), f"a carried value has gaps: {tuple(value.shape)} {value.stride()}"
     return torch.as_strided(value, (span,), (1,)).view(torch.uint8)

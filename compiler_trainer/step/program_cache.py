@@ -1,7 +1,7 @@
-"""Programs of earlier starts, stored under the key of what they are made from.
+"""Programs of earlier starts, stored under the key of everything they are made from.
 
-They lie in `programs` of the compiler's cache folder: one file for a job's programs, one for its graph dumps. A file
-holds text, and is read as text. A folder that `compile` filled ahead of a job is laid out alike; if it holds only
+They are in `programs` of the compiler's cache folder: one file for a job's programs, one for its graph dumps. A file
+contains text, and is parsed as text. A folder that `compile` filled ahead of a job has the same layout; if it has only
 programs of other jobs, the job is refused with the differences.
 """
 
@@ -44,9 +44,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class ProgramCache:
-    """A store of programs; `graphs` is the folder into which passes dump theirs, None if they dump none.
+    """A store of programs; passes dump their graphs into the folder `graphs` unless it is None.
 
-    Either all ranks of a job read its programs, or none does. With `is_ahead` a job must be in the store.
+    Either all ranks of a job read its programs, or none does. With `is_ahead`, the job must be in the store.
     """
 
     graphs: Path | None = None
@@ -55,7 +55,7 @@ class ProgramCache:
 
     @classmethod
     def of(cls, lower: LowerConfig, graphs: Path | None = None) -> ProgramCache:
-        """Return the cache that `lower.programs` names, else the compiler's own; raise UserError if it is missing."""
+        """Return the cache of `lower.programs`, or the compiler's own; raise UserError if the folder is missing."""
         if lower.programs is None:
             return cls(graphs)
         folder = Path(lower.programs).expanduser()
@@ -65,7 +65,7 @@ class ProgramCache:
         return cls(graphs, Store(folder), is_ahead=True)
 
     def look_up(self, request: CompileRequest, exported: Exported) -> Entry:
-        """Return a job's entry; every rank must call it. Raises UserError if the job must be stored and is not."""
+        """Return a job's entry; every rank must call this. Raises UserError if the job must be stored and is not."""
         try:
             key, reason = key_of(request, exported), ""
         except Unkeyed as error:
@@ -76,7 +76,7 @@ class ProgramCache:
         return Entry(key, reason, programs)
 
     def find(self, digest: str | None) -> StepPrograms | None:
-        """Return the programs of a key; None if any rank has none, or others."""
+        """Return the programs of a key; None if any rank lacks them or has others."""
         packed = self.store.get(digest) if digest else None
         dumps = self.store.get(f"{digest}{GRAPHS}") if packed and self.graphs else b""
         programs = None if packed is None or dumps is None else self.unpacked(packed)
@@ -100,7 +100,7 @@ class ProgramCache:
         return StepPrograms({name: Captured(each, ir.Context(None)) for name, each in programs.items()}, report)
 
     def keep(self, entry: Entry, made: StepPrograms) -> str:
-        """Store programs, one rank of a machine for all; return the reason if they cannot be stored, else nothing."""
+        """Store programs, on one rank of each machine; return why they cannot be stored, or an empty string."""
         if entry.key is None:
             return entry.reason
         programs = {name: captured.program for name, captured in made.programs.items()}
@@ -120,7 +120,7 @@ class ProgramCache:
         return ""
 
     def why_missing(self, key: ProgramKey | None, reason: str) -> str:
-        """Return why a folder that was filled ahead lacks a job: the differences from the nearest that it holds."""
+        """Return why a folder that was filled ahead lacks a job: the differences from its most similar job."""
         folder = self.store.folder
         if key is None:
             return f"the program cannot be made ahead ({reason}); leave lower.programs out"

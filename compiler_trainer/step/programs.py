@@ -1,4 +1,4 @@
-"""From a request to the programs that every rank runs, not yet lowered: what training and a dry run share.
+"""Compile a request into the programs that every rank runs, not yet lowered; training and dry runs share this.
 
     export            the model and its loss on one device
     build_pipeline    a table: each program's source and passes
@@ -49,9 +49,9 @@ def compile_programs(
 ) -> StepPrograms:
     """Return the programs of a request, from the cache if it has them.
 
-    `observe` is called after each pass, `tell` with whatever begins, `prepare` before passes run. If the result for a
-    folded layer cannot be repeated, passes run again with every layer. Raises UserError naming the option or node at
-    fault.
+    `observe` is called after each pass, `tell` with each task that begins, `prepare` before passes run. If the result
+    for a folded layer cannot be repeated, passes run again with every layer. Raises UserError naming the option or node
+    at fault.
     """
     report, pipeline = Reporter(), build_pipeline(request)
     exported = report.time("capture", lambda: export(request, pipeline.folding, tell))
@@ -77,7 +77,7 @@ def compile_exported(
     observe: Observer | None,
     tell: Tell,
 ) -> StepPrograms:
-    """Return the programs made from exported graphs; add to the report what passes did."""
+    """Compile exported graphs into programs, and add the passes to the report."""
     observer = Withholding(observe)
     try:
         made = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell), report)
@@ -94,7 +94,10 @@ def compile_exported(
 
 
 class Withholding:
-    """Passes observations on, but withholds those from the first folded program on until it is known to be right."""
+    """An observer that passes observations on, but withholds them from the first folded program on.
+
+    It releases them once the folding is known to be right.
+    """
 
     def __init__(self, observe: Observer | None):
         self.observe = observe
@@ -107,7 +110,7 @@ class Withholding:
             self.observe(program, record)
 
     def release(self) -> None:
-        """Pass on what was withheld."""
+        """Pass on the withheld observations."""
         for observation in self.withheld:
             if self.observe is not None:
                 self.observe(*observation)
@@ -140,7 +143,7 @@ def run_rows(
 
 @dataclass
 class Runner:
-    """Runs passes on one program after another; keeps the numbers that each ended with, if numbers are verified."""
+    """A runner of passes that keeps the numerical results of each program, if numbers are verified."""
 
     verify: Verify
     unfold: ir.Pass
@@ -151,7 +154,10 @@ class Runner:
     results: dict[str, Results] = field(default_factory=dict)
 
     def run(self, name: str, passes: Passes, given: Captured, known: Results | None = None) -> Captured:
-        """Return a program after some passes; raise UserError if one refuses. `known` are numbers of the program."""
+        """Return a program after some passes; raise UserError if one refuses it.
+
+        `known` are numerical results of the program.
+        """
         if given.program.fold and any(step.gives is Stage.SEGMENTED for step in passes):
             passes = (*passes, self.unfold)
         if not passes:
@@ -177,7 +183,7 @@ class Runner:
 
 
 def inputs_of(request: CompileRequest) -> dict[str, Tensor] | None:
-    """Return the inputs that `passes.verify=numeric` runs programs on; None if it does not."""
+    """Return the inputs on which `passes.verify=numeric` runs programs, or None if it is off."""
     if request.values is None:
         return None
     scalars = {"lr": torch.tensor(request.optim.lr), "seed": torch.tensor(request.seed)}
@@ -185,7 +191,7 @@ def inputs_of(request: CompileRequest) -> dict[str, Tensor] | None:
 
 
 def with_state_of(passes: Passes, program: ir.Program) -> Passes:
-    """Return passes by which a program stores its state as another one does: on the same ranks, in the same stages."""
+    """Return passes that store a program's state like another program's: on the same ranks and stages."""
     held = [i for i in program.inputs if i.kind == "parameter"]
     places, stages = {i.name: replace(i.spec, replicate=()) for i in held}, {i.original: i.stages for i in held}
     for node, output in zip(program.results(), program.outputs, strict=True):

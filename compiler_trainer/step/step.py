@@ -25,14 +25,14 @@ from passes.program.mesh import Mesh
 from passes.program.spec import Spec, shard, unshard
 
 ByRank = dict[int, Tensor]
-NUMBERS = ("loss", "metric", "count")  # kinds of results that are numbers
+NUMBERS = ("loss", "metric", "count")  # kinds of outputs that are numbers
 
 
 @dataclass
 class State:
-    """A stored tensor: its placement, and the local tensor of every rank that lives here and has it.
+    """A stored tensor: its placement, and the local tensor of each rank of this process that has it.
 
-    `stages` are the pipeline ranks that have it, `like` (on no device) is its local shape and dtype.
+    `stages` are the pipeline ranks that have it; `like`, on the meta device, has its local shape and dtype.
     """
 
     spec: Spec
@@ -43,7 +43,7 @@ class State:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A finished program with what runs it, made when it is first asked for."""
+    """A finished program and its executable, which is made when it is first used."""
 
     finished: ir.Program
     lower: Callable[[], Any]
@@ -55,16 +55,16 @@ class Compiled:
 
     @cached_property
     def executable(self) -> Any:
-        """What a runtime runs."""
+        """The object that a runtime runs."""
         return self.lower()
 
     def compile(self) -> None:
-        """Make the executable now: ranks compile together, which no message may wait for."""
+        """Make the executable now: ranks compile together, and no message may wait for that."""
         self.executable  # noqa: B018
 
 
 class Step:
-    """Runs training steps on global batches; made by `compile_step`."""
+    """A compiled training step that runs on global batches; made by `compile_step`."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class Step:
         self.lr, self.seed, self.microbatches, self.table = lr, seed, microbatches, table
         self.at_once = microbatches_in(each.finished for each in (*train.values(), *evaluation.values()))
         self.device, self.report = device, report
-        self.layouts: list[BatchLayout] = []  # the microbatches of the last step
+        self.layouts: list[BatchLayout] = []  # of the last step's microbatches
         compiled = (*train.values(), *evaluation.values())
         named = dict.fromkeys(o.name for each in compiled for o in each.finished.outputs if o.kind == "metric")
-        self.metrics = tuple(name for name in named if name != "grad_norm")  # what a loss returns beside the loss
+        self.metrics = tuple(name for name in named if name != "grad_norm")  # metrics that the loss function returns
         given = [i for each in compiled for i in each.finished.inputs]
         self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
         self.coordinates = {
@@ -105,7 +105,7 @@ class Step:
         self.measuring = self.turns(measuring, evaluation)
 
     def turns(self, turns: Sequence[Turn], programs: Mapping[str, Compiled]) -> tuple[list[Turn], Carried]:
-        """Of the turns of all ranks those that are taken here, and what they carry; none without programs."""
+        """Return the turns that run here, of those of all ranks, and the values they carry; empty without programs."""
         found = programs_of(programs)
         turns = [turn for turn in turns if turn.program in found]
         assert not found.keys() - {turn.program for turn in turns}, f"programs that no turn runs, of {[*found]}"
@@ -117,18 +117,18 @@ class Step:
         return [turn for turn in turns if turn.rank in here], Carried(turns, found, here, post)
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
-        """Take one optimizer step on a global batch and wait for its results, by name.
+        """Take one optimizer step on a global batch, wait for it, and return its results by name.
 
-        "loss" is that of the whole batch, "grad_norm" is from before clipping. Means over labels are over those of the
-        whole batch; other terms of the loss, and other metrics that it returns, are means over microbatches.
+        "loss" is the loss of the whole batch, "grad_norm" the norm before clipping. Means over labels are over all
+        labels of the batch; other terms of the loss, and its other metrics, are means over microbatches.
         `passes.moe.dispatch=bounded` adds "dropped_rows": the tokens without room, of all layers and ranks.
         """
         return self.launch(batch, lr).read()
 
     def launch(self, batch: Mapping[str, Tensor], lr: float | None = None) -> Results:
-        """Begin one optimizer step on a global batch; on a GPU the host does not wait for its end.
+        """Begin one optimizer step on a global batch; on a GPU, return without waiting for its end.
 
-        Whatever is launched later sees the state after the step.
+        Everything launched later sees the state after the step.
         """
         rate, self.layouts = self.lr if lr is None else lr, []
         self.runtime.begin()
@@ -140,7 +140,7 @@ class Step:
         return Results(numbers, self.device)
 
     def summed(self, values: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, Tensor]:
-        """Return the numbers among the results of microbatches as those of the whole batch, fp64[] on the device."""
+        """Return the numbers among the microbatches' results for the whole batch, fp64[] on the device."""
         kinds = {name: kind for name, kind in kinds_of(programs).items() if kind in NUMBERS}
         numbers = {name: number_of(each, kinds[name], self.at_once) for name, each in values.items() if name in kinds}
         return self.runtime.numbers(numbers, list(kinds))
@@ -153,9 +153,9 @@ class Step:
         lr: float,
         count: Tensor,
     ) -> dict[str, list[Tensor]]:
-        """Run the turns of a step, the `count`-th (i64[]), or of an evaluation; what each microbatch gives.
+        """Run the turns of step number `count` (i64[]), or of an evaluation; return the results of each microbatch.
 
-        The host reads nothing of the device until all turns are started.
+        The host reads nothing from the device before all turns are started.
         """
         turns, carried = taken
         parts = self.split(batch)
@@ -178,9 +178,9 @@ class Step:
         return found
 
     def scalars(self, lr: float, count: Tensor) -> dict[str, Tensor]:
-        """What is fed as a value: the learning rate, and the seeds of (micro)batches' random numbers.
+        """Return the scalar inputs: the learning rate, and the seeds of the (micro)batches' random numbers.
 
-        They are filled in on the device: a copy of a number of the host would wait for all that was started before.
+        They are filled on the device, because a copy from the host would wait for all work started before.
         """
         return {
             "lr": torch.full((), lr, dtype=torch.float64, device=self.device),
@@ -188,7 +188,7 @@ class Step:
         }
 
     def counts(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What programs are fed of all microbatches together: how many labels they have."""
+        """Return the counts of labels over all microbatches, which are inputs of programs."""
         for part in parts:
             check_batch(part, self.entries)
         read = dict.fromkeys(name for count in self.counted.values() for name in count.names)
@@ -196,21 +196,21 @@ class Step:
         return {name: count.of(there) for name, count in self.counted.items()}
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
-        """The mean loss of a global batch, nothing changed."""
+        """Return the mean loss of a global batch, without changing the state."""
         return self.measure(batch)["loss"]
 
     def measure(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """The mean loss of a global batch and its metrics, nothing changed."""
+        """Return the mean loss of a global batch and its metrics, without changing the state."""
         return Results(self.summed(self.evaluated(batch), self.evaluation), self.device).read()
 
     def rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the loss returns for each row of a global batch beside its metrics, [rows], nothing changed."""
+        """Return the loss function's outputs per sample of a global batch, [rows], without changing the state."""
         kinds = kinds_of(self.evaluation)
         found = {name: values for name, values in self.evaluated(batch).items() if kinds[name] == "rows"}
         return self.runtime.share({name: torch.cat(values).cpu() for name, values in found.items()})
 
     def evaluated(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """What each microbatch of an evaluation gives."""
+        """Return the results of each microbatch of an evaluation."""
         if not self.evaluation:
             what = "is false, so that this step can only train; give compile_step(evaluate=True)"
             raise UserError("evaluate", what)
@@ -218,7 +218,7 @@ class Step:
         return self.take(self.measuring, self.evaluation, batch, 0.0, none)
 
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The microbatches of a global batch: consecutive rows."""
+        """Return the microbatches of a global batch: consecutive samples."""
         parts = {key: value.chunk(self.microbatches) for key, value in batch.items()}
         return [{key: chunks[i] for key, chunks in parts.items()} for i in range(self.microbatches)]
 
@@ -230,7 +230,7 @@ class Step:
         scalars: Mapping[str, Tensor],
         carried: Carried,
     ) -> dict[str, Tensor]:
-        """Take one turn for the ranks here; what it gives by name, as the first of them has it."""
+        """Run one turn for the ranks here; return its results by name, as the first of these ranks has them."""
         program, batch_layout = compiled.finished, BatchLayout(compiled.finished, batch)
         if turn.program in self.train and batch and turn.rank == self.runtime.stage_of(self.ranks[0]):
             self.layouts.append(batch_layout)
@@ -253,7 +253,7 @@ class Step:
         return found
 
     def value(self, given: ir.Input, rank: int, batch_layout: BatchLayout, scalars: Mapping[str, Tensor]) -> Tensor:
-        """What one input of a program is on one rank."""
+        """Return the value of a program's input on one rank."""
         if given.kind == "batch":
             whole, spec = batch_layout.batch[given.name], given.spec.ordered(batch_layout.order(rank))
             return on_device(shard(whole, spec, self.mesh, self.mesh.coordinates(rank)), self.device)
@@ -268,58 +268,58 @@ class Step:
         return self.state[state_name(given)].local[rank]
 
     def balance(self) -> dict[str, float]:
-        """How even the work of attention was in the last step, among the ranks along `cp` of the first rank here."""
+        """Return the balance of attention work in the last step, in the `cp` group of the first rank here."""
         return balance(self.layouts, self.ranks[0])
 
     def tensors(self) -> dict[str, tuple[Spec, ByRank]]:
-        """State of the ranks here, for a checkpoint: name -> (placement, local tensor by rank); write to restore."""
+        """Return the state here for a checkpoint, name -> (placement, local tensor by rank); write to it to restore."""
         state = {name: (s.spec, s.local) for name, s in self.state.items() if not name.startswith("gradient.")}
         return {name: (spec, local) for name, (spec, local) in state.items() if local}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Full parameters and buffers by the model's own names; with processes, every rank must call it."""
+        """Return full parameters and buffers by the model's own names; with processes, every rank must call this."""
         return {name.removeprefix("model."): value for name, value in self.wholes("model.").items()}
 
     def wholes(self, *kinds: str) -> dict[str, Tensor]:
-        """Full tensors of the state whose names begin so; with processes, every rank must call it."""
+        """Return the full state tensors whose names begin with `kinds`; with processes, every rank must call this."""
         return {name: self.whole(name) for name in self.state if name.startswith(kinds)}
 
     def whole(self, name: str) -> Tensor:
-        """A tensor of the state in full; with processes, every rank must call it."""
+        """Return a full tensor of the state; with processes, every rank must call this."""
         state = self.state[name]
         return unshard(self.runtime.of_stage(state.local, state.stages[0], state.like), state.spec, self.mesh)
 
 
 def number_of(values: Sequence[Tensor], kind: str, at_once: int) -> Tensor:
-    """Return the values of microbatches as one number, fp64[]: counts added, all else averaged."""
+    """Return microbatches' values as one number, fp64[]: counts are added, everything else is averaged."""
     stacked = torch.stack(list(values))
     number = stacked.sum() if kind == "count" else stacked.mean() / (at_once if kind == "loss" else 1)
     return number.double()
 
 
 def kinds_of(programs: Mapping[str, Compiled]) -> dict[str, ir.OutputKind]:
-    """The kinds of what programs give, by name."""
+    """Return the kinds of programs' outputs, by name."""
     return {o.name: o.kind for each in programs.values() for o in each.finished.outputs}
 
 
 def programs_of(compiled: Mapping[str, Compiled]) -> dict[str, ir.Program]:
-    """Their programs, by the same names."""
+    """Return the finished programs, by the same names."""
     return {name: each.finished for name, each in compiled.items()}
 
 
 def state_name(given: ir.Input) -> str:
-    """The name under which an input's value is stored."""
+    """Return the name under which an input's value is stored."""
     prefix = {"parameter": "model", "buffer": "model", "moment": "optim", "gradient": "gradient"}[given.kind]
     return f"{prefix}.{given.name}"
 
 
 def stored(given: ir.Input) -> Spec:
-    """How an input is stored: a replicate copy as an invariant one."""
+    """Return the placement in which an input is stored: a replicate copy as an invariant one."""
     return replace(given.spec, replicate=())
 
 
 class Entry(NamedTuple):
-    """What a program expects of one entry of a batch; with `runs`, equal numbers of a row are neighbours."""
+    """The expected shape and dtype of a batch entry; with `runs`, equal numbers of a row must be adjacent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -327,13 +327,13 @@ class Entry(NamedTuple):
 
 
 def entries_of(program: ir.Program) -> dict[str, Entry]:
-    """The entries of a batch that a program reads."""
+    """Return the batch entries that a program reads."""
     nodes = zip(program.inputs, program.placeholders(), strict=True)
     return {i.original: Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
 
 
 def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> None:
-    """Raises UserError unless the batch has the entries, shapes and dtypes that were compiled."""
+    """Raise UserError unless the batch has the compiled entries, shapes and dtypes."""
     if missing := sorted(wanted.keys() - batch.keys()):
         raise UserError(f"batch[{missing[0]!r}]", f"is missing; the step was compiled for {', '.join(wanted)}")
     for key, value in batch.items():
@@ -350,7 +350,7 @@ def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> Non
 
 
 def check_runs(name: str, value: Tensor) -> None:
-    """Raises UserError unless equal entries of each row are neighbours, which attention's bounds were made for."""
+    """Raise UserError unless equal entries of each row are adjacent, which attention's bounds assume."""
     turns = value[..., 1:] != value[..., :-1]
     last = value.masked_fill(value == -1, 2**31 - 1)  # padding, document -1, ends a row
     if bool((last[..., 1:] >= last[..., :-1]).all()):
