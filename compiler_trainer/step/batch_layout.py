@@ -36,9 +36,9 @@ class BatchLayout:
 
         The list is empty if no document decides what attention sees.
         """
-        found = bounds_in(self.program.bounds, self.batch) if self.program.bounds and self.batch else []
-        rows = max((len(bound) for pair in found for bound in pair), default=0)
-        return [(first.expand(rows, -1), last.expand(rows, -1)) for first, last in found]
+        bounds = bounds_in(self.program.bounds, self.batch) if self.program.bounds and self.batch else []
+        rows = max((len(bound) for pair in bounds for bound in pair), default=0)
+        return [(first.expand(rows, -1), last.expand(rows, -1)) for first, last in bounds]
 
     def rows(self, rank: int) -> tuple[int, ...]:
         """Return the samples for which a rank's table is made.
@@ -58,22 +58,22 @@ class BatchLayout:
             return order
         rows = self.rows(rank)
         if rows not in self.orders:
-            work = work_of_blocks(self.seen_in(rows), ranks * order.chunks)
+            work = work_of_blocks(self.keys_per_query(rows), ranks * order.chunks)
             self.orders[rows] = Order(table=assign_blocks(work, ranks))
         return self.orders[rows]
 
-    def seen_in(self, rows: tuple[int, ...]) -> list[Tensor]:
+    def keys_per_query(self, rows: tuple[int, ...]) -> list[Tensor]:
         """Return the number of keys that each query of some samples sees, for each attention."""
         return [(last - first).clamp(min=0)[list(rows)] for first, last in self.bounds]
 
-    def value(self, given: ir.Input, rank: int, device: torch.device) -> Tensor:
+    def value(self, layout_input: ir.Input, rank: int, device: torch.device) -> Tensor:
         """Return the value of a layout input.
 
         It is the table of blocks, on the device, or the distance that keys travel (`hops_of`), i64[rows, P], on the
         host.
         """
         order = self.order(rank)
-        if given.name == BLOCKS:
+        if layout_input.name == BLOCKS:
             return on_device(torch.tensor(order.table), device)
         mesh, rows = self.program.mesh, list(self.rows(rank))
         meet = (ranks_that_meet(first[rows], last[rows], mesh, order) for first, last in self.bounds)
@@ -84,9 +84,9 @@ class BatchLayout:
 
         There are two results: for the order used, and for the head-tail order.
         """
-        seen, mesh = self.seen_in(self.rows(rank)), self.program.mesh
+        key_counts, mesh = self.keys_per_query(self.rows(rank)), self.program.mesh
         orders = self.order(rank), ZIGZAG
-        return tuple(torch.stack([pairs_by_rank(x, mesh, order) for x in seen]).sum(0) for order in orders)
+        return tuple(torch.stack([pairs_by_rank(x, mesh, order) for x in key_counts]).sum(0) for order in orders)
 
 
 def balance(parts: Sequence[BatchLayout], rank: int) -> dict[str, float]:
@@ -97,6 +97,6 @@ def balance(parts: Sequence[BatchLayout], rank: int) -> dict[str, float]:
     """
     if not all(part.bounds for part in parts):
         return {}
-    found = zip(*(part.work(rank) for part in parts))
-    ratios = [sum(int(w.max()) for w in work) / sum(float(w.double().mean()) for w in work) for work in found]
+    works = zip(*(part.work(rank) for part in parts))
+    ratios = [sum(int(w.max()) for w in work) / sum(float(w.double().mean()) for w in work) for work in works]
     return {"cp_imbalance": ratios[0], "cp_imbalance_head_tail": ratios[1]}

@@ -53,9 +53,11 @@ def export_once(request: CompileRequest, folding: Folding | None) -> Captured:
         folding and folding.among(mesh.world_size),
     )
     check_look_ups(program, request.entry_bounds)
-    if request.train and (of_rows := [o for o in program.outputs if o.kind == "rows"]):
-        what = f"returns {of_rows[0].spec.shape} as the metric {of_rows[0].name!r}; it must be a scalar tensor"
-        raise UserError("loss_fn", what)
+    if request.train and (row_outputs := [o for o in program.outputs if o.kind == "rows"]):
+        problem = (
+            f"returns {row_outputs[0].spec.shape} as the metric {row_outputs[0].name!r}; it must be a scalar tensor"
+        )
+        raise UserError("loss_fn", problem)
     return Captured(replace(program, mesh=mesh), ctx)
 
 

@@ -63,14 +63,14 @@ class Reporter:
     def time(self, name: str, work: Callable[[], T]) -> T:
         """Call `work`, record its duration, and return its result."""
         started = time.perf_counter()
-        done = work()
+        result = work()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        return done
+        return result
 
     def flops(self, program: str) -> int:
         """Return the FLOPs of a program after its last pass, or 0 if there is no such program."""
-        done = [done for done in self.passes if done["program"] == program]
-        return sum(done[-1]["accounting"]["flops"].values()) if done else 0
+        record = [record for record in self.passes if record["program"] == program]
+        return sum(record[-1]["accounting"]["flops"].values()) if record else 0
 
     def cost(self, task: Task) -> float:
         """Return the relative cost of a pipeline stage's task."""
@@ -79,10 +79,10 @@ class Reporter:
     def finish(self) -> dict[str, Any]:
         """Return the report: seconds by pass, passes with their accounting, notes, remarks, and the stored program."""
         seconds = {name: round(s, 4) for name, s in self.seconds.items()}
-        stored = {"stored_as": self.key, "read": self.is_read, "from": self.read_from}
-        remarks = dict.fromkeys(remark for done in self.passes for remark in done["report"]["remarks"])
-        found = {"passes": self.passes, "notes": self.notes, "remarks": [*remarks]}
-        return {"seconds": seconds, "program": stored, **found}
+        program = {"stored_as": self.key, "read": self.is_read, "from": self.read_from}
+        remarks = dict.fromkeys(remark for record in self.passes for remark in record["report"]["remarks"])
+        report = {"passes": self.passes, "notes": self.notes, "remarks": [*remarks]}
+        return {"seconds": seconds, "program": program, **report}
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,12 @@ class StepPrograms:
 
 def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:
     """Raise UserError naming each node, with its source line, that a CUDA graph cannot record."""
-    found = [f"{name}: {what}" for name, (program, _) in programs.items() for what in breaks(program, compiled)]
-    if found:
-        fix = "lower.cudagraphs=auto records what is around"
-        raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}; {fix}")
+    problems = [
+        f"{name}: {problem}" for name, (program, _) in programs.items() for problem in breaks(program, compiled)
+    ]
+    if problems:
+        fix = "lower.cudagraphs=auto records the parts around it"
+        raise UserError("lower.cudagraphs", f"cannot record {'; '.join(problems)}; {fix}")
 
 
 def check_offsets(programs: Mapping[str, Captured]) -> None:
@@ -126,14 +128,14 @@ def recorded(
     compiled = lower.backend == "inductor"
     if lower.cudagraphs is True:
         check_recordable(training, compiled)
-    if why := "ranks in lockstep are interpreted" if interpreted else why_nothing_is_recorded(device):
-        return [f"nothing is recorded: {why}"]
+    if reason := "ranks in lockstep are interpreted" if interpreted else why_nothing_is_recorded(device):
+        return [f"nothing is recorded: {reason}"]
     return said({name: program for name, (program, _) in training.items()}, compiled)
 
 
-def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:
+def mesh_of(sizes: Mapping[str, int] | MeshConfig | None) -> Mesh:
     """Return the mesh of a configuration; raise UserError for an invalid axis or size."""
-    sizes = dataclasses.asdict(given) if isinstance(given, MeshConfig) else dict(given or {})
+    sizes = dataclasses.asdict(sizes) if isinstance(sizes, MeshConfig) else dict(sizes or {})
     try:
         return Mesh.of(sizes)
     except MeshError as error:

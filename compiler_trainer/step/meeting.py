@@ -49,16 +49,16 @@ def connection() -> dist.Store:
 
 def give(store: dist.Store, name: str, size: int) -> str:
     """On rank 0: give each other rank the name with the number it drew, until all have it; return the name."""
-    others, end = range(1, size), time.monotonic() + PATIENCE.total_seconds()
-    said: dict[int, bytes] = {}
-    while missing := [r for r in others if read(store, f"has{r}") != name.encode()]:
-        for r in missing:
+    other_ranks, end = range(1, size), time.monotonic() + PATIENCE.total_seconds()
+    names_given: dict[int, bytes] = {}
+    while waiting := [r for r in other_ranks if read(store, f"has{r}") != name.encode()]:
+        for r in waiting:
             number = read(store, f"number{r}")
-            if number and said.get(r) != number:
+            if number and names_given.get(r) != number:
                 store.set(f"name{r}", number.decode() + name)
-                said[r] = number
+                names_given[r] = number
         if time.monotonic() > end:
-            raise NoMeeting(f"ranks {missing[:8]} of {size} did not come within {PATIENCE}")
+            raise NoMeeting(f"ranks {waiting[:8]} of {size} did not come within {PATIENCE}")
         time.sleep(POLL_S)
     return name
 
@@ -67,11 +67,11 @@ def take(store: dist.Store, number: str, rank: int) -> str:
     """On other ranks: return the name that comes with this rank's number."""
     store.set(f"number{rank}", number)
     end = time.monotonic() + PATIENCE.total_seconds()
-    while not (found := read(store, f"name{rank}").decode()).startswith(number):
+    while not (value := read(store, f"name{rank}").decode()).startswith(number):
         if time.monotonic() > end:
             raise NoMeeting(f"rank 0 did not come within {PATIENCE}")
         time.sleep(POLL_S)
-    name = found.removeprefix(number)
+    name = value.removeprefix(number)
     store.set(f"has{rank}", name)
     return name
 

@@ -68,19 +68,19 @@ class Timetable:
         for turn in turns:
             for key in reads[turn].values():
                 reader.setdefault((key, turn.rank), turn)
-        turns_here = [turn for turn in turns if turn.rank == rank]
-        self.number = {turn: number for number, turn in enumerate(turns_here)}
+        own_turns = [turn for turn in turns if turn.rank == rank]
+        self.number = {turn: number for number, turn in enumerate(own_turns)}
         self.receives: dict[int, list[Message]] = defaultdict(list)
         self.arrived: dict[int, list[Message]] = defaultdict(list)
         self.sends: dict[Key, list[Message]] = defaultdict(list)
         for message in messages(turns, programs):
             if message.to == rank:
-                made = order[maker[message.key]]
-                self.receives[next(n for n, turn in enumerate(turns_here) if order[turn] > made)].append(message)
+                maker_place = order[maker[message.key]]
+                self.receives[next(n for n, turn in enumerate(own_turns) if order[turn] > maker_place)].append(message)
             elif message.source == rank:
                 self.sends[message.key].append(message)
-                needed = clocks[reader[message.key, message.to]][message.to]
-                proofs = (n for n, turn in enumerate(turns_here) if clocks[turn].get(message.to, 0) >= needed)
+                arrival = clocks[reader[message.key, message.to]][message.to]
+                proofs = (n for n, turn in enumerate(own_turns) if clocks[turn].get(message.to, 0) >= arrival)
                 if (proof := next(proofs, None)) is not None:
                     self.arrived[proof].append(message)
 
@@ -88,27 +88,27 @@ class Timetable:
 def order_of(turns: Sequence[Turn], reads: Ends, makes: Ends) -> dict[Turn, int]:
     """Return the position of each turn in the order of end times if nothing is late; its inputs come before it."""
     free: dict[int, float] = {}
-    made: dict[Key, float] = {}
+    made_at: dict[Key, float] = {}
     ends: dict[Turn, float] = {}
     for turn in turns:
-        start = max([free.get(turn.rank, 0.0), *(made[key] for key in reads[turn].values())])
+        start = max([free.get(turn.rank, 0.0), *(made_at[key] for key in reads[turn].values())])
         ends[turn] = free[turn.rank] = start + (unit(turn.task) if turn.task else 1.0)
-        made |= dict.fromkeys(makes[turn].values(), ends[turn])
+        made_at |= dict.fromkeys(makes[turn].values(), ends[turn])
     return {turn: place for place, turn in enumerate(sorted(turns, key=ends.__getitem__))}
 
 
 def clocks_of(turns: Sequence[Turn], reads: Ends, makes: Ends) -> dict[Turn, Clock]:
     """Return, for each turn, the turns of each rank that have been taken when it is done, itself included."""
     latest: dict[int, Clock] = {}
-    made: dict[Key, Clock] = {}
+    maker_clocks: dict[Key, Clock] = {}
     clocks: dict[Turn, Clock] = {}
     for turn in turns:
         clock = Counter(latest.get(turn.rank, {}))
         for key in reads[turn].values():
-            clock |= Counter(made[key])
+            clock |= Counter(maker_clocks[key])
         clock[turn.rank] += 1
         clocks[turn] = latest[turn.rank] = clock
-        made |= dict.fromkeys(makes[turn].values(), clock)
+        maker_clocks |= dict.fromkeys(makes[turn].values(), clock)
     return clocks
 
 
@@ -121,7 +121,7 @@ class Ways(NamedTuple):
     up: dist.ProcessGroup
     down: dist.ProcessGroup
 
-    def of(self, source: int, to: int) -> dist.ProcessGroup:
+    def group(self, source: int, to: int) -> dist.ProcessGroup:
         """Return the group of a message from one pipeline rank to another."""
         return self.up if source < to else self.down
 
@@ -138,22 +138,22 @@ class Post:
         programs: Mapping[str, ir.Program],
         rank: int,
         stage: int,
-        apart: int,
+        ranks_per_stage: int,
         device: torch.device,
         ways: Ways,
     ):
-        self.rank, self.stage, self.apart, self.device, self.ways = rank, stage, apart, device, ways
+        self.rank, self.stage, self.ranks_per_stage, self.device, self.ways = rank, stage, ranks_per_stage, device, ways
         self.table = Timetable(turns, programs, stage)
         self.like = {
-            given.name: ir.example(node)
+            carried_input.name: ir.example(node)
             for name in {turn.program for turn in turns if turn.rank == stage}
-            for node, given in zip(programs[name].placeholders(), programs[name].inputs, strict=True)
-            if given.kind == "carried"
+            for node, carried_input in zip(programs[name].placeholders(), programs[name].inputs, strict=True)
+            if carried_input.kind == "carried"
         }
-        self.sent: dict[Message, tuple[dist.Work | None, Tensor]] = {}
-        self.room: dict[Key, tuple[dist.Work | None, Tensor]] = {}
+        self.sends_in_flight: dict[Message, tuple[dist.Work | None, Tensor]] = {}
+        self.receive_buffers: dict[Key, tuple[dist.Work | None, Tensor]] = {}
         self.outgoing: list[tuple[Message, Tensor]] = []
-        self.next: list[tuple[Message, Tensor]] = []
+        self.next_buffers: list[tuple[Message, Tensor]] = []
         self.greet({(message.source, message.to) for message in messages(turns, programs)})
 
     def greet(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -164,24 +164,24 @@ class Post:
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for source, to in sorted(pairs):
             if self.stage == source:
-                dist.send(byte, self.peer(to), self.ways.of(source, to))
+                dist.send(byte, self.peer(to), self.ways.group(source, to))
             elif self.stage == to:
-                dist.recv(byte, self.peer(source), self.ways.of(source, to))
+                dist.recv(byte, self.peer(source), self.ways.group(source, to))
 
     def begin(self) -> None:
         """Begin a step: forget the transfers of a failed one, and post the first receives."""
-        self.sent.clear()
-        self.room.clear()
+        self.sends_in_flight.clear()
+        self.receive_buffers.clear()
         self.outgoing.clear()
         self.expect(self.buffers(0))
 
     def peer(self, stage: int) -> int:
         """Return the global rank of this rank's counterpart in another stage."""
-        return self.rank + (stage - self.stage) * self.apart
+        return self.rank + (stage - self.stage) * self.ranks_per_stage
 
     def start(self, turn: Turn) -> None:
         """Begin a turn: allocate the buffers of the receives that are posted at its end."""
-        self.next = self.buffers(self.table.number[turn] + 1)
+        self.next_buffers = self.buffers(self.table.number[turn] + 1)
 
     def buffers(self, number: int) -> list[tuple[Message, Tensor]]:
         """Allocate memory for the receives that are posted before turn `number`."""
@@ -191,19 +191,22 @@ class Post:
     def expect(self, buffers: Iterable[tuple[Message, Tensor]]) -> None:
         """Post receives."""
         for message, value in buffers:
-            way = self.ways.of(message.source, self.stage)
-            self.room[message.key] = dist.irecv(as_bytes(value), self.peer(message.source), way, message.number), value
+            way = self.ways.group(message.source, self.stage)
+            self.receive_buffers[message.key] = (
+                dist.irecv(as_bytes(value), self.peer(message.source), way, message.number),
+                value,
+            )
 
     def receive(self, key: Key) -> Tensor:
         """Return a value of another stage once it has arrived; on a GPU, in stream order."""
-        work, value = self.room.pop(key)
+        work, value = self.receive_buffers.pop(key)
         if work is not None:
             work.wait()
         return value
 
-    def send(self, key: Key, made: Mapping[int, Tensor]) -> None:
+    def send(self, key: Key, values: Mapping[int, Tensor]) -> None:
         """Queue a value for the end of the turn, to the ranks that read it."""
-        self.outgoing += [(message, as_bytes(made[self.rank])) for message in self.table.sends.get(key, ())]
+        self.outgoing += [(message, as_bytes(values[self.rank])) for message in self.table.sends.get(key, ())]
 
     def done(self, turn: Turn) -> None:
         """End a turn: send its values, post receives, and free sent tensors that have arrived.
@@ -211,24 +214,24 @@ class Post:
         Nothing may wait for the device between the sends and the receives, because another rank might do the same.
         """
         for message, value in self.outgoing:
-            way = self.ways.of(self.stage, message.to)
-            self.sent[message] = dist.isend(value, self.peer(message.to), way, message.number), value
+            way = self.ways.group(self.stage, message.to)
+            self.sends_in_flight[message] = dist.isend(value, self.peer(message.to), way, message.number), value
         self.outgoing.clear()
-        self.expect(self.next)
+        self.expect(self.next_buffers)
         for message in self.table.arrived[self.table.number[turn]]:
             self.free(message)
 
     def end(self) -> None:
         """Wait for all sends; on a GPU, in stream order."""
-        for message in list(self.sent):
+        for message in list(self.sends_in_flight):
             self.free(message)
 
     def free(self, message: Message) -> None:
         """Wait for a send and free its tensor."""
-        work, _ = self.sent[message]
+        work, _ = self.sends_in_flight[message]
         if work is not None:
             work.wait()
-        del self.sent[message]
+        del self.sends_in_flight[message]
 
 
 def as_bytes(value: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class ProgramCache:
             return cls(graphs)
         folder = Path(lower.programs).expanduser()
         if not folder.is_dir():
-            fix = "make it: compiler-trainer compile --out FOLDER with the options of the job"
+            fix = "create it: compiler-trainer compile --out FOLDER with the options of the job"
             raise UserError("lower.programs", f"there is no folder {folder}; {fix}")
         return cls(graphs, Store(folder), is_ahead=True)
 
@@ -79,7 +79,7 @@ class ProgramCache:
         """Return the programs of a key; None if any rank lacks them or has others."""
         packed = self.store.get(digest) if digest else None
         dumps = self.store.get(f"{digest}{GRAPHS}") if packed and self.graphs else b""
-        programs = None if packed is None or dumps is None else self.unpacked(packed)
+        programs = None if packed is None or dumps is None else self.unpack(packed)
         if len(set(gather(hashlib.sha256(packed).hexdigest() if programs and packed else ""))) > 1:
             return None
         if programs and self.graphs and dumps:
@@ -87,7 +87,7 @@ class ProgramCache:
                 (self.graphs / name).write_text(text)
         return programs
 
-    def unpacked(self, packed: bytes) -> StepPrograms | None:
+    def unpack(self, packed: bytes) -> StepPrograms | None:
         """Return the programs in a file; None, with a warning, if this process cannot read them."""
         content = json.loads(zlib.decompress(packed))
         try:
@@ -97,22 +97,22 @@ class ProgramCache:
             return None
         report = Reporter(passes=content["passes"], notes=content["notes"], key=content["key"], is_read=True)
         report.read_from = str(self.store.folder)
-        return StepPrograms({name: Captured(each, ir.Context(None)) for name, each in programs.items()}, report)
+        return StepPrograms({name: Captured(program, ir.Context(None)) for name, program in programs.items()}, report)
 
-    def keep(self, entry: Entry, made: StepPrograms) -> str:
+    def keep(self, entry: Entry, result: StepPrograms) -> str:
         """Store programs, on one rank of each machine; return why they cannot be stored, or an empty string."""
         if entry.key is None:
             return entry.reason
-        programs = {name: captured.program for name, captured in made.programs.items()}
+        programs = {name: captured.program for name, captured in result.programs.items()}
         try:
             text = written(programs)
         except Unwritable as error:
             return str(error)
-        made.report.key = digest = entry.key.digest
+        result.report.key = digest = entry.key.digest
         if not is_first_of_machine():
             return ""
         content: dict[str, Any] = {"key": digest, "parts": dict(entry.key.parts), "programs": text}
-        content |= {"passes": made.report.passes, "notes": made.report.notes}
+        content |= {"passes": result.report.passes, "notes": result.report.notes}
         if self.graphs and self.graphs.is_dir():
             dumps = {path.name: path.read_text() for path in sorted(self.graphs.iterdir())}
             self.store.put(digest + GRAPHS, zlib.compress(json.dumps(dumps).encode()))
@@ -123,14 +123,14 @@ class ProgramCache:
         """Return why a folder that was filled ahead lacks a job: the differences from its most similar job."""
         folder = self.store.folder
         if key is None:
-            return f"the program cannot be made ahead ({reason}); leave lower.programs out"
-        apart = [list(differences(parts, key.parts)) for parts in self.stored_parts()]
-        if not apart:
-            return f"{folder} holds no program; make it again: compiler-trainer compile --out FOLDER"
-        if not (nearest := min(apart, key=len)):
-            return f"{folder} does not hold all of it; copy it again, to the nodes of all ranks"
-        fix = "run what was compiled, or compile what is run"
-        return f"{folder} holds the program of another job: {'; '.join(nearest)}; {fix}"
+            return f"the program cannot be compiled ahead ({reason}); remove lower.programs"
+        differing = [list(differences(parts, key.parts)) for parts in self.stored_parts()]
+        if not differing:
+            return f"{folder} contains no program; fill it again: compiler-trainer compile --out FOLDER"
+        if not (nearest := min(differing, key=len)):
+            return f"{folder} is incomplete; copy it again to the nodes of all ranks"
+        fix = "run the compiled job, or compile the job that is run"
+        return f"{folder} contains the program of another job: {'; '.join(nearest)}; {fix}"
 
     def stored_parts(self) -> Iterator[dict[str, str]]:
         """Yield the parts of each stored key."""

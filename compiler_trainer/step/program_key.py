@@ -60,9 +60,9 @@ def key_of(request: CompileRequest, exported: Exported) -> ProgramKey:
     """Return the key of a request's programs; raise Unkeyed naming the code that has none."""
     passes, optim = request.passes, dataclasses.asdict(request.optim)
     if passes.extra:
-        raise Unkeyed("passes.extra names code of its own")
+        raise Unkeyed("passes.extra names user code")
     if request.optim._target_:
-        raise Unkeyed("optim._target_ names code of its own")
+        raise Unkeyed("optim._target_ names user code")
     del optim["lr"]  # an input of the programs
     table, parameters = request.table(), request.model.named_parameters()
     parts = {
@@ -93,10 +93,10 @@ def added_rules() -> dict[str, str]:
     return {name: str(rules[name]) for name in sorted(rules)}
 
 
-def differences(there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
+def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[str]:
     """Yield each part in which two keys differ, with the first difference."""
-    for name in sorted({*there, *here}):
-        a, b = there.get(name, ""), here.get(name, "")
+    for name in sorted({*theirs, *ours}):
+        a, b = theirs.get(name, ""), ours.get(name, "")
         if a != b:
             at = len(commonprefix([a, b]))
             yield f"{name} is {excerpt(a, at)} there, {excerpt(b, at)} here"
@@ -134,7 +134,7 @@ class GraphText(saved.Writer):
             return self.function(function, operands)
         if isinstance(node.target, OpOverload):
             if node.target.namespace not in OF_TORCH | {"ct"}:
-                raise Unwritable(f"the kernel of {node.target} is code of its own")
+                raise Unwritable(f"the kernel of {node.target} is user code")
             return str(node.target)
         return super().target(node)
 
@@ -143,7 +143,7 @@ class GraphText(saved.Writer):
         try:
             forward = body_graph(function.name, function.forward, operands, self.ctx, own=False)
             results = [ir.example(node) for node in forward.output_node().args[0]]  # type: ignore[union-attr, arg-type]
-            given = [*operands, *results, *results[: function.results]]
+            tensors = [*operands, *results, *results[: function.results]]
             present: list[int] = []
 
             def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -151,7 +151,7 @@ class GraphText(saved.Writer):
                 present[:] = [i for i, gradient in enumerate(gradients) if gradient is not None]
                 return tuple(gradients[i] for i in present)  # type: ignore[misc]
 
-            backward = body_graph(function.name, gradients, given, self.ctx, own=True)
+            backward = body_graph(function.name, gradients, tensors, self.ctx, own=True)
         except ir.CompileError as error:
             raise Unwritable(str(error)) from error
         return [function.name, function.results, self.graph(forward), self.graph(backward), present]
@@ -176,11 +176,11 @@ def versions() -> str:
 @cache
 def digest_of_ours() -> str:
     """Return the digest of the names and contents of all our Python files."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for package in OURS:
         for path in sorted((HOME / package).rglob("*.py")):
-            whole.update(f"{path.relative_to(HOME)}\n".encode() + path.read_bytes() + b"\0")
-    return whole.hexdigest()
+            digest.update(f"{path.relative_to(HOME)}\n".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def name_of_device(device: torch.device) -> str:

@@ -57,16 +57,16 @@ def compile_programs(
     exported = report.time("capture", lambda: export(request, pipeline.folding, tell))
     if cache is None or request.values is not None:
         return compile_exported(request, pipeline, exported, report, observe, tell)
-    began = time.perf_counter()
+    start = time.perf_counter()
     entry = cache.look_up(request, exported)
     if entry.programs is not None:
-        entry.programs.report.seconds |= report.seconds | {"program": time.perf_counter() - began}
+        entry.programs.report.seconds |= report.seconds | {"program": time.perf_counter() - start}
         return entry.programs
     prepare()
-    made = compile_exported(request, pipeline, exported, report, observe, tell)
-    if reason := report.time("store", lambda: cache.keep(entry, made)):
+    result = compile_exported(request, pipeline, exported, report, observe, tell)
+    if reason := report.time("store", lambda: cache.keep(entry, result)):
         report.notes.append(f"the program is not stored: {reason}")
-    return made
+    return result
 
 
 def compile_exported(
@@ -80,17 +80,17 @@ def compile_exported(
     """Compile exported graphs into programs, and add the passes to the report."""
     observer = Withholding(observe)
     try:
-        made = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell), report)
+        result = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell), report)
     except ir.LayersDiffer as error:
         observer.withheld.clear()
         capture_s, pipeline = report.seconds["capture"], replace(pipeline, folding=None)
-        report.restart(f"no layer stands for others: {error}")
+        report.restart(f"layers are not folded: {error}")
         exported = report.time("capture", lambda: export(request, None, tell))
         report.seconds["capture"] += capture_s
-        made = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell), report)
+        result = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell), report)
     finally:
         observer.release()
-    return made
+    return result
 
 
 class Withholding:
@@ -128,16 +128,16 @@ def run_rows(
     for row in pipeline.rows:
         source, passes = sources[row.source], row.passes if row.cut else row.whole
         if row.state_of:
-            passes = with_state_of(passes, sources[row.state_of].program)
-        known = runner.results.get(row.source) if row.purpose != "evaluation" else None
+            passes = store_state_like(passes, sources[row.state_of].program)
+        known_results = runner.results.get(row.source) if row.purpose != "evaluation" else None
         if row.purpose == "evaluation":
             source = Captured(replace(source.program, evaluates=True), source.ctx)
-        whole = sources[row.name] = runner.run(row.name, passes, source, known)
+        result = sources[row.name] = runner.run(row.name, passes, source, known_results)
         if row.cut:
-            parts = row.cut(whole.program).items()
-            finished |= {name: runner.run(name, row.finish, Captured(part, whole.ctx)) for name, part in parts}
+            parts = row.cut(result.program).items()
+            finished |= {name: runner.run(name, row.finish, Captured(part, result.ctx)) for name, part in parts}
         elif not row.shared:
-            finished[row.name] = whole
+            finished[row.name] = result
     return finished
 
 
@@ -153,33 +153,33 @@ class Runner:
     tell: Tell
     results: dict[str, Results] = field(default_factory=dict)
 
-    def run(self, name: str, passes: Passes, given: Captured, known: Results | None = None) -> Captured:
+    def run(self, name: str, passes: Passes, captured: Captured, known_results: Results | None = None) -> Captured:
         """Return a program after some passes; raise UserError if one refuses it.
 
         `known` are numerical results of the program.
         """
-        if given.program.fold and any(step.gives is Stage.SEGMENTED for step in passes):
+        if captured.program.fold and any(step.gives is Stage.SEGMENTED for step in passes):
             passes = (*passes, self.unfold)
         if not passes:
-            return given
-        began = time.perf_counter()
+            return captured
+        start = time.perf_counter()
         try:
             program, records = run_passes(
                 name,
                 passes,
-                given.program,
-                given.ctx,
+                captured.program,
+                captured.ctx,
                 verify=self.verify,
                 observe=self.observe,
                 inputs=self.inputs,
-                known=known,
+                known=known_results,
                 tell=lambda what: self.tell(f"{name}: {what}"),
             )
         except ir.Refused as error:
             raise UserError(error.pass_name, error.located) from error
-        self.report.add(name, records, time.perf_counter() - began)
+        self.report.add(name, records, time.perf_counter() - start)
         self.results[name] = records[-1].results
-        return Captured(program, given.ctx)
+        return Captured(program, captured.ctx)
 
 
 def inputs_of(request: CompileRequest) -> dict[str, Tensor] | None:
@@ -190,12 +190,15 @@ def inputs_of(request: CompileRequest) -> dict[str, Tensor] | None:
     return {name: telling(value) for name, value in request.values.items()} | dict(request.batch) | scalars
 
 
-def with_state_of(passes: Passes, program: ir.Program) -> Passes:
+def store_state_like(passes: Passes, program: ir.Program) -> Passes:
     """Return passes that store a program's state like another program's: on the same ranks and stages."""
-    held = [i for i in program.inputs if i.kind == "parameter"]
-    places, stages = {i.name: replace(i.spec, replicate=()) for i in held}, {i.original: i.stages for i in held}
+    parameters = [i for i in program.inputs if i.kind == "parameter"]
+    places, stages = (
+        {i.name: replace(i.spec, replicate=()) for i in parameters},
+        {i.original: i.stages for i in parameters},
+    )
     for node, output in zip(program.results(), program.outputs, strict=True):
         stage = ir.pipeline_stage(node) if output.kind == "buffer" else None
         stages |= {} if stage is None else {output.name: (stage,)}
-    stored = {Place: places, Assign: stages}
-    return tuple(replace(s, stored=stored[type(s)]) if type(s) in stored else s for s in passes)  # type: ignore
+    fields = {Place: places, Assign: stages}
+    return tuple(replace(s, stored=fields[type(s)]) if type(s) in fields else s for s in passes)  # type: ignore

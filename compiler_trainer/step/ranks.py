@@ -43,9 +43,9 @@ def start_ranks() -> int:
             torch.cuda.set_device(gpu)
         store, _, rank, size = meeting()
         # The store still holds the addresses of earlier groups, so each group has its own prefix.
-        own = dist.PrefixStore(f"job{next(groups)}", store)
+        group_store = dist.PrefixStore(f"job{next(groups)}", store)
         backend = "nccl" if torch.cuda.is_available() else HOST
-        dist.init_process_group(backend, timeout=PATIENCE, store=own, rank=rank, world_size=size)
+        dist.init_process_group(backend, timeout=PATIENCE, store=group_store, rank=rank, world_size=size)
     return dist.get_world_size()
 
 
@@ -111,24 +111,24 @@ def first_of_each_machine_first(make: Callable[[], T]) -> T:
     if not dist.is_initialized():
         return make()
     local, on_machine = place_on_node()
-    store, done = dist.PrefixStore(f"turn{next(turns)}", meeting().store), "done"
+    store, done_key = dist.PrefixStore(f"turn{next(turns)}", meeting().store), "done"
     if local == 0:
         try:
-            made = make()
+            result = make()
         finally:
-            store.add(done, 1)
-    while store.add(done, 0) * on_machine < dist.get_world_size():  # a wait in the store would time out
+            store.add(done_key, 1)
+    while store.add(done_key, 0) * on_machine < dist.get_world_size():  # a wait in the store would time out
         time.sleep(max(POLL_S, dist.get_world_size() / POLLS_PER_S))
-    return made if local == 0 else make()
+    return result if local == 0 else make()
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the value of each rank of a group, or of all ranks, by rank."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def new_group(members: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ class Moment:
     """A point in a device's work: the completion of everything launched before it."""
 
     def __init__(self, device: torch.device):
-        self.at = time.perf_counter()
+        self.host_time = time.perf_counter()
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
         if self.event is not None:
             self.event.record()
@@ -27,7 +27,7 @@ class Moment:
         """Return the seconds from this moment to a later one; both must have been reached."""
         if self.event is not None and later.event is not None:
             return self.event.elapsed_time(later.event) / 1e3
-        return later.at - self.at
+        return later.host_time - self.host_time
 
 
 class Results:

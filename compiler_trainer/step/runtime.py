@@ -42,7 +42,7 @@ class Runtime(Protocol):
     ways: Ways | None  # process groups for values between pipeline ranks
 
     @property
-    def apart(self) -> int: ...
+    def ranks_per_stage(self) -> int: ...
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any: ...
     def begin(self) -> None: ...
     def run(self, compiled: Any, inputs: ByRank, slot: int | None) -> dict[int, tuple[Tensor, ...]]: ...
@@ -62,13 +62,13 @@ class Staged:
     mesh: Mesh
 
     @property
-    def apart(self) -> int:
+    def ranks_per_stage(self) -> int:
         """The number of ranks of a stage, which is the distance of a rank to its counterpart in the next stage."""
         return self.mesh.world_size // self.mesh["pp"]
 
     def stage_of(self, rank: int) -> int:
         """Return the pipeline rank of a rank."""
-        return rank // self.apart
+        return rank // self.ranks_per_stage
 
 
 def all_calls(program: ir.Program) -> Iterator[fx.Node]:
@@ -135,7 +135,7 @@ class ProcessRanks(Staged):
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if world_size != mesh.world_size:
-            raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
+            raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, but {world_size} are running")
         self.ranks: tuple[int, ...] = (rank,)
         self.groups: dict[str, dist.ProcessGroup] = {}  # by the communicator's name in programs
         records = lower.cudagraphs and not why_nothing_is_recorded(device)
@@ -157,10 +157,10 @@ class ProcessRanks(Staged):
             return ALONE
         if self.mesh["pp"] == 1:
             return Workers(local, count, dist.barrier)
-        first = self.stage_of(rank) * self.apart
-        group = new_group(range(first, first + self.apart))
-        near = [r for r in range(rank - local, rank - local + count) if self.stage_of(r) == self.stage_of(rank)]
-        return Workers(near.index(rank), len(near), partial(dist.barrier, group))
+        first = self.stage_of(rank) * self.ranks_per_stage
+        group = new_group(range(first, first + self.ranks_per_stage))
+        local_ranks = [r for r in range(rank - local, rank - local + count) if self.stage_of(r) == self.stage_of(rank)]
+        return Workers(local_ranks.index(rank), len(local_ranks), partial(dist.barrier, group))
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
         """Compile a program; the ranks of a node share the compiled regions, so every rank must call this."""
@@ -176,8 +176,8 @@ class ProcessRanks(Staged):
         """Lower a program by the backend, with its process groups registered."""
         lower = BACKENDS[self.lower.backend]
 
-        def tell(what: str) -> None:
-            self.tell(f"{name}: {what}")
+        def tell(task: str) -> None:
+            self.tell(f"{name}: {task}")
 
         if self.distributed:
             self.name_groups()
@@ -217,15 +217,15 @@ class ProcessRanks(Staged):
         (mine,) = local.values()
         if not self.distributed:
             return [mine]
-        found = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
-        dist.all_gather(found, mine.contiguous())
-        return found
+        tensors = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
+        dist.all_gather(tensors, mine.contiguous())
+        return tensors
 
     def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]:
         """Return the local tensors of a stage's ranks, shaped `like`, by rank; every rank must call this."""
         (rank,) = self.ranks
         mine = local[rank] if rank in local else torch.empty_like(like, device=self.device)
-        return self.all_locals({rank: mine})[stage * self.apart : (stage + 1) * self.apart]
+        return self.all_locals({rank: mine})[stage * self.ranks_per_stage : (stage + 1) * self.ranks_per_stage]
 
     def meet(self, programs: Mapping[str, ir.Program]) -> None:
         """Check that all ranks hold the same programs, and create their process groups; every rank must call this."""
@@ -264,13 +264,13 @@ class ProcessRanks(Staged):
         """Return the values of all stages, of any type; every rank must call this."""
         if self.mesh["pp"] == 1:
             return values
-        return {name: value for of_rank in gather(values, self.stages) for name, value in of_rank.items()}
+        return {name: value for rank_values in gather(values, self.stages) for name, value in rank_values.items()}
 
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None:
         """Copy one rank's local tensor, shaped `like`, to other ranks in place; every rank must call this."""
         (rank,) = self.ranks
-        held = local[rank].detach() if rank in local else torch.empty_like(like, device=self.device)
-        sent = held.clone().reshape(-1).view(torch.uint8)  # works for any dtype
-        dist.broadcast(sent, source)
+        tensor = local[rank].detach() if rank in local else torch.empty_like(like, device=self.device)
+        content = tensor.clone().reshape(-1).view(torch.uint8)  # works for any dtype
+        dist.broadcast(content, source)
         if rank in to:
-            held.copy_(sent.view(held.dtype).reshape(held.shape))
+            tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))

@@ -16,7 +16,7 @@ from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device
 from compiler_trainer.step.messages import Post
 from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import Runtime
-from compiler_trainer.step.turns import Carried, Turn, slots_of, turns_of_evaluation, turns_of_step
+from compiler_trainer.step.turns import CarriedValues, Turn, slots_of, turns_of_evaluation, turns_of_step
 from passes.communication.batch_overlap import SEED, microbatches_in, name_of, together
 from passes.pipeline.tables import Table
 from passes.program import host, ir, shift
@@ -84,37 +84,39 @@ class Step:
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
         self.train, self.evaluation, self.state = train, evaluation, state
         self.lr, self.seed, self.microbatches, self.table = lr, seed, microbatches, table
-        self.at_once = microbatches_in(each.finished for each in (*train.values(), *evaluation.values()))
+        self.microbatches_per_turn = microbatches_in(c.finished for c in (*train.values(), *evaluation.values()))
         self.device, self.report = device, report
         self.layouts: list[BatchLayout] = []  # of the last step's microbatches
         compiled = (*train.values(), *evaluation.values())
-        named = dict.fromkeys(o.name for each in compiled for o in each.finished.outputs if o.kind == "metric")
-        self.metrics = tuple(name for name in named if name != "grad_norm")  # metrics that the loss function returns
-        given = [i for each in compiled for i in each.finished.inputs]
-        self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
+        names = dict.fromkeys(o.name for c in compiled for o in c.finished.outputs if o.kind == "metric")
+        self.metrics = tuple(name for name in names if name != "grad_norm")  # metrics that the loss function returns
+        inputs = [i for c in compiled for i in c.finished.inputs]
+        self.constants = {i.name: i.value.to(device) for i in inputs if i.value is not None}
         self.coordinates = {
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
             for rank in self.ranks
         }
-        self.restored = {state_name(i): None for each in train.values() for i in each.finished.inputs if i.restored}
-        self.counted = {i.name: i.count for i in given if i.count is not None}
-        self.entries = {entry: of for each in compiled for entry, of in entries_of(each.finished).items()}
+        self.restored_names = {state_name(i): None for c in train.values() for i in c.finished.inputs if i.restored}
+        self.label_counts = {i.name: i.count for i in inputs if i.count is not None}
+        self.entries = {entry: entry_spec for c in compiled for entry, entry_spec in entries_of(c.finished).items()}
         self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
         self.slots = slots_of(self.training[0])
         measuring = turns_of_evaluation(EVALUATE, programs_of(evaluation), table, microbatches)
         self.measuring = self.turns(measuring, evaluation)
 
-    def turns(self, turns: Sequence[Turn], programs: Mapping[str, Compiled]) -> tuple[list[Turn], Carried]:
+    def turns(self, turns: Sequence[Turn], programs: Mapping[str, Compiled]) -> tuple[list[Turn], CarriedValues]:
         """Return the turns that run here, of those of all ranks, and the values they carry; empty without programs."""
-        found = programs_of(programs)
-        turns = [turn for turn in turns if turn.program in found]
-        assert not found.keys() - {turn.program for turn in turns}, f"programs that no turn runs, of {[*found]}"
-        here = sorted({self.runtime.stage_of(rank) for rank in self.ranks})
+        programs_by_name = programs_of(programs)
+        turns = [turn for turn in turns if turn.program in programs_by_name]
+        assert not programs_by_name.keys() - {turn.program for turn in turns}, (
+            f"programs that no turn runs, of {[*programs_by_name]}"
+        )
+        stages = sorted({self.runtime.stage_of(rank) for rank in self.ranks})
         post, ways = None, self.runtime.ways
         if ways is not None:
             (rank,) = self.ranks
-            post = Post(turns, found, rank, here[0], self.runtime.apart, self.device, ways)
-        return [turn for turn in turns if turn.rank in here], Carried(turns, found, here, post)
+            post = Post(turns, programs_by_name, rank, stages[0], self.runtime.ranks_per_stage, self.device, ways)
+        return [turn for turn in turns if turn.rank in stages], CarriedValues(turns, programs_by_name, stages, post)
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
         """Take one optimizer step on a global batch, wait for it, and return its results by name.
@@ -133,21 +135,25 @@ class Step:
         rate, self.layouts = self.lr if lr is None else lr, []
         self.runtime.begin()
         count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
-        before = [(local, local.clone()) for name in self.restored for local in self.state[name].local.values()]
-        numbers = self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
-        for local, value in before:
+        saved = [(local, local.clone()) for name in self.restored_names for local in self.state[name].local.values()]
+        numbers = self.batch_numbers(self.take(self.training, self.train, batch, rate, count), self.train)
+        for local, value in saved:
             local.copy_(torch.where(torch.isfinite(numbers["grad_norm"]), local, value))
         return Results(numbers, self.device)
 
-    def summed(self, values: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, Tensor]:
+    def batch_numbers(self, values: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, Tensor]:
         """Return the numbers among the microbatches' results for the whole batch, fp64[] on the device."""
         kinds = {name: kind for name, kind in kinds_of(programs).items() if kind in NUMBERS}
-        numbers = {name: number_of(each, kinds[name], self.at_once) for name, each in values.items() if name in kinds}
+        numbers = {
+            name: number_of(parts, kinds[name], self.microbatches_per_turn)
+            for name, parts in values.items()
+            if name in kinds
+        }
         return self.runtime.numbers(numbers, list(kinds))
 
     def take(
         self,
-        taken: tuple[list[Turn], Carried],
+        turns_and_values: tuple[list[Turn], CarriedValues],
         programs: Mapping[str, Compiled],
         batch: Mapping[str, Tensor],
         lr: float,
@@ -157,11 +163,14 @@ class Step:
 
         The host reads nothing from the device before all turns are started.
         """
-        turns, carried = taken
+        turns, carried = turns_and_values
         parts = self.split(batch)
         counts = self.counts(parts)
-        given = [together(parts[i : i + self.at_once]) for i in range(0, len(parts), self.at_once)]
-        found: dict[str, list[Tensor]] = {}
+        batches = [
+            together(parts[i : i + self.microbatches_per_turn])
+            for i in range(0, len(parts), self.microbatches_per_turn)
+        ]
+        results: dict[str, list[Tensor]] = {}
         for name in {turn.program: None for turn in turns}:
             programs[name].compile()
         host.forget()
@@ -170,12 +179,12 @@ class Step:
         for turn in turns:
             carried.start(turn)
             compiled, m = programs[turn.program], turn.microbatch
-            number = count if m is None else count * self.microbatches + m * self.at_once
+            number = count if m is None else count * self.microbatches + m * self.microbatches_per_turn
             scalars = self.scalars(lr, number) | counts
-            for name, value in self.run(turn, compiled, {} if m is None else given[m], scalars, carried).items():
-                found.setdefault(name, []).append(value)
+            for name, value in self.run(turn, compiled, {} if m is None else batches[m], scalars, carried).items():
+                results.setdefault(name, []).append(value)
         carried.end()
-        return found
+        return results
 
     def scalars(self, lr: float, count: Tensor) -> dict[str, Tensor]:
         """Return the scalar inputs: the learning rate, and the seeds of the (micro)batches' random numbers.
@@ -184,16 +193,16 @@ class Step:
         """
         return {
             "lr": torch.full((), lr, dtype=torch.float64, device=self.device),
-            **{name_of(SEED, k): count + k + (self.seed << 32) for k in range(self.at_once)},
+            **{name_of(SEED, k): count + k + (self.seed << 32) for k in range(self.microbatches_per_turn)},
         }
 
     def counts(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return the counts of labels over all microbatches, which are inputs of programs."""
         for part in parts:
             check_batch(part, self.entries)
-        read = dict.fromkeys(name for count in self.counted.values() for name in count.names)
-        there = [{name: on_device(part[name], self.device) for name in read} for part in parts]
-        return {name: count.of(there) for name, count in self.counted.items()}
+        names = dict.fromkeys(name for count in self.label_counts.values() for name in count.names)
+        label_values = [{name: on_device(part[name], self.device) for name in names} for part in parts]
+        return {name: count.of(label_values) for name, count in self.label_counts.items()}
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """Return the mean loss of a global batch, without changing the state."""
@@ -201,21 +210,21 @@ class Step:
 
     def measure(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the mean loss of a global batch and its metrics, without changing the state."""
-        return Results(self.summed(self.evaluated(batch), self.evaluation), self.device).read()
+        return Results(self.batch_numbers(self.evaluate_parts(batch), self.evaluation), self.device).read()
 
     def rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the loss function's outputs per sample of a global batch, [rows], without changing the state."""
         kinds = kinds_of(self.evaluation)
-        found = {name: values for name, values in self.evaluated(batch).items() if kinds[name] == "rows"}
-        return self.runtime.share({name: torch.cat(values).cpu() for name, values in found.items()})
+        results = {name: values for name, values in self.evaluate_parts(batch).items() if kinds[name] == "rows"}
+        return self.runtime.share({name: torch.cat(values).cpu() for name, values in results.items()})
 
-    def evaluated(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    def evaluate_parts(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
         """Return the results of each microbatch of an evaluation."""
         if not self.evaluation:
-            what = "is false, so that this step can only train; give compile_step(evaluate=True)"
-            raise UserError("evaluate", what)
-        none = torch.zeros((), dtype=torch.int64, device=self.device)
-        return self.take(self.measuring, self.evaluation, batch, 0.0, none)
+            problem = "is false, so this step can only train; give compile_step(evaluate=True)"
+            raise UserError("evaluate", problem)
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        return self.take(self.measuring, self.evaluation, batch, 0.0, count)
 
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the microbatches of a global batch: consecutive samples."""
@@ -228,7 +237,7 @@ class Step:
         compiled: Compiled,
         batch: Mapping[str, Tensor],
         scalars: Mapping[str, Tensor],
-        carried: Carried,
+        carried: CarriedValues,
     ) -> dict[str, Tensor]:
         """Run one turn for the ranks here; return its results by name, as the first of these ranks has them."""
         program, batch_layout = compiled.finished, BatchLayout(compiled.finished, batch)
@@ -236,36 +245,36 @@ class Step:
             self.layouts.append(batch_layout)
         ranks = [rank for rank in self.ranks if self.runtime.stage_of(rank) == turn.rank]
 
-        def value(given: ir.Input, rank: int) -> Tensor:
-            if given.kind == "carried":
-                return carried.get(turn, given.name, rank, self.runtime.apart)
-            return self.value(given, rank, batch_layout, scalars)
+        def value(entry: ir.Input, rank: int) -> Tensor:
+            if entry.kind == "carried":
+                return carried.get(turn, entry.name, rank, self.runtime.ranks_per_stage)
+            return self.value(entry, rank, batch_layout, scalars)
 
         inputs = {rank: [value(i, rank) for i in program.inputs] for rank in ranks}
         results = self.runtime.run(compiled.executable, inputs, self.slots.get(turn))
-        found = {}
+        outputs = {}
         for k, output in enumerate(program.outputs):
             if output.kind == "carried":
                 carried.put(turn, output.name, {rank: results[rank][k] for rank in ranks})
             elif output.kind != "buffer":
-                found[output.name] = results[ranks[0]][k]
+                outputs[output.name] = results[ranks[0]][k]
         carried.done(turn)
-        return found
+        return outputs
 
-    def value(self, given: ir.Input, rank: int, batch_layout: BatchLayout, scalars: Mapping[str, Tensor]) -> Tensor:
+    def value(self, entry: ir.Input, rank: int, batch_layout: BatchLayout, scalars: Mapping[str, Tensor]) -> Tensor:
         """Return the value of a program's input on one rank."""
-        if given.kind == "batch":
-            whole, spec = batch_layout.batch[given.name], given.spec.ordered(batch_layout.order(rank))
-            return on_device(shard(whole, spec, self.mesh, self.mesh.coordinates(rank)), self.device)
-        if given.kind == "layout":
-            return batch_layout.value(given, rank, self.device)
-        if given.kind == "coordinate":
-            return self.coordinates[rank][given.name]
-        if given.kind == "constant":
-            return self.constants[given.name]
-        if given.kind == "scalar":
-            return scalars[given.name]
-        return self.state[state_name(given)].local[rank]
+        if entry.kind == "batch":
+            full, spec = batch_layout.batch[entry.name], entry.spec.ordered(batch_layout.order(rank))
+            return on_device(shard(full, spec, self.mesh, self.mesh.coordinates(rank)), self.device)
+        if entry.kind == "layout":
+            return batch_layout.value(entry, rank, self.device)
+        if entry.kind == "coordinate":
+            return self.coordinates[rank][entry.name]
+        if entry.kind == "constant":
+            return self.constants[entry.name]
+        if entry.kind == "scalar":
+            return scalars[entry.name]
+        return self.state[state_name(entry)].local[rank]
 
     def balance(self) -> dict[str, float]:
         """Return the balance of attention work in the last step, in the `cp` group of the first rank here."""
@@ -290,32 +299,32 @@ class Step:
         return unshard(self.runtime.of_stage(state.local, state.stages[0], state.like), state.spec, self.mesh)
 
 
-def number_of(values: Sequence[Tensor], kind: str, at_once: int) -> Tensor:
+def number_of(values: Sequence[Tensor], kind: str, microbatches_per_turn: int) -> Tensor:
     """Return microbatches' values as one number, fp64[]: counts are added, everything else is averaged."""
     stacked = torch.stack(list(values))
-    number = stacked.sum() if kind == "count" else stacked.mean() / (at_once if kind == "loss" else 1)
+    number = stacked.sum() if kind == "count" else stacked.mean() / (microbatches_per_turn if kind == "loss" else 1)
     return number.double()
 
 
 def kinds_of(programs: Mapping[str, Compiled]) -> dict[str, ir.OutputKind]:
     """Return the kinds of programs' outputs, by name."""
-    return {o.name: o.kind for each in programs.values() for o in each.finished.outputs}
+    return {o.name: o.kind for compiled in programs.values() for o in compiled.finished.outputs}
 
 
 def programs_of(compiled: Mapping[str, Compiled]) -> dict[str, ir.Program]:
     """Return the finished programs, by the same names."""
-    return {name: each.finished for name, each in compiled.items()}
+    return {name: program.finished for name, program in compiled.items()}
 
 
-def state_name(given: ir.Input) -> str:
+def state_name(entry: ir.Input) -> str:
     """Return the name under which an input's value is stored."""
-    prefix = {"parameter": "model", "buffer": "model", "moment": "optim", "gradient": "gradient"}[given.kind]
-    return f"{prefix}.{given.name}"
+    prefix = {"parameter": "model", "buffer": "model", "moment": "optim", "gradient": "gradient"}[entry.kind]
+    return f"{prefix}.{entry.name}"
 
 
-def stored(given: ir.Input) -> Spec:
+def stored(entry: ir.Input) -> Spec:
     """Return the placement in which an input is stored: a replicate copy as an invariant one."""
-    return replace(given.spec, replicate=())
+    return replace(entry.spec, replicate=())
 
 
 class Entry(NamedTuple):
@@ -332,20 +341,20 @@ def entries_of(program: ir.Program) -> dict[str, Entry]:
     return {i.original: Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
 
 
-def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> None:
+def check_batch(batch: Mapping[str, Tensor], expected: Mapping[str, Entry]) -> None:
     """Raise UserError unless the batch has the compiled entries, shapes and dtypes."""
-    if missing := sorted(wanted.keys() - batch.keys()):
-        raise UserError(f"batch[{missing[0]!r}]", f"is missing; the step was compiled for {', '.join(wanted)}")
+    if absent := sorted(expected.keys() - batch.keys()):
+        raise UserError(f"batch[{absent[0]!r}]", f"is missing; the step was compiled for {', '.join(expected)}")
     for key, value in batch.items():
-        if key not in wanted:
-            raise UserError(f"batch[{key!r}]", f"is not among the compiled entries {', '.join(wanted)}")
-        shape, dtype, _ = wanted[key]
+        if key not in expected:
+            raise UserError(f"batch[{key!r}]", f"is not among the compiled entries {', '.join(expected)}")
+        shape, dtype, _ = expected[key]
         if tuple(value.shape) != shape or value.dtype != dtype:
             raise UserError(
                 f"batch[{key!r}]",
-                f"is {value.dtype}{list(value.shape)}, the step was compiled for {dtype}{list(shape)} a microbatch",
+                f"is {value.dtype}{list(value.shape)}, but the step was compiled for {dtype}{list(shape)} a microbatch",
             )
-    for name in (name for name, entry in wanted.items() if entry.runs):
+    for name in (name for name, entry in expected.items() if entry.runs):
         check_runs(name, batch[name])
 
 
@@ -359,6 +368,8 @@ def check_runs(name: str, value: Tensor) -> None:
         ids = torch.cat([row[:1], row[1:][turn]])
         values, counts = ids.unique(return_counts=True)
         if bool((counts > 1).any()):
-            again = int(values[counts > 1][0])
-            fix = "the mask compares these ids, so give each document an id of its own"
-            raise UserError(f"batch[{name!r}]", f"row {number} has {again} in two places with others between; {fix}")
+            repeated = int(values[counts > 1][0])
+            fix = "the mask compares these ids, so give each document its own id"
+            raise UserError(
+                f"batch[{name!r}]", f"row {number} has {repeated} in two places with other ids between; {fix}"
+            )

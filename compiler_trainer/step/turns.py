@@ -65,27 +65,27 @@ def slots_of(turns: Sequence[Turn]) -> dict[Turn, int]:
     Two microbatches in a stage at the same time have different slots, and so have two stages.
     """
 
-    def passing(turn: Turn) -> tuple[int, int | None]:
+    def stage_and_microbatch(turn: Turn) -> tuple[int, int | None]:
         return turn.task.stage if turn.task else 0, turn.microbatch
 
-    of_microbatches = [turn for turn in turns if turn.microbatch is not None]
-    last = {passing(turn): turn for turn in of_microbatches}
-    free, taken, slots = defaultdict[int, list[int]](list), dict[tuple[int, int | None], int](), dict[Turn, int]()
-    for turn in of_microbatches:
-        here = stage, _ = passing(turn)
-        if here not in taken:
-            taken[here] = free[stage].pop() if free[stage] else len({*taken.values()})
-        slots[turn] = taken[here]
-        if turn == last[here]:
-            free[stage].append(taken[here])
+    microbatch_turns = [turn for turn in turns if turn.microbatch is not None]
+    last = {stage_and_microbatch(turn): turn for turn in microbatch_turns}
+    free, slot_of, slots = defaultdict[int, list[int]](list), dict[tuple[int, int | None], int](), dict[Turn, int]()
+    for turn in microbatch_turns:
+        position = stage, _ = stage_and_microbatch(turn)
+        if position not in slot_of:
+            slot_of[position] = free[stage].pop() if free[stage] else len({*slot_of.values()})
+        slots[turn] = slot_of[position]
+        if turn == last[position]:
+            free[stage].append(slot_of[position])
     return slots
 
 
 def sent_between(programs: Iterable[ir.Program]) -> frozenset[str]:
     """Return the names of values that tasks of one stage, or rank, make for those of another."""
     tasks = [(program.task.stage, program) for program in programs if program.task]
-    made = {output.name: stage for stage, p in tasks for output in p.outputs if output.kind == "carried"}
-    return frozenset(given.name for stage, p in tasks for given in carried(p) if made[given.name] != stage)
+    stage_of = {output.name: stage for stage, p in tasks for output in p.outputs if output.kind == "carried"}
+    return frozenset(entry.name for stage, p in tasks for entry in carried(p) if stage_of[entry.name] != stage)
 
 
 Keys = dict[Turn, dict[str, Key]]
@@ -97,12 +97,14 @@ def keys_of(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> tuple[
         turn: {o.name: (o.name, turn.microbatch) for o in programs[turn.program].outputs if o.kind == "carried"}
         for turn in turns
     }
-    made = {key for found in makes.values() for key in found.values()}
+    all_made = {key for values in makes.values() for key in values.values()}
 
-    def read(name: str, microbatch: int | None) -> Key:
-        return (name, microbatch) if (name, microbatch) in made else (name, None)
+    def key_read(name: str, microbatch: int | None) -> Key:
+        return (name, microbatch) if (name, microbatch) in all_made else (name, None)
 
-    reads = {turn: {i.name: read(i.name, turn.microbatch) for i in carried(programs[turn.program])} for turn in turns}
+    reads = {
+        turn: {i.name: key_read(i.name, turn.microbatch) for i in carried(programs[turn.program])} for turn in turns
+    }
     return reads, makes
 
 
@@ -117,29 +119,31 @@ class Mail(Protocol):
     def end(self) -> None: ...
 
 
-class Carried:
+class CarriedValues:
     """Values on their way between the turns that run here, each kept until its last reader has it.
 
-    `here` are the pipeline ranks of this process; values of other ranks come through `post`.
+    `ranks` are the pipeline ranks of this process; values of other ranks come through `post`.
     """
 
     def __init__(
         self,
         turns: Sequence[Turn],
         programs: Mapping[str, ir.Program],
-        here: Sequence[int] = (0,),
+        ranks: Sequence[int] = (0,),
         post: Mail | None = None,
     ):
         self.post = post
-        self.read_by, self.made_by = keys_of(turns, programs)
-        self.reads = Counter(key for turn, keys in self.read_by.items() if turn.rank in here for key in keys.values())
+        self.keys_read, self.keys_made = keys_of(turns, programs)
+        self.reads = Counter(
+            key for turn, keys in self.keys_read.items() if turn.rank in ranks for key in keys.values()
+        )
         self.values: dict[Key, dict[int, Tensor]] = {}
-        self.left = Counter[Key]()
+        self.readers_left = Counter[Key]()
 
     def begin(self) -> None:
         """Begin a step."""
         self.values.clear()
-        self.left = self.reads.copy()
+        self.readers_left = self.reads.copy()
         if self.post is not None:
             self.post.begin()
 
@@ -148,26 +152,28 @@ class Carried:
         if self.post is not None:
             self.post.start(turn)
 
-    def put(self, turn: Turn, name: str, made: Mapping[int, Tensor]) -> None:
+    def put(self, turn: Turn, name: str, values: Mapping[int, Tensor]) -> None:
         """Keep a value if a turn here reads it, and send it to other processes that do."""
-        key = self.made_by[turn][name]
+        key = self.keys_made[turn][name]
         if self.reads[key]:
-            self.values[key] = dict(made)
+            self.values[key] = dict(values)
         if self.post is not None:
-            self.post.send(key, made)
+            self.post.send(key, values)
 
-    def get(self, turn: Turn, name: str, rank: int, apart: int) -> Tensor:
+    def get(self, turn: Turn, name: str, rank: int, ranks_per_stage: int) -> Tensor:
         """Return the value for a rank; its counterparts in other stages are multiples of `apart` away."""
-        key = self.read_by[turn][name]
+        key = self.keys_read[turn][name]
         if key not in self.values and self.post is not None:
             self.values[key] = {rank: self.post.receive(key)}
-        return next(value for made_by, value in self.values[key].items() if (made_by - rank) % apart == 0)
+        return next(
+            value for source_rank, value in self.values[key].items() if (source_rank - rank) % ranks_per_stage == 0
+        )
 
     def done(self, turn: Turn) -> None:
         """End a turn: drop the values for which it was the last reader."""
-        for key in self.read_by[turn].values():
-            self.left[key] -= 1
-            if not self.left[key]:
+        for key in self.keys_read[turn].values():
+            self.readers_left[key] -= 1
+            if not self.readers_left[key]:
                 del self.values[key]
         if self.post is not None:
             self.post.done(turn)
@@ -180,4 +186,4 @@ class Carried:
 
 def carried(program: ir.Program) -> Iterator[ir.Input]:
     """Yield the inputs that other tasks make."""
-    return (given for given in program.inputs if given.kind == "carried")
+    return (entry for entry in program.inputs if entry.kind == "carried")

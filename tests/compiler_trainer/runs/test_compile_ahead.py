@@ -70,12 +70,12 @@ def test_another_job_is_refused_with_what_differs(tmp_path, capsys):
     for option, differs in OTHERS.items():
         assert call(*SMALL, f"lower.programs={tmp_path / 'made'}", f"run.dir={tmp_path / 'run'}", option) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"error: lower.programs: {tmp_path / 'made'} holds the program of another job: "), said
+        assert said.startswith(f"error: lower.programs: {tmp_path / 'made'} contains the program of another job: "), said
         assert differs in said and (said.count(" here") == 1 or "model is" in said), said
     for path in (tmp_path / "made").iterdir():
         path.unlink()
     assert call(*SMALL, f"lower.programs={tmp_path / 'made'}", f"run.dir={tmp_path / 'run'}") == 2
-    assert "holds no program" in capsys.readouterr().err
+    assert "contains no program" in capsys.readouterr().err
     assert call(*SMALL, f"lower.programs={tmp_path / 'none'}", f"run.dir={tmp_path / 'run'}") == 2
     assert "there is no folder" in capsys.readouterr().err
 

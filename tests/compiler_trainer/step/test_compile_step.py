@@ -201,7 +201,7 @@ def test_a_model_of_which_nothing_is_trained_is_refused_and_can_be_evaluated():
     ({"passes": {"remat": {"policy": "ful"}}}, "passes.remat.policy.*full"),
     ({"passes": {"shard": {"plan": {"nothing.*": {"tp": 0}}}}}, "nothing"),
     ({"ranks": "lockstop"}, "ranks: is 'lockstop'"),
-    ({"mesh": FSDP, "ranks": "processes"}, "mesh: .* is for 2 ranks, 1 are running"),
+    ({"mesh": FSDP, "ranks": "processes"}, "mesh: .* is for 2 ranks, but 1 are running"),
 ], ids=lambda value: str(value)[:40])
 def test_options_that_cannot_hold_are_refused(options, says):
     with pytest.raises(UserError, match=says):

@@ -383,7 +383,7 @@ def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
     monkeypatch.setattr(unfold.Writer, "check_order", refuse)
     found, report = programs(request(llama(12)), lambda program, record: seen.append((program, record)))
     whole, _ = programs(request(llama(12), fold=False))
-    assert report.finish()["notes"] == ["no layer stands for others: unfold: planted"]
+    assert report.finish()["notes"] == ["layers are not folded: unfold: planted"]
     assert not any(program.fold for program, _ in seen)
     assert [record.name for _, record in seen][:2] == ["capture", "cast"]
     assert len(seen) == len(report.passes)

@@ -13,7 +13,7 @@ from torch import fx
 from compiler_trainer.planning.playing import in_flight
 from compiler_trainer.step import messages as of_step
 from compiler_trainer.step.messages import Post, Timetable, Ways, messages
-from compiler_trainer.step.turns import Carried, turns_of_step
+from compiler_trainer.step.turns import CarriedValues, turns_of_step
 from passes.pipeline.tables import Slot, auto, gpipe, interleaved, one_f_one_b, play, zbv, zero_bubble
 from passes.program import ir
 from passes.program.task import BACKWARD, FORWARD, INPUTS
@@ -94,7 +94,7 @@ def asked_by(rank, table, ways, monkeypatch, waits_for_device=False):
     turns, nccl = turns_of_step(programs, table, table.microbatches), Nccl(rank)
     monkeypatch.setattr(of_step, "dist", nccl)
     post = Post(turns, programs, rank, rank, 1, torch.device("cpu"), ways)
-    carried = Carried(turns, programs, [rank], post)
+    carried = CarriedValues(turns, programs, [rank], post)
     wait = nccl.wait_for_device if waits_for_device else lambda: None
     carried.begin()
     for turn in (turn for turn in turns if turn.rank == rank):
@@ -120,14 +120,14 @@ def in_memory_of_post(rank, table, programs, monkeypatch):
     turns = turns_of_step(programs, table, table.microbatches)
     monkeypatch.setattr(of_step, "dist", Nccl(rank))
     post = Post(turns, programs, rank, rank, 1, torch.device("cpu"), Ways("up", "down"))
-    carried, counts = Carried(turns, programs, [rank], post), []
+    carried, counts = CarriedValues(turns, programs, [rank], post), []
     carried.begin()
     for turn in (turn for turn in turns if turn.rank == rank):
         carried.start(turn)
         for end in programs[turn.program].inputs:
             carried.get(turn, end.name, rank, 1)
-        expected = {message.key for message, _ in post.next} | post.room.keys()
-        counts.append((turn, (len(expected), len({message.key for message in post.sent} - carried.values.keys()))))
+        expected = {message.key for message, _ in post.next} | post.receive_buffers.keys()
+        counts.append((turn, (len(expected), len({message.key for message in post.sends_in_flight} - carried.values.keys()))))
         for output in programs[turn.program].outputs:
             carried.put(turn, output.name, {rank: torch.empty(1)})
         carried.done(turn)

@@ -410,7 +410,7 @@ triple.register_autograd(lambda ctx, gradient: gradient * 3)
 
 @pytest.mark.parametrize("operator", [double, triple])
 def test_an_operator_of_ones_own_has_no_key(place, operator):
-    with pytest.raises(Unkeyed, match=r"the kernel of plug\.(double|triple)\.default is code of its own"):
+    with pytest.raises(Unkeyed, match=r"the kernel of plug\.(double|triple)\.default is user code"):
         key(place.model(), functools.partial(after, operator))
 
 
@@ -420,9 +420,9 @@ class Never:
 
 def test_parts_of_ones_own_have_no_key(exported, monkeypatch):
     request, graphs = exported
-    with pytest.raises(Unkeyed, match="^passes.extra names code of its own$"):
+    with pytest.raises(Unkeyed, match="^passes.extra names user code$"):
         key_of(dataclasses.replace(request, passes=dataclasses.replace(ON_CPU, extra=({"_target_": "test_stored.Never"},))), graphs)
-    with pytest.raises(Unkeyed, match="^optim._target_ names code of its own$"):
+    with pytest.raises(Unkeyed, match="^optim._target_ names user code$"):
         key_of(dataclasses.replace(request, optim=OptimConfig("custom", _target_="test_stored.Never")), graphs)
     monkeypatch.setitem(RULES, "plug::one", None)
     monkeypatch.setitem(ADDED, "plug::one", "")
@@ -442,7 +442,7 @@ def test_a_job_without_a_key_is_compiled_each_time_and_says_why(place, tmp_path)
     for _ in range(2):
         _, report = start(place, cache, optim=optim)
         assert not report["program"]["read"]
-        assert report["notes"] == ["the program is not stored: optim._target_ names code of its own"]
+        assert report["notes"] == ["the program is not stored: optim._target_ names user code"]
 
 
 # ---- the store ---------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_a_launch_reads_no_number_and_sends_none():
     finished = SimpleNamespace(outputs=[SimpleNamespace(name="loss", kind="loss")])
     outputs = SimpleNamespace(finished=finished, compile=lambda: None)
     step.lr, step.seed, step.microbatches, step.device, step.ranks = 0.1, SEED, MICROBATCHES, torch.device("cpu"), (0,)
-    step.at_once, step.restored = 1, {}
+    step.microbatches_per_turn, step.restored_names = 1, {}
     step.state = {"optim.step": SimpleNamespace(local={0: torch.tensor(float(COUNT), dtype=torch.float64)})}
     step.split, step.counts, step.run = lambda batch: [{}] * MICROBATCHES, lambda parts: {}, run
     step.runtime = SimpleNamespace(numbers=lambda values, names: values, begin=lambda: None)

@@ -62,7 +62,7 @@ from compiler_trainer.step.turns import Turn
 from compiler_trainer.training.watch import Watch
 
 step = object.__new__(Step)
-step.microbatches, step.at_once = 4, 1
+step.microbatches, step.microbatches_per_turn = 4, 1
 step.split = lambda batch: [{}] * 4
 step.counts = lambda parts: {}
 step.scalars = lambda *how: {}
