@@ -99,7 +99,7 @@ def test_what_is_no_logger_is_refused_before_anything_is_written(own, said, fake
 
 
 def test_one_that_cannot_start_is_named(fake, tmp_path):
-    with pytest.raises(RunError, match="^run.loggers: Away cannot start: ConnectionError: no route to host; mend it"):
+    with pytest.raises(RunError, match="^run.loggers: Away cannot start: ConnectionError: no route to host; fix it"):
         trainer.train(logging_to(options(tmp_path / "run"), _target_="test_loggers.Away"))
 
 

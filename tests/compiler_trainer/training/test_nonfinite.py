@@ -103,7 +103,7 @@ def test_where_the_state_itself_is_bad_an_earlier_one_is_taken(tmp_path, monkeyp
     cfg = policy(options(tmp_path / "run"), "rollback")
     trainer.train(cfg)
     said = capsys.readouterr().out
-    assert said.count("going on from") == 2
+    assert said.count("continuing from") == 2
     assert said.index("checkpoints/step_00000004, with") < said.index("checkpoints/step_00000002, with")
     names = sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step_*"))
     assert names == ["step_00000002", "step_00000004", "step_00000004.left", "step_00000006"]

@@ -92,7 +92,7 @@ def test_a_run_that_waited_for_one_that_left_nothing_locks_its_own_file(tmp_path
 def test_a_second_run_in_a_new_folder_is_refused_before_it_compiles(held, monkeypatch):
     folder, _ = held
     monkeypatch.setattr(trainer, "compile_step", lambda *args, **how: pytest.fail("it compiles"))
-    with pytest.raises(UserError, match="is another run's"):
+    with pytest.raises(UserError, match="is in use by another run"):
         trainer.train(short_run(folder))
 
 
@@ -100,7 +100,7 @@ def test_a_run_notices_the_one_that_took_its_place(tmp_path):
     mine = Owner("run.dir", tmp_path)
     mine.take()
     (tmp_path / FILE).write_text(json.dumps({"host": "other", "pid": 7, "began": "today", "token": "x"}))
-    with pytest.raises(RunError, match=r"was taken by another run, process 7 on other since today; this one ends"):
+    with pytest.raises(RunError, match=r"was taken by another run, process 7 on other since today; this run ends"):
         mine.check(lambda: None)
 
 

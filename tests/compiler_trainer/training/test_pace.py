@@ -23,17 +23,17 @@ def test_time_in_at_least_one_span(spans, total):
 
 def test_a_rank_is_named_when_it_is_slow_twice(tmp_path, capsys):
     pace = Pace(options(tmp_path), False)
-    first = pace.compared(100, [50.0, 90.0, 52.0], [0.5, 0.1, 0.3])
+    first = pace.compare(100, [50.0, 90.0, 52.0], [0.5, 0.1, 0.3])
     assert first == {"busy_ms_median": 52.0, "busy_ms_max": 90.0, "slowest_rank": 1.0, "wait_share": pytest.approx(0.3)}
     assert capsys.readouterr().out == ""
-    pace.compared(200, [50.0, 91.0, 52.0], [0.5, 0.1, 0.3])
+    pace.compare(200, [50.0, 91.0, 52.0], [0.5, 0.1, 0.3])
     assert capsys.readouterr().out == "step 200: rank 1 works 91 ms, the median rank 52 ms; the others wait for it\n"
 
 
 def test_ranks_that_take_turns_are_not_named(tmp_path, capsys):
     pace = Pace(options(tmp_path), False)
     for number, busy in enumerate([[90.0, 50.0], [50.0, 90.0], [50.0, 51.0], [50.0, 90.0]]):
-        pace.compared(number, busy, [0.1, 0.1])
+        pace.compare(number, busy, [0.1, 0.1])
     assert capsys.readouterr().out == ""
 
 

@@ -155,7 +155,7 @@ def test_a_store_that_does_not_answer_at_the_start_trains_nothing(tmp_path, stor
 def test_the_checkpoints_of_two_runs_are_not_mixed(tmp_path, store, text):
     url = "s3://bucket/runs/mixed"
     train(job(tmp_path / "a", url, text, steps=4))
-    with pytest.raises(UserError, match=f"^checkpoint.store: {url} has checkpoints up to step 4; go on from it with checkpoint.resume=auto"):
+    with pytest.raises(UserError, match=f"^checkpoint.store: {url} has checkpoints up to step 4; resume from it with checkpoint.resume=auto"):
         train(job(tmp_path / "b", url, text))
     assert not (tmp_path / "b").exists()
     train(job(tmp_path / "b", None, text, steps=4, optim=replace(options("x").optim, lr=5e-2)))
