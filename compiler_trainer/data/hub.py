@@ -59,7 +59,7 @@ def select_split(dataset: Any, split: str) -> Any:
 def read_rows(name: str, start: int, end: int, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, row) from `start` to before `end`; raise UserError if a column is missing."""
     dataset = load_split(name)
-    columns = fields.used(dataset.column_names)
+    columns = fields.used_names(dataset.column_names)
     if absent := set(columns) - set(dataset.column_names):
         raise UserError("data.path", f'has no column "{min(absent)}"; there are {", ".join(dataset.column_names)}')
     dataset = dataset.select_columns(columns)

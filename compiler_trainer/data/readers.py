@@ -180,7 +180,7 @@ def check_columns(schema: pa.Schema, path: str, fields: Fields) -> list[str]:
 
     Raises UserError unless each exists once, and a single one has text or token ids.
     """
-    columns = fields.used(schema.names)
+    columns = fields.used_names(schema.names)
     for name in columns:
         if schema.names.count(name) != 1:
             raise UserError(path, f'needs one column "{name}"; it has {", ".join(schema.names)}')

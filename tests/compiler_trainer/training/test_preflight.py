@@ -60,8 +60,8 @@ WEIGHTS = FolderConfig(path="somewhere")
     (replace(CFG, model=replace(WEIGHTS, init="random")), preflight.high_rate, ""),
     (CFG, preflight.high_rate, ""),
     (CFG, preflight.pure_bfloat16, ""),
-    (changed(train={"dtype": "bfloat16"}), preflight.pure_bfloat16, "train.dtype=bfloat16 keeps no float32 master weights and rounds small updates away; for "
-     "mixed precision set passes.cast.param_dtype=bfloat16 instead, else optim.stochastic_rounding=true"),
+    (changed(train={"dtype": "bfloat16"}), preflight.pure_bfloat16, "train.dtype=bfloat16 keeps no float32 master weights and rounds small updates away; set "
+     "passes.cast.param_dtype=bfloat16 instead for mixed precision, or optim.stochastic_rounding=true"),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_settings_that_are_hardly_meant_have_a_line(cfg, check, said):
     assert check(cfg) == said
