@@ -1,6 +1,6 @@
-"""Capture batch norms with `momentum=None`, whose running statistics are means of all batches.
+"""Capture batch norms with `momentum=None`, whose running statistics are means over all batches.
 
-PyTorch reads the number of batches into Python, which no graph can: here the share of a batch stays a tensor.
+PyTorch reads the number of batches into Python, which no graph can do: here the weight of a batch stays a tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from passes.program.torch_private import BatchNorm
 
 
 def cumulative_averages() -> AbstractContextManager:
-    """While on, such batch norms count batches in the graph."""
+    """Make such batch norms count their batches in the graph, inside the block."""
     return patch.object(BatchNorm, "forward", _with_tensors(BatchNorm.forward))
 
 

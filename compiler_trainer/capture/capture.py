@@ -52,9 +52,9 @@ PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.
 
 
 class _WithLoss(nn.Module):
-    """The model and its loss as one module of positional tensors, named `keys` in the batch.
+    """The model and its loss as one module of positional tensors, which have the names `keys` in the batch.
 
-    It returns the loss and then the metrics, and calls `note` with these by name.
+    It returns the loss followed by the metrics, and calls `note` with the metrics by name.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, keys: tuple[str, ...], note: Callable[[Metrics], None]):
@@ -95,19 +95,19 @@ def capture(
     dtype: torch.dtype | None = None,
     folding: Folding | None = None,
 ) -> tuple[ir.Program, ir.Context]:
-    """The forward and loss of a batch of the given global shapes as a functional ATen graph.
+    """Return the forward and loss for a batch of the given global shapes, as a functional ATen graph.
 
-    Inputs are parameters (that require gradients), buffers (all others that the model has), constants and the batch;
-    outputs the loss, its metrics and the new values of buffers the forward changes. `dtype` is that in which parameters
-    are used (None: their own). With `folding`, of many layers alike some are left out. Raises UserError naming the
-    batch entry, or what `torch.export` could not follow.
+    Inputs are parameters (that require gradients), buffers (all other state of the model), constants and the batch.
+    Outputs are the loss, its metrics and the new values of buffers that the forward changes. Parameters are used in
+    `dtype` (None: their own). With `folding`, some of many equal layers are left out. Raises UserError naming the batch
+    entry, or the code that `torch.export` could not follow.
     """
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise UserError(f"batch[{key!r}]", f"is a {type(value).__name__}; every entry must be a tensor")
     mode = FakeTensorMode()
     keys = tuple(batch)
-    metrics: dict[str, Tensor] = {}  # no attribute of the module: export restores those
+    metrics: dict[str, Tensor] = {}  # not an attribute of the module, because export restores those
     module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys, metrics.update)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
@@ -141,7 +141,7 @@ def capture(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings of torch's own doing: of version 2.13, and of what its recurrent networks keep."""
+    """Silence warnings caused by torch itself: of version 2.13, and of its recurrent networks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*_flat_weights", category=UserWarning)
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -149,7 +149,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
-    """Follow the module on fake values; raises UserError naming the line of the model that cannot be followed."""
+    """Trace the module on fake values; raise UserError naming the model's line that cannot be traced."""
     try:
         with torch.enable_grad(), quiet_failures(), regions_in_line(), hidden_as_operators():
             exported = export(module, values, strict=False)
@@ -182,7 +182,7 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
 
 
 def _functional(exported: ExportedProgram) -> ExportedProgram:
-    """Without writes in place; raises UserError where the model writes into what it may not."""
+    """Return the graph without in-place writes; raise UserError if a write is not allowed."""
     write_marks(exported.graph_module)
     try:
         with composites_of(exported.graph_module):
@@ -194,19 +194,19 @@ def _functional(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _said(error: BaseException) -> str:
-    """The first line of an error."""
+    """Return the first line of an error's message."""
     return (str(error).strip() or "no message").splitlines()[0]
 
 
 def batch_of(exported: ExportedProgram) -> list[torch.fx.Node]:
-    """The placeholders of the batch."""
+    """Return the placeholders of the batch."""
     placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
     given = zip(placeholders, exported.graph_signature.input_specs, strict=True)
     return [node for node, spec in given if spec.kind is InputKind.USER_INPUT]
 
 
 def share_constants(exported: ExportedProgram) -> None:
-    """Let equal constants be one: layers that make the same one are then alike."""
+    """Merge equal constants, so that layers which create the same constant are equal."""
     first: dict[str, torch.fx.Node] = {}
     for node, value in constants_of(exported).items():
         same = first.setdefault(constant_name(value), node)
@@ -215,7 +215,7 @@ def share_constants(exported: ExportedProgram) -> None:
 
 
 def constants_of(exported: ExportedProgram) -> dict[torch.fx.Node, Tensor]:
-    """The tensors that the model holds as neither parameter nor buffer, or makes of Python's numbers."""
+    """Return the tensors of the model that are neither parameter nor buffer, or come from Python numbers."""
     placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
     given = zip(placeholders, exported.graph_signature.input_specs, strict=True)
     found = {n: exported.constants[spec.target] for n, spec in given if spec.kind is InputKind.CONSTANT_TENSOR}
@@ -228,14 +228,14 @@ def constants_of(exported: ExportedProgram) -> dict[torch.fx.Node, Tensor]:
 
 
 def constant_name(value: Tensor) -> str:
-    """A name that only equal tensors have."""
+    """Return a name that is the same for equal tensors only."""
     entries = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     what = f"{value.dtype} {tuple(value.shape)} ".encode() + entries.tobytes()
     return f"constant_{hashlib.sha256(what).hexdigest()[:12]}"
 
 
 def state_of(exported: ExportedProgram, model: nn.Module) -> dict[torch.fx.Node, Held]:
-    """The parameters and buffers that placeholders stand for."""
+    """Return the parameter or buffer of each placeholder."""
     names, found = first_names(model), {}
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
@@ -278,7 +278,7 @@ def _to_program(
     for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
         if (written := (spec.target or "").removeprefix("model.")) in trainable:
             what = f"writes into the parameter {written!r}, which its optimizer alone may change"
-            where = "" if (at := ir.source(node)).startswith("<") else f"{at} "  # of `no_grad` regions it is not known
+            where = "" if (at := ir.source(node)).startswith("<") else f"{at} "  # unknown inside `no_grad`
             raise UserError("model", f"{where}{what}; use what is written instead of writing it")
         placement = Spec.whole(tuple(ir.example(node).shape))
         if spec.kind is OutputKind.USER_OUTPUT:
@@ -289,7 +289,7 @@ def _to_program(
             outputs.append(ir.Output(spec.target.removeprefix("model."), "buffer", placement))
     for node in list(exported.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            exported.graph.erase_node(node)  # a check that shapes and dtypes are those of the capture: they are
+            exported.graph.erase_node(node)  # checks shapes and dtypes, which a program fixes
         if getattr(node.target, "overloadpacket", None) is torch.ops.aten._assert_async:
             warnings.warn(f"{ir.source(node)} asserts something of values, which no step will check", stacklevel=2)
             exported.graph.erase_node(node)
@@ -298,7 +298,7 @@ def _to_program(
 
 
 def with_layers(inputs: list[ir.Input], nodes: Mapping[str, torch.fx.Node]) -> Iterator[ir.Input]:
-    """The inputs, of those that the model holds each with its layer; `nodes` are the placeholders of these by name."""
+    """Yield the inputs, with the layer of each parameter and buffer; `nodes` are their placeholders by name."""
     state = {given.name for given in inputs if given.kind in ("parameter", "buffer")}
     names = layer_names(state)
     for given in inputs:
@@ -307,13 +307,13 @@ def with_layers(inputs: list[ir.Input], nodes: Mapping[str, torch.fx.Node]) -> I
 
 
 def layer_of_state(node: torch.fx.Node, name: str, names: set[str]) -> Layer | None:
-    """The one layer that reads a parameter or a buffer; of one that none reads, the layer that it is named in."""
+    """Return the only layer that reads a parameter or buffer; if none reads it, the layer in its name."""
     readers = {ir.layer(user) for user in node.users} or {layer_of(name, names)}
     return readers.pop() if len(readers) == 1 else None
 
 
 def check_products(program: ir.Program) -> None:
-    """Raise UserError naming the line of a product of two dtypes, which kernels refuse once everything is compiled."""
+    """Raise UserError naming a matmul of two dtypes, which kernels would refuse after everything is compiled."""
     for node in program.calls():
         dtypes = [ir.example(n).dtype for n in tensor_operands(node)] if node.target in PRODUCTS else []
         if len(set(dtypes)) > 1:
@@ -323,7 +323,7 @@ def check_products(program: ir.Program) -> None:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first of its names: tied weights are one tensor."""
+    """Return each name of a parameter or buffer with the first name of its tensor; tied weights share it."""
     first: dict[int, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}

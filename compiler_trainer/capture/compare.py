@@ -1,8 +1,8 @@
 """Compare a captured program with its model on one device: loss, gradients and new buffers.
 
-The two share nothing: the model runs by eager PyTorch with its own `backward`, the program by an interpreter that
-autograd follows. Every later check begins with the program, so that only this one notices a gradient that capture cut.
-A model that is too large to be run, or that draws random numbers, is compared without values: by the parameters that
+The two share nothing: the model runs in eager PyTorch with its own `backward`, the program in an interpreter that
+autograd follows. All later checks start from the program, so only this one notices a gradient that the capture cut. A
+model that is too large to run, or that draws random numbers, is compared without values: by the parameters that
 autograd reaches from the loss.
 """
 
@@ -22,9 +22,9 @@ from passes.program import ir
 from passes.program.functions import Function, function_of
 from passes.program.torch_private import FakeTensorMode
 
-Results = dict[str, Tensor]  # `loss`, `gradient of NAME` of each trained parameter, `buffer NAME`
+Results = dict[str, Tensor]  # `loss`, `gradient of NAME` for trained parameters, `buffer NAME`
 EXACT, ROUNDED = 1e-3, 5e-2  # largest difference allowed, relative to the largest entry: in float32, in 16 bits
-FLOOR = 1e-4  # smaller entries are compared to this one
+FLOOR = 1e-4  # differences of smaller values are relative to this
 SEEDS = (0, 1)
 CPU = torch.device("cpu")
 
@@ -36,23 +36,23 @@ def captured_difference(
     eager: Callable[[nn.Module], nn.Module] = lambda model: model,
     values: bool = True,
 ) -> str:
-    """The first difference between a model and its captured program in words, empty if there is none.
+    """Return the first difference between a model and its captured program in words, empty if there is none.
 
-    `eager` makes of a copy the model that eager PyTorch can run. Without `values` only reached parameters are compared.
-    Raises UserError if the model cannot be captured.
+    `eager` turns a copy into a model that eager PyTorch can run. Without `values`, only the parameters that get
+    gradients are compared. Raises UserError if the model cannot be captured.
     """
     program, ctx = capture(model, loss_fn, batch, CPU)
     if not values:
         return difference_reached(program, ctx, model, loss_fn, batch, eager)
     expected, again = (eager_results(eager(copy.deepcopy(model)), loss_fn, batch, s) for s in SEEDS)
-    if first_difference(again, expected, 0.0):  # it draws random numbers
+    if first_difference(again, expected, 0.0):  # the model draws random numbers
         return difference_reached(program, ctx, model, loss_fn, batch, eager)
     allowed = ROUNDED if rounds(program) else EXACT
     return first_difference(program_results(program, model, batch), expected, allowed)
 
 
 def eager_results(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], seed: int = 0) -> Results:
-    """The results of eager PyTorch; changes the model."""
+    """Return the results of eager PyTorch; changes the model."""
     model.zero_grad()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
@@ -63,7 +63,7 @@ def eager_results(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor]
 
 
 def program_results(program: ir.Program, model: nn.Module, batch: Mapping[str, Tensor]) -> Results:
-    """The results of a captured program with the values of a model, by autograd through its operators."""
+    """Return the results of a captured program with a model's values, by autograd through its operators."""
     state = {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
     trained = {i.name: state[i.name].requires_grad_() for i in program.inputs if i.kind == "parameter"}
     given = [
@@ -86,7 +86,7 @@ def results(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> Results:
-    """Values by name; a gradient that is None counts as zeros."""
+    """Return detached values by name; a gradient that is None counts as zeros."""
     found = {"loss": loss.detach()}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
@@ -97,12 +97,12 @@ def results(
 
 
 def rounds(program: ir.Program) -> bool:
-    """Whether a program computes anything in 16 bits."""
+    """Return True if a program computes anything in 16 bits."""
     return any(ir.example(n).dtype in (torch.bfloat16, torch.float16) for n in program.graph.nodes if ir.is_tensor(n))
 
 
 def first_difference(found: Results, expected: Results, allowed: float) -> str:
-    """The first value that differs, with the size of the difference; empty if none does."""
+    """Return the first value that differs, with the size of the difference; empty if none does."""
     for name, value in expected.items():
         wide = torch.complex128 if value.is_complex() else torch.float64
         ours, theirs = found[name].to(wide), value.to(wide)
@@ -121,7 +121,7 @@ def difference_reached(
     batch: Mapping[str, Tensor],
     eager: Callable[[nn.Module], nn.Module],
 ) -> str:
-    """The parameters that autograd reaches from one of the two losses alone, in words; runs both without values."""
+    """Return the first parameter that only one of the losses reaches, in words; runs both without values."""
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.enable_grad(), FakeTensorMode() as mode:
         fake = eager(fake_copy(model, mode, CPU, None))
@@ -140,7 +140,7 @@ def difference_reached(
 
 
 def reached(loss: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
-    """The parameters that the backward of a loss ends at."""
+    """Return the parameters that the backward of a loss reaches."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     waiting, seen, found = [loss.grad_fn], set(), set()
     while waiting:
@@ -154,10 +154,10 @@ def reached(loss: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
 
 
 class Differentiable(fx.Interpreter):
-    """Runs a captured graph so that autograd calls the backward of custom functions."""
+    """An interpreter of a captured graph in which autograd calls the backward of custom functions."""
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's value."""
+        """Return the node's value."""
         if (function := function_of(n)) is None:
             return super().run_node(n)
         made = Called.apply(function, *self.fetch_args_kwargs_from_env(n)[0])
@@ -165,11 +165,11 @@ class Differentiable(fx.Interpreter):
 
 
 class Called(torch.autograd.Function):
-    """A call of a custom function that was captured."""
+    """A call of a captured custom function."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, *operands: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """All that the function's forward returns, each in memory of its own."""
+        """Return all results of the function's forward, each in its own memory."""
         made = tuple(value.clone(memory_format=torch.contiguous_format) for value in function.forward(*operands))
         ctx.function = function
         ctx.save_for_backward(*operands, *made)
@@ -177,6 +177,6 @@ class Called(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients of the operands."""
+        """Return the gradients of the operands."""
         function: Function = ctx.function
         return None, *function.backward(*ctx.saved_tensors, *gradients[: function.results])

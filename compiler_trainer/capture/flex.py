@@ -1,11 +1,11 @@
-"""FlexAttention written out: its mask function becomes a mask, its score function operators on the scores.
+"""Replace FlexAttention by plain operators: its mask function becomes a mask, its score function operators on scores.
 
     flex_attention(q, k, v, score_mod, block_mask)   ->   scaled_dot_product_attention(q, k, v, mask)
 
-A function of (b, h, i, j) runs once on index tensors that broadcast, [B, 1, 1, 1] to [1, 1, 1, T], and what it captures
-is looked up by view where its indices are these themselves: `documents[b, i]` is `documents[:, None, :, None]`, sharded
-as the documents are. Without a score function what is left is SDPA, for which every method of context parallelism is
-there, and a backward on every device.
+A function of (b, h, i, j) runs once on broadcasting index tensors, [B, 1, 1, 1] to [1, 1, 1, T]. Look-ups by these
+indices themselves in captured tensors become views: `documents[b, i]` is `documents[:, None, :, None]`, sharded as the
+documents are. Without a score function the result is SDPA, which every method of context parallelism supports, with a
+backward on every device.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ FLEX = torch.ops.higher_order.flex_attention
 
 
 class Broadcast(fx.Interpreter):
-    """Runs a mask or score function once, its indices being tensors over all positions."""
+    """An interpreter that runs a mask or score function once, on index tensors over all positions."""
 
     def __init__(self, module: fx.GraphModule, indices: tuple[Tensor, ...]):
         super().__init__(module)
         self.dim_of = {id(index): d for d, index in enumerate(indices)}
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator; a look-up by all indices themselves is a view."""
+        """Call an operator; a look-up by the index tensors themselves becomes a view."""
         if target is aten.index.Tensor:
             x, dims = args[0], [self.dim_of.get(id(index), -1) for index in args[1]]
             if len(dims) == x.dim() and -1 not in dims and len(set(dims)) == len(dims):
@@ -47,13 +47,13 @@ class Broadcast(fx.Interpreter):
 
 
 def grid(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Index tensors of batch, head, query and key that broadcast."""
+    """Return broadcasting index tensors of batch, head, query and key."""
     shapes = ([-1 if d == k else 1 for k in range(4)] for d in range(4))
     return tuple(torch.arange(n, device=device).view(shape) for n, shape in zip(sizes, shapes))
 
 
 def is_causal(mask: fx.GraphModule) -> bool:
-    """Whether a mask function is `i >= j` and nothing else."""
+    """Return True if a mask function is exactly `i >= j`."""
     _, _, i, j, *_ = mask.graph.find_nodes(op="placeholder")
     result = mask.graph.output_node().args[0]
     result = result[0] if isinstance(result, (tuple, list)) else result
@@ -61,25 +61,25 @@ def is_causal(mask: fx.GraphModule) -> bool:
 
 
 def sees_all(mask: fx.GraphModule) -> bool:
-    """Whether a mask function depends on nothing."""
+    """Return True if a mask function is constant."""
     return all(
         op.target in (aten.new_ones.default, aten.full.default) for op in mask.graph.nodes if op.op == "call_function"
     )
 
 
 def changes_nothing(score: fx.GraphModule) -> bool:
-    """Whether a score function returns the score."""
+    """Return True if a score function returns the score unchanged."""
     given, result = score.graph.find_nodes(op="placeholder")[0], score.graph.output_node().args[0]
     return result is given or result == (given,) or result == [given]
 
 
 def only(found: Any) -> Tensor:
-    """The result of a function that may come as a tuple of one."""
+    """Return the result of a function that may return a tuple of one."""
     return found[0] if isinstance(found, (tuple, list)) else found
 
 
 def write_out(module: fx.GraphModule) -> int:
-    """Replace every FlexAttention of a captured graph; returns how many there were."""
+    """Replace each FlexAttention of a captured graph, and return their number."""
     found = [n for n in module.graph.nodes if n.op == "call_function" and n.target is FLEX]
     masks: dict[Any, fx.Node] = {}
     for node in found:
@@ -98,7 +98,7 @@ def write_out(module: fx.GraphModule) -> int:
 
 
 def replace(module: fx.GraphModule, node: fx.Node, masks: dict[Any, fx.Node]) -> None:
-    """One call as operators; calls with one mask share it by way of `masks`."""
+    """Replace one call by operators; calls with the same mask share it in `masks`."""
     args: Any = node.args
     q, k, v, score_mod, block_mask, scale, _, score_captured, mask_captured = args
     score_fn, mask_fn = getattr(module, score_mod.target), getattr(module, block_mask[-1].target)
@@ -142,7 +142,10 @@ def scored(
     scale: float,
     captured: Sequence[Any],
 ) -> Tensor:
-    """q[b, h, s, e], k[b, g, t, e], v[b, g, t, f] -> [b, h, s, f]; a row that sees nothing is zero."""
+    """Return the attention of q[b, h, s, e], k[b, g, t, e], v[b, g, t, f] as [b, h, s, f].
+
+    A query that sees no key gets zeros.
+    """
     (b, h, s, _), (_, g, t, _) = q.shape, k.shape
     index = grid((b, h, s, t), q.device)
     k, v = (x.repeat_interleave(h // g, 1) if h != g else x for x in (k, v))

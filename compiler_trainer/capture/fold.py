@@ -1,8 +1,8 @@
-"""Leave layers out of a captured graph that are like the one before: see `passes/program/folds.py`.
+"""Leave out layers of a captured graph that are equal to the layer before: see `passes/program/folds.py`.
 
-Layers are compared in the graph, not in the model: operators, constants, layouts, what they read of the layer
-before and of what all share, and what the options say of their names. Nothing may read what a layer in the middle
-computes but the next one.
+Layers are compared in the graph, not in the model: operators, constants, layouts, inputs from the previous layer and
+from values that all layers share, and the options that apply to their names. Only the next layer may read the values
+that a middle layer computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_LAYER = Layer("", -1)
 
 
 class Held(NamedTuple):
-    """A parameter or a buffer of the model, and whether it is trained."""
+    """A parameter or a buffer of the model, and True if it is trained."""
 
     name: str
     trained: bool
@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """The nodes of one layer, with those up to the next that are of none; of no layer before the first one."""
+    """The nodes of one layer and the following nodes without a layer; the first section may have no layer."""
 
     stack: str
     number: int
@@ -41,9 +41,9 @@ class Section:
 
 
 def fold_layers(module: fx.GraphModule, held: Mapping[fx.Node, Held], how: Folding) -> Fold | None:
-    """Take layers out of the graph; returns which, or None where too few are alike.
+    """Remove layers from the graph; return which ones, or None if too few are equal.
 
-    `held` are the parameters and buffers that placeholders stand for.
+    `held` are the parameters and buffers of the placeholders.
     """
     layers, names = layers_in_order(module.graph), {node: state.name for node, state in held.items()}
     inputs = inputs_by_layer(held, how.alike)
@@ -65,7 +65,7 @@ def fold_layers(module: fx.GraphModule, held: Mapping[fx.Node, Held], how: Foldi
 
 
 def layers_in_order(graph: fx.Graph) -> list[Section]:
-    """The graph's operators, cut where a layer begins."""
+    """Return the graph's operators, cut where a layer begins."""
     here, labels, nodes = NO_LAYER, [], [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in nodes:
         here = ir.layer(node) or here
@@ -75,7 +75,10 @@ def layers_in_order(graph: fx.Graph) -> list[Section]:
 
 
 def inputs_by_layer(held: Mapping[fx.Node, Held], alike: Callable[[str], Hashable]) -> Callable[[str, int], Any]:
-    """What a layer is given, read or not: name within it, whether trained, layout, and what options say of it."""
+    """Return a function that gives the state of a layer, whether it is read or not.
+
+    For each tensor this is its name within the layer, True if it is trained, its layout, and the options for its name.
+    """
 
     def given(stack: str, number: int) -> Any:
         own = ((n, *state) for n, state in held.items() if number_in(state.name, stack) == number)
@@ -91,13 +94,13 @@ def text_of(
     alike: Callable[[str], Hashable],
     inputs: Callable[[str, int], Any],
 ) -> Any:
-    """What a layer computes, in words that another like it has as well; None for what stands alone."""
+    """Return a description of a layer's computation that equal layers share; None for a layer that cannot be folded."""
     layer = layers[i]
     if {number_in(ir.module_path(node), layer.stack) for node in layer.nodes} - {None} != {layer.number}:
-        return None  # it has no name of its own, by which its parameters are known
+        return None  # without a name of its own, its parameters are unknown
     words = {node: name for node, name in names.items()}
     own = {n: renumbered(w, layer.stack, 0) for n, w in names.items() if number_in(w, layer.stack) == layer.number}
-    words |= {node: f"own {name}" for node, name in own.items()}  # not what layer 0 has under that name
+    words |= {node: f"own {name}" for node, name in own.items()}  # distinct from layer 0's tensor of the same name
     before = layers[i - 1].nodes if i else ()
     words |= {node: f"before {k}" for k, node in enumerate(before)} | {n: f"own {k}" for k, n in enumerate(layer.nodes)}
     marks = {mark: f"before {k}" for k, mark in enumerate(dict.fromkeys(ir.record(n).checkpoint for n in before))}
@@ -118,7 +121,7 @@ def text_of(
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether an operator draws numbers, which each layer has its own of; dropout that is off does not."""
+    """Return True if an operator draws random numbers, which differ by layer; dropout that is off does not."""
     return drops(node) if is_dropout(node) else is_random(node)
 
 
@@ -127,7 +130,7 @@ def _value(node: fx.Node) -> str:
 
 
 def longest_run(layers: Sequence[Section], texts: Sequence[Any]) -> tuple[int, int]:
-    """Where the most layers in a row are alike and numbered in order: the first of them, and the one after the last."""
+    """Return the longest run of equal, consecutively numbered layers: its first layer, and the one after its last."""
     found = (0, 0)
     first = 0
     for i, layer in enumerate(layers):
@@ -137,11 +140,11 @@ def longest_run(layers: Sequence[Section], texts: Sequence[Any]) -> tuple[int, i
         found = max(found, (first, i + 1), key=lambda run: run[1] - run[0])
     stack = layers[found[0]].stack if layers else ""
     numbers = [layer.number for layer in layers if layer.stack == stack]
-    return found if len(set(numbers)) == len(numbers) else (0, 0)  # a layer that is called twice
+    return found if len(set(numbers)) == len(numbers) else (0, 0)  # otherwise a layer is called twice
 
 
 def escapes(layers: Sequence[Section], i: int, names: Mapping[fx.Node, str]) -> bool:
-    """Whether anything but the layer and the next one reads what it computes, or anything but it what it is given."""
+    """Return True if other layers than this and the next read its results, or if other layers read its state."""
     layer, around = layers[i], {*layers[i].nodes, *layers[i + 1].nodes}
     own = (node for node, name in names.items() if number_in(name, layer.stack) == layer.number)
     read = {user for node in layer.nodes for user in node.users}

@@ -1,4 +1,4 @@
-"""Keep custom autograd functions in a capture: `torch.export` follows their forward and forgets their backward."""
+"""Keep custom autograd functions in a capture: `torch.export` traces their forward and drops their backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.program.torch_private import functions_as
 
 
 class Saved:
-    """Stands in for the `ctx` that a function's forward and backward share."""
+    """A stand-in for the `ctx` that a function's forward and backward share."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]):
         self.needs_input_grad = needs_input_grad
@@ -28,10 +28,10 @@ class Saved:
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Nothing to do: such a result's gradient is not asked for."""
+        """Do nothing: the gradient of such a result is never requested."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Nothing to do: gradients are always tensors."""
+        """Do nothing: gradients are always tensors."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
         """Keep the operands that the forward has changed."""
@@ -40,14 +40,14 @@ class Saved:
 
 @contextmanager
 def functions_as_operators() -> Iterator[None]:
-    """While on, a call of a custom `autograd.Function` is recorded as an operator of its own, with both bodies."""
+    """Record each call of a custom `autograd.Function` as an operator, with forward and backward, inside the block."""
     functions.restart()
     with functions_as(record):
         yield
 
 
 def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
-    """Define the operator of one call and call it; also returns the operands that it changed."""
+    """Define and call the operator of one call; return its results, and the operands that it changed."""
     tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
     autocast = autocast_of(args[tensors[0]].device.type if tensors else "cpu")
 
@@ -85,7 +85,7 @@ def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
 
     given, changed = tuple(args[i] for i in tensors), dict[int, int]()
     copies = {i: args[i].clone() for i in tensors}
-    out, example, attributes = run_forward(tuple(copies.values()))  # only to learn what it returns, saves and changes
+    out, example, attributes = run_forward(tuple(copies.values()))  # finds results, saved and changed tensors
     outs = out if isinstance(out, tuple) else (out,)
     names, results = list(attributes), len(outs)
     count = results + len(example.saved_tensors) + len(names)
@@ -101,14 +101,14 @@ def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
 
 
 def autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The region of autocast that a function is called in: its body is traced later."""
+    """Return the autocast context in which a function is called, because its body is traced later."""
     if not torch.is_autocast_enabled(device):
         return nullcontext
     return partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 def position(results: tuple, operand: Tensor, cls: Any) -> int:
-    """Which of a function's results is its changed operand; raises UserError if none is."""
+    """Return which result of a function is its changed operand; raise UserError if none is."""
     for k, result in enumerate(results):
         if result is operand:
             return k

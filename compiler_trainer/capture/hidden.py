@@ -1,4 +1,4 @@
-"""What a model does that `torch.export` does not see: written as operators that it sees, or refused with the line."""
+"""Handle operations that `torch.export` does not see: record them as operators, or refuse them with their line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from passes.program.torch_private import (
 
 
 def line(error: BaseException | None = None) -> str:
-    """`file.py:line ` of the model's or the loss's own code, where an error was raised or (None) where we are."""
+    """Return `file.py:line ` of the innermost frame of the user's code.
+
+    The frame is that of an error, or the current one for None; the text is empty if there is none.
+    """
     stack = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
     frames = [f for f in stack if not is_library(f.filename)]
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno} " if frames else ""
@@ -33,7 +36,7 @@ def line(error: BaseException | None = None) -> str:
 
 @contextmanager
 def hidden_as_operators() -> Iterator[None]:
-    """While on, all that is followed is recorded, or raises UserError naming its line."""
+    """Record the operations of this module as operators, or raise UserError naming their line, in the block."""
     with (
         Written(),
         conversions_as(unconverted),
@@ -52,7 +55,7 @@ HOOK = (
 
 
 def refused(what: str, fix: str) -> Callable[..., Any]:
-    """A function that raises UserError with the line of the model that calls it."""
+    """Return a function that raises UserError with the line of the model that calls it."""
 
     def instead(*args: Any, **kwargs: Any) -> Any:
         raise UserError("model", f"{line()}{what}; {fix}")
@@ -61,14 +64,14 @@ def refused(what: str, fix: str) -> Callable[..., Any]:
 
 
 class Written(TorchFunctionMode):
-    """Calls what stands in `INSTEAD` in the place of PyTorch's own."""
+    """A mode that calls the functions in `INSTEAD` in place of PyTorch's own."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return INSTEAD.get(func, func)(*args, **(kwargs or {}))
 
 
 def put(old: Tensor, new: Tensor) -> None:
-    """`old.data = new`; raises UserError if the two differ in shape or dtype."""
+    """Do `old.data = new`; raise UserError if the two differ in shape, dtype or device."""
     before, after = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (old, new))
     if before != after:
         raise UserError("model", f"{line()}puts {after} into .data of {before}; one graph has tensors of one kind")
@@ -76,21 +79,21 @@ def put(old: Tensor, new: Tensor) -> None:
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout`, which yields its operand itself if it is off; the fake kernel copies it."""
+    """Call `F.dropout`, or return the operand itself if it is off, where the fake kernel would copy it."""
     return F.dropout(x, p, training, inplace) if training and p else x
 
 
 INSTEAD: dict[Any, Callable[..., Any]] = {
-    Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]  # its own is no operator
+    Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]  # not an operator
     Tensor.data.__set__: put,  # type: ignore[attr-defined]
     F.dropout: dropout,
-    Tensor.istft: istft,  # its own looks at the window's values
+    Tensor.istft: istft,  # PyTorch's own reads the window's values
     torch.istft: istft,
 }
 
 
 def unconverted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`module.to(...)` and its like, where they change nothing; raises UserError naming what they would change."""
+    """Return the module for a conversion that changes nothing; raise UserError naming what it would change."""
     for name, old in (*module.named_parameters(), *module.named_buffers()):
         new = convert(old)
         if (new.dtype, new.device) != (old.dtype, old.device):

@@ -1,7 +1,7 @@
-"""Keep what the model's author says of memory: calls of `torch.utils.checkpoint` become marks on operators.
+"""Keep the model author's memory hints: calls of `torch.utils.checkpoint` become marks on operators.
 
-`torch.export` follows a non-reentrant call and forgets it; it records a reentrant one as `detach`, which would
-lose gradients.
+`torch.export` follows a non-reentrant call and drops it; it records a reentrant one as `detach`, which would lose
+gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from passes.program.torch_private import checkpoints_inside
 
 
 def checkpoints_as_marks() -> AbstractContextManager[None]:
-    """While on, operators traced inside a checkpointed call carry its number; of nested calls the outermost counts."""
+    """Mark operators traced inside a checkpointed call with its number; of nested calls, the outermost counts."""
     numbers, inside = itertools.count(), False
 
     @contextmanager
