@@ -27,12 +27,12 @@ def _with_tensors(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if self.momentum is not None or not self.training or mean is None or var is None or count is None:
             return original(self, x)
         self._check_input_dim(x)
-        own, spread = torch.zeros_like(mean), torch.zeros_like(var)
-        out = F.batch_norm(x, own, spread, self.weight, self.bias, True, 1.0, self.eps)
+        batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
+        out = F.batch_norm(x, batch_mean, batch_var, self.weight, self.bias, True, 1.0, self.eps)
         with torch.no_grad():
             count.add_(1)
-            mean.lerp_(own, 1 / count.to(mean.dtype))
-            var.lerp_(spread, 1 / count.to(var.dtype))
+            mean.lerp_(batch_mean, 1 / count.to(mean.dtype))
+            var.lerp_(batch_var, 1 / count.to(var.dtype))
         return out
 
     return forward

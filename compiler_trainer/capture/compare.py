@@ -44,8 +44,8 @@ def captured_difference(
     program, ctx = capture(model, loss_fn, batch, CPU)
     if not values:
         return difference_reached(program, ctx, model, loss_fn, batch, eager)
-    expected, again = (eager_results(eager(copy.deepcopy(model)), loss_fn, batch, s) for s in SEEDS)
-    if first_difference(again, expected, 0.0):  # the model draws random numbers
+    expected, repeated = (eager_results(eager(copy.deepcopy(model)), loss_fn, batch, s) for s in SEEDS)
+    if first_difference(repeated, expected, 0.0):  # the model draws random numbers
         return difference_reached(program, ctx, model, loss_fn, batch, eager)
     allowed = ROUNDED if rounds(program) else EXACT
     return first_difference(program_results(program, model, batch), expected, allowed)
@@ -66,18 +66,18 @@ def program_results(program: ir.Program, model: nn.Module, batch: Mapping[str, T
     """Return the results of a captured program with a model's values, by autograd through its operators."""
     state = {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
     trained = {i.name: state[i.name].requires_grad_() for i in program.inputs if i.kind == "parameter"}
-    given = [
+    inputs = [
         batch[i.name].clone() if i.kind == "batch" else state[i.name] if i.value is None else i.value
         for i in program.inputs
     ]
     with torch.enable_grad():
-        outputs = dict(zip(((o.kind, o.name) for o in program.outputs), Differentiable(program.module).run(*given)))
+        outputs = dict(zip(((o.kind, o.name) for o in program.outputs), Differentiable(program.module).run(*inputs)))
         loss = outputs["loss", "loss"]
         has_gradient = loss.requires_grad and bool(trained)
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if has_gradient else ()
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if has_gradient else ()
     buffers = {name: state[name] for name, _ in model.named_buffers()}
     buffers |= {name: value for (kind, name), value in outputs.items() if kind == "buffer"}
-    return results(loss, dict(zip(trained, found)), dict(model.named_parameters()), buffers)
+    return results(loss, dict(zip(trained, gradients)), dict(model.named_parameters()), buffers)
 
 
 def results(
@@ -87,13 +87,13 @@ def results(
     buffers: Mapping[str, Tensor],
 ) -> Results:
     """Return detached values by name; a gradient that is None counts as zeros."""
-    found = {"loss": loss.detach()}
+    values = {"loss": loss.detach()}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             gradient = gradients.get(name)
-            found[f"gradient of {name}"] = torch.zeros_like(parameter) if gradient is None else gradient
-    found |= {f"buffer {name}": value for name, value in buffers.items()}
-    return {name: value.detach() for name, value in found.items()}
+            values[f"gradient of {name}"] = torch.zeros_like(parameter) if gradient is None else gradient
+    values |= {f"buffer {name}": value for name, value in buffers.items()}
+    return {name: value.detach() for name, value in values.items()}
 
 
 def rounds(program: ir.Program) -> bool:
@@ -101,15 +101,15 @@ def rounds(program: ir.Program) -> bool:
     return any(ir.example(n).dtype in (torch.bfloat16, torch.float16) for n in program.graph.nodes if ir.is_tensor(n))
 
 
-def first_difference(found: Results, expected: Results, allowed: float) -> str:
+def first_difference(actual: Results, expected: Results, allowed: float) -> str:
     """Return the first value that differs, with the size of the difference; empty if none does."""
     for name, value in expected.items():
-        wide = torch.complex128 if value.is_complex() else torch.float64
-        ours, theirs = found[name].to(wide), value.to(wide)
+        dtype = torch.complex128 if value.is_complex() else torch.float64
+        ours, theirs = actual[name].to(dtype), value.to(dtype)
         size = theirs.abs().max().item() if theirs.numel() else 0.0
-        off = (ours - theirs).abs().max().item() if theirs.numel() else 0.0
-        if not off <= allowed * (size + FLOOR):
-            return f"{name} differs by {off:.2g} where it is at most {size:.2g}"
+        error = (ours - theirs).abs().max().item() if theirs.numel() else 0.0
+        if not error <= allowed * (size + FLOOR):
+            return f"{name} differs by {error:.2g} and its largest entry is {size:.2g}"
     return ""
 
 
@@ -125,32 +125,32 @@ def difference_reached(
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.enable_grad(), FakeTensorMode() as mode:
         fake = eager(fake_copy(model, mode, CPU, None))
-        empty = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in batch.items()}
-        expected = reached(parted(loss_fn(fake, empty))[0], dict(fake.named_parameters()))
+        fake_batch = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in batch.items()}
+        expected = reached_parameters(parted(loss_fn(fake, fake_batch))[0], dict(fake.named_parameters()))
     with torch.enable_grad(), ctx.fake_mode:
-        given = [ir.example(node).detach() for node in program.placeholders()]
-        trained = {i.name: v.requires_grad_() for i, v in zip(program.inputs, given) if i.kind == "parameter"}
-        outputs = Differentiable(program.module).run(*given)
-        found = reached(outputs[[o.kind for o in program.outputs].index("loss")], trained)
-    if lost := sorted((expected - found) & names):
-        return f"no gradient reaches {lost[0]} ({len(lost)} parameters), though the model has one"
-    if more := sorted((found - expected) & names):
-        return f"a gradient reaches {more[0]} ({len(more)} parameters), though the model has none"
+        inputs = [ir.example(node).detach() for node in program.placeholders()]
+        trained = {i.name: v.requires_grad_() for i, v in zip(program.inputs, inputs) if i.kind == "parameter"}
+        outputs = Differentiable(program.module).run(*inputs)
+        actual = reached_parameters(outputs[[o.kind for o in program.outputs].index("loss")], trained)
+    if missing := sorted((expected - actual) & names):
+        return f"no gradient reaches {missing[0]} ({len(missing)} parameters), though the model has one"
+    if extra := sorted((actual - expected) & names):
+        return f"a gradient reaches {extra[0]} ({len(extra)} parameters), though the model has none"
     return ""
 
 
-def reached(loss: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
+def reached_parameters(loss: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
     """Return the parameters that the backward of a loss reaches."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    waiting, seen, found = [loss.grad_fn], set(), set()
+    waiting, visited, parameters_reached = [loss.grad_fn], set(), set()
     while waiting:
         record = waiting.pop()
-        if record is None or record in seen:
+        if record is None or record in visited:
             continue
-        seen.add(record)
-        found |= {names[id(leaf)]} if (leaf := getattr(record, "variable", None)) is not None else set()
+        visited.add(record)
+        parameters_reached |= {names[id(leaf)]} if (leaf := getattr(record, "variable", None)) is not None else set()
         waiting += [earlier for earlier, _ in record.next_functions]
-    return found
+    return parameters_reached
 
 
 class Differentiable(fx.Interpreter):
@@ -160,20 +160,20 @@ class Differentiable(fx.Interpreter):
         """Return the node's value."""
         if (function := function_of(n)) is None:
             return super().run_node(n)
-        made = Called.apply(function, *self.fetch_args_kwargs_from_env(n)[0])
-        return made if len(made) > 1 else made[0]
+        outputs = FunctionCall.apply(function, *self.fetch_args_kwargs_from_env(n)[0])
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
-class Called(torch.autograd.Function):
+class FunctionCall(torch.autograd.Function):
     """A call of a captured custom function."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, *operands: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Return all results of the function's forward, each in its own memory."""
-        made = tuple(value.clone(memory_format=torch.contiguous_format) for value in function.forward(*operands))
+        outputs = tuple(value.clone(memory_format=torch.contiguous_format) for value in function.forward(*operands))
         ctx.function = function
-        ctx.save_for_backward(*operands, *made)
-        return made
+        ctx.save_for_backward(*operands, *outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -15,7 +15,7 @@ from passes.program import functions
 from passes.program.torch_private import functions_as
 
 
-class Saved:
+class FakeContext:
     """A stand-in for the `ctx` that a function's forward and backward share."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]):
@@ -51,52 +51,52 @@ def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
     tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
     autocast = autocast_of(args[tensors[0]].device.type if tensors else "cpu")
 
-    def run_forward(given: tuple[Tensor, ...]) -> tuple[Any, Saved, dict[str, Tensor]]:
-        full = list(args)
-        for i, t in zip(tensors, given):
-            full[i] = t.clone() if i in changed else t
-        ctx = Saved(tuple(isinstance(a, Tensor) and (a.is_floating_point() or a.is_complex()) for a in full))
+    def run_forward(operands: tuple[Tensor, ...]) -> tuple[Any, FakeContext, dict[str, Tensor]]:
+        all_args = list(args)
+        for i, t in zip(tensors, operands):
+            all_args[i] = t.clone() if i in changed else t
+        ctx = FakeContext(tuple(isinstance(a, Tensor) and (a.is_floating_point() or a.is_complex()) for a in all_args))
         with autocast():
             if cls.setup_context is not torch.autograd.Function.setup_context:
-                out = cls.forward(*full)
-                cls.setup_context(ctx, tuple(full), out)
+                out = cls.forward(*all_args)
+                cls.setup_context(ctx, tuple(all_args), out)
             else:
-                out = cls.forward(ctx, *full)
+                out = cls.forward(ctx, *all_args)
         attributes = {k: v for k, v in vars(ctx).items() if isinstance(v, Tensor)}
         return out, ctx, attributes
 
-    def forward(*given: Tensor) -> tuple[Tensor, ...]:
-        out, ctx, attributes = run_forward(given)
+    def forward(*operands: Tensor) -> tuple[Tensor, ...]:
+        out, ctx, attributes = run_forward(operands)
         outs = out if isinstance(out, tuple) else (out,)
         return *outs, *ctx.saved_tensors, *attributes.values()
 
-    def backward(*given: Tensor) -> tuple[Tensor | None, ...]:
-        kept = given[len(tensors) + results : len(given) - results]
-        ctx = Saved(example.needs_input_grad)
+    def backward(*values: Tensor) -> tuple[Tensor | None, ...]:
+        saved = values[len(tensors) + results : len(values) - results]
+        ctx = FakeContext(example.needs_input_grad)
         for name, value in vars(example).items():
             if not isinstance(value, Tensor) and name not in ("saved_tensors", "dirty"):
                 setattr(ctx, name, value)
-        ctx.saved_tensors = tuple(kept[: len(example.saved_tensors)])
-        for name, value in zip(names, kept[len(example.saved_tensors) :]):
+        ctx.saved_tensors = tuple(saved[: len(example.saved_tensors)])
+        for name, value in zip(names, saved[len(example.saved_tensors) :]):
             setattr(ctx, name, value)
-        found = cls.backward(ctx, *given[len(given) - results :])
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple(found[i] for i in tensors)
+        gradients = cls.backward(ctx, *values[len(values) - results :])
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        return tuple(gradients[i] for i in tensors)
 
-    given, changed = tuple(args[i] for i in tensors), dict[int, int]()
+    operands, changed = tuple(args[i] for i in tensors), dict[int, int]()
     copies = {i: args[i].clone() for i in tensors}
     out, example, attributes = run_forward(tuple(copies.values()))  # finds results, saved and changed tensors
     outs = out if isinstance(out, tuple) else (out,)
     names, results = list(attributes), len(outs)
     count = results + len(example.saved_tensors) + len(names)
     changed |= {i: position(outs, copy, cls) for i, copy in copies.items() if any(copy is t for t in example.dirty)}
-    op = functions.define("fn", cls.__name__, forward, len(given), count)
+    op = functions.define("fn", cls.__name__, forward, len(operands), count)
     functions.record(op, functions.Function(cls.__name__, forward, backward, results))
-    found = op(*given)
-    found = found if isinstance(found, (tuple, list)) else (found,)
-    returned = list(found[:results])
+    outputs = op(*operands)
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    returned = list(outputs[:results])
     for i, result in changed.items():
-        returned[result] = args[i].copy_(found[result])
+        returned[result] = args[i].copy_(outputs[result])
     return tuple(returned) if isinstance(out, tuple) else returned[0], [args[i] for i in changed]
 
 

@@ -90,8 +90,8 @@ class Histories:
         viewed = next((operand for operand in node.all_input_nodes if shares_memory(node, operand)), None)
         for operand in node.all_input_nodes if not self.enabled else ():
             if ir.is_tensor(operand) and is_graded(operand) and (operand is viewed or self.has_gradient(operand)):
-                node.replace_input_with(operand, cut := self.cut(operand, node))
-                viewed = cut if operand is viewed else viewed
+                node.replace_input_with(operand, detached := self.detached(operand, node))
+                viewed = detached if operand is viewed else viewed
         if viewed is None:
             self.followed |= {node for operand in node.all_input_nodes if self.has_gradient(operand)}
             return
@@ -103,18 +103,18 @@ class Histories:
 
     def follow_write(self, node: fx.Node) -> None:
         """Record a write; if autograd does not follow it, the written value keeps its gradient."""
-        target = written(node)
+        target = write_target(node)
         source = self.sources.get(target, target)
-        read = {n for n in read_by(node) if is_graded(n) and self.has_gradient(n)}
-        if self.enabled and source is not target and read and self.is_read_after(node, target):
-            what = "writes a value that has a gradient into memory that is shared with a detached tensor"
-            raise UserError("model", f"{ir.source(node)} {what}; clone the tensor first (x.detach().clone())")
+        operands_read = {n for n in read_operands(node) if is_graded(n) and self.has_gradient(n)}
+        if self.enabled and source is not target and operands_read and self.is_read_after(node, target):
+            problem = "writes a value that has a gradient into memory that is shared with a detached tensor"
+            raise UserError("model", f"{ir.source(node)} {problem}; clone the tensor first (x.detach().clone())")
         if self.enabled and source is target:
-            self.followed |= {self.bases.get(target, target)} if read else set()
+            self.followed |= {self.bases.get(target, target)} if operands_read else set()
             self.bases[node] = self.bases.get(target, target)
             return
-        for operand in read:
-            replace_read(node, operand, self.cut(operand, node))
+        for operand in operands_read:
+            replace_read(node, operand, self.detached(operand, node))
         if self.has_gradient(source):
             self.keep_gradient(node, target, source)
         node.replace_all_uses_with(target, lambda user: user.target is not self.write)
@@ -122,28 +122,28 @@ class Histories:
     def is_read_after(self, node: fx.Node, target: fx.Node) -> bool:
         """Return True if a later node reads the detached value that a node writes into, or a view of it."""
         base = self.bases.get(target, target)
-        views = [base, node, *(view for view, of in self.bases.items() if of is base)]
+        views = [base, node, *(view for view, viewed in self.bases.items() if viewed is base)]
         return any(self.order.get(user, 0) > self.order[node] for view in views for user in view.users)
 
     def keep_gradient(self, node: fx.Node, target: fx.Node, source: fx.Node) -> None:
         """Make a node write into a copy, and give `source` the result with its own gradient."""
-        cut = self.cut(target, node)
+        detached = self.detached(target, node)
         with self.graph.inserting_before(node):
-            copy = with_meta(self.graph.call_function(aten.clone.default, (cut,)), target, node)
+            copy = copy_meta(self.graph.call_function(aten.clone.default, (detached,)), target, node)
         with self.graph.inserting_after(node):
-            value = with_meta(self.graph.call_function(self.write, (source, node)), source, node)
+            value = copy_meta(self.graph.call_function(self.write, (source, node)), source, node)
         with self.graph.inserting_after(value):
-            with_meta(self.graph.call_function(aten.copy_.default, (source, value)), source, node)
+            copy_meta(self.graph.call_function(aten.copy_.default, (source, value)), source, node)
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copy if n is target else n)
 
-    def cut(self, operand: fx.Node, reader: fx.Node) -> fx.Node:
+    def detached(self, operand: fx.Node, reader: fx.Node) -> fx.Node:
         """Return the detached value; a value that is already detached is returned itself."""
         if operand in self.sources:
             return operand
         if operand not in self.cuts:
             with self.graph.inserting_before(reader):
-                made = with_meta(self.graph.call_function(aten.detach.default, (operand,)), operand, reader)
-            self.cuts[operand], self.sources[made] = made, operand
+                result = copy_meta(self.graph.call_function(aten.detach.default, (operand,)), operand, reader)
+            self.cuts[operand], self.sources[result] = result, operand
         return self.cuts[operand]
 
     @cached_property
@@ -165,22 +165,22 @@ def same_value(node: fx.Node) -> fx.Node | None:
     """Return the operand that an operator returns unchanged, such as a cast to the same dtype, or None."""
     if not isinstance(node.target, OpOverload) or not is_composite(node.target):
         return None
-    made = ir.value(node)
+    result = ir.value(node)
     for operand in node.all_input_nodes:
         value = ir.value(operand)
-        if isinstance(made, FakeTensor) and isinstance(value, FakeTensor) and lies(made) == lies(value):
+        if isinstance(result, FakeTensor) and isinstance(value, FakeTensor) and layout_of(result) == layout_of(value):
             args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
             with value.fake_mode:
                 return operand if node.target(*args, **kwargs) is value else None
     return None
 
 
-def lies(value: Tensor) -> tuple[Any, ...]:
+def layout_of(value: Tensor) -> tuple[Any, ...]:
     """Return the memory of a tensor, and the positions of its entries in it."""
     return value.untyped_storage(), value.dtype, value.shape, value.stride(), value.storage_offset()
 
 
-def written(node: fx.Node) -> fx.Node:
+def write_target(node: fx.Node) -> fx.Node:
     """Return the operand that an operator writes into; raise UserError if there are several."""
     names = [argument.name for argument in node.target._schema.arguments if argument.is_write]  # type: ignore[union-attr]
     targets = [bind(node).get(name) for name in names]
@@ -189,17 +189,17 @@ def written(node: fx.Node) -> fx.Node:
     return targets[0]
 
 
-def read_by(node: fx.Node) -> list[fx.Node]:
+def read_operands(node: fx.Node) -> list[fx.Node]:
     """Return the nodes among a call's arguments, with repetitions, except the one that it writes into."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    found.remove(written(node))
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    nodes.remove(write_target(node))
+    return nodes
 
 
 def replace_read(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
     """Replace an operand of a write in all positions where it is only read."""
-    target, is_first = written(node), True
+    target, is_first = write_target(node), True
 
     def replaced(operand: fx.Node) -> fx.Node:
         nonlocal is_first
@@ -231,7 +231,7 @@ def memory_of(node: fx.Node) -> set[Any]:
     return {value.untyped_storage() for value in tensors_of(node) if isinstance(value, FakeTensor)}
 
 
-def with_meta(node: fx.Node, value_of: fx.Node, origin: fx.Node) -> fx.Node:
+def copy_meta(node: fx.Node, value_source: fx.Node, origin: fx.Node) -> fx.Node:
     """Set a new node's record: the value of one node and the origin of another; return it."""
-    ir.set_record(node, replace(ir.record(origin), value=ir.value(value_of)))
+    ir.set_record(node, replace(ir.record(origin), value=ir.value(value_source)))
     return node

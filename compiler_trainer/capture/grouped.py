@@ -19,7 +19,7 @@ def any_dtype() -> AbstractContextManager[None]:
     return grouped_products_as(_grouped_mm)
 
 
-def with_one_product(graph: fx.Graph) -> None:
+def replace_grouped_mm(graph: fx.Graph) -> None:
     """Replace the operator of transformers by `ct::grouped_mm`, with the same operands."""
     for node in graph.nodes:
         if str(node.target) == "transformers.grouped_mm_fallback.default":
@@ -27,10 +27,10 @@ def with_one_product(graph: fx.Graph) -> None:
 
 
 def _grouped_mm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def call(rows: Tensor, weight: Tensor, offs: Tensor | None = None, *rest: object, **named: object) -> Tensor:
-        plain = all(option is None for option in (*rest, *named.values())) and rows.dtype == weight.dtype
+    def call(rows: Tensor, weight: Tensor, offs: Tensor | None = None, *args: object, **kwargs: object) -> Tensor:
+        plain = all(option is None for option in (*args, *kwargs.values())) and rows.dtype == weight.dtype
         if offs is None or not plain or (rows.dim(), weight.dim()) != (2, 3):
-            return original(rows, weight, offs, *rest, **named)
+            return original(rows, weight, offs, *args, **kwargs)
         return routed.grouped_mm(rows, weight, offs)
 
     return call

@@ -38,11 +38,11 @@ def line(error: BaseException | None = None) -> str:
 def hidden_as_operators() -> Iterator[None]:
     """Record the operations of this module as operators, or raise UserError naming their line, in the block."""
     with (
-        Written(),
-        conversions_as(unconverted),
+        ReplacementMode(),
+        conversions_as(refuse_conversion),
         unvalidated_distributions(),
-        derivatives_as_operators(refused("takes derivatives by torch.func.vjp", "use torch.func.grad")),
-        patch.object(Tensor, "register_hook", refused(*HOOK)),
+        derivatives_as_operators(refuse("takes derivatives by torch.func.vjp", "use torch.func.grad")),
+        patch.object(Tensor, "register_hook", refuse(*HOOK)),
         inference_as_no_grad(),
     ):
         yield
@@ -50,20 +50,20 @@ def hidden_as_operators() -> Iterator[None]:
 
 HOOK = (
     "hooks a gradient (register_hook), which no step would call",
-    "put what it does into the backward of a torch.autograd.Function",
+    "move its code into the backward of a torch.autograd.Function",
 )
 
 
-def refused(what: str, fix: str) -> Callable[..., Any]:
+def refuse(problem: str, fix: str) -> Callable[..., Any]:
     """Return a function that raises UserError with the line of the model that calls it."""
 
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        raise UserError("model", f"{line()}{what}; {fix}")
+    def raise_error(*args: Any, **kwargs: Any) -> Any:
+        raise UserError("model", f"{line()}{problem}; {fix}")
 
-    return instead
+    return raise_error
 
 
-class Written(TorchFunctionMode):
+class ReplacementMode(TorchFunctionMode):
     """A mode that calls the functions in `INSTEAD` in place of PyTorch's own."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -72,9 +72,11 @@ class Written(TorchFunctionMode):
 
 def put(old: Tensor, new: Tensor) -> None:
     """Do `old.data = new`; raise UserError if the two differ in shape, dtype or device."""
-    before, after = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (old, new))
-    if before != after:
-        raise UserError("model", f"{line()}puts {after} into .data of {before}; one graph has tensors of one kind")
+    old_kind, new_kind = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (old, new))
+    if old_kind != new_kind:
+        raise UserError(
+            "model", f"{line()}puts {new_kind} into .data of {old_kind}; a graph's tensors keep shape, dtype and device"
+        )
     old.detach().copy_(new.detach())
 
 
@@ -92,12 +94,12 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
 }
 
 
-def unconverted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def refuse_conversion(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Return the module for a conversion that changes nothing; raise UserError naming what it would change."""
     for name, old in (*module.named_parameters(), *module.named_buffers()):
         new = convert(old)
         if (new.dtype, new.device) != (old.dtype, old.device):
-            what = f"converts {name!r} of a {type(module).__name__} from {old.dtype} on {old.device}"
+            problem = f"converts {name!r} of a {type(module).__name__} from {old.dtype} on {old.device}"
             fix = "convert the model before it is compiled, or the values where they are used"
-            raise UserError("model", f"{line()}{what} to {new.dtype} on {new.device}; {fix}")
+            raise UserError("model", f"{line()}{problem} to {new.dtype} on {new.device}; {fix}")
     return module

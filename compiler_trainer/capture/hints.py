@@ -18,20 +18,20 @@ from passes.program.torch_private import checkpoints_inside
 
 def checkpoints_as_marks() -> AbstractContextManager[None]:
     """Mark operators traced inside a checkpointed call with its number; of nested calls, the outermost counts."""
-    numbers, inside = itertools.count(), False
+    numbers, is_inside = itertools.count(), False
 
     @contextmanager
     def region() -> Iterator[None]:
-        nonlocal inside
-        if inside:
+        nonlocal is_inside
+        if is_inside:
             yield
             return
-        inside = True
+        is_inside = True
         try:
             mark = {CHECKPOINT: f"checkpoint.{next(numbers)}"}
             with fx_traceback.preserve_node_meta(), fx_traceback.annotate(mark):
                 yield
         finally:
-            inside = False
+            is_inside = False
 
     return checkpoints_inside(region)

@@ -80,5 +80,5 @@ def line_of(file: str, number: int) -> str:
 def innermost(stack_trace: str) -> tuple[str, int]:
     """Return file and line of the innermost frame of the model's own code, or of a library if there is none."""
     frames = _FRAME.findall(stack_trace)
-    own = [frame for frame in frames if not is_library(frame[0])] or frames
-    return (own[-1][0], int(own[-1][1])) if own else ("", 0)
+    own_frames = [frame for frame in frames if not is_library(frame[0])] or frames
+    return (own_frames[-1][0], int(own_frames[-1][1])) if own_frames else ("", 0)

@@ -80,21 +80,21 @@ class Search:
 
     def candidates(self, first: int, end: int) -> list[Run]:
         """Return runs of equal operators, longest first, and among these the one with the smallest parts first."""
-        found = []
+        runs = []
         for size in range(1, (end - first) // 2 + 1):
-            alike = self.numbers[first + size : end] == self.numbers[first : end - size]
-            if int(alike.sum()) < size:
+            is_equal = self.numbers[first + size : end] == self.numbers[first : end - size]
+            if int(is_equal.sum()) < size:
                 continue
-            breaks = [-1, *(~alike).nonzero().flatten().tolist(), len(alike)]
-            for before, after in zip(breaks, breaks[1:]):
-                if (length := after - before - 1) >= size:
-                    found.append(self.placed(first + before + 1, size, length + size))
-        return sorted(found, key=lambda run: (-run.size * run.parts, run.size))
+            breaks = [-1, *(~is_equal).nonzero().flatten().tolist(), len(is_equal)]
+            for last_break, next_break in zip(breaks, breaks[1:]):
+                if (length := next_break - last_break - 1) >= size:
+                    runs.append(self.place_run(first + last_break + 1, size, length + size))
+        return sorted(runs, key=lambda run: (-run.size * run.parts, run.size))
 
-    def placed(self, first: int, size: int, length: int) -> Run:
+    def place_run(self, first: int, size: int, length: int) -> Run:
         """Return the run with the most parts for `length` operators, starting where the fewest values are alive."""
-        parts, rest = divmod(length, size)
-        return Run(min(range(first, first + rest + 1), key=lambda i: self.alive[i + size]), size, parts)
+        parts, slack = divmod(length, size)
+        return Run(min(range(first, first + slack + 1), key=lambda i: self.alive[i + size]), size, parts)
 
     def is_chain(self, run: Run) -> bool:
         """Return True if each part has a matmul that depends on the previous part, and all read values alike."""
@@ -105,32 +105,32 @@ class Search:
         firsts = len(self.operands(second, second + run.size))
         return all(self.lie_alike(a, b, run, is_second=i < firsts) for i, (a, b) in enumerate(pairs))
 
-    def multiplies(self, given: set[fx.Node], part: Sequence[fx.Node]) -> bool:
+    def multiplies(self, sources: set[fx.Node], part: Sequence[fx.Node]) -> bool:
         """Return True if a part has a matmul of a value that is computed from `given`; a sum of branches has none."""
-        reached = set(given)
+        dependent = set(sources)
         for node in part:
-            if not reached.isdisjoint(node.all_input_nodes):
-                reached.add(node)
-        return any(map(self.is_matrix, (n for node in reached - given for n in node.all_input_nodes)))
+            if not dependent.isdisjoint(node.all_input_nodes):
+                dependent.add(node)
+        return any(map(self.is_matrix, (n for node in dependent - sources for n in node.all_input_nodes)))
 
     def operands(self, first: int, end: int) -> list[fx.Node]:
         """Return the operands of consecutive operators, in order."""
-        found: list[fx.Node] = []
+        nodes: list[fx.Node] = []
         for node in self.nodes[first:end]:
-            fx.map_arg((node.args, node.kwargs), found.append)
-        return found
+            fx.map_arg((node.args, node.kwargs), nodes.append)
+        return nodes
 
     def is_matrix(self, node: fx.Node) -> bool:
         """Return True if a value is a weight of a matmul: two or more dims, and independent of a batch."""
-        given = node not in self.data and ir.is_tensor(node)
-        return given and ir.example(node).dim() >= 2 and ir.may_have_gradient(node)
+        is_weight = node not in self.data and ir.is_tensor(node)
+        return is_weight and ir.example(node).dim() >= 2 and ir.may_have_gradient(node)
 
     def lie_alike(self, a: fx.Node, b: fx.Node, run: Run, is_second: bool) -> bool:
         """Return True if operand `a` is to a part what `b` is to the previous part.
 
         In the first part, `b` may come from before the run.
         """
-        at, before = self.place.get(a, -1), self.place.get(b, -1)
-        if at < run.first:
-            return before < run.first
-        return at - before == run.size or a is b or is_second and before < run.first
+        place, previous = self.place.get(a, -1), self.place.get(b, -1)
+        if place < run.first:
+            return previous < run.first
+        return place - previous == run.size or a is b or is_second and previous < run.first

@@ -28,14 +28,14 @@ def istft(
     frames, norm = spectra.shape[-2], "ortho" if normalized else "backward"
     inverse = torch.fft.ifft if return_complex else torch.fft.irfft  # irfft takes only half of the frequencies
     samples = inverse(spectra, n_fft, norm=norm)
-    start, whole = n_fft // 2 if center else 0, n_fft + hop * (frames - 1)
-    end = whole - start if length is None else start + length
-    summed = overlapped(samples * shape, hop)[..., start:end]
-    weight = overlapped((shape * shape.conj()).expand(frames, n_fft), hop)[start:end]
-    return F.pad(summed / weight, (0, max(end - whole, 0)))
+    start, total = n_fft // 2 if center else 0, n_fft + hop * (frames - 1)
+    end = total - start if length is None else start + length
+    overlapped_sum = overlap_add(samples * shape, hop)[..., start:end]
+    weight = overlap_add((shape * shape.conj()).expand(frames, n_fft), hop)[start:end]
+    return F.pad(overlapped_sum / weight, (0, max(end - total, 0)))
 
 
-def overlapped(frames: Tensor, hop: int) -> Tensor:
+def overlap_add(frames: Tensor, hop: int) -> Tensor:
     """Return the sum of frames [..., t, n] at distances of `hop` samples: [..., n + hop (t - 1)]."""
     count, width = frames.shape[-2:]
     parts = -(-width // hop)

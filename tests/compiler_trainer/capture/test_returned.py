@@ -43,7 +43,7 @@ REFUSED = [
     (lambda out: None, rf"returns NoneType; {FORM}"),
     (lambda out: (out.sum(), {"logits": out}), r"returns \(5, 7, 61\) torch.float64 as the metric 'logits'; it must be a scalar"),
     (lambda out: (out.sum(), {"half": 0.5}), r"returns float as the metric 'half'; it must be a scalar tensor"),
-    (lambda out: (out.sum(), {"lr": out.sum()}), r"returns a metric named 'lr', which is taken or no name; choose another"),
+    (lambda out: (out.sum(), {"lr": out.sum()}), r"returns a metric named 'lr', which is reserved or not a name; choose another"),
     (lambda out: (out, {}), r"returns as the loss \(5, 7, 61\) torch.float64; must be a scalar"),
 ]
 

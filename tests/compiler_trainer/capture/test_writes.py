@@ -205,7 +205,7 @@ def test_what_a_model_asserts_of_values_is_said_to_be_left_out():
         torch._assert_async((x < 100).all(), "too large")
         return y
 
-    with pytest.warns(UserWarning, match=r"test_writes.py:\d+ asserts something of values"):
+    with pytest.warns(UserWarning, match=r"test_writes.py:\d+ asserts a condition on values"):
         compile_lockstep(Between(write), loss, data()[0], {}, NO_DECAY)
 
 
