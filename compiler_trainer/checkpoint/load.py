@@ -1,4 +1,4 @@
-"""Reading a checkpoint into the state of a step on any mesh, or into full tensors; nothing is taken unchecked."""
+"""Read a checkpoint into the state of a step on any mesh, or into full tensors; everything is verified."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.ranks import gather, place_in_job
 from passes.program.spec import boxes
 
-MODEL, AVERAGE = "model.", "ema."  # how names of parameters and buffers begin, and of averages of parameters
+MODEL, AVERAGE = "model.", "ema."  # prefixes of parameters and buffers, and of averages of parameters
 SHOWN = 3  # differences named in an error
 
 T = TypeVar("T")
-Target = tuple[Rectangle, Tensor]  # where it lies in the full tensor, and a view to write into
+Target = tuple[Rectangle, Tensor]  # the place in the full tensor, and a view to write into
 
 
 def opened(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, nothing read but the index and headers; every rank calls.
+    """Return the checkpoint at `path`, of which only the index and headers are read; every rank must call this.
 
-    A header is read by one rank of the job, and by one rank a tensor's pieces are compared with its shape. Raises
-    UserError where there is no checkpoint, and Damaged on all ranks where it is not what was written.
+    Each header is read by one rank of the job, and each tensor's pieces are checked by one rank. Raises UserError if
+    there is no checkpoint, and Damaged on all ranks if it was changed.
     """
     number, ranks = place_in_job()
     index = on_all_ranks(lambda: index_at(path))
@@ -46,10 +46,11 @@ def opened(path: Path) -> Checkpoint:
 
 
 def load(step: Stateful, stored: Checkpoint, may_lack: Set[str] = frozenset()) -> None:
-    """Fill the state of `step`, but for what it `may_lack`.
+    """Load a checkpoint into the state of `step`; every rank must call this.
 
-    Every rank calls. Raises UserError, with nothing changed, where the checkpoint is one of other tensors, and Damaged
-    on all ranks where a piece that one of them reads is not as it was written: some state is then overwritten.
+    State in `may_lack` that the checkpoint lacks stays as it is. Raises UserError, with nothing changed, if the
+    checkpoint has other tensors. Raises Damaged on all ranks if a piece that one of them reads was changed; some state
+    is overwritten by then.
     """
     there = stored.index.tensors
     state = {name: placed for name, placed in state_of(step).items() if name in there or name not in may_lack}
@@ -59,7 +60,7 @@ def load(step: Stateful, stored: Checkpoint, may_lack: Set[str] = frozenset()) -
 
 
 def load_model(step: Stateful, path: Path) -> None:
-    """Fill parameters and buffers alone; those that the checkpoint left out, as frozen, keep theirs."""
+    """Load only parameters and buffers; those that the checkpoint omits, such as frozen ones, keep their values."""
     stored = opened(path)
     state = {name: placed for name, placed in state_of(step).items() if name in stored.index.tensors}
     check_tensors(kinds(state), {name: stored.index.tensors[name] for name in state}, stored.path)
@@ -67,21 +68,27 @@ def load_model(step: Stateful, path: Path) -> None:
 
 
 def load_averaged(step: Stateful, path: Path) -> None:
-    """The same, with the averages of weights in the place of those that have one; raises UserError where none has."""
+    """Load parameters and buffers, with averages of weights in place of those that have one.
+
+    Raises UserError if the checkpoint has no averages.
+    """
     load_model(step, path)
     stored = opened(path)
     averages, state = averages_of(stored), state_of(step)
-    here = {name: dtype for name, dtype in averages.items() if name in state}  # not those of other stages
+    here = {name: dtype for name, dtype in averages.items() if name in state}  # without those of other stages
     on_all_ranks(lambda: fill_narrowed(step, here, state, stored))
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
-    """Full parameters and buffers of a checkpoint, by the model's own names, in this process."""
+    """Return full parameters and buffers of a checkpoint, by the model's own names, in this process."""
     return read_named(opened_alone(path), MODEL)
 
 
 def read_averaged(path: Path) -> dict[str, Tensor]:
-    """The same, with the averages of weights in the place of those that have one; raises UserError where none has."""
+    """Return full parameters and buffers, with averages of weights in place of those that have one.
+
+    Raises UserError if the checkpoint has no averages.
+    """
     stored = opened_alone(path)
     averages_of(stored)
     model, averages = read_named(stored, MODEL), read_named(stored, AVERAGE)
@@ -89,7 +96,7 @@ def read_averaged(path: Path) -> dict[str, Tensor]:
 
 
 def averages_of(stored: Checkpoint) -> dict[str, torch.dtype]:
-    """The dtypes of a checkpoint's averages, by the names of their weights; raises UserError where there are none."""
+    """Return the dtypes of a checkpoint's averages, by their weights' names; raise UserError if it has none."""
     tensors = stored.index.tensors
     found = {f"{MODEL}{n.removeprefix(AVERAGE)}": BY_NAME[t.dtype] for n, t in tensors.items() if n.startswith(AVERAGE)}
     if not found:
@@ -98,7 +105,7 @@ def averages_of(stored: Checkpoint) -> dict[str, torch.dtype]:
 
 
 def read_named(stored: Checkpoint, kind: str) -> dict[str, Tensor]:
-    """Full tensors whose names begin so, by what comes then."""
+    """Return the full tensors whose names begin with `kind`, by the rest of their names."""
     found = {}
     for name, full in stored.index.tensors.items():
         if name.startswith(kind):
@@ -109,7 +116,7 @@ def read_named(stored: Checkpoint, kind: str) -> dict[str, Tensor]:
 
 
 def fill(step: Stateful, state: Placed, stored: Checkpoint) -> None:
-    """Read what the ranks here hold."""
+    """Read the parts that the ranks of this process hold."""
     for name, (spec, local) in state.items():
         read_into(
             [
@@ -122,7 +129,7 @@ def fill(step: Stateful, state: Placed, stored: Checkpoint) -> None:
 
 
 def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Placed, stored: Checkpoint) -> None:
-    """Read averages in their dtype, one after the other, into weights of another."""
+    """Read averages in their own dtype, one at a time, into weights of another dtype."""
     for name, dtype in averages.items():
         spec, local = state[name]
         wide = {rank: torch.empty_like(weight, dtype=dtype) for rank, weight in local.items()}
@@ -132,7 +139,7 @@ def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Pl
 
 
 def read_into(targets: Iterable[Target], pieces: Iterable[Piece]) -> None:
-    """Copy what pieces and targets have in common; each piece is read at most once."""
+    """Copy the overlaps of pieces and targets; each piece is read at most once."""
     targets = list(targets)
     for piece in pieces:
         common = [(found, view) for place, view in targets if (found := overlap(piece.place, place)) is not None]
@@ -143,11 +150,9 @@ def read_into(targets: Iterable[Target], pieces: Iterable[Piece]) -> None:
 
 
 def kinds(state: Placed) -> dict[str, FullTensor]:
-    """Dtype and shape of each full tensor."""
+    """Return dtype and shape of each full tensor."""
     dtypes = {name: next(iter(local.values())).dtype for name, (_, local) in state.items()}
-    return {
-        name: FullTensor(str(dtypes[name]).removeprefix("torch."), spec.shape) for name, (spec, _) in state.items()
-    }
+    return {name: FullTensor(str(dtypes[name]).removeprefix("torch."), spec.shape) for name, (spec, _) in state.items()}
 
 
 def check_tensors(here: Mapping[str, FullTensor], there: Mapping[str, FullTensor], path: Path) -> None:
@@ -164,7 +169,7 @@ def check_tensors(here: Mapping[str, FullTensor], there: Mapping[str, FullTensor
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:
-    """What `action` gives here; raises Damaged on every rank if it does on one."""
+    """Return the result of `action` on this rank; raise Damaged on every rank if it does so on one."""
     result: list[T] = []
     damage = None
     try:

@@ -1,8 +1,8 @@
-"""Saving beside training: a step waits for a copy in host memory, and a thread puts that on the disk.
+"""Save checkpoints asynchronously: a step waits for a copy in host memory, which a thread writes to disk.
 
-The thread of each rank writes a file of its own, and rank 0's, once all have, gives the checkpoint its name. They agree
-through a process group of their own, so that steps and saves wait for none of each other. Files and folders are
-flushed to the disk before the name appears. A save that fails leaves the checkpoints before it as they are.
+The thread of each rank writes its own file, and once all have done so, rank 0's gives the checkpoint its name. The
+threads communicate through their own process group, so steps and saves do not wait for each other. Files and folders
+are flushed to disk before the name appears. A failed save leaves earlier checkpoints as they are.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ T = TypeVar("T")
 
 
 class SaveError(RunError):
-    """A checkpoint could not be written; the message says which and why, rank by rank."""
+    """A checkpoint could not be written; the message says which one and why, for each rank."""
 
 
 class Saver:
-    """Writes checkpoints of `step` into `folder`; used as a context manager, whose end waits for the last one.
+    """A context manager that writes checkpoints of `step` into `folder`; its end waits for the last one.
 
-    Every rank makes one and saves at the same steps. Why a save failed, rank 0 is told by its thread, through `tell`;
-    SaveError is raised in the end if the last one did.
+    Every rank creates one and saves at the same steps. If a save fails, rank 0's thread passes the reason to `tell`.
+    SaveError is raised at the end if the last save failed.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Saver:
         self.sender = Sender(cfg.store, folder, cfg, tell) if cfg.store and self.leads else None
 
     def save(self, state: TrainState) -> None:
-        """Copy what there is now and go on; what the copy becomes, `wait` tells."""
+        """Copy the current state and return; `wait` gives the result of writing the copy."""
         self.wait()
         self.staging.copy(self.step.tensors())
         self.pending = self.thread.submit(self.attempt, state)
 
     def wait(self) -> str:
-        """Why the last save failed, once it has come to its end; empty if it did not."""
+        """Wait for the last save; return the reason if it failed, or an empty string."""
         return self.pending.result() if self.pending else ""
 
     def attempt(self, state: TrainState) -> str:
-        """Write a checkpoint; why it failed, empty if it did not."""
+        """Write a checkpoint; return the reason if it failed, or an empty string."""
         path = path_of(self.folder, state.step)
         try:
             self.write(path, state)
@@ -112,13 +112,13 @@ class Saver:
         self.together(lambda: self.publish(partial, path, index) if self.leads else None)
 
     def publish(self, partial: Path, path: Path, index: Index) -> None:
-        """Give a checkpoint its name, and let it be sent where there is a store."""
+        """Give a checkpoint its name, and queue it for the store if there is one."""
         publish(partial, path, index, self.cfg, self.own, self.sender.spared() if self.sender else frozenset())
         if self.sender:
             self.sender.offer(index.step)
 
     def together(self, action: Callable[[], T]) -> list[T]:
-        """What `action` gives on each rank; raises SaveError on all of them if it fails on one."""
+        """Return the result of `action` on each rank; raise SaveError on all of them if it fails on one."""
         done: Any = None
         reason = ""
         try:
@@ -144,9 +144,9 @@ class Saver:
 
 
 def make_anew(partial: Path, size: int) -> None:
-    """An empty folder, and those it lies in, which are flushed to the disk where they were made.
+    """Create an empty folder and its parents, and flush the new ones to disk.
 
-    Raises OSError where the disk has no room for `size` bytes: to fill it would stop what else writes there.
+    Raises OSError if the disk has no room for `size` bytes, because filling it would stop other writers.
     """
     remove(partial)
     missing = [folder for folder in (partial, *partial.parents) if not folder.exists()]
@@ -159,7 +159,7 @@ def make_anew(partial: Path, size: int) -> None:
 
 
 def write_files(partial: Path, staging: Staging) -> dict[str, File]:
-    """Write a file for each rank that lives here and has something to write; their entries in the index."""
+    """Write a file for each rank of this process that has something to write; return their index entries."""
     found = {}
     for number, pieces in staging.pieces.items():
         path = partial / f"rank_{number:05}.safetensors"
@@ -172,9 +172,9 @@ def write_files(partial: Path, staging: Staging) -> dict[str, File]:
 
 
 class Own:
-    """The checkpoints in a folder that a run may delete: those it goes on from, and its own; never those of another.
+    """The checkpoints in a folder that a run may delete: those that it resumed from and its own, never another run's.
 
-    A link may be put in the place of the folder while it runs.
+    The folder may be replaced by a link while the run writes to it.
     """
 
     def __init__(self, folder: Path):
@@ -182,7 +182,7 @@ class Own:
         self.steps = {number_of(path) for path in complete(folder)}
 
     def look(self) -> set[int]:
-        """Their steps, none where the folder is another one than before."""
+        """Return the steps of these checkpoints; an empty set if the folder was replaced by another one."""
         before, self.place = self.place, place_of(self.folder)
         if before not in (None, self.place):
             self.steps = set()
@@ -190,14 +190,14 @@ class Own:
 
 
 def place_of(folder: Path) -> tuple[int, int] | None:
-    """What a folder is known by to its file system, whatever its name."""
+    """Return the identity of a folder in its file system, independent of its name."""
     return (found.st_dev, found.st_ino) if folder.is_dir() and (found := folder.stat()) else None
 
 
 def publish(
     partial: Path, path: Path, index: Index, cfg: CheckpointConfig, own: Own, spared: Set[int] = frozenset()
 ) -> None:
-    """Write the index, give a checkpoint of which all files are there its name, and delete what is not kept."""
+    """Write the index, give a complete checkpoint its name, and delete those that are not kept."""
     steps = own.look()
     (partial / FILE).write_bytes(encoded(index))
     flush(partial / FILE)
@@ -218,7 +218,7 @@ def publish(
 
 
 def loss_of(path: Path) -> float | None:
-    """The held-out loss of a checkpoint, None if it was not evaluated or its index is damaged."""
+    """Return the validation loss of a checkpoint; None if it was not evaluated or its index is damaged."""
     try:
         return read_index(path).eval_loss
     except Damaged:
@@ -226,7 +226,7 @@ def loss_of(path: Path) -> float | None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

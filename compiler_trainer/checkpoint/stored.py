@@ -1,4 +1,4 @@
-"""A checkpoint on disk, opened: its pieces are known by their rectangles, and each is checked when it is read."""
+"""An opened checkpoint on disk: its pieces are known by their rectangles, and each is verified when it is read."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from compiler_trainer.config.errors import UserError
 
 
 class Piece(NamedTuple):
-    """A rectangle of a tensor in a file; a tuple, because ranks send each other many."""
+    """A rectangle of a tensor in a file; a tuple, because ranks exchange many of them."""
 
     file: Path
-    key: str  # its name there
+    key: str  # its name in the file
     place: Rectangle
     dtype: torch.dtype
     sha256: str
 
     def read(self) -> Tensor:
-        """Its entries; raises Damaged where they are not those that were written."""
+        """Return its entries; raise Damaged if they were changed."""
         try:
             with safe_open(self.file, "pt", backend="pread") as file:
                 tensor = file.get_tensor(self.key)
@@ -55,12 +55,12 @@ class Piece(NamedTuple):
         return torch.view_as_complex(tensor) if self.dtype.is_complex else tensor
 
 
-Named = tuple[str, Piece]  # with the name of its tensor
+Named = tuple[str, Piece]  # (name of the tensor, piece)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of which index and headers are whole, and the pieces of each tensor make it up."""
+    """A checkpoint with verified index and headers, in which the pieces of each tensor cover it."""
 
     path: Path
     index: Index
@@ -68,9 +68,9 @@ class Checkpoint:
 
 
 def opened_alone(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, nothing read but the index and the headers of all files, by this process.
+    """Return the checkpoint at `path`; this process reads only the index and the headers of all files.
 
-    Raises UserError where there is none, Damaged where it is not what was written.
+    Raises UserError if there is none, Damaged if it was changed.
     """
     index = index_at(path)
     stored = put_together(path, index, pieces_of(path, index, index.files))
@@ -79,7 +79,7 @@ def opened_alone(path: Path) -> Checkpoint:
 
 
 def index_at(path: Path) -> Index:
-    """The index of the checkpoint at `path`; raises UserError where there is none, Damaged where it is another's."""
+    """Return the index of the checkpoint at `path`; raise UserError if there is none, Damaged if its step differs."""
     if not (path / FILE).is_file():
         raise no_checkpoint(path)
     index = read_index(path)
@@ -89,12 +89,12 @@ def index_at(path: Path) -> Index:
 
 
 def pieces_of(path: Path, index: Index, files: Iterable[str]) -> list[Named]:
-    """The pieces in some files of a checkpoint, by their headers; raises Damaged."""
+    """Return the pieces in some files of a checkpoint, from their headers; raise Damaged."""
     return [named for name in files for named in pieces_in(path / name, index.files[name], index)]
 
 
 def put_together(path: Path, index: Index, pieces: Iterable[Named]) -> Checkpoint:
-    """The checkpoint that pieces belong to, which may not make up its tensors."""
+    """Return the checkpoint of some pieces, which may not cover its tensors."""
     by_tensor: dict[str, list[Piece]] = defaultdict(list)
     for tensor, piece in pieces:
         by_tensor[tensor].append(piece)
@@ -102,7 +102,7 @@ def put_together(path: Path, index: Index, pieces: Iterable[Named]) -> Checkpoin
 
 
 def check_complete(stored: Checkpoint, tensors: Iterable[str]) -> None:
-    """Raise Damaged if the pieces of one of some tensors do not make it up."""
+    """Raise Damaged if the pieces of one of the given tensors do not cover it."""
     for name in tensors:
         rectangles = (piece.place for piece in stored.pieces.get(name, ()))
         if wrong := what_is_wrong(stored.index.tensors[name].shape, rectangles):
@@ -110,16 +110,16 @@ def check_complete(stored: Checkpoint, tensors: Iterable[str]) -> None:
 
 
 def check_format(folder: Path) -> None:
-    """Raise OtherFormat where the newest checkpoint in a folder is of a format that is not read."""
+    """Raise OtherFormat if the newest checkpoint in a folder has a format that is not read."""
     for path in complete(folder)[-1:]:
         if (path / OLDER).exists() and not (path / FILE).is_file():
             raise no_checkpoint(path)
-        with suppress(Damaged):  # another may be whole
+        with suppress(Damaged):  # another one may be undamaged
             read_index(path)
 
 
 def no_checkpoint(path: Path) -> UserError:
-    """What to say of a path that is no checkpoint."""
+    """Return the error for a path that is not a checkpoint."""
     if (path / OLDER).exists():
         return other_format(path, "of torch.distributed.checkpoint")
     if is_name(path) and os.path.lexists(path):
@@ -130,7 +130,7 @@ def no_checkpoint(path: Path) -> UserError:
 
 
 def pieces_in(path: Path, entry: File, index: Index) -> Iterator[Named]:
-    """(tensor, piece) of a file whose length and header are those of its entry in the index."""
+    """Yield (tensor, piece) of a file, after checking its length and header against the index."""
     try:
         size = path.stat().st_size
         if size != entry.bytes:
@@ -149,16 +149,14 @@ def pieces_in(path: Path, entry: File, index: Index) -> Iterator[Named]:
 
 
 def read_header(path: Path, size: int) -> bytes:
-    """The header of a file of so many bytes, with the eight bytes that say how long it is."""
+    """Return the header of a file of `size` bytes, with the eight bytes of its length."""
     with path.open("rb") as file:
         length = file.read(8)
         return length + file.read(min(int.from_bytes(length, "little"), size))
 
 
-def piece_of(
-    path: Path, key: str, code: str, shape: tuple[int, ...], digests: dict[str, str], index: Index
-) -> Named:
-    """(tensor, piece) that a file has under the name `key`, as `model.wq@0,128`."""
+def piece_of(path: Path, key: str, code: str, shape: tuple[int, ...], digests: dict[str, str], index: Index) -> Named:
+    """Return (tensor, piece) of an entry in a file, with a `key` such as `model.wq@0,128`."""
     name, _, numbers = key.rpartition("@")
     full = index.tensors.get(name)
     offset = tuple(int(n) for n in numbers.split(",") if n.isdecimal() and len(n) < 20)
@@ -172,7 +170,7 @@ def piece_of(
 
 
 def is_inside(place: Rectangle, full: FullTensor) -> bool:
-    """Whether a rectangle lies in a tensor."""
+    """Return True if a rectangle is inside a tensor."""
     offset, size = place
     if not len(offset) == len(size) == len(full.shape):
         return False
@@ -180,10 +178,10 @@ def is_inside(place: Rectangle, full: FullTensor) -> bool:
 
 
 def key_of(name: str, offset: tuple[int, ...]) -> str:
-    """The name of a piece in its file."""
+    """Return the name of a piece in its file."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor on the CPU, uint8 [bytes]."""
+    """Return the memory of a contiguous CPU tensor, uint8 [bytes]."""
     return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint, read and compared with what was written."""
+"""Verify a checkpoint: read every byte and compare it with the digests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from compiler_trainer.checkpoint.stored import opened_alone
 
 
 def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:
-    """(checkpoint, what is said of it, whether it is whole) of a run folder, a folder of checkpoints, or a checkpoint.
+    """Yield (checkpoint, message, is undamaged) for a run folder, a folder of checkpoints, or a checkpoint.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     found = complete(folder) or complete(folder / "checkpoints") or [folder]
     for path in found:
@@ -24,7 +24,7 @@ def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:
 
 
 def check(path: Path) -> str:
-    """What a checkpoint holds, in a few words; raises Damaged, or UserError where there is none."""
+    """Verify a checkpoint and return a summary; raise Damaged, or UserError if there is none."""
     stored = opened_alone(path)
     for pieces in stored.pieces.values():
         for piece in pieces:
