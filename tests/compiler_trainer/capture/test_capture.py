@@ -202,7 +202,7 @@ def test_the_captured_dtype_is_the_one_asked_for():
     (lambda m, b: m(b["x"]).sum() if b["x"].sum() > 0 else m(b["x"]).mean(), points()[0],
      r"model: test_capture.py:\d+ branches on a value; .* use torch.where"),
     (lambda m, b: m(b["x"])[b["x"][:, 0] > 0].sum(), points()[0],
-     r"model: test_capture.py:\d+ gives a shape that depends on data"),
+     r"model: test_capture.py:\d+ has a shape that depends on data"),
     (lambda m, b: m(b["x"]).sum() * b["x"].sum().item(), points()[0],
      r"model: test_capture.py:\d+ reads a value into Python"),
     (lambda m, b: m(b["x"]).view(3, 1000).sum(), points()[0], r"model: test_capture.py:\d+ RuntimeError: shape '\[3, 1000\]'"),
@@ -220,7 +220,7 @@ def test_a_shape_that_depends_on_data_is_refused_inside_a_region(region):
         with region():
             return y.sum() + batch["x"][:, batch["x"][0] > 0].sum()
 
-    with pytest.raises(UserError, match=r"model: test_capture.py:\d+ gives a shape that depends on data"):
+    with pytest.raises(UserError, match=r"model: test_capture.py:\d+ has a shape that depends on data"):
         captured(perceptron(), loss_fn, points()[0])
 
 
@@ -276,6 +276,6 @@ class Decayed(nn.Module):
 
 
 def test_a_product_of_two_dtypes_is_refused_by_its_line():
-    with pytest.raises(UserError, match=r"test_capture.py:\d+ multiplies float32 by bfloat16.*; cast one, as in x.to\(weight.dtype\)"):
+    with pytest.raises(UserError, match=r"test_capture.py:\d+ multiplies float32 by bfloat16.*; cast one, for example x.to\(weight.dtype\)"):
         captured(Decayed(), squared_error, points(dtype=torch.float32)[0], dtype=torch.bfloat16)
     captured(Decayed(), squared_error, points(dtype=torch.float32)[0])

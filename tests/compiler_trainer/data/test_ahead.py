@@ -193,7 +193,7 @@ def test_a_folder_of_other_tokens_is_not_written_over(tmp_path):
 
 
 def test_what_ahead_is_no_job_for_is_refused(tmp_path):
-    with pytest.raises(UserError, match="^data.tokens: are tokens already"):
+    with pytest.raises(UserError, match="^data.tokens: are already tokens"):
         ahead.write(tokens(tmp_path), tmp_path / "out", ALL)
     with pytest.raises(UserError, match="^data.sources: are several; tokenize each into a folder of its own"):
         ahead.write(DataConfig("mixture", sources=(WeightedSource(files=("a",)),)), tmp_path / "out", ALL)
@@ -237,7 +237,7 @@ def test_pieces_that_are_there_are_joined_without_reading_again(tmp_path, monkey
     cfg = text(tmp_path)
     for number in (0, 1):
         with monkeypatch.context() as patch:
-            patch.setattr(stored, "is_to_join", lambda *args: False)
+            patch.setattr(stored, "is_complete", lambda *args: False)
             assert ahead.write(cfg, tmp_path / "out", Share(number, 2)) is None
     monkeypatch.setattr(workers.Worker, "tokenize", None)
     assert ahead.write(cfg, tmp_path / "out", ALL).holds.documents == 400

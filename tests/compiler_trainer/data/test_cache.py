@@ -480,7 +480,7 @@ def test_a_process_that_dies_is_an_error_and_no_hang(tmp_path, long_text, cache)
     until(lambda: list(cache.glob("*.part/*.tokens")))
     psutil.Process(job.pid).children()[0].kill()
     _, stderr = job.communicate(timeout=60)
-    assert "a process that tokenizes ended with -9" in stderr and job.returncode == 1
+    assert "a tokenizing process ended with exit code -9" in stderr and job.returncode == 1
 
 
 def test_no_name_of_a_tokenizer_is_refused_by_its_option():

@@ -146,13 +146,13 @@ def test_an_answer_of_no_weight_is_no_label(key, tmp_path):
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
-        ([U, {**A, "weight": 0}], "no answer counts"),
+        ([U, {**A, "weight": 0}], "no answer is trained on"),
         ([U, {**A, "weight": 0.5}], 'field "messages\\[1\\].weight" is 0.5; an answer counts'),
         ([{**U, "train": True}, A], 'field "messages\\[0\\].train" is True in a message of role user, and only answers'),
         ([U, {"role": "assistant", "content": [{"type": "image"}]}], 'messages\\[1\\].content\\[0\\]" is of type image'),
         ([{"from": "human", "value": "hi"}], 'field "messages\\[0\\]" has "from" and "value"; name them "role" and "content"'),
         ([U, {"role": "assistant", "content": None, "tool_calls": []}], 'field "messages\\[1\\].content" is null'),
-        ([U, {**A, "content": "\ud800"}], "half of a surrogate pair"),
+        ([U, {**A, "content": "\ud800"}], "an unpaired surrogate"),
     ],
     ids=range(7),
 )
@@ -177,7 +177,7 @@ def test_a_template_that_fails_is_a_bad_record_with_its_line(tmp_path):
     options = {"files": (str(tmp_path / "a.jsonl"),), "tokenizer": folder.path, "chat": True}
     with pytest.raises(UserError, match="a.jsonl:1: the chat template (refuses it|fails on it): "):
         build_datasets(DataConfig("text", **options), 30, 1)
-    with pytest.raises(UserError, match="the corpus is empty: 0 documents, none with a token, 2 bad ones skipped"):
+    with pytest.raises(UserError, match="the corpus is empty: 0 documents, none with a token, 2 bad records skipped"):
         build_datasets(DataConfig("text", **options, bad_records="skip"), 30, 1)
 
 
@@ -229,7 +229,7 @@ def test_an_answer_is_rendered_as_it_is_when_it_is_generated(tmp_path):
     for (sample, tokens), upto in zip(folder.both(record), (2, 4)):
         assert sample.text == folder.theirs.apply_chat_template(record["messages"][:upto], tokenize=False)
         assert tokens.ids.tolist() == folder.theirs.apply_chat_template(record["messages"][:upto])["input_ids"]
-    assert "each answer of such a conversation is a sample" in folder.notes(record)
+    assert "each answer of such a conversation becomes a sample" in folder.notes(record)
 
 
 def test_a_text_that_closes_its_document_is_not_closed_again(tmp_path):
@@ -254,7 +254,7 @@ def test_answers_without_an_end_are_closed_by_a_label(tmp_path):
 def test_marks_that_leave_the_end_of_a_turn_out_are_said(tmp_path):
     marked = PLAIN.replace("{{ m['content'] }}", "{% if m.role == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}")
     folder = Folder(tmp_path, marked)
-    assert folder.labels({"messages": [U, A]}) == ["yo"] and "marks leave the end of the turn out" in folder.notes({"messages": [U, A]})
+    assert folder.labels({"messages": [U, A]}) == ["yo"] and "marks exclude the end of the turn" in folder.notes({"messages": [U, A]})
 
 
 def test_marks_in_a_macro_are_not_used(tmp_path):
@@ -295,7 +295,7 @@ def test_a_content_that_is_not_written_at_all_is_refused(tmp_path):
         folder.write({"messages": [U, A]})
     in_parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in (U, A)]
     assert folder.labels({"messages": in_parts}) == ["yo<|im_end|>\n"]
-    with pytest.raises(BadRecord, match="writes a list of parts as Python does; give content as a string"):
+    with pytest.raises(BadRecord, match="renders a list of parts as a Python list; give content as a string"):
         Folder(tmp_path, PLAIN).write({"messages": in_parts})
 
 

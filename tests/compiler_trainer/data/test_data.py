@@ -365,7 +365,7 @@ def test_bad_paths_are_named(tmp_path):
         ("/dev/zero",): "/dev/zero: is not a regular file",
         ("",): "data.files: contains an empty name; give a file, a folder or a glob",
         (tmp_path / ("x" * 300),): "cannot be read: File name too long",
-        (tmp_path / "a.txt", tmp_path / "*.txt"): "a.txt: is listed twice in data.files; each document may come once",
+        (tmp_path / "a.txt", tmp_path / "*.txt"): "a.txt: is listed twice in data.files; each document may occur once",
     }
     for files, message in cases.items():
         with pytest.raises(UserError) as error:

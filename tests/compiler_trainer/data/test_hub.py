@@ -88,7 +88,7 @@ def test_a_folder_of_save_to_disk_is_loaded(several, split, count, dataset, tmp_
     assert bytes(found.tolist()[: found.tolist().index(256)]).endswith(f" {first}".encode())
 
 
-@pytest.mark.parametrize(("split", "message"), [("valid", "data.split: is valid, and the folder has train, test"), ("train[:1]+test[:1]", "name one part")])
+@pytest.mark.parametrize(("split", "message"), [("valid", "data.split: is valid, and the folder has train, test"), ("train[:1]+test[:1]", "give a single part")])
 def test_a_split_that_a_saved_folder_does_not_have_is_refused(split, message, dataset, tmp_path):
     hub.library().load_dataset(str(dataset)).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(UserError, match=message.replace("[", "\\[")):

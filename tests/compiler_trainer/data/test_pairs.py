@@ -101,7 +101,7 @@ LONG = {"prompt": "a?", "chosen": "good" * 20, "rejected": "bad!"}
 
 def test_a_pair_longer_than_a_row_is_refused_or_left_out(tokenizer, tmp_path):
     files = written(tmp_path, SAME[0], LONG, SAME[0])
-    with pytest.raises(UserError, match="1 of 3 pairs are longer than rows of 100 tokens, the longest takes 1\\d\\d"):
+    with pytest.raises(UserError, match="1 of 3 pairs are longer than rows of 100 tokens, the longest has 1\\d\\d"):
         build_datasets(options(tokenizer, files=files), 100, 1)
     found = build_datasets(options(tokenizer, files=files, bad_records="skip"), 100, 1)
     assert len(found.train.rows) == 2
@@ -113,11 +113,11 @@ def test_a_pair_longer_than_a_row_is_refused_or_left_out(tokenizer, tmp_path):
     [
         ({"prompt": "a?", "completion": "b"}, 'has no "chosen" and "rejected"'),
         ({"chosen": "b", "rejected": "c"}, 'has no "prompt", and field "chosen" begins with the answer'),
-        ({"prompt": "a?", "chosen": "b", "rejected": "b"}, 'field "chosen" holds nothing of the assistant that the other'),
+        ({"prompt": "a?", "chosen": "b", "rejected": "b"}, 'field "chosen" has no text of the assistant that differs from the other'),
         ({"prompt": "a?", "chosen": ["b"], "rejected": "b"}, 'field "chosen" is not a list of objects'),
         ({"prompt": "a?", "chosen": None, "rejected": "b"}, 'field "chosen" is null'),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, 'field "prompt" is int'),
-        ({"chosen": ASKED, "rejected": ASKED + BAD}, 'field "chosen" holds nothing of the assistant'),
+        ({"chosen": ASKED, "rejected": ASKED + BAD}, 'field "chosen" has no text of the assistant'),
     ],
     ids=range(7),
 )

@@ -385,11 +385,11 @@ def test_a_name_that_allows_nothing_is_refused(whole):
     ("x", "taken is not a list of 1"),
     ([], "taken is not a list of 1"),
     ([4, 4], "taken is not a list of 1"),
-    (["4"], "taken has to be whole numbers"),
-    ([1.5], "taken has to be whole numbers"),
-    ([-1], "taken has to be whole numbers"),
-    ([2**63], "taken has to be whole numbers"),
-    ([[1]], "taken has to be whole numbers"),
+    (["4"], "taken must be integer numbers"),
+    ([1.5], "taken must be integer numbers"),
+    ([-1], "taken must be integer numbers"),
+    ([2**63], "taken must be integer numbers"),
+    ([[1]], "taken must be integer numbers"),
 ])
 @pytest.mark.sample(2)
 def test_a_state_that_no_loader_reads_is_refused(state, says, whole):

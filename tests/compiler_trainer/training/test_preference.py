@@ -201,7 +201,7 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
             {"model": {"name": "moe_debug", "attention": "documents", "experts": {"count": 4, "top_k": 1, "width": 8, "balance_loss": 0.1}}},
             r"model.experts.balance_loss: 0.1 is no part of loss=dpo",
         ),
-        ({"train": {"seq_len": 50}}, r"data.pairs: \d+ of \d+ pairs are longer than rows of 50 tokens, the longest takes \d+"),
+        ({"train": {"seq_len": 50}}, r"data.pairs: \d+ of \d+ pairs are longer than rows of 50 tokens, the longest has \d+"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

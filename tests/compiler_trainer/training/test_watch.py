@@ -126,7 +126,7 @@ def test_a_stopped_rank_of_two_is_named(tmp_path):
                 time.sleep(0.2)
             stopped = [second_rank(job.pid)]
             os.kill(stopped[0], signal.SIGSTOP)
-            said = next(line for line in job.stderr if "nothing has moved" in line)
+            said = next(line for line in job.stderr if "no progress for" in line)
         finally:
             for process in stopped:  # in a session of its own
                 os.kill(process, signal.SIGKILL)
