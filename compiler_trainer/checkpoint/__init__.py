@@ -11,7 +11,7 @@ This is not the format of `torch.distributed.checkpoint`, whose index is a pickl
 is not needed here: each rank derives from the placements what all ranks hold of a tensor.
 """
 
-from compiler_trainer.checkpoint.elsewhere import Elsewhere, bring_newest
+from compiler_trainer.checkpoint.elsewhere import RemoteCheckpoints, bring_newest
 from compiler_trainer.checkpoint.index import Damaged, TrainState
 from compiler_trainer.checkpoint.listing import aside, complete, number_of, set_aside
 from compiler_trainer.checkpoint.load import (
@@ -29,7 +29,7 @@ from compiler_trainer.checkpoint.stored import Checkpoint, check_format
 from compiler_trainer.checkpoint.verify import check, check_all
 
 __all__ = [
-    "Checkpoint", "Damaged", "Elsewhere", "SaveError", "Saver", "Sender", "TrainState", "aside", "bring_newest",
+    "Checkpoint", "Damaged", "RemoteCheckpoints", "SaveError", "Saver", "Sender", "TrainState", "aside", "bring_newest",
     "check", "check_all", "check_format", "complete", "load", "load_averaged", "load_model", "number_of",
     "on_all_ranks", "opened", "read_averaged", "read_model", "set_aside",
 ]  # fmt: skip

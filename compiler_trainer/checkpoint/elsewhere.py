@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compiler_trainer.checkpoint.index import FILE, Damaged, read_index
-from compiler_trainer.checkpoint.listing import NAME, complete, left, number_of, path_of, remove
+from compiler_trainer.checkpoint.listing import NAME, bad_steps, complete, number_of, path_of, remove
 from compiler_trainer.checkpoint.verify import check
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.places.store import Entry, Place, Unreachable
 
 
-class Elsewhere:
+class RemoteCheckpoints:
     """Checkpoints in a folder of a store; each method raises Unreachable if the store does not answer."""
 
     def __init__(self, url: str):
@@ -29,12 +29,12 @@ class Elsewhere:
 
     def names(self) -> dict[str, dict[str, Entry]]:
         """Return the files of each checkpoint, by the checkpoint's and the file's name."""
-        found: dict[str, dict[str, Entry]] = {}
+        files: dict[str, dict[str, Entry]] = {}
         for name, entry in self.place.files().items():
             checkpoint, _, file = name.partition("/")
             if NAME.fullmatch(checkpoint):
-                found.setdefault(checkpoint, {})[file] = entry
-        return found
+                files.setdefault(checkpoint, {})[file] = entry
+        return files
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in order."""
@@ -46,30 +46,30 @@ class Elsewhere:
         self.discard(number_of(path))
         for name in files:
             self.place.put(path / name, f"{path.name}/{name}")
-        there = self.names().get(path.name, {})
+        entries = self.names().get(path.name, {})
         for name, file in files.items():
-            if name not in there or there[name].size_bytes != file.bytes:
+            if name not in entries or entries[name].size_bytes != file.bytes:
                 raise Unreachable(f"{self.place.url}/{path.name}/{name}", f"is not there with its {file.bytes:,} bytes")
         self.place.put(path / FILE, f"{path.name}/{FILE}")
 
     def bring(self, step: int, folder: Path) -> None:
         """Copy a checkpoint into a folder; raise Damaged, with nothing left behind, if it was changed."""
         path = path_of(folder, step)
-        partial, files = path.with_suffix(".tmp"), self.names()[path.name]
+        partial_path, files = path.with_suffix(".tmp"), self.names()[path.name]
         size = sum(entry.size_bytes for entry in files.values())
-        remove(partial)
-        partial.mkdir(parents=True)
+        remove(partial_path)
+        partial_path.mkdir(parents=True)
         try:
-            if (free := shutil.disk_usage(partial).free) < size:
-                what = f"{folder} has {free:,} bytes free, and {self.place.url}/{path.name} takes {size:,}"
-                raise UserError("checkpoint.dir", f"{what}; make room, or name another")
+            if (free := shutil.disk_usage(partial_path).free) < size:
+                problem = f"{folder} has {free:,} bytes free, and {self.place.url}/{path.name} takes {size:,}"
+                raise UserError("checkpoint.dir", f"{problem}; make room, or name another")
             for name in files:
-                self.place.get(f"{path.name}/{name}", partial / name)
-            check(partial)
+                self.place.get(f"{path.name}/{name}", partial_path / name)
+            check(partial_path)
         except UserError:
-            remove(partial)
+            remove(partial_path)
             raise
-        os.rename(partial, path)
+        os.rename(partial_path, path)
 
     def discard(self, step: int) -> None:
         """Delete a checkpoint, its index first."""
@@ -96,9 +96,9 @@ def bring_newest(url: str, folder: Path, tell: Callable[[str], None]) -> None:
 
     Checkpoints that a run in that folder set aside as bad are skipped.
     """
-    store = Elsewhere(url)
-    here, was_left = max(map(number_of, complete(folder)), default=-1), left(folder)
-    for step in sorted((step for step in store.steps() if step > here and step not in was_left), reverse=True):
+    store = RemoteCheckpoints(url)
+    newest_here, bad_here = max(map(number_of, complete(folder)), default=-1), bad_steps(folder)
+    for step in sorted((step for step in store.steps() if step > newest_here and step not in bad_here), reverse=True):
         try:
             store.bring(step, folder)
             tell(f"{path_of(folder, step)} was copied from {url}")

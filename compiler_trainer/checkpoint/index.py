@@ -81,7 +81,7 @@ class Index(TrainState):
     files: dict[FileName, File]
 
 
-def encoded(index: Index) -> bytes:
+def encode(index: Index) -> bytes:
     """Return the index as bytes to write, with its own digest in front."""
     text = json.dumps(dataclasses.asdict(index), indent=1, allow_nan=False).encode()
     return TEXT % (sha256(text).encode(), text)
@@ -94,11 +94,11 @@ def read_index(path: Path) -> Index:
         text = file.read_bytes() if file.stat().st_size <= MOST_BYTES else b""
     except OSError as error:
         raise Damaged(str(file), f"cannot be read: {error.strerror}") from error
-    found = PATTERN.fullmatch(text)
-    if found is None or sha256(found[2]) != found[1].decode():
+    match = PATTERN.fullmatch(text)
+    if match is None or sha256(match[2]) != match[1].decode():
         raise Damaged(str(file), "is not as it was written: its SHA-256 is another")
     try:
-        written = json.loads(found[2])
+        written = json.loads(match[2])
         if isinstance(written, dict) and written.get("format", Index.format) != Index.format:
             raise other_format(path, str(written["format"]))
         return build(Index, written)
@@ -110,9 +110,9 @@ def read_index(path: Path) -> Index:
         raise Damaged(str(file), f"is no index of a checkpoint: {type(error).__name__}") from error
 
 
-def other_format(path: Path, what: str) -> OtherFormat:
+def other_format(path: Path, name: str) -> OtherFormat:
     """Return the error for a checkpoint in another format."""
-    return OtherFormat(str(path), f"was written in another version's format, {what}; this one reads {Index.format}")
+    return OtherFormat(str(path), f"was written in another version's format, {name}; this one reads {Index.format}")
 
 
 def sha256(content: Any) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from compiler_trainer.config.schema import CheckpointConfig
 
 NAME = re.compile(r"step_([0-9]{8,18})")
-Listed = tuple[int, float | None]  # step, and validation loss if it was evaluated
+StepLoss = tuple[int, float | None]  # step, and validation loss if it was evaluated
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -34,12 +34,12 @@ def number_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def kept(found: Sequence[Listed], cfg: CheckpointConfig) -> set[int]:
+def steps_to_keep(checkpoints: Sequence[StepLoss], cfg: CheckpointConfig) -> set[int]:
     """Return the steps whose checkpoints stay: the newest, every n-th step's, and the lowest validation losses'."""
-    newest = sorted(step for step, _ in found)[-cfg.keep :]
-    every = [step for step, _ in found if cfg.keep_every and step % cfg.keep_every == 0]
-    evaluated = sorted((loss, -step) for step, loss in found if loss is not None)
-    return {*newest, *every, *(-step for _, step in evaluated[: cfg.keep_best])}
+    newest = sorted(step for step, _ in checkpoints)[-cfg.keep :]
+    at_intervals = [step for step, _ in checkpoints if cfg.keep_every and step % cfg.keep_every == 0]
+    by_loss = sorted((loss, -step) for step, loss in checkpoints if loss is not None)
+    return {*newest, *at_intervals, *(-step for _, step in by_loss[: cfg.keep_best])}
 
 
 def remove(path: Path) -> None:
@@ -52,31 +52,31 @@ def remove(path: Path) -> None:
 
 def discard(path: Path) -> None:
     """Delete a checkpoint such that the remains of an interruption do not look like one."""
-    gone = path.with_suffix(".old.tmp")
-    remove(gone)
-    os.rename(path, gone)
-    remove(gone)
+    renamed = path.with_suffix(".old.tmp")
+    remove(renamed)
+    os.rename(path, renamed)
+    remove(renamed)
 
 
 def clear(folder: Path) -> None:
     """Delete the remains of interruptions."""
-    for partial in folder.glob("step_*.tmp"):
-        remove(partial)
+    for path in folder.glob("step_*.tmp"):
+        remove(path)
 
 
 def aside(folder: Path) -> list[Path]:
     """Return the checkpoints of a run folder, or of a folder of checkpoints, that were set aside."""
-    found = (*folder.glob("step_*.*"), *folder.glob("checkpoints/step_*.*"))
-    return sorted(path for path in found if path.suffix != ".tmp")
+    paths = (*folder.glob("step_*.*"), *folder.glob("checkpoints/step_*.*"))
+    return sorted(path for path in paths if path.suffix != ".tmp")
 
 
-def left(folder: Path) -> set[int]:
+def bad_steps(folder: Path) -> set[int]:
     """Return the steps of a folder's checkpoints that a run set aside because their state was bad."""
     return {number_of(path.with_suffix("")) for path in aside(folder) if path.suffix == ".left"}
 
 
-def set_aside(path: Path, why: str) -> None:
+def set_aside(path: Path, suffix: str) -> None:
     """Rename a checkpoint to end in `why`, so that no run resumes from it."""
-    place = path.with_suffix(f".{why}")
+    place = path.with_suffix(f".{suffix}")
     remove(place)
     os.rename(path, place)

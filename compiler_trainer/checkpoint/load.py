@@ -40,31 +40,31 @@ def opened(path: Path) -> Checkpoint:
     number, ranks = place_in_job()
     index = on_all_ranks(lambda: index_at(path))
     pieces = on_all_ranks(lambda: pieces_of(path, index, list(index.files)[number::ranks]))
-    stored = put_together(path, index, (piece for of_rank in gather(pieces) for piece in of_rank))
-    on_all_ranks(lambda: check_complete(stored, list(index.tensors)[number::ranks]))
-    return stored
+    ckpt = put_together(path, index, (piece for part in gather(pieces) for piece in part))
+    on_all_ranks(lambda: check_complete(ckpt, list(index.tensors)[number::ranks]))
+    return ckpt
 
 
-def load(step: Stateful, stored: Checkpoint, may_lack: Set[str] = frozenset()) -> None:
+def load(step: Stateful, ckpt: Checkpoint, may_lack: Set[str] = frozenset()) -> None:
     """Load a checkpoint into the state of `step`; every rank must call this.
 
     State in `may_lack` that the checkpoint lacks stays as it is. Raises UserError, with nothing changed, if the
     checkpoint has other tensors. Raises Damaged on all ranks if a piece that one of them reads was changed; some state
     is overwritten by then.
     """
-    there = stored.index.tensors
-    state = {name: placed for name, placed in state_of(step).items() if name in there or name not in may_lack}
-    here = {name: full for of_rank in gather(kinds(state)) for name, full in of_rank.items()}
-    check_tensors(here, there, stored.path)
-    on_all_ranks(lambda: fill(step, state, stored))
+    theirs = ckpt.index.tensors
+    state = {name: placed for name, placed in state_of(step).items() if name in theirs or name not in may_lack}
+    ours = {name: tensor for part in gather(kinds(state)) for name, tensor in part.items()}
+    check_tensors(ours, theirs, ckpt.path)
+    on_all_ranks(lambda: fill(step, state, ckpt))
 
 
 def load_model(step: Stateful, path: Path) -> None:
     """Load only parameters and buffers; those that the checkpoint omits, such as frozen ones, keep their values."""
-    stored = opened(path)
-    state = {name: placed for name, placed in state_of(step).items() if name in stored.index.tensors}
-    check_tensors(kinds(state), {name: stored.index.tensors[name] for name in state}, stored.path)
-    on_all_ranks(lambda: fill(step, state, stored))
+    ckpt = opened(path)
+    state = {name: placed for name, placed in state_of(step).items() if name in ckpt.index.tensors}
+    check_tensors(kinds(state), {name: ckpt.index.tensors[name] for name in state}, ckpt.path)
+    on_all_ranks(lambda: fill(step, state, ckpt))
 
 
 def load_averaged(step: Stateful, path: Path) -> None:
@@ -73,10 +73,10 @@ def load_averaged(step: Stateful, path: Path) -> None:
     Raises UserError if the checkpoint has no averages.
     """
     load_model(step, path)
-    stored = opened(path)
-    averages, state = averages_of(stored), state_of(step)
-    here = {name: dtype for name, dtype in averages.items() if name in state}  # without those of other stages
-    on_all_ranks(lambda: fill_narrowed(step, here, state, stored))
+    ckpt = opened(path)
+    averages, state = averages_of(ckpt), state_of(step)
+    averages_here = {name: dtype for name, dtype in averages.items() if name in state}  # without those of other stages
+    on_all_ranks(lambda: fill_narrowed(step, averages_here, state, ckpt))
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
@@ -89,33 +89,35 @@ def read_averaged(path: Path) -> dict[str, Tensor]:
 
     Raises UserError if the checkpoint has no averages.
     """
-    stored = opened_alone(path)
-    averages_of(stored)
-    model, averages = read_named(stored, MODEL), read_named(stored, AVERAGE)
+    ckpt = opened_alone(path)
+    averages_of(ckpt)
+    model, averages = read_named(ckpt, MODEL), read_named(ckpt, AVERAGE)
     return model | {name: average.to(model[name].dtype) for name, average in averages.items()}
 
 
-def averages_of(stored: Checkpoint) -> dict[str, torch.dtype]:
+def averages_of(ckpt: Checkpoint) -> dict[str, torch.dtype]:
     """Return the dtypes of a checkpoint's averages, by their weights' names; raise UserError if it has none."""
-    tensors = stored.index.tensors
-    found = {f"{MODEL}{n.removeprefix(AVERAGE)}": BY_NAME[t.dtype] for n, t in tensors.items() if n.startswith(AVERAGE)}
-    if not found:
-        raise UserError("--ema", f"{stored.path} holds no averages of weights; train with train.ema=0.999")
-    return found
+    tensors = ckpt.index.tensors
+    dtypes = {
+        f"{MODEL}{n.removeprefix(AVERAGE)}": BY_NAME[t.dtype] for n, t in tensors.items() if n.startswith(AVERAGE)
+    }
+    if not dtypes:
+        raise UserError("--ema", f"{ckpt.path} holds no averages of weights; train with train.ema=0.999")
+    return dtypes
 
 
-def read_named(stored: Checkpoint, kind: str) -> dict[str, Tensor]:
+def read_named(ckpt: Checkpoint, kind: str) -> dict[str, Tensor]:
     """Return the full tensors whose names begin with `kind`, by the rest of their names."""
-    found = {}
-    for name, full in stored.index.tensors.items():
+    tensors = {}
+    for name, spec in ckpt.index.tensors.items():
         if name.startswith(kind):
-            tensor = torch.empty(full.shape, dtype=BY_NAME[full.dtype])
-            read_into([(((0,) * tensor.dim(), tuple(full.shape)), tensor)], stored.pieces[name])
-            found[name.removeprefix(kind)] = tensor
-    return found
+            tensor = torch.empty(spec.shape, dtype=BY_NAME[spec.dtype])
+            read_into([(((0,) * tensor.dim(), tuple(spec.shape)), tensor)], ckpt.pieces[name])
+            tensors[name.removeprefix(kind)] = tensor
+    return tensors
 
 
-def fill(step: Stateful, state: Placed, stored: Checkpoint) -> None:
+def fill(step: Stateful, state: Placed, ckpt: Checkpoint) -> None:
     """Read the parts that the ranks of this process hold."""
     for name, (spec, local) in state.items():
         read_into(
@@ -124,29 +126,29 @@ def fill(step: Stateful, state: Placed, stored: Checkpoint) -> None:
                 for rank, tensor in local.items()
                 for box in boxes(spec, step.mesh, step.mesh.coordinates(rank))
             ],
-            stored.pieces[name],
+            ckpt.pieces[name],
         )
 
 
-def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Placed, stored: Checkpoint) -> None:
+def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Placed, ckpt: Checkpoint) -> None:
     """Read averages in their own dtype, one at a time, into weights of another dtype."""
     for name, dtype in averages.items():
         spec, local = state[name]
-        wide = {rank: torch.empty_like(weight, dtype=dtype) for rank, weight in local.items()}
-        fill(step, {f"{AVERAGE}{name.removeprefix(MODEL)}": (spec, wide)}, stored)
+        values = {rank: torch.empty_like(weight, dtype=dtype) for rank, weight in local.items()}
+        fill(step, {f"{AVERAGE}{name.removeprefix(MODEL)}": (spec, values)}, ckpt)
         for rank, weight in local.items():
-            weight.copy_(wide[rank])
+            weight.copy_(values[rank])
 
 
 def read_into(targets: Iterable[Target], pieces: Iterable[Piece]) -> None:
     """Copy the overlaps of pieces and targets; each piece is read at most once."""
     targets = list(targets)
     for piece in pieces:
-        common = [(found, view) for place, view in targets if (found := overlap(piece.place, place)) is not None]
+        common = [(slices, view) for place, view in targets if (slices := overlap(piece.place, place)) is not None]
         if common:
             entries = piece.read()
-            for (there, here), view in common:
-                view[here].copy_(entries[there])
+            for (in_piece, in_target), view in common:
+                view[in_target].copy_(entries[in_piece])
 
 
 def kinds(state: Placed) -> dict[str, FullTensor]:
@@ -155,12 +157,12 @@ def kinds(state: Placed) -> dict[str, FullTensor]:
     return {name: FullTensor(str(dtypes[name]).removeprefix("torch."), spec.shape) for name, (spec, _) in state.items()}
 
 
-def check_tensors(here: Mapping[str, FullTensor], there: Mapping[str, FullTensor], path: Path) -> None:
+def check_tensors(ours: Mapping[str, FullTensor], theirs: Mapping[str, FullTensor], path: Path) -> None:
     """Raise UserError naming the first tensors that differ between the checkpoint and this job."""
     differences = [
-        f"{name} is {there.get(name, 'absent')} in it and {here.get(name, 'absent')} here"
-        for name in dict.fromkeys([*here, *there])
-        if here.get(name) != there.get(name)
+        f"{name} is {theirs.get(name, 'absent')} in it and {ours.get(name, 'absent')} here"
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
     ]
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
@@ -176,7 +178,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
         result.append(action())
     except Damaged as error:
         damage = error.where, error.message
-    for found in gather(damage):
-        if found is not None:
-            raise Damaged(*found)
+    for error_args in gather(damage):
+        if error_args is not None:
+            raise Damaged(*error_args)
     return result[0]

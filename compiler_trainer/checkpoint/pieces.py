@@ -68,42 +68,42 @@ def cut(box: Box, itemsize: int) -> Iterator[Box]:
     rows = max(1, PIECE_BYTES * longest // (math.prod(box.size) * itemsize))
     for first in range(0, longest, rows):
         size = (*box.size[:dim], min(rows, longest - first), *box.size[dim + 1 :])
-        yield Box(moved(box.offset, dim, first), moved(box.local_offset, dim, first), size)
+        yield Box(shift_offset(box.offset, dim, first), shift_offset(box.local_offset, dim, first), size)
 
 
-def moved(offset: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+def shift_offset(offset: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
     """Return an offset moved along a dim."""
     return (*offset[:dim], offset[dim] + by, *offset[dim + 1 :])
 
 
 def overlap(piece: Rectangle, box: Rectangle) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the overlap of two rectangles, as slices of the first and of the second; None if there is none."""
-    in_piece, in_box = [], []
+    piece_slices, box_slices = [], []
     for p, n, b, m in zip(*piece, *box, strict=True):
         first, last = max(p, b), min(p + n, b + m)
         if first >= last:
             return None
-        in_piece.append(slice(first - p, last - p))
-        in_box.append(slice(first - b, last - b))
-    return tuple(in_piece), tuple(in_box)
+        piece_slices.append(slice(first - p, last - p))
+        box_slices.append(slice(first - b, last - b))
+    return tuple(piece_slices), tuple(box_slices)
 
 
 def what_is_wrong(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str:
     """Return why rectangles do not cover a tensor exactly once, or an empty string if they do."""
-    found = list(rectangles)
-    edges = [sorted({0, n, *(e for o, s in found for e in (o[d], o[d] + s[d]))}) for d, n in enumerate(shape)]
-    cells = [len(of_dim) - 1 for of_dim in edges]
+    rectangle_list = list(rectangles)
+    edges = [sorted({0, n, *(e for o, s in rectangle_list for e in (o[d], o[d] + s[d]))}) for d, n in enumerate(shape)]
+    cells = [len(edge_list) - 1 for edge_list in edges]
     if math.prod(cells) > MOST_CELLS:
-        return f"is in {len(found)} pieces of too many different edges"
-    taken = np.zeros(cells, bool)
-    for offset, size in found:
-        where = tuple(
+        return f"is in {len(rectangle_list)} pieces of too many different edges"
+    covered = np.zeros(cells, bool)
+    for offset, size in rectangle_list:
+        region = tuple(
             slice(bisect.bisect_left(e, o), bisect.bisect_left(e, o + n)) for e, o, n in zip(edges, offset, size)
         )
-        if taken[where].any():
+        if covered[region].any():
             return f"has two pieces that overlap, one at {list(offset)}"
-        taken[where] = True
-    if taken.all():
+        covered[region] = True
+    if covered.all():
         return ""
-    lacking = [e[int(at)] for e, at in zip(edges, np.argwhere(~taken)[0])]
-    return f"lacks a piece at {lacking}"
+    position = [e[int(at)] for e, at in zip(edges, np.argwhere(~covered)[0])]
+    return f"lacks a piece at {position}"

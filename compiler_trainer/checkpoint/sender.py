@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from compiler_trainer.checkpoint.elsewhere import Elsewhere
+from compiler_trainer.checkpoint.elsewhere import RemoteCheckpoints
 from compiler_trainer.checkpoint.index import Damaged, read_index
-from compiler_trainer.checkpoint.listing import complete, kept, left, number_of, path_of
+from compiler_trainer.checkpoint.listing import bad_steps, complete, number_of, path_of, steps_to_keep
 from compiler_trainer.config.schema import CheckpointConfig
 
 RETRY_S = 30.0
@@ -25,8 +25,8 @@ class Sender:
 
     def __init__(self, url: str, folder: Path, cfg: CheckpointConfig, tell: Callable[[str], None]):
         self.url, self.folder, self.cfg, self.tell = url, folder, cfg, tell
-        self.store: Elsewhere | None = None  # set once it has answered
-        self.there: dict[int, float | None] = {}  # steps in the store, and their validation losses
+        self.store: RemoteCheckpoints | None = None  # set once it has answered
+        self.losses: dict[int, float | None] = {}  # steps in the store, and their validation losses
         self.waiting = {number_of(path) for path in complete(folder)}
         self.sending: int | None = None
         self.failure = ""
@@ -51,8 +51,8 @@ class Sender:
         self.thread.join()
         if not self.waiting:
             return ""
-        alone = ", ".join(path_of(self.folder, step).name for step in sorted(self.waiting))
-        return f"{self.failure}; {self.folder} alone has {alone}, which compiler-trainer resume copies"
+        names = ", ".join(path_of(self.folder, step).name for step in sorted(self.waiting))
+        return f"{self.failure}; {self.folder} alone has {names}, which compiler-trainer resume copies"
 
     def run(self) -> None:
         """Send waiting checkpoints whenever there are some, and retry some time after a failure."""
@@ -84,9 +84,9 @@ class Sender:
     def begin(self) -> None:
         """List the checkpoints of the store, once."""
         if self.store is None:
-            store = Elsewhere(self.url)
-            self.there = {step: store.loss_of(step) if self.cfg.keep_best else None for step in store.steps()}
-            self.waiting.difference_update(self.there)
+            store = RemoteCheckpoints(self.url)
+            self.losses = {step: store.loss_of(step) if self.cfg.keep_best else None for step in store.steps()}
+            self.waiting.difference_update(self.losses)
             self.store = store
 
     def newest(self) -> int | None:
@@ -99,10 +99,10 @@ class Sender:
             self.give_up(self.sending, f"{path} is gone before it was copied to {self.url}")
         return None
 
-    def give_up(self, step: int, why: str) -> None:
+    def give_up(self, step: int, reason: str) -> None:
         """Stop waiting for a checkpoint, and report why."""
         self.waiting.discard(step)
-        self.tell(why)
+        self.tell(reason)
 
     def send(self, step: int) -> None:
         """Send a checkpoint."""
@@ -118,14 +118,14 @@ class Sender:
             if path.is_dir():
                 raise
             return  # it was deleted meanwhile, which is reported next
-        self.there[step] = loss
+        self.losses[step] = loss
         self.waiting.discard(step)
 
     def tidy(self) -> None:
         """Delete checkpoints in the store that are not kept, or that were set aside as bad."""
         assert self.store is not None
-        again = {number_of(path) for path in complete(self.folder)}
-        stay = kept(list(self.there.items()), self.cfg) - (left(self.folder) - again)
-        for step in sorted(self.there.keys() - stay):
+        on_disk = {number_of(path) for path in complete(self.folder)}
+        to_keep = steps_to_keep(list(self.losses.items()), self.cfg) - (bad_steps(self.folder) - on_disk)
+        for step in sorted(self.losses.keys() - to_keep):
             self.store.discard(step)
-            del self.there[step]
+            del self.losses[step]

@@ -48,24 +48,24 @@ class Staging:
         self.sources = [
             Source(name, rank, box, state[name][1][rank].dtype)
             for rank in ranks
-            for name, box in written_by(rank, of_stage(rank, state, mesh, first), mesh)
+            for name, box in written_by(rank, stage_state(rank, state, mesh, first), mesh)
         ]
         for source in self.sources:
             if source.dtype not in DTYPES:
                 fix = "set checkpoint.interval=null to train without"
                 raise UserError("checkpoint", f"{source.name} is {source.dtype}, which cannot be stored; {fix}")
         on_gpu = any(tensor.is_cuda for _, local in state.values() for tensor in local.values())
-        self.bytes = sum(padded(source.bytes) for source in self.sources)
-        self.copies = [copy for block in in_blocks(self.sources) for copy in copies_of(block, on_gpu)]
+        self.bytes = sum(pad(source.bytes) for source in self.sources)
+        self.copies = [copy for block in group_blocks(self.sources) for copy in allocate_copies(block, on_gpu)]
 
     @property
     def pieces(self) -> dict[int, dict[str, Tensor]]:
         """The pieces to write: rank -> name in its file -> entries; complex numbers are pairs."""
-        found: dict[int, dict[str, Tensor]] = {}
+        pieces: dict[int, dict[str, Tensor]] = {}
         for source, copy in zip(self.sources, self.copies):
             entries = torch.view_as_real(copy) if copy.is_complex() else copy
-            found.setdefault(source.rank, {})[key_of(source.name, source.box.offset)] = entries
-        return found
+            pieces.setdefault(source.rank, {})[key_of(source.name, source.box.offset)] = entries
+        return pieces
 
     def copy(self, state: Placed) -> None:
         """Copy the current values of the tensors, which may change once this returns."""
@@ -75,32 +75,32 @@ class Staging:
             torch.cuda.synchronize()
 
 
-def in_blocks(sources: Iterable[Source]) -> Iterator[list[Source]]:
+def group_blocks(sources: Iterable[Source]) -> Iterator[list[Source]]:
     """Yield groups of consecutive sources whose copies fill a block; a larger source is alone."""
     block, size = list[Source](), 0
     for source in sources:
-        if block and size + padded(source.bytes) > BLOCK:
+        if block and size + pad(source.bytes) > BLOCK:
             yield block
             block, size = [], 0
         block.append(source)
-        size += padded(source.bytes)
+        size += pad(source.bytes)
     yield block
 
 
-def copies_of(block: Sequence[Source], pinned: bool) -> Iterator[Tensor]:
+def allocate_copies(block: Sequence[Source], pinned: bool) -> Iterator[Tensor]:
     """Yield memory for the copies of sources, from one allocation."""
-    memory, at = torch.zeros(sum(padded(each.bytes) for each in block), dtype=torch.uint8, pin_memory=pinned), 0
+    memory, offset = torch.zeros(sum(pad(source.bytes) for source in block), dtype=torch.uint8, pin_memory=pinned), 0
     for source in block:
-        yield memory[at : at + source.bytes].view(source.dtype).view(source.box.size)
-        at += padded(source.bytes)
+        yield memory[offset : offset + source.bytes].view(source.dtype).view(source.box.size)
+        offset += pad(source.bytes)
 
 
-def of_stage(rank: int, state: Placed, mesh: Mesh, first: Mapping[str, int]) -> Placed:
+def stage_state(rank: int, state: Placed, mesh: Mesh, first: Mapping[str, int]) -> Placed:
     """Return the state that a rank's pipeline stage writes."""
     stage = rank // mesh.world_size
     return {name: placed for name, placed in state.items() if first[name] // mesh.world_size == stage}
 
 
-def padded(size: int) -> int:
+def pad(size: int) -> int:
     """Return a number of bytes rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT

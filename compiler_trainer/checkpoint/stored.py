@@ -55,7 +55,7 @@ class Piece(NamedTuple):
         return torch.view_as_complex(tensor) if self.dtype.is_complex else tensor
 
 
-Named = tuple[str, Piece]  # (name of the tensor, piece)
+NamedPiece = tuple[str, Piece]  # (name of the tensor, piece)
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ def opened_alone(path: Path) -> Checkpoint:
     Raises UserError if there is none, Damaged if it was changed.
     """
     index = index_at(path)
-    stored = put_together(path, index, pieces_of(path, index, index.files))
-    check_complete(stored, index.tensors)
-    return stored
+    ckpt = put_together(path, index, pieces_of(path, index, index.files))
+    check_complete(ckpt, index.tensors)
+    return ckpt
 
 
 def index_at(path: Path) -> Index:
@@ -88,25 +88,25 @@ def index_at(path: Path) -> Index:
     return index
 
 
-def pieces_of(path: Path, index: Index, files: Iterable[str]) -> list[Named]:
+def pieces_of(path: Path, index: Index, files: Iterable[str]) -> list[NamedPiece]:
     """Return the pieces in some files of a checkpoint, from their headers; raise Damaged."""
-    return [named for name in files for named in pieces_in(path / name, index.files[name], index)]
+    return [piece for name in files for piece in pieces_in(path / name, index.files[name], index)]
 
 
-def put_together(path: Path, index: Index, pieces: Iterable[Named]) -> Checkpoint:
+def put_together(path: Path, index: Index, pieces: Iterable[NamedPiece]) -> Checkpoint:
     """Return the checkpoint of some pieces, which may not cover its tensors."""
-    by_tensor: dict[str, list[Piece]] = defaultdict(list)
+    pieces_by_tensor: dict[str, list[Piece]] = defaultdict(list)
     for tensor, piece in pieces:
-        by_tensor[tensor].append(piece)
-    return Checkpoint(path, index, dict(by_tensor))
+        pieces_by_tensor[tensor].append(piece)
+    return Checkpoint(path, index, dict(pieces_by_tensor))
 
 
-def check_complete(stored: Checkpoint, tensors: Iterable[str]) -> None:
+def check_complete(ckpt: Checkpoint, tensors: Iterable[str]) -> None:
     """Raise Damaged if the pieces of one of the given tensors do not cover it."""
     for name in tensors:
-        rectangles = (piece.place for piece in stored.pieces.get(name, ()))
-        if wrong := what_is_wrong(stored.index.tensors[name].shape, rectangles):
-            raise Damaged(str(stored.path), f"{name} {wrong}")
+        rectangles = (piece.place for piece in ckpt.pieces.get(name, ()))
+        if problem := what_is_wrong(ckpt.index.tensors[name].shape, rectangles):
+            raise Damaged(str(ckpt.path), f"{name} {problem}")
 
 
 def check_format(folder: Path) -> None:
@@ -124,12 +124,12 @@ def no_checkpoint(path: Path) -> UserError:
         return other_format(path, "of torch.distributed.checkpoint")
     if is_name(path) and os.path.lexists(path):
         return Damaged(str(path), f"has lost its {FILE}" if path.is_dir() else "is not a folder")
-    found = ", ".join(p.name for p in complete(path))
-    fix = f"; name one of {found}" if found else ""
+    names = ", ".join(p.name for p in complete(path))
+    fix = f"; name one of {names}" if names else ""
     return UserError(str(path), f"is no checkpoint, for it has no {FILE}{fix}")
 
 
-def pieces_in(path: Path, entry: File, index: Index) -> Iterator[Named]:
+def pieces_in(path: Path, entry: File, index: Index) -> Iterator[NamedPiece]:
     """Yield (tensor, piece) of a file, after checking its length and header against the index."""
     try:
         size = path.stat().st_size
@@ -155,7 +155,9 @@ def read_header(path: Path, size: int) -> bytes:
         return length + file.read(min(int.from_bytes(length, "little"), size))
 
 
-def piece_of(path: Path, key: str, code: str, shape: tuple[int, ...], digests: dict[str, str], index: Index) -> Named:
+def piece_of(
+    path: Path, key: str, code: str, shape: tuple[int, ...], digests: dict[str, str], index: Index
+) -> NamedPiece:
     """Return (tensor, piece) of an entry in a file, with a `key` such as `model.wq@0,128`."""
     name, _, numbers = key.rpartition("@")
     full = index.tensors.get(name)

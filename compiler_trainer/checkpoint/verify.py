@@ -15,8 +15,8 @@ def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:
 
     Raises UserError if there is none.
     """
-    found = complete(folder) or complete(folder / "checkpoints") or [folder]
-    for path in found:
+    checkpoints = complete(folder) or complete(folder / "checkpoints") or [folder]
+    for path in checkpoints:
         try:
             yield path, check(path), True
         except Damaged as damage:
@@ -25,12 +25,12 @@ def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:
 
 def check(path: Path) -> str:
     """Verify a checkpoint and return a summary; raise Damaged, or UserError if there is none."""
-    stored = opened_alone(path)
-    for pieces in stored.pieces.values():
+    ckpt = opened_alone(path)
+    for pieces in ckpt.pieces.values():
         for piece in pieces:
             piece.read()
-    if strange := sorted({file.name for file in path.iterdir()} - {FILE, *stored.index.files}):
-        raise Damaged(str(path / strange[0]), "is no file of this checkpoint; move it away")
-    mib = sum(file.bytes for file in stored.index.files.values()) / 2**20
-    files = len(stored.index.files)
-    return f"{len(stored.index.tensors)} tensors in {files} file{'s' * (files > 1)}, {mib:,.1f} MiB"
+    if unexpected := sorted({file.name for file in path.iterdir()} - {FILE, *ckpt.index.files}):
+        raise Damaged(str(path / unexpected[0]), "is no file of this checkpoint; move it away")
+    mib = sum(file.bytes for file in ckpt.index.files.values()) / 2**20
+    files = len(ckpt.index.files)
+    return f"{len(ckpt.index.tensors)} tensors in {files} file{'s' * (files > 1)}, {mib:,.1f} MiB"

@@ -19,8 +19,8 @@ from compiler_trainer.data.stored import Share, Tokens, folders_of, make_share, 
 from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
 from compiler_trainer.data.worker import make_recipe
 from compiler_trainer.places.cache import Cache, cache_of
-from compiler_trainer.places.copies import copied
-from compiler_trainer.places.kept import Kept, found
+from compiler_trainer.places.copies import copy_files
+from compiler_trainer.places.kept import StoredFolder, load_folder
 from compiler_trainer.places.store import Place
 
 FILE = "tokens.json"
@@ -97,7 +97,7 @@ def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manife
 
 def folder_of(name: str, cache: Cache) -> Path:
     """Return the folder of tokens on this machine; tokens in a store are copied first."""
-    return copied(Place(name), Place(name).files(), cache) if is_remote(name) else Path(name).expanduser()
+    return copy_files(Place(name), Place(name).files(), cache) if is_remote(name) else Path(name).expanduser()
 
 
 def open_folder(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
@@ -139,9 +139,9 @@ def check_borders(manifest: Manifest, folder: Path, tokenizer: Tokenizer) -> Non
         raise UserError("data.add_bos_token", f"{problem}; {fix}")
 
 
-def volume_of(folder: Path, volume: Volume) -> Kept:
+def volume_of(folder: Path, volume: Volume) -> StoredFolder:
     """Return a volume that a manifest names; raise UserError if it is missing or was changed."""
-    kept = found(folder / volume.folder, moved=True)
+    kept = load_folder(folder / volume.folder, is_moved=True)
     if kept is None or summary(kept).digest != volume.digest:
         fix = "copy it again, or run compiler-trainer tokenize again"
         raise UserError(str(folder / volume.folder), f"is missing, truncated or changed; {fix}")

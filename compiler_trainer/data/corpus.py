@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.shard import Summary
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
-from compiler_trainer.places.kept import Kept
+from compiler_trainer.places.kept import StoredFolder
 
 Ids = NDArray[np.int64]
 DOCUMENTS_AT_ONCE = 2**22
@@ -39,7 +39,7 @@ class Corpus:
         return self.offsets[documents + 1] - self.offsets[documents]
 
 
-def map_volume(volume: Kept, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
+def map_volume(volume: StoredFolder, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
     """Return the documents of a volume, mapped from disk."""
     return Corpus(
         volume.array("tokens", dtype_of(tokenizer.vocab_size)),

@@ -12,8 +12,8 @@ from compiler_trainer.data.corpus import Corpus, Ids, split
 from compiler_trainer.data.layouts import Layout
 from compiler_trainer.data.packing import Facts, PackedRows, pack
 from compiler_trainer.data.pairs import PAIRED, split_pairs
-from compiler_trainer.places.cache import Cache, in_cache
-from compiler_trainer.places.kept import Kept
+from compiler_trainer.places.cache import Cache, get_or_make
+from compiler_trainer.places.kept import StoredFolder
 
 FORMAT = 1  # version of the stored files and of their keys
 DTYPES = {"starts": np.int64, "sources": np.int64, "continues": np.bool_, "rows": np.int64}
@@ -47,7 +47,7 @@ class VolumeRows(NamedTuple):
 def layout_rows(corpus: Corpus, spec: LayoutSpec, cache: Cache) -> VolumeRows:
     """Return the sequences of a volume, from the cache if they are there."""
     key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, spec]
-    volume = in_cache(cache, key, lambda folder: write_layouts(folder, corpus, spec))
+    volume = get_or_make(cache, key, lambda folder: write_layouts(folder, corpus, spec))
     corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # the layout replaces them, so unmap them
     train, held_out = (load_rows(volume, half, corpus, spec.seq_len) for half in ("train", "held_out"))
     return VolumeRows(train, held_out, volume.holds["is_cut"])
@@ -77,7 +77,7 @@ def write_layout(folder: Path, half: str, corpus: Corpus, order: Ids, spec: Layo
     return rows.facts
 
 
-def load_rows(volume: Kept, half: str, corpus: Corpus, seq_len: int) -> PackedRows | None:
+def load_rows(volume: StoredFolder, half: str, corpus: Corpus, seq_len: int) -> PackedRows | None:
     """Return the sequences of a stored layout, or None if it has no such half."""
     if half not in volume.holds:
         return None
@@ -97,4 +97,4 @@ def permutation(count: int, seed: list[int], cache: Cache | None) -> Ids:
         np.random.default_rng(seed).shuffle(order)
         order.tofile(folder / "order.bin")
 
-    return in_cache(cache, [FORMAT, "order", count, seed], make).array("order", dtype)
+    return get_or_make(cache, [FORMAT, "order", count, seed], make).array("order", dtype)

@@ -20,8 +20,8 @@ from compiler_trainer.data.shard import Summary, add_summaries, join, read_summa
 from compiler_trainer.data.sources import Source, has_changed
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.data.workers import tokenize
-from compiler_trainer.places.cache import Cache, in_cache, named, writable
-from compiler_trainer.places.kept import Kept, alone, found, made, part_of
+from compiler_trainer.places.cache import Cache, folder_name, get_or_make, writable
+from compiler_trainer.places.kept import StoredFolder, hold_lock, load_folder, make_folder, partial_path_of
 
 FORMAT = 5  # version of the stored files and of their keys
 
@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
     """The tokens of a source: their folder and volumes."""
 
     where: Path
-    volumes: list[Kept]
+    volumes: list[StoredFolder]
 
     @property
     def holds(self) -> Summary:
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
         return sum(volume.size_bytes for volume in self.volumes)
 
 
-def summary(volume: Kept) -> Summary:
+def summary(volume: StoredFolder) -> Summary:
     """Return the statistics of a volume."""
     return Summary(*volume.holds)
 
@@ -70,7 +70,7 @@ def load_tokens(source: Source, recipe: Recipe, digest: str, cache: Cache) -> To
     Raises UserError.
     """
     volumes = [
-        in_cache(cache, key_of(volume, recipe, digest), partial(tokenize_volume, source=volume, recipe=recipe))
+        get_or_make(cache, key_of(volume, recipe, digest), partial(tokenize_volume, source=volume, recipe=recipe))
         for volume in source.volumes()
     ]
     return Tokens(volumes[0].folder if len(volumes) == 1 else cache.folder, volumes)
@@ -83,27 +83,27 @@ def make_share(source: Source, recipe: Recipe, digest: str, out: Path, share: Sh
     """
     with writable("--out", out):
         for volume, folder in zip(source.volumes(), folders_of(source, recipe, digest, out)):
-            if found(folder) is None:
+            if load_folder(folder) is None:
                 make_share_of_volume(volume, recipe, folder, share)
-    volumes = [found(folder) for folder in folders_of(source, recipe, digest, out)]
+    volumes = [load_folder(folder) for folder in folders_of(source, recipe, digest, out)]
     return Tokens(out, [volume for volume in volumes if volume]) if all(volumes) else None
 
 
 def folders_of(source: Source, recipe: Recipe, digest: str, out: Path) -> list[Path]:
     """Return the folders of a source's volumes."""
-    return [out / named(key_of(volume, recipe, digest)) for volume in source.volumes()]
+    return [out / folder_name(key_of(volume, recipe, digest)) for volume in source.volumes()]
 
 
 def make_share_of_volume(source: Source, recipe: Recipe, folder: Path, share: Share) -> None:
     """Make a share of a volume's pieces, and join all pieces if they are complete."""
-    unfinished = part_of(folder)
+    unfinished = partial_path_of(folder)
     if share.of > 1:
-        with alone(unfinished / "lock", shared=True), alone(unfinished / f"lock-{share.number}-of-{share.of}"):
-            if found(folder) is None:
+        with hold_lock(unfinished / "lock", shared=True), hold_lock(unfinished / f"lock-{share.number}-of-{share.of}"):
+            if load_folder(folder) is None:
                 make_pieces(unfinished, source, recipe, share)
     if share.of == 1 or is_complete(unfinished, source):
         all_pieces = share._replace(number=0, of=1)
-        made(folder, partial(tokenize_volume, source=source, recipe=recipe, share=all_pieces))
+        make_folder(folder, partial(tokenize_volume, source=source, recipe=recipe, share=all_pieces))
 
 
 def is_complete(folder: Path, source: Source) -> bool:

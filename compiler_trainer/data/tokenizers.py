@@ -19,7 +19,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
-from compiler_trainer.places.store import parted
+from compiler_trainer.places.store import split_url
 
 BESIDE = ("*token*", "*.jinja", "config.json", "generation_config.json")  # read with a tokenizer.json
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # one of them: loaded by transformers
@@ -344,7 +344,7 @@ def tokenizer_here(cfg: DataConfig) -> str:
     name = cfg.tokenizer
     if not name or name == "bytes" or Path(name).exists() or "/" not in name:
         return name
-    folder, file = parted(name)
+    folder, file = split_url(name)
     local = folder_here("data.tokenizer", folder, (file, *BESIDE), cache_of(cfg), lambda path: (path / file).is_file())
     return str(local / file)
 

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.places.kept import FILE, Kept, found, made
+from compiler_trainer.places.kept import FILE, StoredFolder, load_folder, make_folder
 
 NAME = re.compile(r"[0-9a-f]{20}(\.part)?")  # of entries; other programs may store files in the same folder
 COPIES = "copies"  # its folder for copies of remote files
@@ -32,20 +32,20 @@ class Cache(NamedTuple):
     most_bytes: float = 256 * GIB
 
 
-def named(key: list[Any]) -> str:
+def folder_name(key: list[Any]) -> str:
     """Return the folder name of a key."""
     return hashlib.blake2b(json.dumps(key).encode(), digest_size=10).hexdigest()
 
 
-def in_cache(cache: Cache, key: list[Any], make: Callable[[Path], Any]) -> Kept:
+def get_or_make(cache: Cache, key: list[Any], make: Callable[[Path], Any]) -> StoredFolder:
     """Return the entry of a key, which is made if the cache lacks it; raise UserError."""
-    folder = cache.folder / named(key)
+    folder = cache.folder / folder_name(key)
     with writable("data.cache", folder):
-        if (there := found(folder)) is not None:
-            return there
-        there = made(folder, make)
-        bound(cache)
-        return there
+        if (entry := load_folder(folder)) is not None:
+            return entry
+        entry = make_folder(folder, make)
+        shrink(cache)
+        return entry
 
 
 @contextmanager
@@ -59,42 +59,42 @@ def writable(option: str, folder: Path) -> Iterator[None]:
 
 def cache_of(cfg: DataConfig) -> Cache:
     """Return the cache of `data.cache` and `data.cache_gib`."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
-    return Cache(Path(cfg.cache).expanduser() if cfg.cache else usual, cfg.cache_gib * GIB)
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
+    return Cache(Path(cfg.cache).expanduser() if cfg.cache else default, cfg.cache_gib * GIB)
 
 
-def bound(cache: Cache, coming: int = 0) -> int:
+def shrink(cache: Cache, coming: int = 0) -> int:
     """Delete long-unused entries if the cache is too large; return the bytes that are still in excess.
 
     Copies are deleted first, and the least recently used ones before others. The size includes `coming` bytes that are
     about to be added.
     """
-    copies, own = listed(cache.folder / COPIES), listed(cache.folder)
-    excess, gone = sum(size for _, size, _ in (*copies, *own)) + coming - cache.most_bytes, 0
-    for unused_s, entries in ((UNREAD_S, copies), (UNUSED_S, own)):
-        for used, size, folder in sorted(entries):
-            if gone >= excess or used > time.time() - unused_s:
+    copies, texts = list_entries(cache.folder / COPIES), list_entries(cache.folder)
+    excess, deleted = sum(size for _, size, _ in (*copies, *texts)) + coming - cache.most_bytes, 0
+    for unused_s, entries in ((UNREAD_S, copies), (UNUSED_S, texts)):
+        for last_used, size, folder in sorted(entries):
+            if deleted >= excess or last_used > time.time() - unused_s:
                 break
             shutil.rmtree(folder, ignore_errors=True)
-            gone += size
-    if gone:
-        most = decimal(int(cache.most_bytes))
-        print(f"{cache.folder} had more than {most}: the longest unused {decimal(gone)} were deleted", flush=True)
-    return max(0, int(excess - gone))
+            deleted += size
+    if deleted:
+        limit = decimal(int(cache.most_bytes))
+        print(f"{cache.folder} had more than {limit}: the longest unused {decimal(deleted)} were deleted", flush=True)
+    return max(0, int(excess - deleted))
 
 
-def listed(folder: Path) -> list[tuple[float, int, Path]]:
+def list_entries(folder: Path) -> list[tuple[float, int, Path]]:
     """Return (time of last use, size in bytes, path) of each entry of a folder."""
-    found = []
-    for each in folder.iterdir() if folder.is_dir() else ():
+    entries = []
+    for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):  # another process may delete entries too
-            if NAME.fullmatch(each.name):
-                found.append((*used_and_size(each), each))
-    return found
+            if NAME.fullmatch(path.name):
+                entries.append((*used_and_size(path), path))
+    return entries
 
 
 def used_and_size(folder: Path) -> tuple[float, int]:
     """Return the time of a folder's last use, and its size in bytes."""
     states = [(path.name, path.stat()) for path in folder.rglob("*") if path.is_file()]
-    times = [at.st_atime if name == FILE else at.st_mtime for name, at in states]
-    return max(times, default=folder.stat().st_mtime), sum(at.st_size for _, at in states)
+    times = [state.st_atime if name == FILE else state.st_mtime for name, state in states]
+    return max(times, default=folder.stat().st_mtime), sum(state.st_size for _, state in states)

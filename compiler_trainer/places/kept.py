@@ -29,7 +29,7 @@ FILE = "kept.json"
 BLOCKS, BLOCK_BYTES = 64, 2**16  # number and size of the blocks that are compared, spread over a larger file
 
 
-class Kept(NamedTuple):
+class StoredFolder(NamedTuple):
     """A complete folder of files, and the facts that were recorded when they were made."""
 
     folder: Path
@@ -52,7 +52,7 @@ class Kept(NamedTuple):
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
-def found(folder: Path, moved: bool = False) -> Kept | None:
+def load_folder(folder: Path, is_moved: bool = False) -> StoredFolder | None:
     """Return the content of a folder; None if there is none, or if a file was changed.
 
     In a folder that may have `moved`, files may have another modification time.
@@ -61,15 +61,15 @@ def found(folder: Path, moved: bool = False) -> Kept | None:
     if not path.is_file():
         return None
     try:
-        kept = json.loads(path.read_text())
-        if kept["digest"] != digest_of(kept["holds"], kept["files"]):
+        record = json.loads(path.read_text())
+        if record["digest"] != digest_of(record["holds"], record["files"]):
             return None
-        for name, was in kept["files"].items():
-            if stamps(folder / name)[moved:] != was[moved:]:
+        for name, state in record["files"].items():
+            if stamps(folder / name)[is_moved:] != state[is_moved:]:
                 return None
         with suppress(OSError):  # fails for read-only folders of other users
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-        return Kept(folder, kept["holds"])
+        return StoredFolder(folder, record["holds"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, truncated or changed
         return None
 
@@ -79,10 +79,10 @@ def stamps(path: Path) -> list[Any]:
     if not path.is_file():  # reading a pipe would block
         raise FileNotFoundError(path)
     state = path.stat()
-    return [state.st_mtime_ns, state.st_size, sampled(path)]
+    return [state.st_mtime_ns, state.st_size, sample_digest(path)]
 
 
-def sampled(path: Path) -> str:
+def sample_digest(path: Path) -> str:
     """Return the digest of a file; for a large one, of blocks spread over it, including both ends."""
     digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
     step = max(BLOCK_BYTES, (size - BLOCK_BYTES) / (BLOCKS - 1))
@@ -98,60 +98,60 @@ def digest_of(holds: Any, files: dict[str, list[Any]]) -> str:
     return hashlib.blake2b(json.dumps([holds, files]).encode(), digest_size=16).hexdigest()
 
 
-def made(folder: Path, make: Callable[[Path], Any]) -> Kept:
+def make_folder(folder: Path, make: Callable[[Path], Any]) -> StoredFolder:
     """Call `make` to write files into a folder and return their facts, unless another process has made it.
 
     Returns the complete folder.
     """
-    partial = part_of(folder)
-    with alone(partial / "lock"):
-        there = found(folder)
-        if there is not None:
-            shutil.rmtree(partial)
-            return there
+    partial_path = partial_path_of(folder)
+    with hold_lock(partial_path / "lock"):
+        existing = load_folder(folder)
+        if existing is not None:
+            shutil.rmtree(partial_path)
+            return existing
         try:
-            holds = make(partial)
+            holds = make(partial_path)
         except UserError:  # a later start could not continue from this
-            shutil.rmtree(partial)
+            shutil.rmtree(partial_path)
             raise
         if folder.exists():
             print(f"{folder} was cut or altered, and is made anew", flush=True)
             shutil.rmtree(folder)
-        close(partial, holds)
-        os.rename(partial, folder)
-        return Kept(folder, json.loads((folder / FILE).read_text())["holds"])
+        close(partial_path, holds)
+        os.rename(partial_path, folder)
+        return StoredFolder(folder, json.loads((folder / FILE).read_text())["holds"])
 
 
-def part_of(folder: Path) -> Path:
+def partial_path_of(folder: Path) -> Path:
     """Return the path under which a folder is made."""
     return folder.with_name(f"{folder.name}.part")
 
 
-def close(partial: Path, holds: Any) -> None:
+def close(partial_path: Path, holds: Any) -> None:
     """Record the facts of a folder, and the state of its files."""
-    files = {str(path.relative_to(partial)): stamps(path) for path in files_in(partial)}
+    files = {str(path.relative_to(partial_path)): stamps(path) for path in files_in(partial_path)}
     summary = {"digest": digest_of(holds, files), "holds": holds, "files": files}
-    (partial / FILE).write_text(json.dumps(summary))
+    (partial_path / FILE).write_text(json.dumps(summary))
 
 
 def files_in(folder: Path) -> list[Path]:
     """Return the files below a folder, except locks and the record."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
-    return sorted(path for path in found if path.name != FILE)
+    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
+    return sorted(path for path in paths if path.name != FILE)
 
 
 @contextmanager
-def alone(path: Path, shared: bool = False) -> Iterator[None]:
+def hold_lock(path: Path, shared: bool = False) -> Iterator[None]:
     """Hold the lock at a path, waiting for its other holders; with `shared`, only for exclusive ones."""
-    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w") as lock:
             try:
-                fcntl.flock(lock, how | fcntl.LOCK_NB)
+                fcntl.flock(lock, mode | fcntl.LOCK_NB)
             except BlockingIOError:
                 print(f"waiting for another process that makes {path.parent}", flush=True)
-                fcntl.flock(lock, how)
+                fcntl.flock(lock, mode)
             if is_at(lock, path):  # otherwise its holder has moved the folder
                 yield
                 return

@@ -47,18 +47,18 @@ def exists(name: str) -> bool:
     if not is_remote(name):
         return os.path.exists(name)
     place = Place(name)
-    with reached(name):
+    with store_errors(name):
         return place.fs.exists(place.path)
 
 
-def parted(url: str) -> tuple[str, str]:
+def split_url(url: str) -> tuple[str, str]:
     """Return the folder of a url, and the name in it."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return folder, name
 
 
 @contextmanager
-def reached(url: str) -> Iterator[None]:
+def store_errors(url: str) -> Iterator[None]:
     """Turn errors of a store into UserError: a missing library, a missing file, or no connection."""
     protocol = url.partition("://")[0]
     try:
@@ -66,8 +66,8 @@ def reached(url: str) -> Iterator[None]:
     except UserError:
         raise
     except ImportError as error:
-        needed = LIBRARIES.get(protocol)
-        raise UserError(url, f"needs {needed}; pip install {needed}" if needed else one_line(error)) from error
+        package = LIBRARIES.get(protocol)
+        raise UserError(url, f"needs {package}; pip install {package}" if package else one_line(error)) from error
     except FileNotFoundError as error:
         raise UserError(url, "is not there; look at its name, and at what the account may read") from error
     except Exception as error:  # each library has its own errors
@@ -84,28 +84,28 @@ class Place:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        with reached(url):
+        with store_errors(url):
             if url.partition("://")[0] not in fsspec.available_protocols():
                 raise UserError(url, f"is of no store that fsspec knows: {', '.join(LIBRARIES)} and others")
             self.fs, self.path = fsspec.core.url_to_fs(self.url)
 
     def entry(self) -> Entry:
         """Return the file at the url itself; raise UserError if there is none."""
-        with reached(self.url):
+        with store_errors(self.url):
             self.fs.invalidate_cache()
             return entry_of(self.url, self.fs.info(self.path))
 
     def files(self) -> dict[str, Entry]:
         """Return all files below, by their relative names, sorted; empty if there is no such folder."""
-        with reached(self.url):
+        with store_errors(self.url):
             self.fs.invalidate_cache()
-            found = self.fs.find(self.path, detail=True)
-            below = {path.removeprefix(self.path).lstrip("/"): info for path, info in sorted(found.items())}
+            infos = self.fs.find(self.path, detail=True)
+            below = {path.removeprefix(self.path).lstrip("/"): info for path, info in sorted(infos.items())}
             return {name: entry_of(f"{self.url}/{name}", info) for name, info in below.items() if name}
 
     def matches(self) -> list[str]:
         """Return the urls of the files that a glob matches, sorted."""
-        with reached(self.url):
+        with store_errors(self.url):
             self.fs.invalidate_cache()
             return sorted(self.fs.unstrip_protocol(path) for path in self.fs.glob(self.path))
 
@@ -115,31 +115,31 @@ class Place:
 
     def open(self) -> Any:
         """Return the file, opened for random access."""
-        with reached(self.url):
+        with store_errors(self.url):
             return self.fs.open(self.path, "rb")
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
-        with reached(f"{self.url}/{name}"):
+        with store_errors(f"{self.url}/{name}"):
             return self.fs.cat_file(f"{self.path}/{name}")
 
     def get(self, name: str, to: Path) -> None:
         """Copy a file to disk; raise UserError if its name leads out of the folder."""
         if ".." in name.split("/"):
             raise UserError(f"{self.url}/{name}", "leads out of its folder; remove it there")
-        with reached(f"{self.url}/{name}"):
+        with store_errors(f"{self.url}/{name}"):
             to.parent.mkdir(parents=True, exist_ok=True)
             self.fs.get_file(f"{self.path}/{name}", str(to), callback=TRAFFIC)
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file from disk; it then exists completely."""
-        with reached(f"{self.url}/{name}"):
+        with store_errors(f"{self.url}/{name}"):
             self.fs.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
             self.fs.put_file(str(file), f"{self.path}/{name}", callback=TRAFFIC)
 
     def remove(self, name: str) -> None:
         """Delete a file."""
-        with reached(f"{self.url}/{name}"):
+        with store_errors(f"{self.url}/{name}"):
             self.fs.rm_file(f"{self.path}/{name}")
 
 
@@ -154,6 +154,6 @@ def entry_of(url: str, info: dict[str, Any]) -> Entry:
     return Entry(int(info["size"]), int.from_bytes(digest, "big"))
 
 
-def chosen(files: dict[str, Entry], patterns: tuple[str, ...]) -> dict[str, Entry]:
+def matching_files(files: dict[str, Entry], patterns: tuple[str, ...]) -> dict[str, Entry]:
     """Return the files whose names match one of the patterns."""
     return {name: entry for name, entry in files.items() if any(fnmatch.fnmatch(name, p) for p in patterns)}

@@ -13,7 +13,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import Config
 from compiler_trainer.places.cache import cache_of
-from compiler_trainer.places.copies import copied
+from compiler_trainer.places.copies import copy_files
 from compiler_trainer.places.store import Place
 from compiler_trainer.step.ranks import from_rank_0, rank
 
@@ -44,7 +44,7 @@ def resumable(cfg: Config) -> list[Path]:
 def named_checkpoint(cfg: Config) -> Path:
     """Return the named checkpoint; one in a store is copied first."""
     name = str(cfg.checkpoint.resume)
-    return copied(Place(name), Place(name).files(), cache_of(cfg.data)) if is_remote(name) else Path(name)
+    return copy_files(Place(name), Place(name).files(), cache_of(cfg.data)) if is_remote(name) else Path(name)
 
 
 def first_whole(

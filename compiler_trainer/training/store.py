@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compiler_trainer import checkpoint
-from compiler_trainer.checkpoint import Elsewhere, SaveError, Sender
+from compiler_trainer.checkpoint import RemoteCheckpoints, SaveError, Sender
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
@@ -47,7 +47,7 @@ def bring_here(store: str, folder: Path) -> None:
 
 def check_same(store: str, folder: Path) -> None:
     """Raise UserError if the newest step that both store and folder have is not the same checkpoint."""
-    remote = Elsewhere(store)
+    remote = RemoteCheckpoints(store)
     steps = set(remote.steps())
     common = [path for path in checkpoint.complete(folder) if checkpoint.number_of(path) in steps]
     if common and not remote.is_same(common[-1]):
@@ -57,7 +57,7 @@ def check_same(store: str, folder: Path) -> None:
 
 def check_ahead(store: str, done: int) -> None:
     """Raise UserError if a store has checkpoints after step `done`."""
-    if later := [step for step in Elsewhere(store).steps() if step > done]:
+    if later := [step for step in RemoteCheckpoints(store).steps() if step > done]:
         fix = "resume from it with checkpoint.resume=auto, or choose another store"
         raise UserError("checkpoint.store", f"{store} has checkpoints up to step {later[-1]:,}; {fix}")
 

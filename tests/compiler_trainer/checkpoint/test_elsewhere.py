@@ -29,7 +29,7 @@ def url(store, monkeypatch):
 
 
 def there(url):
-    return elsewhere.Elsewhere(url).steps()
+    return elsewhere.RemoteCheckpoints(url).steps()
 
 
 def run(folder, url, steps, said=None, **options):
@@ -74,7 +74,7 @@ def test_the_index_is_written_last_and_deleted_first(tmp_path, url, monkeypatch)
     monkeypatch.setattr(Place, "put", lambda place, file, name: done.append(("put", name)) or put(place, file, name))
     monkeypatch.setattr(Place, "remove", lambda place, name: done.append(("remove", name)) or remove(place, name))
     path = saved(build("two"), tmp_path, 3)
-    store = elsewhere.Elsewhere(url)
+    store = elsewhere.RemoteCheckpoints(url)
     store.send(path)
     store.send(path)  # over itself
     names = [f"step_00000003/{name}" for name in ("rank_00000.safetensors", "rank_00001.safetensors", "index.json")]
@@ -93,7 +93,7 @@ def test_what_was_sent_in_part_is_not_there(lives, tmp_path, url, monkeypatch):
 
     monkeypatch.setattr(Place, "put", dies)
     with pytest.raises(Unreachable):
-        elsewhere.Elsewhere(url).send(saved(build("two"), tmp_path / "other", 7))
+        elsewhere.RemoteCheckpoints(url).send(saved(build("two"), tmp_path / "other", 7))
     assert len(fsspec.filesystem("s3").find(f"{url}/step_00000007")) == lives and there(url) == [1]
     checkpoint.bring_newest(url, tmp_path / "b", print)
     assert [path.name for path in checkpoint.complete(tmp_path / "b")] == ["step_00000001"]
@@ -171,7 +171,7 @@ def test_a_damaged_one_is_passed_over_and_leaves_nothing(tmp_path, url):
     content[-3] ^= 1
     fs.pipe_file(name, bytes(content))
     with pytest.raises(Damaged, match="its SHA-256 is another"):
-        elsewhere.Elsewhere(url).bring(2, tmp_path / "b")
+        elsewhere.RemoteCheckpoints(url).bring(2, tmp_path / "b")
     assert list((tmp_path / "b").iterdir()) == []
     said = []
     checkpoint.bring_newest(url, tmp_path / "b", said.append)

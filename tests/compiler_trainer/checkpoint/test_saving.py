@@ -86,7 +86,7 @@ def test_keep_deletes_the_oldest(tmp_path):
 ])
 def test_the_newest_every_nth_and_the_best_are_kept(options, stay):
     found = [(10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 2.0), (60, 9.0)]
-    assert listing.kept(found, CheckpointConfig(**options)) == stay
+    assert listing.steps_to_keep(found, CheckpointConfig(**options)) == stay
 
 
 def test_the_best_is_found_by_what_the_checkpoints_say(tmp_path):

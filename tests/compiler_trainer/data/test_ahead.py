@@ -222,11 +222,11 @@ def test_a_share_that_there_is_not_is_refused(shard, tmp_path, capsys):
 
 def test_those_that_share_keep_out_who_makes_all(tmp_path):
     folder = tmp_path / "x.part"
-    with kept.alone(folder / "lock", shared=True), kept.alone(folder / "lock", shared=True):
+    with kept.hold_lock(folder / "lock", shared=True), kept.hold_lock(folder / "lock", shared=True):
         other = subprocess.Popen([sys.executable, "-c", f"""
 from pathlib import Path
 from compiler_trainer.places import kept
-with kept.alone(Path({str(folder / "lock")!r})):
+with kept.hold_lock(Path({str(folder / "lock")!r})):
     print("in", flush=True)
 """], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
         assert other.stdout.readline().startswith("waiting for another process")

@@ -277,16 +277,16 @@ def test_of_a_large_array_blocks_are_compared_its_ends_among_them(tmp_path, monk
     monkeypatch.setattr(kept, "BLOCK_BYTES", 8)
     file = tmp_path / "array"
     file.write_bytes(bytes(3000))
-    whole, seen = kept.sampled(file), []
+    whole, seen = kept.sample_digest(file), []
     for at in range(3000):
         file.write_bytes(bytes(at) + b"x" + bytes(2999 - at))
-        seen.append(kept.sampled(file) != whole)
+        seen.append(kept.sample_digest(file) != whole)
     assert sum(seen) == 64 * 8 and seen[0] and seen[2999]
     file.write_bytes(bytes(512))  # a small one as a whole
-    whole = kept.sampled(file)
+    whole = kept.sample_digest(file)
     for at in range(512):
         file.write_bytes(bytes(at) + b"x" + bytes(511 - at))
-        assert kept.sampled(file) != whole
+        assert kept.sample_digest(file) != whole
 
 
 def test_a_cache_that_holds_too_much_loses_what_was_long_unused_and_nothing_else(tmp_path, cache, monkeypatch, capsys):

@@ -150,7 +150,7 @@ def test_a_model_of_a_store_has_the_values_of_that_folder(store):
 
 def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, store):
     with pytest.raises(UserError, match="^s3://bucket/a/../../evil.json: leads out of its folder"):
-        copies.copied(Place(f"{BUCKET}/a"), {"../../evil.json": Entry(1, 1)}, cache.Cache(tmp_path / "cache"))
+        copies.copy_files(Place(f"{BUCKET}/a"), {"../../evil.json": Entry(1, 1)}, cache.Cache(tmp_path / "cache"))
     assert not list(tmp_path.rglob("evil.json"))
 
 

@@ -17,7 +17,7 @@ from commands import call
 from short_runs import metrics, options, timeless
 
 from compiler_trainer import checkpoint
-from compiler_trainer.checkpoint import Elsewhere, SaveError, sender
+from compiler_trainer.checkpoint import RemoteCheckpoints, SaveError, sender
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import CheckpointConfig, DataConfig
 from compiler_trainer.places.store import Place
@@ -93,13 +93,13 @@ def test_killed_during_a_copy_and_resumed_on_another_machine_it_ends_with_the_sa
     script = DIES.format(folder=str(tmp_path / "first/run"), url=url, text=text)
     ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
-    assert Elsewhere(url).steps() == [2] and "runs/killed/step_00000004/rank_00000.safetensors" in store.names()
+    assert RemoteCheckpoints(url).steps() == [2] and "runs/killed/step_00000004/rank_00000.safetensors" in store.names()
     shutil.rmtree(tmp_path / "first")  # the machine is gone
     folder = tmp_path / "second/run"
     train(job(folder, url, text, "auto"))
     assert_same(weights(folder), undisturbed[0])
     assert timeless(metrics(folder)) == [record for record in undisturbed[1] if record["step"] > 2]
-    assert Elsewhere(url).steps() == [4, 6]
+    assert RemoteCheckpoints(url).steps() == [4, 6]
 
 
 def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(tmp_path, store, text, undisturbed, monkeypatch, capsys):
@@ -123,7 +123,7 @@ def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(t
     assert re.search(rf"{url}/\S+: cannot be reached: .*; training goes on, and this is tried again every 0.1 s\n", said)
     assert f"{url} answers again, and has all checkpoints" in said
     assert_same(weights(tmp_path / "run"), undisturbed[0])
-    assert Elsewhere(url).steps() == [4, 6]
+    assert RemoteCheckpoints(url).steps() == [4, 6]
 
 
 def test_what_an_outage_until_the_end_left_behind_is_copied_by_resume(tmp_path, store, text, undisturbed):
@@ -136,9 +136,9 @@ def test_what_an_outage_until_the_end_left_behind_is_copied_by_resume(tmp_path, 
         Place.put = put
         store.start()
     assert_same(weights(folder), undisturbed[0])
-    assert Elsewhere(url).steps() == []
+    assert RemoteCheckpoints(url).steps() == []
     assert call("resume", folder) == 0  # it has all its steps
-    assert Elsewhere(url).steps() == [4, 6]
+    assert RemoteCheckpoints(url).steps() == [4, 6]
 
 
 def test_a_store_that_does_not_answer_at_the_start_trains_nothing(tmp_path, store, text):
