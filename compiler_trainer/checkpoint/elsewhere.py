@@ -62,7 +62,7 @@ class RemoteCheckpoints:
         try:
             if (free := shutil.disk_usage(partial_path).free) < size:
                 problem = f"{folder} has {free:,} bytes free, and {self.place.url}/{path.name} takes {size:,}"
-                raise UserError("checkpoint.dir", f"{problem}; make room, or name another")
+                raise UserError("checkpoint.dir", f"{problem}; make room, or choose another folder")
             for name in files:
                 self.place.get(f"{path.name}/{name}", partial_path / name)
             check(partial_path)

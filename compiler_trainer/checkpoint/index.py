@@ -96,7 +96,7 @@ def read_index(path: Path) -> Index:
         raise Damaged(str(file), f"cannot be read: {error.strerror}") from error
     match = PATTERN.fullmatch(text)
     if match is None or sha256(match[2]) != match[1].decode():
-        raise Damaged(str(file), "is not as it was written: its SHA-256 is another")
+        raise Damaged(str(file), "was changed: its SHA-256 differs")
     try:
         written = json.loads(match[2])
         if isinstance(written, dict) and written.get("format", Index.format) != Index.format:
@@ -105,9 +105,9 @@ def read_index(path: Path) -> Index:
     except OtherFormat:
         raise
     except UserError as error:
-        raise Damaged(str(file), f"is no index of a checkpoint: {error}") from error
+        raise Damaged(str(file), f"is not an index of a checkpoint: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise Damaged(str(file), f"is no index of a checkpoint: {type(error).__name__}") from error
+        raise Damaged(str(file), f"is not an index of a checkpoint: {type(error).__name__}") from error
 
 
 def other_format(path: Path, name: str) -> OtherFormat:

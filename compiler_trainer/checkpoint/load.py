@@ -102,7 +102,7 @@ def averages_of(ckpt: Checkpoint) -> dict[str, torch.dtype]:
         f"{MODEL}{n.removeprefix(AVERAGE)}": BY_NAME[t.dtype] for n, t in tensors.items() if n.startswith(AVERAGE)
     }
     if not dtypes:
-        raise UserError("--ema", f"{ckpt.path} holds no averages of weights; train with train.ema=0.999")
+        raise UserError("--ema", f"{ckpt.path} has no averages of weights; train with train.ema=0.999")
     return dtypes
 
 
@@ -160,14 +160,14 @@ def kinds(state: Placed) -> dict[str, FullTensor]:
 def check_tensors(ours: Mapping[str, FullTensor], theirs: Mapping[str, FullTensor], path: Path) -> None:
     """Raise UserError naming the first tensors that differ between the checkpoint and this job."""
     differences = [
-        f"{name} is {theirs.get(name, 'absent')} in it and {ours.get(name, 'absent')} here"
+        f"{name} is {theirs.get(name, 'absent')} there and {ours.get(name, 'absent')} here"
         for name in dict.fromkeys([*ours, *theirs])
         if ours.get(name) != theirs.get(name)
     ]
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         fix = "; keep model.*, optim.name, train.dtype and train.ema as they were"
-        raise UserError(str(path), f"holds other tensors: {'; '.join(differences[:SHOWN])}{more}{fix}")
+        raise UserError(str(path), f"has other tensors: {'; '.join(differences[:SHOWN])}{more}{fix}")
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:

@@ -94,7 +94,7 @@ def what_is_wrong(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str:
     edges = [sorted({0, n, *(e for o, s in rectangle_list for e in (o[d], o[d] + s[d]))}) for d, n in enumerate(shape)]
     cells = [len(edge_list) - 1 for edge_list in edges]
     if math.prod(cells) > MOST_CELLS:
-        return f"is in {len(rectangle_list)} pieces of too many different edges"
+        return f"is in {len(rectangle_list)} pieces with too many different edges"
     covered = np.zeros(cells, bool)
     for offset, size in rectangle_list:
         region = tuple(

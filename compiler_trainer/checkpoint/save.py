@@ -211,7 +211,7 @@ def publish(
     flush(partial)
     if os.path.lexists(path):
         if index.step not in steps:
-            problem = "another run's checkpoint of that step is there; name another checkpoint.dir"
+            problem = "another run's checkpoint of that step is there; choose another checkpoint.dir"
             raise FileExistsError(errno.EEXIST, problem)
         discard(path)
     os.rename(partial, path)

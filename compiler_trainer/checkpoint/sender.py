@@ -52,7 +52,7 @@ class Sender:
         if not self.waiting:
             return ""
         names = ", ".join(path_of(self.folder, step).name for step in sorted(self.waiting))
-        return f"{self.failure}; {self.folder} alone has {names}, which compiler-trainer resume copies"
+        return f"{self.failure}; {self.folder} alone has {names}; compiler-trainer resume copies these"
 
     def run(self) -> None:
         """Send waiting checkpoints whenever there are some, and retry some time after a failure."""
@@ -72,7 +72,7 @@ class Sender:
             self.tidy()
         except Exception as error:  # no error may stop training
             if not self.failure:
-                self.tell(f"{error}; training goes on, and this is tried again every {RETRY_S:g} s")
+                self.tell(f"{error}; training continues, and this is tried again every {RETRY_S:g} s")
             self.failure = str(error)
         else:
             if self.failure:
@@ -96,7 +96,7 @@ class Sender:
             path = path_of(self.folder, self.sending)
             if path.is_dir():
                 return self.sending
-            self.give_up(self.sending, f"{path} is gone before it was copied to {self.url}")
+            self.give_up(self.sending, f"{path} was deleted before it was copied to {self.url}")
         return None
 
     def give_up(self, step: int, reason: str) -> None:
@@ -112,7 +112,7 @@ class Sender:
             loss = read_index(path).eval_loss
             self.store.send(path)
         except Damaged as damage:
-            self.give_up(step, f"{path} is damaged, and not copied to {self.url}: {damage}")
+            self.give_up(step, f"{path} is damaged and not copied to {self.url}: {damage}")
             return
         except Exception:
             if path.is_dir():

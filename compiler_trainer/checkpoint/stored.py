@@ -51,7 +51,7 @@ class Piece(NamedTuple):
         except (SafetensorError, OSError) as error:
             raise Damaged(str(self.file), f"{self.key} cannot be read: {error}") from error
         if sha256(as_bytes(tensor)) != self.sha256:
-            raise Damaged(str(self.file), f"{self.key} is not as it was written: its SHA-256 is another")
+            raise Damaged(str(self.file), f"{self.key} was changed: its SHA-256 differs")
         return torch.view_as_complex(tensor) if self.dtype.is_complex else tensor
 
 
@@ -84,7 +84,7 @@ def index_at(path: Path) -> Index:
         raise no_checkpoint(path)
     index = read_index(path)
     if is_name(path) and number_of(path) != index.step:
-        raise Damaged(str(path), f"is of step {index.step}, not of the one in its name; give it its own name back")
+        raise Damaged(str(path), f"is of step {index.step}, not of the step in its name; rename it back")
     return index
 
 
@@ -125,8 +125,8 @@ def no_checkpoint(path: Path) -> UserError:
     if is_name(path) and os.path.lexists(path):
         return Damaged(str(path), f"has lost its {FILE}" if path.is_dir() else "is not a folder")
     names = ", ".join(p.name for p in complete(path))
-    fix = f"; name one of {names}" if names else ""
-    return UserError(str(path), f"is no checkpoint, for it has no {FILE}{fix}")
+    fix = f"; choose one of {names}" if names else ""
+    return UserError(str(path), f"is not a checkpoint: it has no {FILE}{fix}")
 
 
 def pieces_in(path: Path, entry: File, index: Index) -> Iterator[NamedPiece]:
@@ -137,7 +137,7 @@ def pieces_in(path: Path, entry: File, index: Index) -> Iterator[NamedPiece]:
             raise Damaged(str(path), f"has {size:,} bytes, and {entry.bytes:,} were written")
         header = read_header(path, size)
         if sha256(header) != entry.header_sha256:
-            raise Damaged(str(path), "its header is not as it was written: its SHA-256 is another")
+            raise Damaged(str(path), "its header was changed: its SHA-256 differs")
         with safe_open(path, "pt", backend="pread") as file:
             digests = file.metadata() or {}
             for key in file.keys():
@@ -163,11 +163,11 @@ def piece_of(
     full = index.tensors.get(name)
     offset = tuple(int(n) for n in numbers.split(",") if n.isdecimal() and len(n) < 20)
     if full is None or key not in digests or key != key_of(name, offset):
-        raise Damaged(str(path), f"{key} is no piece of a tensor of this checkpoint")
+        raise Damaged(str(path), f"{key} is not a piece of a tensor of this checkpoint")
     dtype = BY_NAME[full.dtype]
     place = (offset, shape[:-1] if dtype.is_complex else shape)
     if code != DTYPES[dtype] or not is_inside(place, full) or dtype.is_complex and shape[-1:] != (2,):
-        raise Damaged(str(path), f"{key} is {code}{list(shape)}, which is no part of {full}")
+        raise Damaged(str(path), f"{key} is {code}{list(shape)}, which is not a part of {full}")
     return name, Piece(path, key, place, dtype, digests[key])
 
 

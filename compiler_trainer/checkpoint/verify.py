@@ -30,7 +30,7 @@ def check(path: Path) -> str:
         for piece in pieces:
             piece.read()
     if unexpected := sorted({file.name for file in path.iterdir()} - {FILE, *ckpt.index.files}):
-        raise Damaged(str(path / unexpected[0]), "is no file of this checkpoint; move it away")
+        raise Damaged(str(path / unexpected[0]), "is not a file of this checkpoint; move it away")
     mib = sum(file.bytes for file in ckpt.index.files.values()) / 2**20
     files = len(ckpt.index.files)
     return f"{len(ckpt.index.tensors)} tensors in {files} file{'s' * (files > 1)}, {mib:,.1f} MiB"

@@ -54,7 +54,7 @@ def writable(option: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(option, f"{folder}: {error.strerror or error}; name a folder to write to") from error
+        raise UserError(option, f"{folder}: {error.strerror or error}; choose a writable folder") from error
 
 
 def cache_of(cfg: DataConfig) -> Cache:

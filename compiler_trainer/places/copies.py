@@ -58,7 +58,7 @@ def folder_here(
 def copy_files(place: Place, files: Mapping[str, Entry], cache: Cache) -> Path:
     """Return a folder with copies of some files of a place; raise UserError if there are none, or no room."""
     if not files:
-        raise UserError(place.url, "is not there, or is empty; look at its name, and at what the account may read")
+        raise UserError(place.url, "is not there, or is empty; check its name and the permissions of the account")
     folder = cache.folder / COPIES / folder_name([place.url, sorted(files.items())])
     with writable("data.cache", folder):
         copy = load_folder(folder) or make_folder(folder, partial(fetch, place, files, cache))
@@ -85,7 +85,7 @@ def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) 
         place.get(name, folder / name)
         if (size := (folder / name).stat().st_size) != entry.size_bytes:
             problem = f"came with {size:,} of {entry.size_bytes:,} bytes"
-            raise UserError(f"{place.url}/{name}", f"{problem}; start again, once nobody writes it")
+            raise UserError(f"{place.url}/{name}", f"{problem}; start again when nobody writes to it")
     return place.url
 
 
@@ -104,11 +104,11 @@ def hub_folder(option: str, name: str, patterns: tuple[str, ...], is_whole: Call
     try:
         snapshot = Path(hub.snapshot_download(**request))
     except Exception as error:  # from the network, the hub or the disk
-        fix = "name a folder, or set HF_TOKEN where the model is gated"
-        problem = f"{name} is no folder here, nor in the hub's cache, and cannot be downloaded"
+        fix = "give a folder, or set HF_TOKEN if the model is gated"
+        problem = f"{name} is neither a folder here nor in the hub's cache, and cannot be downloaded"
         raise UserError(option, f"{problem}: {one_line(error)}; {fix}") from error
     if not is_whole(snapshot):  # without a network, the snapshot is whatever the cache has
-        problem = f"of {name} the hub's cache has a part alone, in {snapshot}"
+        problem = f"the hub's cache has only a part of {name}, in {snapshot}"
         raise UserError(option, f"{problem}; download it with a network, if it has files like {', '.join(patterns)}")
     print(f"{name} was downloaded to {snapshot}", flush=True)
     return snapshot

@@ -115,7 +115,7 @@ def make_folder(folder: Path, make: Callable[[Path], Any]) -> StoredFolder:
             shutil.rmtree(partial_path)
             raise
         if folder.exists():
-            print(f"{folder} was cut or altered, and is made anew", flush=True)
+            print(f"{folder} was truncated or changed, and is made again", flush=True)
             shutil.rmtree(folder)
         close(partial_path, holds)
         os.rename(partial_path, folder)
@@ -150,7 +150,7 @@ def hold_lock(path: Path, shared: bool = False) -> Iterator[None]:
             try:
                 fcntl.flock(lock, mode | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"waiting for another process that makes {path.parent}", flush=True)
+                print(f"waiting for another process that is making {path.parent}", flush=True)
                 fcntl.flock(lock, mode)
             if is_at(lock, path):  # otherwise its holder has moved the folder
                 yield

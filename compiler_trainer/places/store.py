@@ -69,7 +69,7 @@ def store_errors(url: str) -> Iterator[None]:
         package = LIBRARIES.get(protocol)
         raise UserError(url, f"needs {package}; pip install {package}" if package else one_line(error)) from error
     except FileNotFoundError as error:
-        raise UserError(url, "is not there; look at its name, and at what the account may read") from error
+        raise UserError(url, "is not there; check its name and the permissions of the account") from error
     except Exception as error:  # each library has its own errors
         raise Unreachable(url, f"cannot be reached: {type(error).__name__}: {one_line(error)}") from error
 
@@ -86,7 +86,7 @@ class Place:
         self.url = url.rstrip("/")
         with store_errors(url):
             if url.partition("://")[0] not in fsspec.available_protocols():
-                raise UserError(url, f"is of no store that fsspec knows: {', '.join(LIBRARIES)} and others")
+                raise UserError(url, f"is not in a store that fsspec knows: {', '.join(LIBRARIES)} and others")
             self.fs, self.path = fsspec.core.url_to_fs(self.url)
 
     def entry(self) -> Entry:

@@ -79,7 +79,7 @@ def test_damage_names_file_and_tensor(copy):
     at = content.find(piece.read().numpy().tobytes())
     content[at] ^= 1
     piece.file.write_bytes(content)
-    assert said_of(copy) == f"{copy / RANK_1}: model.matrix@4,0 is not as it was written: its SHA-256 is another"
+    assert said_of(copy) == f"{copy / RANK_1}: model.matrix@4,0 was changed: its SHA-256 differs"
 
 
 @pytest.mark.parametrize("name", ["index.json", RANK_0, RANK_1])
@@ -151,11 +151,11 @@ CRAFTED = {
     "a tensor of no file": (put("tensors", "model.new", {"dtype": "float32", "shape": [2]}), "model.new lacks a piece at [0]"),
     "a larger tensor": (put("tensors", "model.matrix", "shape", [8, 6]), "model.matrix lacks a piece at [7, 0]"),
     "a huge tensor": (put("tensors", "model.matrix", "shape", [10**18, 10**18]), "model.matrix lacks a piece at [0, 6]"),
-    "a smaller tensor": (put("tensors", "model.matrix", "shape", [6, 6]), "model.matrix@4,0 is F32[3, 6], which is no part of float32[6, 6]"),
-    "fewer dims": (put("tensors", "model.matrix", "shape", [42]), "model.matrix@0,0 is F32[4, 6], which is no part of float32[42]"),
-    "another dtype": (put("tensors", "model.matrix", "dtype", "int32"), "model.matrix@0,0 is F32[4, 6], which is no part of int32[7, 6]"),
+    "a smaller tensor": (put("tensors", "model.matrix", "shape", [6, 6]), "model.matrix@4,0 is F32[3, 6], which is not a part of float32[6, 6]"),
+    "fewer dims": (put("tensors", "model.matrix", "shape", [42]), "model.matrix@0,0 is F32[4, 6], which is not a part of float32[42]"),
+    "another dtype": (put("tensors", "model.matrix", "dtype", "int32"), "model.matrix@0,0 is F32[4, 6], which is not a part of int32[7, 6]"),
     "no dtype": (put("tensors", "model.matrix", "dtype", "object"), "tensors.model.matrix.dtype: object must be a dtype that is stored"),
-    "a tensor less": (drop("tensors", "model.matrix"), "model.matrix@0,0 is no piece of a tensor of this checkpoint"),
+    "a tensor less": (drop("tensors", "model.matrix"), "model.matrix@0,0 is not a piece of a tensor of this checkpoint"),
     "a file less": (drop("files", RANK_1), "lacks a piece at [4, 0]"),
     "an endless file": (put("files", RANK_1, "bytes", 10**18), "1,000,000,000,000,000,000 were written"),
 }
@@ -171,7 +171,7 @@ def test_a_crafted_index_is_refused_by_name(name, copy):
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"null", b"[1]", b'{"step": ' + b"9" * 9_999 + b"}", b"\xff", b"", b"{}"])
 def test_an_index_that_is_none_is_refused(text, copy):
     write(copy, text)
-    assert said_of(copy).startswith(f"{copy / 'index.json'}: is no index of a checkpoint")
+    assert said_of(copy).startswith(f"{copy / 'index.json'}: is not an index of a checkpoint")
 
 
 def test_an_index_of_any_size_is_not_read(copy, monkeypatch):
@@ -190,7 +190,7 @@ def forged(path, tensors, **digests):
 
 FORGED = {
     "overlapping pieces": ({"model.matrix@3,0": torch.ones(4, 6)}, "model.matrix has two pieces that overlap, one at [3, 0]"),
-    "beyond its end": ({"model.matrix@4,1": torch.ones(3, 6)}, "model.matrix@4,1 is F32[3, 6], which is no part of float32[7, 6]"),
+    "beyond its end": ({"model.matrix@4,1": torch.ones(3, 6)}, "model.matrix@4,1 is F32[3, 6], which is not a part of float32[7, 6]"),
     "too far to count": ({"model.matrix@" + "9" * 5000 + ",0": torch.ones(3, 6)}, "is no piece of a tensor"),
     "below its begin": ({"model.matrix@-1,0": torch.ones(3, 6)}, "is no piece of a tensor"),
     "without a place": ({"model.matrix": torch.ones(3, 6)}, "is no piece of a tensor"),
@@ -211,12 +211,12 @@ def test_a_piece_without_a_digest_is_refused(copy):
     content = (copy / RANK_1).read_bytes()
     header = content[: 8 + struct.unpack("<Q", content[:8])[0]]
     rewritten(copy, put("files", RANK_1, {"bytes": len(content), "header_sha256": index_room.sha256(header)}))
-    assert "model.matrix@4,0 is no piece of a tensor of this checkpoint" in said_of(copy)
+    assert "model.matrix@4,0 is not a piece of a tensor of this checkpoint" in said_of(copy)
 
 
 def test_a_name_that_is_of_another_step_is_refused(copy):
     other = copy.rename(copy.with_name("step_00000099"))
-    assert "is of step 3, not of the one in its name; give it its own name back" in said_of(other)
+    assert "is of step 3, not of the step in its name; rename it back" in said_of(other)
 
 
 @pytest.mark.parametrize("make", [Path.touch, os.mkfifo, lambda path: path.symlink_to(path)])

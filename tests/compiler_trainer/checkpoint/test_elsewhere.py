@@ -124,8 +124,8 @@ def test_an_outage_is_said_once_and_what_is_still_here_is_sent_after_it(tmp_path
         until(lambda: len(said) == 3)
     assert there(url) == [3, 4]
     outage, gone, again = said
-    assert re.match(f"{url}.* cannot be reached: .*; training goes on, and this is tried again every 60 s", outage)
-    assert gone == f"{tmp_path}/step_00000002 is gone before it was copied to {url}"
+    assert re.match(f"{url}.* cannot be reached: .*; training continues, and this is tried again every 60 s", outage)
+    assert gone == f"{tmp_path}/step_00000002 was deleted before it was copied to {url}"
     assert again == f"{url} answers again, and has all checkpoints"
 
 
@@ -133,7 +133,7 @@ def test_a_store_that_is_gone_in_the_end_fails_the_run_and_the_next_sends_what_l
     run(tmp_path, url, [1])
     store.stop()
     try:
-        with pytest.raises(SaveError, match=f"cannot be reached: .*; {tmp_path} alone has step_00000001, step_00000002, step_00000003, which compiler-trainer resume copies"):
+        with pytest.raises(SaveError, match=f"cannot be reached: .*; {tmp_path} alone has step_00000001, step_00000002, step_00000003; compiler-trainer resume copies these"):
             run(tmp_path, url, [2, 3], keep=3)
     finally:
         store.start()
@@ -170,7 +170,7 @@ def test_a_damaged_one_is_passed_over_and_leaves_nothing(tmp_path, url):
     content = bytearray(fs.cat_file(name))
     content[-3] ^= 1
     fs.pipe_file(name, bytes(content))
-    with pytest.raises(Damaged, match="its SHA-256 is another"):
+    with pytest.raises(Damaged, match="its SHA-256 differs"):
         elsewhere.RemoteCheckpoints(url).bring(2, tmp_path / "b")
     assert list((tmp_path / "b").iterdir()) == []
     said = []

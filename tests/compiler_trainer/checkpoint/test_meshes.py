@@ -106,9 +106,9 @@ def test_other_tensors_are_named_and_nothing_is_read(tmp_path):
     step.state["model.fused"] = (WHOLE["model.fused"], {0: torch.ones(2, 15)})
     step.state["model.new"] = (Spec.whole((1,)), {0: torch.ones(1)})
     message = refusal(step, path)
-    assert "model.matrix is float32[7, 6] in it and float32[8, 6] here" in message
-    assert "model.fused is bfloat16[2, 15] in it and float32[2, 15] here" in message
-    assert "model.new is absent in it and float32[1] here" in message
+    assert "model.matrix is float32[7, 6] there and float32[8, 6] here" in message
+    assert "model.fused is bfloat16[2, 15] there and float32[2, 15] here" in message
+    assert "model.new is absent there and float32[1] here" in message
     assert "and 2 more" in message
     assert all((local[0] == 1).all() for _, local in step.tensors().values())
 

@@ -185,7 +185,7 @@ def test_every_checkpoint_of_a_folder_gets_its_line(tmp_path):
     assert found[0][1].startswith(f"{file}: has ") and found[1][1] == "9 tensors in 2 files, 0.0 MiB"
     assert list(checkpoint.check_all(tmp_path / "checkpoints")) == found
     assert list(checkpoint.check_all(tmp_path / "checkpoints/step_00000002")) == found[1:]
-    with pytest.raises(UserError, match="is no checkpoint"):
+    with pytest.raises(UserError, match="is not a checkpoint"):
         list(checkpoint.check_all(tmp_path / "nowhere"))
 
 

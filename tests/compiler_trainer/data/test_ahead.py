@@ -198,7 +198,7 @@ def test_what_ahead_is_no_job_for_is_refused(tmp_path):
     with pytest.raises(UserError, match="^data.sources: are several; tokenize each into a folder of its own"):
         ahead.write(DataConfig("mixture", sources=(WeightedSource(files=("a",)),)), tmp_path / "out", ALL)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="^--out: .*file: .*; name a folder to write to"):
+    with pytest.raises(UserError, match="^--out: .*file: .*; choose a writable folder"):
         ahead.write(text(tmp_path), tmp_path / "file", ALL)
 
 

@@ -269,7 +269,7 @@ def test_a_damaged_cache_is_made_anew_and_said(damage, name, tmp_path, capsys):
     damage(stored.folder / name)
     found, _ = corpus(path)
     assert documents_of(found) == expected
-    assert f"{stored.folder} was cut or altered, and is made anew\n" in capsys.readouterr().out
+    assert f"{stored.folder} was truncated or changed, and is made again\n" in capsys.readouterr().out
     assert not list(stored.folder.parent.glob("*.part"))
 
 
@@ -369,7 +369,7 @@ def test_a_file_that_cannot_be_opened_or_changes_is_named(tmp_path, monkeypatch)
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     path, _ = write_jsonl(tmp_path)
-    with pytest.raises(UserError, match="^data.cache: .*file/.*: Not a directory; name a folder to write to"):
+    with pytest.raises(UserError, match="^data.cache: .*file/.*: Not a directory; choose a writable folder"):
         corpus(path, cache=str(tmp_path / "file"))
 
 

@@ -155,10 +155,10 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, store):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    (f"{BUCKET}/none.txt", "none.txt: is not there; look at its name"),
+    (f"{BUCKET}/none.txt", "none.txt: is not there; check its name"),
     (f"{BUCKET}/none/*.txt", "the glob matches no file"),
     ("s3://another/a.txt", "another/a.txt: is not there"),
-    ("nowhere://a/b.txt", "nowhere://a/b.txt: is of no store that fsspec knows: s3"),
+    ("nowhere://a/b.txt", "nowhere://a/b.txt: is not in a store that fsspec knows: s3"),
     (f"{BUCKET}/kinds", "no file below it ends in .txt"),
     (f"{BUCKET}/kinds/a.pdf", "unknown extension '.pdf'"),
 ])
@@ -236,9 +236,9 @@ def test_what_the_hubs_cache_has_in_part_is_not_taken_for_the_whole(hub):
     folder = folders.folder("llama")
     left_out = sorted(file.name for file in folder.glob("*.safetensors"))[-1]
     folders.cached(hub, "org/part", folder, left_out)
-    with pytest.raises(UserError, match="^model.path: of org/part the hub's cache has a part alone, in .*; download it"):
+    with pytest.raises(UserError, match="^model.path: the hub's cache has only a part of org/part, in .*; download it"):
         subject(Config(model=FolderConfig("org/part")))
-    with pytest.raises(UserError, match="^model.path: org/none is no folder here, nor in the hub's cache, .*HF_TOKEN"):
+    with pytest.raises(UserError, match="^model.path: org/none is neither a folder here nor in the hub's cache, .*HF_TOKEN"):
         subject(Config(model=FolderConfig("org/none")))
     assert subject(Config(model=FolderConfig("org/part", init="random"))).name == "llama in org/part"
 

@@ -97,7 +97,7 @@ def test_they_are_read_into_weights_of_any_mesh_and_of_a_narrower_dtype(mesh, tm
 def test_they_begin_at_the_weights_of_a_checkpoint_without_any(tmp_path):
     cfg = options(tmp_path / "run", steps=2)
     trainer.train(cfg)
-    with pytest.raises(UserError, match="^--ema: .* holds no averages of weights; train with train.ema="):
+    with pytest.raises(UserError, match="^--ema: .* has no averages of weights; train with train.ema="):
         checkpoint.read_averaged(tmp_path / "run/checkpoints/step_00000002")
     further, weights = replace(cfg, train=replace(cfg.train, steps=3, ema=0.9)), Weights()
     trainer.train(resuming(further, "latest"), callbacks=[weights])

@@ -120,7 +120,7 @@ def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(t
     monkeypatch.setattr("compiler_trainer.training.saving.say", comes_back)
     train(job(tmp_path / "run", url, text))
     said = capsys.readouterr().out
-    assert re.search(rf"{url}/\S+: cannot be reached: .*; training goes on, and this is tried again every 0.1 s\n", said)
+    assert re.search(rf"{url}/\S+: cannot be reached: .*; training continues, and this is tried again every 0.1 s\n", said)
     assert f"{url} answers again, and has all checkpoints" in said
     assert_same(weights(tmp_path / "run"), undisturbed[0])
     assert RemoteCheckpoints(url).steps() == [4, 6]
@@ -130,7 +130,7 @@ def test_what_an_outage_until_the_end_left_behind_is_copied_by_resume(tmp_path, 
     url, folder = "s3://bucket/runs/away", tmp_path / "run"
     put, Place.put = Place.put, lambda place, file, name: store.stop() or put(place, file, name)
     try:
-        with pytest.raises(SaveError, match="cannot be reached: .* alone has .*step_00000006, which compiler-trainer resume copies"):
+        with pytest.raises(SaveError, match="cannot be reached: .* alone has .*step_00000006; compiler-trainer resume copies these"):
             train(job(folder, url, text))
     finally:
         Place.put = put

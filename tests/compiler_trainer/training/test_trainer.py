@@ -207,7 +207,7 @@ def test_a_checkpoint_of_another_model_leaves_nothing(fake, tmp_path, monkeypatc
 
     monkeypatch.setattr(trainer, "compile_step", Bigger)
     cfg = resuming(options(tmp_path / "run", steps=9), tmp_path / "first/checkpoints/step_00000006")
-    assert "model.w is float32[3] in it and float32[4] here" in refusal(cfg)
+    assert "model.w is float32[3] there and float32[4] here" in refusal(cfg)
 
 
 def test_an_earlier_run_is_not_written_over(fake, tmp_path):
