@@ -76,7 +76,7 @@ def bad_steps(folder: Path) -> set[int]:
 
 
 def set_aside(path: Path, suffix: str) -> None:
-    """Rename a checkpoint to end in `why`, so that no run resumes from it."""
+    """Rename a checkpoint to end in `suffix`, so that no run resumes from it."""
     place = path.with_suffix(f".{suffix}")
     remove(place)
     os.rename(path, place)

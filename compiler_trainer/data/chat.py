@@ -120,7 +120,7 @@ class Chats:
         return start, len(text)
 
     def first_difference(self, text: str, reference: str) -> int:
-        """Return the character where the first token of `text` begins that differs from the tokens of `other`."""
+        """Return the character where the first token of `text` begins that differs from the tokens of `reference`."""
         (ids, places), (reference_ids, _) = self.tokenizer.encode_placed(text), self.tokenizer.encode_placed(reference)
         size = min(len(ids), len(reference_ids))
         differing = np.flatnonzero(ids[:size] != reference_ids[:size])

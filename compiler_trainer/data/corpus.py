@@ -54,10 +54,10 @@ def map_volume(volume: StoredFolder, tokenizer: Tokenizer, is_chat: bool) -> Cor
 def split(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tuple[Corpus, Ids, Ids]:
     """Return the corpus, its training documents and its validation documents, each ascending.
 
-    `before` is the number of documents in earlier volumes. A document is in the validation half if the hash of its
-    index is below `eval_fraction`, so the split depends neither on the seed nor on the length of the corpus. If few
-    documents make that half empty or far too large, the end of the longest document is cut off instead and becomes the
-    validation document. Samples of one record are in the same half.
+    `documents_before` is the number of documents in earlier volumes. A document is in the validation half if the hash
+    of its index is below `eval_fraction`, so the split depends neither on the seed nor on the length of the corpus. If
+    few documents make that half empty or far too large, the end of the longest document is cut off instead and becomes
+    the validation document. Samples of one record are in the same half.
     """
     if eval_fraction in (0, 1):
         all_documents, no_documents = np.arange(len(corpus)), np.arange(0)

@@ -60,7 +60,7 @@ def read_index(path: str) -> Index:
 
 
 def read_indexed(path: str, local_path: str, start: int, end: int) -> Iterator[Record]:
-    """Yield documents `start` to before `end` of a .bin, whose local copy is `here`."""
+    """Yield documents `start` to before `end` of a .bin, whose local copy is `local_path`."""
     index = read_index(local_path)
     content = np.memmap(local_path, np.uint8, mode="r")
     for number in range(start, end):
@@ -92,7 +92,10 @@ def map_ids(path: str, dtype: DTypeLike) -> NDArray[np.integer]:
 
 
 def read_array(path: str, local_path: str, start: int, end: int, dtype: DTypeLike, closing: int) -> Iterator[Record]:
-    """Yield the documents that begin from byte `start` to before byte `end` of a file's ids; `here` is its copy."""
+    """Yield the documents that begin from byte `start` to before byte `end` of a file's ids.
+
+    `local_path` is the file's local copy.
+    """
     ids = map_ids(local_path, dtype)
     at, last = (
         next(document_ends(ids, place // ids.itemsize, len(ids), closing)) if place else 0 for place in (start, end)

@@ -23,7 +23,7 @@ IN_MEMORY = 2**22  # sequences; shorter orders are faster to make than to store
 class LayoutSpec(NamedTuple):
     """The parameters of a layout, apart from the documents.
 
-    `seed` decides the order; `before` is the number of documents in earlier volumes.
+    `seed` decides the order; `documents_before` is the number of documents in earlier volumes.
     """
 
     seed: list[int]

@@ -71,7 +71,7 @@ class Mixture(JoinedRows):
         return prints[0] if len(prints) == 1 else f"{'+'.join(prints)} by {hash_arrays(self.weights)}"
 
     def draw(self, rows_taken: Ids, count: int) -> NDArray[np.intp]:
-        """Return the part of each of the next `count` rows, if `taken` rows were taken of each part before.
+        """Return the part of each of the next `count` rows, if `rows_taken` rows were taken of each part before.
 
         The result does not depend on the seed. Among the parts behind their weight, it chooses the one that would first
         be behind by a full row (Balinski and Young's quota method, doi:10.2307/2318729).

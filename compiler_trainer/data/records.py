@@ -92,7 +92,7 @@ class BadRecord(Exception):
 
 
 def one_line(text: str, limit: int = 400) -> str:
-    """Return a text on one line, with its middle cut out if it is longer than `most` characters."""
+    """Return a text on one line, with its middle cut out if it is longer than `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
 

@@ -143,7 +143,7 @@ def join(folder: Path, count: int) -> Summary:
 
 
 def append(folder: Path, number: int, files: Mapping[str, BinaryIO], tokens_before: int) -> None:
-    """Append a shard to the joined files, which have `before` tokens so far."""
+    """Append a shard to the joined files, which have `tokens_before` tokens so far."""
     for name, file in files.items():
         with open(f"{stem(folder, number)}.{name}", "rb") as shard:
             if name == "ends":

@@ -144,7 +144,7 @@ class Worker:
         return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(texts)]
 
     def conversation_parts(self, chat: Conversation, notes: list[str], limit: int | None = None) -> list[Part]:
-        """Return the samples of a conversation; raise BadRecord if there are more than `most`."""
+        """Return the samples of a conversation; raise BadRecord if there are more than `limit`."""
         assert self.chats
         written = self.chats.write(chat)
         notes += written.notes

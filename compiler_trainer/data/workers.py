@@ -36,9 +36,9 @@ def tokenize(
     on_done: Callable[[Sequence[Span]], None],
     limit: int | None = None,
 ) -> None:
-    """Make a shard of each piece and call `done` for it; raise the UserError of the first bad piece.
+    """Make a shard of each piece and call `on_done` for it; raise the UserError of the first bad piece.
 
-    Uses at most `most` processes; None means one per core.
+    Uses at most `limit` processes; None means one per core.
     """
     if len(pieces) <= ALONE:
         worker = Worker(recipe, folder)

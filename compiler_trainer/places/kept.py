@@ -55,7 +55,7 @@ class StoredFolder(NamedTuple):
 def load_folder(folder: Path, is_moved: bool = False) -> StoredFolder | None:
     """Return the content of a folder; None if there is none, or if a file was changed.
 
-    In a folder that may have `moved`, files may have another modification time.
+    In a folder that may have been moved (`is_moved`), files may have another modification time.
     """
     path = folder / FILE
     if not path.is_file():

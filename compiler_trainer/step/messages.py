@@ -129,7 +129,8 @@ class Ways(NamedTuple):
 class Post:
     """Sends and receives the messages of one process by its timetable.
 
-    `rank` is its global rank, `stage` its pipeline rank, `apart` the distance of neighbouring stages in global ranks.
+    `rank` is its global rank, `stage` its pipeline rank. `ranks_per_stage` is the distance of neighbouring stages in
+    global ranks.
     """
 
     def __init__(

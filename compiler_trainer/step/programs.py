@@ -156,7 +156,7 @@ class Runner:
     def run(self, name: str, passes: Passes, captured: Captured, known_results: Results | None = None) -> Captured:
         """Return a program after some passes; raise UserError if one refuses it.
 
-        `known` are numerical results of the program.
+        `known_results` are numerical results of the program.
         """
         if captured.program.fold and any(step.gives is Stage.SEGMENTED for step in passes):
             passes = (*passes, self.unfold)

@@ -161,7 +161,7 @@ class CarriedValues:
             self.post.send(key, values)
 
     def get(self, turn: Turn, name: str, rank: int, ranks_per_stage: int) -> Tensor:
-        """Return the value for a rank; its counterparts in other stages are multiples of `apart` away."""
+        """Return the value for a rank; its counterparts in other stages are multiples of `ranks_per_stage` away."""
         key = self.keys_read[turn][name]
         if key not in self.values and self.post is not None:
             self.values[key] = {rank: self.post.receive(key)}

@@ -48,6 +48,6 @@ def learning_rate(cfg: LrScheduleConfig, base_lr: float, step: int, steps: int) 
 
 
 def remaining(name: str, part: float) -> float:
-    """Return the remaining part of the decay, from 1 to 0, when its part `done` is over."""
+    """Return the remaining part of the decay, from 1 to 0, when its part `part` is over."""
     shares = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * part)) / 2, "linear": 1 - part, "wsd": 1 - part**0.5}
     return shares[name]

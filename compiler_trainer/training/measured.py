@@ -144,7 +144,7 @@ def classify(event: Event, outer: Segment, marks: Mapping[str, Mark]) -> tuple[s
 
 
 def add_host_step(total: Spent, host: Iterable[Segment]) -> None:
-    """Add a step on a CPU to `found`."""
+    """Add a step on a CPU to `total`."""
     for begin, end, kind, place in host:
         add_time(total, kind, place, US * (end - begin))
 
@@ -167,7 +167,7 @@ def add_time(total: Spent, kind: str, place: str, ms: float) -> None:
 def add_device_step(
     total: Spent, duration: float, host: Sequence[Segment], kernels: Iterable[tuple[float, Event]]
 ) -> None:
-    """Add a step of `duration` us on a GPU to `found`, from the kernels that were launched in it."""
+    """Add a step of `duration` us on a GPU to `total`, from the kernels that were launched in it."""
     begins = [segment.begin for segment in host]
     busy, travelling = list[Span](), dict[str, list[Span]]()
     for at, kernel in kernels:

@@ -99,7 +99,7 @@ def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:
 def find_start(cfg: Config, datasets: Datasets, damaged_paths: tuple[Path, ...] = ()) -> Start:
     """Return the starting point, with the data moved there; raise UserError if checkpoint or run folder do not fit.
 
-    Checkpoints known to be `damaged` are skipped.
+    Checkpoints known to be damaged (`damaged_paths`) are skipped.
     """
     bring(cfg)
     ckpt, damaged_paths = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)), damaged_paths)

@@ -44,7 +44,7 @@ class Launched:
     """A step that was launched, with the measurements that do not need its results.
 
     `began` is the moment when its batch was requested and the device had finished the previous step; the host waited
-    `waited` seconds for the batch. `tokens` counts the batch's tokens without padding; `data` is the loader's state
+    `wait_s` seconds for the batch. `tokens` counts the batch's tokens without padding; `data` is the loader's state
     after this batch.
     """
 

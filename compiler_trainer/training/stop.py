@@ -109,7 +109,7 @@ class Stop:
 def ignore_repeats(handler: Any) -> Callable[[int, FrameType | None], None]:
     """Return a handler that ignores repeats of the signal that ended a run, so that they do not change the exit code.
 
-    After `REPEATED_S` it restores the handler `before` and raises the signal again.
+    After `REPEATED_S` it restores the original `handler` and raises the signal again.
     """
     end = time.monotonic() + REPEATED_S
 

@@ -153,7 +153,7 @@ def position(beat: Beat) -> str:
 
 
 def operation_of(frame: FrameType, lineno: int | None = None) -> str:
-    """Return a frame's current line as text, or line `at` of it.
+    """Return a frame's current line as text, or line `lineno` of it.
 
     For generated code, name the graph nodes that the line was generated from.
     """
