@@ -1,4 +1,4 @@
-"""What capture keeps of a model: its tensors by their names, where operators come from, what has no gradient."""
+"""The capture keeps a model's tensors by name, the origins of its operators, and its missing gradients."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_origins_survive_to_the_backward_of_the_final_program():
 
 
 class Cut(nn.Module):
-    """Half of the features go through what has no gradient."""
+    """A model in which half of the features pass through a detached region."""
 
     def __init__(self, how: str):
         super().__init__()
@@ -129,7 +129,7 @@ def test_what_has_no_gradient_in_the_model_has_none_in_the_step(how, mesh):
 
 
 class Taught(nn.Module):
-    """A frozen teacher's answer is what the student learns."""
+    """A student that learns from a frozen teacher."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ def test_a_shape_that_depends_on_data_is_refused_inside_a_region(region):
 
 
 class Hooking(nn.Module):
-    """Doubles a gradient by a hook."""
+    """A model that doubles a gradient by a hook."""
 
     def forward(self, x):
         y = x * 1
@@ -239,7 +239,7 @@ def test_a_hook_is_refused():
 
 
 class Branching(nn.Module):
-    """Looks at a value."""
+    """A model that branches on a value."""
 
     def forward(self, x):
         return x if x.sum() > 0 else -x
@@ -252,7 +252,7 @@ def test_nothing_but_the_error_is_said_of_what_cannot_be_captured(capfd):
 
 
 class Drawing(nn.Module):
-    """Draws from a generator of its own."""
+    """A model that draws from its own generator."""
 
     def forward(self, x):
         return x + torch.rand(x.shape, generator=torch.Generator(), dtype=x.dtype)
@@ -264,7 +264,7 @@ def test_what_is_no_tensor_is_refused():
 
 
 class Decayed(nn.Module):
-    """A buffer that keeps its dtype makes the next layer's operand of it."""
+    """A model in which a buffer keeps its dtype and becomes the next layer's operand."""
 
     def __init__(self):
         super().__init__()

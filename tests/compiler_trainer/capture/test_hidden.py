@@ -1,4 +1,4 @@
-"""What `torch.export` does not see of a model: it trains as on one device, or is refused by its line."""
+"""Operations that `torch.export` does not see train as on one device, or are refused with their line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MESHES = [{}, {"dp_shard": 2, "tp": 2}]
 
 
 class Between(nn.Module):
-    """Something done between two linear layers, with a weight and a buffer."""
+    """Operations between two linear layers, with a weight and a buffer."""
 
     def __init__(self, doing):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that return more than the loss uses: caches of keys, dataclasses, tuples."""
+"""Models that return more than the loss uses: key caches, dataclasses, tuples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_model_that_caches_its_keys(name, mesh):
 
 @dataclass
 class Outcome:
-    """What a model returns, of which the loss uses one."""
+    """The result of a model, of which the loss uses one field."""
 
     hidden: list[Tensor]
     attention: tuple[Tensor, ...]
@@ -36,7 +36,7 @@ class Outcome:
 
 
 class Telling(nn.Module):
-    """Returns all that it computes."""
+    """A model that returns everything it computes."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Records of captured nodes: the line of the model that an operator comes from, and the modules called."""
+"""Records of captured nodes: the model's line that an operator comes from, and the modules called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss function returns: the loss, metrics beside it, and what is refused."""
+"""The result of a loss function: the loss, metrics, and results that are refused."""
 
 from __future__ import annotations
 

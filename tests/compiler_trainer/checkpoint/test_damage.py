@@ -1,4 +1,4 @@
-"""No byte of a checkpoint changes unseen, and a crafted one is refused by name; nothing of either is trained on."""
+"""Every changed byte of a checkpoint is detected, and crafted ones are refused by name; neither is trained on."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ RANK_0, RANK_1 = "rank_00000.safetensors", "rank_00001.safetensors"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A checkpoint of two ranks."""
+    """Write a checkpoint of two ranks."""
     return saved(build("two"), tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """A copy of it."""
+    """Return a copy of the checkpoint."""
     return Path(shutil.copytree(whole, tmp_path / "copy" / whole.name))
 
 
 def said_of(path):
-    """The one line that refuses a checkpoint, by a check and by loading it on another mesh alike."""
+    """Return the line that refuses a checkpoint, the same in a check and in loading it on another mesh."""
     lines = []
     for act in (checkpoint.check, lambda path: checkpoint.load(blank("one"), checkpoint.opened(path))):
         with pytest.raises(UserError) as caught:
@@ -103,11 +103,11 @@ def test_files_of_two_checkpoints_do_not_mix(copy, tmp_path):
     assert said_of(copy).startswith(f"{copy / RANK_1}: its header is not as it was written")
 
 
-# Malice: whoever writes all of a checkpoint can write its digests, too
+# Malice: an attacker who writes a checkpoint can write its digests too
 
 
 def rewritten(path, change):
-    """The index with a change and the digest that goes with it."""
+    """Change the index, and renew its digest."""
     contents = json.loads((path / "index.json").read_bytes())["checkpoint"]
     change(contents)
     write(path, json.dumps(contents).encode())
@@ -118,7 +118,7 @@ def write(path, text):
 
 
 def put(*keys):
-    """A change of one entry: `put("step", -5)`."""
+    """Return a change of one entry, such as `put("step", -5)`."""
     def change(contents):
         *path, last, value = keys
         for key in path:
@@ -180,7 +180,7 @@ def test_an_index_of_any_size_is_not_read(copy, monkeypatch):
 
 
 def forged(path, tensors, **digests):
-    """The file of rank 1 with other pieces, its entry in the index renewed."""
+    """Write rank 1's file with other pieces, and renew its entry in the index."""
     file = path / RANK_1
     save_file(tensors, file, metadata={key: index_room.sha256(t.numpy()) for key, t in tensors.items()} | digests)
     content = file.read_bytes()
@@ -239,7 +239,7 @@ def test_digits_of_other_scripts_make_no_name(tmp_path):
 
 
 class Bomb:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark

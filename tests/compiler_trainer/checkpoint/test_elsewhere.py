@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: sent beside training, whole or not taken, kept, brought back, and nothing lost."""
+"""Checkpoints in an object store: sent during training, complete or ignored, kept, brought back, none lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ numbers = itertools.count()
 
 @pytest.fixture
 def url(store, monkeypatch):
-    """An empty folder of the store; what fails is tried again soon."""
+    """Return an empty folder of the store, with short retry times."""
     monkeypatch.setattr(sender, "RETRY_S", 0.05)
     monkeypatch.setattr(sender, "LAST_RETRY_S", 0.05)
     return f"s3://bucket/runs/{next(numbers)}"

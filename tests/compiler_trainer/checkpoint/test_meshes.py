@@ -74,7 +74,7 @@ def test_a_partial_sum_is_no_state(tmp_path):
         saved(step, tmp_path)
 
 
-# What is refused
+# Refusals
 
 
 def refusal(step, path):
@@ -132,7 +132,7 @@ def as_one_rank(rank, name, folder):
     found = build(name, {key: torch.zeros_like(full) for key, full in FULL.items()}, ranks=(rank,))
     checkpoint.load(found, checkpoint.opened(path))
     assert_same(found, step)
-    if rank == 1:  # what one rank finds damaged, no rank goes on with
+    if rank == 1:  # if one rank finds damage, no rank continues
         checkpoint.load.__globals__["fill"] = damaged
     try:
         checkpoint.load(found, checkpoint.opened(path))
@@ -186,7 +186,7 @@ def test_each_header_is_read_by_one_rank(tmp_path):
 
 
 def test_shards_own_what_they_should():
-    """The layouts cover what can go wrong: padding, a rank that owns nothing, a dim in several rectangles."""
+    """The layouts cover padding, a rank that owns nothing, and a dim in several rectangles."""
     mesh, specs = LAYOUTS["four"]
     counts = [len(boxes(specs["model.counts"], mesh, place)) for place in mesh]
     assert counts == [1, 1, 1, 0]

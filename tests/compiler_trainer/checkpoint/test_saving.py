@@ -1,4 +1,4 @@
-"""Saving beside training: what is copied when, what is on the disk when, what stays, and what a failure leaves."""
+"""Asynchronous saving: copies, names on disk, checkpoints that stay, and failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_is_saved_is_what_was_there_while_training_goes_on(tmp_path, monkey
         for _, local in step.tensors().values():
             for tensor in local.values():
                 tensor.zero_()
-        assert checkpoint.complete(tmp_path) == []  # it waits, and we are here
+        assert checkpoint.complete(tmp_path) == []  # the save waits while this code runs
         go.set()
     found = blank("two")
     checkpoint.load(found, checkpoint.opened(checkpoint.complete(tmp_path)[-1]))
@@ -59,7 +59,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert done == ["run", tmp_path.name, *files, "its name", "run"]
 
 
-# What stays
+# Checkpoints that stay
 
 
 def test_latest_is_the_highest_step(tmp_path):
@@ -115,7 +115,7 @@ def test_what_another_run_wrote_stays_where_a_link_leads_there_and_what_was_just
     assert len(said) == 1 and "another run's checkpoint of that step is there" in said[0]
 
 
-# What a failure leaves
+# Failures
 
 
 MOMENTS = {"files": "write_files", "index": "encoded", "folder": "make_anew", "flush": "flush"}
@@ -153,7 +153,7 @@ def test_if_the_last_save_failed_that_is_how_it_ends(tmp_path, monkeypatch):
         saved(build("one"), tmp_path, 2)
     with pytest.raises(KeyError), Saver(build("one"), tmp_path, CheckpointConfig()) as saver:
         saver.save(state_at(2))
-        raise KeyError  # what went wrong first is what is raised
+        raise KeyError  # the first error is raised
 
 
 def test_what_an_interruption_left_is_no_checkpoint_and_goes_with_the_next_save(tmp_path):

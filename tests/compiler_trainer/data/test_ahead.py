@@ -1,4 +1,4 @@
-"""Tokens made ahead: what a job would make, by shares, whatever interrupts them, and trained on wherever they lie."""
+"""Tokens made ahead: equal to those of a job, made in shares, despite interruptions, and usable anywhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINES = [f"line {i} " + "é" * (i % 70) for i in range(400)]
 
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
-    """An empty cache, and pieces of a kilobyte."""
+    """Use an empty cache, and pieces of a kilobyte."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
     monkeypatch.setattr(workers, "ALONE", 10_000)
@@ -48,7 +48,7 @@ def tokens(folder, **options):
 
 
 def arrays(folder):
-    """The bytes of every array below a folder, by volume and name."""
+    """Return the bytes of every array below a folder, by volume and name."""
     return {(path.parent.name, path.name): path.read_bytes() for path in folder.rglob("*.bin")}
 
 
@@ -100,7 +100,7 @@ from compiler_trainer.data.stored import Share
 sources.PIECE_BYTES, workers.ALONE = 100_000, 1000
 rename, ended = os.replace, []
 
-def replace(source, target):  # after ten pieces a job waits to be killed: however fast it is, it does not end before
+def replace(source, target):  # after ten pieces, the job waits to be killed, so that it cannot end first
     while len(ended) == 10:
         time.sleep(60)
     rename(source, target)
@@ -146,7 +146,7 @@ def test_tokens_that_moved_are_read_and_those_that_were_cut_or_altered_are_refus
     (file,) = (tmp_path / "moved").glob("*/tokens.bin")
     content = file.read_bytes()
     for damaged in (content[:-2], b"x" + content[1:]):
-        file.unlink()  # a thread may still read what is mapped
+        file.unlink()  # a thread may still read the mapped files
         file.write_bytes(damaged)
         with pytest.raises(UserError, match="moved/[0-9a-f]*: is missing, truncated or changed; copy it again"):
             batches(tokens(tmp_path / "moved"))
@@ -185,7 +185,7 @@ def test_a_folder_of_other_tokens_is_not_written_over(tmp_path):
     cfg = text(tmp_path)
     ahead.write(cfg, tmp_path / "out", ALL)
     before = arrays(tmp_path / "out")
-    assert ahead.write(cfg, tmp_path / "out", ALL).holds.documents == 400  # a second time makes nothing
+    assert ahead.write(cfg, tmp_path / "out", ALL).holds.documents == 400  # a second call makes nothing
     os.utime(tmp_path / "a.jsonl", ns=(2, 2))
     with pytest.raises(UserError, match="^--out: .*out holds tokens of other data, other options, or earlier versions of files"):
         ahead.write(cfg, tmp_path / "out", ALL)

@@ -1,4 +1,4 @@
-"""Tokens on disk: made once, whole or not there, the same however the work is cut and shared."""
+"""Tokens on disk: made once, complete or absent, the same however the work is split and shared."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ TEXT = Path(json.__file__).read_text() + Path(json.decoder.__file__).read_text()
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """Use an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "compiler-trainer" / "tokens"
 
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Cuts the work so finely that a few kilobytes are shared by processes."""
+    """Make pieces so small that processes share a few kilobytes."""
     monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
     monkeypatch.setattr(workers, "ALONE", 0)
 
 
 def bpe(path, pre_tokenizer, normalizer=None):
-    """A tokenizer.json trained on the text."""
+    """Train a tokenizer.json on the text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
     if normalizer:
@@ -76,7 +76,7 @@ TOKENIZERS = {
 
 
 def corpus(*files, **options):
-    """The tokens of files, as they lie on disk."""
+    """Return the tokens of files as they are on disk."""
     cfg = DataConfig(name="text", files=tuple(map(str, files)), **{"eval_fraction": 0.0, **options})
     part = build_datasets(cfg, 8, 1).parts[0]
     (volume,) = part.tokens.volumes
@@ -282,7 +282,7 @@ def test_of_a_large_array_blocks_are_compared_its_ends_among_them(tmp_path, monk
         file.write_bytes(bytes(at) + b"x" + bytes(2999 - at))
         seen.append(kept.sample_digest(file) != whole)
     assert sum(seen) == 64 * 8 and seen[0] and seen[2999]
-    file.write_bytes(bytes(512))  # a small one as a whole
+    file.write_bytes(bytes(512))  # a small file is compared completely
     whole = kept.sample_digest(file)
     for at in range(512):
         file.write_bytes(bytes(at) + b"x" + bytes(511 - at))
@@ -415,7 +415,7 @@ def test_a_long_text_is_not_left_with_a_hole(tmp_path, small_pieces):
 
 
 def start(tmp_path, tokenizer):
-    """A process that tokenizes a long text."""
+    """Start a process that tokenizes a long text."""
     code = f"""
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import sources
@@ -428,7 +428,7 @@ build_datasets(DataConfig(name="text", files=({str(tmp_path / "a.txt")!r},), tok
 
 
 def until(holds, seconds=60):
-    """Wait until something holds."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
@@ -437,7 +437,7 @@ def until(holds, seconds=60):
 
 @pytest.fixture
 def long_text(tmp_path, monkeypatch):
-    """A text of many pieces, and the name of its tokenizer."""
+    """Write a text of many pieces; return the name of its tokenizer."""
     monkeypatch.setattr(sources, "PIECE_BYTES", 300_000)
     (tmp_path / "a.txt").write_text((TEXT + "\n") * (20 * sources.PIECE_BYTES // len(TEXT)))
     return bpe(tmp_path / "tokenizer.json", pre_tokenizers.ByteLevel(add_prefix_space=False))

@@ -1,4 +1,4 @@
-"""Conversations: the text is the template's, and the loss counts what the assistant says and nothing else."""
+"""Conversations: the text is the template's, and only the assistant's answers are labels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MESSAGES = [
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """A folder with a tokenizer of bytes and a chat template; the path of its tokenizer.json."""
+    """Write a byte tokenizer and a chat template; return the path of the tokenizer.json."""
     return write_tokenizer(tmp_path)
 
 
@@ -44,7 +44,7 @@ def datasets(path, tokenizer, seq_len=16, **options):
 
 
 def labelled(found, tokenizer):
-    """The texts of the runs of labels, in rows that hold a whole document each."""
+    """Return the texts of consecutive labels, in rows of one complete document each."""
     backend, runs = Tokenizer.from_file(tokenizer), []
     for row in found.train.rows.batch(np.arange(len(found.train.rows)))["labels"]:
         parts = np.split(row, np.flatnonzero(np.diff(row != -100)) + 1)

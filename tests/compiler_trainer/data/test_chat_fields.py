@@ -1,4 +1,4 @@
-"""Everything that a record, a template or a tokenizer says is used, refused by name, or said once: as transformers has it."""
+"""Everything in a record, template or tokenizer is used, refused by name, or reported once, as in transformers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PLAIN = (
 TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + PLAIN
 NOT_NONE = "{% if tools is not none %}{{ tools | tojson }}{% endif %}{% if documents is not none %}{{ documents | length }}{% endif %}" + PLAIN
 CALLS = PLAIN.replace("{{ m['content'] }}", "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endif %}{{ m['content'] }}")
-# Thoughts are written into the last answer only, as by Qwen3.
+# Only the last answer keeps its thoughts, as in Qwen3.
 THINKS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# The generation prompt opens a thought, which answers do not have, as by DeepSeek-R1.
+# The generation prompt opens a thought that answers do not have, as in DeepSeek-R1.
 OPENS = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-# The end of all text closes each rendering, as by Phi-3.
+# The end-of-text token closes each rendering, as in Phi-3.
 CLOSES = PLAIN.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 STRIPS = PLAIN.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
 ENDLESS = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
@@ -46,7 +46,7 @@ CALL = {**A, "content": None, "tool_calls": [{"type": "function", "function": {"
 
 
 class Folder:
-    """A tokenizer of bytes with a template, ours and transformers'."""
+    """A byte tokenizer with a template, loaded by us and by transformers."""
 
     def __init__(self, folder: Path, template: str):
         self.path = write_tokenizer(folder)
@@ -58,7 +58,7 @@ class Folder:
         return self.chats.write(from_row(record, Fields("conversation", names=self.chats.template.names)).content)
 
     def labels(self, record):
-        """Of each sample the text of its labels."""
+        """Return the text of each sample's labels."""
         end = self.tokenizer.end_of_document
         return ["".join(self.tokenizer.name_of(int(i)) for i, is_label in zip([*ids, end], counted) if is_label) for _, (ids, counted) in self.both(record)]
 
@@ -76,7 +76,7 @@ class Folder:
         return theirs
 
 
-# Names that a template gets
+# Variables of a template
 
 
 def test_tools_are_passed_to_the_template(tmp_path):
@@ -195,14 +195,14 @@ def test_keys_that_arrow_fills_with_null_are_no_keys(tmp_path):
     assert "null" not in folder.theirs.decode(found[0].tokens.tolist())
 
 
-# Where an answer begins and ends
+# Begin and end of an answer
 
 
 def test_a_token_that_an_answer_shares_with_its_prompt_is_a_label(tmp_path):
     folder = Folder(tmp_path, PLAIN)
     record = {"messages": [U, {**A, "content": "\nyo"}]}
     assert folder.labels(record) == ["\nyo<|im_end|>\n"]
-    merging = Folder(tmp_path, PLAIN)  # two newlines are one token, as by Qwen and Llama 3
+    merging = Folder(tmp_path, PLAIN)  # two newlines are one token, as in Qwen and Llama 3
     backend = json.loads(Path(merging.path).read_text())
     backend["model"]["vocab"]["ĊĊ"], backend["model"]["merges"] = 300, [["Ċ", "Ċ"]]
     backend["pre_tokenizer"]["use_regex"] = False
@@ -263,7 +263,7 @@ def test_marks_in_a_macro_are_not_used(tmp_path):
     assert folder.labels({"messages": [U, A]}) == ["yo<|im_end|>"] and "inside a macro" in folder.notes({"messages": [U, A]})
 
 
-# What is not used is said
+# Unused fields are reported
 
 
 def test_reasoning_that_a_template_removes_is_said(tmp_path):
@@ -358,7 +358,7 @@ def test_a_prompt_that_both_answers_replace_is_said():
     assert from_row({**given, "prompt": "hi"}, Fields("pair")).unused == ()
 
 
-# Forty templates are compared by tests.nightly.templates; these are of their shapes
+# tests.nightly.templates compares forty templates; these have the same shapes
 
 SHAPES = {"plain": PLAIN, "tools": TOOLS, "not none": NOT_NONE, "calls": CALLS, "thinks": THINKS, "opens": OPENS, "closes": CLOSES, "strips": STRIPS, "endless": ENDLESS}
 

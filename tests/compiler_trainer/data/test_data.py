@@ -1,4 +1,4 @@
-"""Every token once, every row once an epoch, exact resumption, and one clear line for bad input."""
+"""Every token once, every row once per epoch, exact resumption, and one clear line for bad input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SEQ_LENS = st.integers(2, 9)
 
 
 def for_all(*strategies):
-    """The test on the same hundred examples each time, however slow the machine."""
+    """Run the test on the same hundred examples each time, without a deadline."""
     return lambda test: settings(deadline=None, derandomize=True)(given(*strategies)(test))
 
 
@@ -54,7 +54,7 @@ def corpus_of(texts):
 
 
 def documents(cfg):
-    """Every document of the only source of a config."""
+    """Yield every document of a config's only source."""
     asked = ReadOptions(text_fields(cfg.text_column), cfg.document_separator, ByteTokenizer(), Cache(Path("cache")))
     for span in source_of(cfg, cfg.seed, Cache(Path("cache"))).spans:
         yield from (record.read().content for record in READERS[span.reader](span, asked))
@@ -70,7 +70,7 @@ def text_config(*files, **changes):
 
 
 def numbered_loader(rows, batch_size, seed):
-    """A loader whose row i starts with token 2 * i."""
+    """Return a loader whose row i starts with token 2 * i."""
     corpus = Corpus(np.arange(2 * rows + 1, dtype=np.uint16), np.array([0, 2 * rows + 1]), EOD, str(rows))
     return Loader(Mixture([pack(corpus, np.arange(1), seq_len=2)]), batch_size, seed)
 
@@ -189,7 +189,7 @@ def test_whatever_changes_the_rows_changes_their_fingerprint(change):
     assert fingerprint(**change) != fingerprint() == fingerprint()
 
 
-# Held-out documents
+# Validation documents
 
 
 @for_all(st.lists(st.text("abc", min_size=3, max_size=12), min_size=1, max_size=60), st.sampled_from([0.05, 0.3, 0.9]))

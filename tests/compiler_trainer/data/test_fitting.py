@@ -1,4 +1,4 @@
-"""Rows of whole documents: what is fitted where, that nothing is lost or cut without need, and how long it takes."""
+"""Rows of complete documents: where they are placed, that none is lost or cut needlessly, and the time it takes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SEQ_LENS = st.integers(2, 9)
 
 
 def for_all(*strategies):
-    """The test on the same hundred examples each time, however slow the machine."""
+    """Run the test on the same hundred examples each time, without a deadline."""
     return lambda test: settings(deadline=None, derandomize=True)(given(*strategies)(test))
 
 
 def corpus_of(lengths, counted=None):
-    """Documents of so many tokens, numbered through all of them, their last one aside."""
+    """Return documents of the given numbers of tokens, which are numbered, except for closing tokens."""
     offsets = np.cumsum([0, *lengths])
     tokens = np.arange(offsets[-1], dtype=np.uint16)
     tokens[offsets[1:] - 1] = EOD
@@ -48,7 +48,7 @@ def all_of(rows):
 
 
 def pieces_in(batch):
-    """Of each row the (tokens, labels) of each document in it, padding included."""
+    """Return (tokens, labels) of each document in each row, with padding."""
     for tokens, labels, documents in zip(batch["tokens"], batch["labels"], batch["documents"]):
         cuts = np.flatnonzero(np.diff(documents)) + 1
         yield list(zip(np.split(tokens, cuts), np.split(labels, cuts)))
@@ -58,7 +58,7 @@ def pieces_in(batch):
 
 
 def test_rows_by_hand():
-    rows = fitted([3, 4, 2, 3], 6)  # 4 + 2, 3 + 3; the row of the document that comes first is the first
+    rows = fitted([3, 4, 2, 3], 6)  # 4 + 2, 3 + 3; the row of the first document comes first
     batch = all_of(rows)
     assert batch["tokens"].tolist() == [[0, 1, EOD, 9, 10, EOD], [3, 4, 5, EOD, 7, EOD]]
     assert batch["labels"].tolist() == [[1, EOD, -100, 10, EOD, -100], [4, 5, EOD, -100, EOD, -100]]
@@ -78,7 +78,7 @@ def test_padding_is_a_document_of_its_own_without_labels():
 
 
 def test_a_long_document_is_cut_into_rows_and_its_rest_is_fitted():
-    rows = fitted([11, 2], 4)  # 4, 4 and 3 tokens; the document of 2 finds no room beside them
+    rows = fitted([11, 2], 4)  # 4, 4 and 3 tokens; the document of 2 does not fit with them
     batch = all_of(rows)
     assert batch["tokens"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, EOD, EOD], [11, EOD, EOD, EOD]]
     assert batch["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, EOD, -100, -100], [EOD, -100, -100, -100]]
@@ -175,7 +175,7 @@ def room_left(sizes, row_of, room):
 
 
 def one_by_one(sizes, room):
-    """Best fit decreasing, a piece after the other; the room left in each row."""
+    """Place pieces by best fit decreasing, one at a time; return the room left in each row."""
     left: list[int] = []
     for size in sorted(sizes, reverse=True):
         fits = [row for row in range(len(left)) if left[row] >= size]
@@ -186,7 +186,7 @@ def one_by_one(sizes, room):
 
 
 def first_fit(sizes, room):
-    """How many rows it takes to put each piece into the first row that has room."""
+    """Return the number of rows if each piece goes into the first row with enough room."""
     left: list[int] = []
     for size in sizes:
         at = next((row for row in range(len(left)) if left[row] >= size), None)
@@ -223,7 +223,7 @@ def test_a_million_documents_take_seconds():
     corpus = Corpus(np.zeros(1, np.uint16), offsets, EOD, "lengths alone")
     began = time.process_time()
     found = layouts.fit(corpus, np.random.default_rng(1).permutation(len(lengths)), 2048)
-    assert time.process_time() - began < 20  # some 2 s, on a machine of 2024
+    assert time.process_time() - began < 20  # about 2 s on a machine of 2024
     assert found.starts[-1] == len(found.rows) * 2048
     assert lengths.sum() / found.starts[-1] > 0.99
 
@@ -237,7 +237,7 @@ def fitting(path, seq_len=16, batch_size=4, **options):
 
 
 def lines(folder, name="a.jsonl", letters="abcdefgh", most=14):
-    """A file of texts of different lengths, and those texts."""
+    """Write a file of texts of different lengths; return it and the texts."""
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(list(letters), rng.integers(1, most))) for _ in range(50)]
     (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -245,7 +245,7 @@ def lines(folder, name="a.jsonl", letters="abcdefgh", most=14):
 
 
 def texts_of(batch):
-    """The texts that stand whole in rows."""
+    """Return the texts that are complete in rows."""
     found = [bytes(tokens[:-1].tolist()).decode() for row in pieces_in(batch) for tokens, labels in row if (labels != -100).any()]
     return sorted(found)
 
@@ -320,7 +320,7 @@ def test_held_out_rows_are_fitted_in_the_order_of_their_files(tmp_path):
 
 
 def single(batch):
-    """The rows of a batch one by one."""
+    """Yield the rows of a batch one by one."""
     for at in range(len(batch["tokens"])):
         yield {name: array[at] for name, array in batch.items()}
 

@@ -17,7 +17,7 @@ from compiler_trainer.data.datasets import build_datasets
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    """A folder with two splits, and nothing reached but what is on disk."""
+    """Write a folder with two splits, and forbid network access."""
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))

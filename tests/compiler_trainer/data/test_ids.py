@@ -1,4 +1,4 @@
-"""Token ids that other tools made: every kind of file gives the same documents, and what is no id is refused."""
+"""Token ids made by other tools: every kind of file gives the same documents, and invalid ids are refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import sources, worker
 from compiler_trainer.data.datasets import build_datasets
 
-END = 256  # the byte tokenizer's
+END = 256  # end of document of the byte tokenizer
 DOCUMENTS = [[i % 250, *range(i % 40)] for i in range(200)]
 
 
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
-    """An empty cache, and pieces of a hundred bytes."""
+    """Use an empty cache, and pieces of a hundred bytes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "PIECE_BYTES", 100)
     monkeypatch.setattr(worker, "IDS_AT_ONCE", 7)
@@ -30,7 +30,7 @@ def small(tmp_path, monkeypatch):
 
 
 def read(path, **options):
-    """The documents that a file is read as, without what ends them."""
+    """Return the documents of a file, without their closing tokens."""
     cfg = DataConfig(name="text", files=(str(path),), eval_fraction=0.0, text_column="ids", **options)
     (part,) = build_datasets(cfg, 8, 1).parts
     (volume,) = part.tokens.volumes
@@ -41,7 +41,7 @@ def read(path, **options):
 
 
 def megatron(path, sequences, bounds, dtype=np.uint16, code=8):
-    """What `IndexedDatasetBuilder` of Megatron-LM writes."""
+    """Write files as Megatron-LM's `IndexedDatasetBuilder` does."""
     sizes = np.array([len(each) for each in sequences], np.int32)
     pointers = np.concatenate(([0], np.cumsum(sizes[:-1], dtype=np.int64))) * np.dtype(dtype).itemsize
     path.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype(dtype).tobytes())

@@ -1,4 +1,4 @@
-"""Layouts that are kept: the rows of before, in volumes of any size, and of a rank's own rows alone the tokens."""
+"""Stored layouts: the same rows as before, in volumes of any size, with tokens read only for a rank's own rows."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ PACKINGS = ("cut", "fit")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """Use an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "compiler-trainer" / "tokens"
 
 
 @pytest.fixture
 def volumes(monkeypatch):
-    """Cuts two hundred documents into a handful of volumes."""
+    """Split two hundred documents into a few volumes."""
     monkeypatch.setattr(sources, "PIECE_BYTES", 1500)
     monkeypatch.setattr(sources, "VOLUME_BYTES", 3000)
     monkeypatch.setattr("compiler_trainer.data.workers.ALONE", 10_000)
 
 
 def numbered(folder):
-    """Documents that each have letters of their own, which no two share in the same order."""
+    """Return documents with distinct contents."""
     texts = [chr(97 + i % 26) * (1 + i % 30) + f"{i:03}" for i in range(200)]
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     os.utime(folder / "a.jsonl", ns=(1, 1))
@@ -47,7 +47,7 @@ def built(path, packing="fit", batch_size=4, **options):
     return build_datasets(DataConfig(name="text", files=(path,), packing=packing, **{"eval_fraction": 0.0, **options}), 40, batch_size)
 
 
-# As it was before layouts were kept: the first samples of an earlier commit, hashed there.
+# The first rows of a commit before layouts were stored, hashed there.
 BEFORE = {"cut": ("8129431666b5dce7", "ba7a56365eb5c006"), "fit": ("d405908cca9ade57", "5772d010697bea35")}
 
 
@@ -60,7 +60,7 @@ def test_samples_and_their_order_are_those_of_earlier_commits(packing):
             batch = loader.next()
             for name in sorted(batch):
                 value = batch[name].numpy()
-                if name == "documents":  # padding was one more document then
+                if name == "documents":  # padding was one more document at that time
                     value = np.where(value == -1, value.max(axis=1, keepdims=True) + 1, value)
                 digest.update(value.tobytes())
             digest.update(str(loader.filled).encode())
@@ -87,7 +87,7 @@ def test_whatever_decides_the_rows_lays_them_out_anew(tmp_path, cache):
 
 
 def documents_in(batches):
-    """The texts that stand whole in rows."""
+    """Return the texts that are complete in rows."""
     for batch in batches:
         for tokens, documents, labels in zip(*(batch[name].numpy() for name in ("tokens", "documents", "labels"))):
             for number in np.unique(documents[labels != IGNORED_LABEL]):

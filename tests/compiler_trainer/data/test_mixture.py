@@ -1,4 +1,4 @@
-"""Several sources: each gives its share of every stretch of rows, and goes on exactly."""
+"""Several sources: each gives its share of any stretch of rows, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compiler_trainer.data.packing import pack
 
 
 def part(number, rows):
-    """Rows that all hold `number`, and how many they are."""
+    """Return rows that all contain `number`."""
     corpus = Corpus(np.full(2 * rows + 1, number, np.uint16), np.array([0, 2 * rows + 1]), 99, f"{number}-{rows}")
     return pack(corpus, np.arange(1), seq_len=2)
 
@@ -84,7 +84,7 @@ def test_other_weights_are_other_rows():
 
 
 def mixed(folder, **options):
-    """A config of two files, the second with three times the weight."""
+    """Return a config of two files, the second with three times the weight."""
     (folder / "a.txt").write_text("a" * 41)
     (folder / "b.jsonl").write_text(json.dumps({"body": "b" * 401}))
     files = [WeightedSource(files=(str(folder / "a.txt"),)), WeightedSource(files=(str(folder / "b.jsonl"),), text_column="body", weight=3.0)]

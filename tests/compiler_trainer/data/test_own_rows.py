@@ -1,4 +1,4 @@
-"""Datasets of one's own: the rows that they give, each once an epoch, held out, mixed and checked."""
+"""Users' datasets: their rows, once per epoch, split for validation, mixed and checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compiler_trainer.training import trainer
 
 
 class Numbers:
-    """Row n is n, n + 1, ..."""
+    """A dataset in which row n is n, n + 1, ..."""
 
     vocab_size = 50
 
@@ -100,7 +100,7 @@ def test_sources_are_mixed_by_weight_and_one_may_be_for_validation():
     found = built(cfg, 8)
     found.train.next()
     assert found.train.rows_taken == (6, 2) and sorted(found.eval.rows.parts[0].numbers) == [0, 1, 2, 3, 4]
-    assert len(found.train.rows.parts[0]) == 100  # nothing of it is held out
+    assert len(found.train.rows.parts[0]) == 100  # none of it is for validation
 
 
 @pytest.mark.parametrize(("count", "fraction", "sizes"), [(10, 0.0, (10, 0)), (10, 0.05, (9, 1)), (1, 0.5, (1, 0)), (10, 1.0, (0, 10)), (2, 0.9, (1, 1))])

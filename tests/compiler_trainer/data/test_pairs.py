@@ -1,4 +1,4 @@
-"""Preference pairs: a row holds both answers, each after its prompt, and labels are of what was said otherwise."""
+"""Preference pairs: a row has both answers, each after its prompt, and labels only where they differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def written(folder, *records):
 
 
 def texts(batch, row, tokenizer):
-    """What documents and labels of a row say, by document."""
+    """Return the texts of a row's documents and labels, by document."""
     backend, found = Tokenizer.from_file(tokenizer), []
     for document in (0, 1):
         there = batch["documents"][row] == document
@@ -62,7 +62,7 @@ def test_a_row_is_both_answers_after_their_prompt(record, tokenizer, tmp_path):
     asked = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
     wanted = [(f"{asked}{said}<|im_end|>\n<|endoftext|>", f"{said}<|im_end|>\n") for said in ("good", "bad!")]
     assert texts(batch, 0, tokenizer) == wanted
-    starts = np.flatnonzero(np.diff(batch["documents"][0], prepend=-1))  # padding is of document -1
+    starts = np.flatnonzero(np.diff(batch["documents"][0], prepend=-1))  # padding has document -1
     assert batch["documents"][0, starts].tolist() == [0, 1, -1] and not batch["positions"][0, starts].any()
     assert (batch["labels"][0][batch["documents"][0] == -1] == -100).all() and batch["pairs"].tolist() == [1]
 

@@ -1,4 +1,4 @@
-"""A folder's tokenizer is the one that transformers loads: where documents end, what stands before a text, when it stops."""
+"""A folder's tokenizer acts as in transformers: the ends of documents, the tokens before a text, and stops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECIAL = ["<pad>", "<eos>", "<bos>", "</s>", "<|endoftext|>", "<unk>", "<|im_en
 
 
 def write(folder: Path, config=None, around="$A", special=SPECIAL, **files):
-    """A tokenizer of bytes with special tokens, whose post-processor writes `around`; the path of its tokenizer.json."""
+    """Write a byte tokenizer with special tokens, whose post-processor adds `around`; return its tokenizer.json."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -42,7 +42,7 @@ def write(folder: Path, config=None, around="$A", special=SPECIAL, **files):
 
 
 def document(path, text="hi", **options):
-    """The tokens of a text as a document, by their names."""
+    """Return the token names of a text as a document."""
     folder = Path(path).parent
     (folder / "a.jsonl").write_text(json.dumps({"text": text}))
     cfg = DataConfig("text", files=(str(folder / "a.jsonl"),), tokenizer=path, eval_fraction=0.0, **options)

@@ -1,4 +1,4 @@
-"""Data, models and tokenizers of an object store, of https and of the hub: the same as of a disk, by bounded copies."""
+"""Data, models and tokenizers in an object store, behind https and on the hub work as on disk, by bounded copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINES = [f"line {i} " + "é" * (i % 40) for i in range(300)]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """Use an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "compiler-trainer" / "tokens"
 
@@ -45,7 +45,7 @@ def tokens(*files, **options):
 
 
 def corpus(folder: Path) -> Path:
-    """A file of each kind, of the same lines."""
+    """Write a file of each kind with the same lines."""
     folder.mkdir()
     objects = "".join(json.dumps({"text": line}) + "\n" for line in LINES)
     (folder / "a.txt").write_text("\n".join(LINES))
@@ -122,7 +122,7 @@ def test_the_cache_is_bounded_and_says_what_makes_room(tmp_path, store, own_cach
     assert [path.exists() for path in paths] == [False, True, True]
     assert f"{own_cache} had more than 35.0 kB: the longest unused 10." in capsys.readouterr().out
     assert copies.file_here(urls[1], room) == str(paths[1])
-    with pytest.raises(UserError, match="^data.cache_gib: "):  # what was read just now stays
+    with pytest.raises(UserError, match="^data.cache_gib: "):  # recently read copies stay
         copies.file_here(urls[0], room)
 
 
@@ -209,7 +209,7 @@ def test_files_behind_http(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A cache of the hub, and no network."""
+    """Use an own cache of the hub, and no network."""
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -1,4 +1,4 @@
-"""Compiled steps against eager PyTorch: losses, gradient norms and parameters, on any mesh."""
+"""Compiled steps equal eager PyTorch: losses, gradient norms and parameters, on any mesh."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def test_the_model_and_its_initial_values_are_left_alone():
     assert_same(model.state_dict(), before, 0)
 
 
-# ---- other people's modules -------------------------------------------------------------------------
+# ---- third-party modules ----------------------------------------------------------------------------
 
 
 class Centered(nn.Module):
-    """Subtracts the mean of a batch in training and keeps a running mean, as batch normalisation does."""
+    """Subtracts the batch mean in training and keeps a running mean, like batch normalization."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -147,7 +147,7 @@ def test_batch_normalisation_is_that_of_the_whole_batch(mesh):
     trained_alike(perceptron(nn.BatchNorm1d(7)), squared_error, points(), mesh, NO_DECAY)
 
 
-# ---- what is refused --------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

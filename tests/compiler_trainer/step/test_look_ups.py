@@ -1,4 +1,4 @@
-"""Tables that are too short for what is looked up in them are refused before anything is compiled."""
+"""Tables that are too short for their look-ups are refused before compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiler_trainer import UserError
 
 
 class Learned(nn.Module):
-    """Tokens and their positions, looked up; positions are counted, shifted, or those of the batch."""
+    """Looked-up tokens and positions; positions are counted, shifted, or those of the batch."""
 
     def __init__(self, rows: int, how: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks of one attempt of a job meet in a store that still holds what those of earlier attempts wrote."""
+"""Ranks of one attempt of a job meet in a store that still holds the keys of earlier attempts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiler_trainer.step import meeting
 
 
 def attempt(store: dist.Store, names: str, delays: list[float]) -> list[str]:
-    """What each rank takes for the attempt's name; they come after some delays."""
+    """Return the name of the attempt that each rank finds; ranks arrive with delays."""
     found = [""] * len(delays)
 
     def come(rank):

@@ -1,4 +1,4 @@
-"""transformers' own models in pipeline stages, as they are: tied, with rotary tables, experts, an encoder and a decoder."""
+"""transformers' own models in pipeline stages, unmodified: tied, with rotary tables, experts, encoder and decoder."""
 
 from __future__ import annotations
 

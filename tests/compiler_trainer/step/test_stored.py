@@ -1,4 +1,4 @@
-"""Programs of earlier starts: read if the exported graph, options and versions are the same, else compiled again."""
+"""Programs of earlier starts are read if exported graph, options and versions are the same, else compiled again."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def key(model, loss=loss_of_logits, batch=BATCH, **fields):
     return key_of(request, export(request, build_pipeline(request).folding, lambda what: None)).digest
 
 
-# ---- what changes the key ----------------------------------------------------------------------------
+# ---- changes of the key ------------------------------------------------------------------------------
 
 
 def altered(model, path, value):
@@ -258,7 +258,7 @@ def test_a_changed_loss_changes_the_key(place):
 
 
 class Halved(torch.autograd.Function):
-    """x, whose gradient is halved."""
+    """The identity with a halved gradient."""
 
     factor = 0.5
 
@@ -349,7 +349,7 @@ def test_a_changed_file_of_ours_changes_the_key(exported, tmp_path, monkeypatch)
     assert len(set(keys)) == 3
 
 
-# ---- what does not -----------------------------------------------------------------------------------
+# ---- no change of the key ----------------------------------------------------------------------------
 
 SAME = {
     "built again": lambda m: m,
@@ -379,7 +379,7 @@ def test_the_build_of_a_release_leaves_the_key(exported, monkeypatch):
 
 @pytest.mark.full
 def test_other_processes_have_the_same_key():
-    """Whatever the order of their sets."""
+    """The order of their sets does not matter."""
     told = [
         subprocess.run([sys.executable, __file__], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
         for seed in ("1", "2")
@@ -388,7 +388,7 @@ def test_other_processes_have_the_same_key():
     assert len({done.stdout for done in told}) == 1 and len(told[0].stdout.split()) == 2
 
 
-# ---- what has no key -------------------------------------------------------------------------------
+# ---- jobs without a key -----------------------------------------------------------------------------
 
 
 @torch.library.custom_op("plug::double", mutates_args=())
@@ -415,7 +415,7 @@ def test_an_operator_of_ones_own_has_no_key(place, operator):
 
 
 class Never:
-    """No pass runs in these tests."""
+    """A pass that must not run in these tests."""
 
 
 def test_parts_of_ones_own_have_no_key(exported, monkeypatch):
@@ -449,7 +449,7 @@ def test_a_job_without_a_key_is_compiled_each_time_and_says_why(place, tmp_path)
 
 
 def start(place, cache, **how):
-    """(the losses of two steps and of an evaluation, the report) of a start."""
+    """Return (the losses of two steps and of an evaluation, the report) of a start."""
     torch.manual_seed(0)
     how = {"optim": {"lr": 0.1}, "ranks": "lockstep", "mesh": {"dp_shard": 2}} | how
     step = compile_step(place.model(), loss_of_logits, BATCH, cache=cache, **how)
@@ -538,7 +538,7 @@ def test_a_schedule_in_a_file_is_read_again(place, tmp_path):
         return losses, report["program"]["read"]
 
     first, again, split = started(one_f_one_b(2, 2)), started(gpipe(2, 2)), started(zero_bubble(2, 2))
-    assert [is_read for _, is_read in (first, again, split)] == [False, True, False]  # the order alone changes no program
+    assert [is_read for _, is_read in (first, again, split)] == [False, True, False]  # only the order differs, and not the programs
     assert first[0] == again[0] == pytest.approx(split[0])
 
 

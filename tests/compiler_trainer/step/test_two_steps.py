@@ -1,4 +1,4 @@
-"""Two steps of different models and meshes in one process: neither sees the other, even if one fails on its way."""
+"""Two steps of different models and meshes in one process do not affect each other, even if one fails midway."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prepared(name: str):
 
 
 class Failed(Exception):
-    """Planted in the middle of a step."""
+    """An error planted in the middle of a step."""
 
 
 @pytest.mark.sample(1)

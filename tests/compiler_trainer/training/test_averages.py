@@ -1,4 +1,4 @@
-"""Averages of weights are those of a plain loop, on any mesh, through checkpoints, and in what is exported."""
+"""Averages of weights equal those of a plain loop, on any mesh, through checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compiler_trainer.training.trainer import peek
 
 
 class Weights(Callback):
-    """Keeps what weights were before the first step, and after each."""
+    """A callback that keeps the weights before the first step and after each step."""
 
     def __init__(self):
         self.seen = []
@@ -34,7 +34,7 @@ class Weights(Callback):
 
 
 def plainly(seen, ema):
-    """The averages of a plain loop."""
+    """Return the averages of a plain loop."""
     found = {name: value.clone() for name, value in seen[0].items()}
     for weights in seen[1:]:
         found = {name: ema * value + (1 - ema) * weights[name] for name, value in found.items()}
@@ -51,7 +51,7 @@ def test_they_are_those_of_a_plain_loop():
         seen.append(step.state_dict())
         averages.follow(step, 0.75, yes if number else None)
     step(data[0])
-    averages.follow(step, 0.75, no)  # its update was left out
+    averages.follow(step, 0.75, no)  # its update was skipped
     found, wanted = step.wholes("ema."), plainly(seen, 0.75)
     del wanted["frozen"]
     assert {name.removeprefix("ema.") for name in found} == wanted.keys()

@@ -1,4 +1,4 @@
-"""Callbacks are told of each step, evaluation, checkpoint and end, on every rank, and any of them may end the run."""
+"""Callbacks run for each step, evaluation, checkpoint and end, on every rank, and any of them may end the run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from compiler_trainer.training.stop import Stop
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The trainer around `FakeStep`."""
+    """Train around `FakeStep`."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
 class Diary(ct.Callback):
-    """Writes down what it is told, into a list that all of them share."""
+    """A callback that records its calls in a list shared by all callbacks."""
 
     told: list = []
 

@@ -1,4 +1,4 @@
-"""Failed allocations told from other errors, and the answer to one."""
+"""Failed allocations are distinguished from other errors, and get advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:
-    """The error as it is when it was raised, from a cause."""
+    """Return an error as raised, with a cause."""
     try:
         raise error from cause
     except Exception as found:
@@ -69,7 +69,7 @@ JOB = (
 
 
 def trained(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """A step in a process whose memory is limited once it is compiled."""
+    """Take a step in a process whose memory is limited after compilation."""
     (folder / "limit.py").write_text(LIMIT)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "compiler_trainer", *JOB, *overrides]

@@ -1,4 +1,4 @@
-"""A run that ends early goes on to the same bits; one that would go on as another is refused; damage is passed over."""
+"""An interrupted run resumes to the same bits; changed options are refused; damaged checkpoints are skipped."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ KILLED = 3  # the step that is interrupted
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The trainer around `FakeStep`."""
+    """Train around `FakeStep`."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
 @pytest.fixture
 def whole(fake, tmp_path):
-    """A run that nothing disturbed, with checkpoints after steps 2, 4 and 6."""
+    """Return an undisturbed run, with checkpoints after steps 2, 4 and 6."""
     cfg = options(tmp_path / "whole")
     trainer.train(cfg)
     return cfg
 
 
 def during(monkeypatch, number, action):
-    """Do something in a step."""
+    """Call a function during a step."""
     normal, seen = FakeStep.__call__, []
 
     def act(self, batch, lr):
@@ -55,13 +55,13 @@ def folders(run):
 
 
 def broken(path, name="rank_00000.safetensors"):
-    """Flip the last bit of a file of a checkpoint."""
+    """Flip the last bit of a checkpoint's file."""
     content = bytearray((path / name).read_bytes())
     content[-3] ^= 1
     (path / name).write_bytes(content)
 
 
-# Ending early
+# Early ends
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -186,7 +186,7 @@ def test_a_signal_that_is_repeated_while_the_process_ends_does_not_change_its_co
 
 @pytest.fixture
 def plain_interrupts():
-    """SIGINT as Python has it; what launched ranks in this process may have left handlers of its own."""
+    """Restore Python's SIGINT handler; ranks launched earlier in this process may have left other handlers."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -224,7 +224,7 @@ def test_how_a_run_goes_on_is_said_for_its_ranks(local, nodes, says, monkeypatch
     assert stop.how_to_go_on("my run") == says
 
 
-# Going on by name
+# Resuming by name
 
 
 def test_auto_starts_and_starts_again_and_goes_on(whole, tmp_path, monkeypatch):
@@ -300,11 +300,11 @@ def test_what_is_in_the_place_of_a_runs_file_is_named_before_compiling(make, nam
     assert len([*tmp_path.rglob("*")]) == (2 if name else 1)
 
 
-# What may change
+# Options that may change
 
 
 def resumed_with(whole, **groups):
-    """Go on after step 4 with some options given anew; from which `allow` may be left."""
+    """Resume after step 4 with some options changed, of which those in `allow` may differ."""
     shutil.rmtree(Path(whole.run.dir, "checkpoints/step_00000006"), ignore_errors=True)
     allow = groups.pop("allow", ())
     return replace(whole, checkpoint=replace(whole.checkpoint, resume="latest", allow=allow), **groups)
@@ -403,7 +403,7 @@ def test_a_state_that_no_loader_reads_is_refused(state, says, whole):
         trainer.train(resumed_with(whole))
 
 
-# What cannot be written
+# Failures to write
 
 
 @pytest.mark.parametrize("option", ["run.dir", "checkpoint.dir"])

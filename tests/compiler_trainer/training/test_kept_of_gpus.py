@@ -1,4 +1,4 @@
-"""What runs on GPUs say and keep, as far as it shows without one: TF32, memory snapshots, the flight recorder."""
+"""GPU features as far as they can be tested without a GPU: TF32, memory snapshots, the flight recorder."""
 
 from __future__ import annotations
 

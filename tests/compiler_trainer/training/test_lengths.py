@@ -1,4 +1,4 @@
-"""How long a run is, by steps, epochs, tokens or patience, and on what it is evaluated, by source."""
+"""The length of a run in steps, epochs or tokens, or until patience ends, and its evaluation by source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compiler_trainer.training.evaluate import held_out, means
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Runs that compile nothing."""
+    """Replace compilation by a fake step."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
@@ -68,7 +68,7 @@ def test_what_depends_on_steps_is_checked_once_they_are_known(fake, tmp_path):
         trainer.train(cfg)
 
 
-# What is evaluated
+# Evaluation
 
 
 def written(folder, **texts):
@@ -90,7 +90,7 @@ def test_a_validation_set_of_ones_own_is_all_that_is_held_out(tmp_path):
 
 
 class ByLetter:
-    """The loss of a batch is the mean of its labels."""
+    """A step in which the loss of a batch is the mean of its labels."""
 
     def measure(self, batch):
         labels = batch["labels"][batch["labels"] != IGNORED_LABEL]
@@ -111,7 +111,7 @@ def test_the_loss_of_each_source_is_that_of_its_rows_and_all_make_the_whole(batc
         assert [found[name] for name in names] == pytest.approx([loss["loss"] for loss, _ in alone])
         assert labels == sum(count for _, count in alone)
         assert found["loss"] == pytest.approx(sum(loss["loss"] * count for loss, count in alone) / labels)
-    else:  # the rows that a mixture draws
+    else:  # the sequences that a mixture draws
         loader.reset()
         drawn = [loader.next() for _ in range(batches)]
         whole = [labels for batch in drawn for labels in batch["labels"].flatten().tolist() if labels != IGNORED_LABEL]
@@ -135,7 +135,7 @@ def test_losses_by_source_are_recorded(fake, tmp_path):
 
 
 def losses(monkeypatch, *values):
-    """What each evaluation finds."""
+    """Return the losses of all evaluations."""
     left = iter(values)
     monkeypatch.setattr(steps, "means", lambda step, batches: ({"loss": next(left)}, 1))
 
@@ -173,7 +173,7 @@ def test_epochs_after_a_resume_with_another_batch_size_count_rows(before, after,
 
 @pytest.mark.parametrize(("first", "second", "wanted"), [(4, 2, 58), (2, 4, 60)])
 def test_a_run_of_epochs_goes_on_with_another_batch_size(first, second, wanted, fake, tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 303)  # 19 rows of 16
+    (tmp_path / "a.txt").write_text("x" * 303)  # 19 sequences of 16
     data = DataConfig("text", files=(str(tmp_path / "a.txt"),), eval_fraction=0.0, cache=str(tmp_path / "cache"))
     begun, saved = TrainConfig(steps=12 // first, seq_len=16, global_batch_size=first), CheckpointConfig(interval=1)
     assert len(build_datasets(data, 16, 1).train.rows) == 19

@@ -1,4 +1,4 @@
-"""What is recorded of how evenly experts are used."""
+"""Metrics of how evenly experts are used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiler_trainer.training import load
 
 
 def unevenness(buffers):
-    """The metrics, read."""
+    """Return the metrics as floats."""
     return Results(load.unevenness(buffers), torch.device("cpu")).read()
 
 

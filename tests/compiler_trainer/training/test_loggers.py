@@ -1,4 +1,4 @@
-"""Loggers get every record once a step; services are read back; an outage loses nothing."""
+"""Loggers get each step's record once; records are read back from services; an outage loses nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from compiler_trainer.training.loggers import RetryingLogger, metric_name, run_i
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The trainer around `FakeStep`."""
+    """Train around `FakeStep`."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
 class Lines:
-    """Writes lines of text, and whether the run failed."""
+    """A logger that writes lines of text, and at the end whether the run failed."""
 
     def __init__(self, path):
         self.path = path
@@ -45,7 +45,7 @@ class Lines:
 
 
 class Away:
-    """A service that is away for some calls."""
+    """A logger whose service fails for some calls."""
 
     def __init__(self, calls=0, lost=()):
         self.calls, self.taken = calls, []
@@ -121,7 +121,7 @@ def test_what_a_service_does_not_take_is_kept_said_once_and_handed_on(capsys, mo
     kept = RetryingLogger(away := Away(2))
     for step in range(1, 6):
         kept.log({"step": step})
-        now[0] += 20  # every second time it is tried again
+        now[0] += 20  # every second call retries
     assert away.taken == [1, 2, 3, 4, 5]
     said = capsys.readouterr().out
     assert said.count("Away does not accept metrics (ConnectionError: no route to host): they are kept and sent again later") == 1
@@ -140,10 +140,10 @@ def test_what_it_never_took_is_said_to_be_missing(capsys):
 
 
 def logged(content, block=32768):
-    """The records of a file in LevelDB's log format, behind a header of seven bytes: pieces of checksum, size, kind."""
+    """Yield the records of a file in LevelDB's log format: pieces of checksum, size and kind after a 7-byte header."""
     at, whole = 7, b""
     while at + 7 <= len(content):
-        if block - at % block < 7:  # what is left of a block is padding
+        if block - at % block < 7:  # the rest of a block is padding
             at += block - at % block
             continue
         size, kind = struct.unpack_from("<HB", content, at + 4)
@@ -155,7 +155,7 @@ def logged(content, block=32768):
 
 
 def wandb_rows(folder):
-    """The rows of all offline runs of Weights & Biases below a folder, and their ids."""
+    """Return the rows and ids of all offline runs of Weights & Biases below a folder."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows, names = [], set()
@@ -184,7 +184,7 @@ def test_weights_and_biases_offline_is_read_back(fake, tmp_path, monkeypatch):
 
 
 def of_mlflow(uri, experiment):
-    """Parameters, status and values by metric of the only run of an experiment."""
+    """Return parameters, status and values by metric of an experiment's only run."""
     client = pytest.importorskip("mlflow").MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
     history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}

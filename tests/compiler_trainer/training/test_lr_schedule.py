@@ -1,4 +1,4 @@
-"""The learning rate rises to its base, then falls towards its least, which the step after the last would have."""
+"""The learning rate rises to its base, then falls towards its minimum, which would come after the last step."""
 
 from __future__ import annotations
 

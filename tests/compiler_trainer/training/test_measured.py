@@ -1,4 +1,4 @@
-"""Where a step's time went, read from traces that are written by hand."""
+"""The time breakdown of a step, from handwritten traces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ MARKS = {"%block_1 of step": Mark("forward layers.0", LOOPS), "%head of step": M
 
 
 def event(name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1, **args) -> dict:
-    """An event, begin and end in ms."""
+    """Return an event with begin and end in ms."""
     return {"name": name, "cat": cat, "ts": 1e3 * begin, "dur": 1e3 * (end - begin), "pid": 1, "tid": tid, "args": args}
 
 
 def steps(*durations: float) -> list[dict]:
-    """So many steps, one after another."""
+    """Return events of consecutive steps."""
     begins = [sum(durations[:i]) for i in range(len(durations))]
     return [event(f"step {i}", b, b + d, "user_annotation") for i, (b, d) in enumerate(zip(begins, durations), 3)]
 
@@ -26,11 +26,11 @@ def test_on_a_cpu_each_moment_belongs_to_the_innermost_of_nested_events():
         event("aten::mm", 1.0, 2.0),  # while a batch is made: data
         event("%block_1 of step", 3.0, 13.0, "user_annotation"),
         event("aten::mm", 4.0, 8.0),
-        event("aten::copy_", 5.0, 6.0),  # within the product
+        event("aten::copy_", 5.0, 6.0),  # inside the matmul
         event("wait for all_gather tp %w", 9.0, 12.0, axis="tp", operator=WAITS[0]),
         event("%head of step", 13.0, 16.0, "user_annotation"),
         event("aten::add", 14.0, 15.0),
-        event("aten::mm", 0.0, 20.0, tid=2),  # another thread's
+        event("aten::mm", 0.0, 20.0, tid=2),  # on another thread
     ]
     found = break_down(events, MARKS)
     assert (found.step_ms, found.data_ms, found.exposed_ms) == (20.0, 2.0, {"tp": 3.0})
@@ -72,5 +72,5 @@ def test_on_a_gpu_kernels_are_what_the_host_launched_and_collectives_count_where
 def test_a_step_that_is_launched_ahead_lasts_from_the_end_of_the_one_before():
     launches = [event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=n) for n, at in enumerate((0.5, 2.5, 12.5))]
     kernels = [event("gemm", at, at + 9.0, "kernel", 7, correlation=n) for n, at in enumerate((3.0, 12.0, 22.0))]
-    found = break_down([*steps(2.0, 10.0, 10.0), *launches, *kernels], {})  # the device is at a step before until 3
+    found = break_down([*steps(2.0, 10.0, 10.0), *launches, *kernels], {})  # the device runs a previous step until 3
     assert (found.step_ms, found.kinds, found.host_ms) == (9.5, {"products": 9.0}, 0.5)

@@ -1,4 +1,4 @@
-"""What becomes of a run at a loss that is infinite or not a number."""
+"""Runs with a loss that is infinite or not a number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def policy(cfg, name):
 
 
 class Run:
-    """The trainer around a `FakeStep` that loses its loss where told."""
+    """A trainer around a `FakeStep` whose loss is not finite at given calls."""
 
     def __init__(self, monkeypatch, is_bad, norm=False):
         self.rows, self.weights = [], []
@@ -99,7 +99,7 @@ def test_a_run_that_was_rolled_back_resumes_to_the_same_bits(tmp_path, monkeypat
 
 
 def test_where_the_state_itself_is_bad_an_earlier_one_is_taken(tmp_path, monkeypatch, capsys):
-    run = Run(monkeypatch, lambda call, w: call >= 5 and torch.equal(w, run.weights[4]))  # what was saved after step 4
+    run = Run(monkeypatch, lambda call, w: call >= 5 and torch.equal(w, run.weights[4]))  # the state saved after step 4
     cfg = policy(options(tmp_path / "run"), "rollback")
     trainer.train(cfg)
     said = capsys.readouterr().out

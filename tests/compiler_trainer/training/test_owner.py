@@ -1,4 +1,4 @@
-"""One run a folder: another is refused, a job that comes back notices, and what others wrote is left alone."""
+"""One run per folder: a second one is refused, a returning job notices, and foreign files stay untouched."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ time.sleep(600)
 
 @pytest.fixture
 def held(tmp_path, monkeypatch):
-    """A folder that another process holds, and that process."""
+    """Yield a folder that another process locks, and that process."""
     monkeypatch.setattr(owner, "PATIENCE_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
@@ -112,7 +112,7 @@ def test_a_folder_that_is_deleted_is_made_anew_and_said(tmp_path, capsys):
         assert not restored
         shutil.rmtree(tmp_path / "run")
         owners.check()
-        assert restored == [True, True]  # of the run folder, and of that for checkpoints in it
+        assert restored == [True, True]  # for the run folder and for its folder of checkpoints
         owners.check()
     assert capsys.readouterr().out.count("was deleted while a run writes to it") == 2
 

@@ -1,4 +1,4 @@
-"""Ranks that others wait for, and losses that jump."""
+"""Slow ranks and loss spikes are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that is killed is named in a line by those that are left."""
+"""The remaining ranks name a killed rank in one line."""
 
 from __future__ import annotations
 

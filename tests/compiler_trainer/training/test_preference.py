@@ -1,4 +1,4 @@
-"""Preference pairs: what DPO trains is what a plain loop makes of them, on any mesh, beside a reference of its own."""
+"""Preference pairs: DPO trains as a plain loop does, on any mesh, with its own reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW, VOCAB = 13, 61
 
 
 def pairs(rows=6, seed=3):
-    """Batches of pairs of uneven lengths; the last row of each only fills it."""
+    """Return batches of pairs of uneven lengths; the last sample of each batch is only filler."""
     draw = torch.Generator().manual_seed(seed)
     found = []
     for _ in LRS:
@@ -45,7 +45,7 @@ def pairs(rows=6, seed=3):
 
 
 def by_hand(model, batch):
-    """Log-probabilities of each answer, its document run alone."""
+    """Return the log-probabilities of each answer, from a separate run on its document."""
     found = torch.zeros(len(batch["tokens"]), 2, dtype=torch.float64)
     for row, documents in enumerate(batch["documents"]):
         for document in (0, 1):
@@ -57,7 +57,7 @@ def by_hand(model, batch):
 
 
 def plain_dpo(model, batch, beta=0.3, smoothing=0.1):
-    """The loss of equation 7, pair by pair."""
+    """Return the loss of equation 7, pair by pair."""
     answers, losses = by_hand(model, batch), []
     for row in range(len(answers)):
         if batch["pairs"][row]:
@@ -77,7 +77,7 @@ CASES = [(*case, 1) for case in MESHES] + [(*case, 5) for case in IN_CHUNKS]
 
 
 def in_chunks(step):
-    """How many losses it takes in chunks."""
+    """Return the number of losses that a step computes in chunks."""
     return next(p["report"]["counts"].get("losses", 0) for p in step.report["passes"] if p["name"] == "chunk_loss")
 
 
@@ -141,7 +141,7 @@ def test_a_reference_needs_less_memory_than_a_step_that_keeps_least():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pairs in a file, whose rejected answers are all alike, beside a tokenizer of bytes."""
+    """Write pairs whose rejected answers are all equal, and a byte tokenizer."""
     folder = tmp_path_factory.mktemp("pairs")
     write_tokenizer(folder)
     lines = [{"prompt": f"{i}?", "chosen": f"{i + 1}.", "rejected": "never"} for i in range(40)]
@@ -150,7 +150,7 @@ def folder(tmp_path_factory):
 
 
 def trainer(folder, where, **options):
-    """A run of DPO on a small decoder."""
+    """Return a DPO run on a small decoder."""
     data = {"name": "text", "files": [str(folder / "pairs.jsonl")], "tokenizer": str(folder / "tokenizer.json"), "chat": True}
     given = {
         "model": {"n_layers": 1, "dim": 32, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32, "vocab_size": 259, "attention": "documents"},
@@ -180,7 +180,7 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
     options = {"eval": {"interval": 3}, "lr_schedule": "constant", "run": {"dir": str(tmp_path / "parts"), "dump_graphs": False}}
     trainer(folder, "", train=part, **options).train()
     kept = (tmp_path / "parts" / FILE).read_bytes()
-    (tmp_path / "parts" / FILE).write_bytes(kept[:500] + b"?" + kept[501:])  # damaged: computed anew from initial weights
+    (tmp_path / "parts" / FILE).write_bytes(kept[:500] + b"?" + kept[501:])  # damaged, so computed again from the initial weights
     trainer(folder, "", checkpoint={"resume": "latest"}, **options).train()
     trainer(folder, "", **options | {"run": {"dir": str(tmp_path / "undisturbed"), "dump_graphs": False}}).train()
     with np.load(tmp_path / "parts" / FILE) as again, np.load(tmp_path / "undisturbed" / FILE) as wanted:

@@ -1,4 +1,4 @@
-"""What a run says before it compiles: what it will do, and what of it is hardly meant."""
+"""Lines before compilation: a description of the run, and notes on probable mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bit that flips in one of several copies is noticed, named, and repaired where most ranks agree."""
+"""A flipped bit in one of several copies is detected, named, and repaired if most ranks agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiler_trainer.training.replicas import Replicas, bit_sum, differences
 
 
 def step_of(**mesh):
-    """A step on a mesh, once taken."""
+    """Return a step on a mesh that has been taken once."""
     data = points(dtype=torch.float32)
     step = compile_lockstep(perceptron(dtype=torch.float32), squared_error, data[0], mesh, NO_DECAY)
     step(data[0])
@@ -69,7 +69,7 @@ def test_what_two_of_three_hold_is_given_to_the_third(tmp_path, capsys):
 def test_shards_are_compared_with_their_own_copies(tmp_path):
     step = step_of(dp_replicate=3, dp_shard=2)
     name = a_weight(step)
-    flip(step, name, 3)  # of replica 1, shard 1
+    flip(step, name, 3)  # in replica 1, shard 1
     (found,) = differences(step)
     assert (found.name, found.right, found.wrong) == (name, (1, 5), (3,))
 

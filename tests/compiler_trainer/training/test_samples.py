@@ -1,4 +1,4 @@
-"""Samples while training are what `generate` makes of the same checkpoint, on every mesh, and training is as without."""
+"""Samples during training equal those of `generate` on the same checkpoint, on every mesh, and do not affect it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLDER = FolderConfig(path=str(folders.folder("llama")))
 
 
 def sampling(cfg, prompts=PROMPTS):
-    """A run that samples, and moves its weights so far that it shows."""
+    """Return a run that samples, and changes its weights noticeably."""
     return replace(cfg, eval=replace(cfg.eval, prompts=prompts, sample_tokens=5), optim=replace(cfg.optim, lr=0.3))
 
 

@@ -1,4 +1,4 @@
-"""Throughput and its share of a GPU's peak."""
+"""Throughput, and its share of a GPU's peak."""
 
 from __future__ import annotations
 

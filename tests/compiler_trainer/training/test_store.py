@@ -1,4 +1,4 @@
-"""Runs that read from and save to an object store: killed, resumed on another machine, and while it is away."""
+"""Runs that read from and save to an object store: killed, resumed on another machine, and during an outage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def text(store, tmp_path_factory):
-    """A folder of text in the store."""
+    """Return a folder of text in the store."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(3):
         (folder / f"{number}.txt").write_text(f"The fjord number {number} is a long, narrow inlet of the sea. " * 40)
@@ -37,7 +37,7 @@ def text(store, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """What fails is tried again soon."""
+    """Shorten the retry times."""
     monkeypatch.setattr(sender, "RETRY_S", 0.1)
     monkeypatch.setattr(sender, "LAST_RETRY_S", 0.1)
 
@@ -59,7 +59,7 @@ def assert_same(found, expected):
 
 @pytest.fixture(scope="module")
 def undisturbed(store, text, tmp_path_factory):
-    """What a run ends with that nothing happens to."""
+    """Return the final state of an undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     train(job(folder, None, text))
     return weights(folder), timeless(metrics(folder))
@@ -137,7 +137,7 @@ def test_what_an_outage_until_the_end_left_behind_is_copied_by_resume(tmp_path, 
         store.start()
     assert_same(weights(folder), undisturbed[0])
     assert RemoteCheckpoints(url).steps() == []
-    assert call("resume", folder) == 0  # it has all its steps
+    assert call("resume", folder) == 0  # the run already has all its steps
     assert RemoteCheckpoints(url).steps() == [4, 6]
 
 

@@ -1,4 +1,4 @@
-"""Traces of steps: collectives named as the graph names them, in the run's own folder."""
+"""Traces of steps: collectives have the graph's names, in the run's own folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def options(folder, steps: int) -> Config:
 
 
 def event(node, at: float) -> dict:
-    """What the profiler tells of a node: two events are a step apart."""
+    """Return the profiler's event of a node; steps are a fixed time apart."""
     dims = list(ir.value(node.args[0]).shape) if ir.is_tensor(node.args[0]) else [[1], [2]]
     return {"name": node.target._schema.name, "cat": "cpu_op", "ts": at, "args": {"Input Dims": [dims, []]}}
 

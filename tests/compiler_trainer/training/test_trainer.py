@@ -1,4 +1,4 @@
-"""A run: what it leaves behind, that resuming changes nothing, and that a refused input leaves no trace."""
+"""A run's output, resuming without changes, and refused input that leaves no trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from passes.program.spec import Spec
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The trainer around `FakeStep`."""
+    """Train around `FakeStep`."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
@@ -124,7 +124,7 @@ def test_evaluation_is_compiled_only_where_the_run_evaluates(interval, evaluates
     assert asked == [evaluates]
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("packing", ["cut", "fit"])
@@ -152,7 +152,7 @@ def test_going_on_in_another_folder(fake, tmp_path):
 
 
 def refusal(cfg):
-    """The one line that refuses `cfg`; nothing on disk changes."""
+    """Return the one line that refuses `cfg`, and check that nothing on disk changed."""
     folder = Path(cfg.run.dir).parent
     before = sorted(folder.rglob("*"))
     with pytest.raises(UserError) as caught:
@@ -290,7 +290,7 @@ def test_a_disk_that_does_not_take_the_graphs_is_one_line(tmp_path, monkeypatch,
 
 
 class Rows:
-    """Data read by a rank."""
+    """Data as read by a rank."""
 
     def __init__(self, fingerprint):
         self.train = self.rows = self
@@ -299,7 +299,7 @@ class Rows:
 
 @pytest.fixture
 def rank_0(monkeypatch):
-    """A function that says what rank 0, another one, was given."""
+    """Return a function that plays a broadcast from a rank 0 with other values."""
 
     def given(*values):
         monkeypatch.setattr(prepare.dist, "is_initialized", lambda: True)

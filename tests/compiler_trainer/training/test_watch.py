@@ -1,4 +1,4 @@
-"""A rank that does not move is noticed, named, and ends the job."""
+"""A rank that hangs is detected and named, and ends the job."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_stopped_rank_of_two_is_named(tmp_path):
             os.kill(stopped[0], signal.SIGSTOP)
             said = next(line for line in job.stderr if "no progress for" in line)
         finally:
-            for process in stopped:  # in a session of its own
+            for process in stopped:  # each in its own session
                 os.kill(process, signal.SIGKILL)
             os.killpg(job.pid, signal.SIGKILL)
     assert re.search(r"rank 1 does not answer, it was last in ([FBGRU]1( of microbatch [01])?, )?.* after step", said)
@@ -141,7 +141,7 @@ def test_a_rank_that_waits_in_a_task_names_it_and_its_microbatch():
 
 
 def second_rank(launcher: int) -> int:
-    """The process of rank 1 below a launcher."""
+    """Return the process of rank 1 below a launcher."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
