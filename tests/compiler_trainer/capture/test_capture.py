@@ -69,8 +69,8 @@ def test_tied_weights_become_one_input_and_train_as_one():
     assert names(captured(model, next_token, data[0]), "parameter") == ["embed.weight"]
     step = compile_lockstep(model, next_token, data[0], {"dp_shard": 2}, NO_DECAY)
     metrics, state = train_plainly(model, next_token, data, NO_DECAY)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same(result, expected, 1e-10)
     assert_same(step.state_dict(), {"embed.weight": state["head.weight"]}, 1e-10)
 
 
@@ -86,9 +86,9 @@ def test_operators_know_their_module_and_source_line():
 def test_origins_survive_to_the_backward_of_the_final_program():
     step = compile_lockstep(llama(), llama_loss, batches()[0], {"dp_shard": 2})
     calls = list(step.train["step"].program.calls())
-    found = {(ir.phase(n), ir.module_path(n)) for n in calls if n.target is torch.ops.aten.mm.default
+    result = {(ir.phase(n), ir.module_path(n)) for n in calls if n.target is torch.ops.aten.mm.default
              or "linear" in str(n.target)}
-    assert ("backward", "layers.0.feed_forward.w1") in found
+    assert ("backward", "layers.0.feed_forward.w1") in result
     scatters = [n for n in calls if "reduce_scatter" in str(n.target)]
     assert scatters and all(ir.source(n) for n in scatters)
 
@@ -111,8 +111,8 @@ class Cut(nn.Module):
         with torch.no_grad():
             kept = h.tanh()
             with torch.enable_grad():
-                again = h.sigmoid()
-        return self.down(kept + again)
+                second = h.sigmoid()
+        return self.down(kept + second)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}], ids=str)
@@ -123,8 +123,8 @@ def test_what_has_no_gradient_in_the_model_has_none_in_the_step(how, mesh):
     model, data = Cut(how).double(), points()
     metrics, state = train_plainly(model, squared_error, data, NO_DECAY)
     step = compile_lockstep(model, squared_error, data[0], mesh, NO_DECAY)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same(result, expected, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
 
 
@@ -137,8 +137,8 @@ class Taught(nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            wanted = self.teacher(x).tanh()
-        return self.student(x) - wanted
+            expected = self.teacher(x).tanh()
+        return self.student(x) - expected
 
 
 def test_operators_of_a_no_grad_region_know_their_line_and_module():

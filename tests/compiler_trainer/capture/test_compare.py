@@ -62,8 +62,8 @@ def test_a_model_is_captured_as_it_is(p, values):
 ], ids=["values", "structure", "random"])
 def test_a_gradient_that_is_cut_is_named(monkeypatch, p, values, says):
     monkeypatch.setattr(capturing, "write_gradients", cut)
-    found = captured_difference(Net(p), loss, BATCH, values=values)
-    assert re.match(says, found), found
+    result = captured_difference(Net(p), loss, BATCH, values=values)
+    assert re.match(says, result), result
 
 
 def test_a_gradient_that_the_model_does_not_have_is_named(monkeypatch):

@@ -108,8 +108,8 @@ def module_is_converted(m, x):
 
 def gradient(m, x):
     leaf = x.detach().requires_grad_()
-    (found,) = torch.autograd.grad((torch.tanh(leaf) * m.weight).sum(), leaf)
-    return x * found
+    (result,) = torch.autograd.grad((torch.tanh(leaf) * m.weight).sum(), leaf)
+    return x * result
 
 
 def vjp(m, x):

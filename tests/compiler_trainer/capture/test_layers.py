@@ -79,10 +79,10 @@ def test_stacks_of_an_encoder_and_a_decoder_are_two():
         "linear_7 decoder.1", "tanh_3 decoder.1", "linear_8 decoder.1", "add_3 decoder.1", "mul_1 -",
         "square -", "mean -",
     ]  # fmt: skip
-    found = inputs(program)
-    assert (found["encoder.1.up.weight"], found["decoder.0.down.weight"]) == ("encoder.1", "decoder.0")
-    assert (found["shared.weight"], found["unused.weight"]) == ("-", "-")
-    assert found["decoder.1.extra.weight"] == "decoder.1"  # nothing reads it
+    result = inputs(program)
+    assert (result["encoder.1.up.weight"], result["decoder.0.down.weight"]) == ("encoder.1", "decoder.0")
+    assert (result["shared.weight"], result["unused.weight"]) == ("-", "-")
+    assert result["decoder.1.extra.weight"] == "decoder.1"  # nothing reads it
 
 
 class Parts(nn.Module):

@@ -20,9 +20,9 @@ def test_a_model_that_caches_its_keys(name, mesh):
     model = zoo.build(name)
     model.config.use_cache = True
     data = [zoo.batch()] * 3
-    wanted, _ = train_plainly(model, zoo.loss_fn, data, NO_DECAY)
+    expected, _ = train_plainly(model, zoo.loss_fn, data, NO_DECAY)
     step = compile_lockstep(model, zoo.loss_fn, data[0], mesh, NO_DECAY)
-    for batch, lr, metrics in zip(data, LRS, wanted, strict=True):
+    for batch, lr, metrics in zip(data, LRS, expected, strict=True):
         assert step(batch, lr) == pytest.approx(metrics, abs=1e-10)
 
 

@@ -114,16 +114,16 @@ def captured(model: nn.Module) -> ir.Program:
 @pytest.mark.parametrize(("stack", "model"), MODELS.items(), ids=MODELS)
 def test_repetitions_are_layers_that_begin_with_their_residual_stream(stack, model):
     program = captured(model())
-    found = [str(ir.layer(node) or "") for node in program.calls()]
-    order = list(dict.fromkeys(found))
+    result = [str(ir.layer(node) or "") for node in program.calls()]
+    order = list(dict.fromkeys(result))
     assert order == ["", *(f"{stack}.{i}" for i in range(4))]  # operators without a layer are only before and after them
-    sizes = Counter(found)
+    sizes = Counter(result)
     assert len({sizes[layer] for layer in order[1:]}) == 1
     for layer in order[1:]:
-        own = [node for node, name in zip(program.calls(), found) if name == layer]
+        own = [node for node, name in zip(program.calls(), result) if name == layer]
         leaving = [node for node in own if any(user not in own for user in node.users)]
         assert len(leaving) == 1 and leaving[0].target is torch.ops.aten.add.Tensor
-    assert not any(found[i] for i, node in enumerate(program.calls()) if ir.source(node).endswith("embed"))
+    assert not any(result[i] for i, node in enumerate(program.calls()) if ir.source(node).endswith("embed"))
 
 
 def test_a_parameter_is_of_the_repetition_that_reads_it_and_of_none_if_several_do():
@@ -166,8 +166,8 @@ class Numbered(Ends):
 
 
 def test_numbered_modules_in_a_row_are_layers_as_they_are():
-    found = dict.fromkeys(str(ir.layer(node) or "") for node in captured(Numbered()).calls())
-    assert [*found] == ["", "first.0", "first.1", *(f"layers.{i}" for i in range(4))]
+    result = dict.fromkeys(str(ir.layer(node) or "") for node in captured(Numbered()).calls())
+    assert [*result] == ["", "first.0", "first.1", *(f"layers.{i}" for i in range(4))]
 
 
 @pytest.mark.parametrize(("stack", "model"), MODELS.items(), ids=MODELS)

@@ -74,8 +74,8 @@ def test_shares_make_the_same_in_any_order_and_the_last_joins(order, volume_byte
     monkeypatch.setattr(sources, "VOLUME_BYTES", volume_bytes)
     cfg = text(tmp_path)
     whole = ahead.write(cfg, tmp_path / "whole", ALL)
-    found = [ahead.write(cfg, tmp_path / "out", Share(number, 3)) for number in order]
-    assert found[:2] == [None, None] and found[2].holds == whole.holds
+    result = [ahead.write(cfg, tmp_path / "out", Share(number, 3)) for number in order]
+    assert result[:2] == [None, None] and result[2].holds == whole.holds
     assert arrays(tmp_path / "out") == arrays(tmp_path / "whole")
     assert ahead.read(tmp_path / "out") == ahead.read(tmp_path / "whole")
     assert not list((tmp_path / "out").glob("*.part"))

@@ -94,9 +94,9 @@ def documents_of(corpus):
 def test_parts_of_a_text_give_the_tokens_of_the_whole(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("compiler_trainer.data.cutting.PART_BYTES", 700)
     tokenizer = build_tokenizer(TOKENIZERS[kind](tmp_path / "tokenizer.json"))
-    found = list(parts(TEXT, tokenizer.encode))
-    assert "".join(found) == TEXT and (len(found) > 10) == (kind != "a mark before every text")
-    assert np.concatenate(tokenizer.encode(found)).tolist() == tokenizer.encode([TEXT])[0].tolist()
+    result = list(parts(TEXT, tokenizer.encode))
+    assert "".join(result) == TEXT and (len(result) > 10) == (kind != "a mark before every text")
+    assert np.concatenate(tokenizer.encode(result)).tolist() == tokenizer.encode([TEXT])[0].tolist()
 
 
 def test_a_text_without_white_space_is_not_cut():
@@ -112,9 +112,9 @@ def test_a_text_without_white_space_is_not_cut():
 def test_pieces_of_one_long_text_join_to_its_tokens(kind, tmp_path, small_pieces):
     name = TOKENIZERS[kind](tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text(TEXT)
-    found, stored = corpus(tmp_path / "a.txt", tokenizer=name)
+    result, stored = corpus(tmp_path / "a.txt", tokenizer=name)
     tokenizer = build_tokenizer(name)
-    assert documents_of(found) == [[*tokenizer.encode([TEXT])[0].tolist(), tokenizer.end_of_document]]
+    assert documents_of(result) == [[*tokenizer.encode([TEXT])[0].tolist(), tokenizer.end_of_document]]
     assert summary(stored).documents == 1
 
 
@@ -177,8 +177,8 @@ WRITERS = [write_jsonl, write_open_jsonl, write_gzip, write_zstd, write_parquet,
 def test_every_kind_of_file_gives_every_document_once(write, tmp_path, small_pieces):
     (tmp_path / "data").mkdir()
     path, options = write(tmp_path / "data")
-    found, stored = corpus(path, **options)
-    assert documents_of(found) == [[*line.encode(), 256] for line in LINES if line]
+    result, stored = corpus(path, **options)
+    assert documents_of(result) == [[*line.encode(), 256] for line in LINES if line]
     assert (summary(stored).documents, summary(stored).empty, summary(stored).skipped) == (len(LINES), 1, 0)
 
 
@@ -187,8 +187,8 @@ def test_a_document_is_where_it_was_wherever_pieces_begin(tmp_path, monkeypatch)
     for size in (64, 65, 66, 67, 68, 69, 70, 71, 5000):
         monkeypatch.setattr(sources, "PIECE_BYTES", size)
         monkeypatch.setattr(workers, "ALONE", 10_000)
-        found, _ = corpus(path, cache=str(tmp_path / str(size)), **options)
-        assert documents_of(found) == [[*line.encode(), 256] for line in LINES if line]
+        result, _ = corpus(path, cache=str(tmp_path / str(size)), **options)
+        assert documents_of(result) == [[*line.encode(), 256] for line in LINES if line]
 
 
 # Once, and whole
@@ -198,8 +198,8 @@ def test_a_second_start_reads_nothing(tmp_path, monkeypatch):
     path, _ = write_jsonl(tmp_path)
     first, stored = corpus(path)
     monkeypatch.setattr("compiler_trainer.data.stored.tokenize", None)
-    second, again = corpus(path)
-    assert second.fingerprint == first.fingerprint and again == stored
+    second, repeated = corpus(path)
+    assert second.fingerprint == first.fingerprint and repeated == stored
     assert np.array_equal(second.tokens, first.tokens) and np.array_equal(second.offsets, first.offsets)
 
 
@@ -267,8 +267,8 @@ def test_a_damaged_cache_is_made_anew_and_said(damage, name, tmp_path, capsys):
     before, stored = corpus(path)
     expected = documents_of(before)
     damage(stored.folder / name)
-    found, _ = corpus(path)
-    assert documents_of(found) == expected
+    result, _ = corpus(path)
+    assert documents_of(result) == expected
     assert f"{stored.folder} was truncated or changed, and is made again\n" in capsys.readouterr().out
     assert not list(stored.folder.parent.glob("*.part"))
 
@@ -325,7 +325,7 @@ def test_two_that_want_the_same_corpus_make_it_once(tmp_path, monkeypatch, capsy
 
 def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, monkeypatch, cache):
     path, _ = write_jsonl(tmp_path)
-    waits, said = threading.Event(), []
+    waits, output = threading.Event(), []
 
     def gives_up(*args):
         monkeypatch.setattr("compiler_trainer.data.stored.tokenize", workers.tokenize)
@@ -333,7 +333,7 @@ def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, mon
         raise UserError("first", "gives up")
 
     def say(text, flush):
-        said.append(text)
+        output.append(text)
         waits.set()
 
     monkeypatch.setattr("compiler_trainer.data.stored.tokenize", gives_up)
@@ -341,7 +341,7 @@ def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, mon
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(corpus, path) for _ in range(2)]
     errors = [str(job.exception()) for job in both if job.exception()]
-    assert errors == ["first: gives up"] and "waiting for another process" in said[0]
+    assert errors == ["first: gives up"] and "waiting for another process" in output[0]
     assert not list(cache.glob("*.part"))
 
 
@@ -381,8 +381,8 @@ def test_bad_records_are_skipped_counted_and_said(tmp_path, small_pieces):
     cfg = DataConfig(name="text", files=(str(tmp_path / "a.jsonl"),), bad_records="skip", eval_fraction=0.0)
     datasets = build_datasets(cfg, 8, 1)
     assert datasets.parts[0].tokens.holds[:4] == (500, 100, 0, 200)
-    said = f"200 bad records are skipped, the first is {tmp_path}/a.jsonl:2: is not JSON: Expecting value at column 2"
-    assert said in datasets.describe(1)
+    message = f"200 bad records are skipped, the first is {tmp_path}/a.jsonl:2: is not JSON: Expecting value at column 2"
+    assert message in datasets.describe(1)
 
 
 @pytest.mark.full
@@ -458,11 +458,11 @@ def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(numbe
     assert not [child for child in children if child.is_running()]
     (partial,) = cache.iterdir()
     assert partial.suffix == ".part"
-    found, _ = corpus(tmp_path / "a.txt", tokenizer=long_text)
+    result, _ = corpus(tmp_path / "a.txt", tokenizer=long_text)
     assert "resuming in" in capsys.readouterr().out
     tokenizer = build_tokenizer(long_text)
     text = (tmp_path / "a.txt").read_text()
-    assert found.tokens[:-1].tolist() == np.concatenate(tokenizer.encode(list(parts(text, tokenizer.encode)))).tolist()
+    assert result.tokens[:-1].tolist() == np.concatenate(tokenizer.encode(list(parts(text, tokenizer.encode)))).tolist()
 
 
 def test_a_process_ends_at_once_when_nobody_can_ask_it_any_more(tmp_path, long_text):

@@ -187,12 +187,12 @@ def test_keys_that_arrow_fills_with_null_are_no_keys(tmp_path):
     rows = [{"messages": [U, CALL]}, {"messages": [U, other]}, {"messages": [U, A]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = []
+    result = []
     for name in ("a.parquet", "a.jsonl"):
         cfg = DataConfig("text", files=(str(tmp_path / name),), tokenizer=folder.path, chat=True, eval_fraction=0.0)
-        found.append(build_datasets(cfg, 100, 1).parts[0].train.corpus)
-    assert found[0].tokens.tolist() == found[1].tokens.tolist() and found[0].counted.tolist() == found[1].counted.tolist()
-    assert "null" not in folder.theirs.decode(found[0].tokens.tolist())
+        result.append(build_datasets(cfg, 100, 1).parts[0].train.corpus)
+    assert result[0].tokens.tolist() == result[1].tokens.tolist() and result[0].counted.tolist() == result[1].counted.tolist()
+    assert "null" not in folder.theirs.decode(result[0].tokens.tolist())
 
 
 # Begin and end of an answer
@@ -308,9 +308,9 @@ def test_fields_that_are_not_used_are_said_once(tmp_path):
     folder = Folder(tmp_path, PLAIN)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": [{**U, "name": "a"}, A], "id": i, "source": "s"}) + "\n" for i in range(9)))
     cfg = DataConfig("text", files=(str(tmp_path / "a.jsonl"),), tokenizer=folder.path, chat=True, eval_fraction=0.0)
-    said = build_datasets(cfg, 60, 1).describe(1)
-    assert said.count(f"fields not used: id, source (first: {tmp_path}/a.jsonl:1)") == 1 and said.count('"name" of messages of role user') == 1
-    assert build_datasets(cfg, 60, 1).describe(1) == said  # from the cache
+    output = build_datasets(cfg, 60, 1).describe(1)
+    assert output.count(f"fields not used: id, source (first: {tmp_path}/a.jsonl:1)") == 1 and output.count('"name" of messages of role user') == 1
+    assert build_datasets(cfg, 60, 1).describe(1) == output  # from the cache
 
 
 def test_columns_of_a_table_that_are_not_read_are_said(tmp_path):
@@ -375,9 +375,9 @@ def test_samples_of_one_conversation_are_of_the_same_half(tmp_path):
     rows = [{"messages": [{**U, "content": f"q{i}"}, {**A, "content": f"<{i}>"}, U, {**A, "content": f"({i})"}]} for i in range(60)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = DataConfig("text", files=(str(tmp_path / "a.jsonl"),), tokenizer=folder.path, chat=True, eval_fraction=0.2)
-    found = build_datasets(cfg, 200, 1)
+    result = build_datasets(cfg, 200, 1)
     seen = []
-    for rows in (found.train.rows, found.eval.rows):
+    for rows in (result.train.rows, result.eval.rows):
         text = folder.theirs.decode(rows.batch(np.arange(len(rows)))["tokens"].ravel().tolist())
         seen.append({i for i in range(60) if f"<{i}>" in text})
         assert seen[-1] == {i for i in range(60) if f"({i})" in text}
@@ -393,8 +393,8 @@ def test_several_processes_write_what_one_does(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 1500)
     monkeypatch.setattr(workers, "ALONE", 0)
     several = build_datasets(DataConfig("text", **options, cache=str(tmp_path / "several")), 100, 1)
-    first, second = (found.parts[0].train.corpus for found in (one, several))
+    first, second = (result.parts[0].train.corpus for result in (one, several))
     for name in ("tokens", "offsets", "counted", "continues"):
         assert getattr(first, name).tolist() == getattr(second, name).tolist()
-    notes = [found.parts[0].tokens.holds.notes for found in (one, several)]
+    notes = [result.parts[0].tokens.holds.notes for result in (one, several)]
     assert notes[0] == notes[1] and "fields not used: id" in notes[0]

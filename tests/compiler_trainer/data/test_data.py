@@ -307,8 +307,8 @@ def test_a_column_of_text_is_read_whatever_its_encoding(kind, columns, tmp_path)
     values = values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
     pq.write_table(pa.table({name: values for name in columns}), tmp_path / "a.parquet")
     span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), ReadOptions(text_fields("text") if columns == ("text",) else Fields("conversation"), None, ByteTokenizer(), Cache(tmp_path))
-    found = [record.read().content for record in read_table(span, asked)]
-    texts = [[m["content"] for m in content.messages] if isinstance(content, Conversation) else [content] for content in found]
+    result = [record.read().content for record in read_table(span, asked)]
+    texts = [[m["content"] for m in content.messages] if isinstance(content, Conversation) else [content] for content in result]
     assert texts == [[text] * len(columns) for text in ("é", "b", "é")]
 
 

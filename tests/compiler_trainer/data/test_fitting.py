@@ -152,7 +152,7 @@ def test_rows_are_like_those_of_cutting_in_form(lengths, seq_len):
 def test_cutting_and_fitting_give_the_same_labels(lengths, seq_len):
     corpus = corpus_of(lengths)
     labels = [all_of(pack(corpus, np.arange(len(lengths)), seq_len, how))["labels"] for how in ("cut", "fit")]
-    counts = [collections.Counter(found[found != -100].tolist()) for found in labels]
+    counts = [collections.Counter(result[result != -100].tolist()) for result in labels]
     assert counts[0] == counts[1]
 
 
@@ -161,9 +161,9 @@ def test_of_what_is_left_out_no_row_is_made_and_no_label_lost(lengths, seq_len, 
     counted = np.random.default_rng(seed).random(sum(lengths)) < 0.2
     corpus = corpus_of(lengths, counted)
     rows = [pack(corpus, np.arange(len(lengths)), seq_len, how) for how in ("cut", "fit")]
-    labels = [all_of(found)["labels"] for found in rows]
-    assert all((found != -100).any(axis=1).all() for found in labels)
-    counts = [collections.Counter(found[found != -100].tolist()) for found in labels]
+    labels = [all_of(result)["labels"] for result in rows]
+    assert all((result != -100).any(axis=1).all() for result in labels)
+    counts = [collections.Counter(result[result != -100].tolist()) for result in labels]
     assert counts[0] == counts[1]
 
 
@@ -222,10 +222,10 @@ def test_a_million_documents_take_seconds():
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     corpus = Corpus(np.zeros(1, np.uint16), offsets, EOD, "lengths alone")
     began = time.process_time()
-    found = layouts.fit(corpus, np.random.default_rng(1).permutation(len(lengths)), 2048)
+    result = layouts.fit(corpus, np.random.default_rng(1).permutation(len(lengths)), 2048)
     assert time.process_time() - began < 20  # about 2 s on a machine of 2024
-    assert found.starts[-1] == len(found.rows) * 2048
-    assert lengths.sum() / found.starts[-1] > 0.99
+    assert result.starts[-1] == len(result.rows) * 2048
+    assert lengths.sum() / result.starts[-1] > 0.99
 
 
 # In datasets
@@ -246,8 +246,8 @@ def lines(folder, name="a.jsonl", letters="abcdefgh", most=14):
 
 def texts_of(batch):
     """Return the texts that are complete in rows."""
-    found = [bytes(tokens[:-1].tolist()).decode() for row in pieces_in(batch) for tokens, labels in row if (labels != -100).any()]
-    return sorted(found)
+    result = [bytes(tokens[:-1].tolist()).decode() for row in pieces_in(batch) for tokens, labels in row if (labels != -100).any()]
+    return sorted(result)
 
 
 def numpy_of(batch):
@@ -256,8 +256,8 @@ def numpy_of(batch):
 
 def test_an_epoch_has_each_document_once_and_whole(tmp_path):
     path, texts = lines(tmp_path)
-    found = fitting(path, batch_size=1)
-    epochs = [[numpy_of(found.train.next()) for _ in range(len(found.train.rows))] for _ in range(2)]
+    result = fitting(path, batch_size=1)
+    epochs = [[numpy_of(result.train.next()) for _ in range(len(result.train.rows))] for _ in range(2)]
     for batches in epochs:
         assert sorted(itertools.chain(*map(texts_of, batches))) == sorted(texts)
     assert str(epochs[0]) != str(epochs[1])
@@ -265,9 +265,9 @@ def test_an_epoch_has_each_document_once_and_whole(tmp_path):
 
 def test_rows_follow_from_the_seed(tmp_path):
     path, _ = lines(tmp_path)
-    first, again, other = (fitting(path, seed=seed).train.rows for seed in (0, 0, 1))
-    assert first.fingerprint == again.fingerprint != other.fingerprint
-    assert all((a == b).all() for a, b in zip(all_of(first).values(), all_of(again).values()))
+    first, second, other = (fitting(path, seed=seed).train.rows for seed in (0, 0, 1))
+    assert first.fingerprint == second.fingerprint != other.fingerprint
+    assert all((a == b).all() for a, b in zip(all_of(first).values(), all_of(second).values()))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
@@ -305,10 +305,10 @@ def test_mixtures_give_their_shares_of_rows(tmp_path):
         WeightedSource(files=(str(lines(tmp_path, name, of)[0]),), weight=weight)
         for (name, of), weight in zip(letters.items(), (1.0, 3.0))
     ]
-    found = fitting(None, name="mixture", files=(), sources=tuple(sources))
-    seen = [row[0] for _ in range(20) for row in found.train.next()["tokens"].tolist()]
+    result = fitting(None, name="mixture", files=(), sources=tuple(sources))
+    seen = [row[0] for _ in range(20) for row in result.train.next()["tokens"].tolist()]
     assert (sum(token <= ord("d") for token in seen), sum(token >= ord("w") for token in seen)) == (20, 60)
-    assert [part["source"] for part in found.report()] == [sources[0].files[0], sources[1].files[0]]
+    assert [part["source"] for part in result.report()] == [sources[0].files[0], sources[1].files[0]]
 
 
 def test_held_out_rows_are_fitted_in_the_order_of_their_files(tmp_path):
@@ -327,10 +327,10 @@ def single(batch):
 
 def test_the_start_says_how_much_is_padding(tmp_path):
     path, texts = lines(tmp_path)
-    found = fitting(path, seq_len=16)
-    share = 1 - sum(len(text) + 1 for text in texts) / (16 * len(found.train.rows))
-    assert f" rows of 16, {share:.2%} padding, 0.0% of documents cut; " in found.describe(8)
-    assert found.report() == [{"source": str(path), "rows": len(found.train.rows), "padding": pytest.approx(share), "cut": 0.0}]
+    result = fitting(path, seq_len=16)
+    share = 1 - sum(len(text) + 1 for text in texts) / (16 * len(result.train.rows))
+    assert f" rows of 16, {share:.2%} padding, 0.0% of documents cut; " in result.describe(8)
+    assert result.report() == [{"source": str(path), "rows": len(result.train.rows), "padding": pytest.approx(share), "cut": 0.0}]
 
 
 def test_rows_of_two_parts_are_counted_by_each():

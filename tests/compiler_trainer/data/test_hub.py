@@ -82,10 +82,10 @@ def test_a_folder_of_save_to_disk_is_loaded(several, split, count, dataset, tmp_
     library = hub.library()
     whole = library.load_dataset(str(dataset))
     (whole if several else whole["train"]).save_to_disk(str(tmp_path / "saved"))
-    found = tokens(tmp_path / "saved", split=split)
+    result = tokens(tmp_path / "saved", split=split)
     first = 100 if "100:" in split else 0
-    assert (found == 256).sum() == count and bytes(found[:20].astype(np.uint8)).startswith(f"{split[:4].strip('[')}".encode()[:4])
-    assert bytes(found.tolist()[: found.tolist().index(256)]).endswith(f" {first}".encode())
+    assert (result == 256).sum() == count and bytes(result[:20].astype(np.uint8)).startswith(f"{split[:4].strip('[')}".encode()[:4])
+    assert bytes(result.tolist()[: result.tolist().index(256)]).endswith(f" {first}".encode())
 
 
 @pytest.mark.parametrize(("split", "message"), [("valid", "data.split: is valid, and the folder has train, test"), ("train[:1]+test[:1]", "give a single part")])

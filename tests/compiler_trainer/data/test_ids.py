@@ -35,9 +35,9 @@ def read(path, **options):
     (part,) = build_datasets(cfg, 8, 1).parts
     (volume,) = part.tokens.volumes
     offsets, tokens = (volume.array(name, kind) for name, kind in (("offsets", np.int64), ("tokens", np.uint16)))
-    found = [tokens[a:b].tolist() for a, b in zip(offsets, offsets[1:])]
-    assert all(document[-1] == END and END not in document[:-1] for document in found)
-    return [document[:-1] for document in found]
+    result = [tokens[a:b].tolist() for a, b in zip(offsets, offsets[1:])]
+    assert all(document[-1] == END and END not in document[:-1] for document in result)
+    return [document[:-1] for document in result]
 
 
 def megatron(path, sequences, bounds, dtype=np.uint16, code=8):

@@ -54,8 +54,8 @@ BEFORE = {"cut": ("8129431666b5dce7", "ba7a56365eb5c006"), "fit": ("d405908cca9a
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_samples_and_their_order_are_those_of_earlier_commits(packing):
     options = {"packing": "fit", "eval_fraction": 0.1} if packing == "fit" else {}
-    found, digest = build_datasets(DataConfig("synthetic", documents=300, seed=3, **options), 64, 8), hashlib.blake2b(digest_size=8)
-    for loader in (found.train, found.eval):
+    result, digest = build_datasets(DataConfig("synthetic", documents=300, seed=3, **options), 64, 8), hashlib.blake2b(digest_size=8)
+    for loader in (result.train, result.eval):
         for _ in range(40):
             batch = loader.next()
             for name in sorted(batch):
@@ -64,7 +64,7 @@ def test_samples_and_their_order_are_those_of_earlier_commits(packing):
                     value = np.where(value == -1, value.max(axis=1, keepdims=True) + 1, value)
                 digest.update(value.tobytes())
             digest.update(str(loader.filled).encode())
-    assert (digest.hexdigest(), found.train.rows.fingerprint) == BEFORE[packing]
+    assert (digest.hexdigest(), result.train.rows.fingerprint) == BEFORE[packing]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -96,9 +96,9 @@ def documents_in(batches):
 
 def test_an_epoch_of_several_volumes_has_each_document_once(tmp_path, volumes):
     path, texts = numbered(tmp_path)
-    found = built(path, batch_size=1)
-    assert len(found.parts[0].tokens.volumes) > 2
-    epochs = [list(documents_in([found.train.next() for _ in range(len(found.train.rows))])) for _ in range(2)]
+    result = built(path, batch_size=1)
+    assert len(result.parts[0].tokens.volumes) > 2
+    epochs = [list(documents_in([result.train.next() for _ in range(len(result.train.rows))])) for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(texts) and epochs[0] != epochs[1]
 
 
@@ -126,11 +126,11 @@ def test_it_goes_on_exactly_at_another_batch_size_in_several_volumes(packing, ba
 
 def test_what_is_said_of_several_volumes_is_of_all(tmp_path, volumes, cache):
     path, texts = numbered(tmp_path)
-    found = built(path)
-    rows, filled = found.train.rows, sum(len(text) + 1 for text in texts)
-    assert f"{path}: 200 documents, {filled:,} tokens (bytes); train {filled:,} tokens in {len(rows)} rows of 40, " in found.describe(8)
-    assert found.report()[0]["padding"] == pytest.approx(1 - filled / (40 * len(rows)))
-    assert rows.filled(np.arange(len(rows))).sum() == filled and f"tokens are stored in {cache}, " in found.describe(8)
+    result = built(path)
+    rows, filled = result.train.rows, sum(len(text) + 1 for text in texts)
+    assert f"{path}: 200 documents, {filled:,} tokens (bytes); train {filled:,} tokens in {len(rows)} rows of 40, " in result.describe(8)
+    assert result.report()[0]["padding"] == pytest.approx(1 - filled / (40 * len(rows)))
+    assert rows.filled(np.arange(len(rows))).sum() == filled and f"tokens are stored in {cache}, " in result.describe(8)
 
 
 # Orders
@@ -169,11 +169,11 @@ def test_of_other_rows_all_is_known_but_tokens(packing, tmp_path, volumes):
     own.reset()
     own.read_only(np.array([1, 3]))
     for _ in range(20):
-        expected, found = whole.next(), own.next()
-        assert all((found[name] == expected[name]).all() for name in ("positions", "documents"))
-        assert all((found[name][[1, 3]] == expected[name][[1, 3]]).all() for name in ("tokens", "labels"))
-        assert (found["tokens"][[0, 2]] == 256).all()
-        assert (found["labels"][[0, 2]] == expected["labels"][[0, 2]].clamp(max=0)).all()
+        expected, result = whole.next(), own.next()
+        assert all((result[name] == expected[name]).all() for name in ("positions", "documents"))
+        assert all((result[name][[1, 3]] == expected[name][[1, 3]]).all() for name in ("tokens", "labels"))
+        assert (result["tokens"][[0, 2]] == 256).all()
+        assert (result["labels"][[0, 2]] == expected["labels"][[0, 2]].clamp(max=0)).all()
         assert own.filled == whole.filled
 
 

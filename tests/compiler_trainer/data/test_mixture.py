@@ -93,9 +93,9 @@ def mixed(folder, **options):
 
 def test_files_are_mixed_and_how_often_each_is_seen_is_said(tmp_path):
     datasets = build_datasets(mixed(tmp_path), seq_len=4, global_batch_size=8)
-    said = datasets.describe(100).splitlines()
-    assert f"{tmp_path}/a.txt: 2.27 epochs when the run ends" in said  # 25 of 11 rows
-    assert f"{tmp_path}/b.jsonl: 0.743 epochs when the run ends" in said  # 75 of 101 rows
+    output = datasets.describe(100).splitlines()
+    assert f"{tmp_path}/a.txt: 2.27 epochs when the run ends" in output  # 25 of 11 rows
+    assert f"{tmp_path}/b.jsonl: 0.743 epochs when the run ends" in output  # 75 of 101 rows
     seen = [row for _ in range(10) for row in owners(datasets.train.next())]
     assert (seen.count(ord("a")), seen.count(ord("b"))) == (20, 60)
     assert f"{tmp_path}/a.txt: 2.27 epochs when the run ends" in datasets.describe(20).splitlines()  # 20 + 5 of 11

@@ -46,9 +46,9 @@ def document(path, text="hi", **options):
     folder = Path(path).parent
     (folder / "a.jsonl").write_text(json.dumps({"text": text}))
     cfg = DataConfig("text", files=(str(folder / "a.jsonl"),), tokenizer=path, eval_fraction=0.0, **options)
-    found = build_datasets(cfg, 8, 1).parts[0].train.corpus
+    result = build_datasets(cfg, 8, 1).parts[0].train.corpus
     backend = Tokenizer.from_file(path)
-    return [backend.id_to_token(i) for i in found.tokens.tolist()]
+    return [backend.id_to_token(i) for i in result.tokens.tolist()]
 
 
 EOS = {"eos_token": "<eos>"}

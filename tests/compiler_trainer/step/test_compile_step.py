@@ -70,9 +70,9 @@ def test_tied_weights_are_one_parameter():
 def test_bf16_compute_over_fp32_masters_stays_close():
     model, data = llama(dtype=torch.float32), batches()
     step = compile_lockstep(model, llama_loss, data[0], FSDP, passes={"cast": {"param_dtype": "bfloat16"}})
-    wanted, state = train_plainly(model, llama_loss, data)
+    expected, state = train_plainly(model, llama_loss, data)
     losses = [m["loss"] for m in train_step(step, data)]
-    assert losses == pytest.approx([m["loss"] for m in wanted], rel=2e-2)
+    assert losses == pytest.approx([m["loss"] for m in expected], rel=2e-2)
     assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in step.state_dict().values())
     assert step.state_dict().keys() == state.keys()
 
@@ -81,10 +81,10 @@ def test_bf16_compute_over_fp32_masters_stays_close():
 def test_evaluation_is_the_loss_and_changes_nothing(microbatches):
     model, (batch, _, _) = llama(), batches(rows=6)
     step = compile_lockstep(model, llama_loss, batch, FSDP, microbatches=microbatches, evaluate=True)
-    wanted = llama_loss(model, batch).item()
-    assert step.evaluate(batch) == pytest.approx(wanted, rel=EXACT)
+    expected = llama_loss(model, batch).item()
+    assert step.evaluate(batch) == pytest.approx(expected, rel=EXACT)
     assert_same(step.state_dict(), model.state_dict(), 0)
-    assert step(batch)["loss"] == pytest.approx(wanted, rel=EXACT)
+    assert step(batch)["loss"] == pytest.approx(expected, rel=EXACT)
 
 
 def test_initial_values_take_the_place_of_the_models():

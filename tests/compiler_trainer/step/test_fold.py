@@ -107,9 +107,9 @@ def compiled(case, fold):
     """Return the programs, the number of layers left out, and the report on each pass."""
     how = dict(CASES[case])
     asked = request(llama(how.pop("n"), **how.pop("model", {})), fold=fold, **how)
-    found, report = programs(asked)
+    result, report = programs(asked)
     assert not any("stands for" in note for note in report.notes)
-    return found, exported(asked).program.fold, report.passes
+    return result, exported(asked).program.fold, report.passes
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fsdp" else pytest.mark.full) for c in CASES])
@@ -142,9 +142,9 @@ def test_what_a_layer_stands_for_is_counted():
     whole, folded = (
         [(p["program"], p["name"], p["accounting"]) for p in compiled("fsdp", fold)[2]] for fold in (False, True)
     )
-    for program, step, found in folded:
-        (wanted,) = [a for p, s, a in whole if (p, s) == (program, "segment" if step == "unfold" else step)]
-        assert found | {"peak_node": ""} == wanted | {"peak_node": ""}, (program, step)
+    for program, step, result in folded:
+        (expected,) = [a for p, s, a in whole if (p, s) == (program, "segment" if step == "unfold" else step)]
+        assert result | {"peak_node": ""} == expected | {"peak_node": ""}, (program, step)
 
 
 @pytest.mark.full
@@ -381,14 +381,14 @@ def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
 
     seen = []
     monkeypatch.setattr(unfold.Writer, "check_order", refuse)
-    found, report = programs(request(llama(12)), lambda program, record: seen.append((program, record)))
+    result, report = programs(request(llama(12)), lambda program, record: seen.append((program, record)))
     whole, _ = programs(request(llama(12), fold=False))
     assert report.finish()["notes"] == ["layers are not folded: unfold: planted"]
     assert not any(program.fold for program, _ in seen)
     assert [record.name for _, record in seen][:2] == ["capture", "cast"]
     assert len(seen) == len(report.passes)
     for name, program in whole.items():
-        assert calls(found[name]) == calls(program)
+        assert calls(result[name]) == calls(program)
 
 
 def test_names():

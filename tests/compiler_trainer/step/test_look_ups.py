@@ -39,8 +39,8 @@ BELOW = {"tokens": VOCAB, "positions": SEQ_LEN}
 @pytest.mark.parametrize(("how", "rows", "most"), [("counted", 5, 5), ("given", 5, 5), ("shifted", 8, 6), ("indexed", 5, 5)])
 @pytest.mark.sample(2)
 def test_a_row_longer_than_learned_positions_is_refused(how, rows, most):
-    said = rf"^train.seq_len: rows of 7 tokens reach position \d, but test_look_ups.py:\d+ looks up in {rows}; set train.seq_len={most} or less"
-    with pytest.raises(UserError, match=said):
+    message = rf"^train.seq_len: rows of 7 tokens reach position \d, but test_look_ups.py:\d+ looks up in {rows}; set train.seq_len={most} or less"
+    with pytest.raises(UserError, match=message):
         compile_lockstep(Learned(rows, how), loss, batches()[0], {}, below=BELOW)
 
 

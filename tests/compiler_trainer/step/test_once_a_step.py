@@ -76,16 +76,16 @@ def programs(when: str, **options) -> dict[str, ir.Program]:
     """Return the scheduled programs of a small decoder on two ranks."""
     model = Llama(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48))
     batch = {key: torch.zeros(4, 12, dtype=torch.int64) for key in ("tokens", "labels", "positions", "documents")}
-    found = {}
+    result = {}
 
     def observe(program, record):
         if record.name == "bucket":
-            found[record.program] = program
+            result[record.program] = program
 
     passes = {"accumulate": {"gather": when, "reduce": when}, "fold_layers": False, **options}
     how = {"mesh": {"dp_shard": 2}, "microbatches": 2, "passes": passes, "evaluate": False}
     compile_step(model, loss_fn, batch, ranks="lockstep", observe=observe, **how)
-    return found
+    return result
 
 
 def collectives(program: ir.Program) -> set[str]:

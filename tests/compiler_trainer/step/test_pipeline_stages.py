@@ -68,8 +68,8 @@ def test_stages_alone_are_the_step_to_the_bit(schedule):
 
 def step_losses(pp: int, schedule: str):
     step, batch = decoder(pp, {"schedule": schedule})
-    found = [step(batch) for _ in range(3)]
-    return found, {name: value.tolist() for name, value in step.state_dict().items()}, step.evaluate(batch)
+    result = [step(batch) for _ in range(3)]
+    return result, {name: value.tolist() for name, value in step.state_dict().items()}, step.evaluate(batch)
 
 
 def decoder(pp: int, pipeline: dict):

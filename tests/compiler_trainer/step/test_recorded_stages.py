@@ -72,18 +72,18 @@ def compiled(monkeypatch, schedule, recorder=None):
 def trained(step):
     """Return metrics of some steps and an evaluation, and the final parameters."""
     data = batches(rows=8)
-    found = [step(data[i % len(data)]) for i in range(STEPS)]
-    return found, step.evaluate(data[0]), {name: value.tolist() for name, value in step.state_dict().items()}
+    result = [step(data[i % len(data)]) for i in range(STEPS)]
+    return result, step.evaluate(data[0]), {name: value.tolist() for name, value in step.state_dict().items()}
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zbv"])
 def test_recorded_stages_have_the_bits_of_others(schedule, monkeypatch):
-    wanted = trained(compiled(monkeypatch, schedule))
+    expected = trained(compiled(monkeypatch, schedule))
     with played_cuda() as done:
         recorder = Recorder()
         step = compiled(monkeypatch, schedule, recorder)
-        assert trained(step) == wanted
+        assert trained(step) == expected
         assert len({*step.slots.values()}) > step.table.stages  # several are in flight
         assert done.count("record") == len({(turn.program, step.slots.get(turn)) for turn in step.training[0]})
 

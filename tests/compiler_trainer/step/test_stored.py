@@ -282,9 +282,9 @@ halved = functools.partial(after, lambda x: Halved.apply(x))
 
 def test_a_backward_of_ones_own_is_in_the_key(place, monkeypatch):
     model = place.model()
-    before, again = key(model, halved), key(model, halved)
+    before, second = key(model, halved), key(model, halved)
     monkeypatch.setattr(Halved, "factor", 0.25)
-    assert before == again != key(model, halved)
+    assert before == second != key(model, halved)
     monkeypatch.setattr(Halved, "backward", staticmethod(lambda ctx, gradient: gradient.sin()))
     assert key(model, halved) != before
 
@@ -465,8 +465,8 @@ def test_a_second_start_reads_the_program_and_computes_the_same(place, tmp_path)
     assert json.dumps(made["passes"]) == json.dumps(read["passes"])
     assert set(read["seconds"]) == {"capture", "program", "step.lower"}
     place.replace("helper", "0.5", "0.25")
-    third, again = start(place, cache)
-    assert third != first and not again["program"]["read"]
+    third, repeated = start(place, cache)
+    assert third != first and not repeated["program"]["read"]
 
 
 def test_graphs_are_stored_with_the_program(place, tmp_path):
@@ -509,8 +509,8 @@ def test_damage_is_noticed_and_compiled_again(place, tmp_path):
             assert cache.find(path.name) is None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, again = start(place, cache)
-    assert not again["program"]["read"]
+        _, second = start(place, cache)
+    assert not second["program"]["read"]
     assert start(place, cache)[1]["program"]["read"]
 
 
@@ -537,9 +537,9 @@ def test_a_schedule_in_a_file_is_read_again(place, tmp_path):
         losses, report = start(place, cache, mesh={"pp": 2}, microbatches=2, passes=pipeline)
         return losses, report["program"]["read"]
 
-    first, again, split = started(one_f_one_b(2, 2)), started(gpipe(2, 2)), started(zero_bubble(2, 2))
-    assert [is_read for _, is_read in (first, again, split)] == [False, True, False]  # only the order differs, and not the programs
-    assert first[0] == again[0] == pytest.approx(split[0])
+    first, second, split = started(one_f_one_b(2, 2)), started(gpipe(2, 2)), started(zero_bubble(2, 2))
+    assert [is_read for _, is_read in (first, second, split)] == [False, True, False]  # only the order differs, and not the programs
+    assert first[0] == second[0] == pytest.approx(split[0])
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ def prepared(name: str):
     make, loss, data, how = SETTINGS[name]
     torch.manual_seed(0)
     model, data = make(), data()
-    wanted, _ = train_plainly(model, loss, data, NO_DECAY, how.get("microbatches", 1))
+    expected, _ = train_plainly(model, loss, data, NO_DECAY, how.get("microbatches", 1))
     step = compile_step(model, loss, data[0], optim=NO_DECAY, ranks="lockstep", **how)
-    return step, data, [metrics["loss"] for metrics in wanted]
+    return step, data, [metrics["loss"] for metrics in expected]
 
 
 class Failed(Exception):

@@ -120,14 +120,14 @@ def test_what_one_raises_ends_the_run(fake, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("own", "message"),
     [
         ({"_target_": "collections.Counter"}, r"^train.callbacks\[0\]: collections.Counter makes a Counter, which is not a compiler_trainer.Callback"),
         ({"_target_": "test_callbacks.Diary", "stop": 3}, r"^train.callbacks\[0\]._target_: TypeError: .*stop"),
     ],
 )
-def test_what_is_none_is_refused_before_anything_is_written(own, said, fake, tmp_path):
+def test_what_is_none_is_refused_before_anything_is_written(own, message, fake, tmp_path):
     cfg = options(tmp_path / "run")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         trainer.train(replace(cfg, train=replace(cfg.train, callbacks=(own,))))
     assert not (tmp_path / "run").exists()

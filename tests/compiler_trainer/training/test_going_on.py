@@ -72,8 +72,8 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint_and_it_goes_on_to_the_sa
         with pytest.raises(SystemExit) as ended:
             trainer.train(cfg)
     assert ended.value.code == 3
-    said = f"stopped after step 3 of 6 because of {number.name}; resume with: compiler-trainer resume {tmp_path / 'cut'}"
-    assert capsys.readouterr().out.splitlines()[-1] == said
+    message = f"stopped after step 3 of 6 because of {number.name}; resume with: compiler-trainer resume {tmp_path / 'cut'}"
+    assert capsys.readouterr().out.splitlines()[-1] == message
     assert folders(cfg.run.dir) == ["step_00000002", "step_00000003"]
     trainer.train(resuming(cfg, "latest"))
     assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
@@ -134,9 +134,9 @@ def twice(second, repeated_s=60, size=6000):
 
 @pytest.mark.parametrize(("second", "repeated_s"), [("SIGINT", 60), ("SIGTERM", 0.1)])
 def test_the_second_signal_ends_the_process_in_the_middle_of_a_kernel(second, repeated_s):
-    said = f"error: rank 0 ended at once by a second signal, {second}; nothing was saved after the last checkpoint\n"
+    message = f"error: rank 0 ended at once by a second signal, {second}; nothing was saved after the last checkpoint\n"
     code, out, err = twice(second, repeated_s)
-    assert (code, sorted(out.splitlines()), err) == (128 + signal.Signals[second], [FIRST, "True SIGTERM"], said)
+    assert (code, sorted(out.splitlines()), err) == (128 + signal.Signals[second], [FIRST, "True SIGTERM"], message)
 
 
 def test_a_signal_that_is_repeated_at_once_is_one():
@@ -159,9 +159,9 @@ def test_a_signal_to_torchrun_and_its_ranks_alike_saves(tmp_path):
     ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
     for pid in (agent.pid, *map(int, ranks)):  # as a scheduler does
         os.kill(pid, signal.SIGTERM)
-    said = agent.communicate(timeout=120)[0]
+    output = agent.communicate(timeout=120)[0]
     (saved,) = folders(tmp_path / "run")
-    assert f"stopped after step {int(saved.removeprefix('step_'))} of 100000 because of SIGTERM; resume with" in said
+    assert f"stopped after step {int(saved.removeprefix('step_'))} of 100000 because of SIGTERM; resume with" in output
 
 
 AFTER = """
@@ -254,9 +254,9 @@ def test_damage_is_passed_over_and_set_aside(resume, name, whole, tmp_path, caps
     capsys.readouterr()
     trainer.train(resuming(whole, resume))
     assert timeless(metrics(whole.run.dir)) == before
-    out, said = capsys.readouterr()
+    out, output = capsys.readouterr()
     assert f"resuming after step 2, from {Path(whole.run.dir, 'checkpoints/step_00000002')}\n" in out
-    assert said.startswith(f"{damaged} is damaged and passed over: {damaged / name}") and said.count("\n") == 1
+    assert output.startswith(f"{damaged} is damaged and passed over: {damaged / name}") and output.count("\n") == 1
     assert folders(whole.run.dir) == ["step_00000002", "step_00000004", "step_00000004.damaged", "step_00000006"]
     checkpoint.check(damaged)
 
@@ -433,8 +433,8 @@ def test_a_save_that_fails_does_not_end_training_unless_it_is_the_last(whole, tm
     trainer.train(cfg)
     assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
     assert folders(cfg.run.dir) == ["step_00000002", "step_00000006"]
-    said = f"cannot save {cfg.run.dir}/checkpoints/step_00000004: [Errno 30] Read-only file system"
-    assert said in capsys.readouterr().out.splitlines()
+    message = f"cannot save {cfg.run.dir}/checkpoints/step_00000004: [Errno 30] Read-only file system"
+    assert message in capsys.readouterr().out.splitlines()
 
     monkeypatch.setattr(saving.Saver, "write", fails_at(6))
     with pytest.raises(checkpoint.SaveError, match="step_00000006: .*Read-only file system"):

@@ -120,8 +120,8 @@ def test_after_a_loss_that_is_lost_the_data_go_on_behind_its_step(lines, tmp_pat
     class Broken(Log):
         def __call__(self, batch, lr):
             calls.append(batch["tokens"].sum().item())
-            found = super().__call__(batch, lr)
-            return {**found, "loss": math.nan} if len(calls) == 3 else found
+            result = super().__call__(batch, lr)
+            return {**result, "loss": math.nan} if len(calls) == 3 else result
 
     monkeypatch.setattr(trainer, "compile_step", Broken)
     for name, device in (("ahead", "cpu"), ("behind", "no")):

@@ -86,14 +86,14 @@ def test_it_is_told_that_a_run_failed(fake, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("own", "message"),
     [
         ({"_target_": "collections.Counter"}, r"^run.loggers\[0\]: collections.Counter returns an object without `start`"),
         ({"_target_": "no_package.Logger"}, r"^run.loggers\[0\]._target_: ModuleNotFoundError: .*PYTHONPATH"),
     ],
 )
-def test_what_is_no_logger_is_refused_before_anything_is_written(own, said, fake, tmp_path):
-    with pytest.raises(UserError, match=said):
+def test_what_is_no_logger_is_refused_before_anything_is_written(own, message, fake, tmp_path):
+    with pytest.raises(UserError, match=message):
         trainer.train(logging_to(options(tmp_path / "run"), **own))
     assert not (tmp_path / "run").exists()
 
@@ -123,9 +123,9 @@ def test_what_a_service_does_not_take_is_kept_said_once_and_handed_on(capsys, mo
         kept.log({"step": step})
         now[0] += 20  # every second call retries
     assert away.taken == [1, 2, 3, 4, 5]
-    said = capsys.readouterr().out
-    assert said.count("Away does not accept metrics (ConnectionError: no route to host): they are kept and sent again later") == 1
-    assert said.count("Away accepts metrics again, none is missing") == 1
+    output = capsys.readouterr().out
+    assert output.count("Away does not accept metrics (ConnectionError: no route to host): they are kept and sent again later") == 1
+    assert output.count("Away accepts metrics again, none is missing") == 1
 
 
 def test_what_it_never_took_is_said_to_be_missing(capsys):
@@ -175,11 +175,11 @@ def test_weights_and_biases_offline_is_read_back(fake, tmp_path, monkeypatch):
     cfg = logging_to(options(tmp_path / "run"), _target_="compiler_trainer.WandB", project="mine", mode="offline")
     trainer.train(cfg)
     deadline = time.monotonic() + 20
-    while len((found := wandb_rows(tmp_path / "run"))[0]) < 6 and time.monotonic() < deadline:
+    while len((result := wandb_rows(tmp_path / "run"))[0]) < 6 and time.monotonic() < deadline:
         time.sleep(0.1)  # another process writes
-    rows, names = found
-    found = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
-    assert found == metrics(tmp_path / "run") and len(found) == 6
+    rows, names = result
+    result = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+    assert result == metrics(tmp_path / "run") and len(result) == 6
     assert names == {(tmp_path / "run/wandb.id").read_text().strip()}
 
 
@@ -227,9 +227,9 @@ def test_a_server_of_mlflow_is_read_back_and_may_be_away(fake, tmp_path, monkeyp
     finally:
         os.killpg(server.pid, 15)
         server.wait()
-    again = loggers.MLflow(uri)
-    again.client, again.id = again.mlflow.MlflowClient(tracking_uri=uri), "0" * 32
-    kept = RetryingLogger(again)
+    second = loggers.MLflow(uri)
+    second.client, second.id = second.mlflow.MlflowClient(tracking_uri=uri), "0" * 32
+    kept = RetryingLogger(second)
     kept.log({"step": 1, "loss": 2.0})
     assert "MLflow does not accept metrics" in capsys.readouterr().out and len(kept.pending) == 1
 

@@ -32,17 +32,17 @@ def test_on_a_cpu_each_moment_belongs_to_the_innermost_of_nested_events():
         event("aten::add", 14.0, 15.0),
         event("aten::mm", 0.0, 20.0, tid=2),  # on another thread
     ]
-    found = break_down(events, MARKS)
-    assert (found.step_ms, found.data_ms, found.exposed_ms) == (20.0, 2.0, {"tp": 3.0})
-    assert found.kinds == {"products": 4.0, "loops": 3.0 + 1.0}
-    assert found.places == {"forward layers.0": 7.0, "forward outside of layers": 1.0}
-    assert found.host_ms == 20.0 - 2.0 - 3.0 - 8.0
+    result = break_down(events, MARKS)
+    assert (result.step_ms, result.data_ms, result.exposed_ms) == (20.0, 2.0, {"tp": 3.0})
+    assert result.kinds == {"products": 4.0, "loops": 3.0 + 1.0}
+    assert result.places == {"forward layers.0": 7.0, "forward outside of layers": 1.0}
+    assert result.host_ms == 20.0 - 2.0 - 3.0 - 8.0
 
 
 def test_it_is_the_average_of_the_steps():
     events = [*steps(10.0, 20.0), event("data", 1.0, 2.0, "user_annotation"), event("data", 12.0, 15.0, "user_annotation")]
-    found = break_down(events, {})
-    assert (found.step_ms, found.data_ms, found.host_ms) == (15.0, 2.0, 13.0)
+    result = break_down(events, {})
+    assert (result.step_ms, result.data_ms, result.host_ms) == (15.0, 2.0, 13.0)
 
 
 def test_on_a_gpu_kernels_are_what_the_host_launched_and_collectives_count_where_nothing_else_runs():
@@ -62,15 +62,15 @@ def test_on_a_gpu_kernels_are_what_the_host_launched_and_collectives_count_where
         event("flash_fwd_kernel", 11.0, 12.0, "kernel", 7, correlation=4),
         event("of another step", 30.0, 40.0, "kernel", 7, correlation=99),
     ]
-    found = break_down(events, MARKS)
-    assert found.kinds == {"products": 4.0, "loops": 2.0, "attention": 1.0}
-    assert found.exposed_ms == {"tp": 3.0}
-    assert (found.data_ms, found.host_ms) == (1.0, 20.0 - 4.0 - 3.0 - 2.0 - 1.0 - 1.0)
-    assert found.places == {"forward layers.0": 6.0, "": 1.0}
+    result = break_down(events, MARKS)
+    assert result.kinds == {"products": 4.0, "loops": 2.0, "attention": 1.0}
+    assert result.exposed_ms == {"tp": 3.0}
+    assert (result.data_ms, result.host_ms) == (1.0, 20.0 - 4.0 - 3.0 - 2.0 - 1.0 - 1.0)
+    assert result.places == {"forward layers.0": 6.0, "": 1.0}
 
 
 def test_a_step_that_is_launched_ahead_lasts_from_the_end_of_the_one_before():
     launches = [event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=n) for n, at in enumerate((0.5, 2.5, 12.5))]
     kernels = [event("gemm", at, at + 9.0, "kernel", 7, correlation=n) for n, at in enumerate((3.0, 12.0, 22.0))]
-    found = break_down([*steps(2.0, 10.0, 10.0), *launches, *kernels], {})  # the device runs a previous step until 3
-    assert (found.step_ms, found.kinds, found.host_ms) == (9.5, {"products": 9.0}, 0.5)
+    result = break_down([*steps(2.0, 10.0, 10.0), *launches, *kernels], {})  # the device runs a previous step until 3
+    assert (result.step_ms, result.kinds, result.host_ms) == (9.5, {"products": 9.0}, 0.5)

@@ -99,9 +99,9 @@ def test_a_full_disk_loses_nothing_and_stops_nothing(tmp_path, monkeypatch, caps
         log(record(6))
     assert read(tmp_path / FILE) == [record(step) for step in range(1, 7)]
     assert scalars(tmp_path, "loss") == [(step, pytest.approx(5.0 / step)) for step in range(1, 7)]
-    said = capsys.readouterr().out
-    assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1
-    assert said.count("metrics.jsonl can be written again, nothing is missing") == 1
+    output = capsys.readouterr().out
+    assert output.count("metrics.jsonl cannot be written (No space left on device)") == 1
+    assert output.count("metrics.jsonl can be written again, nothing is missing") == 1
 
 
 def test_what_never_found_room_is_said_to_be_missing(tmp_path, monkeypatch, capsys):

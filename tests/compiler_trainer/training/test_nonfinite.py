@@ -102,9 +102,9 @@ def test_where_the_state_itself_is_bad_an_earlier_one_is_taken(tmp_path, monkeyp
     run = Run(monkeypatch, lambda call, w: call >= 5 and torch.equal(w, run.weights[4]))  # the state saved after step 4
     cfg = policy(options(tmp_path / "run"), "rollback")
     trainer.train(cfg)
-    said = capsys.readouterr().out
-    assert said.count("continuing from") == 2
-    assert said.index("checkpoints/step_00000004, with") < said.index("checkpoints/step_00000002, with")
+    output = capsys.readouterr().out
+    assert output.count("continuing from") == 2
+    assert output.index("checkpoints/step_00000004, with") < output.index("checkpoints/step_00000002, with")
     names = sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step_*"))
     assert names == ["step_00000002", "step_00000004", "step_00000004.left", "step_00000006"]
     assert [record["step"] for record in metrics(cfg.run.dir)] == [1, 2, 3, 4, 5, 6]

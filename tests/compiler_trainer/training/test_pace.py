@@ -39,8 +39,8 @@ def test_ranks_that_take_turns_are_not_named(tmp_path, capsys):
 
 def test_a_loss_that_jumps_is_said_and_one_that_falls_or_rustles_is_not():
     spikes, draws = Spikes(), random.Random(0)
-    said = [spikes.message(n, 5.0 - 0.02 * n + draws.gauss(0, 0.05)) for n in range(100)]
-    assert not any(said)
+    output = [spikes.message(n, 5.0 - 0.02 * n + draws.gauss(0, 0.05)) for n in range(100)]
+    assert not any(output)
     assert spikes.message(101, 8.0).startswith("step 101: the loss jumps to 8.000, far from 3.5")
     assert not spikes.message(102, 3.0)
 

@@ -48,7 +48,7 @@ def changed(**groups):
 WEIGHTS = FolderConfig(path="somewhere")
 
 
-@pytest.mark.parametrize(("cfg", "check", "said"), [
+@pytest.mark.parametrize(("cfg", "check", "message"), [
     (CFG, preflight.padding_ranks, ""),
     (changed(mesh={"dp_shard": 8}), preflight.padding_ranks, "the 2 rows of a microbatch (4 in 2 parts) do not divide among 8 data ranks: 75% of their "
      "work is padding; set train.global_batch_size to a multiple of 16"),
@@ -63,8 +63,8 @@ WEIGHTS = FolderConfig(path="somewhere")
     (changed(train={"dtype": "bfloat16"}), preflight.pure_bfloat16, "train.dtype=bfloat16 keeps no float32 master weights and rounds small updates away; set "
      "passes.cast.param_dtype=bfloat16 instead for mixed precision, or optim.stochastic_rounding=true"),
 ], ids=lambda value: getattr(value, "__name__", None))
-def test_settings_that_are_hardly_meant_have_a_line(cfg, check, said):
-    assert check(cfg) == said
+def test_settings_that_are_hardly_meant_have_a_line(cfg, check, message):
+    assert check(cfg) == message
 
 
 def test_a_run_made_for_gpus_has_a_line_on_cpus(monkeypatch):

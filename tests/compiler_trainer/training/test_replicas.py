@@ -47,9 +47,9 @@ def test_copies_of_a_run_that_is_well_are_equal(mesh):
 def test_one_bit_of_two_replicas_ends_the_run_with_tensor_and_ranks(tmp_path, bit):
     step = step_of(dp_replicate=2)
     flip(step, a_weight(step), 1, bit, at=-1)
-    said = f"{a_weight(step)} differs between ranks 0, 1, and no majority shows which is right after step 7"
+    message = f"{a_weight(step)} differs between ranks 0, 1, and no majority shows which is right after step 7"
     for action in ("stop", "repair"):
-        with pytest.raises(RunError, match=f"^{said} .train.replica_check.action={action}.; .* resume {tmp_path}/run$"):
+        with pytest.raises(RunError, match=f"^{message} .train.replica_check.action={action}.; .* resume {tmp_path}/run$"):
             replicas(step, tmp_path / "run", action).check(7)
 
 
@@ -70,8 +70,8 @@ def test_shards_are_compared_with_their_own_copies(tmp_path):
     step = step_of(dp_replicate=3, dp_shard=2)
     name = a_weight(step)
     flip(step, name, 3)  # in replica 1, shard 1
-    (found,) = differences(step)
-    assert (found.name, found.right, found.wrong) == (name, (1, 5), (3,))
+    (result,) = differences(step)
+    assert (result.name, result.right, result.wrong) == (name, (1, 5), (3,))
 
 
 def test_zero_turns_it_off(tmp_path):

@@ -52,9 +52,9 @@ def weights(folder):
     return path.name, checkpoint.read_model(path)
 
 
-def assert_same(found, expected):
-    assert found[0] == expected[0] and found[1].keys() == expected[1].keys()
-    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+def assert_same(actual, expected):
+    assert actual[0] == expected[0] and actual[1].keys() == expected[1].keys()
+    assert all(torch.equal(actual[1][name], value) for name, value in expected[1].items())
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +119,9 @@ def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(t
     monkeypatch.setattr(Place, "put", goes_away)
     monkeypatch.setattr("compiler_trainer.training.saving.say", comes_back)
     train(job(tmp_path / "run", url, text))
-    said = capsys.readouterr().out
-    assert re.search(rf"{url}/\S+: cannot be reached: .*; training continues, and this is tried again every 0.1 s\n", said)
-    assert f"{url} answers again, and has all checkpoints" in said
+    output = capsys.readouterr().out
+    assert re.search(rf"{url}/\S+: cannot be reached: .*; training continues, and this is tried again every 0.1 s\n", output)
+    assert f"{url} answers again, and has all checkpoints" in output
     assert_same(weights(tmp_path / "run"), undisturbed[0])
     assert RemoteCheckpoints(url).steps() == [4, 6]
 

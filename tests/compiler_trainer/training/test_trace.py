@@ -69,8 +69,8 @@ def test_a_disk_that_does_not_take_the_trace_is_one_line(tmp_path, capsys, most_
         for number in range(1, 5):
             with recorder.record_step(number):
                 torch.ones(3).sum()
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
-    assert said.startswith(f"{tmp_path / trace.FILE} cannot be written (") and said.endswith("): there is no trace of this run")
+    (output,) = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
+    assert output.startswith(f"{tmp_path / trace.FILE} cannot be written (") and output.endswith("): there is no trace of this run")
     assert not list(tmp_path.iterdir())
 
 

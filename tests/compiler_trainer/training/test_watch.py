@@ -91,16 +91,16 @@ def test_one_that_moves_on_is_left_alone(code):
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("beats", "message"),
     [
         ([(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(5, 3, "mm_1 (y)", False), False)], "rank 1 does not answer, it was last in mm_1 (y) after step 3"),
         ([(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(9, 4, "mm_1 (y)", False), True)], "rank 1 is in mm_1 (y) after step 4"),
         ([(0, Beat(9, 4, "a (x)", True), True), (1, Beat(9, 4, "b (y)", True), True)], "rank 0 waits in a (x) after step 4; rank 1 waits in b (y) after step 4"),
     ],
 )
-def test_who_hangs_is_the_silent_rank_else_the_one_that_waits_for_nobody(found, said, capsys):
-    report(2.0, found)
-    assert capsys.readouterr().err == f"error: no progress for 2 s (run.timeout_s): {said}\n"
+def test_who_hangs_is_the_silent_rank_else_the_one_that_waits_for_nobody(beats, message, capsys):
+    report(2.0, beats)
+    assert capsys.readouterr().err == f"error: no progress for 2 s (run.timeout_s): {message}\n"
 
 
 def test_a_line_of_generated_code_is_told_by_its_nodes(tmp_path):
@@ -126,12 +126,12 @@ def test_a_stopped_rank_of_two_is_named(tmp_path):
                 time.sleep(0.2)
             stopped = [second_rank(job.pid)]
             os.kill(stopped[0], signal.SIGSTOP)
-            said = next(line for line in job.stderr if "no progress for" in line)
+            output = next(line for line in job.stderr if "no progress for" in line)
         finally:
             for process in stopped:  # each in its own session
                 os.kill(process, signal.SIGKILL)
             os.killpg(job.pid, signal.SIGKILL)
-    assert re.search(r"rank 1 does not answer, it was last in ([FBGRU]1( of microbatch [01])?, )?.* after step", said)
+    assert re.search(r"rank 1 does not answer, it was last in ([FBGRU]1( of microbatch [01])?, )?.* after step", output)
     assert json.loads(metrics.read_text().splitlines()[0])["step"] == 1
 
 
