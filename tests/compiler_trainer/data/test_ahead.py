@@ -195,7 +195,7 @@ def test_a_folder_of_other_tokens_is_not_written_over(tmp_path):
 def test_what_ahead_is_no_job_for_is_refused(tmp_path):
     with pytest.raises(UserError, match="^data.tokens: are already tokens"):
         ahead.write(tokens(tmp_path), tmp_path / "out", ALL)
-    with pytest.raises(UserError, match="^data.sources: are several; tokenize each into a folder of its own"):
+    with pytest.raises(UserError, match="^data.sources: are several; tokenize each into its own folder"):
         ahead.write(DataConfig("mixture", sources=(WeightedSource(files=("a",)),)), tmp_path / "out", ALL)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="^--out: .*file: .*; choose a writable folder"):

@@ -145,7 +145,7 @@ BAD = {
     "beyond the vocabulary": (lambda f: no_id(f, 257), "a.npy: token 0: has id 257; the tokenizer has 257; set data.tokenizer to theirs"),
     "below 0": (lambda f: no_id(f, -5), "a.npy: token 0: has id -5; the tokenizer has 257"),
     "floats": (lambda f: np.save(f / "a.npy", np.ones(3)) or f / "a.npy", r"a.npy: is float64\[3\]; ids must be integers in one dim"),
-    "rows": (lambda f: np.save(f / "a.npy", np.ones((2, 3), int)) or f / "a.npy", r"a.npy: is int64\[2, 3\]; ids are"),
+    "rows": (lambda f: np.save(f / "a.npy", np.ones((2, 3), int)) or f / "a.npy", r"a.npy: is int64\[2, 3\]; ids must be"),
     "pickled": (lambda f: np.save(f / "a.npy", np.array([{}])) or f / "a.npy", "a.npy: cannot be read as int64 ids: .*Python objects"),
     "half an id": (lambda f: (f / "a.bin").write_bytes(b"abc") and f / "a.bin", "a.bin: cannot be read as uint16 ids: "),
     "lists of lists": (lambda f: (f / "a.jsonl").write_text('{"ids": [[1]]}') and f / "a.jsonl", 'a.jsonl:1: field "ids" is a list, but not of token ids'),

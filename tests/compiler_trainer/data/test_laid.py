@@ -71,7 +71,7 @@ def test_samples_and_their_order_are_those_of_earlier_commits(packing):
 def test_a_second_start_lays_nothing_out(packing, tmp_path, monkeypatch):
     path, _ = numbered(tmp_path)
     before = built(path, packing).train.next()
-    monkeypatch.setattr(laid, "lay", None)
+    monkeypatch.setattr(laid, "write_layouts", None)
     after = built(path, packing).train.next()
     assert all((after[name] == before[name]).all() for name in before)
 

@@ -84,7 +84,7 @@ def test_a_tokenizer_that_does_not_say_how_a_document_ends_is_refused(tmp_path):
     path = write(tmp_path)
     with pytest.raises(UserError, match="does not say which token ends a document; set data.eos_token \\(one of <pad>, <eos>, <bos>"):
         build_tokenizer(path)
-    with pytest.raises(UserError, match="data.eos_token: <end> is no token of the tokenizer"):
+    with pytest.raises(UserError, match="data.eos_token: <end> is not a token of the tokenizer"):
         build_tokenizer(path, "<end>")
 
 
