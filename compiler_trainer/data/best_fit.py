@@ -53,9 +53,7 @@ def best_fit(sizes: Ids, room: int) -> Ids:
             full_rows, last_count = divmod(len(placed), per_row)
             openers[placed] = np.repeat(rows[: full_rows + 1], per_row)[: len(placed)]
             space.add(room_left - per_row * size, rows[:full_rows])
-            space.add(
-                room_left - last_count * size, rows[full_rows : full_rows + 1]
-            )  # the last sequence is partly filled
+            space.add(room_left - last_count * size, rows[full_rows : full_rows + 1])  # partly filled
             space.add(room_left, rows[full_rows + 1 :])
             pieces = pieces[len(placed) :]
     return openers

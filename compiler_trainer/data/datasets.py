@@ -89,7 +89,7 @@ class Datasets:
             lines += part.describe(self.cfg.tokenizer)
         for name, rows, weight, rows_taken in zip(mixture.names, mixture.parts, mixture.weights, self.train.rows_taken):
             lines.append(f"{name}: {(rows_taken + rows_left * weight) / len(rows):,.3g} epochs when the run ends")
-            if self.cfg.chat and rows.cut:
+            if self.cfg.chat and rows.cut_share:
                 lines.append(f"note: {name}: {packing_note(rows, self.cfg.packs)}")
         return "\n".join(lines)
 
@@ -106,7 +106,10 @@ class Datasets:
     def report(self) -> list[dict[str, Any]]:
         """Return, for each source, the number of training sequences and how well they are packed."""
         trained = zip(self.train.rows.names, self.train.rows.parts)
-        return [{"source": name, "rows": len(rows), "padding": rows.padding, "cut": rows.cut} for name, rows in trained]
+        return [
+            {"source": name, "rows": len(rows), "padding": rows.padding, "cut": rows.cut_share}
+            for name, rows in trained
+        ]
 
 
 def datasets_of(cfg: Config, reference: float = math.nan) -> Datasets:
@@ -242,18 +245,18 @@ def check_labels(datasets: Datasets) -> None:
 def packing_note(rows: Rows, packing: str) -> str:
     """Return a note on the conversations or pairs that do not fit into a sequence, and the fix."""
     if packing == "cut":
-        return f"{rows.cut:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
+        return f"{rows.cut_share:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
     if packing in PAIRED:
-        return f"{rows.cut:.1%} of pairs are longer than train.seq_len={rows.seq_len:,} and left out; set longer rows"
-    return f"{rows.cut:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; set longer rows"
+        return f"{rows.cut_share:.1%} of pairs are longer than train.seq_len={rows.seq_len:,} and left out; increase it"
+    return f"{rows.cut_share:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; increase it"
 
 
 def describe_rows(rows: Rows) -> str:
     """Return the size of packed data and the quality of the packing, as text."""
     lost_name = "pairs left out" if isinstance(rows, PairRows) else "documents cut"
-    packed = f"{rows.padding:.2%} padding, {rows.cut:.1%} of {lost_name}"
-    tokens, left_out = rows.facts.tokens, rows.facts.tokens - rows.facts.filled
-    if left_out <= 1 or isinstance(rows, PairRows):  # the very last token can be a label without being an input
+    packed = f"{rows.padding:.2%} padding, {rows.cut_share:.1%} of {lost_name}"
+    tokens, excluded = rows.facts.tokens, rows.facts.tokens - rows.facts.row_tokens
+    if excluded <= 1 or isinstance(rows, PairRows):  # the very last token can be a label without being an input
         return f"{tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}, {packed}"
-    unlabelled = f"{left_out:,} more are in rows without labels, which are left out"
-    return f"{rows.facts.filled:,} tokens in {len(rows):,} rows of {rows.seq_len} ({unlabelled}), {packed}"
+    unlabelled = f"{excluded:,} more are in rows without labels, which are left out"
+    return f"{rows.facts.row_tokens:,} tokens in {len(rows):,} rows of {rows.seq_len} ({unlabelled}), {packed}"

@@ -83,7 +83,7 @@ def load_rows(volume: StoredFolder, half: str, corpus: Corpus, seq_len: int) -> 
         return None
     facts = Facts(*volume.holds[half])
     arrays = {name: volume.array(f"{half}.{name}", dtype) for name, dtype in DTYPES.items()}
-    return PackedRows(corpus, Layout(**arrays, cut=facts.cut), seq_len, facts)
+    return PackedRows(corpus, Layout(**arrays, cut_documents=facts.cut_documents), seq_len, facts)
 
 
 def permutation(count: int, seed: list[int], cache: Cache | None) -> Ids:

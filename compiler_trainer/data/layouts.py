@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     sources: Ids  # [pieces]
     continues: NDArray[np.bool_]  # True if a piece's document continues in a row that is not the next
     rows: Ids  # the rows that have a label
-    cut: int  # number of documents whose labels are in several rows
+    cut_documents: int  # number of documents whose labels are in several rows
 
 
 def cut(corpus: Corpus, order: Ids, seq_len: int) -> Layout:

@@ -34,7 +34,7 @@ class NextBatch(NamedTuple):
     """A batch, the number of its tokens that belong to documents, and the rows then taken of each source."""
 
     batch: Batch
-    filled: int
+    token_count: int
     taken: tuple[int, ...]
 
 
@@ -58,7 +58,7 @@ class Loader:
     def reset(self) -> None:
         """Go back to the first row of every source."""
         self.rows_taken = (0,) * len(self.rows.parts)
-        self.filled = 0  # tokens of the last batch that belong to documents
+        self.token_count = 0  # tokens of the last batch that belong to documents
 
     def read_only(self, rows: Ids) -> None:
         """From the next batch on, read the tokens of only these rows; the others are as in `Rows.batch`."""
@@ -69,7 +69,7 @@ class Loader:
     def next(self) -> Batch:
         """Return the next global batch, int64 [batch_size, seq_len]."""
         taken, future = self.next_batch or (None, None)
-        batch, self.filled, self.rows_taken = (
+        batch, self.token_count, self.rows_taken = (
             future.result() if future and taken == self.rows_taken else self._make(self.rows_taken)
         )
         self.next_batch = self.rows_taken, self.thread.submit(self._make, self.rows_taken)
@@ -96,19 +96,21 @@ class Loader:
             raise ValueError(f"taken must be integer numbers of rows, from 0 to {MOST_TAKEN:,}")
         self.rows_taken = tuple(taken)
 
-    def draw(self, taken: tuple[int, ...], size: int) -> tuple[Ids, Ids]:
-        """Return the next rows after `taken` rows of each source, and the number of rows from each."""
-        turns = self.rows.draw(np.array(taken), size)
-        counts = np.bincount(turns, minlength=len(taken))
+    def draw(self, rows_taken: tuple[int, ...], size: int) -> tuple[Ids, Ids]:
+        """Return the next rows after `rows_taken` rows of each source, and the number of rows from each."""
+        turns = self.rows.draw(np.array(rows_taken), size)
+        counts = np.bincount(turns, minlength=len(rows_taken))
         rows = np.empty(size, np.int64)
-        for part, (start, count) in enumerate(zip(taken, counts)):
+        for part, (start, count) in enumerate(zip(rows_taken, counts)):
             rows[turns == part] = self._rows(part, np.arange(start, start + count))
         return rows, counts
 
-    def _make(self, taken: tuple[int, ...]) -> NextBatch:
-        rows, counts = self.draw(taken, self.batch_size)
+    def _make(self, rows_taken: tuple[int, ...]) -> NextBatch:
+        rows, counts = self.draw(rows_taken, self.batch_size)
         batch = {name: torch.from_numpy(array) for name, array in self.rows.batch(rows, self.read_mask).items()}
-        return NextBatch(batch, int(self.rows.filled(rows).sum()), tuple((np.array(taken) + counts).tolist()))
+        return NextBatch(
+            batch, int(self.rows.token_counts(rows).sum()), tuple((np.array(rows_taken) + counts).tolist())
+        )
 
     def _rows(self, part: int, numbers: Ids) -> Ids:
         """Return the rows of a part for sample numbers that count across epochs."""

@@ -19,9 +19,15 @@ class JoinedRows(Rows):
         self.parts = tuple(parts)
         self.firsts = np.cumsum([0, *map(len, self.parts)])  # the first row of each part, then the number of all rows
         self.seq_len = self.parts[0].seq_len
-        documents, tokens, cut, filled = (sum(counts) for counts in zip(*(part.facts[:4] for part in self.parts)))
+        documents, tokens, cut_documents, row_tokens = (
+            sum(counts) for counts in zip(*(part.facts[:4] for part in self.parts))
+        )
         self.facts = Facts(
-            documents, tokens, cut, filled, self.combine_fingerprints([part.fingerprint for part in self.parts])
+            documents,
+            tokens,
+            cut_documents,
+            row_tokens,
+            self.combine_fingerprints([part.fingerprint for part in self.parts]),
         )
 
     def __len__(self) -> int:
@@ -31,17 +37,17 @@ class JoinedRows(Rows):
         """Return the fingerprint of all parts from their fingerprints."""
         return hash_arrays(np.frombuffer("+".join(prints).encode(), np.uint8))
 
-    def filled(self, rows: Ids) -> Ids:
+    def token_counts(self, rows: Ids) -> Ids:
         """Return the number of tokens of each row that belong to documents."""
         counts = np.empty_like(rows)
         for part, mine, numbers in self._by_part(rows):
-            counts[mine] = part.filled(numbers)
+            counts[mine] = part.token_counts(numbers)
         return counts
 
-    def batch(self, rows: Ids, read: RowMask = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
         """Return the entries of rows of any parts; all parts have the same entries."""
         is_read = np.zeros(len(rows), bool)
-        is_read[read] = True
+        is_read[read_mask] = True
         result: dict[str, NDArray[Any]] = {}
         for part, mine, numbers in self._by_part(rows):
             for name, array in part.batch(numbers, is_read[mine]).items():

@@ -46,17 +46,17 @@ class DatasetRows(Rows):
         description = repr((getattr(dataset, "fingerprint", ""), len(dataset), seq_len)).encode()
         arrays = [np.ascontiguousarray(row[name]).view(np.uint8).ravel() for row in ends for name in sorted(row)]
         fingerprint = hash_arrays(np.frombuffer(description, np.uint8), numbers, *arrays)
-        filled = len(numbers) * seq_len
-        self.facts = Facts(len(numbers), filled, 0, filled, fingerprint)
+        row_tokens = len(numbers) * seq_len
+        self.facts = Facts(len(numbers), row_tokens, 0, row_tokens, fingerprint)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def filled(self, rows: Ids) -> Ids:
+    def token_counts(self, rows: Ids) -> Ids:
         """Return the number of tokens of each row that belong to documents: all."""
         return np.full_like(rows, self.seq_len)
 
-    def batch(self, rows: Ids, read: RowMask = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows, each [len(rows), ...]; all rows are read, as labels may be in any."""
         items = [self.row(int(row)) for row in rows]
         return {name: np.stack([row[name] for row in items]) for name in self.shapes}

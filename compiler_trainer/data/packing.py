@@ -16,13 +16,13 @@ from compiler_trainer.models.loss import PADDING_DOCUMENT
 class Facts(NamedTuple):
     """Statistics of packed documents.
 
-    `cut` documents have labels in several rows; `filled` tokens of all rows belong to documents.
+    `cut_documents` have labels in several rows; `row_tokens` tokens of all rows belong to documents.
     """
 
     documents: int
     tokens: int
-    cut: int
-    filled: int
+    cut_documents: int
+    row_tokens: int
     fingerprint: str
 
 
@@ -38,15 +38,15 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def filled(self, rows: Ids) -> Ids:
+    def token_counts(self, rows: Ids) -> Ids:
         """Return the number of tokens of each row that belong to documents."""
 
-    def batch(self, rows: Ids, read: RowMask = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
         """Return `tokens`, `labels`, `positions` and `documents` of the rows numbered `rows`.
 
         All are int64 [len(rows), seq_len]. Positions count from 0 at each document's first token in the row. Documents
-        are numbered from 0 in the row; padding has document -1. Rows for which `read`, bool [len(rows)], is False have
-        end-of-document tokens, and 0 in place of each label.
+        are numbered from 0 in the row; padding has document -1. Rows for which `read_mask`, bool [len(rows)], is False
+        have end-of-document tokens, and 0 in place of each label.
         """
 
     @property
@@ -57,12 +57,12 @@ class Rows(Protocol):
     @property
     def padding(self) -> float:
         """The share of all rows that is padding."""
-        return 1 - self.facts.filled / (len(self) * self.seq_len)
+        return 1 - self.facts.row_tokens / (len(self) * self.seq_len)
 
     @property
-    def cut(self) -> float:
+    def cut_share(self) -> float:
         """The share of documents whose labels are in several rows."""
-        return self.facts.cut / self.facts.documents
+        return self.facts.cut_documents / self.facts.documents
 
 
 class PackedRows(Rows):
@@ -79,13 +79,13 @@ class PackedRows(Rows):
     def __len__(self) -> int:
         return len(self.layout.rows)
 
-    def filled(self, rows: Ids) -> Ids:
+    def token_counts(self, rows: Ids) -> Ids:
         """Return the number of tokens of each row that belong to documents."""
         ends = (self.layout.rows[rows] + 1) * self.seq_len
         last = self._pieces(ends - 1)
         return np.where(self.layout.sources[last] == PADDING, self.layout.starts[last], ends) - ends + self.seq_len
 
-    def batch(self, rows: Ids, read: RowMask = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
         """Return `tokens`, `labels`, `positions` and `documents` of some rows."""
         layout, row_starts = self.layout, self.layout.rows[rows] * self.seq_len
         piece = self._pieces_of(row_starts)
@@ -96,9 +96,11 @@ class PackedRows(Rows):
         if self.corpus.counted is not None:
             has_label &= self.corpus.counted.take(source + 1, mode="clip")
         tokens = np.full_like(at, self.corpus.end_of_document)
-        tokens[read] = np.where(is_padding[read], self.corpus.end_of_document, self._tokens(source[read]))
+        tokens[read_mask] = np.where(
+            is_padding[read_mask], self.corpus.end_of_document, self._tokens(source[read_mask])
+        )
         labels = np.where(has_label, 0, IGNORED_LABEL)
-        labels[read] = np.where(has_label[read], self._tokens(source[read] + 1), IGNORED_LABEL)
+        labels[read_mask] = np.where(has_label[read_mask], self._tokens(source[read_mask] + 1), IGNORED_LABEL)
         return {
             "tokens": tokens,
             "labels": labels,
@@ -130,8 +132,8 @@ def pack(corpus: Corpus, order: Ids, seq_len: int, packing: str = "cut") -> Pack
     layout = LAYOUTS[packing](corpus, order, seq_len)
     content = order if packing == "cut" else layout.sources
     fingerprint = hash_arrays(np.array([seq_len]), content, np.frombuffer(corpus.fingerprint.encode(), np.uint8))
-    filled = len(layout.rows) * seq_len - padding_of(layout, seq_len)
-    facts = Facts(len(order), int(corpus.lengths(order).sum()), layout.cut, filled, fingerprint)
+    row_tokens = len(layout.rows) * seq_len - padding_of(layout, seq_len)
+    facts = Facts(len(order), int(corpus.lengths(order).sum()), layout.cut_documents, row_tokens, fingerprint)
     return PackedRows(corpus, layout, seq_len, facts)
 
 

@@ -45,13 +45,13 @@ class PairRows(Rows):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def filled(self, rows: Ids) -> Ids:
+    def token_counts(self, rows: Ids) -> Ids:
         """Return the number of tokens of each row that belong to documents."""
-        return self.rows.filled(rows)
+        return self.rows.token_counts(rows)
 
-    def batch(self, rows: Ids, read: RowMask = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""
-        entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows, read), "pairs": np.ones(len(rows), np.int64)}
+        entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows, read_mask), "pairs": np.ones(len(rows), np.int64)}
         if self.reference is not None:
             entries |= {name: self.reference[rows, i] for i, name in enumerate(REFERENCE)}
         return entries

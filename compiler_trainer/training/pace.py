@@ -47,10 +47,10 @@ class Pace:
         if not self.interval or number % self.interval or self.steps_taken < self.first:
             return launch(), {}
         with profile(activities=[self.kind], acc_events=True) as profiler:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             result = launch()
             wait(result)
-            whole_ms = 1e3 * (time.perf_counter() - began)
+            whole_ms = 1e3 * (time.perf_counter() - start_time)
         busy_ms = self.busy_ms(profiler.events(), whole_ms)
         times = gather((busy_ms, 1 - busy_ms / whole_ms), self.group)
         return result, self.compare(number, [b for b, _ in times], [w for _, w in times])

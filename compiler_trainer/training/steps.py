@@ -80,7 +80,7 @@ class Meters:
             rank = self.step.ranks[0]
             buffers = {name: state.local[rank] for name, state in self.step.state.items() if rank in state.local}
             loads = Results(unevenness(buffers), self.step.device)
-            return Launched(number, lr, began, wait_s, results, loads, loader.state_dict(), loader.filled)
+            return Launched(number, lr, began, wait_s, results, loads, loader.state_dict(), loader.token_count)
 
         launched, pace = self.pace.during(number, lambda: self.memory.during(begin), lambda step: step.results.read())
         launched.measured = {**self.step.balance(), "peak_mem_bytes": self.memory.bytes, **pace}

@@ -75,7 +75,7 @@ def train(
 
     Raises UserError on bad input, with nothing written, and SystemExit if a signal or `run.time_limit` ended the run.
     """
-    began, phases = time.monotonic(), Phases()
+    start_time, phases = time.monotonic(), Phases()
     phases.end("import")
     ranks = start_ranks()  # selects each rank's GPU
     phases.end("ranks")
@@ -110,7 +110,7 @@ def train(
             announce(f"resuming after step {start.step:,}, from {start.ckpt.path}")
         with (
             Watch(cfg.run.timeout_s, Path(cfg.run.dir)) as watch,
-            Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
+            Stop(start_time, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
             allocations(cfg),
             recording(cfg, start, step.metrics, loggers) as log_record,
         ):

@@ -110,7 +110,7 @@ def test_rows_without_a_label_are_left_out(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [question, {"role": "assistant", "content": "short"}]}) * 1)
     result = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=8)
     rows = result.train.rows
-    assert f"train {rows.facts.filled} tokens in {len(rows)} rows of 8 ({rows.facts.tokens - rows.facts.filled} more are in rows without labels" in result.describe(1)
+    assert f"train {rows.facts.row_tokens} tokens in {len(rows)} rows of 8 ({rows.facts.tokens - rows.facts.row_tokens} more are in rows without labels" in result.describe(1)
     labels = rows.batch(np.arange(len(rows)))["labels"]
     assert len(rows) <= 2 < rows.facts.tokens / 8 and (labels != -100).any(axis=1).all()
     assert (labels != -100).sum() == len("short") + 1 + len("\n")

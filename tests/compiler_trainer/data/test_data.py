@@ -124,7 +124,7 @@ def test_a_row_by_hand():
 @pytest.mark.parametrize(("seq_len", "filled", "cut"), [(6, [6, 3], 0), (5, [5, 4], 0), (2, [2, 2, 2, 2], 1 / 3)])
 def test_what_is_padding_and_which_documents_are_cut_by_hand(seq_len, filled, cut):
     rows = pack(corpus_of(["abc", "d", "ef"]), np.arange(3), seq_len)
-    assert rows.filled(np.arange(len(rows))).tolist() == filled and rows.cut == cut
+    assert rows.token_counts(np.arange(len(rows))).tolist() == filled and rows.cut_share == cut
     assert rows.padding == 1 - sum(filled) / seq_len / len(filled)
 
 

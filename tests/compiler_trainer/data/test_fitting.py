@@ -64,7 +64,7 @@ def test_rows_by_hand():
     assert batch["labels"].tolist() == [[1, EOD, -100, 10, EOD, -100], [4, 5, EOD, -100, EOD, -100]]
     assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
     assert batch["documents"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
-    assert rows.padding == rows.cut == 0 and rows.filled(np.arange(2)).tolist() == [6, 6]
+    assert rows.padding == rows.cut_share == 0 and rows.token_counts(np.arange(2)).tolist() == [6, 6]
 
 
 def test_padding_is_a_document_of_its_own_without_labels():
@@ -74,7 +74,7 @@ def test_padding_is_a_document_of_its_own_without_labels():
     assert batch["labels"].tolist() == [[1, EOD, -100, -100], [EOD, -100, -100, -100]]
     assert batch["positions"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
     assert batch["documents"].tolist() == [[0, 0, 0, -1], [0, 0, -1, -1]]
-    assert rows.filled(np.array([1, 0])).tolist() == [2, 3] and rows.padding == 3 / 8
+    assert rows.token_counts(np.array([1, 0])).tolist() == [2, 3] and rows.padding == 3 / 8
 
 
 def test_a_long_document_is_cut_into_rows_and_its_rest_is_fitted():
@@ -83,13 +83,13 @@ def test_a_long_document_is_cut_into_rows_and_its_rest_is_fitted():
     assert batch["tokens"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, EOD, EOD], [11, EOD, EOD, EOD]]
     assert batch["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, EOD, -100, -100], [EOD, -100, -100, -100]]
     assert batch["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 0, 1]]
-    assert rows.cut == 1 / 2
+    assert rows.cut_share == 1 / 2
 
 
 def test_the_last_token_of_a_document_of_one_more_than_a_row_is_a_label_alone():
     rows = fitted([5], 4)
     assert all_of(rows)["tokens"].tolist() == [[0, 1, 2, 3]] and all_of(rows)["labels"].tolist() == [[1, 2, 3, EOD]]
-    assert rows.cut == rows.padding == 0
+    assert rows.cut_share == rows.padding == 0
 
 
 def test_documents_stand_in_a_row_as_in_the_order():
@@ -134,7 +134,7 @@ def test_each_document_is_there_once_and_none_that_fits_is_cut(lengths, seq_len,
     assert sorted(piece for piece in pieces if piece[1].count(-100) < len(piece[1])) == sorted(expected)
     rest = [piece for piece in pieces if piece[1].count(-100) == len(piece[1])]
     assert all(set(tokens) == {EOD} for tokens, _ in rest) and len(rest) <= len(rows)
-    assert rows.filled(np.arange(len(rows))).sum() == sum(len(tokens) for tokens, _ in expected)
+    assert rows.token_counts(np.arange(len(rows))).sum() == sum(len(tokens) for tokens, _ in expected)
 
 
 @for_all(LENGTHS, SEQ_LENS)
@@ -294,8 +294,8 @@ def test_a_batch_counts_its_tokens_without_padding(tmp_path):
     counted = 0
     for _ in range(len(loader.rows)):
         batch = numpy_of(loader.next())
-        assert loader.filled == sum(len(text) + 1 for text in texts_of(batch))
-        counted += loader.filled
+        assert loader.token_count == sum(len(text) + 1 for text in texts_of(batch))
+        counted += loader.token_count
     assert counted == 3 * sum(len(text) + 1 for text in texts)
 
 
@@ -335,4 +335,4 @@ def test_the_start_says_how_much_is_padding(tmp_path):
 
 def test_rows_of_two_parts_are_counted_by_each():
     mixture = Mixture([fitted([3, 2], 4), fitted([4, 2], 4)], (1.0, 1.0))
-    assert mixture.filled(np.array([3, 0, 2, 1])).tolist() == [2, 3, 4, 2]
+    assert mixture.token_counts(np.array([3, 0, 2, 1])).tolist() == [2, 3, 4, 2]

@@ -63,7 +63,7 @@ def test_samples_and_their_order_are_those_of_earlier_commits(packing):
                 if name == "documents":  # padding was one more document at that time
                     value = np.where(value == -1, value.max(axis=1, keepdims=True) + 1, value)
                 digest.update(value.tobytes())
-            digest.update(str(loader.filled).encode())
+            digest.update(str(loader.token_count).encode())
     assert (digest.hexdigest(), result.train.rows.fingerprint) == BEFORE[packing]
 
 
@@ -130,7 +130,7 @@ def test_what_is_said_of_several_volumes_is_of_all(tmp_path, volumes, cache):
     rows, filled = result.train.rows, sum(len(text) + 1 for text in texts)
     assert f"{path}: 200 documents, {filled:,} tokens (bytes); train {filled:,} tokens in {len(rows)} rows of 40, " in result.describe(8)
     assert result.report()[0]["padding"] == pytest.approx(1 - filled / (40 * len(rows)))
-    assert rows.filled(np.arange(len(rows))).sum() == filled and f"tokens are stored in {cache}, " in result.describe(8)
+    assert rows.token_counts(np.arange(len(rows))).sum() == filled and f"tokens are stored in {cache}, " in result.describe(8)
 
 
 # Orders
@@ -174,7 +174,7 @@ def test_of_other_rows_all_is_known_but_tokens(packing, tmp_path, volumes):
         assert all((result[name][[1, 3]] == expected[name][[1, 3]]).all() for name in ("tokens", "labels"))
         assert (result["tokens"][[0, 2]] == 256).all()
         assert (result["labels"][[0, 2]] == expected["labels"][[0, 2]].clamp(max=0)).all()
-        assert own.filled == whole.filled
+        assert own.token_count == whole.token_count
 
 
 def test_no_token_of_other_rows_is_read(tmp_path):

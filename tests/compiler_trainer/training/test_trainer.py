@@ -67,7 +67,7 @@ def test_padding_counts_as_no_token(fake, tmp_path):
     cfg = replace(cfg, train=replace(cfg.train, seq_len=600))
     trainer.train(cfg)
     loader = build_datasets(cfg.data, 600, 4).train
-    counts = [(loader.next(), loader.filled)[1] for _ in range(6)]
+    counts = [(loader.next(), loader.token_count)[1] for _ in range(6)]
     records = metrics(cfg.run.dir)
     assert [record["tokens"] for record in records] == list(itertools.accumulate(counts))
     assert all(0 < count < 2400 for count in counts)
