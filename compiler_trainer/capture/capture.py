@@ -48,7 +48,7 @@ from passes.rules import tensor_operands
 from passes.sharding.normalize import copied
 
 aten = torch.ops.aten
-PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default}
+MATMULS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default}
 
 
 class _WithLoss(nn.Module):
@@ -130,7 +130,7 @@ def capture(
         exported = _functional(exported)
         write_out(exported.graph_module)
     program = _to_program(exported, keys, tuple(metrics), model, fold)
-    check_products(program)
+    check_matmuls(program)
     as_functions(program)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
     ctx = ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
@@ -312,10 +312,10 @@ def layer_of_state(node: torch.fx.Node, name: str, names: set[str]) -> Layer | N
     return readers.pop() if len(readers) == 1 else None
 
 
-def check_products(program: ir.Program) -> None:
+def check_matmuls(program: ir.Program) -> None:
     """Raise UserError naming a matmul of two dtypes, which kernels would refuse after everything is compiled."""
     for node in program.calls():
-        dtypes = [ir.example(n).dtype for n in tensor_operands(node)] if node.target in PRODUCTS else []
+        dtypes = [ir.example(n).dtype for n in tensor_operands(node)] if node.target in MATMULS else []
         if len(set(dtypes)) > 1:
             dtype_text = " by ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             fix = "cast one, for example x.to(weight.dtype): passes.cast.param_dtype casts parameters, but not buffers"

@@ -58,7 +58,9 @@ class ChatTemplate:
             present = (
                 f"templates named {', '.join(self.templates)}, but no default" if self.templates else "no chat template"
             )
-            fix = "conversations need one in the tokenizer_config.json or chat_template.jinja beside the tokenizer.json"
+            fix = (
+                "conversations need one in the tokenizer_config.json or chat_template.jinja next to the tokenizer.json"
+            )
             raise UserError("data.tokenizer", f"{tokenizer.path} has {present}; {fix}")
         free: set[str] = set()
         self.marking: dict[str, bool] = {}  # by template: True if it marks answers where transformers can locate them

@@ -209,7 +209,7 @@ def opening_of(settings: Settings, backend: Backend, add_bos_token: bool | None)
     if not add_bos_token:
         return tuple(i for i in settings.opening if i != bos)
     if bos is None:
-        fix = "leave it null, or add bos_token to the tokenizer_config.json beside the tokenizer.json"
+        fix = "leave it null, or add bos_token to the tokenizer_config.json next to the tokenizer.json"
         raise UserError("data.add_bos_token", f"is true, but the tokenizer has no bos_token; {fix}")
     return settings.opening if bos in settings.opening else (bos, *settings.opening)
 

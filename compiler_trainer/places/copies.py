@@ -69,8 +69,8 @@ def make_room(cache: Cache, url: str, size: int) -> None:
     """Delete copies that were not read for long; raise UserError if that is not enough."""
     if missing := shrink(cache, size):
         problem = f"{decimal(int(cache.most_bytes))} have no room for {url}, {decimal(size)}"
-        fix = f"{decimal(missing)} are lacking beside what was read in the last {UNREAD_S // 60} minutes; allow more"
-        raise UserError("data.cache_gib", f"{problem}: {fix}, or name another data.cache")
+        fix = f"{decimal(missing)} more are needed; the rest was read in the last {UNREAD_S // 60} minutes; increase it"
+        raise UserError("data.cache_gib", f"{problem}: {fix}, or choose another data.cache")
 
 
 def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) -> str:

@@ -47,7 +47,7 @@ def count_terms(batch: Batch) -> int:
 def held_out(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]:
     """Yield (source, batch) over the validation data.
 
-    With a number of `batches`, take the first so many global batches, the same ones each time. With None, take every
+    With `batches`, take that many first global batches, the same ones each time. With None, take every
     sample once.
     """
     return ((name, fill_batch(loader, numbers)) for name, numbers in by_source(loader, batches))

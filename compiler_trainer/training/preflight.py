@@ -63,10 +63,10 @@ def parameters(trained: Subject) -> str:
 def precision(cfg: Config) -> str:
     """Return the dtypes of computation, of matmuls and of master weights, as text."""
     cast, masters = cfg.passes.cast, cfg.train.dtype
-    products = f", linear layers in float8 ({cast.float8})" if cast.float8 else ""
+    float8_text = f", linear layers in float8 ({cast.float8})" if cast.float8 else ""
     if cast.param_dtype in (None, masters):
-        return f"{masters} throughout{products}{tensor_cores(masters)}"
-    return f"computed in {cast.param_dtype}{products}, master weights in {masters}"
+        return f"{masters} throughout{float8_text}{tensor_cores(masters)}"
+    return f"computed in {cast.param_dtype}{float8_text}, master weights in {masters}"
 
 
 def tensor_cores(dtype: str) -> str:
@@ -75,7 +75,7 @@ def tensor_cores(dtype: str) -> str:
         return ""
     setting = torch.get_float32_matmul_precision()
     rounding = {"highest": "not rounded to TF32", "high": "rounded to TF32", "medium": "rounded to bfloat16"}[setting]
-    return f", products {rounding} (torch.set_float32_matmul_precision is {setting!r})"
+    return f", matmuls {rounding} (torch.set_float32_matmul_precision is {setting!r})"
 
 
 def update(cfg: Config) -> str:
