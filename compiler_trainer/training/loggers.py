@@ -1,6 +1,6 @@
 """Loggers of metrics: files in the run folder, services, and user-defined loggers.
 
-An outage of a service neither stops the run nor loses records: they are kept, reported once, and sent again later.
+An outage of a service neither stops the run nor loses records: it is reported once, and they are sent later.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def metric_name(name: str) -> str:
 
 
 class RetryingLogger:
-    """A logger whose service may be unreachable: records are kept, the outage is reported once, and sent later."""
+    """A logger whose service may be unreachable: an outage is reported once, and its records are sent later."""
 
     def __init__(self, logger: Logger):
         self.logger, self.pending, self.failure, self.next = logger, list[Record](), "", 0.0

@@ -27,7 +27,7 @@ Record = dict[str, float]
 
 
 class GrowingFile:
-    """A file that grows; content that the disk refuses is kept, reported once, and written with the next content."""
+    """A file that grows; if the disk refuses content, this is reported once, and the content is written later."""
 
     def __init__(self, path: Path):
         self.path, self.pending, self.failure = path, b"", ""
