@@ -69,7 +69,7 @@ def test_a_file_cut_short_or_grown_is_seen(name, copy):
     content = file.read_bytes()
     for changed in [content[: len(content) * tenth // 10] for tenth in range(10)] + [content + b"\0"]:
         file.write_bytes(changed)
-        why = f"has {len(changed):,} bytes, and {len(content):,} were written" if "rank" in name else "is not as it was"
+        why = f"has {len(changed):,} bytes, and {len(content):,} were written" if "rank" in name else "was changed"
         assert said_of(copy).startswith(f"{file}: {why}")
 
 
@@ -90,7 +90,7 @@ def test_a_lost_file_is_named(name, copy):
 
 def test_a_strange_file_is_named_by_a_check(copy):
     (copy / "notes.txt").write_text("mine")
-    with pytest.raises(checkpoint.Damaged, match="notes.txt: is no file of this checkpoint"):
+    with pytest.raises(checkpoint.Damaged, match="notes.txt: is not a file of this checkpoint"):
         checkpoint.check(copy)
 
 
@@ -100,7 +100,7 @@ def test_files_of_two_checkpoints_do_not_mix(copy, tmp_path):
     step = build("two")
     step.state = other
     shutil.copy(saved(step, tmp_path) / RANK_1, copy / RANK_1)
-    assert said_of(copy).startswith(f"{copy / RANK_1}: its header is not as it was written")
+    assert said_of(copy).startswith(f"{copy / RANK_1}: its header was changed")
 
 
 # Malice: an attacker who writes a checkpoint can write its digests too
@@ -176,7 +176,7 @@ def test_an_index_that_is_none_is_refused(text, copy):
 
 def test_an_index_of_any_size_is_not_read(copy, monkeypatch):
     monkeypatch.setattr(index_room, "MOST_BYTES", 100)
-    assert said_of(copy).startswith(f"{copy / 'index.json'}: is not as it was written")
+    assert said_of(copy).startswith(f"{copy / 'index.json'}: was changed")
 
 
 def forged(path, tensors, **digests):
@@ -191,10 +191,10 @@ def forged(path, tensors, **digests):
 FORGED = {
     "overlapping pieces": ({"model.matrix@3,0": torch.ones(4, 6)}, "model.matrix has two pieces that overlap, one at [3, 0]"),
     "beyond its end": ({"model.matrix@4,1": torch.ones(3, 6)}, "model.matrix@4,1 is F32[3, 6], which is not a part of float32[7, 6]"),
-    "too far to count": ({"model.matrix@" + "9" * 5000 + ",0": torch.ones(3, 6)}, "is no piece of a tensor"),
-    "below its begin": ({"model.matrix@-1,0": torch.ones(3, 6)}, "is no piece of a tensor"),
-    "without a place": ({"model.matrix": torch.ones(3, 6)}, "is no piece of a tensor"),
-    "nothing in it": ({"model.matrix@4,0": torch.ones(0, 6)}, "model.matrix@4,0 is F32[0, 6], which is no part"),
+    "too far to count": ({"model.matrix@" + "9" * 5000 + ",0": torch.ones(3, 6)}, "is not a piece of a tensor"),
+    "below its begin": ({"model.matrix@-1,0": torch.ones(3, 6)}, "is not a piece of a tensor"),
+    "without a place": ({"model.matrix": torch.ones(3, 6)}, "is not a piece of a tensor"),
+    "nothing in it": ({"model.matrix@4,0": torch.ones(0, 6)}, "model.matrix@4,0 is F32[0, 6], which is not a part"),
     "another's digest": ({"model.matrix@4,0": torch.ones(3, 6)}, "lacks a piece"),
 }
 

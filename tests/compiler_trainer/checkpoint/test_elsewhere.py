@@ -161,7 +161,7 @@ def test_what_is_being_sent_is_not_deleted_here(tmp_path, url, monkeypatch):
             saver.save(state_at(number))
             saver.wait()
     assert [name for name in sent if name.endswith("index.json")] == ["step_00000001/index.json", "step_00000004/index.json"]
-    assert there(url) == [4] and {re.search(r"step_\d+ is gone", line)[0] for line in output} == {"step_00000002 is gone", "step_00000003 is gone"}
+    assert there(url) == [4] and {re.search(r"step_\d+ was deleted", line)[0] for line in output} == {"step_00000002 was deleted", "step_00000003 was deleted"}
 
 
 def test_a_damaged_one_is_passed_over_and_leaves_nothing(tmp_path, url):

@@ -118,7 +118,7 @@ def test_what_another_run_wrote_stays_where_a_link_leads_there_and_what_was_just
 # Failures
 
 
-MOMENTS = {"files": "write_files", "index": "encoded", "folder": "make_anew", "flush": "flush"}
+MOMENTS = {"files": "write_files", "index": "encode", "folder": "make_empty", "flush": "flush"}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
