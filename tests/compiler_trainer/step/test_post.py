@@ -126,7 +126,7 @@ def in_memory_of_post(rank, table, programs, monkeypatch):
         carried.start(turn)
         for end in programs[turn.program].inputs:
             carried.get(turn, end.name, rank, 1)
-        expected = {message.key for message, _ in post.next} | post.receive_buffers.keys()
+        expected = {message.key for message, _ in post.next_buffers} | post.receive_buffers.keys()
         counts.append((turn, (len(expected), len({message.key for message in post.sends_in_flight} - carried.values.keys()))))
         for output in programs[turn.program].outputs:
             carried.put(turn, output.name, {rank: torch.empty(1)})
