@@ -1,1 +1,1 @@
-"""A plain model as a graph, nothing of it lost."""
+"""Capture a plain model as a graph without losing anything."""

@@ -1,6 +1,6 @@
-"""Capture batch norms with `momentum=None`, whose running statistics are means of all batches.
+"""Capture batch norms with `momentum=None`, whose running statistics are means over all batches.
 
-PyTorch reads the number of batches into Python, which no graph can: here the share of a batch stays a tensor.
+PyTorch reads the number of batches into Python, which no graph can do: here the weight of a batch stays a tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from passes.program.torch_private import BatchNorm
 
 
 def cumulative_averages() -> AbstractContextManager:
-    """While on, such batch norms count batches in the graph."""
+    """Make such batch norms count their batches in the graph, inside the block."""
     return patch.object(BatchNorm, "forward", _with_tensors(BatchNorm.forward))
 
 
@@ -27,12 +27,12 @@ def _with_tensors(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if self.momentum is not None or not self.training or mean is None or var is None or count is None:
             return original(self, x)
         self._check_input_dim(x)
-        own, spread = torch.zeros_like(mean), torch.zeros_like(var)
-        out = F.batch_norm(x, own, spread, self.weight, self.bias, True, 1.0, self.eps)
+        batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
+        out = F.batch_norm(x, batch_mean, batch_var, self.weight, self.bias, True, 1.0, self.eps)
         with torch.no_grad():
             count.add_(1)
-            mean.lerp_(own, 1 / count.to(mean.dtype))
-            var.lerp_(spread, 1 / count.to(var.dtype))
+            mean.lerp_(batch_mean, 1 / count.to(mean.dtype))
+            var.lerp_(batch_var, 1 / count.to(var.dtype))
         return out
 
     return forward

@@ -17,10 +17,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from compiler_trainer.capture.averages import cumulative_averages
 from compiler_trainer.capture.flex import write_out
-from compiler_trainer.capture.fold import Held, fold_layers
+from compiler_trainer.capture.fold import StateTensor, fold_layers
 from compiler_trainer.capture.functions import functions_as_operators
 from compiler_trainer.capture.grad_modes import write_gradients
-from compiler_trainer.capture.grouped import any_dtype, with_one_product
+from compiler_trainer.capture.grouped import any_dtype, replace_grouped_mm
 from compiler_trainer.capture.hidden import hidden_as_operators, line
 from compiler_trainer.capture.hints import checkpoints_as_marks
 from compiler_trainer.capture.layers import mark_layers
@@ -48,13 +48,13 @@ from passes.rules import tensor_operands
 from passes.sharding.normalize import copied
 
 aten = torch.ops.aten
-PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default}
+MATMULS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default}
 
 
 class _WithLoss(nn.Module):
-    """The model and its loss as one module of positional tensors, named `keys` in the batch.
+    """The model and its loss as one module of positional tensors, which have the names `keys` in the batch.
 
-    It returns the loss and then the metrics, and calls `note` with these by name.
+    It returns the loss followed by the metrics, and calls `note` with the metrics by name.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, keys: tuple[str, ...], note: Callable[[Metrics], None]):
@@ -68,15 +68,15 @@ class _WithLoss(nn.Module):
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The model with fake parameters (of `dtype` if floating) and buffers on `device`; no real ones are copied.
+    """Return the model on `device` with fake parameters (of `dtype` if floating) and buffers; copy no real ones.
 
-    Raises UserError naming a tensor without a value that is neither.
+    Raises UserError naming a meta tensor that is neither parameter nor buffer.
     """
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                what = "is on the meta device and neither parameter nor buffer, so that it has no value"
-                raise UserError(".".join(filter(None, (path, name))), f"{what}; register it as a buffer")
+                problem = "is on the meta device and neither parameter nor buffer, so that it has no value"
+                raise UserError(".".join(filter(None, (path, name))), f"{problem}; register it as a buffer")
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -95,19 +95,19 @@ def capture(
     dtype: torch.dtype | None = None,
     folding: Folding | None = None,
 ) -> tuple[ir.Program, ir.Context]:
-    """The forward and loss of a batch of the given global shapes as a functional ATen graph.
+    """Return the forward and loss for a batch of the given global shapes, as a functional ATen graph.
 
-    Inputs are parameters (that require gradients), buffers (all others that the model has), constants and the batch;
-    outputs the loss, its metrics and the new values of buffers the forward changes. `dtype` is that in which parameters
-    are used (None: their own). With `folding`, of many layers alike some are left out. Raises UserError naming the
-    batch entry, or what `torch.export` could not follow.
+    Inputs are parameters (that require gradients), buffers (all other state of the model), constants and the batch.
+    Outputs are the loss, its metrics and the new values of buffers that the forward changes. Parameters are used in
+    `dtype` (None: their own). With `folding`, some of many equal layers are left out. Raises UserError naming the batch
+    entry, or the code that `torch.export` could not follow.
     """
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise UserError(f"batch[{key!r}]", f"is a {type(value).__name__}; every entry must be a tensor")
     mode = FakeTensorMode()
     keys = tuple(batch)
-    metrics: dict[str, Tensor] = {}  # no attribute of the module: export restores those
+    metrics: dict[str, Tensor] = {}  # not an attribute of the module, because export restores those
     module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys, metrics.update)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
@@ -122,15 +122,15 @@ def capture(
     ):
         exported = _export(module, values)
         state = state_of(exported, model)
-        write_gradients(exported.graph, {node for node, held in state.items() if held.trained})
-        with_one_product(exported.graph)
+        write_gradients(exported.graph, {node for node, state_tensor in state.items() if state_tensor.is_trained})
+        replace_grouped_mm(exported.graph)
         share_constants(exported)
         mark_layers(exported.graph, batch_of(exported))
         fold = fold_layers(exported.graph_module, state, folding) if folding else None
         exported = _functional(exported)
         write_out(exported.graph_module)
     program = _to_program(exported, keys, tuple(metrics), model, fold)
-    check_products(program)
+    check_matmuls(program)
     as_functions(program)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
     ctx = ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def capture(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings of torch's own doing: of version 2.13, and of what its recurrent networks keep."""
+    """Silence warnings caused by torch itself: of version 2.13, and of its recurrent networks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*_flat_weights", category=UserWarning)
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -149,7 +149,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
-    """Follow the module on fake values; raises UserError naming the line of the model that cannot be followed."""
+    """Trace the module on fake values; raise UserError naming the model's line that cannot be traced."""
     try:
         with torch.enable_grad(), quiet_failures(), regions_in_line(), hidden_as_operators():
             exported = export(module, values, strict=False)
@@ -162,11 +162,11 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
             "branch that only saves work",
         ) from error
     except Exception as error:
-        raise UserError("model", f"{line(error)}{type(error).__name__}: {_said(error)}") from error
+        raise UserError("model", f"{line(error)}{type(error).__name__}: {_first_line(error)}") from error
     for spec in exported.graph_signature.input_specs:
         if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
-            what = "is neither a tensor nor a number, which is all that a graph can be given"
-            raise UserError("model", f"{spec.target or spec.arg.name} {what}; use it before the model, on the data")
+            problem = "is neither a tensor nor a number, the only inputs that a graph can have"
+            raise UserError("model", f"{spec.target or spec.arg.name} {problem}; use it before the model, on the data")
     loss_code = getattr(inspect.unwrap(getattr(module.loss_fn, "func", module.loss_fn)), "__code__", None)
     read_trace(exported.graph_module, __file__, loss_code)
     for node in exported.graph.nodes:
@@ -176,75 +176,75 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
             )
         if any(isinstance(d, torch.SymInt) for d in getattr(ir.value(node), "shape", ())):
             raise UserError(
-                "model", f"{ir.source(node)} gives a shape that depends on data; use a mask of fixed shape instead"
+                "model", f"{ir.source(node)} has a shape that depends on data; use a mask of fixed shape instead"
             )
     return exported
 
 
 def _functional(exported: ExportedProgram) -> ExportedProgram:
-    """Without writes in place; raises UserError where the model writes into what it may not."""
+    """Return the graph without in-place writes; raise UserError if a write is not allowed."""
     write_marks(exported.graph_module)
     try:
         with composites_of(exported.graph_module):
             exported = exported.run_decompositions({})
     except RuntimeError as error:
-        raise UserError("model", _said(error)) from error
+        raise UserError("model", _first_line(error)) from error
     read_marks(exported.graph_module)
     return exported
 
 
-def _said(error: BaseException) -> str:
-    """The first line of an error."""
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
     return (str(error).strip() or "no message").splitlines()[0]
 
 
 def batch_of(exported: ExportedProgram) -> list[torch.fx.Node]:
-    """The placeholders of the batch."""
+    """Return the placeholders of the batch."""
     placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
-    given = zip(placeholders, exported.graph_signature.input_specs, strict=True)
-    return [node for node, spec in given if spec.kind is InputKind.USER_INPUT]
+    pairs = zip(placeholders, exported.graph_signature.input_specs, strict=True)
+    return [node for node, spec in pairs if spec.kind is InputKind.USER_INPUT]
 
 
 def share_constants(exported: ExportedProgram) -> None:
-    """Let equal constants be one: layers that make the same one are then alike."""
+    """Merge equal constants, so that layers which create the same constant are equal."""
     first: dict[str, torch.fx.Node] = {}
     for node, value in constants_of(exported).items():
-        same = first.setdefault(constant_name(value), node)
-        if same is not node:
-            node.replace_all_uses_with(same)
+        first_node = first.setdefault(constant_name(value), node)
+        if first_node is not node:
+            node.replace_all_uses_with(first_node)
 
 
 def constants_of(exported: ExportedProgram) -> dict[torch.fx.Node, Tensor]:
-    """The tensors that the model holds as neither parameter nor buffer, or makes of Python's numbers."""
+    """Return the tensors of the model that are neither parameter nor buffer, or come from Python numbers."""
     placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
-    given = zip(placeholders, exported.graph_signature.input_specs, strict=True)
-    found = {n: exported.constants[spec.target] for n, spec in given if spec.kind is InputKind.CONSTANT_TENSOR}
-    for node, value in found.items():
+    pairs = zip(placeholders, exported.graph_signature.input_specs, strict=True)
+    constants = {n: exported.constants[spec.target] for n, spec in pairs if spec.kind is InputKind.CONSTANT_TENSOR}
+    for node, value in constants.items():
         if isinstance(value, FakeTensor):
-            where = next((f"{ir.source(user)} " for user in node.users), "")
-            what = "reads a tensor that none of the operators seen makes, such as one of torch.autograd.grad"
-            raise UserError("model", f"{where}{what}; use torch.func.grad")
-    return found
+            place = next((f"{ir.source(user)} " for user in node.users), "")
+            problem = "reads a tensor that no captured operator creates, such as a result of torch.autograd.grad"
+            raise UserError("model", f"{place}{problem}; use torch.func.grad")
+    return constants
 
 
 def constant_name(value: Tensor) -> str:
-    """A name that only equal tensors have."""
+    """Return a name that is the same for equal tensors only."""
     entries = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-    what = f"{value.dtype} {tuple(value.shape)} ".encode() + entries.tobytes()
-    return f"constant_{hashlib.sha256(what).hexdigest()[:12]}"
+    content = f"{value.dtype} {tuple(value.shape)} ".encode() + entries.tobytes()
+    return f"constant_{hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def state_of(exported: ExportedProgram, model: nn.Module) -> dict[torch.fx.Node, Held]:
-    """The parameters and buffers that placeholders stand for."""
-    names, found = first_names(model), {}
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def state_of(exported: ExportedProgram, model: nn.Module) -> dict[torch.fx.Node, StateTensor]:
+    """Return the parameter or buffer of each placeholder."""
+    names, state = first_names(model), {}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None:
             target = spec.target.removeprefix("model.")
             name = names.get(target, target)
-            found[node] = Held(name, name in held and held[name].requires_grad)
-    return found
+            state[node] = StateTensor(name, name in tensors and tensors[name].requires_grad)
+    return state
 
 
 def _to_program(
@@ -276,54 +276,54 @@ def _to_program(
     outputs = []
     results = exported.graph.output_node().args[0]
     for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
-        if (written := (spec.target or "").removeprefix("model.")) in trainable:
-            what = f"writes into the parameter {written!r}, which its optimizer alone may change"
-            where = "" if (at := ir.source(node)).startswith("<") else f"{at} "  # of `no_grad` regions it is not known
-            raise UserError("model", f"{where}{what}; use what is written instead of writing it")
+        if (target_name := (spec.target or "").removeprefix("model.")) in trainable:
+            problem = f"writes into the parameter {target_name!r}, which only the optimizer may change"
+            place = "" if (source := ir.source(node)).startswith("<") else f"{source} "  # unknown inside `no_grad`
+            raise UserError("model", f"{place}{problem}; use the new value directly instead of writing it")
         placement = Spec.whole(tuple(ir.example(node).shape))
         if spec.kind is OutputKind.USER_OUTPUT:
             name = next(returned)
-            given: ir.OutputKind = "loss" if name == "loss" else "rows" if placement.shape else "metric"
-            outputs.append(ir.Output(name, given, placement))
+            output_kind: ir.OutputKind = "loss" if name == "loss" else "rows" if placement.shape else "metric"
+            outputs.append(ir.Output(name, output_kind, placement))
         else:
             outputs.append(ir.Output(spec.target.removeprefix("model."), "buffer", placement))
     for node in list(exported.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            exported.graph.erase_node(node)  # a check that shapes and dtypes are those of the capture: they are
+            exported.graph.erase_node(node)  # checks shapes and dtypes, which a program fixes
         if getattr(node.target, "overloadpacket", None) is torch.ops.aten._assert_async:
-            warnings.warn(f"{ir.source(node)} asserts something of values, which no step will check", stacklevel=2)
+            warnings.warn(f"{ir.source(node)} asserts a condition on values, which no step will check", stacklevel=2)
             exported.graph.erase_node(node)
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
-    return ir.Program(module, tuple(with_layers(inputs, nodes)), tuple(outputs), fold=fold)
+    return ir.Program(module, tuple(add_layers(inputs, nodes)), tuple(outputs), fold=fold)
 
 
-def with_layers(inputs: list[ir.Input], nodes: Mapping[str, torch.fx.Node]) -> Iterator[ir.Input]:
-    """The inputs, of those that the model holds each with its layer; `nodes` are the placeholders of these by name."""
-    state = {given.name for given in inputs if given.kind in ("parameter", "buffer")}
+def add_layers(inputs: list[ir.Input], nodes: Mapping[str, torch.fx.Node]) -> Iterator[ir.Input]:
+    """Yield the inputs, with the layer of each parameter and buffer; `nodes` are their placeholders by name."""
+    state = {entry.name for entry in inputs if entry.kind in ("parameter", "buffer")}
     names = layer_names(state)
-    for given in inputs:
-        held = given.name in state
-        yield replace(given, layer=layer_of_state(nodes[given.name], given.name, names)) if held else given
+    for entry in inputs:
+        is_state = entry.name in state
+        yield (replace(entry, layer=layer_of_state(nodes[entry.name], entry.name, names)) if is_state else entry)
 
 
 def layer_of_state(node: torch.fx.Node, name: str, names: set[str]) -> Layer | None:
-    """The one layer that reads a parameter or a buffer; of one that none reads, the layer that it is named in."""
+    """Return the only layer that reads a parameter or buffer; if none reads it, the layer in its name."""
     readers = {ir.layer(user) for user in node.users} or {layer_of(name, names)}
     return readers.pop() if len(readers) == 1 else None
 
 
-def check_products(program: ir.Program) -> None:
-    """Raise UserError naming the line of a product of two dtypes, which kernels refuse once everything is compiled."""
+def check_matmuls(program: ir.Program) -> None:
+    """Raise UserError naming a matmul of two dtypes, which kernels would refuse after everything is compiled."""
     for node in program.calls():
-        dtypes = [ir.example(n).dtype for n in tensor_operands(node)] if node.target in PRODUCTS else []
+        dtypes = [ir.example(n).dtype for n in tensor_operands(node)] if node.target in MATMULS else []
         if len(set(dtypes)) > 1:
-            told = " by ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            fix = "cast one, as in x.to(weight.dtype): passes.cast.param_dtype is of parameters, buffers keep theirs"
-            raise UserError("model", f"{ir.source(node)} multiplies {told}; {fix}")
+            dtype_text = " by ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            fix = "cast one, for example x.to(weight.dtype): passes.cast.param_dtype casts parameters, but not buffers"
+            raise UserError("model", f"{ir.source(node)} multiplies {dtype_text}; {fix}")
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first of its names: tied weights are one tensor."""
+    """Return each name of a parameter or buffer with the first name of its tensor; tied weights share it."""
     first: dict[int, str] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}

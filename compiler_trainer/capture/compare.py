@@ -1,8 +1,8 @@
 """Compare a captured program with its model on one device: loss, gradients and new buffers.
 
-The two share nothing: the model runs by eager PyTorch with its own `backward`, the program by an interpreter that
-autograd follows. Every later check begins with the program, so that only this one notices a gradient that capture cut.
-A model that is too large to be run, or that draws random numbers, is compared without values: by the parameters that
+The two share nothing: the model runs in eager PyTorch with its own `backward`, the program in an interpreter that
+autograd follows. All later checks start from the program, so only this one notices a gradient that the capture cut. A
+model that is too large to run, or that draws random numbers, is compared without values: by the parameters that
 autograd reaches from the loss.
 """
 
@@ -22,9 +22,9 @@ from passes.program import ir
 from passes.program.functions import Function, function_of
 from passes.program.torch_private import FakeTensorMode
 
-Results = dict[str, Tensor]  # `loss`, `gradient of NAME` of each trained parameter, `buffer NAME`
+Results = dict[str, Tensor]  # `loss`, `gradient of NAME` for trained parameters, `buffer NAME`
 EXACT, ROUNDED = 1e-3, 5e-2  # largest difference allowed, relative to the largest entry: in float32, in 16 bits
-FLOOR = 1e-4  # smaller entries are compared to this one
+FLOOR = 1e-4  # differences of smaller values are relative to this
 SEEDS = (0, 1)
 CPU = torch.device("cpu")
 
@@ -36,23 +36,23 @@ def captured_difference(
     eager: Callable[[nn.Module], nn.Module] = lambda model: model,
     values: bool = True,
 ) -> str:
-    """The first difference between a model and its captured program in words, empty if there is none.
+    """Return the first difference between a model and its captured program in words, empty if there is none.
 
-    `eager` makes of a copy the model that eager PyTorch can run. Without `values` only reached parameters are compared.
-    Raises UserError if the model cannot be captured.
+    `eager` turns a copy into a model that eager PyTorch can run. Without `values`, only the parameters that get
+    gradients are compared. Raises UserError if the model cannot be captured.
     """
     program, ctx = capture(model, loss_fn, batch, CPU)
     if not values:
         return difference_reached(program, ctx, model, loss_fn, batch, eager)
-    expected, again = (eager_results(eager(copy.deepcopy(model)), loss_fn, batch, s) for s in SEEDS)
-    if first_difference(again, expected, 0.0):  # it draws random numbers
+    expected, repeated = (eager_results(eager(copy.deepcopy(model)), loss_fn, batch, s) for s in SEEDS)
+    if first_difference(repeated, expected, 0.0):  # the model draws random numbers
         return difference_reached(program, ctx, model, loss_fn, batch, eager)
     allowed = ROUNDED if rounds(program) else EXACT
     return first_difference(program_results(program, model, batch), expected, allowed)
 
 
 def eager_results(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], seed: int = 0) -> Results:
-    """The results of eager PyTorch; changes the model."""
+    """Return the results of eager PyTorch; changes the model."""
     model.zero_grad()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
@@ -63,21 +63,21 @@ def eager_results(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor]
 
 
 def program_results(program: ir.Program, model: nn.Module, batch: Mapping[str, Tensor]) -> Results:
-    """The results of a captured program with the values of a model, by autograd through its operators."""
+    """Return the results of a captured program with a model's values, by autograd through its operators."""
     state = {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
     trained = {i.name: state[i.name].requires_grad_() for i in program.inputs if i.kind == "parameter"}
-    given = [
+    inputs = [
         batch[i.name].clone() if i.kind == "batch" else state[i.name] if i.value is None else i.value
         for i in program.inputs
     ]
     with torch.enable_grad():
-        outputs = dict(zip(((o.kind, o.name) for o in program.outputs), Differentiable(program.module).run(*given)))
+        outputs = dict(zip(((o.kind, o.name) for o in program.outputs), Differentiable(program.module).run(*inputs)))
         loss = outputs["loss", "loss"]
         has_gradient = loss.requires_grad and bool(trained)
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if has_gradient else ()
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if has_gradient else ()
     buffers = {name: state[name] for name, _ in model.named_buffers()}
     buffers |= {name: value for (kind, name), value in outputs.items() if kind == "buffer"}
-    return results(loss, dict(zip(trained, found)), dict(model.named_parameters()), buffers)
+    return results(loss, dict(zip(trained, gradients)), dict(model.named_parameters()), buffers)
 
 
 def results(
@@ -86,30 +86,30 @@ def results(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> Results:
-    """Values by name; a gradient that is None counts as zeros."""
-    found = {"loss": loss.detach()}
+    """Return detached values by name; a gradient that is None counts as zeros."""
+    values = {"loss": loss.detach()}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             gradient = gradients.get(name)
-            found[f"gradient of {name}"] = torch.zeros_like(parameter) if gradient is None else gradient
-    found |= {f"buffer {name}": value for name, value in buffers.items()}
-    return {name: value.detach() for name, value in found.items()}
+            values[f"gradient of {name}"] = torch.zeros_like(parameter) if gradient is None else gradient
+    values |= {f"buffer {name}": value for name, value in buffers.items()}
+    return {name: value.detach() for name, value in values.items()}
 
 
 def rounds(program: ir.Program) -> bool:
-    """Whether a program computes anything in 16 bits."""
+    """Return True if a program computes anything in 16 bits."""
     return any(ir.example(n).dtype in (torch.bfloat16, torch.float16) for n in program.graph.nodes if ir.is_tensor(n))
 
 
-def first_difference(found: Results, expected: Results, allowed: float) -> str:
-    """The first value that differs, with the size of the difference; empty if none does."""
+def first_difference(actual: Results, expected: Results, allowed: float) -> str:
+    """Return the first value that differs, with the size of the difference; empty if none does."""
     for name, value in expected.items():
-        wide = torch.complex128 if value.is_complex() else torch.float64
-        ours, theirs = found[name].to(wide), value.to(wide)
+        dtype = torch.complex128 if value.is_complex() else torch.float64
+        ours, theirs = actual[name].to(dtype), value.to(dtype)
         size = theirs.abs().max().item() if theirs.numel() else 0.0
-        off = (ours - theirs).abs().max().item() if theirs.numel() else 0.0
-        if not off <= allowed * (size + FLOOR):
-            return f"{name} differs by {off:.2g} where it is at most {size:.2g}"
+        error = (ours - theirs).abs().max().item() if theirs.numel() else 0.0
+        if not error <= allowed * (size + FLOOR):
+            return f"{name} differs by {error:.2g} and its largest entry is {size:.2g}"
     return ""
 
 
@@ -121,62 +121,62 @@ def difference_reached(
     batch: Mapping[str, Tensor],
     eager: Callable[[nn.Module], nn.Module],
 ) -> str:
-    """The parameters that autograd reaches from one of the two losses alone, in words; runs both without values."""
+    """Return the first parameter that only one of the losses reaches, in words; runs both without values."""
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.enable_grad(), FakeTensorMode() as mode:
         fake = eager(fake_copy(model, mode, CPU, None))
-        empty = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in batch.items()}
-        expected = reached(parted(loss_fn(fake, empty))[0], dict(fake.named_parameters()))
+        fake_batch = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in batch.items()}
+        expected = reached_parameters(parted(loss_fn(fake, fake_batch))[0], dict(fake.named_parameters()))
     with torch.enable_grad(), ctx.fake_mode:
-        given = [ir.example(node).detach() for node in program.placeholders()]
-        trained = {i.name: v.requires_grad_() for i, v in zip(program.inputs, given) if i.kind == "parameter"}
-        outputs = Differentiable(program.module).run(*given)
-        found = reached(outputs[[o.kind for o in program.outputs].index("loss")], trained)
-    if lost := sorted((expected - found) & names):
-        return f"no gradient reaches {lost[0]} ({len(lost)} parameters), though the model has one"
-    if more := sorted((found - expected) & names):
-        return f"a gradient reaches {more[0]} ({len(more)} parameters), though the model has none"
+        inputs = [ir.example(node).detach() for node in program.placeholders()]
+        trained = {i.name: v.requires_grad_() for i, v in zip(program.inputs, inputs) if i.kind == "parameter"}
+        outputs = Differentiable(program.module).run(*inputs)
+        actual = reached_parameters(outputs[[o.kind for o in program.outputs].index("loss")], trained)
+    if missing := sorted((expected - actual) & names):
+        return f"no gradient reaches {missing[0]} ({len(missing)} parameters), though the model has one"
+    if extra := sorted((actual - expected) & names):
+        return f"a gradient reaches {extra[0]} ({len(extra)} parameters), though the model has none"
     return ""
 
 
-def reached(loss: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
-    """The parameters that the backward of a loss ends at."""
+def reached_parameters(loss: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
+    """Return the parameters that the backward of a loss reaches."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    waiting, seen, found = [loss.grad_fn], set(), set()
+    waiting, visited, parameters_reached = [loss.grad_fn], set(), set()
     while waiting:
         record = waiting.pop()
-        if record is None or record in seen:
+        if record is None or record in visited:
             continue
-        seen.add(record)
-        found |= {names[id(leaf)]} if (leaf := getattr(record, "variable", None)) is not None else set()
+        visited.add(record)
+        parameters_reached |= {names[id(leaf)]} if (leaf := getattr(record, "variable", None)) is not None else set()
         waiting += [earlier for earlier, _ in record.next_functions]
-    return found
+    return parameters_reached
 
 
 class Differentiable(fx.Interpreter):
-    """Runs a captured graph so that autograd calls the backward of custom functions."""
+    """An interpreter of a captured graph in which autograd calls the backward of custom functions."""
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's value."""
+        """Return the node's value."""
         if (function := function_of(n)) is None:
             return super().run_node(n)
-        made = Called.apply(function, *self.fetch_args_kwargs_from_env(n)[0])
-        return made if len(made) > 1 else made[0]
+        outputs = FunctionCall.apply(function, *self.fetch_args_kwargs_from_env(n)[0])
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
-class Called(torch.autograd.Function):
-    """A call of a custom function that was captured."""
+class FunctionCall(torch.autograd.Function):
+    """A call of a captured custom function."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, *operands: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """All that the function's forward returns, each in memory of its own."""
-        made = tuple(value.clone(memory_format=torch.contiguous_format) for value in function.forward(*operands))
+        """Return all results of the function's forward, each in its own memory."""
+        outputs = tuple(value.clone(memory_format=torch.contiguous_format) for value in function.forward(*operands))
         ctx.function = function
-        ctx.save_for_backward(*operands, *made)
-        return made
+        ctx.save_for_backward(*operands, *outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients of the operands."""
+        """Return the gradients of the operands."""
         function: Function = ctx.function
         return None, *function.backward(*ctx.saved_tensors, *gradients[: function.results])

@@ -1,11 +1,11 @@
-"""FlexAttention written out: its mask function becomes a mask, its score function operators on the scores.
+"""Replace FlexAttention by plain operators: its mask function becomes a mask, its score function operators on scores.
 
     flex_attention(q, k, v, score_mod, block_mask)   ->   scaled_dot_product_attention(q, k, v, mask)
 
-A function of (b, h, i, j) runs once on index tensors that broadcast, [B, 1, 1, 1] to [1, 1, 1, T], and what it captures
-is looked up by view where its indices are these themselves: `documents[b, i]` is `documents[:, None, :, None]`, sharded
-as the documents are. Without a score function what is left is SDPA, for which every method of context parallelism is
-there, and a backward on every device.
+A function of (b, h, i, j) runs once on broadcasting index tensors, [B, 1, 1, 1] to [1, 1, 1, T]. Look-ups by these
+indices themselves in captured tensors become views: `documents[b, i]` is `documents[:, None, :, None]`, sharded as the
+documents are. Without a score function the result is SDPA, which every method of context parallelism supports, with a
+backward on every device.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ FLEX = torch.ops.higher_order.flex_attention
 
 
 class Broadcast(fx.Interpreter):
-    """Runs a mask or score function once, its indices being tensors over all positions."""
+    """An interpreter that runs a mask or score function once, on index tensors over all positions."""
 
     def __init__(self, module: fx.GraphModule, indices: tuple[Tensor, ...]):
         super().__init__(module)
-        self.dim_of = {id(index): d for d, index in enumerate(indices)}
+        self.index_dims = {id(index): d for d, index in enumerate(indices)}
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator; a look-up by all indices themselves is a view."""
+        """Call an operator; a look-up by the index tensors themselves becomes a view."""
         if target is aten.index.Tensor:
-            x, dims = args[0], [self.dim_of.get(id(index), -1) for index in args[1]]
+            x, dims = args[0], [self.index_dims.get(id(index), -1) for index in args[1]]
             if len(dims) == x.dim() and -1 not in dims and len(set(dims)) == len(dims):
                 order = sorted(range(len(dims)), key=dims.__getitem__)
                 shape = [1, 1, 1, 1]
@@ -47,13 +47,13 @@ class Broadcast(fx.Interpreter):
 
 
 def grid(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Index tensors of batch, head, query and key that broadcast."""
+    """Return broadcasting index tensors of batch, head, query and key."""
     shapes = ([-1 if d == k else 1 for k in range(4)] for d in range(4))
     return tuple(torch.arange(n, device=device).view(shape) for n, shape in zip(sizes, shapes))
 
 
 def is_causal(mask: fx.GraphModule) -> bool:
-    """Whether a mask function is `i >= j` and nothing else."""
+    """Return True if a mask function is exactly `i >= j`."""
     _, _, i, j, *_ = mask.graph.find_nodes(op="placeholder")
     result = mask.graph.output_node().args[0]
     result = result[0] if isinstance(result, (tuple, list)) else result
@@ -61,79 +61,79 @@ def is_causal(mask: fx.GraphModule) -> bool:
 
 
 def sees_all(mask: fx.GraphModule) -> bool:
-    """Whether a mask function depends on nothing."""
+    """Return True if a mask function is constant."""
     return all(
         op.target in (aten.new_ones.default, aten.full.default) for op in mask.graph.nodes if op.op == "call_function"
     )
 
 
 def changes_nothing(score: fx.GraphModule) -> bool:
-    """Whether a score function returns the score."""
-    given, result = score.graph.find_nodes(op="placeholder")[0], score.graph.output_node().args[0]
-    return result is given or result == (given,) or result == [given]
+    """Return True if a score function returns the score unchanged."""
+    score_input, result = score.graph.find_nodes(op="placeholder")[0], score.graph.output_node().args[0]
+    return result is score_input or result == (score_input,) or result == [score_input]
 
 
-def only(found: Any) -> Tensor:
-    """The result of a function that may come as a tuple of one."""
-    return found[0] if isinstance(found, (tuple, list)) else found
+def unwrap(result: Any) -> Tensor:
+    """Return the result of a function that may return a tuple of one."""
+    return result[0] if isinstance(result, (tuple, list)) else result
 
 
 def write_out(module: fx.GraphModule) -> int:
-    """Replace every FlexAttention of a captured graph; returns how many there were."""
-    found = [n for n in module.graph.nodes if n.op == "call_function" and n.target is FLEX]
+    """Replace each FlexAttention of a captured graph, and return their number."""
+    nodes = [n for n in module.graph.nodes if n.op == "call_function" and n.target is FLEX]
     masks: dict[Any, fx.Node] = {}
-    for node in found:
+    for node in nodes:
         for part in list(node.users):
             if not part.users:
                 module.graph.erase_node(part)
         if any(part.args[1] != 0 for part in node.users):
             raise UserError(
-                "model", f"{ir.source(node)}: flex_attention returns its log-sum-exp; only its result is kept"
+                "model", f"{ir.source(node)}: flex_attention returns its log-sum-exp; only its result is supported"
             )
         replace(module, node, masks)
-    if found:
+    if nodes:
         module.graph.eliminate_dead_code()
         module.recompile()
-    return len(found)
+    return len(nodes)
 
 
 def replace(module: fx.GraphModule, node: fx.Node, masks: dict[Any, fx.Node]) -> None:
-    """One call as operators; calls with one mask share it by way of `masks`."""
+    """Replace one call by operators; calls with the same mask share it in `masks`."""
     args: Any = node.args
     q, k, v, score_mod, block_mask, scale, _, score_captured, mask_captured = args
     score_fn, mask_fn = getattr(module, score_mod.target), getattr(module, block_mask[-1].target)
     (b, h, s, _), (_, _, t, _) = ir.example(q).shape, ir.example(k).shape
     index, device = (b, h, s, t), ir.example(q).device
-    like = ir.value(node)[0]
+    example = ir.value(node)[0]
     plain = changes_nothing(score_fn)
     ctx = ir.Context(ir.example(node.args[0]).fake_mode)  # type: ignore[attr-defined,arg-type]
     causal = plain and s == t and is_causal(mask_fn)
 
     def mask(*captured: Any) -> Tensor:
         at = grid(index, device)
-        found = only(Broadcast(mask_fn, at).run(*at, *captured))
-        return found.expand(*found.shape[:2], s, t)
+        result = unwrap(Broadcast(mask_fn, at).run(*at, *captured))
+        return result.expand(*result.shape[:2], s, t)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *captured: Any) -> Tensor:
         if plain:
             grouped = h != k.shape[1]
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
         else:
-            out = scored(q, k, v, mask, score_fn, scale, captured)
-        return laid_out_as(like, out)
+            out = score_attention(q, k, v, mask, score_fn, scale, captured)
+        return laid_out_as(example, out)
 
-    seen, edit = None, Editor.before(node, ctx)
+    mask_node, edit = None, Editor.before(node, ctx)
     if not causal and not sees_all(mask_fn):
         key = (mask_fn.code, tuple(mask_captured), index)
-        seen = masks[key] = masks.get(key) or edit.trace(mask, *mask_captured, key=mask)
-    out = edit.trace(attention, q, k, v, seen, *score_captured, key=attention)
+        mask_node = masks[key] = masks.get(key) or edit.trace(mask, *mask_captured, key=mask)
+    out = edit.trace(attention, q, k, v, mask_node, *score_captured, key=attention)
     for part in list(node.users):
         part.replace_all_uses_with(out)
         module.graph.erase_node(part)
     module.graph.erase_node(node)
 
 
-def scored(
+def score_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -142,15 +142,18 @@ def scored(
     scale: float,
     captured: Sequence[Any],
 ) -> Tensor:
-    """q[b, h, s, e], k[b, g, t, e], v[b, g, t, f] -> [b, h, s, f]; a row that sees nothing is zero."""
+    """Return the attention of q[b, h, s, e], k[b, g, t, e], v[b, g, t, f] as [b, h, s, f].
+
+    A query that sees no key gets zeros.
+    """
     (b, h, s, _), (_, g, t, _) = q.shape, k.shape
     index = grid((b, h, s, t), q.device)
     k, v = (x.repeat_interleave(h // g, 1) if h != g else x for x in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    scores = only(Broadcast(score_fn, index).run(scores, *index, *captured))
+    scores = unwrap(Broadcast(score_fn, index).run(scores, *index, *captured))
     if mask is None:
         return scores.softmax(-1).to(v.dtype) @ v
     scores = torch.where(mask, scores, -math.inf)
-    seen = mask.any(-1, keepdim=True)
-    scores = torch.where(seen, scores, 0.0)
-    return torch.where(seen, scores.softmax(-1).to(v.dtype) @ v, 0.0)
+    sees_any = mask.any(-1, keepdim=True)
+    scores = torch.where(sees_any, scores, 0.0)
+    return torch.where(sees_any, scores.softmax(-1).to(v.dtype) @ v, 0.0)

@@ -1,4 +1,4 @@
-"""Keep custom autograd functions in a capture: `torch.export` follows their forward and forgets their backward."""
+"""Keep custom autograd functions in a capture: `torch.export` traces their forward and drops their backward."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from passes.program import functions
 from passes.program.torch_private import functions_as
 
 
-class Saved:
-    """Stands in for the `ctx` that a function's forward and backward share."""
+class FakeContext:
+    """A stand-in for the `ctx` that a function's forward and backward share."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]):
         self.needs_input_grad = needs_input_grad
@@ -28,10 +28,10 @@ class Saved:
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Nothing to do: such a result's gradient is not asked for."""
+        """Do nothing: the gradient of such a result is never requested."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Nothing to do: gradients are always tensors."""
+        """Do nothing: gradients are always tensors."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
         """Keep the operands that the forward has changed."""
@@ -40,75 +40,75 @@ class Saved:
 
 @contextmanager
 def functions_as_operators() -> Iterator[None]:
-    """While on, a call of a custom `autograd.Function` is recorded as an operator of its own, with both bodies."""
+    """Record each call of a custom `autograd.Function` as an operator, with forward and backward, inside the block."""
     functions.restart()
     with functions_as(record):
         yield
 
 
 def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
-    """Define the operator of one call and call it; also returns the operands that it changed."""
+    """Define and call the operator of one call; return its results, and the operands that it changed."""
     tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
     autocast = autocast_of(args[tensors[0]].device.type if tensors else "cpu")
 
-    def run_forward(given: tuple[Tensor, ...]) -> tuple[Any, Saved, dict[str, Tensor]]:
-        full = list(args)
-        for i, t in zip(tensors, given):
-            full[i] = t.clone() if i in changed else t
-        ctx = Saved(tuple(isinstance(a, Tensor) and (a.is_floating_point() or a.is_complex()) for a in full))
+    def run_forward(operands: tuple[Tensor, ...]) -> tuple[Any, FakeContext, dict[str, Tensor]]:
+        all_args = list(args)
+        for i, t in zip(tensors, operands):
+            all_args[i] = t.clone() if i in changed else t
+        ctx = FakeContext(tuple(isinstance(a, Tensor) and (a.is_floating_point() or a.is_complex()) for a in all_args))
         with autocast():
             if cls.setup_context is not torch.autograd.Function.setup_context:
-                out = cls.forward(*full)
-                cls.setup_context(ctx, tuple(full), out)
+                out = cls.forward(*all_args)
+                cls.setup_context(ctx, tuple(all_args), out)
             else:
-                out = cls.forward(ctx, *full)
+                out = cls.forward(ctx, *all_args)
         attributes = {k: v for k, v in vars(ctx).items() if isinstance(v, Tensor)}
         return out, ctx, attributes
 
-    def forward(*given: Tensor) -> tuple[Tensor, ...]:
-        out, ctx, attributes = run_forward(given)
+    def forward(*operands: Tensor) -> tuple[Tensor, ...]:
+        out, ctx, attributes = run_forward(operands)
         outs = out if isinstance(out, tuple) else (out,)
         return *outs, *ctx.saved_tensors, *attributes.values()
 
-    def backward(*given: Tensor) -> tuple[Tensor | None, ...]:
-        kept = given[len(tensors) + results : len(given) - results]
-        ctx = Saved(example.needs_input_grad)
+    def backward(*values: Tensor) -> tuple[Tensor | None, ...]:
+        saved = values[len(tensors) + results : len(values) - results]
+        ctx = FakeContext(example.needs_input_grad)
         for name, value in vars(example).items():
             if not isinstance(value, Tensor) and name not in ("saved_tensors", "dirty"):
                 setattr(ctx, name, value)
-        ctx.saved_tensors = tuple(kept[: len(example.saved_tensors)])
-        for name, value in zip(names, kept[len(example.saved_tensors) :]):
+        ctx.saved_tensors = tuple(saved[: len(example.saved_tensors)])
+        for name, value in zip(names, saved[len(example.saved_tensors) :]):
             setattr(ctx, name, value)
-        found = cls.backward(ctx, *given[len(given) - results :])
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple(found[i] for i in tensors)
+        gradients = cls.backward(ctx, *values[len(values) - results :])
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        return tuple(gradients[i] for i in tensors)
 
-    given, changed = tuple(args[i] for i in tensors), dict[int, int]()
+    operands, changed = tuple(args[i] for i in tensors), dict[int, int]()
     copies = {i: args[i].clone() for i in tensors}
-    out, example, attributes = run_forward(tuple(copies.values()))  # only to learn what it returns, saves and changes
+    out, example, attributes = run_forward(tuple(copies.values()))  # finds results, saved and changed tensors
     outs = out if isinstance(out, tuple) else (out,)
     names, results = list(attributes), len(outs)
     count = results + len(example.saved_tensors) + len(names)
     changed |= {i: position(outs, copy, cls) for i, copy in copies.items() if any(copy is t for t in example.dirty)}
-    op = functions.define("fn", cls.__name__, forward, len(given), count)
+    op = functions.define("fn", cls.__name__, forward, len(operands), count)
     functions.record(op, functions.Function(cls.__name__, forward, backward, results))
-    found = op(*given)
-    found = found if isinstance(found, (tuple, list)) else (found,)
-    returned = list(found[:results])
+    outputs = op(*operands)
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    returned = list(outputs[:results])
     for i, result in changed.items():
-        returned[result] = args[i].copy_(found[result])
+        returned[result] = args[i].copy_(outputs[result])
     return tuple(returned) if isinstance(out, tuple) else returned[0], [args[i] for i in changed]
 
 
 def autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The region of autocast that a function is called in: its body is traced later."""
+    """Return the autocast context in which a function is called, because its body is traced later."""
     if not torch.is_autocast_enabled(device):
         return nullcontext
     return partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 def position(results: tuple, operand: Tensor, cls: Any) -> int:
-    """Which of a function's results is its changed operand; raises UserError if none is."""
+    """Return which result of a function is its changed operand; raise UserError if none is."""
     for k, result in enumerate(results):
         if result is operand:
             return k

@@ -1,4 +1,4 @@
-"""Write into a graph which values have a gradient: as autograd saw it, region by region.
+"""Write into a graph which values have a gradient: as autograd recorded it, region by region.
 
     _set_grad_enabled(False)
     %n = to(%y, float32)          nothing to cast: %n is %y, which keeps its gradient
@@ -6,9 +6,9 @@
     mul_(%y, 0.5)                 ->  copy_(%y, write(%y, %y * 0.5)), whose gradient is that of the earlier %y
     _set_grad_enabled(True)
 
-`torch.export` records where gradients are switched on and off, and the functional graph would forget it. A tensor that
-leaves a region is cut off only if it was made there: an operator may return its operand itself. A write into memory
-that a value with a gradient shares (`detach`, `.data`, a view made in a region) changes the entries and leaves the
+`torch.export` records where gradients are switched on and off, but the functional graph would lose this. A tensor that
+leaves a region is detached only if it was created there: an operator may return its operand itself. A write into memory
+that a value with a gradient shares (`detach`, `.data`, a view made in a region) changes the entries and keeps the
 gradient.
 """
 
@@ -32,9 +32,10 @@ DETACHES = (aten.detach.default, aten.detach_.default)
 
 
 def write_gradients(graph: fx.Graph, trained: Collection[fx.Node]) -> None:
-    """Detach values where autograd did not follow them; changes the graph. `trained` are the trained parameters.
+    """Detach values that autograd did not follow; changes the graph.
 
-    Raises UserError naming the line of a write that would give two gradients to one memory.
+    `trained` are the placeholders of trained parameters. Raises UserError naming the line of a write that would give
+    one memory two gradients.
     """
     histories = Histories(graph, trained)
     for node in list(graph.nodes):
@@ -46,14 +47,14 @@ def write_gradients(graph: fx.Graph, trained: Collection[fx.Node]) -> None:
 
 
 class Histories:
-    """The values that autograd follows and the memory that they share, of the nodes up to the one that is followed."""
+    """The values that autograd follows, and the memory that they share, up to the current node."""
 
     def __init__(self, graph: fx.Graph, trained: Collection[fx.Node]):
         self.graph, self.enabled = graph, True
         self.order = {node: number for number, node in enumerate(graph.nodes)}
-        self.followed = set(trained)  # values that have a gradient; views have that of their base
-        self.bases: dict[fx.Node, fx.Node] = {}  # a view -> the value that it has its gradient from
-        self.sources: dict[fx.Node, fx.Node] = {}  # a detached value -> the same memory, not detached
+        self.followed = set(trained)  # values with a gradient; views have their base's
+        self.bases: dict[fx.Node, fx.Node] = {}  # a view -> the value whose gradient it has
+        self.sources: dict[fx.Node, fx.Node] = {}  # a detached value -> the value with the same memory and a gradient
         self.cuts: dict[fx.Node, fx.Node] = {}  # a value -> its detached alias in this region
 
     def switch(self, enabled: bool) -> None:
@@ -61,11 +62,11 @@ class Histories:
         self.enabled, self.cuts = enabled, {}
 
     def has_gradient(self, node: fx.Node) -> bool:
-        """Whether autograd follows a value."""
+        """Return True if autograd follows a value."""
         return self.bases.get(node, node) in self.followed
 
     def follow(self, node: fx.Node) -> None:
-        """Record the values that a node makes or writes, and detach those that it has no gradient from."""
+        """Record the values that a node creates or writes, and detach operands for which it has no gradient."""
         if node.target in DETACHES:
             self.follow_detach(node, *node.all_input_nodes)
         elif is_mutable(node):
@@ -77,7 +78,7 @@ class Histories:
             self.follow_value(node)
 
     def follow_detach(self, node: fx.Node, operand: fx.Node) -> None:
-        """Record a detached value, unless there is nothing to detach and nobody else reads the memory."""
+        """Record a detached value, unless there is nothing to detach and no other node reads the memory."""
         node.target = aten.detach.default
         if self.has_gradient(operand) or operand in self.sources or operand in self.bases or len(operand.users) > 1:
             self.sources[node] = self.sources.get(operand, operand)
@@ -89,8 +90,8 @@ class Histories:
         viewed = next((operand for operand in node.all_input_nodes if shares_memory(node, operand)), None)
         for operand in node.all_input_nodes if not self.enabled else ():
             if ir.is_tensor(operand) and is_graded(operand) and (operand is viewed or self.has_gradient(operand)):
-                node.replace_input_with(operand, cut := self.cut(operand, node))
-                viewed = cut if operand is viewed else viewed
+                node.replace_input_with(operand, detached := self.detached(operand, node))
+                viewed = detached if operand is viewed else viewed
         if viewed is None:
             self.followed |= {node for operand in node.all_input_nodes if self.has_gradient(operand)}
             return
@@ -101,53 +102,53 @@ class Histories:
             self.sources[node], self.bases[view] = view, self.bases.get(source, source)
 
     def follow_write(self, node: fx.Node) -> None:
-        """Record a write; if autograd does not follow it, the value that it changes keeps its gradient."""
-        target = written(node)
+        """Record a write; if autograd does not follow it, the written value keeps its gradient."""
+        target = write_target(node)
         source = self.sources.get(target, target)
-        read = {n for n in read_by(node) if is_graded(n) and self.has_gradient(n)}
-        if self.enabled and source is not target and read and self.is_read_after(node, target):
-            what = "writes a value that has a gradient into memory that is shared with a detached tensor"
-            raise UserError("model", f"{ir.source(node)} {what}; clone the tensor first (x.detach().clone())")
+        operands_read = {n for n in read_operands(node) if is_graded(n) and self.has_gradient(n)}
+        if self.enabled and source is not target and operands_read and self.is_read_after(node, target):
+            problem = "writes a value that has a gradient into memory that is shared with a detached tensor"
+            raise UserError("model", f"{ir.source(node)} {problem}; clone the tensor first (x.detach().clone())")
         if self.enabled and source is target:
-            self.followed |= {self.bases.get(target, target)} if read else set()
+            self.followed |= {self.bases.get(target, target)} if operands_read else set()
             self.bases[node] = self.bases.get(target, target)
             return
-        for operand in read:
-            replace_read(node, operand, self.cut(operand, node))
+        for operand in operands_read:
+            replace_read(node, operand, self.detached(operand, node))
         if self.has_gradient(source):
             self.keep_gradient(node, target, source)
         node.replace_all_uses_with(target, lambda user: user.target is not self.write)
 
     def is_read_after(self, node: fx.Node, target: fx.Node) -> bool:
-        """Whether a later node reads a detached value that a node writes into, or a view of it."""
+        """Return True if a later node reads the detached value that a node writes into, or a view of it."""
         base = self.bases.get(target, target)
-        views = [base, node, *(view for view, of in self.bases.items() if of is base)]
+        views = [base, node, *(view for view, viewed in self.bases.items() if viewed is base)]
         return any(self.order.get(user, 0) > self.order[node] for view in views for user in view.users)
 
     def keep_gradient(self, node: fx.Node, target: fx.Node, source: fx.Node) -> None:
-        """Let a node write into a copy, and `source` hold the result with the gradient that it has."""
-        cut = self.cut(target, node)
+        """Make a node write into a copy, and give `source` the result with its own gradient."""
+        detached = self.detached(target, node)
         with self.graph.inserting_before(node):
-            copy = with_meta(self.graph.call_function(aten.clone.default, (cut,)), target, node)
+            copy = copy_meta(self.graph.call_function(aten.clone.default, (detached,)), target, node)
         with self.graph.inserting_after(node):
-            value = with_meta(self.graph.call_function(self.write, (source, node)), source, node)
+            value = copy_meta(self.graph.call_function(self.write, (source, node)), source, node)
         with self.graph.inserting_after(value):
-            with_meta(self.graph.call_function(aten.copy_.default, (source, value)), source, node)
+            copy_meta(self.graph.call_function(aten.copy_.default, (source, value)), source, node)
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copy if n is target else n)
 
-    def cut(self, operand: fx.Node, reader: fx.Node) -> fx.Node:
-        """The value detached, itself if it is detached already."""
+    def detached(self, operand: fx.Node, reader: fx.Node) -> fx.Node:
+        """Return the detached value; a value that is already detached is returned itself."""
         if operand in self.sources:
             return operand
         if operand not in self.cuts:
             with self.graph.inserting_before(reader):
-                made = with_meta(self.graph.call_function(aten.detach.default, (operand,)), operand, reader)
-            self.cuts[operand], self.sources[made] = made, operand
+                result = copy_meta(self.graph.call_function(aten.detach.default, (operand,)), operand, reader)
+            self.cuts[operand], self.sources[result] = result, operand
         return self.cuts[operand]
 
     @cached_property
     def write(self) -> Any:
-        """The operator that yields the second of two values, with the gradient of the first."""
+        """The operator that returns the second of two values, with the gradient of the first."""
 
         def forward(old: Tensor, new: Tensor) -> tuple[Tensor, ...]:
             return (new,)
@@ -161,26 +162,26 @@ class Histories:
 
 
 def same_value(node: fx.Node) -> fx.Node | None:
-    """The operand that an operator returns as it is, such as that of a cast to its own dtype."""
+    """Return the operand that an operator returns unchanged, such as a cast to the same dtype, or None."""
     if not isinstance(node.target, OpOverload) or not is_composite(node.target):
         return None
-    made = ir.value(node)
+    result = ir.value(node)
     for operand in node.all_input_nodes:
         value = ir.value(operand)
-        if isinstance(made, FakeTensor) and isinstance(value, FakeTensor) and lies(made) == lies(value):
+        if isinstance(result, FakeTensor) and isinstance(value, FakeTensor) and layout_of(result) == layout_of(value):
             args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
             with value.fake_mode:
                 return operand if node.target(*args, **kwargs) is value else None
     return None
 
 
-def lies(value: Tensor) -> tuple[Any, ...]:
-    """The memory of a tensor, and where its entries are in it."""
+def layout_of(value: Tensor) -> tuple[Any, ...]:
+    """Return the memory of a tensor, and the positions of its entries in it."""
     return value.untyped_storage(), value.dtype, value.shape, value.stride(), value.storage_offset()
 
 
-def written(node: fx.Node) -> fx.Node:
-    """The operand that an operator writes into; raises UserError if it is a list of several."""
+def write_target(node: fx.Node) -> fx.Node:
+    """Return the operand that an operator writes into; raise UserError if there are several."""
     names = [argument.name for argument in node.target._schema.arguments if argument.is_write]  # type: ignore[union-attr]
     targets = [bind(node).get(name) for name in names]
     if len(targets) != 1 or not isinstance(targets[0], fx.Node):
@@ -188,17 +189,17 @@ def written(node: fx.Node) -> fx.Node:
     return targets[0]
 
 
-def read_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a call's arguments but the one that it writes into, as often as they occur."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    found.remove(written(node))
-    return found
+def read_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes among a call's arguments, with repetitions, except the one that it writes into."""
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    nodes.remove(write_target(node))
+    return nodes
 
 
 def replace_read(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
-    """Replace an operand of a write wherever it is only read."""
-    target, is_first = written(node), True
+    """Replace an operand of a write in all positions where it is only read."""
+    target, is_first = write_target(node), True
 
     def replaced(operand: fx.Node) -> fx.Node:
         nonlocal is_first
@@ -210,27 +211,27 @@ def replace_read(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
 
 
 def tensors_of(node: fx.Node) -> Iterator[Tensor]:
-    """The tensors that a node computes."""
+    """Yield the tensors that a node computes."""
     value = ir.value(node)
     return (v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, Tensor))
 
 
 def is_graded(node: fx.Node) -> bool:
-    """Whether a node computes anything that may have a gradient."""
+    """Return True if a node computes a tensor that can have a gradient."""
     return any(value.is_floating_point() or value.is_complex() for value in tensors_of(node))
 
 
 def shares_memory(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether a node yields a view of an operand."""
+    """Return True if a node returns a view of an operand."""
     return not memory_of(node).isdisjoint(memory_of(operand))
 
 
 def memory_of(node: fx.Node) -> set[Any]:
-    """The storages of a node's tensors; none of tensors inside `vmap`."""
+    """Return the storages of a node's tensors; empty for tensors inside `vmap`."""
     return {value.untyped_storage() for value in tensors_of(node) if isinstance(value, FakeTensor)}
 
 
-def with_meta(node: fx.Node, value_of: fx.Node, origin: fx.Node) -> fx.Node:
-    """The new node, with another's value and the origin of a third."""
-    ir.set_record(node, replace(ir.record(origin), value=ir.value(value_of)))
+def copy_meta(node: fx.Node, value_source: fx.Node, origin: fx.Node) -> fx.Node:
+    """Set a new node's record: the value of one node and the origin of another; return it."""
+    ir.set_record(node, replace(ir.record(origin), value=ir.value(value_source)))
     return node

@@ -1,4 +1,4 @@
-"""What a model does that `torch.export` does not see: written as operators that it sees, or refused with the line."""
+"""Handle operations that `torch.export` does not see: record them as operators, or refuse them with their line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from passes.program.torch_private import (
 
 
 def line(error: BaseException | None = None) -> str:
-    """`file.py:line ` of the model's or the loss's own code, where an error was raised or (None) where we are."""
+    """Return `file.py:line ` of the innermost frame of the user's code.
+
+    The frame is that of an error, or the current one for None; the text is empty if there is none.
+    """
     stack = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
     frames = [f for f in stack if not is_library(f.filename)]
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno} " if frames else ""
@@ -33,13 +36,13 @@ def line(error: BaseException | None = None) -> str:
 
 @contextmanager
 def hidden_as_operators() -> Iterator[None]:
-    """While on, all that is followed is recorded, or raises UserError naming its line."""
+    """Record the operations of this module as operators, or raise UserError naming their line, in the block."""
     with (
-        Written(),
-        conversions_as(unconverted),
+        ReplacementMode(),
+        conversions_as(refuse_conversion),
         unvalidated_distributions(),
-        derivatives_as_operators(refused("takes derivatives by torch.func.vjp", "use torch.func.grad")),
-        patch.object(Tensor, "register_hook", refused(*HOOK)),
+        derivatives_as_operators(refuse("takes derivatives by torch.func.vjp", "use torch.func.grad")),
+        patch.object(Tensor, "register_hook", refuse(*HOOK)),
         inference_as_no_grad(),
     ):
         yield
@@ -47,54 +50,56 @@ def hidden_as_operators() -> Iterator[None]:
 
 HOOK = (
     "hooks a gradient (register_hook), which no step would call",
-    "put what it does into the backward of a torch.autograd.Function",
+    "move its code into the backward of a torch.autograd.Function",
 )
 
 
-def refused(what: str, fix: str) -> Callable[..., Any]:
-    """A function that raises UserError with the line of the model that calls it."""
+def refuse(problem: str, fix: str) -> Callable[..., Any]:
+    """Return a function that raises UserError with the line of the model that calls it."""
 
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        raise UserError("model", f"{line()}{what}; {fix}")
+    def raise_error(*args: Any, **kwargs: Any) -> Any:
+        raise UserError("model", f"{line()}{problem}; {fix}")
 
-    return instead
+    return raise_error
 
 
-class Written(TorchFunctionMode):
-    """Calls what stands in `INSTEAD` in the place of PyTorch's own."""
+class ReplacementMode(TorchFunctionMode):
+    """A mode that calls the functions in `INSTEAD` in place of PyTorch's own."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return INSTEAD.get(func, func)(*args, **(kwargs or {}))
 
 
 def put(old: Tensor, new: Tensor) -> None:
-    """`old.data = new`; raises UserError if the two differ in shape or dtype."""
-    before, after = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (old, new))
-    if before != after:
-        raise UserError("model", f"{line()}puts {after} into .data of {before}; one graph has tensors of one kind")
+    """Do `old.data = new`; raise UserError if the two differ in shape, dtype or device."""
+    old_kind, new_kind = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (old, new))
+    if old_kind != new_kind:
+        raise UserError(
+            "model", f"{line()}puts {new_kind} into .data of {old_kind}; a graph's tensors keep shape, dtype and device"
+        )
     old.detach().copy_(new.detach())
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout`, which yields its operand itself if it is off; the fake kernel copies it."""
+    """Call `F.dropout`, or return the operand itself if it is off, where the fake kernel would copy it."""
     return F.dropout(x, p, training, inplace) if training and p else x
 
 
 INSTEAD: dict[Any, Callable[..., Any]] = {
-    Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]  # its own is no operator
+    Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]  # not an operator
     Tensor.data.__set__: put,  # type: ignore[attr-defined]
     F.dropout: dropout,
-    Tensor.istft: istft,  # its own looks at the window's values
+    Tensor.istft: istft,  # PyTorch's own reads the window's values
     torch.istft: istft,
 }
 
 
-def unconverted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`module.to(...)` and its like, where they change nothing; raises UserError naming what they would change."""
+def refuse_conversion(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Return the module for a conversion that changes nothing; raise UserError naming what it would change."""
     for name, old in (*module.named_parameters(), *module.named_buffers()):
         new = convert(old)
         if (new.dtype, new.device) != (old.dtype, old.device):
-            what = f"converts {name!r} of a {type(module).__name__} from {old.dtype} on {old.device}"
+            problem = f"converts {name!r} of a {type(module).__name__} from {old.dtype} on {old.device}"
             fix = "convert the model before it is compiled, or the values where they are used"
-            raise UserError("model", f"{line()}{what} to {new.dtype} on {new.device}; {fix}")
+            raise UserError("model", f"{line()}{problem} to {new.dtype} on {new.device}; {fix}")
     return module

@@ -1,7 +1,7 @@
-"""Keep what the model's author says of memory: calls of `torch.utils.checkpoint` become marks on operators.
+"""Keep the model author's memory hints: calls of `torch.utils.checkpoint` become marks on operators.
 
-`torch.export` follows a non-reentrant call and forgets it; it records a reentrant one as `detach`, which would
-lose gradients.
+`torch.export` follows a non-reentrant call and drops it; it records a reentrant one as `detach`, which would lose
+gradients.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from passes.program.torch_private import checkpoints_inside
 
 
 def checkpoints_as_marks() -> AbstractContextManager[None]:
-    """While on, operators traced inside a checkpointed call carry its number; of nested calls the outermost counts."""
-    numbers, inside = itertools.count(), False
+    """Mark operators traced inside a checkpointed call with its number; of nested calls, the outermost counts."""
+    numbers, is_inside = itertools.count(), False
 
     @contextmanager
     def region() -> Iterator[None]:
-        nonlocal inside
-        if inside:
+        nonlocal is_inside
+        if is_inside:
             yield
             return
-        inside = True
+        is_inside = True
         try:
             mark = {CHECKPOINT: f"checkpoint.{next(numbers)}"}
             with fx_traceback.preserve_node_meta(), fx_traceback.annotate(mark):
                 yield
         finally:
-            inside = False
+            is_inside = False
 
     return checkpoints_inside(region)

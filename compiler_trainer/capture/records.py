@@ -1,8 +1,10 @@
-"""Give captured nodes their records: the only place that reads a traceback to learn a node's line of the model.
+"""Give captured nodes their records; only this module reads a traceback to find a node's line of the model.
 
     read_trace       after `torch.export`: val, stack_trace, nn_module_stack and custom become a record
-    write_marks      before the graph is traced again: a record is put among the marks (`custom`), which tracers copy
+    write_marks      before the graph is traced again: records become marks (`custom`), which tracers copy
     read_marks       after it: a mark becomes the record of the new node
+
+Each function changes the nodes of a graph in place.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def write_marks(module: fx.GraphModule) -> None:
 
 
 def read_marks(module: fx.GraphModule) -> None:
-    """Give each node of a retraced graph its record from the marks, in the place of PyTorch's keys; all are forward."""
+    """Give each node of a retraced graph its record from the marks instead of PyTorch's keys; all are forward."""
     for node in nodes_of(module):
         trace = from_torch(node)
         record = trace.marks.get(MARK, NodeRecord())
@@ -64,19 +66,19 @@ def read_marks(module: fx.GraphModule) -> None:
 
 
 def nodes_of(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of a graph and of the graphs that its operators call."""
+    """Yield the nodes of a graph and of the graphs that its operators call."""
     for part in module.modules():
         yield from part.graph.nodes if isinstance(part, fx.GraphModule) else ()
 
 
 def line_of(file: str, number: int) -> str:
-    """A place in the code, `model.py:41`, or an empty string without a file."""
+    """Return a place in the code, `model.py:41`, or an empty string without a file."""
     return f"{file.rsplit('/', 1)[-1]}:{number}" if file else ""
 
 
-@lru_cache(maxsize=1 << 12)  # layers alike have the same frames
+@lru_cache(maxsize=1 << 12)  # equal layers have the same frames
 def innermost(stack_trace: str) -> tuple[str, int]:
-    """The file and line of the innermost frame of the model's own code; of a library if there is no other."""
+    """Return file and line of the innermost frame of the model's own code, or of a library if there is none."""
     frames = _FRAME.findall(stack_trace)
-    own = [frame for frame in frames if not is_library(frame[0])] or frames
-    return (own[-1][0], int(own[-1][1])) if own else ("", 0)
+    own_frames = [frame for frame in frames if not is_library(frame[0])] or frames
+    return (own_frames[-1][0], int(own_frames[-1][1])) if own_frames else ("", 0)

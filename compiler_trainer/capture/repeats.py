@@ -1,13 +1,13 @@
-"""Find layers that no numbered module tells: parts of a graph that are alike and read each the one before.
+"""Find layers without numbered modules: parts of a graph that are equal, each of which reads the previous part.
 
     %a  = linear(%x, %w0)       part 0: functions of a list of parameters, entries of a ModuleDict, one block in a loop
     %b  = add(%x, %a)
-    %a1 = linear(%b, %w1)       part 1: the same operators on values that lie alike; of part 0 it reads %b
+    %a1 = linear(%b, %w1)       part 1: the same operators on values of the same layout; it reads %b of part 0
     %b1 = add(%b, %a1)
     %m  = mean(%b1)
 
-Operators are compared in order, those aside that nothing of a batch is in (a mask, a slice of stacked weights). A part
-begins where the fewest values are alive, so that between layers with a residual stream this alone is.
+Operators are compared in order, without those that do not depend on a batch (a mask, a slice of stacked weights). A
+part begins where the fewest values are alive, so that with a residual stream this is the only value between layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from passes.program.printer import format_value
 
 
 class Run(NamedTuple):
-    """So many `parts` of `size` operators in a row, from the operator number `first`."""
+    """A run of `parts` consecutive parts, of `size` operators each, from operator number `first`."""
 
     first: int
     size: int
@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
 
 def repeats(nodes: Sequence[fx.Node], data: Collection[fx.Node]) -> list[list[list[fx.Node]]]:
-    """Runs of parts that repeat, part by part; `nodes` are operators in order, `data` what a batch goes through."""
+    """Return runs of repeating parts; `nodes` are operators in order, `data` the nodes that depend on a batch."""
     texts: dict[Any, int] = {}
     numbers = [texts.setdefault(text_of(node, data), len(texts)) for node in nodes]
     runs = Search(nodes, numbers, data).within(0, len(nodes))
@@ -45,17 +45,17 @@ def repeats(nodes: Sequence[fx.Node], data: Collection[fx.Node]) -> list[list[li
 
 
 def text_of(node: fx.Node, data: Collection[fx.Node]) -> Any:
-    """What an operator computes of values, whichever they are, and of what is given in which shapes."""
+    """Return an operator's computation as text, in which values of a batch are alike and others have their shapes."""
     words = {n: "value" if n in data else f"given {format_value(ir.value(n))}" for n in node.all_input_nodes}
     try:
         operands = describe_operand((node.args, node.kwargs), words)
-    except ir.CompileError:  # a constant without a text
+    except ir.CompileError:  # it has a constant without a text form
         return node
     return node.target, operands, format_value(ir.value(node))
 
 
 class Search:
-    """Where a sequence of operators, known by numbers that those alike share, repeats itself."""
+    """A search for repeats in a sequence of operators, in which equal operators have the same number."""
 
     def __init__(self, nodes: Sequence[fx.Node], numbers: Sequence[int], data: Collection[fx.Node]):
         self.nodes, self.numbers, self.data = nodes, torch.tensor(numbers), data
@@ -63,7 +63,7 @@ class Search:
         self.alive = self.count_alive()
 
     def count_alive(self) -> list[int]:
-        """How many values of operators before each are read by it or by later ones."""
+        """Return, for each operator, the number of earlier values that it or later operators read."""
         change = [0] * (len(self.nodes) + 2)
         for i, node in enumerate(self.nodes):
             last = max((self.place.get(user, len(self.nodes)) for user in node.users), default=i)
@@ -72,32 +72,32 @@ class Search:
         return torch.tensor(change).cumsum(0).tolist()
 
     def within(self, first: int, end: int) -> Iterator[Run]:
-        """The run of most operators in a stretch, and those before and after it."""
+        """Yield the longest run within a range of operators, and the runs before and after it, in order."""
         if run := next(filter(self.is_chain, self.candidates(first, end)), None):
             yield from self.within(first, run.first)
             yield run
             yield from self.within(run.end, end)
 
     def candidates(self, first: int, end: int) -> list[Run]:
-        """Runs of operators alike, those of most operators first, of the smallest parts among these."""
-        found = []
+        """Return runs of equal operators, longest first, and among these the one with the smallest parts first."""
+        runs = []
         for size in range(1, (end - first) // 2 + 1):
-            alike = self.numbers[first + size : end] == self.numbers[first : end - size]
-            if int(alike.sum()) < size:
+            is_equal = self.numbers[first + size : end] == self.numbers[first : end - size]
+            if int(is_equal.sum()) < size:
                 continue
-            breaks = [-1, *(~alike).nonzero().flatten().tolist(), len(alike)]
-            for before, after in zip(breaks, breaks[1:]):
-                if (length := after - before - 1) >= size:
-                    found.append(self.placed(first + before + 1, size, length + size))
-        return sorted(found, key=lambda run: (-run.size * run.parts, run.size))
+            breaks = [-1, *(~is_equal).nonzero().flatten().tolist(), len(is_equal)]
+            for last_break, next_break in zip(breaks, breaks[1:]):
+                if (length := next_break - last_break - 1) >= size:
+                    runs.append(self.place_run(first + last_break + 1, size, length + size))
+        return sorted(runs, key=lambda run: (-run.size * run.parts, run.size))
 
-    def placed(self, first: int, size: int, length: int) -> Run:
-        """As many parts as the operators have room for, cut where the fewest values are alive."""
-        parts, rest = divmod(length, size)
-        return Run(min(range(first, first + rest + 1), key=lambda i: self.alive[i + size]), size, parts)
+    def place_run(self, first: int, size: int, length: int) -> Run:
+        """Return the run with the most parts for `length` operators, starting where the fewest values are alive."""
+        parts, slack = divmod(length, size)
+        return Run(min(range(first, first + slack + 1), key=lambda i: self.alive[i + size]), size, parts)
 
     def is_chain(self, run: Run) -> bool:
-        """Whether each part multiplies a matrix by what the part before computes, and all read what lies alike."""
+        """Return True if each part has a matmul that depends on the previous part, and all read values alike."""
         second = run.first + run.size
         if not self.multiplies(set(self.nodes[run.first : second]), self.nodes[second : second + run.size]):
             return False
@@ -105,29 +105,32 @@ class Search:
         firsts = len(self.operands(second, second + run.size))
         return all(self.lie_alike(a, b, run, is_second=i < firsts) for i, (a, b) in enumerate(pairs))
 
-    def multiplies(self, given: set[fx.Node], part: Sequence[fx.Node]) -> bool:
-        """Whether a part multiplies a matrix by something computed from what is given: a sum of branches does not."""
-        reached = set(given)
+    def multiplies(self, sources: set[fx.Node], part: Sequence[fx.Node]) -> bool:
+        """Return True if a part has a matmul of a value that is computed from `given`; a sum of branches has none."""
+        dependent = set(sources)
         for node in part:
-            if not reached.isdisjoint(node.all_input_nodes):
-                reached.add(node)
-        return any(map(self.is_matrix, (n for node in reached - given for n in node.all_input_nodes)))
+            if not dependent.isdisjoint(node.all_input_nodes):
+                dependent.add(node)
+        return any(map(self.is_matrix, (n for node in dependent - sources for n in node.all_input_nodes)))
 
     def operands(self, first: int, end: int) -> list[fx.Node]:
-        """What operators in a row read, in order."""
-        found: list[fx.Node] = []
+        """Return the operands of consecutive operators, in order."""
+        nodes: list[fx.Node] = []
         for node in self.nodes[first:end]:
-            fx.map_arg((node.args, node.kwargs), found.append)
-        return found
+            fx.map_arg((node.args, node.kwargs), nodes.append)
+        return nodes
 
     def is_matrix(self, node: fx.Node) -> bool:
-        """Whether a value is a weight of a product: of two dims or more, and nothing of a batch in it."""
-        given = node not in self.data and ir.is_tensor(node)
-        return given and ir.example(node).dim() >= 2 and ir.may_have_gradient(node)
+        """Return True if a value is a weight of a matmul: two or more dims, and independent of a batch."""
+        is_weight = node not in self.data and ir.is_tensor(node)
+        return is_weight and ir.example(node).dim() >= 2 and ir.may_have_gradient(node)
 
     def lie_alike(self, a: fx.Node, b: fx.Node, run: Run, is_second: bool) -> bool:
-        """Whether an operand is to a part what another is to the part before; the first reads what the run is given."""
-        at, before = self.place.get(a, -1), self.place.get(b, -1)
-        if at < run.first:
-            return before < run.first
-        return at - before == run.size or a is b or is_second and before < run.first
+        """Return True if operand `a` is to a part what `b` is to the previous part.
+
+        In the first part, `b` may come from before the run.
+        """
+        place, previous = self.place.get(a, -1), self.place.get(b, -1)
+        if place < run.first:
+            return previous < run.first
+        return place - previous == run.size or a is b or is_second and previous < run.first

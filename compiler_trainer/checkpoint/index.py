@@ -1,4 +1,4 @@
-"""The index of a checkpoint, JSON: where training stood, the full tensors, and the files that hold their pieces."""
+"""The index of a checkpoint, JSON: the position of training, the full tensors, and the files with their pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = {
     torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.complex64: "F32", torch.complex128: "F64",
-}  # fmt: skip  # what safetensors calls them; complex numbers are pairs, along a last dim
+}  # fmt: skip  # safetensors' names; complex numbers are pairs along a last dim
 BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 DtypeName = Annotated[str, Must("be a dtype that is stored", BY_NAME.__contains__)]
@@ -35,16 +35,16 @@ FileName = Annotated[str, Must("be rank_NNNNN.safetensors", lambda s: re.fullmat
 
 
 class OtherFormat(UserError):
-    """A checkpoint is of a format that is not read."""
+    """A checkpoint has a format that this version does not read."""
 
 
 class Damaged(UserError):
-    """A checkpoint is not what was written, or cannot be read."""
+    """A checkpoint was changed after it was written, or cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Where training stands beside its tensors; `data` is what the loader goes on from, `config` the options."""
+    """The position of training apart from its tensors; `data` is the loader's state, `config` the options."""
 
     step: Count
     tokens: Count
@@ -55,7 +55,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """A tensor as it is when put together."""
+    """The dtype and shape of a full tensor."""
 
     dtype: DtypeName
     shape: tuple[Count, ...]
@@ -66,7 +66,7 @@ class FullTensor:
 
 @dataclass(frozen=True)
 class File:
-    """A file of pieces: its length, and the SHA-256 of its header, in which those of the pieces are."""
+    """A file of pieces: its length, and the SHA-256 of its header, which contains those of the pieces."""
 
     bytes: Count
     header_sha256: Digest
@@ -74,47 +74,47 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Index(TrainState):
-    """All that is known of a checkpoint before its files are opened."""
+    """The content of a checkpoint, as far as it is known before its files are opened."""
 
     format: Literal["compiler-trainer 2"] = "compiler-trainer 2"
     tensors: dict[str, FullTensor]
     files: dict[FileName, File]
 
 
-def encoded(index: Index) -> bytes:
-    """The index as it is written, with its own digest in front."""
+def encode(index: Index) -> bytes:
+    """Return the index as bytes to write, with its own digest in front."""
     text = json.dumps(dataclasses.asdict(index), indent=1, allow_nan=False).encode()
     return TEXT % (sha256(text).encode(), text)
 
 
 def read_index(path: Path) -> Index:
-    """The index of the checkpoint at `path`; raises Damaged where it is not as it was written."""
+    """Return the index of the checkpoint at `path`; raise Damaged if it was changed."""
     file = path / FILE
     try:
         text = file.read_bytes() if file.stat().st_size <= MOST_BYTES else b""
     except OSError as error:
         raise Damaged(str(file), f"cannot be read: {error.strerror}") from error
-    found = PATTERN.fullmatch(text)
-    if found is None or sha256(found[2]) != found[1].decode():
-        raise Damaged(str(file), "is not as it was written: its SHA-256 is another")
+    match = PATTERN.fullmatch(text)
+    if match is None or sha256(match[2]) != match[1].decode():
+        raise Damaged(str(file), "was changed: its SHA-256 differs")
     try:
-        written = json.loads(found[2])
+        written = json.loads(match[2])
         if isinstance(written, dict) and written.get("format", Index.format) != Index.format:
             raise other_format(path, str(written["format"]))
         return build(Index, written)
     except OtherFormat:
         raise
     except UserError as error:
-        raise Damaged(str(file), f"is no index of a checkpoint: {error}") from error
+        raise Damaged(str(file), f"is not an index of a checkpoint: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise Damaged(str(file), f"is no index of a checkpoint: {type(error).__name__}") from error
+        raise Damaged(str(file), f"is not an index of a checkpoint: {type(error).__name__}") from error
 
 
-def other_format(path: Path, what: str) -> OtherFormat:
-    """What to say of a checkpoint in another format."""
-    return OtherFormat(str(path), f"was written in another version's format, {what}; this one reads {Index.format}")
+def other_format(path: Path, name: str) -> OtherFormat:
+    """Return the error for a checkpoint in another format."""
+    return OtherFormat(str(path), f"was written in another version's format, {name}; this one reads {Index.format}")
 
 
 def sha256(content: Any) -> str:
-    """The digest of bytes, or of what gives them as a buffer."""
+    """Return the digest of bytes or of a buffer."""
     return hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into the state of a step on any mesh, or into full tensors; nothing is taken unchecked."""
+"""Read a checkpoint into the state of a step on any mesh, or into full tensors; everything is verified."""
 
 from __future__ import annotations
 
@@ -24,92 +24,101 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.ranks import gather, place_in_job
 from passes.program.spec import boxes
 
-MODEL, AVERAGE = "model.", "ema."  # how names of parameters and buffers begin, and of averages of parameters
+MODEL, AVERAGE = "model.", "ema."  # prefixes of parameters and buffers, and of averages of parameters
 SHOWN = 3  # differences named in an error
 
 T = TypeVar("T")
-Target = tuple[Rectangle, Tensor]  # where it lies in the full tensor, and a view to write into
+Target = tuple[Rectangle, Tensor]  # the place in the full tensor, and a view to write into
 
 
 def opened(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, nothing read but the index and headers; every rank calls.
+    """Return the checkpoint at `path`, of which only the index and headers are read; every rank must call this.
 
-    A header is read by one rank of the job, and by one rank a tensor's pieces are compared with its shape. Raises
-    UserError where there is no checkpoint, and Damaged on all ranks where it is not what was written.
+    Each header is read by one rank of the job, and each tensor's pieces are checked by one rank. Raises UserError if
+    there is no checkpoint, and Damaged on all ranks if it was changed.
     """
     number, ranks = place_in_job()
     index = on_all_ranks(lambda: index_at(path))
     pieces = on_all_ranks(lambda: pieces_of(path, index, list(index.files)[number::ranks]))
-    stored = put_together(path, index, (piece for of_rank in gather(pieces) for piece in of_rank))
-    on_all_ranks(lambda: check_complete(stored, list(index.tensors)[number::ranks]))
-    return stored
+    ckpt = put_together(path, index, (piece for part in gather(pieces) for piece in part))
+    on_all_ranks(lambda: check_complete(ckpt, list(index.tensors)[number::ranks]))
+    return ckpt
 
 
-def load(step: Stateful, stored: Checkpoint, may_lack: Set[str] = frozenset()) -> None:
-    """Fill the state of `step`, but for what it `may_lack`.
+def load(step: Stateful, ckpt: Checkpoint, may_lack: Set[str] = frozenset()) -> None:
+    """Load a checkpoint into the state of `step`; every rank must call this.
 
-    Every rank calls. Raises UserError, with nothing changed, where the checkpoint is one of other tensors, and Damaged
-    on all ranks where a piece that one of them reads is not as it was written: some state is then overwritten.
+    State in `may_lack` that the checkpoint lacks stays as it is. Raises UserError, with nothing changed, if the
+    checkpoint has other tensors. Raises Damaged on all ranks if a piece that one of them reads was changed; some state
+    is overwritten by then.
     """
-    there = stored.index.tensors
-    state = {name: placed for name, placed in state_of(step).items() if name in there or name not in may_lack}
-    here = {name: full for of_rank in gather(kinds(state)) for name, full in of_rank.items()}
-    check_tensors(here, there, stored.path)
-    on_all_ranks(lambda: fill(step, state, stored))
+    theirs = ckpt.index.tensors
+    state = {name: placed for name, placed in state_of(step).items() if name in theirs or name not in may_lack}
+    ours = {name: tensor for part in gather(kinds(state)) for name, tensor in part.items()}
+    check_tensors(ours, theirs, ckpt.path)
+    on_all_ranks(lambda: fill(step, state, ckpt))
 
 
 def load_model(step: Stateful, path: Path) -> None:
-    """Fill parameters and buffers alone; those that the checkpoint left out, as frozen, keep theirs."""
-    stored = opened(path)
-    state = {name: placed for name, placed in state_of(step).items() if name in stored.index.tensors}
-    check_tensors(kinds(state), {name: stored.index.tensors[name] for name in state}, stored.path)
-    on_all_ranks(lambda: fill(step, state, stored))
+    """Load only parameters and buffers; those that the checkpoint omits, such as frozen ones, keep their values."""
+    ckpt = opened(path)
+    state = {name: placed for name, placed in state_of(step).items() if name in ckpt.index.tensors}
+    check_tensors(kinds(state), {name: ckpt.index.tensors[name] for name in state}, ckpt.path)
+    on_all_ranks(lambda: fill(step, state, ckpt))
 
 
 def load_averaged(step: Stateful, path: Path) -> None:
-    """The same, with the averages of weights in the place of those that have one; raises UserError where none has."""
+    """Load parameters and buffers, with averages of weights in place of those that have one.
+
+    Raises UserError if the checkpoint has no averages.
+    """
     load_model(step, path)
-    stored = opened(path)
-    averages, state = averages_of(stored), state_of(step)
-    here = {name: dtype for name, dtype in averages.items() if name in state}  # not those of other stages
-    on_all_ranks(lambda: fill_narrowed(step, here, state, stored))
+    ckpt = opened(path)
+    averages, state = averages_of(ckpt), state_of(step)
+    averages_here = {name: dtype for name, dtype in averages.items() if name in state}  # without those of other stages
+    on_all_ranks(lambda: fill_narrowed(step, averages_here, state, ckpt))
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
-    """Full parameters and buffers of a checkpoint, by the model's own names, in this process."""
+    """Return full parameters and buffers of a checkpoint, by the model's own names, in this process."""
     return read_named(opened_alone(path), MODEL)
 
 
 def read_averaged(path: Path) -> dict[str, Tensor]:
-    """The same, with the averages of weights in the place of those that have one; raises UserError where none has."""
-    stored = opened_alone(path)
-    averages_of(stored)
-    model, averages = read_named(stored, MODEL), read_named(stored, AVERAGE)
+    """Return full parameters and buffers, with averages of weights in place of those that have one.
+
+    Raises UserError if the checkpoint has no averages.
+    """
+    ckpt = opened_alone(path)
+    averages_of(ckpt)
+    model, averages = read_named(ckpt, MODEL), read_named(ckpt, AVERAGE)
     return model | {name: average.to(model[name].dtype) for name, average in averages.items()}
 
 
-def averages_of(stored: Checkpoint) -> dict[str, torch.dtype]:
-    """The dtypes of a checkpoint's averages, by the names of their weights; raises UserError where there are none."""
-    tensors = stored.index.tensors
-    found = {f"{MODEL}{n.removeprefix(AVERAGE)}": BY_NAME[t.dtype] for n, t in tensors.items() if n.startswith(AVERAGE)}
-    if not found:
-        raise UserError("--ema", f"{stored.path} holds no averages of weights; train with train.ema=0.999")
-    return found
+def averages_of(ckpt: Checkpoint) -> dict[str, torch.dtype]:
+    """Return the dtypes of a checkpoint's averages, by their weights' names; raise UserError if it has none."""
+    tensors = ckpt.index.tensors
+    dtypes = {
+        f"{MODEL}{n.removeprefix(AVERAGE)}": BY_NAME[t.dtype] for n, t in tensors.items() if n.startswith(AVERAGE)
+    }
+    if not dtypes:
+        raise UserError("--ema", f"{ckpt.path} has no averages of weights; train with train.ema=0.999")
+    return dtypes
 
 
-def read_named(stored: Checkpoint, kind: str) -> dict[str, Tensor]:
-    """Full tensors whose names begin so, by what comes then."""
-    found = {}
-    for name, full in stored.index.tensors.items():
+def read_named(ckpt: Checkpoint, kind: str) -> dict[str, Tensor]:
+    """Return the full tensors whose names begin with `kind`, by the rest of their names."""
+    tensors = {}
+    for name, spec in ckpt.index.tensors.items():
         if name.startswith(kind):
-            tensor = torch.empty(full.shape, dtype=BY_NAME[full.dtype])
-            read_into([(((0,) * tensor.dim(), tuple(full.shape)), tensor)], stored.pieces[name])
-            found[name.removeprefix(kind)] = tensor
-    return found
+            tensor = torch.empty(spec.shape, dtype=BY_NAME[spec.dtype])
+            read_into([(((0,) * tensor.dim(), tuple(spec.shape)), tensor)], ckpt.pieces[name])
+            tensors[name.removeprefix(kind)] = tensor
+    return tensors
 
 
-def fill(step: Stateful, state: Placed, stored: Checkpoint) -> None:
-    """Read what the ranks here hold."""
+def fill(step: Stateful, state: Placed, ckpt: Checkpoint) -> None:
+    """Read the parts that the ranks of this process hold."""
     for name, (spec, local) in state.items():
         read_into(
             [
@@ -117,61 +126,59 @@ def fill(step: Stateful, state: Placed, stored: Checkpoint) -> None:
                 for rank, tensor in local.items()
                 for box in boxes(spec, step.mesh, step.mesh.coordinates(rank))
             ],
-            stored.pieces[name],
+            ckpt.pieces[name],
         )
 
 
-def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Placed, stored: Checkpoint) -> None:
-    """Read averages in their dtype, one after the other, into weights of another."""
+def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Placed, ckpt: Checkpoint) -> None:
+    """Read averages in their own dtype, one at a time, into weights of another dtype."""
     for name, dtype in averages.items():
         spec, local = state[name]
-        wide = {rank: torch.empty_like(weight, dtype=dtype) for rank, weight in local.items()}
-        fill(step, {f"{AVERAGE}{name.removeprefix(MODEL)}": (spec, wide)}, stored)
+        values = {rank: torch.empty_like(weight, dtype=dtype) for rank, weight in local.items()}
+        fill(step, {f"{AVERAGE}{name.removeprefix(MODEL)}": (spec, values)}, ckpt)
         for rank, weight in local.items():
-            weight.copy_(wide[rank])
+            weight.copy_(values[rank])
 
 
 def read_into(targets: Iterable[Target], pieces: Iterable[Piece]) -> None:
-    """Copy what pieces and targets have in common; each piece is read at most once."""
+    """Copy the overlaps of pieces and targets; each piece is read at most once."""
     targets = list(targets)
     for piece in pieces:
-        common = [(found, view) for place, view in targets if (found := overlap(piece.place, place)) is not None]
+        common = [(slices, view) for place, view in targets if (slices := overlap(piece.place, place)) is not None]
         if common:
             entries = piece.read()
-            for (there, here), view in common:
-                view[here].copy_(entries[there])
+            for (in_piece, in_target), view in common:
+                view[in_target].copy_(entries[in_piece])
 
 
 def kinds(state: Placed) -> dict[str, FullTensor]:
-    """Dtype and shape of each full tensor."""
+    """Return dtype and shape of each full tensor."""
     dtypes = {name: next(iter(local.values())).dtype for name, (_, local) in state.items()}
-    return {
-        name: FullTensor(str(dtypes[name]).removeprefix("torch."), spec.shape) for name, (spec, _) in state.items()
-    }
+    return {name: FullTensor(str(dtypes[name]).removeprefix("torch."), spec.shape) for name, (spec, _) in state.items()}
 
 
-def check_tensors(here: Mapping[str, FullTensor], there: Mapping[str, FullTensor], path: Path) -> None:
+def check_tensors(ours: Mapping[str, FullTensor], theirs: Mapping[str, FullTensor], path: Path) -> None:
     """Raise UserError naming the first tensors that differ between the checkpoint and this job."""
     differences = [
-        f"{name} is {there.get(name, 'absent')} in it and {here.get(name, 'absent')} here"
-        for name in dict.fromkeys([*here, *there])
-        if here.get(name) != there.get(name)
+        f"{name} is {theirs.get(name, 'absent')} there and {ours.get(name, 'absent')} here"
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
     ]
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         fix = "; keep model.*, optim.name, train.dtype and train.ema as they were"
-        raise UserError(str(path), f"holds other tensors: {'; '.join(differences[:SHOWN])}{more}{fix}")
+        raise UserError(str(path), f"has other tensors: {'; '.join(differences[:SHOWN])}{more}{fix}")
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:
-    """What `action` gives here; raises Damaged on every rank if it does on one."""
+    """Return the result of `action` on this rank; raise Damaged on every rank if it does so on one."""
     result: list[T] = []
     damage = None
     try:
         result.append(action())
     except Damaged as error:
         damage = error.where, error.message
-    for found in gather(damage):
-        if found is not None:
-            raise Damaged(*found)
+    for error_args in gather(damage):
+        if error_args is not None:
+            raise Damaged(*error_args)
     return result[0]

@@ -1,4 +1,4 @@
-"""Rectangles of tensors: what a rank holds, which of it that rank writes, and whether some of them make a whole."""
+"""Rectangles of tensors: the parts that ranks hold, the rank that writes each, and a check of completeness."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from passes.program.mesh import Mesh
 from passes.program.spec import Box, Spec, boxes
 
-PIECE_BYTES = 16 << 20  # what is read of a tensor is read in such pieces
+PIECE_BYTES = 16 << 20  # tensors are read in pieces of this size
 MOST_CELLS = 1 << 24
 Placed = Mapping[str, tuple[Spec, Mapping[int, Tensor]]]
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the full tensor, and size
 
 
 class Stateful(Protocol):
-    """What a checkpoint is made of: the ranks that live in this process, and their local tensors."""
+    """The interface of a checkpoint's source: the ranks of this process, and their local tensors."""
 
     mesh: Mesh
     ranks: tuple[int, ...]
@@ -29,7 +29,7 @@ class Stateful(Protocol):
 
 
 def state_of(step: Stateful) -> Placed:
-    """The state of this process by name; a tensor without entries has nothing to store."""
+    """Return the state of this process by name, without empty tensors."""
     state = {name: placed for name, placed in step.tensors().items() if math.prod(placed[0].shape)}
     for name, (spec, _) in state.items():
         if spec.partial:
@@ -38,10 +38,10 @@ def state_of(step: Stateful) -> Placed:
 
 
 def written_by(rank: int, state: Placed, mesh: Mesh) -> Iterator[tuple[str, Box]]:
-    """The pieces that a rank writes: of copies on several ranks one is written, all of them writing about as much.
+    """Yield the pieces that a rank writes; one copy of each is written, and all ranks write about as much.
 
-    Copies are on ranks that differ on axes that shard nothing, and these hold the same pieces of all tensors that have
-    these axes in common. So each knows what the others write.
+    Copies are on ranks that differ only on axes that shard nothing. These ranks hold the same pieces of all tensors
+    with these axes, so each of them knows which ones the others write.
     """
     place = mesh.coordinates(rank)
     bytes_by_axes: dict[tuple[str, ...], list[int]] = {}
@@ -59,7 +59,7 @@ def written_by(rank: int, state: Placed, mesh: Mesh) -> Iterator[tuple[str, Box]
 
 
 def cut(box: Box, itemsize: int) -> Iterator[Box]:
-    """A rectangle along its longest dim, in pieces of `PIECE_BYTES` where its rows are not longer than that."""
+    """Yield a rectangle in pieces along its longest dim, of at most `PIECE_BYTES` unless one row is larger."""
     if not box.size:
         yield box
         return
@@ -68,42 +68,42 @@ def cut(box: Box, itemsize: int) -> Iterator[Box]:
     rows = max(1, PIECE_BYTES * longest // (math.prod(box.size) * itemsize))
     for first in range(0, longest, rows):
         size = (*box.size[:dim], min(rows, longest - first), *box.size[dim + 1 :])
-        yield Box(moved(box.offset, dim, first), moved(box.local_offset, dim, first), size)
+        yield Box(shift_offset(box.offset, dim, first), shift_offset(box.local_offset, dim, first), size)
 
 
-def moved(offset: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    """An offset further along a dim."""
+def shift_offset(offset: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    """Return an offset moved along a dim."""
     return (*offset[:dim], offset[dim] + by, *offset[dim + 1 :])
 
 
 def overlap(piece: Rectangle, box: Rectangle) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What two rectangles have in common, as slices of the one and of the other; None if that is nothing."""
-    in_piece, in_box = [], []
+    """Return the overlap of two rectangles, as slices of the first and of the second; None if there is none."""
+    piece_slices, box_slices = [], []
     for p, n, b, m in zip(*piece, *box, strict=True):
         first, last = max(p, b), min(p + n, b + m)
         if first >= last:
             return None
-        in_piece.append(slice(first - p, last - p))
-        in_box.append(slice(first - b, last - b))
-    return tuple(in_piece), tuple(in_box)
+        piece_slices.append(slice(first - p, last - p))
+        box_slices.append(slice(first - b, last - b))
+    return tuple(piece_slices), tuple(box_slices)
 
 
 def what_is_wrong(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str:
-    """Why rectangles inside a tensor do not make it up, each entry once; empty if they do."""
-    found = list(rectangles)
-    edges = [sorted({0, n, *(e for o, s in found for e in (o[d], o[d] + s[d]))}) for d, n in enumerate(shape)]
-    cells = [len(of_dim) - 1 for of_dim in edges]
+    """Return why rectangles do not cover a tensor exactly once, or an empty string if they do."""
+    rectangle_list = list(rectangles)
+    edges = [sorted({0, n, *(e for o, s in rectangle_list for e in (o[d], o[d] + s[d]))}) for d, n in enumerate(shape)]
+    cells = [len(edge_list) - 1 for edge_list in edges]
     if math.prod(cells) > MOST_CELLS:
-        return f"is in {len(found)} pieces of too many different edges"
-    taken = np.zeros(cells, bool)
-    for offset, size in found:
-        where = tuple(
+        return f"is in {len(rectangle_list)} pieces with too many different edges"
+    covered = np.zeros(cells, bool)
+    for offset, size in rectangle_list:
+        region = tuple(
             slice(bisect.bisect_left(e, o), bisect.bisect_left(e, o + n)) for e, o, n in zip(edges, offset, size)
         )
-        if taken[where].any():
+        if covered[region].any():
             return f"has two pieces that overlap, one at {list(offset)}"
-        taken[where] = True
-    if taken.all():
+        covered[region] = True
+    if covered.all():
         return ""
-    lacking = [e[int(at)] for e, at in zip(edges, np.argwhere(~taken)[0])]
-    return f"lacks a piece at {lacking}"
+    position = [e[int(at)] for e, at in zip(edges, np.argwhere(~covered)[0])]
+    return f"lacks a piece at {position}"

@@ -1,8 +1,8 @@
-"""Saving beside training: a step waits for a copy in host memory, and a thread puts that on the disk.
+"""Save checkpoints asynchronously: a step waits for a copy in host memory, which a thread writes to disk.
 
-The thread of each rank writes a file of its own, and rank 0's, once all have, gives the checkpoint its name. They agree
-through a process group of their own, so that steps and saves wait for none of each other. Files and folders are
-flushed to the disk before the name appears. A save that fails leaves the checkpoints before it as they are.
+The thread of each rank writes its own file, and once all have done so, rank 0's gives the checkpoint its name. The
+threads communicate through their own process group, so steps and saves do not wait for each other. Files and folders
+are flushed to disk before the name appears. A failed save leaves earlier checkpoints as they are.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from compiler_trainer.checkpoint.index import (
     File,
     Index,
     TrainState,
-    encoded,
+    encode,
     read_index,
     sha256,
 )
-from compiler_trainer.checkpoint.listing import clear, complete, discard, kept, number_of, path_of, remove
+from compiler_trainer.checkpoint.listing import clear, complete, discard, number_of, path_of, remove, steps_to_keep
 from compiler_trainer.checkpoint.load import kinds
 from compiler_trainer.checkpoint.pieces import Stateful, state_of
 from compiler_trainer.checkpoint.sender import Sender
@@ -45,14 +45,14 @@ T = TypeVar("T")
 
 
 class SaveError(RunError):
-    """A checkpoint could not be written; the message says which and why, rank by rank."""
+    """A checkpoint could not be written; the message says which one and why, for each rank."""
 
 
 class Saver:
-    """Writes checkpoints of `step` into `folder`; used as a context manager, whose end waits for the last one.
+    """A context manager that writes checkpoints of `step` into `folder`; its end waits for the last one.
 
-    Every rank makes one and saves at the same steps. Why a save failed, rank 0 is told by its thread, through `tell`;
-    SaveError is raised in the end if the last one did.
+    Every rank creates one and saves at the same steps. If a save fails, rank 0's thread passes the reason to `tell`.
+    SaveError is raised at the end if the last save failed.
     """
 
     def __init__(
@@ -60,37 +60,37 @@ class Saver:
         step: Stateful,
         folder: Path,
         cfg: CheckpointConfig,
-        without: Set[str] = frozenset(),
+        excluded: Set[str] = frozenset(),
         tell: Callable[[str], None] = lambda text: None,
     ):
         self.step, self.folder, self.cfg, self.tell = step, folder, cfg, tell
-        state = {name: placed for name, placed in state_of(step).items() if name not in without}
-        found = gather({name: (full, min(state[name][1])) for name, full in kinds(state).items()})
-        self.tensors = {name: full for of_rank in found for name, (full, _) in of_rank.items()}
-        first = {name: rank for of_rank in reversed(found) for name, (_, rank) in of_rank.items()}
+        state = {name: placed for name, placed in state_of(step).items() if name not in excluded}
+        tensors_by_rank = gather({name: (full, min(state[name][1])) for name, full in kinds(state).items()})
+        self.tensors = {name: full for part in tensors_by_rank for name, (full, _) in part.items()}
+        first = {name: rank for part in reversed(tensors_by_rank) for name, (_, rank) in part.items()}
         self.staging = Staging({name: state[name] for name in self.tensors if name in state}, step.mesh, first)
         self.bytes = sum(math.prod(full.shape) * BY_NAME[full.dtype].itemsize for full in self.tensors.values())
         self.group = host_group()
         self.leads = 0 in step.ranks
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[str] | None = None
-        self.own = Own(folder)
+        self.deletable = DeletableCheckpoints(folder)
         if self.leads:
             clear(folder)
         self.sender = Sender(cfg.store, folder, cfg, tell) if cfg.store and self.leads else None
 
     def save(self, state: TrainState) -> None:
-        """Copy what there is now and go on; what the copy becomes, `wait` tells."""
+        """Copy the current state and return; `wait` gives the result of writing the copy."""
         self.wait()
         self.staging.copy(self.step.tensors())
         self.pending = self.thread.submit(self.attempt, state)
 
     def wait(self) -> str:
-        """Why the last save failed, once it has come to its end; empty if it did not."""
+        """Wait for the last save; return the reason if it failed, or an empty string."""
         return self.pending.result() if self.pending else ""
 
     def attempt(self, state: TrainState) -> str:
-        """Write a checkpoint; why it failed, empty if it did not."""
+        """Write a checkpoint; return the reason if it failed, or an empty string."""
         path = path_of(self.folder, state.step)
         try:
             self.write(path, state)
@@ -104,31 +104,33 @@ class Saver:
 
     def write(self, path: Path, state: TrainState) -> None:
         """Write a checkpoint, on all ranks together."""
-        partial = path.with_suffix(".tmp")
-        self.together(lambda: make_anew(partial, self.bytes) if self.leads else None)
-        written = self.together(lambda: write_files(partial, self.staging))
-        files = {name: file for of_rank in written for name, file in of_rank.items()}
+        partial_path = path.with_suffix(".tmp")
+        self.run_on_all_ranks(lambda: make_empty(partial_path, self.bytes) if self.leads else None)
+        written = self.run_on_all_ranks(lambda: write_files(partial_path, self.staging))
+        files = {name: file for part in written for name, file in part.items()}
         index = Index(**vars(state), tensors=self.tensors, files=files)
-        self.together(lambda: self.publish(partial, path, index) if self.leads else None)
+        self.run_on_all_ranks(lambda: self.publish(partial_path, path, index) if self.leads else None)
 
-    def publish(self, partial: Path, path: Path, index: Index) -> None:
-        """Give a checkpoint its name, and let it be sent where there is a store."""
-        publish(partial, path, index, self.cfg, self.own, self.sender.spared() if self.sender else frozenset())
+    def publish(self, partial_path: Path, path: Path, index: Index) -> None:
+        """Give a checkpoint its name, and queue it for the store if there is one."""
+        publish(
+            partial_path, path, index, self.cfg, self.deletable, self.sender.spared() if self.sender else frozenset()
+        )
         if self.sender:
             self.sender.offer(index.step)
 
-    def together(self, action: Callable[[], T]) -> list[T]:
-        """What `action` gives on each rank; raises SaveError on all of them if it fails on one."""
-        done: Any = None
+    def run_on_all_ranks(self, action: Callable[[], T]) -> list[T]:
+        """Return the result of `action` on each rank; raise SaveError on all of them if it fails on one."""
+        result: Any = None
         reason = ""
         try:
-            done = action()
+            result = action()
         except Exception as error:
             reason = f"rank {rank()}: {type(error).__name__}: {error}"
-        found = gather((done, reason), self.group)
-        if reasons := [reason for _, reason in found if reason]:
+        results = gather((result, reason), self.group)
+        if reasons := [reason for _, reason in results if reason]:
             raise SaveError("; ".join(reasons))
-        return [done for done, _ in found]
+        return [result for result, _ in results]
 
     def __enter__(self) -> Saver:
         return self
@@ -143,82 +145,87 @@ class Saver:
             raise SaveError(failure)
 
 
-def make_anew(partial: Path, size: int) -> None:
-    """An empty folder, and those it lies in, which are flushed to the disk where they were made.
+def make_empty(partial_path: Path, size: int) -> None:
+    """Create an empty folder and its parents, and flush the new ones to disk.
 
-    Raises OSError where the disk has no room for `size` bytes: to fill it would stop what else writes there.
+    Raises OSError if the disk has no room for `size` bytes, because filling it would stop other writers.
     """
-    remove(partial)
-    missing = [folder for folder in (partial, *partial.parents) if not folder.exists()]
-    partial.mkdir(parents=True)
-    for folder in missing:
+    remove(partial_path)
+    new_folders = [folder for folder in (partial_path, *partial_path.parents) if not folder.exists()]
+    partial_path.mkdir(parents=True)
+    for folder in new_folders:
         flush(folder.parent)
-    free = shutil.disk_usage(partial).free
+    free = shutil.disk_usage(partial_path).free
     if free < size:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {size:,} bytes are needed, {free:,} free")
 
 
-def write_files(partial: Path, staging: Staging) -> dict[str, File]:
-    """Write a file for each rank that lives here and has something to write; their entries in the index."""
-    found = {}
+def write_files(partial_path: Path, staging: Staging) -> dict[str, File]:
+    """Write a file for each rank of this process that has something to write; return their index entries."""
+    files = {}
     for number, pieces in staging.pieces.items():
-        path = partial / f"rank_{number:05}.safetensors"
+        path = partial_path / f"rank_{number:05}.safetensors"
         save_file(pieces, path, metadata={key: sha256(as_bytes(piece)) for key, piece in pieces.items()})
         flush(path)
         size = path.stat().st_size
-        found[path.name] = File(size, sha256(read_header(path, size)))
-    flush(partial)
-    return found
+        files[path.name] = File(size, sha256(read_header(path, size)))
+    flush(partial_path)
+    return files
 
 
-class Own:
-    """The checkpoints in a folder that a run may delete: those it goes on from, and its own; never those of another.
+class DeletableCheckpoints:
+    """The checkpoints in a folder that a run may delete: those that it resumed from and its own, never another run's.
 
-    A link may be put in the place of the folder while it runs.
+    The folder may be replaced by a link while the run writes to it.
     """
 
     def __init__(self, folder: Path):
         self.folder, self.place = folder, place_of(folder)
         self.steps = {number_of(path) for path in complete(folder)}
 
-    def look(self) -> set[int]:
-        """Their steps, none where the folder is another one than before."""
-        before, self.place = self.place, place_of(self.folder)
-        if before not in (None, self.place):
+    def current_steps(self) -> set[int]:
+        """Return the steps of these checkpoints; an empty set if the folder was replaced by another one."""
+        previous, self.place = self.place, place_of(self.folder)
+        if previous not in (None, self.place):
             self.steps = set()
         return self.steps
 
 
 def place_of(folder: Path) -> tuple[int, int] | None:
-    """What a folder is known by to its file system, whatever its name."""
-    return (found.st_dev, found.st_ino) if folder.is_dir() and (found := folder.stat()) else None
+    """Return the identity of a folder in its file system, independent of its name."""
+    return (status.st_dev, status.st_ino) if folder.is_dir() and (status := folder.stat()) else None
 
 
 def publish(
-    partial: Path, path: Path, index: Index, cfg: CheckpointConfig, own: Own, spared: Set[int] = frozenset()
+    partial: Path,
+    path: Path,
+    index: Index,
+    cfg: CheckpointConfig,
+    deletable: DeletableCheckpoints,
+    spared: Set[int] = frozenset(),
 ) -> None:
-    """Write the index, give a checkpoint of which all files are there its name, and delete what is not kept."""
-    steps = own.look()
-    (partial / FILE).write_bytes(encoded(index))
+    """Write the index, give a complete checkpoint its name, and delete those that are not kept."""
+    steps = deletable.current_steps()
+    (partial / FILE).write_bytes(encode(index))
     flush(partial / FILE)
     flush(partial)
     if os.path.lexists(path):
         if index.step not in steps:
-            said = "another run's checkpoint of that step is there; name another checkpoint.dir"
-            raise FileExistsError(errno.EEXIST, said)
+            problem = "another run's checkpoint of that step is there; choose another checkpoint.dir"
+            raise FileExistsError(errno.EEXIST, problem)
         discard(path)
     os.rename(partial, path)
     flush(path.parent)
     steps.add(index.step)
-    found = {n: (p, loss_of(p)) for p in complete(path.parent) if (n := number_of(p)) in steps}
-    stay = kept([(number, loss) for number, (_, loss) in found.items()], cfg)
-    for number, (old, _) in found.items():
-        if number not in stay | spared:
+    checkpoints = {n: (p, loss_of(p)) for p in complete(path.parent) if (n := number_of(p)) in steps}
+    to_keep = steps_to_keep([(number, loss) for number, (_, loss) in checkpoints.items()], cfg)
+    for number, (old, _) in checkpoints.items():
+        if number not in to_keep | spared:
             discard(old)
 
 
 def loss_of(path: Path) -> float | None:
-    """The held-out loss of a checkpoint, None if it was not evaluated or its index is damaged."""
+    """Return the validation loss of a checkpoint; None if it was not evaluated or its index is damaged."""
     try:
         return read_index(path).eval_loss
     except Damaged:
@@ -226,7 +233,7 @@ def loss_of(path: Path) -> float | None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""A checkpoint on disk, opened: its pieces are known by their rectangles, and each is checked when it is read."""
+"""An opened checkpoint on disk: its pieces are known by their rectangles, and each is verified when it is read."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ from compiler_trainer.config.errors import UserError
 
 
 class Piece(NamedTuple):
-    """A rectangle of a tensor in a file; a tuple, because ranks send each other many."""
+    """A rectangle of a tensor in a file; a tuple, because ranks exchange many of them."""
 
     file: Path
-    key: str  # its name there
+    key: str  # its name in the file
     place: Rectangle
     dtype: torch.dtype
     sha256: str
 
     def read(self) -> Tensor:
-        """Its entries; raises Damaged where they are not those that were written."""
+        """Return its entries; raise Damaged if they were changed."""
         try:
             with safe_open(self.file, "pt", backend="pread") as file:
                 tensor = file.get_tensor(self.key)
         except (SafetensorError, OSError) as error:
             raise Damaged(str(self.file), f"{self.key} cannot be read: {error}") from error
         if sha256(as_bytes(tensor)) != self.sha256:
-            raise Damaged(str(self.file), f"{self.key} is not as it was written: its SHA-256 is another")
+            raise Damaged(str(self.file), f"{self.key} was changed: its SHA-256 differs")
         return torch.view_as_complex(tensor) if self.dtype.is_complex else tensor
 
 
-Named = tuple[str, Piece]  # with the name of its tensor
+NamedPiece = tuple[str, Piece]  # (name of the tensor, piece)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of which index and headers are whole, and the pieces of each tensor make it up."""
+    """A checkpoint with verified index and headers, in which the pieces of each tensor cover it."""
 
     path: Path
     index: Index
@@ -68,76 +68,76 @@ class Checkpoint:
 
 
 def opened_alone(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, nothing read but the index and the headers of all files, by this process.
+    """Return the checkpoint at `path`; this process reads only the index and the headers of all files.
 
-    Raises UserError where there is none, Damaged where it is not what was written.
+    Raises UserError if there is none, Damaged if it was changed.
     """
     index = index_at(path)
-    stored = put_together(path, index, pieces_of(path, index, index.files))
-    check_complete(stored, index.tensors)
-    return stored
+    ckpt = put_together(path, index, pieces_of(path, index, index.files))
+    check_complete(ckpt, index.tensors)
+    return ckpt
 
 
 def index_at(path: Path) -> Index:
-    """The index of the checkpoint at `path`; raises UserError where there is none, Damaged where it is another's."""
+    """Return the index of the checkpoint at `path`; raise UserError if there is none, Damaged if its step differs."""
     if not (path / FILE).is_file():
         raise no_checkpoint(path)
     index = read_index(path)
     if is_name(path) and number_of(path) != index.step:
-        raise Damaged(str(path), f"is of step {index.step}, not of the one in its name; give it its own name back")
+        raise Damaged(str(path), f"is of step {index.step}, not of the step in its name; rename it back")
     return index
 
 
-def pieces_of(path: Path, index: Index, files: Iterable[str]) -> list[Named]:
-    """The pieces in some files of a checkpoint, by their headers; raises Damaged."""
-    return [named for name in files for named in pieces_in(path / name, index.files[name], index)]
+def pieces_of(path: Path, index: Index, files: Iterable[str]) -> list[NamedPiece]:
+    """Return the pieces in some files of a checkpoint, from their headers; raise Damaged."""
+    return [piece for name in files for piece in pieces_in(path / name, index.files[name], index)]
 
 
-def put_together(path: Path, index: Index, pieces: Iterable[Named]) -> Checkpoint:
-    """The checkpoint that pieces belong to, which may not make up its tensors."""
-    by_tensor: dict[str, list[Piece]] = defaultdict(list)
+def put_together(path: Path, index: Index, pieces: Iterable[NamedPiece]) -> Checkpoint:
+    """Return the checkpoint of some pieces, which may not cover its tensors."""
+    pieces_by_tensor: dict[str, list[Piece]] = defaultdict(list)
     for tensor, piece in pieces:
-        by_tensor[tensor].append(piece)
-    return Checkpoint(path, index, dict(by_tensor))
+        pieces_by_tensor[tensor].append(piece)
+    return Checkpoint(path, index, dict(pieces_by_tensor))
 
 
-def check_complete(stored: Checkpoint, tensors: Iterable[str]) -> None:
-    """Raise Damaged if the pieces of one of some tensors do not make it up."""
+def check_complete(ckpt: Checkpoint, tensors: Iterable[str]) -> None:
+    """Raise Damaged if the pieces of one of the given tensors do not cover it."""
     for name in tensors:
-        rectangles = (piece.place for piece in stored.pieces.get(name, ()))
-        if wrong := what_is_wrong(stored.index.tensors[name].shape, rectangles):
-            raise Damaged(str(stored.path), f"{name} {wrong}")
+        rectangles = (piece.place for piece in ckpt.pieces.get(name, ()))
+        if problem := what_is_wrong(ckpt.index.tensors[name].shape, rectangles):
+            raise Damaged(str(ckpt.path), f"{name} {problem}")
 
 
 def check_format(folder: Path) -> None:
-    """Raise OtherFormat where the newest checkpoint in a folder is of a format that is not read."""
+    """Raise OtherFormat if the newest checkpoint in a folder has a format that is not read."""
     for path in complete(folder)[-1:]:
         if (path / OLDER).exists() and not (path / FILE).is_file():
             raise no_checkpoint(path)
-        with suppress(Damaged):  # another may be whole
+        with suppress(Damaged):  # another one may be undamaged
             read_index(path)
 
 
 def no_checkpoint(path: Path) -> UserError:
-    """What to say of a path that is no checkpoint."""
+    """Return the error for a path that is not a checkpoint."""
     if (path / OLDER).exists():
         return other_format(path, "of torch.distributed.checkpoint")
     if is_name(path) and os.path.lexists(path):
         return Damaged(str(path), f"has lost its {FILE}" if path.is_dir() else "is not a folder")
-    found = ", ".join(p.name for p in complete(path))
-    fix = f"; name one of {found}" if found else ""
-    return UserError(str(path), f"is no checkpoint, for it has no {FILE}{fix}")
+    names = ", ".join(p.name for p in complete(path))
+    fix = f"; choose one of {names}" if names else ""
+    return UserError(str(path), f"is not a checkpoint: it has no {FILE}{fix}")
 
 
-def pieces_in(path: Path, entry: File, index: Index) -> Iterator[Named]:
-    """(tensor, piece) of a file whose length and header are those of its entry in the index."""
+def pieces_in(path: Path, entry: File, index: Index) -> Iterator[NamedPiece]:
+    """Yield (tensor, piece) of a file, after checking its length and header against the index."""
     try:
         size = path.stat().st_size
         if size != entry.bytes:
             raise Damaged(str(path), f"has {size:,} bytes, and {entry.bytes:,} were written")
         header = read_header(path, size)
         if sha256(header) != entry.header_sha256:
-            raise Damaged(str(path), "its header is not as it was written: its SHA-256 is another")
+            raise Damaged(str(path), "its header was changed: its SHA-256 differs")
         with safe_open(path, "pt", backend="pread") as file:
             digests = file.metadata() or {}
             for key in file.keys():
@@ -149,7 +149,7 @@ def pieces_in(path: Path, entry: File, index: Index) -> Iterator[Named]:
 
 
 def read_header(path: Path, size: int) -> bytes:
-    """The header of a file of so many bytes, with the eight bytes that say how long it is."""
+    """Return the header of a file of `size` bytes, with the eight bytes of its length."""
     with path.open("rb") as file:
         length = file.read(8)
         return length + file.read(min(int.from_bytes(length, "little"), size))
@@ -157,22 +157,22 @@ def read_header(path: Path, size: int) -> bytes:
 
 def piece_of(
     path: Path, key: str, code: str, shape: tuple[int, ...], digests: dict[str, str], index: Index
-) -> Named:
-    """(tensor, piece) that a file has under the name `key`, as `model.wq@0,128`."""
+) -> NamedPiece:
+    """Return (tensor, piece) of an entry in a file, with a `key` such as `model.wq@0,128`."""
     name, _, numbers = key.rpartition("@")
     full = index.tensors.get(name)
     offset = tuple(int(n) for n in numbers.split(",") if n.isdecimal() and len(n) < 20)
     if full is None or key not in digests or key != key_of(name, offset):
-        raise Damaged(str(path), f"{key} is no piece of a tensor of this checkpoint")
+        raise Damaged(str(path), f"{key} is not a piece of a tensor of this checkpoint")
     dtype = BY_NAME[full.dtype]
     place = (offset, shape[:-1] if dtype.is_complex else shape)
     if code != DTYPES[dtype] or not is_inside(place, full) or dtype.is_complex and shape[-1:] != (2,):
-        raise Damaged(str(path), f"{key} is {code}{list(shape)}, which is no part of {full}")
+        raise Damaged(str(path), f"{key} is {code}{list(shape)}, which is not a part of {full}")
     return name, Piece(path, key, place, dtype, digests[key])
 
 
 def is_inside(place: Rectangle, full: FullTensor) -> bool:
-    """Whether a rectangle lies in a tensor."""
+    """Return True if a rectangle is inside a tensor."""
     offset, size = place
     if not len(offset) == len(size) == len(full.shape):
         return False
@@ -180,10 +180,10 @@ def is_inside(place: Rectangle, full: FullTensor) -> bool:
 
 
 def key_of(name: str, offset: tuple[int, ...]) -> str:
-    """The name of a piece in its file."""
+    """Return the name of a piece in its file."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor on the CPU, uint8 [bytes]."""
+    """Return the memory of a contiguous CPU tensor, uint8 [bytes]."""
     return tensor.reshape(-1).view(torch.uint8).numpy()

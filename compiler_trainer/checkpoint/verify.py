@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint, read and compared with what was written."""
+"""Verify a checkpoint: read every byte and compare it with the digests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from compiler_trainer.checkpoint.stored import opened_alone
 
 
 def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:
-    """(checkpoint, what is said of it, whether it is whole) of a run folder, a folder of checkpoints, or a checkpoint.
+    """Yield (checkpoint, message, is undamaged) for a run folder, a folder of checkpoints, or a checkpoint.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
-    found = complete(folder) or complete(folder / "checkpoints") or [folder]
-    for path in found:
+    checkpoints = complete(folder) or complete(folder / "checkpoints") or [folder]
+    for path in checkpoints:
         try:
             yield path, check(path), True
         except Damaged as damage:
@@ -24,13 +24,13 @@ def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:
 
 
 def check(path: Path) -> str:
-    """What a checkpoint holds, in a few words; raises Damaged, or UserError where there is none."""
-    stored = opened_alone(path)
-    for pieces in stored.pieces.values():
+    """Verify a checkpoint and return a summary; raise Damaged, or UserError if there is none."""
+    ckpt = opened_alone(path)
+    for pieces in ckpt.pieces.values():
         for piece in pieces:
             piece.read()
-    if strange := sorted({file.name for file in path.iterdir()} - {FILE, *stored.index.files}):
-        raise Damaged(str(path / strange[0]), "is no file of this checkpoint; move it away")
-    mib = sum(file.bytes for file in stored.index.files.values()) / 2**20
-    files = len(stored.index.files)
-    return f"{len(stored.index.tensors)} tensors in {files} file{'s' * (files > 1)}, {mib:,.1f} MiB"
+    if unexpected := sorted({file.name for file in path.iterdir()} - {FILE, *ckpt.index.files}):
+        raise Damaged(str(path / unexpected[0]), "is not a file of this checkpoint; move it away")
+    mib = sum(file.bytes for file in ckpt.index.files.values()) / 2**20
+    files = len(ckpt.index.files)
+    return f"{len(ckpt.index.tensors)} tensors in {files} file{'s' * (files > 1)}, {mib:,.1f} MiB"

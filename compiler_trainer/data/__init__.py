@@ -1,1 +1,1 @@
-"""Text to batches: files -> spans -> tokens in a cache -> packed rows -> mixture -> loader."""
+"""From text to batches: files -> spans -> tokens in a cache -> packed sequences -> mixture -> loader."""

@@ -1,4 +1,4 @@
-"""Tokens made ahead of a run: a folder with the volumes that a run would make, and a manifest of them.
+"""Tokens made before a run: a folder with the volumes that the run would make, and their manifest.
 
 <DIR>/  tokens.json  <volume>/ ...
 """
@@ -17,10 +17,10 @@ from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Share, Tokens, folders_of, make_share, summary
 from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
-from compiler_trainer.data.worker import recipe_for
+from compiler_trainer.data.worker import make_recipe
 from compiler_trainer.places.cache import Cache, cache_of
-from compiler_trainer.places.copies import copied
-from compiler_trainer.places.kept import Kept, found
+from compiler_trainer.places.copies import copy_files
+from compiler_trainer.places.kept import StoredFolder, load_folder
 from compiler_trainer.places.store import Place
 
 FILE = "tokens.json"
@@ -28,7 +28,7 @@ FILE = "tokens.json"
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume: the name of its folder, and what it holds."""
+    """A volume: its folder's name and the counts of its content."""
 
     folder: str
     tokens: int
@@ -38,9 +38,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts about tokens that training needs; `digest` depends on each of them.
+    """The facts about tokens that training needs; `digest` depends on all tokens.
 
-    `opening` are the ids before each text, `end_of_document` the one after each document; None of an earlier version.
+    `opening` are the ids before each text, `end_of_document` the id after each document; both are None in manifests of
+    earlier versions.
     """
 
     tokens: int
@@ -56,17 +57,17 @@ class Manifest:
 
 
 def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
-    """Tokenize a share of the only source of `cfg` into `out`; its tokens, None while other shares are missing.
+    """Tokenize a share of the only source of `cfg` into `out`; return its tokens, or None while shares are missing.
 
     Raises UserError.
     """
     if cfg.sources:
-        fix = "tokenize each into a folder of its own, and name these: {name: tokens, tokens: DIR, weight: 0.7}"
+        fix = "tokenize each into its own folder, and list these: {name: tokens, tokens: DIR, weight: 0.7}"
         raise UserError("data.sources", f"are several; {fix}")
     if cfg.tokens is not None:
-        raise UserError("data.tokens", "are tokens already; name the data that they are to be made of")
+        raise UserError("data.tokens", "are already tokens; give the text to tokenize")
     tokenizer = tokenizer_of(cfg)
-    recipe = recipe_for(cfg, cfg, tokenizer)
+    recipe = make_recipe(cfg, cfg, tokenizer)
     source = source_of(cfg, cfg.seed, cache_of(cfg))
     check_free(out, folders_of(source, recipe, tokenizer.digest, out))
     tokens = make_share(source, recipe, tokenizer.digest, out, share)
@@ -76,73 +77,80 @@ def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
 
 
 def check_free(out: Path, volumes: list[Path]) -> None:
-    """Raise UserError where a folder has a manifest of other volumes."""
+    """Raise UserError if a folder has a manifest of other volumes."""
     if (out / FILE).exists() and [volume.folder for volume in read(out).volumes] != [v.name for v in volumes]:
         fix = "name another folder, or delete it"
-        raise UserError("--out", f"{out} holds the tokens of other data, options, or of files as they were; {fix}")
+        raise UserError(
+            "--out", f"{out} holds tokens of other data, other options, or earlier versions of files; {fix}"
+        )
 
 
 def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manifest:
-    """The manifest of tokens that are whole."""
+    """Return the manifest of complete tokens."""
     summaries = [(volume.folder.name, summary(volume)) for volume in tokens.volumes]
-    volumes = tuple(Volume(name, held.tokens, held.documents, held.digest) for name, held in summaries)
-    whole = tokens.holds
+    volumes = tuple(Volume(name, facts.tokens, facts.documents, facts.digest) for name, facts in summaries)
+    total = tokens.holds
     opening, end = tuple(tokenizer.settings.opening), tokenizer.end_of_document
-    of = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end
-    return Manifest(whole.tokens, whole.documents, whole.digest, *of)
+    settings = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end
+    return Manifest(total.tokens, total.documents, total.digest, *settings)
 
 
 def folder_of(name: str, cache: Cache) -> Path:
-    """The folder of tokens on this machine, of those in a store that of a copy."""
-    return copied(Place(name), Place(name).files(), cache) if is_remote(name) else Path(name).expanduser()
+    """Return the folder of tokens on this machine; tokens in a store are copied first."""
+    return copy_files(Place(name), Place(name).files(), cache) if is_remote(name) else Path(name).expanduser()
 
 
-def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
-    """The tokens of a folder, which may have moved; raises UserError where they are not whole, or made otherwise."""
+def open_folder(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
+    """Return the tokens of a folder, which may have been moved.
+
+    Raises UserError if they are incomplete or were made with other options.
+    """
     manifest = read(folder)
     if manifest.end_of_document is None and manifest.tokenizer != "bytes":
         fix = "run compiler-trainer tokenize again"
-        raise UserError("data.tokens", f"{folder} is of an earlier version, which did not say how texts begin; {fix}")
+        raise UserError(
+            "data.tokens", f"{folder} is of an earlier version, which did not record how texts begin; {fix}"
+        )
     if manifest.tokenizer_digest != tokenizer.digest:
-        what = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
-        raise UserError("data.tokenizer", f"{what}, which differs from it; name that one")
+        problem = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
+        raise UserError("data.tokenizer", f"{problem}, which differs from it; set it to that one")
     for name in ("chat", "pairs"):
-        if (made := getattr(manifest, name)) != getattr(cfg, name):
-            yes, no = ("true", "false") if made else ("false", "true")
+        if (value := getattr(manifest, name)) != getattr(cfg, name):
+            yes, no = ("true", "false") if value else ("false", "true")
             raise UserError(f"data.{name}", f"is {no}, but {folder} was made with {yes}; set it to {yes}")
     check_borders(manifest, folder, tokenizer)
     return Tokens(folder, [volume_of(folder, volume) for volume in manifest.volumes])
 
 
 def check_borders(manifest: Manifest, folder: Path, tokenizer: Tokenizer) -> None:
-    """Raise UserError if documents of a folder begin or end with other tokens than the options ask for."""
+    """Raise UserError if the documents in a folder begin or end with other tokens than the options ask for."""
     if manifest.end_of_document is None:
         return
     names = tokenizer.name_of
     if manifest.end_of_document != tokenizer.end_of_document:
-        what = f"is {names(tokenizer.end_of_document)}, but documents in {folder} end with"
-        raise UserError("data.eos_token", f"{what} {names(manifest.end_of_document)}; set it to that")
+        problem = f"is {names(tokenizer.end_of_document)}, but documents in {folder} end with"
+        raise UserError("data.eos_token", f"{problem} {names(manifest.end_of_document)}; set it to that")
     if not manifest.chat and tuple(manifest.opening or ()) != tuple(tokenizer.settings.opening):
-        there, here = (
+        file_text, option_text = (
             "".join(map(names, ids)) or "nothing" for ids in (manifest.opening or (), tokenizer.settings.opening)
         )
         fix = f"set it to {'true' if manifest.opening else 'false'}"
-        what = f"puts {here} before a text, but {folder} was made with {there}"
-        raise UserError("data.add_bos_token", f"{what}; {fix}")
+        problem = f"puts {option_text} before a text, but {folder} was made with {file_text}"
+        raise UserError("data.add_bos_token", f"{problem}; {fix}")
 
 
-def volume_of(folder: Path, volume: Volume) -> Kept:
-    """A volume that a manifest names; raises UserError where it is not what it was."""
-    there = found(folder / volume.folder, moved=True)
-    if there is None or summary(there).digest != volume.digest:
+def volume_of(folder: Path, volume: Volume) -> StoredFolder:
+    """Return a volume that a manifest names; raise UserError if it is missing or was changed."""
+    kept = load_folder(folder / volume.folder, is_moved=True)
+    if kept is None or summary(kept).digest != volume.digest:
         fix = "copy it again, or run compiler-trainer tokenize again"
-        raise UserError(str(folder / volume.folder), f"is missing, cut or altered; {fix}")
-    return there
+        raise UserError(str(folder / volume.folder), f"is missing, truncated or changed; {fix}")
+    return kept
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a folder; raises UserError where there is none."""
+    """Return the manifest of a folder; raise UserError if there is none."""
     if not (folder / FILE).exists():
-        how = "compiler-trainer tokenize --out writes it once all is tokenized"
-        raise UserError("data.tokens", f"{folder} has no {FILE}; {how}")
+        hint = "compiler-trainer tokenize --out writes it when everything is tokenized"
+        raise UserError("data.tokens", f"{folder} has no {FILE}; {hint}")
     return build(Manifest, json_of(folder / FILE, Manifest))

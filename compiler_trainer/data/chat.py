@@ -1,9 +1,9 @@
-"""Conversations as samples: texts as the tokenizer's chat template writes them, and the answers in them, the labels.
+"""Conversations as samples: the text that the tokenizer's chat template renders, with the answers in it as labels.
 
-A template that marks answers by `{% generation %}` is taken at its word. With any other, an answer is what the text of
-all messages up to it has beyond the prompt for it, its end-of-turn token included: the tokens that the model would
-have to generate. A template that writes earlier answers otherwise once more turns follow (Qwen3 drops their thoughts)
-gives a sample for each answer, with the text before it as it is when that answer is generated.
+If a template marks answers by `{% generation %}`, these marks are used. Otherwise, an answer is the part of the text
+after the generation prompt, with its end-of-turn token: the tokens that the model has to generate. Some templates
+render earlier answers differently once more turns follow (Qwen3 drops their thoughts). They give one sample for each
+answer, with the preceding text as it is when that answer is generated.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, on
 from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
-TRIES = 20  # records in which a field is looked at before it counts as unused
-LABELLING = {"role", "content", "weight", "train"}  # keys of a message that are used in any case
+TRIES = 20  # records for which a field is tested for being unused
+LABELLING = {"role", "content", "weight", "train"}  # keys of a message that are always used
 
 
 class Sample(NamedTuple):
-    """The text of the first `upto` messages, and the characters of its answers that are labels."""
+    """The text of the first `upto` messages, and the character ranges of its answers that are labels."""
 
     text: str
     answers: list[Place]
@@ -34,14 +34,14 @@ class Sample(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Ids of a document without the one that closes it; `counted`, one entry more, tells which are labels."""
+    """Ids of a document without the closing one; `counted`, one entry longer, marks the labels."""
 
     ids: Ids
     counted: NDArray[np.bool_]
 
 
 class Written(NamedTuple):
-    """The samples of a conversation, their tokens, and what there is to say about them."""
+    """The samples of a conversation, their tokens, and notes about them."""
 
     samples: list[Sample]
     tokens: list[Tokens]
@@ -50,148 +50,157 @@ class Written(NamedTuple):
 
 @dataclass
 class Chats:
-    """Writes conversations with the chat template of a tokenizer."""
+    """A writer of conversations with a tokenizer's chat template."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
-    used: set[tuple[str, str]] = field(default_factory=set)  # (role, key) of messages, ("", name) of records
+    used_keys: set[tuple[str, str]] = field(default_factory=set)  # (role, key) of messages, ("", name) of records
     tries: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def write(self, chat: Conversation) -> Written:
-        """The samples of a conversation; raises BadRecord without an answer, or if its prompt is not its start."""
+        """Return a conversation's samples; raise BadRecord without an answer, or if its prompt is not its start."""
         if not any(message["role"] == ASSISTANT for message in chat.messages):
-            raise BadRecord("the assistant says nothing: no message is of the role assistant")
+            raise BadRecord("there is no answer: no message has the role assistant")
         if not chat.labelled:
-            raise BadRecord("no answer counts: those of the assistant have weight 0 or train false")
+            raise BadRecord("no answer is trained on: all of them have weight 0 or train false")
         notes: list[str] = []
         samples = self.samples(chat, notes)
         tokens = [self.tokens(sample, chat, notes) for sample in samples]
-        if not any(each.counted.any() for each in tokens):
-            raise BadRecord("the chat template writes nothing of the answers")
+        if not any(t.counted.any() for t in tokens):
+            raise BadRecord("the chat template does not render the answers")
         notes += [*self.unused(chat, samples), *self.omitted(chat, samples), *quoted(chat, samples)]
         return Written(samples, tokens, list(dict.fromkeys(map(one_line, notes))))
 
     def samples(self, chat: Conversation, notes: list[str]) -> list[Sample]:
-        """The fewest samples in which each answer stands as it is generated."""
-        text, marks = self.template.marked(chat)
+        """Return the fewest samples in which each answer follows the text that it is generated from."""
+        text, marks = self.template.render_marks(chat)
         if marks:
-            return [Sample(text, self.marks_of(chat, marks), len(chat.messages))]
-        if self.template.misplacing:
-            notes.append("the chat template marks answers inside a macro, where places are lost: marks are not used")
+            return [Sample(text, self.label_marks(chat, marks), len(chat.messages))]
+        if self.template.misplaces_marks:
+            notes.append(
+                "the chat template marks answers inside a macro, where their positions are lost: marks are not used"
+            )
         samples: list[Sample] = []
         for number in chat.labelled:
             upto = text if number + 1 == len(chat.messages) else self.template.text(chat, number + 1)
-            answer = self.answer_of(chat, number, upto, notes)
-            before = samples.pop().answers if samples and upto.startswith(samples[-1].text) else []
-            samples.append(Sample(upto, [*before, answer], number + 1))
+            answer = self.find_answer(chat, number, upto, notes)
+            earlier = samples.pop().answers if samples and upto.startswith(samples[-1].text) else []
+            samples.append(Sample(upto, [*earlier, answer], number + 1))
         if len(samples) > 1:
-            why = "the chat template writes earlier answers otherwise once more turns follow"
-            notes.append(f"{why}: each answer of such a conversation is a sample with the text before it")
+            reason = "the chat template renders earlier answers differently once more turns follow"
+            notes.append(f"{reason}: each answer of such a conversation becomes a sample with the text before it")
         if text.startswith(samples[-1].text):
             samples[-1] = Sample(text, samples[-1].answers, len(chat.messages))
         return samples
 
-    def marks_of(self, chat: Conversation, marks: list[Place]) -> list[Place]:
-        """The marks of answers that are labels."""
+    def label_marks(self, chat: Conversation, marks: list[Place]) -> list[Place]:
+        """Return the marks of those answers that are labels."""
         if len(chat.labelled) == sum(message["role"] == ASSISTANT for message in chat.messages):
             return marks
-        counts = {n: len(self.template.marked(chat, n)[1]) if n else 0 for i in chat.labelled for n in (i, i + 1)}
+        counts = {n: len(self.template.render_marks(chat, n)[1]) if n else 0 for i in chat.labelled for n in (i, i + 1)}
         return [mark for number in chat.labelled for mark in marks[counts[number] : counts[number + 1]]]
 
-    def answer_of(self, chat: Conversation, number: int, text: str, notes: list[str]) -> Place:
-        """The characters of the answer that ends a text: those beyond the prompt for it.
+    def find_answer(self, chat: Conversation, number: int, text: str, notes: list[str]) -> Place:
+        """Return the character range of the answer that ends a text: all after its generation prompt.
 
-        If the generation prompt ends otherwise than the answer begins, as one that opens a thought does, the answer
-        begins with the first token that differs.
+        If the generation prompt does not end as the answer begins, for example because it opens a thought, the answer
+        begins at the first token that differs.
         """
         prompt = self.template.text(chat, number, prompt=True)
         if text.startswith(prompt):
             return len(prompt), len(text)
-        start = self.parting(text, prompt)
-        if number and start < self.parting(prompt, self.template.text(chat, number)):
-            why = f"the chat template writes the messages before message {number} otherwise once it follows"
-            raise BadRecord(f"{why}, so that the answer cannot be told from its prompt; mark it by {{% generation %}}")
-        what = f"the generation prompt ends with {prompt[start:]!r}, with which answers do not begin"
-        notes.append(f"{what}: they are trained on without it")
+        start = self.first_difference(text, prompt)
+        if number and start < self.first_difference(prompt, self.template.text(chat, number)):
+            problem = f"the chat template renders the messages before message {number} differently once it follows"
+            raise BadRecord(
+                f"{problem}, so the answer cannot be separated from its prompt; mark it by {{% generation %}}"
+            )
+        problem = f"the generation prompt ends with {prompt[start:]!r}, but answers do not begin with that"
+        notes.append(f"{problem}: training leaves it out")
         return start, len(text)
 
-    def parting(self, text: str, other: str) -> int:
-        """The character of a text at which its first token begins that another text does not have there."""
-        (ids, places), (others, _) = self.tokenizer.encode_placed(text), self.tokenizer.encode_placed(other)
-        size = min(len(ids), len(others))
-        differ = np.flatnonzero(ids[:size] != others[:size])
-        first = int(differ[0]) if len(differ) else size
+    def first_difference(self, text: str, reference: str) -> int:
+        """Return the character where the first token of `text` begins that differs from the tokens of `reference`."""
+        (ids, places), (reference_ids, _) = self.tokenizer.encode_placed(text), self.tokenizer.encode_placed(reference)
+        size = min(len(ids), len(reference_ids))
+        differing = np.flatnonzero(ids[:size] != reference_ids[:size])
+        first = int(differing[0]) if len(differing) else size
         return places[first][0] if first < len(places) else len(text)
 
     def tokens(self, sample: Sample, chat: Conversation, notes: list[str]) -> Tokens:
-        """The ids of a sample; a token that is partly in an answer is a label, as in transformers' masks.
+        """Return the ids of a sample; a token that is partly in an answer is a label, as in transformers' masks.
 
         The closing token is a label if nothing else ends the last answer.
         """
-        ids, found = self.tokenizer.encode_placed(sample.text)
-        places = np.array(found).reshape(-1, 2)
+        ids, ranges = self.tokenizer.encode_placed(sample.text)
+        places = np.array(ranges).reshape(-1, 2)
         counted, is_partly = labels(places, sample.answers)
         if is_partly:
             notes.append("an answer begins or ends inside a token of the text around it: the whole token is a label")
         for message in chat.messages[: sample.upto]:
             if isinstance(message.get("content"), list) and repr(message["content"]) in sample.text:
-                raise BadRecord("the chat template writes a list of parts as Python does; give content as a string")
-        if len(ids) and ids[-1] == self.tokenizer.end_of_document:  # the text closes its document itself
+                raise BadRecord("the chat template renders a list of parts as a Python list; give content as a string")
+        if len(ids) and ids[-1] == self.tokenizer.end_of_document:  # the text already ends with the closing token
             return Tokens(ids[:-1], counted)
         is_open = self.is_open(sample.text, ids, places)
         ends_text = not sample.text[sample.answers[-1][1] :].strip() if sample.answers else False
         if is_open and ends_text:
             end = self.tokenizer.name_of(self.tokenizer.end_of_document)
-            notes.append(f"answers have no end-of-turn token: {end}, which closes the document, is a label of the last")
-        elif sample.upto - 1 in chat.labelled and not ends_text and not self.ends(sample.answers[-1], ids, places):
-            notes.append("the chat template's marks leave the end of the turn out: the model does not learn to stop")
+            notes.append(
+                f"answers have no end-of-turn token: {end}, which closes the document, is a label after the last one"
+            )
+        elif sample.upto - 1 in chat.labelled and not ends_text and not self.ends_turn(sample.answers[-1], ids, places):
+            notes.append("the chat template's marks exclude the end of the turn: the model does not learn to stop")
         return Tokens(ids, np.append(counted, is_open and ends_text))
 
     def is_open(self, text: str, ids: Ids, places: NDArray[Any]) -> bool:
-        """True if the last token of a text that is not white space is no added token of the tokenizer."""
-        return not self.ends((0, len(text.rstrip())), ids, places)
+        """Return True if the last token of a text, apart from white space, is not an added token of the tokenizer."""
+        return not self.ends_turn((0, len(text.rstrip())), ids, places)
 
-    def ends(self, place: Place, ids: Ids, places: NDArray[Any]) -> bool:
-        """True if the last token of some characters is an added token, as ends of turns are."""
-        inside = np.flatnonzero((places[:, 0] < place[1]) & (places[:, 1] > place[0]))
-        return len(inside) > 0 and int(ids[inside[-1]]) in self.tokenizer.whole
+    def ends_turn(self, place: Place, ids: Ids, places: NDArray[Any]) -> bool:
+        """Return True if the last token of a character range is an added token, as end-of-turn tokens are."""
+        overlapping = np.flatnonzero((places[:, 0] < place[1]) & (places[:, 1] > place[0]))
+        return len(overlapping) > 0 and int(ids[overlapping[-1]]) in self.tokenizer.added_ids
 
     def unused(self, chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
-        """Say which keys of messages, and which fields, change nothing of the samples."""
+        """Yield notes on keys of messages and fields that do not change the samples."""
         keys = {(m["role"], key) for m in chat.messages for key in m if key not in LABELLING}
         keys |= {("", name) for name in chat.names}
-        asked = sorted(key for key in keys - self.used if self.tries[key] < TRIES)
-        self.tries.update(asked)
-        if asked and self.is_same(without(chat, asked), samples):
-            idle = asked
+        tested = sorted(key for key in keys - self.used_keys if self.tries[key] < TRIES)
+        self.tries.update(tested)
+        if tested and self.is_same(without(chat, tested), samples):
+            idle = tested
         else:
-            idle = [key for key in asked if self.is_same(without(chat, [key]), samples)]
-            self.used |= set(asked) - set(idle)
+            idle = [key for key in tested if self.is_same(without(chat, [key]), samples)]
+            self.used_keys |= set(tested) - set(idle)
         for role, key in idle:
-            of = f" of messages of role {role}" if role else ""
-            yield f'"{key}"{of} is not used: the chat template does not write it'
+            role_text = f" of messages of role {role}" if role else ""
+            yield f'"{key}"{role_text} is not used: the chat template does not render it'
 
     def omitted(self, chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
-        """Say which contents are not wholly in the samples; raises BadRecord if one of an answer is not at all."""
+        """Yield notes on contents that are not completely in the samples.
+
+        Raises BadRecord if nothing of a labelled answer's content is in them.
+        """
         texts = [" ".join(sample.text.split()) for sample in samples]
         for number, message in enumerate(chat.messages[: samples[-1].upto]):
             content, role = message.get("content", ""), message["role"]
-            parts = [content] if isinstance(content, str) else [each["text"] for each in content]
+            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
             if all(is_within(part, texts) for part in parts):
                 continue
             emptied = [*chat.messages[:number], {**message, "content": f"{content}?"}, *chat.messages[number + 1 :]]
             if not self.is_same(chat._replace(messages=emptied), samples):
-                more = ", such as reasoning: answers are trained on without it" if role == ASSISTANT else ""
-                yield f"the chat template leaves out part of the content of role {role}{more}"
+                suffix = ", such as reasoning: training leaves it out" if role == ASSISTANT else ""
+                yield f"the chat template leaves out part of the content of role {role}{suffix}"
             elif number in chat.labelled:
-                parts_of = 'if it takes parts, give [{"type": "text", "text": ...}]'
-                fix = parts_of if isinstance(content, str) else "give a string"
-                raise BadRecord(f"the chat template writes nothing of the content of message {number}; {fix}")
+                fix_text = 'if it expects parts, give [{"type": "text", "text": ...}]'
+                fix = fix_text if isinstance(content, str) else "give a string"
+                raise BadRecord(f"the chat template does not render the content of message {number}; {fix}")
             else:
-                yield f"the content of role {role} is not used: the chat template does not write it"
+                yield f"the content of role {role} is not used: the chat template does not render it"
 
     def is_same(self, changed: Conversation, samples: Sequence[Sample]) -> bool:
-        """True if another conversation has the texts of some samples."""
+        """Return True if `changed` renders to the texts of the given samples."""
         try:
             return all(self.template.text(changed, sample.upto) == sample.text for sample in samples)
         except BadRecord:
@@ -199,7 +208,7 @@ class Chats:
 
 
 def labels(places: NDArray[Any], answers: Sequence[Place]) -> tuple[NDArray[np.bool_], bool]:
-    """Which tokens are of answers, by the characters that they stand for; whether one is so in part."""
+    """Return bool[tokens], True for tokens that overlap an answer, and True if a token overlaps only in part."""
     counted, is_partly = np.zeros(len(places), bool), False
     for start, end in answers:
         touching = (places[:, 0] < end) & (places[:, 1] > start)
@@ -209,22 +218,22 @@ def labels(places: NDArray[Any], answers: Sequence[Place]) -> tuple[NDArray[np.b
 
 
 def without(chat: Conversation, keys: Sequence[tuple[str, str]]) -> Conversation:
-    """A conversation without some keys of messages, (role, key), and some names, ("", name)."""
+    """Return a conversation without the given message keys, (role, key), and names, ("", name)."""
     messages = [{k: v for k, v in m.items() if (m["role"], k) not in keys} for m in chat.messages]
     return chat._replace(messages=messages, names={k: v for k, v in chat.names.items() if ("", k) not in keys})
 
 
 def is_within(content: str, texts: Sequence[str]) -> bool:
-    """True if a text holds some content, as it is or as JSON, whatever the white space."""
+    """Return True if a text contains `content`, plain or as JSON, ignoring white space."""
     plain = " ".join(content.split())
     return any(plain in text or json.dumps(content, ensure_ascii=False)[1:-1] in text for text in texts)
 
 
 def quoted(chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
-    """Say that arguments of calls are written as JSON of JSON."""
+    """Yield a note if arguments of calls are rendered as a JSON string of JSON."""
     calls = [call for message in chat.messages for call in message.get("tool_calls", [])]
     for call in calls:
         function = call.get("function", call)
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(arguments, str) and any(json.dumps(arguments, ensure_ascii=False) in s.text for s in samples):
-            yield "arguments of tool_calls are a string, which the chat template writes in quotes; give an object"
+            yield "arguments of tool_calls are a string, which the chat template renders in quotes; give an object"

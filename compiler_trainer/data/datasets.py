@@ -1,4 +1,4 @@
-"""What a run trains and evaluates on: tokens of every source, packed, mixed and batched."""
+"""Datasets for training and validation: tokens of every source, packed, mixed and batched."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, DataConfig, DpoConfig, SourceConfig
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data import ahead
-from compiler_trainer.data.corpus import Ids, mapped
-from compiler_trainer.data.laid import Wanted, laid
+from compiler_trainer.data.corpus import Ids, map_volume
+from compiler_trainer.data.laid import LayoutSpec, layout_rows
 from compiler_trainer.data.loader import Loader
-from compiler_trainer.data.mixture import Joined, Mixture
-from compiler_trainer.data.own import OwnRows, dataset_of, halves
+from compiler_trainer.data.mixture import JoinedRows, Mixture
+from compiler_trainer.data.own import DatasetRows, load_dataset, split_numbers
 from compiler_trainer.data.packing import PackedRows, Rows
 from compiler_trainer.data.pairs import PAIRED, PairRows
 from compiler_trainer.data.sources import source_of
-from compiler_trainer.data.stored import Tokens, stored
+from compiler_trainer.data.stored import Tokens, load_tokens
 from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
-from compiler_trainer.data.worker import recipe_for
+from compiler_trainer.data.worker import make_recipe
 from compiler_trainer.places.cache import Cache, cache_of
 
-FAR_LARGER = 4  # times the tokens that there are: a vocabulary that was made for another tokenizer
+FAR_LARGER = 4  # ratio of vocabularies from which on the model was made for another tokenizer
 
 
 @dataclass(frozen=True)
 class Part:
-    """One source: its tokens on disk, if it is of these, and rows to train on and held out, None where there are none.
+    """One source: its tokens on disk, if it has some, and its training and validation sequences, each None without any.
 
-    With `is_cut`, these are the end of its longest document.
+    With `is_cut`, the validation sequences are the end of its longest document.
     """
 
     name: str
@@ -43,31 +43,31 @@ class Part:
     train: Rows | None
     held_out: Rows | None
     is_cut: bool
-    vocab_size: int | None = None  # of a dataset of one's own that says so
+    vocab_size: int | None = None  # of a user's dataset, if it has one
 
     def describe(self, tokenizer: str) -> Iterator[str]:
-        """Documents, tokens and rows, where they are, and what was left out."""
+        """Yield lines on documents, tokens, sequences, the place on disk, and skipped records."""
         if self.tokens is None:
-            halves = ((self.train, "to train on"), (self.held_out, "held out"))
-            yield f"{self.name}: {', '.join(f'{len(rows):,} rows {what}' for rows, what in halves if rows)}"
+            halves = ((self.train, "for training"), (self.held_out, "for validation"))
+            yield f"{self.name}: {', '.join(f'{len(rows):,} rows {purpose}' for rows, purpose in halves if rows)}"
             return
         holds = self.tokens.holds
-        empty = f" ({holds.empty:,} empty)" if holds.empty else ""
-        facts = [f"{holds.documents:,} documents{empty}, {holds.tokens:,} tokens ({tokenizer})"]
+        empty_text = f" ({holds.empty:,} empty)" if holds.empty else ""
+        facts = [f"{holds.documents:,} documents{empty_text}, {holds.tokens:,} tokens ({tokenizer})"]
         facts += [f"train {describe_rows(self.train)}"] if self.train else []
         origin = "end of the longest document, " if self.is_cut else ""
-        facts.append(f"held out {origin}{describe_rows(self.held_out)}" if self.held_out else "nothing held out")
+        facts.append(f"validation {origin}{describe_rows(self.held_out)}" if self.held_out else "no validation data")
         yield f"{self.name}: {'; '.join(facts)}"
         if holds.skipped:
             yield f"{self.name}: {holds.skipped:,} bad records are skipped, the first is {holds.first_skipped}"
-        for note, where in holds.notes.items():
-            yield f"note: {self.name}: {note} (first: {where})"
-        yield f"{self.name}: tokens are kept in {self.tokens.where}, {decimal(self.tokens.size_bytes)}"
+        for note, place in holds.notes.items():
+            yield f"note: {self.name}: {note} (first: {place})"
+        yield f"{self.name}: tokens are stored in {self.tokens.where}, {decimal(self.tokens.size_bytes)}"
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run trains and evaluates on; `eval` is None where nothing is held out."""
+    """The training and validation data; `eval` is None without validation data."""
 
     cfg: DataConfig
     parts: list[Part]
@@ -77,74 +77,81 @@ class Datasets:
 
     @property
     def below(self) -> dict[str, int]:
-        """What numbers of a batch stay below, where that is known."""
+        """The exclusive upper bounds of a batch's entries, if known."""
         bounds = {"tokens": self.vocab_size, "positions": self.train.rows.seq_len}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
-    def describe(self, left: int) -> str:
-        """Lines about each source, and how often a run with so many rows left sees it."""
+    def describe(self, rows_left: int) -> str:
+        """Return lines about each source, and how often a run with `left` more sequences sees it."""
         lines: list[str] = []
         mixture = self.train.rows
         for part in self.parts:
             lines += part.describe(self.cfg.tokenizer)
-        for name, rows, weight, taken in zip(mixture.names, mixture.parts, mixture.weights, self.train.taken):
-            lines.append(f"{name}: {(taken + left * weight) / len(rows):,.3g} epochs when the run ends")
-            if self.cfg.chat and rows.cut:
-                lines.append(f"note: {name}: {crossing(rows, self.cfg.packs)}")
+        for name, rows, weight, rows_taken in zip(mixture.names, mixture.parts, mixture.weights, self.train.rows_taken):
+            lines.append(f"{name}: {(rows_taken + rows_left * weight) / len(rows):,.3g} epochs when the run ends")
+            if self.cfg.chat and rows.cut_share:
+                lines.append(f"note: {name}: {packing_note(rows, self.cfg.packs)}")
         return "\n".join(lines)
 
     def read_only(self, rows: Ids) -> None:
-        """Read tokens of these rows of each global batch alone: those that this process computes."""
+        """Read the tokens of only these sequences of each global batch: those that this process computes."""
         for loader in filter(None, (self.train, self.eval)):
             loader.read_only(rows)
 
     def pairs(self) -> Iterator[PairRows]:
-        """The rows of preference pairs, to train on and to evaluate."""
+        """Yield the sequences of preference pairs, for training and validation."""
         for loader in filter(None, (self.train, self.eval)):
             yield from (part for part in loader.rows.parts if isinstance(part, PairRows))
 
     def report(self) -> list[dict[str, Any]]:
-        """Of each source how many rows to train on there are, and how well they are packed."""
+        """Return, for each source, the number of training sequences and how well they are packed."""
         trained = zip(self.train.rows.names, self.train.rows.parts)
-        return [{"source": name, "rows": len(rows), "padding": rows.padding, "cut": rows.cut} for name, rows in trained]
+        return [
+            {"source": name, "rows": len(rows), "padding": rows.padding, "cut": rows.cut_share}
+            for name, rows in trained
+        ]
 
 
 def datasets_of(cfg: Config, reference: float = math.nan) -> Datasets:
-    """What a run trains and evaluates on, of pairs with a value in place of the log-probabilities of a reference."""
-    found = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
+    """Return the datasets of a run; with DPO, all log-probabilities of the reference are set to `reference`."""
+    datasets = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
     if isinstance(cfg.loss, DpoConfig):
-        for rows in found.pairs():
+        for rows in datasets.pairs():
             rows.reference = np.full((len(rows), 2), reference, np.float32)
-    return found
+    return datasets
 
 
 def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Datasets:
-    """Read, tokenize and pack the corpus; `global_batch_size` counts rows of `seq_len` (at least 2) over all ranks.
+    """Read, tokenize and pack the corpus.
 
-    Every rank builds the same datasets from the same config. Raises UserError on bad input.
+    `global_batch_size` counts sequences of `seq_len` (at least 2) over all ranks. Every rank builds the same datasets
+    from the same config. Raises UserError on bad input.
     """
     tokenizer, cache = tokenizer_of(cfg), cache_of(cfg)
-    read = partial(part_of, cfg, tokenizer=tokenizer, seq_len=seq_len, cache=cache)
-    parts = [read(source, number, cfg.held_out) for number, source in enumerate(cfg.read)]
-    own = [read(source, number, 1.0) for number, source in enumerate(cfg.validation)]
-    train = mixed([(part.train, source, part.name) for part, source in zip(parts, cfg.read)])
-    evaluated = [(part.held_out, source, part.name) for part, source in zip(own or parts, cfg.validation or cfg.read)]
+    build = partial(build_part, cfg, tokenizer=tokenizer, seq_len=seq_len, cache=cache)
+    parts = [build(source, number, cfg.held_out) for number, source in enumerate(cfg.read)]
+    validation_parts = [build(source, number, 1.0) for number, source in enumerate(cfg.validation)]
+    train = mix([(part.train, source, part.name) for part, source in zip(parts, cfg.read)])
+    validation = [
+        (part.held_out, source, part.name)
+        for part, source in zip(validation_parts or parts, cfg.validation or cfg.read)
+    ]
     return Datasets(
         cfg,
-        [*parts, *own],
-        vocabulary([*parts, *own], tokenizer),
+        [*parts, *validation_parts],
+        count_ids([*parts, *validation_parts], tokenizer),
         Loader(train, global_batch_size, cfg.seed, cache),
-        Loader(mixed(evaluated), global_batch_size, seed=None) if any(rows for rows, *_ in evaluated) else None,
+        Loader(mix(validation), global_batch_size, seed=None) if any(rows for rows, *_ in validation) else None,
     )
 
 
-def mixed(parts: Iterable[tuple[Rows | None, SourceConfig, str]]) -> Mixture:
-    """The rows of sources that have some, by weight."""
-    found = [(rows, getattr(source, "weight", 1.0), name) for rows, source, name in parts if rows is not None]
-    return Mixture(*zip(*found))
+def mix(parts: Iterable[tuple[Rows | None, SourceConfig, str]]) -> Mixture:
+    """Return the weighted mixture of the sources that have sequences."""
+    entries = [(rows, getattr(source, "weight", 1.0), name) for rows, source, name in parts if rows is not None]
+    return Mixture(*zip(*entries))
 
 
-def part_of(
+def build_part(
     cfg: DataConfig,
     source: SourceConfig,
     number: int,
@@ -153,55 +160,59 @@ def part_of(
     seq_len: int,
     cache: Cache,
 ) -> Part:
-    """The rows of one of the sources, of which a share is held out."""
+    """Return the sequences of source `number`, of which `eval_fraction` is for validation."""
     if source._target_ is not None:
-        return own_part(source, number, eval_fraction, seq_len, cfg.seed)
-    tokens, name, before, found = tokens_of(cfg, source, tokenizer, cache), name_of(source), 0, []
+        return dataset_part(source, number, eval_fraction, seq_len, cfg.seed)
+    tokens, name, documents_before, volume_rows = tokens_of(cfg, source, tokenizer, cache), name_of(source), 0, []
     for at, volume in enumerate(tokens.volumes):
-        corpus = mapped(volume, tokenizer, cfg.chat)
+        corpus = map_volume(volume, tokenizer, cfg.chat)
         seed = [cfg.seed, number, *([at] if at else [])]
-        found.append(laid(corpus, Wanted(seed, before, eval_fraction, seq_len, cfg.packs), cache))
-        before += len(corpus)
-    train, held_out = ([half for half in halves if half is not None] for halves in zip(*(each[:2] for each in found)))
-    rows = [joined(half, name) for half in (train, held_out)]
+        volume_rows.append(
+            layout_rows(corpus, LayoutSpec(seed, documents_before, eval_fraction, seq_len, cfg.packs), cache)
+        )
+        documents_before += len(corpus)
+    train, held_out = (
+        [half for half in halves if half is not None] for halves in zip(*(volume[:2] for volume in volume_rows))
+    )
+    rows = [join_volumes(half, name) for half in (train, held_out)]
     if cfg.pairs:
         rows = [None if half is None else PairRows(half) for half in rows]
-    return Part(name, tokens, rows[0], rows[1], any(each.is_cut for each in found))
+    return Part(name, tokens, rows[0], rows[1], any(volume.is_cut for volume in volume_rows))
 
 
-def own_part(source: SourceConfig, number: int, eval_fraction: float, seq_len: int, seed: int) -> Part:
-    """The rows of a dataset of one's own."""
-    dataset, name = dataset_of(source), name_of(source)
-    numbers = halves(len(dataset), eval_fraction, [seed, number])
-    train, held_out = (OwnRows(dataset, n, seq_len, f"data ({name})") if len(n) else None for n in numbers)
+def dataset_part(source: SourceConfig, number: int, eval_fraction: float, seq_len: int, seed: int) -> Part:
+    """Return the sequences of a user's dataset."""
+    dataset, name = load_dataset(source), name_of(source)
+    numbers = split_numbers(len(dataset), eval_fraction, [seed, number])
+    train, held_out = (DatasetRows(dataset, n, seq_len, f"data ({name})") if len(n) else None for n in numbers)
     return Part(name, None, train, held_out, False, getattr(dataset, "vocab_size", None))
 
 
-def vocabulary(parts: Iterable[Part], tokenizer: Tokenizer) -> int | None:
-    """How many ids of tokens there are; None where a dataset of one's own does not say."""
+def count_ids(parts: Iterable[Part], tokenizer: Tokenizer) -> int | None:
+    """Return the number of token ids, or None if a user's dataset does not have one."""
     sizes = [part.vocab_size if part.tokens is None else tokenizer.vocab_size for part in parts]
-    known = [size for size in sizes if size is not None]
-    return max(known) if len(known) == len(sizes) else None
+    known_sizes = [size for size in sizes if size is not None]
+    return max(known_sizes) if len(known_sizes) == len(sizes) else None
 
 
 def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache: Cache) -> Tokens:
-    """The tokens of a source, made if need be."""
+    """Return the tokens of a source, which are made if needed."""
     if source.tokens is not None:
-        return ahead.opened(ahead.folder_of(source.tokens, cache), tokenizer, cfg)
-    return stored(source_of(source, cfg.seed, cache), recipe_for(cfg, source, tokenizer), tokenizer.digest, cache)
+        return ahead.open_folder(ahead.folder_of(source.tokens, cache), tokenizer, cfg)
+    return load_tokens(source_of(source, cfg.seed, cache), make_recipe(cfg, source, tokenizer), tokenizer.digest, cache)
 
 
-def joined(parts: list[PackedRows], name: str) -> Rows | None:
-    """The rows of all volumes, None without documents; raises UserError where these give none."""
+def join_volumes(parts: list[PackedRows], name: str) -> Rows | None:
+    """Return the sequences of all volumes, or None without documents; raise UserError if no sequence has a label."""
     if not parts:
         return None
     if not any(map(len, parts)):
-        raise UserError(name, "no row holds a label; give it more text, or set data.eval_fraction=0")
-    return parts[0] if len(parts) == 1 else Joined(parts)
+        raise UserError(name, "no row has a label; give it more text, or set data.eval_fraction=0")
+    return parts[0] if len(parts) == 1 else JoinedRows(parts)
 
 
 def name_of(source: SourceConfig) -> str:
-    """What to call a source."""
+    """Return the display name of a source."""
     if source._target_ is not None:
         return target_of({"_target_": source._target_, **source.arguments})
     if source.name == "hf_dataset":
@@ -210,42 +221,42 @@ def name_of(source: SourceConfig) -> str:
 
 
 def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
-    """Raise UserError where the tokenizer has ids that the model has no embedding for, or by far too few."""
+    """Raise UserError if token ids exceed the model's vocabulary, or use only a small part of it."""
     if vocab_size is None or datasets.vocab_size is None:
         return
-    own = [part.name for part in datasets.parts if part.tokens is None]
-    owner = f"data._target_={own[0]}" if own else f"data.tokenizer={datasets.cfg.tokenizer}"
+    dataset_names = [part.name for part in datasets.parts if part.tokens is None]
+    owner = f"data._target_={dataset_names[0]}" if dataset_names else f"data.tokenizer={datasets.cfg.tokenizer}"
     tokens = f"{owner} has {datasets.vocab_size:,} tokens"
     if datasets.vocab_size > vocab_size:
         raise UserError("model.vocab_size", f"is {vocab_size:,}, but {tokens}; it needs at least as many")
-    if not own and datasets.cfg.tokenizer == "bytes" and vocab_size >= FAR_LARGER * datasets.vocab_size:
+    if not dataset_names and datasets.cfg.tokenizer == "bytes" and vocab_size >= FAR_LARGER * datasets.vocab_size:
         fix = f"set data.tokenizer=FOLDER/tokenizer.json, or model.vocab_size={datasets.vocab_size} to train on bytes"
-        what = f"is bytes, {datasets.vocab_size} tokens, for a vocabulary of {vocab_size:,}"
-        raise UserError("data.tokenizer", f"{what}; {fix}")
+        problem = f"is bytes, {datasets.vocab_size} tokens, for a vocabulary of {vocab_size:,}"
+        raise UserError("data.tokenizer", f"{problem}; {fix}")
 
 
 def check_labels(datasets: Datasets) -> None:
-    """Raise UserError where rows to evaluate have no labels, by which batches weigh."""
+    """Raise UserError if validation data have no labels, which weight the batches."""
     if datasets.eval is not None and "labels" not in datasets.eval.rows.batch(np.array([0])):
-        what = f"rows of {', '.join(datasets.eval.rows.names)} have no entry `labels`, by which batches weigh"
-        raise UserError("eval.interval", f"{what}; set it to null")
+        problem = f"rows of {', '.join(datasets.eval.rows.names)} have no entry `labels`, which weights the batches"
+        raise UserError("eval.interval", f"{problem}; set it to null")
 
 
-def crossing(rows: Rows, packing: str) -> str:
-    """How many conversations lie in several rows, and what keeps them whole."""
+def packing_note(rows: Rows, packing: str) -> str:
+    """Return a note on the conversations or pairs that do not fit into a sequence, and the fix."""
     if packing == "cut":
-        return f"{rows.cut:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
+        return f"{rows.cut_share:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
     if packing in PAIRED:
-        return f"{rows.cut:.1%} of pairs are longer than train.seq_len={rows.seq_len:,} and left out; set longer rows"
-    return f"{rows.cut:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; set longer rows"
+        return f"{rows.cut_share:.1%} of pairs are longer than train.seq_len={rows.seq_len:,} and left out; increase it"
+    return f"{rows.cut_share:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; increase it"
 
 
 def describe_rows(rows: Rows) -> str:
-    """How much a packed part holds, and how well."""
-    lost = "pairs left out" if isinstance(rows, PairRows) else "documents cut"
-    packed = f"{rows.padding:.2%} padding, {rows.cut:.1%} of {lost}"
-    tokens, left_out = rows.facts.tokens, rows.facts.tokens - rows.facts.filled
-    if left_out <= 1 or isinstance(rows, PairRows):  # the last token of all may be a label without being an input
+    """Return the size of packed data and the quality of the packing, as text."""
+    lost_name = "pairs left out" if isinstance(rows, PairRows) else "documents cut"
+    packed = f"{rows.padding:.2%} padding, {rows.cut_share:.1%} of {lost_name}"
+    tokens, excluded = rows.facts.tokens, rows.facts.tokens - rows.facts.row_tokens
+    if excluded <= 1 or isinstance(rows, PairRows):  # the very last token can be a label without being an input
         return f"{tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}, {packed}"
-    unlabelled = f"{left_out:,} more are in rows without labels, which are left out"
-    return f"{rows.facts.filled:,} tokens in {len(rows):,} rows of {rows.seq_len} ({unlabelled}), {packed}"
+    unlabelled = f"{excluded:,} more are in rows without labels, which are left out"
+    return f"{rows.facts.row_tokens:,} tokens in {len(rows):,} rows of {rows.seq_len} ({unlabelled}), {packed}"

@@ -1,4 +1,4 @@
-"""Which files hold the documents: paths, folders and globs, each file there once, regular and of a known kind."""
+"""Find the files of documents: paths, folders and globs, each file once, regular and of a known kind."""
 
 from __future__ import annotations
 
@@ -10,65 +10,68 @@ from pathlib import Path
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
-from compiler_trainer.data.ids import index_beside
+from compiler_trainer.data.ids import find_index
 from compiler_trainer.places.store import Place
 
 ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".npy", ".bin")
 
 
 def ending(path: str) -> str | None:
-    """Which of the known endings a name has."""
-    return next((known for known in ENDINGS if path.endswith(known)), None)
+    """Return the known ending of a name, or None."""
+    return next((suffix for suffix in ENDINGS if path.endswith(suffix)), None)
 
 
 def expand_files(patterns: Sequence[str]) -> list[str]:
-    """Files named by paths, folders and globs, in the order listed; raises UserError where one cannot be read."""
+    """Return the files of paths, folders and globs, in the given order; raise UserError if one cannot be read."""
     files = []
     for pattern in patterns:
         try:
-            files += in_store(pattern) if is_remote(pattern) else expand_pattern(os.path.expanduser(pattern))
+            files += expand_url(pattern) if is_remote(pattern) else expand_pattern(os.path.expanduser(pattern))
         except OSError as error:
-            raise UserError(shortened(pattern), f"cannot be read: {error.strerror}") from error
+            raise UserError(shorten(pattern), f"cannot be read: {error.strerror}") from error
     check_once(files)
     return files
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """The file a path names, the files below a folder, or the sorted files a glob (`*`, `?`, `[...]`, `**`) matches."""
+    """Return the file of a path, the files below a folder, or the sorted matches of a glob (`*`, `?`, `[...]`, `**`).
+
+    Raises UserError if there is none.
+    """
     if not pattern:
-        raise UserError("data.files", "holds an empty name; name a file, a folder or a glob")
+        raise UserError("data.files", "contains an empty name; give a file, a folder or a glob")
     try:
         kind = os.stat(pattern).st_mode
     except FileNotFoundError:
         return expand_glob(pattern)
     if stat.S_ISDIR(kind):
         return files_below(pattern)
-    return [checked(pattern, kind)]
+    return [check_file(pattern, kind)]
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """The sorted files a glob matches."""
+    """Return the sorted files that a glob matches."""
     if not glob.has_magic(pattern):
         raise UserError(pattern, "no such file (data.files)")
     matches = sorted(match for match in glob.glob(pattern, recursive=True) if not os.path.isdir(match))
     if not matches:
         raise UserError(pattern, "the glob matches no file (data.files)")
-    return [checked(match, os.stat(match).st_mode) for match in matches]
+    return [check_file(match, os.stat(match).st_mode) for match in matches]
 
 
-def in_store(url: str) -> list[str]:
-    """The file that a url names, the files below a folder there, or the sorted files that a glob matches."""
+def expand_url(url: str) -> list[str]:
+    """Return the file of a url, the files below it, or the sorted matches of a glob."""
     place = Place(url)
     if place.is_glob():
-        found = [checked_ending(match) for match in place.matches()]
-        if not found:
+        files = [check_ending(match) for match in place.matches()]
+        if not files:
             raise UserError(url, "the glob matches no file (data.files)")
-        return found
-    if url.startswith("http"):  # which lists no folders
-        return [checked_ending(url)]
+        return files
+    if url.startswith("http"):  # HTTP cannot list folders
+        return [check_ending(url)]
     below = place.files()
     if not below:
-        return [checked_ending(url)]
+        return [check_ending(url)]
     names = [n for n in below if ending(n) and (not n.endswith(".bin") or f"{n.removesuffix('.bin')}.idx" in below)]
     if not names:
         raise UserError(url, f"no file below it ends in {', '.join(ENDINGS)}")
@@ -76,47 +79,47 @@ def in_store(url: str) -> list[str]:
 
 
 def files_below(folder: str) -> list[str]:
-    """Sorted files with a known ending below a folder; a .bin may be anything, but for one with an index."""
-    found = sorted(path for path in walk(folder) if ending(path) and (index_beside(path) or not path.endswith(".bin")))
-    if not found:
+    """Return the sorted files with a known ending below a folder; a .bin counts only if it has an index."""
+    paths = sorted(path for path in walk(folder) if ending(path) and (find_index(path) or not path.endswith(".bin")))
+    if not paths:
         raise UserError(folder, f"no file below it ends in {', '.join(ENDINGS)}")
-    return [checked(path, os.stat(path).st_mode) for path in found]
+    return [check_file(path, os.stat(path).st_mode) for path in paths]
 
 
 def walk(folder: str) -> Iterator[str]:
-    """Every file below a folder; raises OSError where a folder cannot be listed."""
+    """Yield every file below a folder; raise OSError if a folder cannot be listed."""
 
     def refuse(error: OSError) -> None:
         raise error
 
-    for inner, _, names in os.walk(folder, onerror=refuse):
-        yield from (os.path.join(inner, name) for name in names)
+    for parent, _, names in os.walk(folder, onerror=refuse):
+        yield from (os.path.join(parent, name) for name in names)
 
 
-def checked(path: str, kind: int) -> str:
-    """The path of a regular file of a known kind; raises UserError for another."""
+def check_file(path: str, kind: int) -> str:
+    """Return the path of a regular file of a known kind; raise UserError for others."""
     if not stat.S_ISREG(kind):
-        raise UserError(path, "is not a regular file; copy what it gives into one")
-    return checked_ending(path)
+        raise UserError(path, "is not a regular file; copy its content into one")
+    return check_ending(path)
 
 
-def checked_ending(path: str) -> str:
-    """The path of a file of a known kind; raises UserError for another."""
+def check_ending(path: str) -> str:
+    """Return a path with a known ending; raise UserError for others."""
     if ending(path) is None:
         raise UserError(path, f"unknown extension {Path(path).suffix!r}; data.files takes {', '.join(ENDINGS)}")
     return path
 
 
 def check_once(files: Iterable[str]) -> None:
-    """Raise UserError where a file is listed twice."""
-    seen: set[str] = set()
+    """Raise UserError if a file is listed twice."""
+    real_paths: set[str] = set()
     for path in files:
         real = path if is_remote(path) else os.path.realpath(path)
-        if real in seen:
-            raise UserError(path, "is listed twice in data.files; each document may come once an epoch")
-        seen.add(real)
+        if real in real_paths:
+            raise UserError(path, "is listed twice in data.files; each document may occur once per epoch")
+        real_paths.add(real)
 
 
-def shortened(name: str) -> str:
-    """A name that fits on a line."""
+def shorten(name: str) -> str:
+    """Return a name that fits on a line."""
     return name if len(name) <= 200 else f"{name[:100]}...{name[-20:]}"

@@ -1,4 +1,4 @@
-"""Datasets as the `datasets` library loads them: of a local folder, or cached under a name."""
+"""Datasets of the `datasets` library: from a local folder, or cached under a name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.records import Fields
 
 ROWS_AT_ONCE = 1000
-SAVED = ("state.json", "dataset_dict.json")  # one of them lies in a folder that `save_to_disk` wrote
+SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` writes one of them
 
 
 @functools.cache
 def library() -> Any:
-    """The `datasets` library; raises UserError where it is missing."""
+    """Return the `datasets` library; raise UserError if it is missing."""
     try:
         return import_module("datasets")
     except ImportError as error:
@@ -26,12 +26,12 @@ def library() -> Any:
 
 
 @functools.cache
-def loaded(name: str) -> Any:
-    """The split that a name stands for: JSON of path, name of a configuration, and split."""
+def load_split(name: str) -> Any:
+    """Load the split of a name, which is JSON of path, configuration name and split."""
     path, configuration, split = json.loads(name)
     try:
         if any(Path(path, file).is_file() for file in SAVED):
-            return split_of(library().load_from_disk(path), split)
+            return select_split(library().load_from_disk(path), split)
         return library().load_dataset(path, configuration, split=split)
     except UserError:
         raise
@@ -39,27 +39,29 @@ def loaded(name: str) -> Any:
         raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
 
 
-def split_of(saved: Any, split: str) -> Any:
-    """A split, or a part of one, of a dataset that `save_to_disk` wrote; one without splits stands for any split."""
-    whole, _, part = split.partition("[")
-    if isinstance(saved, dict):
-        if whole not in saved:
-            raise UserError("data.split", f"is {split}, and the folder has {', '.join(saved)}; name one of these")
-        saved = saved[whole]
+def select_split(dataset: Any, split: str) -> Any:
+    """Return a split, or a part of one, of a dataset that `save_to_disk` wrote; without splits, any name fits."""
+    name, _, part = split.partition("[")
+    if isinstance(dataset, dict):
+        if name not in dataset:
+            raise UserError("data.split", f"is {split}, and the folder has {', '.join(dataset)}; name one of these")
+        dataset = dataset[name]
     if not part:
-        return saved
+        return dataset
     if "+" in split:
-        raise UserError("data.split", f"is {split}; of a folder of save_to_disk name one part, as '{whole}[:10%]'")
-    (absolute,) = library().ReadInstruction.from_spec(split).to_absolute({whole: len(saved)})
-    return saved.select(range(absolute.from_, absolute.to))
+        raise UserError(
+            "data.split", f"is {split}; for a folder of save_to_disk give a single part, such as '{name}[:10%]'"
+        )
+    (absolute,) = library().ReadInstruction.from_spec(split).to_absolute({name: len(dataset)})
+    return dataset.select(range(absolute.from_, absolute.to))
 
 
-def rows(name: str, start: int, end: int, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows from `start` to before `end`, numbered; raises UserError where a column is missing."""
-    dataset = loaded(name)
-    columns = fields.used(dataset.column_names)
-    if missing := set(columns) - set(dataset.column_names):
-        raise UserError("data.path", f'has no column "{min(missing)}"; there are {", ".join(dataset.column_names)}')
+def read_rows(name: str, start: int, end: int, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, row) from `start` to before `end`; raise UserError if a column is missing."""
+    dataset = load_split(name)
+    columns = fields.used_names(dataset.column_names)
+    if absent := set(columns) - set(dataset.column_names):
+        raise UserError("data.path", f'has no column "{min(absent)}"; there are {", ".join(dataset.column_names)}')
     dataset = dataset.select_columns(columns)
     for first in range(start, end, ROWS_AT_ONCE):
         part = dataset[first : min(first + ROWS_AT_ONCE, end)]

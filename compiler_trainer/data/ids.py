@@ -1,6 +1,6 @@
-"""Token ids that other tools made: Megatron's .bin with its .idx, arrays of numpy, and ids alone, as a memory map has.
+"""Read token ids made by other tools: Megatron's .bin with its .idx, numpy arrays, and raw ids, as in a memory map.
 
-Without an index a document is what lies between end-of-document tokens.
+Without an index, documents are separated by end-of-document tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.records import Document, Record
 from compiler_trainer.places.store import exists
 
-MAGIC, HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")  # and version, dtype, sequences, documents + 1
+MAGIC, HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents + 1
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # megatron/core/datasets/indexed_dataset.py
 IDS_AT_ONCE = 2**20
 
 
 class Index(NamedTuple):
-    """Documents of a .bin: number i is of the sequences from `documents[i]` on, each with its size and first byte."""
+    """The index of a .bin: document i has the sequences from `documents[i]` to before `documents[i + 1]`.
+
+    Each sequence has its size in `sizes` and its first byte in `pointers`.
+    """
 
     dtype: np.dtype[Any]
     sizes: NDArray[np.int32]
@@ -32,15 +35,15 @@ class Index(NamedTuple):
     documents: NDArray[np.int64]
 
 
-def index_beside(path: str) -> str | None:
-    """The index of a .bin, None where there is none."""
-    found = f"{path.removesuffix('.bin')}.idx"
-    return found if path.endswith(".bin") and exists(found) else None
+def find_index(path: str) -> str | None:
+    """Return the path of a .bin's index, or None if there is none."""
+    index = f"{path.removesuffix('.bin')}.idx"
+    return index if path.endswith(".bin") and exists(index) else None
 
 
-def index_of(path: str) -> Index:
-    """What Megatron wrote beside a .bin; raises UserError."""
-    name = index_beside(path) or path
+def read_index(path: str) -> Index:
+    """Read the index that Megatron wrote for a .bin; raise UserError if it is invalid."""
+    name = find_index(path) or path
     try:
         content = np.memmap(name, np.uint8, mode="r")
         magic, version, code, sequences, bounds = HEADER.unpack(content[: HEADER.size].tobytes())
@@ -52,28 +55,28 @@ def index_of(path: str) -> Index:
         if len(index.documents) != bounds or index.documents[-1] != sequences:
             raise ValueError(f"its documents do not end with its {sequences:,} sequences")
     except (OSError, ValueError, struct.error, IndexError) as error:
-        raise UserError(name, f"is no index of Megatron's: {error}") from error
+        raise UserError(name, f"is not an index of Megatron: {error}") from error
     return index
 
 
-def read_indexed(path: str, here: str, start: int, end: int) -> Iterator[Record]:
-    """The documents from number `start` to before `end` of a .bin, which is `here` on this machine."""
-    index = index_of(here)
-    content = np.memmap(here, np.uint8, mode="r")
+def read_indexed(path: str, local_path: str, start: int, end: int) -> Iterator[Record]:
+    """Yield documents `start` to before `end` of a .bin, whose local copy is `local_path`."""
+    index = read_index(local_path)
+    content = np.memmap(local_path, np.uint8, mode="r")
     for number in range(start, end):
-        yield Record(partial("{}: document {}".format, path, number), partial(of_index, content, index, number))
+        yield Record(partial("{}: document {}".format, path, number), partial(read_document, content, index, number))
 
 
-def of_index(content: NDArray[np.uint8], index: Index, number: int) -> Document:
-    """A document of a .bin."""
+def read_document(content: NDArray[np.uint8], index: Index, number: int) -> Document:
+    """Return a document of a .bin."""
     sequences = range(index.documents[number], index.documents[number + 1])
     size = index.dtype.itemsize
     parts = [content[at : at + size * n] for at, n in ((index.pointers[s], int(index.sizes[s])) for s in sequences)]
     return Document(np.concatenate(parts or [content[:0]]).view(index.dtype))
 
 
-def array_of(path: str, dtype: DTypeLike) -> NDArray[np.integer]:
-    """The ids of a file, mapped: of a .npy as it says, else of a dtype; raises UserError."""
+def map_ids(path: str, dtype: DTypeLike) -> NDArray[np.integer]:
+    """Map the ids of a file: of a .npy in its own dtype, otherwise in `dtype`; raise UserError if it has none."""
     try:
         if path.endswith(".npy"):
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -84,22 +87,27 @@ def array_of(path: str, dtype: DTypeLike) -> NDArray[np.integer]:
     except (OSError, ValueError) as error:
         raise UserError(path, f"cannot be read as {np.dtype(dtype)} ids: {error}") from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(path, f"is {ids.dtype}{list(ids.shape)}; ids are whole numbers in one dim")
+        raise UserError(path, f"is {ids.dtype}{list(ids.shape)}; ids must be integers in one dim")
     return np.asarray(ids)
 
 
-def read_array(path: str, here: str, start: int, end: int, dtype: DTypeLike, closing: int) -> Iterator[Record]:
-    """The documents that begin from byte `start` to before `end` of the ids of a file, `here` on this machine."""
-    ids = array_of(here, dtype)
-    at, last = (next(ends(ids, place // ids.itemsize, len(ids), closing)) if place else 0 for place in (start, end))
-    for after in ends(ids, at, last, closing):
-        if after > at:
-            yield Record(partial("{}: token {}".format, path, at), partial(Document, ids[at:after]))
-        at = after
+def read_array(path: str, local_path: str, start: int, end: int, dtype: DTypeLike, closing: int) -> Iterator[Record]:
+    """Yield the documents that begin from byte `start` to before byte `end` of a file's ids.
+
+    `local_path` is the file's local copy.
+    """
+    ids = map_ids(local_path, dtype)
+    at, last = (
+        next(document_ends(ids, place // ids.itemsize, len(ids), closing)) if place else 0 for place in (start, end)
+    )
+    for document_end in document_ends(ids, at, last, closing):
+        if document_end > at:
+            yield Record(partial("{}: token {}".format, path, at), partial(Document, ids[at:document_end]))
+        at = document_end
 
 
-def ends(ids: NDArray[np.integer], start: int, last: int, closing: int) -> Iterator[int]:
-    """Where documents end from token `start` to `last`, which ends one, too."""
+def document_ends(ids: NDArray[np.integer], start: int, last: int, closing: int) -> Iterator[int]:
+    """Yield the ends of documents from token `start` to `last`, which is also an end."""
     for at in range(start, last, IDS_AT_ONCE):
         yield from (at + 1 + np.flatnonzero(ids[at : min(at + IDS_AT_ONCE, last)] == closing)).tolist()
     yield last

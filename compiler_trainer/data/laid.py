@@ -1,4 +1,4 @@
-"""How the documents of a volume are laid in rows, made once a machine: kept on disk, mapped by each of its ranks."""
+"""Lay out a volume's documents in sequences, once per machine: stored on disk, mapped by each rank."""
 
 from __future__ import annotations
 
@@ -10,76 +10,84 @@ import numpy as np
 
 from compiler_trainer.data.corpus import Corpus, Ids, split
 from compiler_trainer.data.layouts import Layout
-from compiler_trainer.data.packing import Facts, PackedRows, packed
+from compiler_trainer.data.packing import Facts, PackedRows, pack
 from compiler_trainer.data.pairs import PAIRED, split_pairs
-from compiler_trainer.places.cache import Cache, in_cache
-from compiler_trainer.places.kept import Kept
+from compiler_trainer.places.cache import Cache, get_or_make
+from compiler_trainer.places.kept import StoredFolder
 
-FORMAT = 1  # of what is kept, and of what it depends on
+FORMAT = 1  # version of the stored files and of their keys
 DTYPES = {"starts": np.int64, "sources": np.int64, "continues": np.bool_, "rows": np.int64}
-IN_MEMORY = 2**22  # rows, up to which an order is sooner made than kept
+IN_MEMORY = 2**22  # sequences; shorter orders are faster to make than to store
 
 
-class Wanted(NamedTuple):
-    """What rows follow from, beside the documents: `seed` is of their order, `before` counts those of other volumes."""
+class LayoutSpec(NamedTuple):
+    """The parameters of a layout, apart from the documents.
+
+    `seed` decides the order; `documents_before` is the number of documents in earlier volumes.
+    """
 
     seed: list[int]
-    before: int
+    documents_before: int
     eval_fraction: float
     seq_len: int
     packing: str
 
 
-class Laid(NamedTuple):
-    """Rows to train on and those held out, None where no document is; `is_cut`: these are the end of one document."""
+class VolumeRows(NamedTuple):
+    """The training and validation sequences, each None without documents.
+
+    With `is_cut`, the validation sequences are the end of one document.
+    """
 
     train: PackedRows | None
     held_out: PackedRows | None
     is_cut: bool
 
 
-def laid(corpus: Corpus, wanted: Wanted, cache: Cache) -> Laid:
-    """The rows of a volume."""
-    key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, wanted]
-    kept = in_cache(cache, key, lambda folder: lay(folder, corpus, wanted))
-    corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # a layout has them: what was mapped is let go
-    train, held_out = (rows_of(kept, half, corpus, wanted.seq_len) for half in ("train", "held_out"))
-    return Laid(train, held_out, kept.holds["is_cut"])
+def layout_rows(corpus: Corpus, spec: LayoutSpec, cache: Cache) -> VolumeRows:
+    """Return the sequences of a volume, from the cache if they are there."""
+    key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, spec]
+    volume = get_or_make(cache, key, lambda folder: write_layouts(folder, corpus, spec))
+    corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # the layout replaces them, so unmap them
+    train, held_out = (load_rows(volume, half, corpus, spec.seq_len) for half in ("train", "held_out"))
+    return VolumeRows(train, held_out, volume.holds["is_cut"])
 
 
-def lay(folder: Path, corpus: Corpus, wanted: Wanted) -> dict[str, Any]:
-    """Write both layouts of a volume, and say what they hold."""
-    halves = split_pairs if wanted.packing in PAIRED else split
-    whole, trained, held_out = halves(corpus, wanted.eval_fraction, wanted.before)
-    np.random.default_rng(wanted.seed).shuffle(trained)
-    holds = {half: write(folder, half, whole, order, wanted) for half, order in named_halves(trained, held_out)}
-    return {**holds, "is_cut": len(whole) > len(corpus)}
+def write_layouts(folder: Path, corpus: Corpus, spec: LayoutSpec) -> dict[str, Any]:
+    """Write both layouts of a volume, and return the facts to store."""
+    halves = split_pairs if spec.packing in PAIRED else split
+    split_corpus, trained, held_out = halves(corpus, spec.eval_fraction, spec.documents_before)
+    np.random.default_rng(spec.seed).shuffle(trained)
+    holds = {
+        half: write_layout(folder, half, split_corpus, order, spec) for half, order in named_halves(trained, held_out)
+    }
+    return {**holds, "is_cut": len(split_corpus) > len(corpus)}
 
 
 def named_halves(trained: Ids, held_out: Ids) -> list[tuple[str, Ids]]:
-    """The halves that have documents."""
+    """Return (name, documents) of the halves that have documents."""
     return [(half, order) for half, order in (("train", trained), ("held_out", held_out)) if len(order)]
 
 
-def write(folder: Path, half: str, corpus: Corpus, order: Ids, wanted: Wanted) -> Facts:
-    """Write one layout."""
-    rows = packed(corpus, order, wanted.seq_len, wanted.packing)
+def write_layout(folder: Path, half: str, corpus: Corpus, order: Ids, spec: LayoutSpec) -> Facts:
+    """Write one layout, and return its facts."""
+    rows = pack(corpus, order, spec.seq_len, spec.packing)
     for name in DTYPES:
         getattr(rows.layout, name).tofile(folder / f"{half}.{name}.bin")
     return rows.facts
 
 
-def rows_of(kept: Kept, half: str, corpus: Corpus, seq_len: int) -> PackedRows | None:
-    """The rows of a layout that is kept."""
-    if half not in kept.holds:
+def load_rows(volume: StoredFolder, half: str, corpus: Corpus, seq_len: int) -> PackedRows | None:
+    """Return the sequences of a stored layout, or None if it has no such half."""
+    if half not in volume.holds:
         return None
-    facts = Facts(*kept.holds[half])
-    arrays = {name: kept.array(f"{half}.{name}", dtype) for name, dtype in DTYPES.items()}
-    return PackedRows(corpus, Layout(**arrays, cut=facts.cut), seq_len, facts)
+    facts = Facts(*volume.holds[half])
+    arrays = {name: volume.array(f"{half}.{name}", dtype) for name, dtype in DTYPES.items()}
+    return PackedRows(corpus, Layout(**arrays, cut_documents=facts.cut_documents), seq_len, facts)
 
 
-def shuffled(count: int, seed: list[int], cache: Cache | None) -> Ids:
-    """The numbers below `count` in an order that a seed gives, kept where they are many."""
+def permutation(count: int, seed: list[int], cache: Cache | None) -> Ids:
+    """Return a permutation of the numbers below `count` drawn from `seed`; long ones are stored in the cache."""
     if cache is None or count <= IN_MEMORY:
         return np.random.default_rng(seed).permutation(np.arange(count))
     dtype = np.dtype(np.uint32 if count < 2**32 else np.int64)
@@ -89,4 +97,4 @@ def shuffled(count: int, seed: list[int], cache: Cache | None) -> Ids:
         np.random.default_rng(seed).shuffle(order)
         order.tofile(folder / "order.bin")
 
-    return in_cache(cache, [FORMAT, "order", count, seed], make).array("order", dtype)
+    return get_or_make(cache, [FORMAT, "order", count, seed], make).array("order", dtype)

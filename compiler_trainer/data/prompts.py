@@ -1,4 +1,4 @@
-"""Prompts to generate from: a text, or a user's message in a chat."""
+"""Prompts for generation: a text, or a user's message in a chat."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from compiler_trainer.data.tokenizers import Tokenizer
 
 
 class Prompt(NamedTuple):
-    """At least one token, and the tokens that end what is added to them."""
+    """The ids of a prompt, at least one, and the ids that end its continuation."""
 
     ids: list[int]
     ends: frozenset[int]
 
 
 def prompt_of(text: str, chat: bool, tokenizer: Tokenizer) -> Prompt:
-    """The prompt that a text is to a tokenizer, with `chat` said by a user.
+    """Return a text as a prompt for a tokenizer; with `chat`, it is a user's message.
 
-    Raises UserError if there is no chat template, or it refuses.
+    Raises UserError if there is no chat template, or if the template refuses the message.
     """
     if chat:
         ids = ids_of(user_turn(text, tokenizer), tokenizer)
@@ -29,14 +29,14 @@ def prompt_of(text: str, chat: bool, tokenizer: Tokenizer) -> Prompt:
     return Prompt(ids or [tokenizer.end_of_document], frozenset([tokenizer.end_of_document, *tokenizer.settings.stops]))
 
 
-def user_turn(said: str, tokenizer: Tokenizer) -> str:
-    """A user's message as the chat template of a tokenizer writes it, up to the answer."""
+def user_turn(message: str, tokenizer: Tokenizer) -> str:
+    """Return a user's message in the tokenizer's chat template, up to the answer."""
     try:
-        return ChatTemplate(tokenizer).text(Conversation([{"role": "user", "content": said}]), prompt=True)
+        return ChatTemplate(tokenizer).text(Conversation([{"role": "user", "content": message}]), prompt=True)
     except BadRecord as refusal:
         raise UserError("prompt", str(refusal)) from refusal
 
 
 def ids_of(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a text."""
+    """Return the token ids of a text."""
     return [int(i) for i in tokenizer.encode([text])[0]]

@@ -1,7 +1,7 @@
-"""Documents of a span: bytes of a file, row groups of a table, rows of a dataset, or walks of a generator.
+"""Read the documents of a span: bytes of a file, row groups of a table, rows of a dataset, or generated walks.
 
-A process that tokenizes reads spans and nothing else, each by itself: the borders of a span of bytes are moved to the
-next ones between documents, which its neighbours find as well, so that a document belongs to exactly one.
+A tokenizing process reads only spans, each independently. The borders of a byte span are moved to the next border
+between documents. The neighbouring span finds the same border, so a document belongs to exactly one span.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data import hub, ids
 from compiler_trainer.data.cutting import next_cut
-from compiler_trainer.data.ids import index_beside
-from compiler_trainer.data.records import BadRecord, Document, Fields, Record, decoded, from_json, from_table_row
+from compiler_trainer.data.ids import find_index
+from compiler_trainer.data.records import BadRecord, Document, Fields, Record, decode, from_json, from_table_row
 from compiler_trainer.data.synthetic import walks
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
 from compiler_trainer.places.cache import Cache
@@ -32,7 +32,7 @@ ROWS_AT_ONCE = 1000
 
 
 class Span(NamedTuple):
-    """From `start` to before `end` of what `path` names, `size_bytes` of it; `reader` names what reads it."""
+    """The range from `start` to before `end` of `path`, with `size_bytes`; `reader` is the key of its reader."""
 
     reader: str
     path: str
@@ -41,37 +41,37 @@ class Span(NamedTuple):
     size_bytes: int
 
 
-class Asked(NamedTuple):
-    """The facts that readers need: the fields of records, the separator of texts, and so on."""
+class ReadOptions(NamedTuple):
+    """The parameters of readers: the fields of records, the separator of texts, the tokenizer, and the cache."""
 
     fields: Fields
     separator: str | None
     tokenizer: Tokenizer
-    cache: Cache  # of copies
+    cache: Cache  # for copies of remote files
 
-    def here(self, path: str) -> str:
-        """Where a file is on this machine."""
-        return file_here(path, self.cache, index_beside(path) or "")
+    def local_path(self, path: str) -> str:
+        """Return a file's path on this machine."""
+        return file_here(path, self.cache, find_index(path) or "")
 
 
-Found = Iterator[Record]
+Records = Iterator[Record]
 
 
 # ---- bytes of files -----------------------------------------------------------------------------------
 
 
-def read_text(span: Span, asked: Asked) -> Found:
-    """A file as one document, of which a span holds what lies between two cuts."""
-    content = mapped(asked.here(span.path))
-    start, end = (next_cut(content, at, asked.tokenizer.encode) if at else 0 for at in (span.start, span.end))
+def read_text(span: Span, options: ReadOptions) -> Records:
+    """Yield a file as one document, or the part of it between a span's two cuts."""
+    content = map_file(options.local_path(span.path))
+    start, end = (next_cut(content, at, options.tokenizer.encode) if at else 0 for at in (span.start, span.end))
     if start < end or not content:
         yield Record(lambda: span.path, partial(text_between, span.path, content, start, end))
 
 
 def text_between(path: str, content: bytes | mmap.mmap, start: int, end: int) -> Document:
-    """What a file holds between two bytes, as a document or part of one, which cannot be left out."""
+    """Return the text between two bytes of a file, as a document or as a part of one, which cannot be skipped."""
     try:
-        return Document(decoded(content[start:end], start), begins=start == 0, ends=end == len(content))
+        return Document(decode(content[start:end], start), begins=start == 0, ends=end == len(content))
     except BadRecord as error:
         if end - start == len(content):
             raise
@@ -79,42 +79,42 @@ def text_between(path: str, content: bytes | mmap.mmap, start: int, end: int) ->
 
 
 def as_document(content: bytes, offset: int) -> Document:
-    """A whole document of some bytes of a file."""
-    return Document(decoded(content, offset))
+    """Return a document from some bytes of a file."""
+    return Document(decode(content, offset))
 
 
-def read_separated(span: Span, asked: Asked) -> Found:
-    """The documents between separators in a file."""
-    assert asked.separator
-    content = mapped(asked.here(span.path))
-    for at, part in split(content, span, asked.separator.encode()):
+def read_separated(span: Span, options: ReadOptions) -> Records:
+    """Yield the documents between separators in a file."""
+    assert options.separator
+    content = map_file(options.local_path(span.path))
+    for at, part in split_span(content, span, options.separator.encode()):
         yield Record(partial(line_name, span.path, content, at), partial(as_document, part, at))
 
 
-def read_lines(span: Span, asked: Asked) -> Found:
-    """One document a line of JSON; blank lines hold nothing and are passed over."""
-    content = mapped(asked.here(span.path))
-    for at, line in split(content, span, b"\n"):
+def read_lines(span: Span, options: ReadOptions) -> Records:
+    """Yield one document per line of JSON; blank lines are skipped."""
+    content = map_file(options.local_path(span.path))
+    for at, line in split_span(content, span, b"\n"):
         if line.strip():
-            yield Record(partial(line_name, span.path, content, at), partial(from_json, line, at, asked.fields))
+            yield Record(partial(line_name, span.path, content, at), partial(from_json, line, at, options.fields))
 
 
-def read_packed_lines(span: Span, asked: Asked) -> Found:
-    """One document a line of JSON, compressed."""
+def read_packed_lines(span: Span, options: ReadOptions) -> Records:
+    """Yield one document per line of JSON in a compressed file."""
     try:
-        with pa.input_stream(asked.here(span.path), compression="detect") as stream:
+        with pa.input_stream(options.local_path(span.path), compression="detect") as stream:
             at = 0
             for number, line in enumerate(io.BufferedReader(stream), start=1):
                 if line.strip():
-                    read = partial(from_json, line, at, asked.fields)
-                    yield Record(partial("{}:{}".format, span.path, number), read)
+                    parse = partial(from_json, line, at, options.fields)
+                    yield Record(partial("{}:{}".format, span.path, number), parse)
                 at += len(line)
     except OSError as error:
         raise UserError(span.path, f"cannot be read: {one_line(error)}") from error
 
 
-def mapped(path: str) -> bytes | mmap.mmap:
-    """The bytes of a file, without reading them."""
+def map_file(path: str) -> bytes | mmap.mmap:
+    """Map the bytes of a file."""
     try:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
@@ -122,11 +122,11 @@ def mapped(path: str) -> bytes | mmap.mmap:
         raise UserError(path, f"cannot be read: {error.strerror}") from error
 
 
-def split(content: bytes | mmap.mmap, span: Span, separator: bytes) -> Iterator[tuple[int, bytes]]:
-    """What lies between separators, each with its place, of what begins in the span."""
+def split_span(content: bytes | mmap.mmap, span: Span, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (position, content) of the parts between separators that begin in the span."""
     at, end = (border(content, place, separator) for place in (span.start, span.end))
     parts = content[at:end].split(separator)
-    if len(parts) > 1 and not parts[-1]:  # the last separator closes a document, it opens none
+    if len(parts) > 1 and not parts[-1]:  # the last separator closes a document and opens none
         parts.pop()
     for part in parts if end > at or not content else ():
         yield at, part
@@ -134,15 +134,15 @@ def split(content: bytes | mmap.mmap, span: Span, separator: bytes) -> Iterator[
 
 
 def border(content: bytes | mmap.mmap, at: int, separator: bytes) -> int:
-    """The end of the first separator from byte `at` on; 0 and the end of a file are borders, too."""
+    """Return the end of the first separator from byte `at` on; the start and end of a file are borders too."""
     if at == 0 or at >= len(content):
         return at
-    found = content.find(separator, at)
-    return len(content) if found < 0 else found + len(separator)
+    end = content.find(separator, at)
+    return len(content) if end < 0 else end + len(separator)
 
 
 def line_name(path: str, content: bytes | mmap.mmap, at: int) -> str:
-    """The name of the line that a byte of a file is in, numbered from 1."""
+    """Return the name of the line that contains a byte of a file, counted from 1."""
     step = 2**20
     number = 1 + sum(content[start : min(start + step, at)].count(b"\n") for start in range(0, at, step))
     return f"{path}:{number}"
@@ -151,71 +151,74 @@ def line_name(path: str, content: bytes | mmap.mmap, at: int) -> str:
 # ---- rows ---------------------------------------------------------------------------------------------
 
 
-def read_table(span: Span, asked: Asked) -> Found:
-    """One document a row of some row groups of a parquet file."""
+def read_table(span: Span, options: ReadOptions) -> Records:
+    """Yield one document per row of some row groups of a parquet file."""
     try:
-        with pq.ParquetFile(asked.here(span.path)) as table:
-            names, columns = table.schema_arrow.names, checked_columns(table.schema_arrow, span.path, asked.fields)
+        with pq.ParquetFile(options.local_path(span.path)) as table:
+            names, columns = table.schema_arrow.names, check_columns(table.schema_arrow, span.path, options.fields)
             row = sum(table.metadata.row_group(number).num_rows for number in range(span.start))
             groups = list(range(span.start, span.end))
             for batch in table.iter_batches(ROWS_AT_ONCE, groups, columns):
-                yield from rows_of(batch, span.path, row, asked.fields, names)
+                yield from rows_of(batch, span.path, row, options.fields, names)
                 row += len(batch)
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise UserError(span.path, f"is not readable parquet: {one_line(error)}") from error
 
 
-def rows_of(batch: pa.RecordBatch, path: str, first: int, fields: Fields, names: list[str]) -> Found:
-    """Records of rows of a table with columns `names`, numbered from `first`."""
+def rows_of(batch: pa.RecordBatch, path: str, first: int, fields: Fields, names: list[str]) -> Records:
+    """Yield records from the rows of a batch; the table has the columns `names`, and rows count from `first`."""
     if fields.kind == "text" and holds_ids(batch.schema.field(fields.column).type):
-        rows = [{fields.column: found} for found in ids_in(batch.column(fields.column))]
+        rows = [{fields.column: ids} for ids in ids_in(batch.column(fields.column))]
     else:
         rows = batch.to_pylist()
     for number, row in enumerate(rows, first):
         yield Record(partial("{}: row {}".format, path, number), partial(from_table_row, row, fields, names))
 
 
-def checked_columns(schema: pa.Schema, path: str, fields: Fields) -> list[str]:
-    """The columns to read of a table; raises UserError unless each is there once, and a single one holds text."""
-    columns = fields.used(schema.names)
+def check_columns(schema: pa.Schema, path: str, fields: Fields) -> list[str]:
+    """Return the columns to read from a table.
+
+    Raises UserError unless each exists once, and a single one has text or token ids.
+    """
+    columns = fields.used_names(schema.names)
     for name in columns:
         if schema.names.count(name) != 1:
             raise UserError(path, f'needs one column "{name}"; it has {", ".join(schema.names)}')
-    wanted = fields.column
-    if fields.kind == "text" and not (holds_text(kind := schema.field(wanted).type) or holds_ids(kind)):
-        raise UserError(path, f'column "{wanted}" is {kind}, neither string nor lists of token ids')
+    column = fields.column
+    if fields.kind == "text" and not (holds_text(kind := schema.field(column).type) or holds_ids(kind)):
+        raise UserError(path, f'column "{column}" is {kind}, neither strings nor lists of token ids')
     return columns
 
 
 def holds_text(kind: pa.DataType) -> bool:
-    """Whether a column's values are strings, or bytes that may be UTF-8."""
+    """Return True if a column's values are strings, or bytes that may be UTF-8."""
     return kind in TEXT_TYPES or pa.types.is_dictionary(kind) and kind.value_type in TEXT_TYPES
 
 
 def holds_ids(kind: pa.DataType) -> bool:
-    """Whether a column's values are lists of whole numbers."""
+    """Return True if a column's values are lists of integers."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     return is_list and pa.types.is_integer(kind.value_type)
 
 
 def ids_in(column: pa.Array) -> Iterator[NDArray[np.generic] | None]:
-    """The lists of a column."""
+    """Yield the lists of a column."""
     for value in column:
         yield value.values.to_numpy(zero_copy_only=False) if value.is_valid else None
 
 
-def read_arrow(span: Span, asked: Asked) -> Found:
-    """One document a row of some record batches of an Arrow file."""
-    batches = batches_of(asked.here(span.path))
+def read_arrow(span: Span, options: ReadOptions) -> Records:
+    """Yield one document per row of some record batches of an Arrow file."""
+    batches = batches_of(options.local_path(span.path))
     row = sum(map(len, batches[: span.start]))
     for batch in batches[span.start : span.end]:
-        columns = checked_columns(batch.schema, span.path, asked.fields)
-        yield from rows_of(batch.select(columns), span.path, row, asked.fields, batch.schema.names)
+        columns = check_columns(batch.schema, span.path, options.fields)
+        yield from rows_of(batch.select(columns), span.path, row, options.fields, batch.schema.names)
         row += len(batch)
 
 
 def batches_of(path: str) -> list[pa.RecordBatch]:
-    """The record batches of an Arrow file or stream, mapped."""
+    """Return the record batches of an Arrow file or stream, mapped."""
     content = pa.memory_map(path)
     try:
         table = pa.ipc.open_file(content)
@@ -228,40 +231,42 @@ def batches_of(path: str) -> list[pa.RecordBatch]:
         raise UserError(path, f"is not readable Arrow: {one_line(error)}") from error
 
 
-def read_dataset(span: Span, asked: Asked) -> Found:
-    """One document a row of a dataset."""
-    names = hub.loaded(span.path).column_names
-    for number, row in hub.rows(span.path, span.start, span.end, asked.fields):
-        yield Record(partial("{}: row {}".format, span.path, number), partial(from_table_row, row, asked.fields, names))
+def read_dataset(span: Span, options: ReadOptions) -> Records:
+    """Yield one document per row of a dataset."""
+    names = hub.load_split(span.path).column_names
+    for number, row in hub.read_rows(span.path, span.start, span.end, options.fields):
+        yield Record(
+            partial("{}: row {}".format, span.path, number), partial(from_table_row, row, options.fields, names)
+        )
 
 
-def read_indexed(span: Span, asked: Asked) -> Found:
-    """The documents of a .bin, as its index has them."""
-    return ids.read_indexed(span.path, asked.here(span.path), span.start, span.end)
+def read_indexed(span: Span, options: ReadOptions) -> Records:
+    """Return the documents of a .bin, from its index."""
+    return ids.read_indexed(span.path, options.local_path(span.path), span.start, span.end)
 
 
-def read_array(span: Span, asked: Asked) -> Found:
-    """The documents between end-of-document tokens; ids alone are of the dtype that ours have."""
-    tokenizer, here = asked.tokenizer, asked.here(span.path)
+def read_array(span: Span, options: ReadOptions) -> Records:
+    """Return the documents between end-of-document tokens; raw ids have our own dtype."""
+    tokenizer, local_path = options.tokenizer, options.local_path(span.path)
     dtype, closing = dtype_of(tokenizer.vocab_size), tokenizer.end_of_document
-    return ids.read_array(span.path, here, span.start, span.end, dtype, closing)
+    return ids.read_array(span.path, local_path, span.start, span.end, dtype, closing)
 
 
-def read_synthetic(span: Span, asked: Asked) -> Found:
-    """Walks that a seed gives."""
+def read_synthetic(span: Span, options: ReadOptions) -> Records:
+    """Yield the walks of a seed."""
     for walk in walks(int(span.path), span.start, span.end):
         yield Record(lambda: "data.documents", partial(Document, walk))
 
 
 def one_line(error: Exception) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message."""
     return str(error).partition("\n")[0]
 
 
 TEXT_TYPES = (
     pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()
 )  # fmt: skip
-READERS: dict[str, Callable[[Span, Asked], Found]] = {
+READERS: dict[str, Callable[[Span, ReadOptions], Records]] = {
     "text": read_text,
     "separated": read_separated,
     "lines": read_lines,

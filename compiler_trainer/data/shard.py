@@ -1,4 +1,4 @@
-"""The tokens of a piece on disk, and the joint of all shards."""
+"""The tokens of a piece on disk (a shard), and the joining of all shards."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
 
-NOTES_MOST = 40  # of a source
-# Ids; where documents end, int64; of conversations which ids count, bool, and which documents are of the same record as
-# the one before, bool. And what they are once they are joined.
+NOTES_MOST = 40  # notes that a source keeps
+# Files of a shard, and their names once joined: ids; ends of documents, int64; for conversations also the ids that
+# count, bool, and the documents of the same record as the previous one, bool.
 ARRAYS = {"tokens": "tokens.bin", "ends": "offsets.bin", "counted": "counted.bin", "continues": "continues.bin"}
 
-# Ids, and which of them count as labels, with one entry more for the token that closes a document: None for all.
+# Ids, and True for those that are labels, with one more entry for the closing token; None if all are labels.
 Encoded = tuple[NDArray[Any], NDArray[np.bool_] | None]
 
 
 class Summary(NamedTuple):
-    """The contents of a shard: `documents` that end in it, of which `empty` and `skipped` ones have no tokens.
+    """Statistics of a shard: the `documents` that end in it, of which `empty` and `skipped` ones have no tokens.
 
-    `notes` are things to say once about its records, each with the first one that it is about.
+    `notes` are remarks on its records, each with the first record that it applies to.
     """
 
     tokens: int = 0
@@ -41,8 +41,8 @@ class Summary(NamedTuple):
     notes: dict[str, str] = {}
 
 
-class Delimited(Protocol):
-    """What tells whether a document begins and ends in a part."""
+class PartBorders(Protocol):
+    """The interface of a part of a document, with its borders."""
 
     @property
     def begins(self) -> bool: ...
@@ -52,11 +52,11 @@ class Delimited(Protocol):
 
     @property
     def continues(self) -> bool:
-        """True if it is a sample of the same record as the one before."""
+        """True if it is a sample of the same record as the previous document."""
 
 
 class Shard:
-    """Writes a piece's tokens, and in the end a summary, without which there is no shard; used as a context manager."""
+    """A context manager that writes a piece's tokens, and at the end a summary, which makes the shard valid."""
 
     def __init__(self, folder: Path, number: int, tokenizer: Tokenizer):
         self.stem = stem(folder, number)
@@ -65,26 +65,26 @@ class Shard:
         self.summary, self.digest = Summary(notes={}), hashlib.blake2b(digest_size=16)
         self.files = {name: open(f"{self.stem}.{name}", "wb") for name in ARRAYS}
 
-    def add(self, parts: Iterable[Delimited], encoded: Iterable[Encoded]) -> None:
-        """Append documents or parts of them; what ends a document is added, and an empty one is counted only."""
+    def add(self, parts: Iterable[PartBorders], encoded: Iterable[Encoded]) -> None:
+        """Append documents or parts of them; documents get their closing token, and empty ones are only counted."""
         ids, counts, ends, continues, at = [], [], [], [], self.summary.tokens
         documents = empty = 0
-        for part, (own, counted) in zip(parts, encoded, strict=True):
+        for part, (part_ids, counted) in zip(parts, encoded, strict=True):
             documents += part.ends
-            if part.begins and part.ends and not len(own):
+            if part.begins and part.ends and not len(part_ids):
                 empty += 1
                 continue
-            ids += [own, self.closing[: part.ends]]
+            ids += [part_ids, self.closing[: part.ends]]
             counts += [] if counted is None else [counted]
-            at += len(own) + part.ends
+            at += len(part_ids) + part.ends
             ends += [at] * part.ends
             continues += [part.continues] * (part.ends and counted is not None)
         self.write("tokens", ids, self.dtype)
         self.write("counted", counts, np.dtype(bool))
         self.write("ends", [ends], np.dtype(np.int64))
         self.write("continues", [continues], np.dtype(bool))
-        now = self.summary
-        self.summary = now._replace(tokens=at, documents=now.documents + documents, empty=now.empty + empty)
+        summary = self.summary
+        self.summary = summary._replace(tokens=at, documents=summary.documents + documents, empty=summary.empty + empty)
 
     def skip(self, where: Callable[[], str], reason: str) -> None:
         """Count a bad record."""
@@ -92,7 +92,7 @@ class Shard:
         self.summary = self.summary._replace(skipped=self.summary.skipped + 1, first_skipped=first)
 
     def note(self, where: Callable[[], str], notes: Iterable[str]) -> None:
-        """Keep notes about a record, unless an earlier one has them."""
+        """Add notes about a record, unless an earlier record had them."""
         for note in notes:
             if note not in self.summary.notes and len(self.summary.notes) < NOTES_MOST:
                 self.summary.notes[note] = where()
@@ -111,49 +111,49 @@ class Shard:
         for file in self.files.values():
             file.close()
         if error is None:
-            partial = Path(f"{self.stem}.tmp")
-            partial.write_text(json.dumps(self.summary._replace(digest=self.digest.hexdigest())))
-            os.replace(partial, f"{self.stem}.json")
+            unfinished = Path(f"{self.stem}.tmp")
+            unfinished.write_text(json.dumps(self.summary._replace(digest=self.digest.hexdigest())))
+            os.replace(unfinished, f"{self.stem}.json")
 
 
 def stem(folder: Path, number: int) -> str:
-    """How the names of a shard's files begin."""
+    """Return the common prefix of a shard's files."""
     return str(folder / f"{number:07d}")
 
 
-def summary_of(folder: Path, number: int) -> Summary | None:
-    """What a shard holds; None where it is not whole."""
+def read_summary(folder: Path, number: int) -> Summary | None:
+    """Return the summary of a shard, or None if it is incomplete."""
     path = Path(f"{stem(folder, number)}.json")
     return Summary(*json.loads(path.read_text())) if path.exists() else None
 
 
 def join(folder: Path, count: int) -> Summary:
-    """Join so many shards in a folder, array by array, and remove them; what they hold in all."""
+    """Join `count` shards in a folder, array by array, and remove them; return the total."""
     with ExitStack() as stack:
-        joined = {name: stack.enter_context(open(folder / file, "wb")) for name, file in ARRAYS.items()}
-        joined["ends"].write(np.zeros(1, np.int64).data)  # where the first document begins
+        files = {name: stack.enter_context(open(folder / file, "wb")) for name, file in ARRAYS.items()}
+        files["ends"].write(np.zeros(1, np.int64).data)  # the start of the first document
         total = Summary()
         for number in range(count):
-            append(folder, number, joined, total.tokens)
-            total = sum_of(total, summary_of(folder, number))
+            append(folder, number, files, total.tokens)
+            total = add_summaries(total, read_summary(folder, number))
     for number in range(count):
         for ending in (*ARRAYS, "json"):
             os.unlink(f"{stem(folder, number)}.{ending}")
     return total
 
 
-def append(folder: Path, number: int, joined: Mapping[str, BinaryIO], before: int) -> None:
-    """Add a shard, `before` which there are so many tokens, to what is joined."""
-    for name, file in joined.items():
+def append(folder: Path, number: int, files: Mapping[str, BinaryIO], tokens_before: int) -> None:
+    """Append a shard to the joined files, which have `tokens_before` tokens so far."""
+    for name, file in files.items():
         with open(f"{stem(folder, number)}.{name}", "rb") as shard:
             if name == "ends":
-                file.write((np.fromfile(shard, np.int64) + before).data)
+                file.write((np.fromfile(shard, np.int64) + tokens_before).data)
             else:
                 shutil.copyfileobj(shard, file, 2**20)
 
 
-def sum_of(a: Summary, b: Summary | None) -> Summary:
-    """What two neighbours hold together; their digest depends on both."""
+def add_summaries(a: Summary, b: Summary | None) -> Summary:
+    """Return the total of two neighbouring shards; its digest depends on both."""
     assert b is not None
     return Summary(
         a.tokens + b.tokens,

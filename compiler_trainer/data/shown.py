@@ -1,4 +1,4 @@
-"""A record as the model sees it: its tokens, which of them are labels, and transformers' own text beside ours."""
+"""Show a record as the model sees it: its tokens, its labels, and transformers' own text for comparison."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import numpy as np
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data.readers import READERS, Asked
+from compiler_trainer.data.readers import READERS, ReadOptions
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.template import ChatTemplate
-from compiler_trainer.data.tokenizers import Tokenizer, loaded_by_transformers, tokenizer_of
+from compiler_trainer.data.tokenizers import Tokenizer, load_by_transformers, tokenizer_of
 from compiler_trainer.data.worker import Part, Recipe, Worker
 from compiler_trainer.places.cache import cache_of
 
-KINDS: tuple[dict[str, Any], ...] = ({"chat": True}, {"chat": True, "pairs": True}, {"chat": False})  # of records
+KINDS: tuple[dict[str, Any], ...] = ({"chat": True}, {"chat": True, "pairs": True}, {"chat": False})  # records
 
 
 class Shown(NamedTuple):
-    """A document: its tokens, with the closing one, and which are labels; of a chat the text of transformers."""
+    """A document: its tokens with the closing one, its labels, and for chats the text of transformers."""
 
     tokens: list[int]
     labels: list[bool]
-    theirs: str | None = None  # apply_chat_template's text; None of a plain text
-    is_same: bool = True  # text and ids are those of transformers
+    theirs: str | None = None  # apply_chat_template's text; None for plain texts
+    is_same: bool = True  # True if text and ids equal those of transformers
 
 
 @dataclass
 class Counts:
-    """Counts over some records; `notes` and `bad` are with the first record that each is about."""
+    """Counts over some records; `notes` and `first_bad` have the first record that each applies to."""
 
     records: int = 0
     samples: int = 0
@@ -45,20 +45,23 @@ class Counts:
     first_bad: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """The counts in words."""
+        """Yield the counts as text."""
         bad = sum(self.bad.values())
         yield f"{self.records:,} records read: {self.samples:,} samples" + (f", {bad:,} bad records" if bad else "")
         if self.lengths:
             shortest, middle, longest = (int(n) for n in np.quantile(self.lengths, (0, 0.5, 1), method="nearest"))
             share = self.labels / sum(self.lengths)
-            half = f"half have at most {middle:,}"
+            half = f"half of them have at most {middle:,}"
             yield f"tokens of a sample: {shortest:,} to {longest:,}, {half}; {share:.1%} are labels"
-        yield from (f"note: {note} (first: {where})" for note, where in self.notes.items())
-        yield from (f"bad: {why} (first: {self.first_bad[why]}; {count:,} in all)" for why, count in self.bad.items())
+        yield from (f"note: {note} (first: {place})" for note, place in self.notes.items())
+        yield from (
+            f"bad: {problem} (first: {self.first_bad[problem]}; {count:,} in all)"
+            for problem, count in self.bad.items()
+        )
 
 
 class Reader:
-    """Reads the records of the only source of a config, of the kind that the first one is unless the config says it."""
+    """A reader of the records of a config's only source; its kind is that of the first record unless `kinds` fix it."""
 
     def __init__(self, cfg: DataConfig, kinds: Sequence[dict[str, Any]]):
         self.cfg, self.tokenizer = cfg, tokenizer_of(cfg)
@@ -71,7 +74,7 @@ class Reader:
         self.worker = Worker(recipe, self.cache.folder)
 
     def kind(self, kinds: Sequence[dict[str, Any]]) -> tuple[bool, bool]:
-        """Whether records are conversations, and whether pairs; raises UserError if the first is none of them."""
+        """Return (is chat, is pairs) of the first record; raise UserError if it is of no kind."""
         refusals: list[UserError] = []
         for kind in kinds:
             chat, pairs = kind["chat"], kind.get("pairs", False)
@@ -87,17 +90,17 @@ class Reader:
         raise refusals[0]
 
     def records(self, fields: Fields | None = None) -> Iterator[Record]:
-        """All records."""
+        """Yield all records."""
         template = ChatTemplate(self.tokenizer) if fields is None and self.chat else None
         fields = fields or self.worker.recipe.fields(template)
-        asked = Asked(fields, self.cfg.document_separator, self.tokenizer, self.cache)
+        options = ReadOptions(fields, self.cfg.document_separator, self.tokenizer, self.cache)
         for span in self.source.spans:
-            yield from READERS[span.reader](span, asked)
+            yield from READERS[span.reader](span, options)
 
     def documents(self, document: Document, notes: list[str]) -> list[Shown]:
-        """The documents of a record, each whole."""
+        """Return the documents of a record, each complete."""
         notes += document.notes
-        parts = self.worker.prepared(document, notes)
+        parts = self.worker.prepare(document, notes)
         encoded = self.worker.encode(parts)
         content = document.content
         if not isinstance(content, Conversation | Pair):
@@ -107,47 +110,52 @@ class Reader:
         for sample, counted in encoded:
             assert counted is not None
             shown.append(Shown([*map(int, sample), end], [bool(c) for c in counted]))
-        return [self.beside(each, text, chat) for each, (text, chat) in zip(shown, self.theirs(content))]
+        return [
+            self.compare_with_transformers(document, text, chat)
+            for document, (text, chat) in zip(shown, self.theirs(content))
+        ]
 
     def plain(self, content: Any, ids: list[int]) -> Shown:
-        """A plain text, compared with the ids that the tokenizer gives it by itself."""
+        """Return a plain text, compared with the ids of transformers' tokenizer."""
         tokens, is_same = [*ids, self.tokenizer.end_of_document], True
-        if isinstance(content, str) and self.loaded is not None and self.cfg.add_bos_token is None:
-            theirs = list(self.loaded(content)["input_ids"])
+        if isinstance(content, str) and self.reference_tokenizer is not None and self.cfg.add_bos_token is None:
+            theirs = list(self.reference_tokenizer(content)["input_ids"])
             is_same = theirs in (ids, tokens)
         return Shown(tokens, [False, *[True] * (len(tokens) - 1)], None, is_same)
 
     @property
-    def loaded(self) -> Any:
-        """The tokenizer as transformers loads it, None for one that does not come from a folder."""
-        return loaded_by_transformers(self.tokenizer.path) if self.tokenizer.settings.special_tokens else None
+    def reference_tokenizer(self) -> Any:
+        """The tokenizer as transformers loads it; None for one that does not come from a folder."""
+        return load_by_transformers(self.tokenizer.path) if self.tokenizer.settings.special_tokens else None
 
     def theirs(self, content: Conversation | Pair) -> Iterator[tuple[int, Conversation]]:
-        """For each sample the number of messages, and the conversation that they are of."""
+        """Yield, for each sample, its number of messages and its conversation."""
         assert self.worker.chats
         for chat in content if isinstance(content, Pair) else [content]:
             for sample in self.worker.chats.samples(chat, []):
                 yield sample.upto, chat
 
-    def beside(self, shown: Shown, upto: int, chat: Conversation) -> Shown:
-        """A sample, with what apply_chat_template makes of the same messages."""
+    def compare_with_transformers(self, shown: Shown, upto: int, chat: Conversation) -> Shown:
+        """Add the text of apply_chat_template for the same messages to a sample."""
         names = dict(chat.names)
-        given = {"tools": names.pop("tools", None), "documents": names.pop("documents", None), **names}
-        loaded = self.loaded
-        text = loaded.apply_chat_template(chat.messages[:upto], tokenize=False, **given)
-        ids = list(loaded.apply_chat_template(chat.messages[:upto], return_dict=True, **given)["input_ids"])
+        variables = {"tools": names.pop("tools", None), "documents": names.pop("documents", None), **names}
+        reference_tokenizer = self.reference_tokenizer
+        text = reference_tokenizer.apply_chat_template(chat.messages[:upto], tokenize=False, **variables)
+        ids = list(
+            reference_tokenizer.apply_chat_template(chat.messages[:upto], return_dict=True, **variables)["input_ids"]
+        )
         return shown._replace(theirs=text, is_same=ids in (shown.tokens, shown.tokens[:-1]))
 
-    def scan(self, most: int) -> Counts:
-        """Counts over the first records."""
+    def scan(self, limit: int) -> Counts:
+        """Return counts over the first `most` records."""
         counts = Counts()
-        for record in itertools.islice(self.records(), most):
+        for record in itertools.islice(self.records(), limit):
             notes: list[str] = []
             counts.records += 1
             try:
                 document = record.read()
                 notes += document.notes
-                parts = self.worker.prepared(document, notes)
+                parts = self.worker.prepare(document, notes)
             except BadRecord as error:
                 counts.bad[str(error)] += 1
                 counts.first_bad.setdefault(str(error), record.where())
@@ -169,10 +177,10 @@ class Reader:
                 counts.samples, length = counts.samples + 1, 0
 
 
-def table(shown: Shown, tokenizer: Tokenizer, most: int) -> Iterator[str]:
-    """A line for each token: number, id, text, and a mark if it is a label."""
-    for number, (token, is_label) in enumerate(zip(shown.tokens[:most], shown.labels)):
+def table(shown: Shown, tokenizer: Tokenizer, limit: int) -> Iterator[str]:
+    """Yield a line for each token: number, id, text, and a mark if it is a label."""
+    for number, (token, is_label) in enumerate(zip(shown.tokens[:limit], shown.labels)):
         closing = "   closes the document" if number == len(shown.tokens) - 1 else ""
         yield f"{number:6} {token:8} {'label' if is_label else '':5}  {tokenizer.name_of(token)!r}{closing}"
-    if len(shown.tokens) > most:
-        yield f"       {len(shown.tokens) - most:,} tokens more"
+    if len(shown.tokens) > limit:
+        yield f"       {len(shown.tokens) - limit:,} tokens more"

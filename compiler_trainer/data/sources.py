@@ -1,4 +1,4 @@
-"""Where documents come from: the interpreter's library, files, a dataset, or a generator; each in spans, unread."""
+"""Sources of documents: the interpreter's library, files, a dataset, or a generator; each in spans, unread."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import SourceConfig
 from compiler_trainer.data import hub
 from compiler_trainer.data.files import ending, expand_files
-from compiler_trainer.data.ids import array_of, index_beside, index_of
+from compiler_trainer.data.ids import find_index, map_ids, read_index
 from compiler_trainer.data.readers import Span, batches_of, one_line
 from compiler_trainer.places.cache import Cache
 from compiler_trainer.places.copies import file_here
 from compiler_trainer.places.store import Place, exists
 
-PIECE_BYTES = 8 * 2**20  # what a process tokenizes at a time
-VOLUME_BYTES = 64 * 2**30  # what is kept, shuffled and laid in rows for itself
+PIECE_BYTES = 8 * 2**20  # tokenized by a process at a time
+VOLUME_BYTES = 64 * 2**30  # stored, shuffled and laid out separately
 STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_SIZE_MAX_BYTES = 16 * 2**20
 SYNTHETIC_MEAN_BYTES = 544
 
 
 class Stamp(NamedTuple):
-    """A file as it was found; `time_ns` is that of its last change, in a store the number of its version."""
+    """The state of a file: path, size, and time of its last change, or the number of its version in a store."""
 
     path: str
     size_bytes: int
@@ -41,7 +41,7 @@ class Stamp(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Documents to be read: what they are called, their spans in order, and the files that these are of."""
+    """Documents to be read: a display name, their spans in order, and the files of these."""
 
     where: str
     spans: list[Span]
@@ -49,112 +49,115 @@ class Source(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What there is to read."""
+        """The bytes to be read."""
         return sum(span.size_bytes for span in self.spans)
 
     def pieces(self) -> list[list[Span]]:
-        """The spans in runs of about 8 MiB."""
+        """Return the spans in groups of about 8 MiB."""
         return runs(self.spans, PIECE_BYTES)
 
     def volumes(self) -> list[Source]:
-        """The source in parts of about 64 GiB, each with the files that it reads; few are more than one."""
+        """Return the source in parts of about 64 GiB, each with the files that it reads; mostly there is one."""
         parts = runs(self.spans, VOLUME_BYTES)
-        return [self] if len(parts) < 2 else [self._replace(spans=spans, files=self.read_by(spans)) for spans in parts]
+        return [self] if len(parts) < 2 else [self._replace(spans=spans, files=self.files_of(spans)) for spans in parts]
 
-    def read_by(self, spans: list[Span]) -> list[Stamp]:
-        """The files that some spans are of."""
+    def files_of(self, spans: list[Span]) -> list[Stamp]:
+        """Return the files that some spans read."""
         paths = {span.path for span in spans}
         return [file for file in self.files if file.path in paths] or self.files
 
 
 def runs(spans: list[Span], size_bytes: int) -> list[list[Span]]:
-    """Neighbouring spans that have about so many bytes together."""
-    found: list[list[Span]] = []
+    """Group neighbouring spans to about `size_bytes` each."""
+    groups: list[list[Span]] = []
     room = 0
     for span in spans:
-        if not found or span.size_bytes > room:
-            found.append([])
+        if not groups or span.size_bytes > room:
+            groups.append([])
             room = size_bytes
-        found[-1].append(span)
+        groups[-1].append(span)
         room -= span.size_bytes
-    return found
+    return groups
 
 
 def source_of(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
-    """The documents that `cfg` names, in an order that never changes; raises UserError on bad input."""
+    """Return the documents of `cfg`, in an order that never changes; raise UserError on bad input."""
     return SOURCES[cfg.name](cfg, seed, cache)
 
 
-def of_stdlib(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
-    """The interpreter's own library without its tests, a document a `.py` file, by path, up to 16 MiB in all."""
-    kept, size_bytes = [], 0
+def stdlib_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
+    """Return the interpreter's own library without tests, one document per `.py` file, up to 16 MiB in total.
+
+    Files are sorted by path.
+    """
+    paths, size_bytes = [], 0
     for path in stdlib_files(Path(sysconfig.get_paths()["stdlib"])):
         size_bytes += path.stat().st_size
         if size_bytes > STDLIB_SIZE_MAX_BYTES:
             break
-        kept.append(str(path))
-    return of_paths("data=stdlib", kept, lambda path, size: bytes_of("text", path, size))
+        paths.append(str(path))
+    return paths_source("data=stdlib", paths, lambda path, size: byte_spans("text", path, size))
 
 
 def stdlib_files(root: Path) -> list[Path]:
-    """Sorted `.py` files below `root`, outside tests and installed packages."""
-    found: list[Path] = []
+    """Return the sorted `.py` files below `root`, without tests and installed packages."""
+    files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_FOLDERS]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files)
 
 
-def of_files(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
-    """The documents of files, in the order listed."""
-    return of_paths(", ".join(cfg.files), expand_files(cfg.files), partial(spans_of, cfg.document_separator, cache))
+def files_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
+    """Return the documents of files, in the given order."""
+    return paths_source(", ".join(cfg.files), expand_files(cfg.files), partial(spans_of, cfg.document_separator, cache))
 
 
 def spans_of(separator: str | None, cache: Cache, path: str, size: int) -> Iterable[Span]:
-    """A file in spans, as its ending says; some have to be here for that."""
+    """Return a file in spans, according to its ending; some kinds have to be copied to this machine for that."""
     kind = ending(path)
     if kind == ".parquet":
-        return row_groups(path)
+        return row_group_spans(path)
     if kind in SPANS:
-        found = SPANS[kind](file_here(path, cache, index_beside(path) or ""))
-        return [span._replace(path=path) for span in found]
+        spans = SPANS[kind](file_here(path, cache, find_index(path) or ""))
+        return [span._replace(path=path) for span in spans]
     if kind in (".txt", ".jsonl"):
         reader = "lines" if kind == ".jsonl" else "text" if separator is None else "separated"
-        return bytes_of(reader, path, size)
+        return byte_spans(reader, path, size)
     return [Span("packed lines", path, 0, 1, size)]
 
 
-def of_paths(where: str, paths: list[str], spans: Callable[[str, int], Iterable[Span]]) -> Source:
-    """Files, each in spans, by its size."""
-    found: list[Span] = []
+def paths_source(where: str, paths: list[str], spans: Callable[[str, int], Iterable[Span]]) -> Source:
+    """Return files as a source, each in the spans that `spans` returns for its path and size."""
+    all_spans: list[Span] = []
     files = [stamp(path if is_remote(path) else os.path.abspath(path)) for path in paths]
     for file in files:
-        found += spans(file.path, file.size_bytes)
-    return Source(where, found, files)
+        all_spans += spans(file.path, file.size_bytes)
+    return Source(where, all_spans, files)
 
 
-def is_gone(file: Stamp) -> bool:
-    """Whether a file is no longer as it was found."""
+def has_changed(file: Stamp) -> bool:
+    """Return True if a file has changed or disappeared."""
     return not exists(file.path) or stamp(file.path) != file
 
 
 def stamp(path: str) -> Stamp:
-    """A file as it is now."""
+    """Return the current state of a file."""
     if is_remote(path):
         return Stamp(path, *Place(path).entry())
     state = os.stat(path)
     return Stamp(path, state.st_size, state.st_mtime_ns)
 
 
-def bytes_of(reader: str, path: str, size: int) -> Iterator[Span]:
-    """A file in spans of bytes; an empty one is a span, too."""
+def byte_spans(reader: str, path: str, size: int) -> Iterator[Span]:
+    """Yield a file in spans of bytes; an empty file gives one span."""
     for start in range(0, size or 1, PIECE_BYTES):
         end = min(start + PIECE_BYTES, size)
         yield Span(reader, path, start, end, end - start)
 
 
-def row_groups(path: str) -> list[Span]:
-    """A parquet file, a span a row group."""
+def row_group_spans(path: str) -> list[Span]:
+    """Return a parquet file in spans, one per row group."""
     try:
         with Place(path).open() if is_remote(path) else open(path, "rb") as file:
             metadata = pq.read_metadata(file)
@@ -164,42 +167,42 @@ def row_groups(path: str) -> list[Span]:
     return [Span("table", path, i, i + 1, group.total_byte_size) for i, group in enumerate(groups)]
 
 
-def batches(path: str) -> list[Span]:
-    """An Arrow file, a span a record batch."""
+def batch_spans(path: str) -> list[Span]:
+    """Return an Arrow file in spans, one per record batch."""
     return [Span("arrow", path, i, i + 1, batch.nbytes) for i, batch in enumerate(batches_of(path))]
 
 
-def array_or_indexed(path: str) -> list[Span]:
-    """A .bin in spans of documents as its index has them; without one, as ids alone, in spans of bytes."""
-    if index_beside(path) is None:
-        return list(bytes_of("array", path, os.path.getsize(path)))
-    documents = len(index_of(path).documents) - 1
-    return in_steps("indexed", path, documents, os.path.getsize(path))
+def bin_spans(path: str) -> list[Span]:
+    """Return a .bin in spans of documents if it has an index, otherwise in spans of bytes of ids."""
+    if find_index(path) is None:
+        return list(byte_spans("array", path, os.path.getsize(path)))
+    documents = len(read_index(path).documents) - 1
+    return document_spans("indexed", path, documents, os.path.getsize(path))
 
 
-def array(path: str) -> list[Span]:
-    """A .npy in spans of bytes of its ids."""
-    return list(bytes_of("array", path, array_of(path, np.int64).nbytes))
+def array_spans(path: str) -> list[Span]:
+    """Return a .npy in spans of bytes of its ids."""
+    return list(byte_spans("array", path, map_ids(path, np.int64).nbytes))
 
 
-def in_steps(reader: str, name: str, count: int, size: int) -> list[Span]:
-    """So many documents that have a size together, in spans of about 8 MiB."""
+def document_spans(reader: str, name: str, count: int, size: int) -> list[Span]:
+    """Return `count` documents of `size` bytes in total, in spans of about 8 MiB."""
     step = max(1, count * PIECE_BYTES // max(size, 1))
     starts = range(0, count, step)
     return [Span(reader, name, at, min(at + step, count), size * min(step, count - at) // count) for at in starts]
 
 
-def of_dataset(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
-    """The rows of a dataset's split."""
+def dataset_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
+    """Return the rows of a dataset's split as a source."""
     name = json.dumps([cfg.path, cfg.configuration, cfg.split])
-    dataset = hub.loaded(name)
+    dataset = hub.load_split(name)
     files = [entry["filename"] for entry in dataset.cache_files]
-    spans = in_steps("dataset", name, len(dataset), sum(map(os.path.getsize, files)))
+    spans = document_spans("dataset", name, len(dataset), sum(map(os.path.getsize, files)))
     return Source(f"{cfg.path} ({cfg.split})", spans, list(map(stamp, files)))
 
 
-def of_generator(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
-    """`data.documents` walks drawn from the seed."""
+def generator_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
+    """Return `data.documents` walks drawn from the seed."""
     step = PIECE_BYTES // SYNTHETIC_MEAN_BYTES
     spans = []
     for start in range(0, cfg.documents, step):
@@ -208,10 +211,10 @@ def of_generator(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
     return Source("data=synthetic", spans, [])
 
 
-SPANS = {".arrow": batches, ".bin": array_or_indexed, ".npy": array}
+SPANS = {".arrow": batch_spans, ".bin": bin_spans, ".npy": array_spans}
 SOURCES: dict[str, Callable[[SourceConfig, int, Cache], Source]] = {
-    "stdlib": of_stdlib,
-    "text": of_files,
-    "hf_dataset": of_dataset,
-    "synthetic": of_generator,
+    "stdlib": stdlib_source,
+    "text": files_source,
+    "hf_dataset": dataset_source,
+    "synthetic": generator_source,
 }

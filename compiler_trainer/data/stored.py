@@ -1,9 +1,9 @@
-"""The tokens of a source on disk, in volumes of 64 GiB of text, each made of pieces by several processes.
+"""The tokens of a source on disk, in volumes of 64 GiB of text, each made from pieces by several processes.
 
     <volume>/  tokens.bin  offsets.bin  counted.bin  continues.bin  kept.json
 
-A volume's name depends on each file's path, size and time of change, on the tokenizer and on the options. It is made
-where it will lie, piece by piece, and pieces that are whole are kept when its making is interrupted.
+A volume's name depends on each file's path, size and time of change, on the tokenizer and on the options. It is made in
+its final place, piece by piece, and complete pieces survive an interruption.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import NamedTuple
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.bar import Bar
 from compiler_trainer.data.readers import Span
-from compiler_trainer.data.shard import Summary, join, sum_of, summary_of
-from compiler_trainer.data.sources import Source, is_gone
+from compiler_trainer.data.shard import Summary, add_summaries, join, read_summary
+from compiler_trainer.data.sources import Source, has_changed
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.data.workers import tokenize
-from compiler_trainer.places.cache import Cache, in_cache, named, writable
-from compiler_trainer.places.kept import Kept, alone, found, made, part_of
+from compiler_trainer.places.cache import Cache, folder_name, get_or_make, writable
+from compiler_trainer.places.kept import StoredFolder, hold_lock, load_folder, make_folder, partial_path_of
 
-FORMAT = 5  # of what is stored, and of what it depends on
+FORMAT = 5  # version of the stored files and of their keys
 
 
 class Share(NamedTuple):
-    """Of the pieces of a source every `of`-th is made here, from number `number` on, by so many processes."""
+    """A share of the pieces: every `of`-th piece from number `number` on, made by `processes` processes."""
 
     number: int = 0
     of: int = 1
-    processes: int | None = None  # None: one a core
+    processes: int | None = None  # None: one per core
 
     @property
     def is_one(self) -> bool:
-        """Whether there is such a share."""
+        """True if there is such a share."""
         return self.number < self.of
 
 
@@ -43,97 +43,103 @@ ALL = Share()
 
 
 class Tokens(NamedTuple):
-    """The tokens of a source: where they lie, and their volumes."""
+    """The tokens of a source: their folder and volumes."""
 
     where: Path
-    volumes: list[Kept]
+    volumes: list[StoredFolder]
 
     @property
     def holds(self) -> Summary:
-        """What all volumes hold."""
-        return reduce(sum_of, map(summary, self.volumes))
+        """The statistics of all volumes together."""
+        return reduce(add_summaries, map(summary, self.volumes))
 
     @property
     def size_bytes(self) -> int:
-        """What they take on disk."""
+        """The size on disk."""
         return sum(volume.size_bytes for volume in self.volumes)
 
 
-def summary(volume: Kept) -> Summary:
-    """What a volume holds."""
+def summary(volume: StoredFolder) -> Summary:
+    """Return the statistics of a volume."""
     return Summary(*volume.holds)
 
 
-def stored(source: Source, recipe: Recipe, digest: str, cache: Cache) -> Tokens:
-    """The tokens of a source, made where the cache has none; `digest` is the tokenizer's. Raises UserError."""
+def load_tokens(source: Source, recipe: Recipe, digest: str, cache: Cache) -> Tokens:
+    """Return the tokens of a source, which are made if the cache lacks them; `digest` is the tokenizer's.
+
+    Raises UserError.
+    """
     volumes = [
-        in_cache(cache, key_of(volume, recipe, digest), partial(tokenized, source=volume, recipe=recipe))
+        get_or_make(cache, key_of(volume, recipe, digest), partial(tokenize_volume, source=volume, recipe=recipe))
         for volume in source.volumes()
     ]
     return Tokens(volumes[0].folder if len(volumes) == 1 else cache.folder, volumes)
 
 
 def make_share(source: Source, recipe: Recipe, digest: str, out: Path, share: Share) -> Tokens | None:
-    """Make a share of the tokens of a source in the folder `out`; all of them, None while other shares are missing."""
+    """Make a share of a source's tokens in the folder `out`.
+
+    Return all tokens, or None while other shares are missing.
+    """
     with writable("--out", out):
         for volume, folder in zip(source.volumes(), folders_of(source, recipe, digest, out)):
-            if found(folder) is None:
+            if load_folder(folder) is None:
                 make_share_of_volume(volume, recipe, folder, share)
-    whole = [found(folder) for folder in folders_of(source, recipe, digest, out)]
-    return Tokens(out, [there for there in whole if there]) if all(whole) else None
+    volumes = [load_folder(folder) for folder in folders_of(source, recipe, digest, out)]
+    return Tokens(out, [volume for volume in volumes if volume]) if all(volumes) else None
 
 
 def folders_of(source: Source, recipe: Recipe, digest: str, out: Path) -> list[Path]:
-    """The folders of its volumes."""
-    return [out / named(key_of(volume, recipe, digest)) for volume in source.volumes()]
+    """Return the folders of a source's volumes."""
+    return [out / folder_name(key_of(volume, recipe, digest)) for volume in source.volumes()]
 
 
 def make_share_of_volume(source: Source, recipe: Recipe, folder: Path, share: Share) -> None:
-    """Make a share of the pieces of a volume, and join all pieces where they are there."""
-    unfinished = part_of(folder)
+    """Make a share of a volume's pieces, and join all pieces if they are complete."""
+    unfinished = partial_path_of(folder)
     if share.of > 1:
-        with alone(unfinished / "lock", shared=True), alone(unfinished / f"lock-{share.number}-of-{share.of}"):
-            if found(folder) is None:
+        with hold_lock(unfinished / "lock", shared=True), hold_lock(unfinished / f"lock-{share.number}-of-{share.of}"):
+            if load_folder(folder) is None:
                 make_pieces(unfinished, source, recipe, share)
-    if share.of == 1 or is_to_join(unfinished, source):
-        whole = share._replace(number=0, of=1)
-        made(folder, partial(tokenized, source=source, recipe=recipe, share=whole))
+    if share.of == 1 or is_complete(unfinished, source):
+        all_pieces = share._replace(number=0, of=1)
+        make_folder(folder, partial(tokenize_volume, source=source, recipe=recipe, share=all_pieces))
 
 
-def is_to_join(folder: Path, source: Source) -> bool:
-    """Whether all pieces of a volume are there."""
-    return all(summary_of(folder, number) is not None for number in range(len(source.pieces())))
+def is_complete(folder: Path, source: Source) -> bool:
+    """Return True if all pieces of a volume are complete."""
+    return all(read_summary(folder, number) is not None for number in range(len(source.pieces())))
 
 
 def key_of(source: Source, recipe: Recipe, digest: str) -> list[object]:
-    """What the tokens of a source depend on."""
+    """Return everything that the tokens of a source depend on."""
     return [FORMAT, digest, recipe.decides, source.files, source.spans]
 
 
-def tokenized(folder: Path, source: Source, recipe: Recipe, share: Share = ALL) -> Summary:
-    """Make what is missing of a volume in a folder; raises UserError where there are no tokens in all of it."""
+def tokenize_volume(folder: Path, source: Source, recipe: Recipe, share: Share = ALL) -> Summary:
+    """Make the missing parts of a volume in a folder; raise UserError if it has no tokens at all."""
     make_pieces(folder, source, recipe, share)
     holds = join(folder, len(source.pieces()))
     if not holds.tokens:
-        skipped = f", {holds.skipped} bad ones skipped" if holds.skipped else ""
+        skipped = f", {holds.skipped} bad records skipped" if holds.skipped else ""
         raise UserError(source.where, f"the corpus is empty: {holds.documents} documents, none with a token{skipped}")
     return holds
 
 
 def make_pieces(folder: Path, source: Source, recipe: Recipe, share: Share) -> None:
-    """Make what is missing of a share of the pieces in a folder."""
+    """Make the missing pieces of a share in a folder."""
     pieces = {n: spans for n, spans in enumerate(source.pieces()) if n % share.of == share.number}
-    left = {number: spans for number, spans in pieces.items() if summary_of(folder, number) is None}
-    if len(left) < len(pieces):
-        print(f"going on with {folder}: {len(pieces) - len(left)} of {len(pieces)} pieces are there", flush=True)
+    missing = {number: spans for number, spans in pieces.items() if read_summary(folder, number) is None}
+    if len(missing) < len(pieces):
+        print(f"resuming in {folder}: {len(pieces) - len(missing)} of {len(pieces)} pieces are done", flush=True)
     size = size_of(pieces.values())
-    with Bar(size, size - size_of(left.values())) as bar:
-        tokenize(recipe, folder, left, lambda spans: bar.add(size_of([spans])), share.processes)
+    with Bar(size, size - size_of(missing.values())) as bar:
+        tokenize(recipe, folder, missing, lambda spans: bar.add(size_of([spans])), share.processes)
     for file in source.files:
-        if is_gone(file):
-            raise UserError(file.path, "has changed while it was read; start again")
+        if has_changed(file):
+            raise UserError(file.path, "changed while it was being read; start again")
 
 
 def size_of(pieces: Iterable[Sequence[Span]]) -> int:
-    """Bytes to read of some pieces."""
+    """Return the bytes to read of some pieces."""
     return sum(span.size_bytes for spans in pieces for span in spans)

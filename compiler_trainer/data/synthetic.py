@@ -1,4 +1,7 @@
-"""Documents drawn from a seed: walks of one Markov chain over 27 characters; its entropy is 1.06 nats a character."""
+"""Documents drawn from a seed: walks of one Markov chain over 27 characters.
+
+Its entropy is 1.06 nats a character.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ LENGTHS_CHARS = (64, 1024)
 
 
 def walks(seed: int, start: int, end: int) -> Iterator[str]:
-    """Walks number `start` to before `end` of the chain of a seed."""
+    """Yield walks `start` to before `end` of the chain of a seed."""
     symbols = np.arange(len(ALPHABET))
     rng = np.random.default_rng(seed)
     successors = [rng.choice(symbols, len(SUCCESSOR_ODDS), replace=False).tolist() for _ in symbols]
@@ -21,7 +24,7 @@ def walks(seed: int, start: int, end: int) -> Iterator[str]:
 
 
 def walk(successors: list[list[int]], rng: np.random.Generator) -> str:
-    """A walk of 64 to 1023 characters, started anywhere."""
+    """Return a walk of 64 to 1023 characters from a random start."""
     length = int(rng.integers(*LENGTHS_CHARS))
     state = int(rng.integers(len(successors)))
     letters = []

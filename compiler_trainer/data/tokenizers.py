@@ -1,4 +1,4 @@
-"""Text to token ids: raw bytes, a `tokenizer.json` alone, or the tokenizer of a folder as transformers loads it."""
+"""Turn text into token ids: raw bytes, a lone `tokenizer.json`, or a folder's tokenizer as transformers loads it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
-from compiler_trainer.places.store import parted
+from compiler_trainer.places.store import split_url
 
-BESIDE = ("*token*", "*.jinja", "config.json", "generation_config.json")  # read together with a tokenizer.json
-CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # with one of them transformers loads it
-TRIES = 100  # texts of which one should have tokens
+BESIDE = ("*token*", "*.jinja", "config.json", "generation_config.json")  # read with a tokenizer.json
+CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # one of them: loaded by transformers
+TRIES = 100  # texts to try until one has tokens
 Ids = NDArray[np.integer]
-Place = tuple[int, int]  # characters of a text, from the first to before the second
+Place = tuple[int, int]  # range of characters, from the first to before the second
 
 
 class Settings(NamedTuple):
-    """Facts about a tokenizer besides its vocabulary.
+    """Facts about a tokenizer apart from its vocabulary.
 
     `end_of_document` closes each document. `opening` and `ending` are the ids that the tokenizer itself puts around a
-    plain text. `special_tokens` are names for chat templates, `templates` these by name, `stops` ids that
-    end an answer.
+    plain text. `special_tokens` are names for chat templates, `templates` the chat templates by name, `stops` the ids
+    that end an answer.
     """
 
     end_of_document: int
@@ -46,79 +46,79 @@ class Settings(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Turns texts into token ids below `vocab_size`."""
+    """The interface of tokenizers, which turn texts into token ids below `vocab_size`."""
 
     path: str
     vocab_size: int
     settings: Settings
-    whole: frozenset[int]  # ids of added tokens, which are matched as a whole
+    added_ids: frozenset[int]  # ids of added tokens, which are never split
 
     @property
     def digest(self) -> str:
-        """A digest of everything that decides which ids a text gets."""
+        """A digest of everything that decides the ids of a text."""
 
     @property
     def end_of_document(self) -> int:
         """The id that closes a document."""
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, without special tokens added."""
+        """Return the ids of each text, without added special tokens."""
 
     def encode_placed(self, text: str) -> tuple[Ids, Sequence[Place]]:
-        """Ids of a text, and the characters that each stands for."""
+        """Return the ids of a text, and the range of characters of each id."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """Return the text of ids, without special tokens."""
 
     def name_of(self, token: int) -> str:
-        """The text of one id, of special tokens too."""
+        """Return the text of one id, including special tokens."""
 
-    def saved(self) -> list[Any]:
-        """JSON from which `restored` makes the tokenizer in another process."""
+    def to_json(self) -> list[Any]:
+        """Return JSON from which `restore` makes the tokenizer in another process."""
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, and 256 for the end of a document."""
+    """A tokenizer whose ids are the bytes of UTF-8, and 256 for the end of a document."""
 
     path = "bytes"
     vocab_size = 257
     end_of_document = 256
     settings = Settings(256, stops=(256,))
     digest = "bytes"
-    whole = frozenset({256})
+    added_ids = frozenset({256})
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """uint8 ids of each text."""
+        """Return the uint8 ids of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_placed(self, text: str) -> tuple[Ids, Sequence[Place]]:
-        """uint8 ids, each byte with the character that it is of."""
+        """Return uint8 ids, each byte with the range of its character."""
         return self.encode([text])[0], [(i, i + 1) for i, char in enumerate(text) for _ in char.encode()]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of bytes, with a mark where they are none."""
+        """Return the text of bytes, with a replacement character for invalid ones."""
         return bytes(i for i in ids if i < self.end_of_document).decode(errors="replace")
 
     def name_of(self, token: int) -> str:
-        """A byte as Python writes it."""
+        """Return a byte as Python writes it."""
         return "end of document" if token == self.end_of_document else repr(bytes([token]))[2:-1]
 
-    def saved(self) -> list[Any]:
-        """Nothing but the kind."""
+    def to_json(self) -> list[Any]:
+        """Return an empty list, which `restore` recognizes."""
         return []
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library, and what its folder says about it."""
+    """A tokenizer of the `tokenizers` library, with the settings of its folder."""
 
     def __init__(self, path: str, backend: Backend, settings: Settings):
         self.path, self.backend, self.settings = path, backend, settings
-        # A saved limit would cut documents in silence. A post-processor trims places; its ids are in `settings`.
+        # A saved limit would silently truncate documents. A post-processor trims ranges; its ids are in `settings`.
         backend.no_truncation()
         backend.no_padding()
         backend.post_processor = None  # type: ignore[assignment]
         backend.encode_special_tokens = settings.splits_special_tokens
-        self.whole = frozenset(backend.get_added_tokens_decoder())
+        self.added_ids = frozenset(backend.get_added_tokens_decoder())
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @functools.cached_property
@@ -133,7 +133,7 @@ class FileTokenizer:
         return self.settings.end_of_document
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """uint32 ids of each text."""
+        """Return the uint32 ids of each text."""
         try:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
@@ -141,7 +141,7 @@ class FileTokenizer:
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_placed(self, text: str) -> tuple[Ids, Sequence[Place]]:
-        """uint32 ids of a text, and the characters that each stands for."""
+        """Return the uint32 ids of a text, and the range of characters of each id."""
         try:
             encoding: Encoding = self.backend.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
@@ -149,59 +149,59 @@ class FileTokenizer:
         return np.asarray(encoding.ids, np.uint32), encoding.offsets
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """Return the text of ids, without special tokens."""
         return self.backend.decode(ids)
 
     def name_of(self, token: int) -> str:
-        """The text of one id, of special tokens too."""
+        """Return the text of one id, including special tokens."""
         return self.backend.decode([token], skip_special_tokens=False) or self.backend.id_to_token(token) or ""
 
-    def saved(self) -> list[Any]:
-        """The path, the backend and the settings."""
+    def to_json(self) -> list[Any]:
+        """Return the path, the backend and the settings."""
         return [self.path, self.backend.to_str(), self.settings]
 
 
-def restored(saved: list[Any]) -> Tokenizer:
-    """The tokenizer that `saved` was made of."""
-    if not saved:
+def restore(values: list[Any]) -> Tokenizer:
+    """Return the tokenizer whose `to_json()` gave this value."""
+    if not values:
         return ByteTokenizer()
-    path, backend, settings = saved
+    path, backend, settings = values
     return FileTokenizer(path, Backend.from_str(backend), Settings(*settings))
 
 
 def one_line(error: Exception) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return str(error).partition("\n")[0]
 
 
 def tokenizer_of(cfg: DataConfig) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names; raises UserError."""
+    """Return the tokenizer of `data.tokenizer`; raise UserError."""
     return build_tokenizer(tokenizer_here(cfg), cfg.eos_token, cfg.add_bos_token)
 
 
 def build_tokenizer(name: str, eos_token: str | None = None, add_bos_token: bool | None = None) -> Tokenizer:
-    """The byte tokenizer for "bytes", else the tokenizer.json at that path; raises UserError.
+    """Return the byte tokenizer for "bytes", otherwise the tokenizer of a tokenizer.json's path; raise UserError.
 
-    Both options replace what the tokenizer says of itself.
+    `eos_token` and `add_bos_token` override the tokenizer's own settings.
     """
     if not name:
         raise UserError("data.tokenizer", 'is empty; give "bytes" or the path of a tokenizer.json')
     if name == "bytes":
         if eos_token is not None or add_bos_token:
             option = "data.eos_token" if eos_token is not None else "data.add_bos_token"
-            raise UserError(option, "is set, and data.tokenizer=bytes has no such token; leave it null")
+            raise UserError(option, "is set, but data.tokenizer=bytes has no such token; leave it null")
         return ByteTokenizer()
     if not Path(name).is_file():
         raise UserError(name, 'no such file (data.tokenizer takes "bytes" or the path of a tokenizer.json)')
     is_folder = Path(name).name == "tokenizer.json" and any(Path(name).with_name(file).is_file() for file in CONFIGS)
-    backend, settings = (of_folder if is_folder else of_file)(name, eos_token)
+    backend, settings = (read_folder if is_folder else read_file)(name, eos_token)
     if not backend.get_vocab(with_added_tokens=False):
-        raise UserError(name, "has an empty vocabulary: no text has tokens")
+        raise UserError(name, "has an empty vocabulary")
     return FileTokenizer(name, backend, settings._replace(opening=opening_of(settings, backend, add_bos_token)))
 
 
 def opening_of(settings: Settings, backend: Backend, add_bos_token: bool | None) -> tuple[int, ...]:
-    """The ids before a plain text: as the tokenizer puts them, unless `data.add_bos_token` says otherwise."""
+    """Return the ids before a plain text: the tokenizer's own, unless `data.add_bos_token` overrides them."""
     if add_bos_token is None:
         return settings.opening
     name = settings.special_tokens.get("bos_token")
@@ -209,61 +209,67 @@ def opening_of(settings: Settings, backend: Backend, add_bos_token: bool | None)
     if not add_bos_token:
         return tuple(i for i in settings.opening if i != bos)
     if bos is None:
-        fix = "leave it null, or name bos_token in the tokenizer_config.json beside the tokenizer.json"
-        raise UserError("data.add_bos_token", f"is true, and the tokenizer names no bos_token; {fix}")
+        fix = "leave it null, or add bos_token to the tokenizer_config.json next to the tokenizer.json"
+        raise UserError("data.add_bos_token", f"is true, but the tokenizer has no bos_token; {fix}")
     return settings.opening if bos in settings.opening else (bos, *settings.opening)
 
 
-# ---- a tokenizer.json alone -----------------------------------------------------------------------------------------
+# ---- a lone tokenizer.json ------------------------------------------------------------------------------------------
 
 
-def of_file(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
-    """The backend in a file, and settings that follow from it alone."""
+def read_file(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
+    """Return the backend of a file, and the settings that follow from it alone."""
     try:
         backend = Backend.from_buffer(Path(path).read_bytes())
     except Exception as error:  # the library raises bare Exception
         raise UserError(path, f"is not a tokenizer.json: {one_line(error)}") from error
-    opening, ending = added_around(backend)
-    end = id_of(eos_token, backend) if eos_token is not None else ending[-1] if ending else only_special(path, backend)
-    return backend, Settings(end, opening, before_end(ending, end), stops=(end,))
+    opening, ending = surrounding_ids(backend)
+    end = (
+        token_id(eos_token, backend)
+        if eos_token is not None
+        else ending[-1]
+        if ending
+        else single_special(path, backend)
+    )
+    return backend, Settings(end, opening, drop_closing(ending, end), stops=(end,))
 
 
-def only_special(path: str, backend: Backend) -> int:
-    """The single special token of a tokenizer, the unknown token aside; raises UserError if there are several."""
+def single_special(path: str, backend: Backend) -> int:
+    """Return the single special token, apart from the unknown token; raise UserError if there is not exactly one."""
     unknown = getattr(backend.model, "unk_token", None)
     decoder = backend.get_added_tokens_decoder()
     special = {i: token.content for i, token in decoder.items() if token.special and token.content != unknown}
     if len(special) == 1:
         return next(iter(special))
-    among = f"one of {', '.join(list(special.values())[:8])}" if special else "it has no special token"
-    raise UserError(path, f"does not say which token ends a document; set data.eos_token ({among})")
+    choices = f"one of {', '.join(list(special.values())[:8])}" if special else "it has no special token"
+    raise UserError(path, f"does not say which token ends a document; set data.eos_token ({choices})")
 
 
-def id_of(eos_token: str, backend: Backend) -> int:
-    """The id of the token in `data.eos_token`; raises UserError."""
-    if (found := backend.token_to_id(eos_token)) is None:
-        raise UserError("data.eos_token", f"{eos_token} is no token of the tokenizer; name one of its vocabulary")
-    return found
+def token_id(eos_token: str, backend: Backend) -> int:
+    """Return the id of the token in `data.eos_token`; raise UserError if there is none."""
+    if (number := backend.token_to_id(eos_token)) is None:
+        raise UserError("data.eos_token", f"{eos_token} is not a token of the tokenizer; choose one of its vocabulary")
+    return number
 
 
-def added_around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the post-processor of a tokenizer puts before and after a text."""
+def surrounding_ids(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a tokenizer's post-processor puts before and after a text."""
     backend.no_truncation()
     backend.no_padding()
-    some = sorted(backend.get_vocab(with_added_tokens=False).items(), key=lambda entry: entry[1])[-TRIES:]
-    for text in ("a", *(backend.decode([i]) or token for token, i in some)):
+    entries = sorted(backend.get_vocab(with_added_tokens=False).items(), key=lambda entry: entry[1])[-TRIES:]
+    for text in ("a", *(backend.decode([i]) or token for token, i in entries)):
         try:
             encoding = backend.encode(text, add_special_tokens=True)
         except Exception:  # WordLevel without an unknown token has no id for most texts
             continue
-        own = np.flatnonzero(~np.array(encoding.special_tokens_mask, bool))
-        if len(own):
-            return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+        text_places = np.flatnonzero(~np.array(encoding.special_tokens_mask, bool))
+        if len(text_places):
+            return tuple(encoding.ids[: text_places[0]]), tuple(encoding.ids[text_places[-1] + 1 :])
     return (), ()
 
 
-def before_end(ending: tuple[int, ...], end: int) -> tuple[int, ...]:
-    """The ids after a text, without the one that closes a document anyway."""
+def drop_closing(ending: tuple[int, ...], end: int) -> tuple[int, ...]:
+    """Return the ids after a text, without the id that closes a document anyway."""
     return ending[:-1] if ending and ending[-1] == end else ending
 
 
@@ -272,38 +278,38 @@ def before_end(ending: tuple[int, ...], end: int) -> tuple[int, ...]:
 
 @functools.cache
 def library() -> Any:
-    """The transformers library; raises UserError if it is missing."""
+    """Return the transformers library; raise UserError if it is missing."""
     try:
         return import_module("transformers")
     except ImportError as error:
-        why = f"its folder is read by transformers, which is missing ({error}); pip install 'compiler-trainer[hf]'"
-        raise UserError("data.tokenizer", why) from error
+        problem = f"its folder is read by transformers, which is missing ({error}); pip install 'compiler-trainer[hf]'"
+        raise UserError("data.tokenizer", problem) from error
 
 
-def of_folder(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
-    """The backend and settings of a folder, as transformers' AutoTokenizer reads it; raises UserError."""
-    loaded = loaded_by_transformers(path)
+def read_folder(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
+    """Return the backend and settings of a folder, as transformers' AutoTokenizer reads it; raise UserError."""
+    loaded = load_by_transformers(path)
     backend = Backend.from_str(loaded.backend_tokenizer.to_str())
-    opening, ending = added_around(backend)
-    stops = stops_beside(path)
+    opening, ending = surrounding_ids(backend)
+    stops = read_stops(path)
     if eos_token is not None:
-        end = id_of(eos_token, backend)
+        end = token_id(eos_token, backend)
     elif loaded.eos_token_id is not None:
         end = loaded.eos_token_id
     elif ending:
         end = ending[-1]
     else:
-        end = stops[0] if stops else only_special(path, backend)
+        end = stops[0] if stops else single_special(path, backend)
     templates = loaded.chat_template
-    named = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
+    templates_by_name = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
     special = dict(loaded.special_tokens_map)
     stops = tuple(i for i in (*stops, end, loaded.eos_token_id) if i is not None)
     splits = bool(loaded.split_special_tokens)
-    return backend, Settings(end, opening, before_end(ending, end), special, named, stops, splits)
+    return backend, Settings(end, opening, drop_closing(ending, end), special, templates_by_name, stops, splits)
 
 
-def loaded_by_transformers(path: str) -> Any:
-    """The tokenizer of a folder as transformers' AutoTokenizer loads it; raises UserError."""
+def load_by_transformers(path: str) -> Any:
+    """Return a folder's tokenizer as transformers' AutoTokenizer loads it; raise UserError."""
     folder = str(Path(path).parent)
     try:
         loaded = library().AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -312,13 +318,13 @@ def loaded_by_transformers(path: str) -> Any:
     except Exception as error:  # the library raises whatever its readers raise
         raise UserError(path, f"transformers cannot load the tokenizer of its folder: {one_line(error)}") from error
     if not hasattr(loaded, "backend_tokenizer"):
-        fix = "only those of the tokenizers library are used; save it as one"
+        fix = "only tokenizers of the tokenizers library are supported; convert it to one"
         raise UserError(path, f"transformers loads it as {type(loaded).__name__}, which is written in Python; {fix}")
     return loaded
 
 
-def stops_beside(path: str) -> tuple[int, ...]:
-    """The ids at which generation ends: eos_token_id of generation_config.json, else of config.json."""
+def read_stops(path: str) -> tuple[int, ...]:
+    """Return the ids that end generation: eos_token_id of generation_config.json, otherwise of config.json."""
     for name in ("generation_config.json", "config.json"):
         file = Path(path).with_name(name)
         if not file.is_file():
@@ -328,23 +334,21 @@ def stops_beside(path: str) -> tuple[int, ...]:
         except (ValueError, AttributeError) as error:
             raise UserError(str(file), f"is not a JSON object: {one_line(error)}") from error
         ends = ends if isinstance(ends, list) else [ends]
-        if found := tuple(end for end in ends if isinstance(end, int)):
-            return found
+        if ids := tuple(end for end in ends if isinstance(end, int)):
+            return ids
     return ()
 
 
 def tokenizer_here(cfg: DataConfig) -> str:
-    """`data.tokenizer` as a path of this machine; one in a store, or the hub, is copied with what lies beside it."""
+    """Return `data.tokenizer` as a local path; a remote one is copied together with the files next to it."""
     name = cfg.tokenizer
     if not name or name == "bytes" or Path(name).exists() or "/" not in name:
         return name
-    folder, own = parted(name)
-    there = folder_here(
-        "data.tokenizer", folder, (own, *BESIDE), cache_of(cfg), lambda found: (found / own).is_file()
-    )
-    return str(there / own)
+    folder, file = split_url(name)
+    local = folder_here("data.tokenizer", folder, (file, *BESIDE), cache_of(cfg), lambda path: (path / file).is_file())
+    return str(local / file)
 
 
 def dtype_of(vocab_size: int) -> np.dtype[Any]:
-    """What ids are stored as: uint16 where the vocabulary allows, else uint32."""
+    """Return the dtype in which ids are stored: uint16 if the vocabulary allows, otherwise uint32."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)

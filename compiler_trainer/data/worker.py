@@ -1,6 +1,6 @@
-"""Tokenizes pieces of a corpus, each into a shard of its own; as a process it takes them from its input, one a line.
+"""Tokenize pieces of a corpus, each into its own shard; as a process, it reads pieces from its input, one per line.
 
-It imports no torch: a process starts in half a second and takes 70 MB.
+This module does not import torch, so that a process starts in half a second and takes 70 MB.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data.chat import Chats
 from compiler_trainer.data.cutting import PART_BYTES, parts
-from compiler_trainer.data.readers import READERS, Asked, Span
+from compiler_trainer.data.readers import READERS, ReadOptions, Span
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair
 from compiler_trainer.data.shard import Encoded, Shard
 from compiler_trainer.data.template import ChatTemplate
-from compiler_trainer.data.tokenizers import Tokenizer, restored, tokenizer_of
+from compiler_trainer.data.tokenizers import Tokenizer, restore, tokenizer_of
 from compiler_trainer.places.cache import Cache, cache_of
 
 DOCUMENTS_AT_ONCE = 1000
@@ -33,9 +33,10 @@ IDS_AT_ONCE = 2**17
 
 
 class Recipe(NamedTuple):
-    """How records become tokens: conversations with `chat`, else the texts in `column`; bad ones skipped or not.
+    """The parameters of tokenization.
 
-    With `pairs`, a record is two conversations, a document each.
+    Records are conversations with `chat`, otherwise texts in `column`. With `pairs`, a record is two conversations, one
+    document each. With `skip_bad`, bad records are skipped.
     """
 
     tokenizer: Tokenizer
@@ -43,36 +44,36 @@ class Recipe(NamedTuple):
     separator: str | None
     chat: bool
     skip_bad: bool
-    cache: Cache  # of copies
+    cache: Cache  # for copies of remote files
     pairs: bool = False
 
     @property
     def decides(self) -> tuple[Any, ...]:
-        """What tokens depend on, besides the tokenizer's vocabulary and rules."""
+        """Everything that tokens depend on, apart from the tokenizer's vocabulary and rules."""
         settings = self.tokenizer.settings
         templates = [settings.special_tokens, settings.templates] if self.chat else None
-        around = [settings.opening, settings.ending, settings.end_of_document]
-        return self.column, self.separator, templates, around, self.skip_bad, *(["pairs"] if self.pairs else [])
+        surroundings = [settings.opening, settings.ending, settings.end_of_document]
+        return self.column, self.separator, templates, surroundings, self.skip_bad, *(["pairs"] if self.pairs else [])
 
     def fields(self, template: ChatTemplate | None) -> Fields:
-        """The fields of a record that make its document."""
+        """Return the fields of a record that make up its document."""
         kind: Any = "pair" if self.pairs else "conversation" if self.chat else "text"
         return Fields(kind, self.column, template.names if template else frozenset())
 
-    def saved(self) -> list[Any]:
-        """JSON from which `recipe_of` makes the recipe in another process."""
-        return [self.tokenizer.saved(), *self[1:]]
+    def to_json(self) -> list[Any]:
+        """Return JSON from which `restore_recipe` makes the recipe in another process."""
+        return [self.tokenizer.to_json(), *self[1:]]
 
 
-def recipe_of(saved: list[Any]) -> Recipe:
-    """A recipe that has been through JSON."""
-    recipe = Recipe(*saved)
-    folder, most = recipe.cache
-    return recipe._replace(tokenizer=restored(saved[0]), cache=Cache(Path(folder), most))
+def restore_recipe(values: list[Any]) -> Recipe:
+    """Return a recipe from its JSON."""
+    recipe = Recipe(*values)
+    folder, limit = recipe.cache
+    return recipe._replace(tokenizer=restore(values[0]), cache=Cache(Path(folder), limit))
 
 
-def recipe_for(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | None = None) -> Recipe:
-    """How the records of a source become tokens; raises UserError without a chat template that `cfg` needs."""
+def make_recipe(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | None = None) -> Recipe:
+    """Return the recipe of a source; raise UserError if `cfg` needs a chat template and there is none."""
     tokenizer = tokenizer or tokenizer_of(cfg)
     if cfg.chat:
         ChatTemplate(tokenizer)
@@ -81,21 +82,21 @@ def recipe_for(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | Non
 
 
 class Part(NamedTuple):
-    """A document or part of one: a text, or ids and which of them count as labels."""
+    """A document or a part of one: a text, or ids with their labels."""
 
     content: str | Encoded
     begins: bool
     ends: bool
-    continues: bool = False  # it is a sample of the same record as the one before
+    continues: bool = False  # True for a sample of the same record as the previous document
 
     @property
     def size(self) -> int:
-        """How many characters or ids it has."""
+        """The number of characters or ids."""
         return len(self.content if isinstance(self.content, str) else self.content[0])
 
 
 class Worker:
-    """Tokenizes by a recipe, into shards in a folder."""
+    """A tokenizer of pieces by a recipe, into shards in a folder."""
 
     def __init__(self, recipe: Recipe, folder: Path):
         self.recipe, self.folder, self.tokenizer = recipe, folder, recipe.tokenizer
@@ -106,85 +107,88 @@ class Worker:
         return Chats(ChatTemplate(self.tokenizer), self.tokenizer) if self.recipe.chat else None
 
     def tokenize(self, number: int, spans: Iterable[Span]) -> None:
-        """Make the shard of piece `number`; raises UserError where it holds a bad record that is not to be skipped."""
+        """Make the shard of piece `number`; raise UserError at a bad record that is not to be skipped."""
         with Shard(self.folder, number, self.tokenizer) as shard:
             for batch in batches(self.read(spans, shard)):
                 shard.add(batch, self.encode(batch))
 
     def read(self, spans: Iterable[Span], shard: Shard) -> Iterator[Part]:
-        """The contents of spans, in parts that a tokenizer takes; the shard counts skipped records, and has notes."""
+        """Yield the contents of spans in parts that a tokenizer can take; the shard counts bad records and notes."""
         fields = self.recipe.fields(self.chats.template if self.chats else None)
-        asked = Asked(fields, self.recipe.separator, self.tokenizer, self.recipe.cache)
+        options = ReadOptions(fields, self.recipe.separator, self.tokenizer, self.recipe.cache)
         for span in spans:
-            for record in READERS[span.reader](span, asked):
+            for record in READERS[span.reader](span, options):
                 notes: list[str] = []
                 try:
                     document = record.read()
-                    found = self.prepared(document, notes)
+                    parts_read = self.prepare(document, notes)
                 except BadRecord as error:
                     if not self.recipe.skip_bad:
                         raise UserError(record.where(), str(error)) from error
                     shard.skip(record.where, str(error))
                 else:
                     shard.note(record.where, [*document.notes, *notes])
-                    yield from found
+                    yield from parts_read
 
-    def prepared(self, document: Document, notes: list[str]) -> list[Part]:
-        """A text in parts of bounded length; the tokens of the samples of a conversation."""
+    def prepare(self, document: Document, notes: list[str]) -> list[Part]:
+        """Return a text in parts of bounded length, or the tokens of a conversation's samples."""
         content, begins, ends, _ = document
         if isinstance(content, np.ndarray):
-            return self.given(content)
+            return self.id_parts(content)
         if isinstance(content, Pair):
-            return [part for chat in content for part in self.said(chat, notes, 1)]
+            return [part for chat in content for part in self.conversation_parts(chat, notes, 1)]
         if isinstance(content, Conversation):
-            return self.said(content, notes)
-        found = list(parts(content, self.tokenizer.encode))
-        last = len(found) - 1
-        return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(found)]
+            return self.conversation_parts(content, notes)
+        texts = list(parts(content, self.tokenizer.encode))
+        last = len(texts) - 1
+        return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(texts)]
 
-    def said(self, chat: Conversation, notes: list[str], most: int | None = None) -> list[Part]:
-        """The samples of a conversation; raises BadRecord if there are more than `most`."""
+    def conversation_parts(self, chat: Conversation, notes: list[str], limit: int | None = None) -> list[Part]:
+        """Return the samples of a conversation; raise BadRecord if there are more than `limit`."""
         assert self.chats
         written = self.chats.write(chat)
         notes += written.notes
-        if most is not None and len(written.samples) > most:
-            why = "has several answers after the first difference, and the chat template rewrites earlier ones"
-            raise BadRecord(f"{why}: give each its last answer alone, the others as its prompt")
+        if limit is not None and len(written.samples) > limit:
+            problem = "has several answers after the first difference, but the chat template rewrites earlier ones"
+            raise BadRecord(f"{problem}: give each conversation only its last answer, with the others in its prompt")
         return [Part((ids, counted), True, True, i > 0) for i, (ids, counted) in enumerate(written.tokens)]
 
-    def given(self, ids: Ids) -> list[Part]:
-        """A document of ids in parts; what ends it is left out, for a shard adds it."""
+    def id_parts(self, ids: Ids) -> list[Part]:
+        """Return a document of ids in parts, without its closing id, which the shard adds."""
         if self.recipe.chat:
-            raise BadRecord("holds token ids, and no conversation; set data.chat=false")
+            raise BadRecord("holds token ids, not a conversation; set data.chat=false")
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
-            wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise BadRecord(f"holds id {wrong:,}, and the tokenizer has {self.tokenizer.vocab_size:,}; name its own")
+            invalid_id = ids.min() if ids.min() < 0 else ids.max()
+            raise BadRecord(
+                f"has id {invalid_id:,}; the tokenizer has {self.tokenizer.vocab_size:,}; set data.tokenizer to theirs"
+            )
         if len(ids) and ids[-1] == self.tokenizer.end_of_document:
             ids = ids[:-1]
         starts = range(0, len(ids) or 1, IDS_AT_ONCE)
         return [Part((ids[at : at + IDS_AT_ONCE], None), at == 0, at == starts[-1]) for at in starts]
 
     def encode(self, batch: list[Part]) -> list[Encoded]:
-        """Ids of each part and which of them count; texts get the ids that the tokenizer puts around them."""
+        """Return the ids and labels of each part; texts also get the tokenizer's opening and ending ids."""
         texts = [part.content for part in batch if isinstance(part.content, str)]
         ids = iter(self.tokenizer.encode(texts))
         return [
-            (self.around(part, next(ids)), None) if isinstance(part.content, str) else part.content for part in batch
+            (self.add_surrounding(part, next(ids)), None) if isinstance(part.content, str) else part.content
+            for part in batch
         ]
 
-    def around(self, part: Part, ids: Ids) -> Ids:
-        """The ids of a text, with those before it if it begins there, and those after it if it ends; none of none."""
+    def add_surrounding(self, part: Part, ids: Ids) -> Ids:
+        """Return a text's ids with the opening ids if it begins here, and the ending ids if it ends here."""
         opening, ending = self.tokenizer.settings.opening, self.tokenizer.settings.ending
         if not (opening or ending) or not len(ids):
             return ids
         return np.concatenate((opening if part.begins else (), ids, ending if part.ends else ())).astype(ids.dtype)
 
 
-def batches(found: Iterable[Part]) -> Iterator[list[Part]]:
-    """Parts in batches whose texts have about 128 KiB."""
+def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Yield parts in batches whose texts have about 128 KiB."""
     batch: list[Part] = []
     size = 0
-    for part in found:
+    for part in parts:
         batch.append(part)
         size += part.size
         if size >= PART_BYTES or len(batch) == DOCUMENTS_AT_ONCE:
@@ -195,13 +199,13 @@ def batches(found: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def main() -> None:
-    """Tokenize the pieces that come in, a line of JSON each, and answer each with a line: null, or what is bad."""
+    """Tokenize the pieces that come in as lines of JSON; answer each with a line: null, or the error."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keeps the output of libraries away from the answers
     lines: SimpleQueue[str] = SimpleQueue()
     Thread(target=receive, args=(lines,), daemon=True).start()
     recipe, folder = json.loads(lines.get())
-    worker = Worker(recipe_of(json.loads(Path(recipe).read_text(encoding="utf-8"))), Path(folder))
+    worker = Worker(restore_recipe(json.loads(Path(recipe).read_text(encoding="utf-8"))), Path(folder))
     while True:
         number, spans = json.loads(lines.get())
         try:
@@ -215,7 +219,7 @@ def main() -> None:
 
 
 def receive(lines: SimpleQueue[str]) -> None:
-    """Take in what the process is asked; it ends at once, whatever it is at, when nobody can ask it any more."""
+    """Queue the incoming lines; end the process immediately when its input is closed."""
     for line in sys.stdin:
         lines.put(line)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Pieces of a corpus over processes: each tokenizes one at a time, and all end with the one that started them."""
+"""Tokenize the pieces of a corpus in several processes, which end together with this one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from compiler_trainer.data.readers import Span
 from compiler_trainer.data.worker import Recipe, Worker
 
 ROOT = Path(__file__).parents[2]
-ALONE = 2  # so many pieces are done before other processes have started
+ALONE = 2  # pieces that one process finishes before others would have started
 
 
-class Failed(NamedTuple):
-    """The first piece, by number, that could not be tokenized, and why."""
+class Failure(NamedTuple):
+    """The failed piece with the lowest number, and its error."""
 
     number: int
     error: UserError
@@ -33,61 +33,61 @@ def tokenize(
     recipe: Recipe,
     folder: Path,
     pieces: Mapping[int, Sequence[Span]],
-    done: Callable[[Sequence[Span]], None],
-    most: int | None = None,
+    on_done: Callable[[Sequence[Span]], None],
+    limit: int | None = None,
 ) -> None:
-    """Make a shard of each piece by its number, and tell what is `done`; raises the UserError of the first bad one.
+    """Make a shard of each piece and call `on_done` for it; raise the UserError of the first bad piece.
 
-    That takes at most so many processes, without a number one a core.
+    Uses at most `limit` processes; None means one per core.
     """
     if len(pieces) <= ALONE:
         worker = Worker(recipe, folder)
         for number, spans in pieces.items():
             worker.tokenize(number, spans)
-            done(spans)
+            on_done(spans)
         return
-    with processes(min(len(pieces), most or len(os.sched_getaffinity(0))), recipe, folder) as idle:
-        share(pieces, idle, done)
+    with processes(min(len(pieces), limit or len(os.sched_getaffinity(0))), recipe, folder) as idle:
+        share(pieces, idle, on_done)
 
 
 def share(
-    pieces: Mapping[int, Sequence[Span]], idle: list[subprocess.Popen[str]], done: Callable[[Sequence[Span]], None]
+    pieces: Mapping[int, Sequence[Span]], idle: list[subprocess.Popen[str]], on_done: Callable[[Sequence[Span]], None]
 ) -> None:
-    """Give each process a piece whenever it has none."""
+    """Give each idle process a piece until all are done."""
     waiting = iter(pieces)
-    busy: dict[Any, tuple[subprocess.Popen[str], int]] = {}  # by what a process answers with
-    failed: Failed | None = None
+    busy: dict[Any, tuple[subprocess.Popen[str], int]] = {}  # by the process's output
+    failure: Failure | None = None
     while True:
-        while idle and failed is None and (number := next(waiting, None)) is not None:
+        while idle and failure is None and (number := next(waiting, None)) is not None:
             process = idle.pop()
             ask(process, [number, pieces[number]])
             busy[process.stdout] = process, number
-        if not any(failed is None or number < failed.number for _, number in busy.values()):
+        if not any(failure is None or number < failure.number for _, number in busy.values()):
             break
         for output in select.select(list(busy), [], [])[0]:
             process, number = busy.pop(output)
             idle.append(process)
             if (error := answer(process)) is None:
-                done(pieces[number])
-            elif failed is None or number < failed.number:
-                failed = Failed(number, error)
-    if failed:
-        raise failed.error
+                on_done(pieces[number])
+            elif failure is None or number < failure.number:
+                failure = Failure(number, error)
+    if failure:
+        raise failure.error
 
 
 @contextmanager
 def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that tokenize by a recipe; they end with the block, whatever they are at, and with this process."""
-    # Many threads in each would make one queue of all, and ignore an interruption.
+    """Yield processes that tokenize by a recipe; they are killed at the end of the block, or with this process."""
+    # Tokenizer threads of all processes would compete, and they ignore interruptions.
     env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-m", "compiler_trainer.data.worker"]
     started = []
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:  # the vocabulary takes megabytes
-        json.dump(recipe.saved(), file, default=str)
+        json.dump(recipe.to_json(), file, default=str)
         file.flush()
         try:
             for _ in range(count):
-                # In a group of their own, they leave Ctrl-C to this process.
+                # In their own process group, they do not get Ctrl-C.
                 started.append(subprocess.Popen(command, env=env, process_group=0, stdin=PIPE, stdout=PIPE, text=True))
                 ask(started[-1], [file.name, str(folder)])
             yield list(started)
@@ -98,18 +98,18 @@ def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subproc
                 process.wait()
 
 
-def ask(process: subprocess.Popen[str], what: object) -> None:
+def ask(process: subprocess.Popen[str], content: object) -> None:
     """Write a line to a process."""
     assert process.stdin is not None
-    print(json.dumps(what, default=str), file=process.stdin, flush=True)
+    print(json.dumps(content, default=str), file=process.stdin, flush=True)
 
 
 def answer(process: subprocess.Popen[str]) -> UserError | None:
-    """What is bad about the piece that a process was given, None if nothing is."""
+    """Return the error of the piece that a process was given, or None."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
         code = process.wait()
-        raise RuntimeError(f"a process that tokenizes ended with {code}; -9 is often a lack of memory")
-    found = json.loads(line)
-    return found and UserError(*found)
+        raise RuntimeError(f"a tokenizing process ended with exit code {code}; -9 often means out of memory")
+    values = json.loads(line)
+    return values and UserError(*values)

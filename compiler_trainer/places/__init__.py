@@ -1,1 +1,1 @@
-"""Where what a run reads and writes lies: folders of arrays that are kept, object stores, copies of what is there."""
+"""The places that a run reads from and writes to: cached folders of arrays, object stores, and local copies."""

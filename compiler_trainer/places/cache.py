@@ -1,4 +1,4 @@
-"""Where what is made of text, or copied from a store, is kept: `<data.cache>/<key>/`, by all that it depends on."""
+"""The cache of processed text and of copies from stores: `<data.cache>/<key>/`, keyed by everything it depends on."""
 
 from __future__ import annotations
 
@@ -17,83 +17,84 @@ from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.places.kept import FILE, Kept, found, made
+from compiler_trainer.places.kept import FILE, StoredFolder, load_folder, make_folder
 
-NAME = re.compile(r"[0-9a-f]{20}(\.part)?")  # of what is kept: a cache may hold what others put there
-COPIES = "copies"  # its folder of what stores have as well
+NAME = re.compile(r"[0-9a-f]{20}(\.part)?")  # of entries; other programs may store files in the same folder
+COPIES = "copies"  # its folder for copies of remote files
 GIB = 2**30
-UNUSED_S, UNREAD_S = 30 * 86_400, 600  # after which what was made may go, and a copy
+UNUSED_S, UNREAD_S = 30 * 86_400, 600  # unused time after which processed text, and copies, may be deleted
 
 
 class Cache(NamedTuple):
-    """A folder, and the bytes above which it loses what was long unused."""
+    """A folder, and the size in bytes above which long-unused entries are deleted."""
 
     folder: Path
     most_bytes: float = 256 * GIB
 
 
-def named(key: list[Any]) -> str:
-    """The name of what a key stands for."""
+def folder_name(key: list[Any]) -> str:
+    """Return the folder name of a key."""
     return hashlib.blake2b(json.dumps(key).encode(), digest_size=10).hexdigest()
 
 
-def in_cache(cache: Cache, key: list[Any], make: Callable[[Path], Any]) -> Kept:
-    """What a key stands for, made where the cache has none; raises UserError."""
-    folder = cache.folder / named(key)
+def get_or_make(cache: Cache, key: list[Any], make: Callable[[Path], Any]) -> StoredFolder:
+    """Return the entry of a key, which is made if the cache lacks it; raise UserError."""
+    folder = cache.folder / folder_name(key)
     with writable("data.cache", folder):
-        if (there := found(folder)) is not None:
-            return there
-        there = made(folder, make)
-        bound(cache)
-        return there
+        if (entry := load_folder(folder)) is not None:
+            return entry
+        entry = make_folder(folder, make)
+        shrink(cache)
+        return entry
 
 
 @contextmanager
 def writable(option: str, folder: Path) -> Iterator[None]:
-    """Raise a UserError where a folder that an option names cannot be written."""
+    """Raise UserError in place of an OSError while writing a folder that an option names."""
     try:
         yield
     except OSError as error:
-        raise UserError(option, f"{folder}: {error.strerror or error}; name a folder to write to") from error
+        raise UserError(option, f"{folder}: {error.strerror or error}; choose a writable folder") from error
 
 
 def cache_of(cfg: DataConfig) -> Cache:
-    """What `data.cache` and `data.cache_gib` name."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
-    return Cache(Path(cfg.cache).expanduser() if cfg.cache else usual, cfg.cache_gib * GIB)
+    """Return the cache of `data.cache` and `data.cache_gib`."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
+    return Cache(Path(cfg.cache).expanduser() if cfg.cache else default, cfg.cache_gib * GIB)
 
 
-def bound(cache: Cache, coming: int = 0) -> int:
-    """Delete what was unused for long, first copies, the longest unused first; the bytes that there are too many still.
+def shrink(cache: Cache, coming: int = 0) -> int:
+    """Delete long-unused entries if the cache is too large; return the bytes that are still in excess.
 
-    That is done where there is more than the cache may hold, `coming` bytes among it.
+    Copies are deleted first, and the least recently used ones before others. The size includes `coming` bytes that are
+    about to be added.
     """
-    copies, own = listed(cache.folder / COPIES), listed(cache.folder)
-    excess, gone = sum(size for _, size, _ in (*copies, *own)) + coming - cache.most_bytes, 0
-    for unused_s, entries in ((UNREAD_S, copies), (UNUSED_S, own)):
-        for used, size, folder in sorted(entries):
-            if gone >= excess or used > time.time() - unused_s:
+    copies, texts = list_entries(cache.folder / COPIES), list_entries(cache.folder)
+    excess, deleted = sum(size for _, size, _ in (*copies, *texts)) + coming - cache.most_bytes, 0
+    for unused_s, entries in ((UNREAD_S, copies), (UNUSED_S, texts)):
+        for last_used, size, folder in sorted(entries):
+            if deleted >= excess or last_used > time.time() - unused_s:
                 break
             shutil.rmtree(folder, ignore_errors=True)
-            gone += size
-    if gone:
-        most = decimal(int(cache.most_bytes))
-        print(f"{cache.folder} had more than {most}: the longest unused {decimal(gone)} were deleted", flush=True)
-    return max(0, int(excess - gone))
+            deleted += size
+    if deleted:
+        limit = decimal(int(cache.most_bytes))
+        print(f"{cache.folder} had more than {limit}: the longest unused {decimal(deleted)} were deleted", flush=True)
+    return max(0, int(excess - deleted))
 
 
-def listed(folder: Path) -> list[tuple[float, int, Path]]:
-    """(when it was last used, its bytes, where it is) of all that a folder keeps."""
-    found = []
-    for each in folder.iterdir() if folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # where another process deletes them too
-            if NAME.fullmatch(each.name):
-                found.append((*used_and_size(each), each))
-    return found
+def list_entries(folder: Path) -> list[tuple[float, int, Path]]:
+    """Return (time of last use, size in bytes, path) of each entry of a folder."""
+    entries = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # another process may delete entries too
+            if NAME.fullmatch(path.name):
+                entries.append((*used_and_size(path), path))
+    return entries
 
 
 def used_and_size(folder: Path) -> tuple[float, int]:
-    """When a folder was last used, and its bytes."""
+    """Return the time of a folder's last use, and its size in bytes."""
     states = [(path.name, path.stat()) for path in folder.rglob("*") if path.is_file()]
-    times = [at.st_atime if name == FILE else at.st_mtime for name, at in states]
-    return max(times, default=folder.stat().st_mtime), sum(at.st_size for _, at in states)
+    times = [state.st_atime if name == FILE else state.st_mtime for name, state in states]
+    return max(times, default=folder.stat().st_mtime), sum(state.st_size for _, state in states)

@@ -1,7 +1,7 @@
-"""What a name stands for on this machine: a path, a copy of what a store has, or what the hub's cache has.
+"""Resolve a name to a local path: a path itself, a copy of remote files, or a folder of the hub's cache.
 
-Copies lie in the cache, whole or not at all. Above its bound those that were unread for long make room, and what finds
-none is refused.
+Copies are in the cache, complete or not at all. If the cache is full, copies that were not read for long make room; a
+copy that still does not fit is refused.
 """
 
 from __future__ import annotations
@@ -18,62 +18,64 @@ from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
-from compiler_trainer.places.cache import COPIES, UNREAD_S, Cache, bound, named, writable
-from compiler_trainer.places.kept import files_in, found, made
-from compiler_trainer.places.store import Entry, Place, chosen, one_line, parted
+from compiler_trainer.places.cache import COPIES, UNREAD_S, Cache, folder_name, shrink, writable
+from compiler_trainer.places.kept import files_in, load_folder, make_folder
+from compiler_trainer.places.store import Entry, Place, matching_files, one_line, split_url
 
-LARGE = 2**28  # bytes, from which on it is said that they are copied
-HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")  # organization/name, and perhaps a revision
+LARGE = 2**28  # bytes; larger copies are announced
+HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")  # organization/name, with an optional revision
 
 
 def file_here(name: str, cache: Cache, beside: str = "") -> str:
-    """The path of a file; of one in a store that of a copy, with the other one `beside` it if there is such."""
+    """Return the local path of a file; a remote file is copied, together with `beside` if that is given."""
     if not is_remote(name):
         return name
-    folder, own = parted(name)
-    entries = {own: Place(name).entry()}
+    folder, file = split_url(name)
+    entries = {file: Place(name).entry()}
     if beside:
-        entries[parted(beside)[1]] = Place(beside).entry()
-    return str(copied(Place(folder), entries, cache) / own)
+        entries[split_url(beside)[1]] = Place(beside).entry()
+    return str(copy_files(Place(folder), entries, cache) / file)
 
 
 def folder_here(
     option: str, name: str, patterns: tuple[str, ...], cache: Cache, is_whole: Callable[[Path], bool]
 ) -> Path:
-    """The folder of a name: one on a disk; else a copy of the files of a store that match patterns; else the hub's.
+    """Return the folder of a name: on disk, or a copy of the remote files that match `patterns`, or from the hub.
 
-    Of the hub its cache is asked first, where `is_whole` says whether it has all. Raises UserError.
+    For the hub, its cache is tried first, and `is_whole` decides whether it is complete. Raises UserError.
     """
     if is_remote(name):
         place = Place(name)
-        files = chosen(place.files(), patterns)
+        files = matching_files(place.files(), patterns)
         if not files:
             raise UserError(option, f"{name} has no file named like {', '.join(patterns)}")
-        return copied(place, files, cache)
-    return Path(name) if Path(name).exists() or not HUB.fullmatch(name) else of_hub(option, name, patterns, is_whole)
+        return copy_files(place, files, cache)
+    return (
+        Path(name) if Path(name).exists() or not HUB.fullmatch(name) else hub_folder(option, name, patterns, is_whole)
+    )
 
 
-def copied(place: Place, files: Mapping[str, Entry], cache: Cache) -> Path:
-    """A folder with copies of some files of a place; raises UserError where there are none, or no room for them."""
+def copy_files(place: Place, files: Mapping[str, Entry], cache: Cache) -> Path:
+    """Return a folder with copies of some files of a place; raise UserError if there are none, or no room."""
     if not files:
-        raise UserError(place.url, "is not there, or is empty; look at its name, and at what the account may read")
-    folder = cache.folder / COPIES / named([place.url, sorted(files.items())])
+        raise UserError(place.url, "is not there, or is empty; check its name and the permissions of the account")
+    folder = cache.folder / COPIES / folder_name([place.url, sorted(files.items())])
     with writable("data.cache", folder):
-        there = found(folder) or made(folder, partial(fetch, place, files, cache))
-        return there.folder
+        copy = load_folder(folder) or make_folder(folder, partial(fetch, place, files, cache))
+        return copy.folder
 
 
 def make_room(cache: Cache, url: str, size: int) -> None:
-    """Let copies go that were unread for long; raises UserError where that is not enough."""
-    if lacking := bound(cache, size):
-        what = f"{decimal(int(cache.most_bytes))} have no room for {url}, {decimal(size)}"
-        fix = f"{decimal(lacking)} are lacking beside what was read in the last {UNREAD_S // 60} minutes; allow more"
-        raise UserError("data.cache_gib", f"{what}: {fix}, or name another data.cache")
+    """Delete copies that were not read for long; raise UserError if that is not enough."""
+    if missing := shrink(cache, size):
+        problem = f"{decimal(int(cache.most_bytes))} have no room for {url}, {decimal(size)}"
+        fix = f"{decimal(missing)} more are needed; the rest was read in the last {UNREAD_S // 60} minutes; increase it"
+        raise UserError("data.cache_gib", f"{problem}: {fix}, or choose another data.cache")
 
 
 def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) -> str:
-    """Copy files into a folder of the cache; raises UserError where one has no room, or did not come whole."""
-    for part in files_in(folder):  # of a process that was killed
+    """Copy files into a folder of the cache; raise UserError if there is no room, or a file arrives incomplete."""
+    for part in files_in(folder):  # left by a killed process
         part.unlink()
     size = sum(entry.size_bytes for entry in files.values())
     make_room(cache, place.url, size)
@@ -82,38 +84,38 @@ def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) 
     for name, entry in files.items():
         place.get(name, folder / name)
         if (size := (folder / name).stat().st_size) != entry.size_bytes:
-            what = f"came with {size:,} of {entry.size_bytes:,} bytes"
-            raise UserError(f"{place.url}/{name}", f"{what}; start again, once nobody writes it")
+            problem = f"came with {size:,} of {entry.size_bytes:,} bytes"
+            raise UserError(f"{place.url}/{name}", f"{problem}; start again when nobody writes to it")
     return place.url
 
 
 # ---- the hub --------------------------------------------------------------------------------------------
 
 
-def of_hub(option: str, name: str, patterns: tuple[str, ...], is_whole: Callable[[Path], bool]) -> Path:
-    """A snapshot of a model of the hub, from its cache if that has all; raises UserError."""
+def hub_folder(option: str, name: str, patterns: tuple[str, ...], is_whole: Callable[[Path], bool]) -> Path:
+    """Return a snapshot of a model on the hub, from the hub's cache if complete; raise UserError."""
     hub = library()
     repository, _, revision = name.partition("@")
-    asked = dict(repo_id=repository, revision=revision or None, allow_patterns=list(patterns))
-    with suppress(Exception):  # whatever it raises: then the cache has it not
-        cached = Path(hub.snapshot_download(**asked, local_files_only=True))
+    request = dict(repo_id=repository, revision=revision or None, allow_patterns=list(patterns))
+    with suppress(Exception):  # any error means that the cache lacks it
+        cached = Path(hub.snapshot_download(**request, local_files_only=True))
         if is_whole(cached):
             return cached
     try:
-        there = Path(hub.snapshot_download(**asked))
-    except Exception as error:  # of the network, of the hub, of the disk
-        fix = "name a folder, or set HF_TOKEN where the model is gated"
-        what = f"{name} is no folder here, nor in the hub's cache, and cannot be downloaded"
-        raise UserError(option, f"{what}: {one_line(error)}; {fix}") from error
-    if not is_whole(there):  # without a network it is what there is
-        what = f"of {name} the hub's cache has a part alone, in {there}"
-        raise UserError(option, f"{what}; download it with a network, if it has files like {', '.join(patterns)}")
-    print(f"{name} was downloaded to {there}", flush=True)
-    return there
+        snapshot = Path(hub.snapshot_download(**request))
+    except Exception as error:  # from the network, the hub or the disk
+        fix = "give a folder, or set HF_TOKEN if the model is gated"
+        problem = f"{name} is neither a folder here nor in the hub's cache, and cannot be downloaded"
+        raise UserError(option, f"{problem}: {one_line(error)}; {fix}") from error
+    if not is_whole(snapshot):  # without a network, the snapshot is whatever the cache has
+        problem = f"the hub's cache has only a part of {name}, in {snapshot}"
+        raise UserError(option, f"{problem}; download it with a network, if it has files like {', '.join(patterns)}")
+    print(f"{name} was downloaded to {snapshot}", flush=True)
+    return snapshot
 
 
 def library() -> Any:
-    """huggingface_hub."""
+    """Return huggingface_hub; raise UserError if it is missing."""
     try:
         return import_module("huggingface_hub")
     except ImportError as error:

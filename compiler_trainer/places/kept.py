@@ -1,9 +1,9 @@
-"""Files on disk, most of them arrays, that one process makes and all that read them map.
+"""Folders of files, mostly arrays, that one process makes and all readers map.
 
     <folder>/  NAME.bin ...  kept.json
 
-A folder is there only once it is whole: until then `<folder>.part` holds what there is, and a later start goes on with
-it. Each start compares the files with what was written: all of a small one, blocks of a large one.
+A folder appears only once it is complete: until then the files are in `<folder>.part`, and a later start continues from
+them. Each start compares the files with the digests: small files completely, large ones in sampled blocks.
 """
 
 from __future__ import annotations
@@ -26,64 +26,64 @@ from numpy.typing import DTypeLike, NDArray
 from compiler_trainer.config.errors import UserError
 
 FILE = "kept.json"
-BLOCKS, BLOCK_BYTES = 64, 2**16  # of an array that is larger, so many are compared, spread over it
+BLOCKS, BLOCK_BYTES = 64, 2**16  # number and size of the blocks that are compared, spread over a larger file
 
 
-class Kept(NamedTuple):
-    """A whole folder of files, and what was said of them when they were made."""
+class StoredFolder(NamedTuple):
+    """A complete folder of files, and the facts that were recorded when they were made."""
 
     folder: Path
     holds: Any
 
     def array(self, name: str, dtype: DTypeLike) -> NDArray[Any]:
-        """One of the arrays, mapped to be read here and there."""
+        """Return one of the arrays, mapped for random access."""
         path = self.folder / f"{name}.bin"
         if not path.stat().st_size:
             return np.empty(0, dtype)
         with open(path, "rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # A row is of documents that lie anywhere: to read on behind each would read hundreds of times what is asked.
+        # A row has documents from anywhere in the file, so readahead would read hundreds of times the needed bytes.
         content.madvise(mmap.MADV_RANDOM)
         return np.frombuffer(content, dtype)
 
     @property
     def size_bytes(self) -> int:
-        """What it takes on disk."""
+        """The size on disk."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
-def found(folder: Path, moved: bool = False) -> Kept | None:
-    """What is in a folder; None where there is none, or where a file is not as it was left.
+def load_folder(folder: Path, is_moved: bool = False) -> StoredFolder | None:
+    """Return the content of a folder; None if there is none, or if a file was changed.
 
-    In a folder that may have `moved`, files may have another time of change.
+    In a folder that may have been moved (`is_moved`), files may have another modification time.
     """
     path = folder / FILE
     if not path.is_file():
         return None
     try:
-        kept = json.loads(path.read_text())
-        if kept["digest"] != digest_of(kept["holds"], kept["files"]):
+        record = json.loads(path.read_text())
+        if record["digest"] != digest_of(record["holds"], record["files"]):
             return None
-        for name, was in kept["files"].items():
-            if stamps(folder / name)[moved:] != was[moved:]:
+        for name, state in record["files"].items():
+            if stamps(folder / name)[is_moved:] != state[is_moved:]:
                 return None
-        with suppress(OSError):  # of others, that may only be read
+        with suppress(OSError):  # fails for read-only folders of other users
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-        return Kept(folder, kept["holds"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing there, cut or altered
+        return StoredFolder(folder, record["holds"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, truncated or changed
         return None
 
 
 def stamps(path: Path) -> list[Any]:
-    """Time of change, size and digest of an array; raises OSError where it is no file."""
-    if not path.is_file():  # a pipe would be waited for
+    """Return modification time, size and digest of a file; raise OSError if it is not a file."""
+    if not path.is_file():  # reading a pipe would block
         raise FileNotFoundError(path)
     state = path.stat()
-    return [state.st_mtime_ns, state.st_size, sampled(path)]
+    return [state.st_mtime_ns, state.st_size, sample_digest(path)]
 
 
-def sampled(path: Path) -> str:
-    """The digest of a file, of a large one that of blocks spread over it, its ends among them."""
+def sample_digest(path: Path) -> str:
+    """Return the digest of a file; for a large one, of blocks spread over it, including both ends."""
     digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
     step = max(BLOCK_BYTES, (size - BLOCK_BYTES) / (BLOCKS - 1))
     with open(path, "rb", buffering=0) as file:
@@ -94,66 +94,69 @@ def sampled(path: Path) -> str:
 
 
 def digest_of(holds: Any, files: dict[str, list[Any]]) -> str:
-    """What a folder says of itself."""
+    """Return the digest of a folder's record."""
     return hashlib.blake2b(json.dumps([holds, files]).encode(), digest_size=16).hexdigest()
 
 
-def made(folder: Path, make: Callable[[Path], Any]) -> Kept:
-    """Let `make` write arrays into the folder that it is given and say what they hold, unless another process has."""
-    partial = part_of(folder)
-    with alone(partial / "lock"):
-        there = found(folder)
-        if there is not None:
-            shutil.rmtree(partial)
-            return there
+def make_folder(folder: Path, make: Callable[[Path], Any]) -> StoredFolder:
+    """Call `make` to write files into a folder and return their facts, unless another process has made it.
+
+    Returns the complete folder.
+    """
+    partial_path = partial_path_of(folder)
+    with hold_lock(partial_path / "lock"):
+        existing = load_folder(folder)
+        if existing is not None:
+            shutil.rmtree(partial_path)
+            return existing
         try:
-            holds = make(partial)
-        except UserError:  # no later start would go on with this
-            shutil.rmtree(partial)
+            holds = make(partial_path)
+        except UserError:  # a later start could not continue from this
+            shutil.rmtree(partial_path)
             raise
         if folder.exists():
-            print(f"{folder} was cut or altered, and is made anew", flush=True)
+            print(f"{folder} was truncated or changed, and is made again", flush=True)
             shutil.rmtree(folder)
-        close(partial, holds)
-        os.rename(partial, folder)
-        return Kept(folder, json.loads((folder / FILE).read_text())["holds"])
+        close(partial_path, holds)
+        os.rename(partial_path, folder)
+        return StoredFolder(folder, json.loads((folder / FILE).read_text())["holds"])
 
 
-def part_of(folder: Path) -> Path:
-    """Where a folder is made."""
+def partial_path_of(folder: Path) -> Path:
+    """Return the path under which a folder is made."""
     return folder.with_name(f"{folder.name}.part")
 
 
-def close(partial: Path, holds: Any) -> None:
-    """Write down what a folder holds, and how its files are left."""
-    files = {str(path.relative_to(partial)): stamps(path) for path in files_in(partial)}
+def close(partial_path: Path, holds: Any) -> None:
+    """Record the facts of a folder, and the state of its files."""
+    files = {str(path.relative_to(partial_path)): stamps(path) for path in files_in(partial_path)}
     summary = {"digest": digest_of(holds, files), "holds": holds, "files": files}
-    (partial / FILE).write_text(json.dumps(summary))
+    (partial_path / FILE).write_text(json.dumps(summary))
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files below a folder, but for locks and what is written down of them."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
-    return sorted(path for path in found if path.name != FILE)
+    """Return the files below a folder, except locks and the record."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
+    return sorted(path for path in paths if path.name != FILE)
 
 
 @contextmanager
-def alone(path: Path, shared: bool = False) -> Iterator[None]:
-    """Keep other processes, or only those that do not share, from the lock at a path: they wait."""
-    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+def hold_lock(path: Path, shared: bool = False) -> Iterator[None]:
+    """Hold the lock at a path, waiting for its other holders; with `shared`, only for exclusive ones."""
+    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w") as lock:
             try:
-                fcntl.flock(lock, how | fcntl.LOCK_NB)
+                fcntl.flock(lock, mode | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"waiting for another process that makes {path.parent}", flush=True)
-                fcntl.flock(lock, how)
-            if is_at(lock, path):  # else the other has made the folder, or has given up, and moved it away
+                print(f"waiting for another process that is making {path.parent}", flush=True)
+                fcntl.flock(lock, mode)
+            if is_at(lock, path):  # otherwise its holder has moved the folder
                 yield
                 return
 
 
 def is_at(file: IO[str], path: Path) -> bool:
-    """Whether an open file is the one at a path."""
+    """Return True if an open file is the one at a path."""
     return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())

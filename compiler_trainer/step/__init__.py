@@ -1,1 +1,1 @@
-"""One optimizer step: compiled, started and run."""
+"""One optimizer step: compilation, start-up and execution."""

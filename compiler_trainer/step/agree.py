@@ -1,4 +1,4 @@
-"""Before anything runs, all ranks must hold the same program: a difference is shown, not waited on."""
+"""Check before the first step that all ranks hold the same program, instead of hanging on a difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 20  # lines of difference
 
 
 def agree(name: str, program: ir.Program) -> None:
-    """Compare the program's text over all ranks; raises RuntimeError with the first lines that differ from rank 0's."""
+    """Compare a program's text on all ranks; raise RuntimeError with the first lines that differ from rank 0's."""
     text = print_program(program)
     digest = hashlib.sha256(text.encode()).hexdigest()
     digests: list[str] = [""] * dist.get_world_size()
@@ -23,12 +23,12 @@ def agree(name: str, program: ir.Program) -> None:
         return
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
-    other = next(rank for rank, d in enumerate(digests) if d != digests[0])
-    shown = difference(texts[0], texts[other], "rank 0", f"rank {other}")
-    raise RuntimeError(f"{name}: ranks disagree on the program\n{shown}")
+    differing = next(rank for rank, d in enumerate(digests) if d != digests[0])
+    lines = difference(texts[0], texts[differing], "rank 0", f"rank {differing}")
+    raise RuntimeError(f"{name}: ranks disagree on the program\n{lines}")
 
 
-def difference(first: str, second: str, here: str, there: str) -> str:
-    """The first lines in which two program texts differ."""
-    lines = difflib.unified_diff(first.splitlines(), second.splitlines(), here, there, n=1, lineterm="")
+def difference(first: str, second: str, first_name: str, second_name: str) -> str:
+    """Return the first lines in which two program texts differ."""
+    lines = difflib.unified_diff(first.splitlines(), second.splitlines(), first_name, second_name, n=1, lineterm="")
     return "\n".join(list(lines)[:SHOWN])

@@ -1,4 +1,4 @@
-"""Which blocks of a batch's sequence each rank holds, and how even that makes their work."""
+"""Assign the blocks of a batch's sequence to ranks, and measure the balance of their attention work."""
 
 from __future__ import annotations
 
@@ -18,27 +18,33 @@ from passes.sharding.place import place_batch
 
 
 def on_device(value: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; of what lies on the host the copy is under way, and the host does not wait for it."""
-    pinned = device.type == "cuda" and value.device.type == "cpu"  # from other memory a copy waits for all before it
+    """Return a tensor on a device; from host memory to a GPU, the copy is asynchronous."""
+    pinned = device.type == "cuda" and value.device.type == "cpu"  # others wait for earlier copies
     return (value.pin_memory() if pinned else value).to(device, non_blocking=pinned)
 
 
 class BatchLayout:
-    """How a batch lies over the ranks of a program that reads it."""
+    """The distribution of a batch over the ranks of a program that reads it."""
 
     def __init__(self, program: ir.Program, batch: Mapping[str, Tensor]):
         self.program, self.batch = program, batch
-        self.orders: dict[tuple[int, ...], Order] = {}  # by the rows that they are for
+        self.orders: dict[tuple[int, ...], Order] = {}  # by the samples that they are for
 
     @cached_property
     def bounds(self) -> list[tuple[Tensor, Tensor]]:
-        """First and last of the keys that queries see, i64[B, T], of each attention; none if no document decides."""
-        found = bounds_in(self.program.bounds, self.batch) if self.program.bounds and self.batch else []
-        rows = max((len(bound) for pair in found for bound in pair), default=0)
-        return [(first.expand(rows, -1), last.expand(rows, -1)) for first, last in found]
+        """The first key that each query sees and the key after its last one, i64[B, T] each, per attention.
+
+        The list is empty if no document decides what attention sees.
+        """
+        bounds = bounds_in(self.program.bounds, self.batch) if self.program.bounds and self.batch else []
+        rows = max((len(bound) for pair in bounds for bound in pair), default=0)
+        return [(first.expand(rows, -1), last.expand(rows, -1)) for first, last in bounds]
 
     def rows(self, rank: int) -> tuple[int, ...]:
-        """The rows of the batch that a table is made for: the rank's own, or all where ranks exchange among rows."""
+        """Return the samples for which a rank's table is made.
+
+        These are the rank's own samples, or all if ranks exchange data between samples.
+        """
         mesh, count = self.program.mesh, len(self.bounds[0][0])
         if any(i.kind == "layout" and not i.spec.replicate for i in self.program.inputs):
             return tuple(range(count))
@@ -46,44 +52,51 @@ class BatchLayout:
         return tuple(row for start, _, n in runs for row in range(start, start + n))
 
     def order(self, rank: int) -> Order:
-        """The order of the sequence, with the table that a rank shares with those along `cp`."""
+        """Return the order of the sequence, with the table that all ranks of a `cp` group share."""
         order, ranks = self.program.order, self.program.mesh[AXIS]
         if not order.table or not self.bounds:
             return order
         rows = self.rows(rank)
         if rows not in self.orders:
-            work = work_of_blocks(self.seen_in(rows), ranks * order.chunks)
+            work = work_of_blocks(self.keys_per_query(rows), ranks * order.chunks)
             self.orders[rows] = Order(table=assign_blocks(work, ranks))
         return self.orders[rows]
 
-    def seen_in(self, rows: tuple[int, ...]) -> list[Tensor]:
-        """Keys that each query of some rows sees."""
+    def keys_per_query(self, rows: tuple[int, ...]) -> list[Tensor]:
+        """Return the number of keys that each query of some samples sees, for each attention."""
         return [(last - first).clamp(min=0)[list(rows)] for first, last in self.bounds]
 
-    def value(self, given: ir.Input, rank: int, device: torch.device) -> Tensor:
-        """Its table of blocks, on the device, or how far keys travel (`hops_of`), i64[rows, P], on the host."""
+    def value(self, layout_input: ir.Input, rank: int, device: torch.device) -> Tensor:
+        """Return the value of a layout input.
+
+        It is the table of blocks, on the device, or the distance that keys travel (`hops_of`), i64[rows, P], on the
+        host.
+        """
         order = self.order(rank)
-        if given.name == BLOCKS:
+        if layout_input.name == BLOCKS:
             return on_device(torch.tensor(order.table), device)
         mesh, rows = self.program.mesh, list(self.rows(rank))
         meet = (ranks_that_meet(first[rows], last[rows], mesh, order) for first, last in self.bounds)
         return torch.cat([*map(hops_of, meet)])
 
     def work(self, rank: int) -> tuple[Tensor, ...]:
-        """Pairs that each rank along `cp` computes with this one, as they lie, and head and tail: i64[P], i64[P]."""
-        seen, mesh = self.seen_in(self.rows(rank)), self.program.mesh
+        """Return the query-key pairs of each rank of this rank's `cp` group, i64[P].
+
+        There are two results: for the order used, and for the head-tail order.
+        """
+        key_counts, mesh = self.keys_per_query(self.rows(rank)), self.program.mesh
         orders = self.order(rank), ZIGZAG
-        return tuple(torch.stack([pairs_by_rank(x, mesh, order) for x in seen]).sum(0) for order in orders)
+        return tuple(torch.stack([pairs_by_rank(x, mesh, order) for x in key_counts]).sum(0) for order in orders)
 
 
 def balance(parts: Sequence[BatchLayout], rank: int) -> dict[str, float]:
-    """What the busiest rank computes of attention over the mean, in microbatches one after the other.
+    """Return the busiest rank's attention work over the mean, summed over microbatches, as metrics.
 
-    "cp_imbalance" is of the sequence as it lies, "cp_imbalance_head_tail" as it would lie head and tail; nothing where
-    no document decides what attention sees.
+    "cp_imbalance" is for the order used, "cp_imbalance_head_tail" for the head-tail order. The dict is empty if no
+    document decides what attention sees.
     """
     if not all(part.bounds for part in parts):
         return {}
-    found = zip(*(part.work(rank) for part in parts))
-    ratios = [sum(int(w.max()) for w in work) / sum(float(w.double().mean()) for w in work) for work in found]
+    works = zip(*(part.work(rank) for part in parts))
+    ratios = [sum(int(w.max()) for w in work) / sum(float(w.double().mean()) for w in work) for work in works]
     return {"cp_imbalance": ratios[0], "cp_imbalance_head_tail": ratios[1]}

@@ -1,4 +1,4 @@
-"""From a plain model to a training step: capture, passes, lowering, and the state on its ranks."""
+"""Compile a plain model into a training step: capture, passes, lowering, and the state of each rank."""
 
 from __future__ import annotations
 
@@ -57,38 +57,42 @@ def compile_step(
     cluster: ClusterConfig = AUTO_CLUSTER,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Step:
-    """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh.
+    """Compile forward, loss, backward, clipping and optimizer of a plain model into one step over a mesh.
 
-    `example_batch` holds tensors of GLOBAL shape, whose rows are split into `microbatches`. `initial` gives full
-    values of parameters and buffers (by default the model's own, which must then be real), of which a rank reads what
-    it owns. `seed` keys random operators such as dropout, which are off in evaluation: that is captured in eval mode.
-    With `skip_nonfinite` a step whose gradient norm is infinite or not a number changes nothing.
-    With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
-    here. `device` is by default this rank's GPU if there is one, else the CPU; lockstep ranks run on the CPU. Without
-    `train` the step can only evaluate, without `evaluate` only train (it stores nothing that evaluation alone reads).
-    Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body. What passes
-    decide by time (`async_tp=auto`) they decide on the `cluster`, by default the one of this device. With a `cache`,
-    passes do not run if an earlier start stored its programs.
-    Raises UserError naming what is at fault.
+    `example_batch` has tensors of GLOBAL shape, whose first dim is split into `microbatches`. `initial` gives full
+    values of parameters and buffers, of which a rank reads its share; the default is the model's own values, which must
+    then be real. `seed` keys random operators such as dropout; evaluation is captured in eval mode, without them. With
+    `skip_nonfinite`, a step whose gradient norm is infinite or not a number changes nothing.
+
+    With "processes", torch.distributed is initialized and this process is one rank; with "lockstep", all ranks are
+    interpreted in this process. `device` defaults to this rank's GPU, or the CPU without one; lockstep ranks run on the
+    CPU. Without `train` the step can only evaluate. Without `evaluate` it can only train, and does not store tensors
+    that only evaluation reads.
+
+    `below` gives exclusive upper bounds of batch entries. `tell` is called with each task that begins, such as a pass.
+    Passes that decide by time (`async_tp=auto`) use the times of `cluster`, by default those of this device. With a
+    `cache`, passes do not run if an earlier start stored its programs.
+
+    Raises UserError naming the option or input at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
-    named, device = mesh_of(mesh), default_device(ranks) if device is None else torch.device(device)
+    job_mesh, device = mesh_of(mesh), default_device(ranks) if device is None else torch.device(device)
     options = passes_on(options, device.type == "cuda")
     lower = _typed(LowerConfig, lower or _default_lower(ranks), "lower")
-    runtime = _runtime(ranks, named, lower, device, tell)
+    runtime = _runtime(ranks, job_mesh, lower, device, tell)
     on_cpu = ranks == "processes" and device.type == "cpu"
     if on_cpu:
         keep_freed_memory()
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
     real = None
     if options.verify == "numeric":
-        real = {name: value[()] for name, value in values}  # all at once: for small models
+        real = {name: value[()] for name, value in values}  # reads all values: for small models only
         values = real.items()
     request = CompileRequest(
         model=model,
         loss_fn=loss_fn,
         batch=one_microbatch(example_batch, microbatches),
-        mesh=named,
+        mesh=job_mesh,
         passes=options,
         optim=update,
         device=device,
@@ -106,23 +110,23 @@ def compile_step(
         if on_cpu and lower.backend == "inductor" and lower.fast_start:
             inductor.get_ready(device)
 
-    made = compile_programs(request, observe=observe, tell=tell, cache=cache, prepare=prepare)
-    programs, report, table = made.programs, made.report, request.table(made.report.cost)
+    result = compile_programs(request, observe=observe, tell=tell, cache=cache, prepare=prepare)
+    programs, report, table = result.programs, result.report, request.table(result.report.cost)
     if device.type == "cuda":
         check_offsets(programs)
-    said = recorded(programs, lower, device, ranks == "lockstep")
-    laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
-    rank_of = {name: pipeline_rank(captured.program, table) for name, captured in programs.items()}
-    check_evaluated(programs, rank_of, {name for name, p in model.named_parameters() if not p.requires_grad})
-    placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
-    state = initial_state(placed, runtime, laid_out, device, values)
-    compiled, evaluation = lowered(programs, rank_of, runtime, report)
-    shown: dict[str, Any] = {"cudagraphs": said} if said else {}
+    notes = recorded(programs, lower, device, ranks == "lockstep")
+    placed_mesh = next(iter(programs.values())).program.mesh  # the mesh as placed; evaluation programs come last
+    ranks_by_program = {name: pipeline_rank(captured.program, table) for name, captured in programs.items()}
+    check_evaluated(programs, ranks_by_program, {name for name, p in model.named_parameters() if not p.requires_grad})
+    placed = [(captured.program, ranks_by_program[name]) for name, captured in programs.items()]
+    state = initial_state(placed, runtime, placed_mesh, device, values)
+    compiled, evaluation = lower_programs(programs, ranks_by_program, runtime, report)
+    extra: dict[str, Any] = {"cudagraphs": notes} if notes else {}
     if table:
-        shown["pipeline"] = drawn(options.pipeline.schedule, table)
+        extra["pipeline"] = draw_schedule(options.pipeline.schedule, table)
     return Step(
         runtime=runtime,
-        mesh=laid_out,
+        mesh=placed_mesh,
         train=compiled,
         evaluation=evaluation,
         table=table,
@@ -131,54 +135,57 @@ def compile_step(
         seed=seed,
         microbatches=microbatches,
         device=device,
-        report=report.finish() | shown,
+        report=report.finish() | extra,
     )
 
 
 def default_device(ranks: str) -> torch.device:
-    """Return the device of this rank, a GPU if there is one; lockstep ranks are interpreted on the CPU."""
+    """Return this rank's GPU, or the CPU without one; lockstep ranks are interpreted on the CPU."""
     return local_device() if ranks == "processes" else torch.device("cpu")
 
 
-def lowered(
-    programs: Mapping[str, Captured], rank_of: Mapping[str, int], runtime: Runtime, report: Reporter
+def lower_programs(
+    programs: Mapping[str, Captured], ranks_by_program: Mapping[str, int], runtime: Runtime, report: Reporter
 ) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
-    """What trains, lowered where it is of a stage here, and what evaluates, lowered when it is first run."""
+    """Return the training programs and the evaluation programs, with their executables.
+
+    Training programs of stages on this process are lowered now, evaluation programs when they first run.
+    """
     compiled = {name: Compiled(c.program, partial(runtime.compile, name, *c)) for name, c in programs.items()}
-    runtime.meet({name: each.finished for name, each in compiled.items()})
+    runtime.meet({name: entry.finished for name, entry in compiled.items()})
     evaluation = {name: compiled.pop(name) for name, c in programs.items() if c.program.evaluates}
-    runtime.build((each.finished for each in compiled.values()), next(iter(programs.values())).ctx)
-    here = {runtime.stage_of(rank) for rank in runtime.ranks}
-    for name, each in compiled.items():
-        if rank_of[name] in here:
-            report.time(f"{name}.lower", partial(getattr, each, "executable"))
+    runtime.build((entry.finished for entry in compiled.values()), next(iter(programs.values())).ctx)
+    stages = {runtime.stage_of(rank) for rank in runtime.ranks}
+    for name, entry in compiled.items():
+        if ranks_by_program[name] in stages:
+            report.time(f"{name}.lower", partial(getattr, entry, "executable"))
     return compiled, evaluation
 
 
-def drawn(schedule: str, table: Table) -> dict[str, Any]:
-    """The order of tasks as a page draws it: a forward takes 1, a backward 2."""
+def draw_schedule(schedule: str, table: Table) -> dict[str, Any]:
+    """Return the schedule of pipeline tasks as a page draws it: a forward takes 1, a backward 2."""
     timing = play(table)
     rows = [[(str(slot), *timing.spans[slot][:2]) for slot in row] for row in table.rows]
     return {"schedule": schedule, "unit": "forwards", "idle": timing.idle, "slots": rows}
 
 
-def check_evaluated(programs: Mapping[str, Captured], rank_of: Mapping[str, int], frozen: Set[str]) -> None:
-    """Raises CompileError where evaluation would read state on a pipeline rank whose copy training leaves as it was.
+def check_evaluated(programs: Mapping[str, Captured], ranks_by_program: Mapping[str, int], frozen: Set[str]) -> None:
+    """Raise CompileError if evaluation reads state on a pipeline rank whose copy training does not update.
 
-    Parameters that are `frozen` stay as they were everywhere.
+    Parameters in `frozen` have the same value everywhere.
     """
     ends = [(name, c.program, i) for name, c in programs.items() for i in range(len(c.program.inputs))]
-    held = dict[str, set[int]]()
+    ranks_with = dict[str, set[int]]()
     for name, program, i in ends:
         if not program.evaluates:
-            held.setdefault(program.inputs[i].name, set()).add(rank_of[name])
+            ranks_with.setdefault(program.inputs[i].name, set()).add(ranks_by_program[name])
     for name, program, i in ends:
-        given, rank = program.inputs[i], rank_of[name]
-        is_changed = given.kind in ("parameter", "buffer") and given.name not in frozen
-        if is_changed and rank not in held.get(given.name, {rank}):
-            kept = ", ".join(map(str, sorted(held[given.name])))
-            what = f"{given.kind} {given.name!r} is trained on pipeline rank {kept}, {name} reads it on {rank}"
-            raise ir.CompileError("assign", program.placeholders()[i], what)
+        entry, rank = program.inputs[i], ranks_by_program[name]
+        is_changed = entry.kind in ("parameter", "buffer") and entry.name not in frozen
+        if is_changed and rank not in ranks_with.get(entry.name, {rank}):
+            trained_on = ", ".join(map(str, sorted(ranks_with[entry.name])))
+            problem = f"{entry.kind} {entry.name!r} is trained on pipeline rank {trained_on}, {name} reads it on {rank}"
+            raise ir.CompileError("assign", program.placeholders()[i], problem)
 
 
 def pipeline_rank(program: ir.Program, table: Table | None) -> int:
@@ -194,26 +201,26 @@ def initial_state(
     device: torch.device,
     values: Iterable[tuple[str, Value]],
 ) -> dict[str, State]:
-    """Local state of the ranks here for every stored input: given values, zero moments and accumulators.
+    """Return the local state of the ranks here for each stored input: given values, or zero moments and accumulators.
 
-    Programs come with the pipeline rank that runs them. What a tied parameter's readers add up, each stage keeps as it
-    comes: terms of a sum on one, a shard on another.
+    Programs come with the pipeline rank that runs them. The accumulator of a tied parameter may have another placement
+    on each stage that reads the parameter: terms of a sum on one, a shard on another.
     """
     needed: dict[str, tuple[ir.Input, Tensor]] = {}
     likes: dict[str, dict[int, Tensor]] = {}  # by stage
     for program, stage in programs:
-        for given, node in zip(program.inputs, program.placeholders()):
-            if given.kind in ("parameter", "buffer", "moment", "gradient"):
-                needed.setdefault(name := state_name(given), (given, ir.example(node)))
+        for entry, node in zip(program.inputs, program.placeholders()):
+            if entry.kind in ("parameter", "buffer", "moment", "gradient"):
+                needed.setdefault(name := state_name(entry), (entry, ir.example(node)))
                 likes.setdefault(name, {}).setdefault(stage, ir.example(node))
 
-    def state_of(name: str, given: ir.Input, like: Tensor, local: Callable[[int], Tensor]) -> State:
-        on = tuple(sorted(likes[name]))
-        here = {rank: local(rank) for rank in runtime.ranks if runtime.stage_of(rank) in on}
-        return State(stored(given), here, torch.empty(like.shape, dtype=like.dtype, device="meta"), on)
+    def make_state(name: str, entry: ir.Input, like: Tensor, local: Callable[[int], Tensor]) -> State:
+        stages = tuple(sorted(likes[name]))
+        local_values = {rank: local(rank) for rank in runtime.ranks if runtime.stage_of(rank) in stages}
+        return State(stored(entry), local_values, torch.empty(like.shape, dtype=like.dtype, device="meta"), stages)
 
-    def part(full: Value, given: ir.Input, like: Tensor, rank: int) -> Tensor:
-        return shard(full, stored(given), mesh, mesh.coordinates(rank), like.dtype, device)
+    def part(full: Value, entry: ir.Input, like: Tensor, rank: int) -> Tensor:
+        return shard(full, stored(entry), mesh, mesh.coordinates(rank), like.dtype, device)
 
     def zeros(name: str, rank: int) -> Tensor:
         like = likes[name][runtime.stage_of(rank)]
@@ -222,14 +229,14 @@ def initial_state(
     state = {}
     for name, full in values:
         if (key := f"model.{name}") in needed:
-            given, like = needed.pop(key)
-            if tuple(full.shape) != given.spec.shape:
-                raise UserError(name, f"initial value has shape {tuple(full.shape)}, the model has {given.spec.shape}")
-            state[key] = state_of(key, given, like, partial(part, full, given, like))
-    if missing := [name for name, (given, _) in needed.items() if given.kind in ("parameter", "buffer")]:
-        raise UserError(missing[0].removeprefix("model."), "has no initial value; give real weights or `initial`")
-    for name, (given, like) in needed.items():
-        state[name] = state_of(name, given, like, partial(zeros, name))
+            entry, like = needed.pop(key)
+            if tuple(full.shape) != entry.spec.shape:
+                raise UserError(name, f"initial value has shape {tuple(full.shape)}, the model has {entry.spec.shape}")
+            state[key] = make_state(key, entry, like, partial(part, full, entry, like))
+    if absent := [name for name, (entry, _) in needed.items() if entry.kind in ("parameter", "buffer")]:
+        raise UserError(absent[0].removeprefix("model."), "has no initial value; give real weights or `initial`")
+    for name, (entry, like) in needed.items():
+        state[name] = make_state(name, entry, like, partial(zeros, name))
     return state
 
 
@@ -242,8 +249,8 @@ def _initial_values(model: nn.Module, initial: Iterable[tuple[str, Value]] | Non
             yield name, tensor.detach()
 
 
-def _typed(cls: type[T], given: Any, where: str) -> T:
-    return given if isinstance(given, cls) else build(cls, dict(given or {}), where)
+def _typed(cls: type[T], value: Any, option: str) -> T:
+    return value if isinstance(value, cls) else build(cls, dict(value or {}), option)
 
 
 def _default_lower(ranks: str) -> dict[str, str]:
@@ -258,7 +265,7 @@ def _runtime(ranks: str, mesh: Mesh, lower: LowerConfig, device: torch.device, t
     if ranks != "lockstep":
         raise UserError("ranks", f"is {ranks!r}; must be 'processes' or 'lockstep'")
     if lower.cudagraphs is True:
-        raise UserError("lower.cudagraphs", "is true, but lockstep ranks are interpreted; leave it false")
+        raise UserError("lower.cudagraphs", "is true, but lockstep ranks are interpreted; set it to false")
     if lower.backend != "eager":
         raise UserError("lower.backend", f"is {lower.backend!r}, but lockstep ranks are interpreted; use 'eager'")
     return LockstepRanks(mesh)

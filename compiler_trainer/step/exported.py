@@ -1,4 +1,4 @@
-"""The model of a request and its loss on one device: the graphs that everything else is made from."""
+"""Export the model of a request and its loss on one device: the graphs that all programs are made from."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from passes.sharding.normalize import drops, is_dropout
 
 
 class Exported(NamedTuple):
-    """The model as it is trained, and as it is evaluated if that may be another program."""
+    """The captured model for training, and for evaluation if that may be a different program."""
 
     training: Captured
     evaluation: Captured | None = None
 
 
 def export(request: CompileRequest, folding: Folding | None, tell: Callable[[str], None]) -> Exported:
-    """Return the graphs of a request; `folding` says which layers may stand for others.
+    """Return the graphs of a request; `folding` decides which layers may stand for others.
 
     Raises UserError if the model cannot be captured, a look-up exceeds its table, or a metric of training is no scalar.
     """
@@ -42,7 +42,7 @@ def export(request: CompileRequest, folding: Folding | None, tell: Callable[[str
 
 
 def export_once(request: CompileRequest, folding: Folding | None) -> Captured:
-    """Return the graph of the model in the mode that it is in."""
+    """Return the graph of the model in its current mode."""
     mesh = request.mesh.without("pp")
     program, ctx = capture(
         request.model,
@@ -53,21 +53,23 @@ def export_once(request: CompileRequest, folding: Folding | None) -> Captured:
         folding and folding.among(mesh.world_size),
     )
     check_look_ups(program, request.entry_bounds)
-    if request.train and (of_rows := [o for o in program.outputs if o.kind == "rows"]):
-        what = f"returns {of_rows[0].spec.shape} as the metric {of_rows[0].name!r}; it must be a scalar tensor"
-        raise UserError("loss_fn", what)
+    if request.train and (row_outputs := [o for o in program.outputs if o.kind == "rows"]):
+        problem = (
+            f"returns {row_outputs[0].spec.shape} as the metric {row_outputs[0].name!r}; it must be a scalar tensor"
+        )
+        raise UserError("loss_fn", problem)
     return Captured(replace(program, mesh=mesh), ctx)
 
 
 def depends_on_mode(program: ir.Program) -> bool:
-    """Tell whether eval mode may be another program: the forward draws random numbers, or changes buffers."""
+    """Return True if eval mode may give a different program: the forward draws random numbers or changes buffers."""
     changes = any(o.kind == "buffer" for o in program.outputs)
     return changes or any(drops(n) or is_random(n) and not is_dropout(n) for n in program.calls())
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode; each module's own mode is restored afterwards."""
+    """Put the model in eval mode inside the block, and restore each module's own mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

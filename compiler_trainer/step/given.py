@@ -1,4 +1,4 @@
-"""What a compilation is given, and what it gives: apart from the passes, which a restart does not import."""
+"""The inputs and outputs of a compilation, without the passes, which a restart does not import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Captured(NamedTuple):
-    """A program and the context its values live in."""
+    """A program and the context of its values."""
 
     program: ir.Program
     ctx: ir.Context
@@ -35,7 +35,7 @@ class Captured(NamedTuple):
 
 @dataclass
 class Reporter:
-    """Collects what every pass did and how long compilation took; `key` is what the programs are stored under.
+    """A recorder of each pass and of compile times; `key` is the key under which the programs are stored.
 
     Programs that were read (`is_read`) were compiled by an earlier start.
     """
@@ -45,10 +45,10 @@ class Reporter:
     notes: list[str] = field(default_factory=list)
     key: str = ""
     is_read: bool = False
-    read_from: str = ""  # the folder
+    read_from: str = ""  # the folder of the stored programs
 
     def add(self, stage: str, records: Iterable[PassRecord], took: float) -> None:
-        """Record the passes of one program, and what of the seconds that they took was for checks and dumps."""
+        """Record the passes of one program; the rest of the `took` seconds was spent on checks and dumps."""
         for record in records:
             self.seconds[f"{stage}.{record.name}"] = record.seconds
             self.passes.append({"program": stage, **record.as_dict()})
@@ -56,69 +56,71 @@ class Reporter:
         self.seconds["checks"] = self.seconds.get("checks", 0.0) + took
 
     def restart(self, note: str) -> None:
-        """Forget all but the notes, and add one."""
+        """Discard everything except the notes, and add a note."""
         self.seconds, self.passes = {}, []
         self.notes.append(note)
 
     def time(self, name: str, work: Callable[[], T]) -> T:
-        """Do something and record how long it took."""
+        """Call `work`, record its duration, and return its result."""
         started = time.perf_counter()
-        done = work()
+        result = work()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        return done
+        return result
 
     def flops(self, program: str) -> int:
-        """FLOPs of a program as its last pass left it, 0 of one that there is not."""
-        done = [done for done in self.passes if done["program"] == program]
-        return sum(done[-1]["accounting"]["flops"].values()) if done else 0
+        """Return the FLOPs of a program after its last pass, or 0 if there is no such program."""
+        record = [record for record in self.passes if record["program"] == program]
+        return sum(record[-1]["accounting"]["flops"].values()) if record else 0
 
     def cost(self, task: Task) -> float:
-        """What a task of a pipeline stage costs beside others."""
+        """Return the relative cost of a pipeline stage's task."""
         return 1.0 + self.flops(str(task))
 
     def finish(self) -> dict[str, Any]:
-        """The report: seconds by pass, counts, notes, traffic and memory of each pass, notes on the whole, remarks."""
+        """Return the report: seconds by pass, passes with their accounting, notes, remarks, and the stored program."""
         seconds = {name: round(s, 4) for name, s in self.seconds.items()}
-        stored = {"stored_as": self.key, "read": self.is_read, "from": self.read_from}
-        remarks = dict.fromkeys(remark for done in self.passes for remark in done["report"]["remarks"])
-        found = {"passes": self.passes, "notes": self.notes, "remarks": [*remarks]}
-        return {"seconds": seconds, "program": stored, **found}
+        program = {"stored_as": self.key, "read": self.is_read, "from": self.read_from}
+        remarks = dict.fromkeys(remark for record in self.passes for remark in record["report"]["remarks"])
+        report = {"passes": self.passes, "notes": self.notes, "remarks": [*remarks]}
+        return {"seconds": seconds, "program": program, **report}
 
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The finished programs of a step by name, not yet lowered, and the report of compiling them."""
+    """The finished programs of a step by name, not yet lowered, and the report of their compilation."""
 
     programs: dict[str, Captured]
     report: Reporter
 
 
 def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:
-    """Raises UserError naming each node, with its source line, that a CUDA graph cannot record."""
-    found = [f"{name}: {what}" for name, (program, _) in programs.items() for what in breaks(program, compiled)]
-    if found:
-        fix = "lower.cudagraphs=auto records what is around"
-        raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}; {fix}")
+    """Raise UserError naming each node, with its source line, that a CUDA graph cannot record."""
+    problems = [
+        f"{name}: {problem}" for name, (program, _) in programs.items() for problem in breaks(program, compiled)
+    ]
+    if problems:
+        fix = "lower.cudagraphs=auto records the parts around it"
+        raise UserError("lower.cudagraphs", f"cannot record {'; '.join(problems)}; {fix}")
 
 
 def check_offsets(programs: Mapping[str, Captured]) -> None:
-    """Raise UserError naming the first call of programs for CUDA that counts beyond what its kernel can."""
+    """Raise UserError naming the first call of CUDA programs whose indices exceed its kernel's limit."""
     for name, (program, _) in programs.items():
         for overflow in overflows(program):
             raise UserError(overflow.narrow.option, f"{name}: {overflow}. To fix it, {overflow.narrow.fix}")
 
 
 def why_nothing_is_recorded(device: torch.device) -> str:
-    """Why no program of a job is recorded, empty if those are that can be."""
+    """Return why no program can be recorded on a device, or an empty string."""
     return "" if device.type == "cuda" else f"the step runs on {device.type}"
 
 
 def recorded(
     programs: Mapping[str, Captured], lower: LowerConfig, device: torch.device, interpreted: bool = False
 ) -> list[str]:
-    """What of the programs of training is recorded as CUDA graphs and what is not, and why, in sentences.
+    """Return sentences on the parts of the training programs that are recorded as CUDA graphs, and why others are not.
 
-    Raises UserError where all of it has to be, and something cannot.
+    Raises UserError if everything must be recorded and something cannot.
     """
     if not lower.cudagraphs:
         return []
@@ -126,14 +128,14 @@ def recorded(
     compiled = lower.backend == "inductor"
     if lower.cudagraphs is True:
         check_recordable(training, compiled)
-    if why := "ranks in lockstep are interpreted" if interpreted else why_nothing_is_recorded(device):
-        return [f"nothing is recorded: {why}"]
+    if reason := "ranks in lockstep are interpreted" if interpreted else why_nothing_is_recorded(device):
+        return [f"nothing is recorded: {reason}"]
     return said({name: program for name, (program, _) in training.items()}, compiled)
 
 
-def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:
-    """The mesh of a configuration; raises UserError on an axis or a size that there is not."""
-    sizes = dataclasses.asdict(given) if isinstance(given, MeshConfig) else dict(given or {})
+def mesh_of(sizes: Mapping[str, int] | MeshConfig | None) -> Mesh:
+    """Return the mesh of a configuration; raise UserError for an invalid axis or size."""
+    sizes = dataclasses.asdict(sizes) if isinstance(sizes, MeshConfig) else dict(sizes or {})
     try:
         return Mesh.of(sizes)
     except MeshError as error:
@@ -141,7 +143,7 @@ def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:
 
 
 def one_microbatch(batch: Mapping[str, Tensor], microbatches: int) -> dict[str, Tensor]:
-    """The first rows of a batch: its shapes are those that are compiled."""
+    """Return the first microbatch of a batch, whose shapes are compiled."""
     if microbatches < 1:
         raise UserError("microbatches", f"is {microbatches}; must be at least 1")
     for key, value in batch.items():

@@ -1,9 +1,9 @@
-"""Where the ranks of one attempt of a job find each other, apart from those of attempts before.
+"""The meeting point of the ranks of one attempt of a job, separate from that of earlier attempts.
 
-torchrun starts ranks again after one has failed, and its store still holds the addresses of those that are gone
-(https://github.com/pytorch/pytorch/issues/135712). Its count of restarts is each node's own. So rank 0 draws a name
-for the attempt, and what ranks write and read lies under it. To tell a name from that of an earlier attempt, each rank
-draws a number, and takes a name only together with its own number.
+torchrun restarts ranks after a failure, and its store still holds the addresses of the failed ones
+(https://github.com/pytorch/pytorch/issues/135712). Each node has its own count of restarts, so it cannot serve as a
+name. Instead, rank 0 draws a name for the attempt, and all keys of the attempt have it as prefix. To tell this name
+from that of an earlier attempt, each rank draws a number, and accepts a name only together with this number.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PATIENCE = timedelta(minutes=10)
 
 
 class NoMeeting(TimeoutError):
-    """Ranks that did not come."""
+    """A timeout because ranks did not come."""
 
 
 class Meeting(NamedTuple):
-    """The store of this attempt, the name under which its keys lie, this rank, and the number of ranks."""
+    """The store of this attempt, the prefix of its keys, this rank, and the number of ranks."""
 
     store: dist.Store
     name: str
@@ -35,7 +35,7 @@ class Meeting(NamedTuple):
 
 @functools.cache
 def meeting() -> Meeting:
-    """Where this attempt meets; every rank must call it. Raises NoMeeting."""
+    """Return the meeting point of this attempt; every rank must call this. Raises NoMeeting."""
     store, rank, size = next(dist.rendezvous("env://"))
     mine = secrets.token_hex(8)
     name = give(store, mine, size) if rank == 0 else take(store, mine, rank)
@@ -43,39 +43,39 @@ def meeting() -> Meeting:
 
 
 def connection() -> dist.Store:
-    """A further connection to the store of this attempt: a wait in one holds up who else uses it."""
+    """Return another connection to this attempt's store, because a wait blocks all users of a connection."""
     return dist.PrefixStore(meeting().name, next(dist.rendezvous("env://"))[0])
 
 
 def give(store: dist.Store, name: str, size: int) -> str:
-    """On rank 0: tell each other rank the name with the number that it drew, until all have it."""
-    others, end = range(1, size), time.monotonic() + PATIENCE.total_seconds()
-    said: dict[int, bytes] = {}
-    while missing := [r for r in others if read(store, f"has{r}") != name.encode()]:
-        for r in missing:
+    """On rank 0: give each other rank the name with the number it drew, until all have it; return the name."""
+    other_ranks, end = range(1, size), time.monotonic() + PATIENCE.total_seconds()
+    names_given: dict[int, bytes] = {}
+    while waiting := [r for r in other_ranks if read(store, f"has{r}") != name.encode()]:
+        for r in waiting:
             number = read(store, f"number{r}")
-            if number and said.get(r) != number:
+            if number and names_given.get(r) != number:
                 store.set(f"name{r}", number.decode() + name)
-                said[r] = number
+                names_given[r] = number
         if time.monotonic() > end:
-            raise NoMeeting(f"ranks {missing[:8]} of {size} did not come within {PATIENCE}")
+            raise NoMeeting(f"ranks {waiting[:8]} of {size} did not come within {PATIENCE}")
         time.sleep(POLL_S)
     return name
 
 
 def take(store: dist.Store, number: str, rank: int) -> str:
-    """On another rank: the name that comes with its number."""
+    """On other ranks: return the name that comes with this rank's number."""
     store.set(f"number{rank}", number)
     end = time.monotonic() + PATIENCE.total_seconds()
-    while not (found := read(store, f"name{rank}").decode()).startswith(number):
+    while not (value := read(store, f"name{rank}").decode()).startswith(number):
         if time.monotonic() > end:
             raise NoMeeting(f"rank 0 did not come within {PATIENCE}")
         time.sleep(POLL_S)
-    name = found.removeprefix(number)
+    name = value.removeprefix(number)
     store.set(f"has{rank}", name)
     return name
 
 
 def read(store: dist.Store, key: str) -> bytes:
-    """What is under a key, empty if nothing is."""
+    """Return a key's value, or an empty one."""
     return store.get(key) if store.check([key]) else b""

@@ -1,14 +1,14 @@
-"""Messages between the processes of pipeline ranks: when each receive is posted, when each sent tensor is freed.
+"""Messages between the processes of pipeline ranks: when to post each receive, and when to free each sent tensor.
 
 A rank may wait for its whole device at any time: Triton tunes a kernel at its first launch, the allocator returns
-memory, host memory is pinned. Such a wait includes all sends and receives in flight. If those of several ranks wait for
-each other's later turns, the job hangs. On an H100 each pipeline job hung in its first step while receives were posted
-a fixed number of messages ahead.
+memory, host memory is pinned. Such a wait includes all sends and receives in flight. If several ranks wait for each
+other's later turns in this way, the job hangs. On an H100, each pipeline job hung in its first step while receives were
+posted a fixed number of messages ahead.
 
-One order of all turns, the same on every rank, prevents it: a receive is posted before the first turn of the receiver
-that comes after the turn that makes the value. Of the ranks that wait for their device, the one whose turn comes first
-in that order waits only for turns before its own, which are done, and each of those receives is posted. The order is by
-the time at which turns end if nothing is late, so a receive is posted before a turn of the receiver that hides it.
+One order of all turns, the same on every rank, prevents this: a receive is posted before the receiver's first turn that
+comes after the turn that makes the value. Of the ranks that wait for their device, the one whose turn comes first in
+that order waits only for earlier turns, which are done, and each of those receives is posted. The order is by the times
+at which turns end if nothing is late, so a receive is posted before a turn of the receiver that hides it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from compiler_trainer.step.turns import Key, Turn, keys_of
 from passes.pipeline.tables import unit
 from passes.program import ir
 
-Clock = Mapping[int, int]  # how many turns of each pipeline rank have been taken, as in a vector clock
-Ends = Mapping[Turn, Mapping[str, Key]]  # the values that turns read or make, by name
+Clock = Mapping[int, int]  # the number of turns taken by each pipeline rank, a vector clock
+Ends = Mapping[Turn, Mapping[str, Key]]  # the values that turns read or produce, by name
 
 
 class Message(NamedTuple):
-    """A value that one pipeline rank sends another; `number` counts the messages of the pair."""
+    """A value that one pipeline rank sends to another; `number` counts the messages of the pair."""
 
     key: Key
     source: int
@@ -39,7 +39,7 @@ class Message(NamedTuple):
 
 
 def messages(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> Iterator[Message]:
-    """Yield the messages of a step in the order in which they are made: each value once to each rank that reads it."""
+    """Yield a step's messages in the order of their production: each value once to each rank that reads it."""
     reads, makes = keys_of(turns, programs)
     readers: dict[Key, dict[int, None]] = {}
     for turn in turns:
@@ -55,9 +55,9 @@ def messages(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> Itera
 
 
 class Timetable:
-    """The transfers of a pipeline rank, by the number of its turns.
+    """The transfers of a pipeline rank, by the number of its turn.
 
-    `receives` are posted before a turn. The sends in `arrived` are proven to be received once a turn has its inputs.
+    `receives` are posted before a turn. The sends in `arrived` are known to be received once a turn has its inputs.
     """
 
     def __init__(self, turns: Sequence[Turn], programs: Mapping[str, ir.Program], rank: int):
@@ -68,68 +68,69 @@ class Timetable:
         for turn in turns:
             for key in reads[turn].values():
                 reader.setdefault((key, turn.rank), turn)
-        turns_here = [turn for turn in turns if turn.rank == rank]
-        self.number = {turn: number for number, turn in enumerate(turns_here)}
+        own_turns = [turn for turn in turns if turn.rank == rank]
+        self.number = {turn: number for number, turn in enumerate(own_turns)}
         self.receives: dict[int, list[Message]] = defaultdict(list)
         self.arrived: dict[int, list[Message]] = defaultdict(list)
         self.sends: dict[Key, list[Message]] = defaultdict(list)
         for message in messages(turns, programs):
             if message.to == rank:
-                made = order[maker[message.key]]
-                self.receives[next(n for n, turn in enumerate(turns_here) if order[turn] > made)].append(message)
+                maker_place = order[maker[message.key]]
+                self.receives[next(n for n, turn in enumerate(own_turns) if order[turn] > maker_place)].append(message)
             elif message.source == rank:
                 self.sends[message.key].append(message)
-                needed = clocks[reader[message.key, message.to]][message.to]
-                proofs = (n for n, turn in enumerate(turns_here) if clocks[turn].get(message.to, 0) >= needed)
+                arrival = clocks[reader[message.key, message.to]][message.to]
+                proofs = (n for n, turn in enumerate(own_turns) if clocks[turn].get(message.to, 0) >= arrival)
                 if (proof := next(proofs, None)) is not None:
                     self.arrived[proof].append(message)
 
 
 def order_of(turns: Sequence[Turn], reads: Ends, makes: Ends) -> dict[Turn, int]:
-    """Return the place of each turn in the order in which turns end if nothing is late; its inputs come before it."""
+    """Return the position of each turn in the order of end times if nothing is late; its inputs come before it."""
     free: dict[int, float] = {}
-    made: dict[Key, float] = {}
+    made_at: dict[Key, float] = {}
     ends: dict[Turn, float] = {}
     for turn in turns:
-        start = max([free.get(turn.rank, 0.0), *(made[key] for key in reads[turn].values())])
+        start = max([free.get(turn.rank, 0.0), *(made_at[key] for key in reads[turn].values())])
         ends[turn] = free[turn.rank] = start + (unit(turn.task) if turn.task else 1.0)
-        made |= dict.fromkeys(makes[turn].values(), ends[turn])
+        made_at |= dict.fromkeys(makes[turn].values(), ends[turn])
     return {turn: place for place, turn in enumerate(sorted(turns, key=ends.__getitem__))}
 
 
 def clocks_of(turns: Sequence[Turn], reads: Ends, makes: Ends) -> dict[Turn, Clock]:
-    """Return, for each turn, how many turns of each rank have been taken when it is done, itself included."""
+    """Return, for each turn, the turns of each rank that have been taken when it is done, itself included."""
     latest: dict[int, Clock] = {}
-    made: dict[Key, Clock] = {}
+    maker_clocks: dict[Key, Clock] = {}
     clocks: dict[Turn, Clock] = {}
     for turn in turns:
         clock = Counter(latest.get(turn.rank, {}))
         for key in reads[turn].values():
-            clock |= Counter(made[key])
+            clock |= Counter(maker_clocks[key])
         clock[turn.rank] += 1
         clocks[turn] = latest[turn.rank] = clock
-        made |= dict.fromkeys(makes[turn].values(), clock)
+        maker_clocks |= dict.fromkeys(makes[turn].values(), clock)
     return clocks
 
 
 class Ways(NamedTuple):
     """The process groups of messages to later pipeline ranks (`up`) and to earlier ones (`down`).
 
-    NCCL runs the messages between two ranks of one group one after another; in two groups both ways travel at once.
+    NCCL runs the messages between two ranks of one group one after another; with two groups, both directions overlap.
     """
 
     up: dist.ProcessGroup
     down: dist.ProcessGroup
 
-    def of(self, source: int, to: int) -> dist.ProcessGroup:
-        """Return the group of a message from a pipeline rank to another."""
+    def group(self, source: int, to: int) -> dist.ProcessGroup:
+        """Return the group of a message from one pipeline rank to another."""
         return self.up if source < to else self.down
 
 
 class Post:
     """Sends and receives the messages of one process by its timetable.
 
-    `rank` is its global rank, `stage` its pipeline rank, `apart` the distance of neighbours in global ranks.
+    `rank` is its global rank, `stage` its pipeline rank. `ranks_per_stage` is the distance of neighbouring stages in
+    global ranks.
     """
 
     def __init__(
@@ -138,101 +139,104 @@ class Post:
         programs: Mapping[str, ir.Program],
         rank: int,
         stage: int,
-        apart: int,
+        ranks_per_stage: int,
         device: torch.device,
         ways: Ways,
     ):
-        self.rank, self.stage, self.apart, self.device, self.ways = rank, stage, apart, device, ways
+        self.rank, self.stage, self.ranks_per_stage, self.device, self.ways = rank, stage, ranks_per_stage, device, ways
         self.table = Timetable(turns, programs, stage)
         self.like = {
-            given.name: ir.example(node)
+            carried_input.name: ir.example(node)
             for name in {turn.program for turn in turns if turn.rank == stage}
-            for node, given in zip(programs[name].placeholders(), programs[name].inputs, strict=True)
-            if given.kind == "carried"
+            for node, carried_input in zip(programs[name].placeholders(), programs[name].inputs, strict=True)
+            if carried_input.kind == "carried"
         }
-        self.sent: dict[Message, tuple[dist.Work | None, Tensor]] = {}
-        self.room: dict[Key, tuple[dist.Work | None, Tensor]] = {}
+        self.sends_in_flight: dict[Message, tuple[dist.Work | None, Tensor]] = {}
+        self.receive_buffers: dict[Key, tuple[dist.Work | None, Tensor]] = {}
         self.outgoing: list[tuple[Message, Tensor]] = []
-        self.next: list[tuple[Message, Tensor]] = []
+        self.next_buffers: list[tuple[Message, Tensor]] = []
         self.greet({(message.source, message.to) for message in messages(turns, programs)})
 
     def greet(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Let pairs of pipeline ranks connect, all ranks in one order.
+        """Connect pairs of pipeline ranks, in the same order on all ranks.
 
         NCCL connects at the first use and waits for the other rank, which might wait for a third.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for source, to in sorted(pairs):
             if self.stage == source:
-                dist.send(byte, self.peer(to), self.ways.of(source, to))
+                dist.send(byte, self.peer(to), self.ways.group(source, to))
             elif self.stage == to:
-                dist.recv(byte, self.peer(source), self.ways.of(source, to))
+                dist.recv(byte, self.peer(source), self.ways.group(source, to))
 
     def begin(self) -> None:
-        """A step begins: forget the transfers of one that failed, and post the first receives."""
-        self.sent.clear()
-        self.room.clear()
+        """Begin a step: forget the transfers of a failed one, and post the first receives."""
+        self.sends_in_flight.clear()
+        self.receive_buffers.clear()
         self.outgoing.clear()
         self.expect(self.buffers(0))
 
     def peer(self, stage: int) -> int:
-        """Return the global rank of another pipeline rank that stands where this one does."""
-        return self.rank + (stage - self.stage) * self.apart
+        """Return the global rank of this rank's counterpart in another stage."""
+        return self.rank + (stage - self.stage) * self.ranks_per_stage
 
     def start(self, turn: Turn) -> None:
-        """A turn begins: allocate the buffers of the receives that are posted at its end."""
-        self.next = self.buffers(self.table.number[turn] + 1)
+        """Begin a turn: allocate the buffers of the receives that are posted at its end."""
+        self.next_buffers = self.buffers(self.table.number[turn] + 1)
 
     def buffers(self, number: int) -> list[tuple[Message, Tensor]]:
-        """Allocate memory for the receives that are posted before the turn of a number."""
+        """Allocate memory for the receives that are posted before turn `number`."""
         due = [(message, self.like[message.key[0]]) for message in self.table.receives[number]]
         return [(m, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)) for m, x in due]
 
     def expect(self, buffers: Iterable[tuple[Message, Tensor]]) -> None:
         """Post receives."""
         for message, value in buffers:
-            way = self.ways.of(message.source, self.stage)
-            self.room[message.key] = dist.irecv(as_bytes(value), self.peer(message.source), way, message.number), value
+            way = self.ways.group(message.source, self.stage)
+            self.receive_buffers[message.key] = (
+                dist.irecv(as_bytes(value), self.peer(message.source), way, message.number),
+                value,
+            )
 
     def receive(self, key: Key) -> Tensor:
-        """Return a value of another stage once it is there; on a GPU, in the order of its stream."""
-        work, value = self.room.pop(key)
+        """Return a value of another stage once it has arrived; on a GPU, in stream order."""
+        work, value = self.receive_buffers.pop(key)
         if work is not None:
             work.wait()
         return value
 
-    def send(self, key: Key, made: Mapping[int, Tensor]) -> None:
-        """Send a value, at the end of the turn, to the ranks that read it."""
-        self.outgoing += [(message, as_bytes(made[self.rank])) for message in self.table.sends.get(key, ())]
+    def send(self, key: Key, values: Mapping[int, Tensor]) -> None:
+        """Queue a value for the end of the turn, to the ranks that read it."""
+        self.outgoing += [(message, as_bytes(values[self.rank])) for message in self.table.sends.get(key, ())]
 
     def done(self, turn: Turn) -> None:
-        """A turn ends: send its values, post receives, and free the sent tensors that have arrived.
+        """End a turn: send its values, post receives, and free sent tensors that have arrived.
 
-        A wait for the device between its sends and the receives could be one for a rank that does the same.
+        Nothing may wait for the device between the sends and the receives, because another rank might do the same.
         """
         for message, value in self.outgoing:
-            way = self.ways.of(self.stage, message.to)
-            self.sent[message] = dist.isend(value, self.peer(message.to), way, message.number), value
+            way = self.ways.group(self.stage, message.to)
+            self.sends_in_flight[message] = dist.isend(value, self.peer(message.to), way, message.number), value
         self.outgoing.clear()
-        self.expect(self.next)
+        self.expect(self.next_buffers)
         for message in self.table.arrived[self.table.number[turn]]:
             self.free(message)
 
     def end(self) -> None:
-        """Wait for all sends; on a GPU, in the order of its stream."""
-        for message in list(self.sent):
+        """Wait for all sends; on a GPU, in stream order."""
+        for message in list(self.sends_in_flight):
             self.free(message)
 
     def free(self, message: Message) -> None:
         """Wait for a send and free its tensor."""
-        work, _ = self.sent[message]
+        work, _ = self.sends_in_flight[message]
         if work is not None:
             work.wait()
-        del self.sent[message]
+        del self.sends_in_flight[message]
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor without gaps, uint8, in the order in which they lie in memory."""
+    """Return the bytes of a tensor without gaps, uint8, in memory order."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
     assert span == value.numel(), f"a carried value has gaps: {tuple(value.shape)} {value.stride()}"
     return torch.as_strided(value, (span,), (1,)).view(torch.uint8)

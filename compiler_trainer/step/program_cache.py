@@ -1,7 +1,7 @@
-"""Programs of earlier starts, stored under the key of what they are made from.
+"""Programs of earlier starts, stored under the key of everything they are made from.
 
-They lie in `programs` of the compiler's cache folder: one file for a job's programs, one for its graph dumps. A file
-holds text, and is read as text. A folder that `compile` filled ahead of a job is laid out alike; if it holds only
+They are in `programs` of the compiler's cache folder: one file for a job's programs, one for its graph dumps. A file
+contains text, and is parsed as text. A folder that `compile` filled ahead of a job has the same layout; if it has only
 programs of other jobs, the job is refused with the differences.
 """
 
@@ -44,9 +44,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class ProgramCache:
-    """A store of programs; `graphs` is the folder into which passes dump theirs, None if they dump none.
+    """A store of programs; passes dump their graphs into the folder `graphs` unless it is None.
 
-    Either all ranks of a job read its programs, or none does. With `is_ahead` a job must be in the store.
+    Either all ranks of a job read its programs, or none does. With `is_ahead`, the job must be in the store.
     """
 
     graphs: Path | None = None
@@ -55,17 +55,17 @@ class ProgramCache:
 
     @classmethod
     def of(cls, lower: LowerConfig, graphs: Path | None = None) -> ProgramCache:
-        """Return the cache that `lower.programs` names, else the compiler's own; raise UserError if it is missing."""
+        """Return the cache of `lower.programs`, or the compiler's own; raise UserError if the folder is missing."""
         if lower.programs is None:
             return cls(graphs)
         folder = Path(lower.programs).expanduser()
         if not folder.is_dir():
-            fix = "make it: compiler-trainer compile --out FOLDER with the options of the job"
+            fix = "create it: compiler-trainer compile --out FOLDER with the options of the job"
             raise UserError("lower.programs", f"there is no folder {folder}; {fix}")
         return cls(graphs, Store(folder), is_ahead=True)
 
     def look_up(self, request: CompileRequest, exported: Exported) -> Entry:
-        """Return a job's entry; every rank must call it. Raises UserError if the job must be stored and is not."""
+        """Return a job's entry; every rank must call this. Raises UserError if the job must be stored and is not."""
         try:
             key, reason = key_of(request, exported), ""
         except Unkeyed as error:
@@ -76,10 +76,10 @@ class ProgramCache:
         return Entry(key, reason, programs)
 
     def find(self, digest: str | None) -> StepPrograms | None:
-        """Return the programs of a key; None if any rank has none, or others."""
+        """Return the programs of a key; None if any rank lacks them or has others."""
         packed = self.store.get(digest) if digest else None
         dumps = self.store.get(f"{digest}{GRAPHS}") if packed and self.graphs else b""
-        programs = None if packed is None or dumps is None else self.unpacked(packed)
+        programs = None if packed is None or dumps is None else self.unpack(packed)
         if len(set(gather(hashlib.sha256(packed).hexdigest() if programs and packed else ""))) > 1:
             return None
         if programs and self.graphs and dumps:
@@ -87,7 +87,7 @@ class ProgramCache:
                 (self.graphs / name).write_text(text)
         return programs
 
-    def unpacked(self, packed: bytes) -> StepPrograms | None:
+    def unpack(self, packed: bytes) -> StepPrograms | None:
         """Return the programs in a file; None, with a warning, if this process cannot read them."""
         content = json.loads(zlib.decompress(packed))
         try:
@@ -97,22 +97,22 @@ class ProgramCache:
             return None
         report = Reporter(passes=content["passes"], notes=content["notes"], key=content["key"], is_read=True)
         report.read_from = str(self.store.folder)
-        return StepPrograms({name: Captured(each, ir.Context(None)) for name, each in programs.items()}, report)
+        return StepPrograms({name: Captured(program, ir.Context(None)) for name, program in programs.items()}, report)
 
-    def keep(self, entry: Entry, made: StepPrograms) -> str:
-        """Store programs, one rank of a machine for all; return the reason if they cannot be stored, else nothing."""
+    def keep(self, entry: Entry, result: StepPrograms) -> str:
+        """Store programs, on one rank of each machine; return why they cannot be stored, or an empty string."""
         if entry.key is None:
             return entry.reason
-        programs = {name: captured.program for name, captured in made.programs.items()}
+        programs = {name: captured.program for name, captured in result.programs.items()}
         try:
             text = written(programs)
         except Unwritable as error:
             return str(error)
-        made.report.key = digest = entry.key.digest
+        result.report.key = digest = entry.key.digest
         if not is_first_of_machine():
             return ""
         content: dict[str, Any] = {"key": digest, "parts": dict(entry.key.parts), "programs": text}
-        content |= {"passes": made.report.passes, "notes": made.report.notes}
+        content |= {"passes": result.report.passes, "notes": result.report.notes}
         if self.graphs and self.graphs.is_dir():
             dumps = {path.name: path.read_text() for path in sorted(self.graphs.iterdir())}
             self.store.put(digest + GRAPHS, zlib.compress(json.dumps(dumps).encode()))
@@ -120,17 +120,17 @@ class ProgramCache:
         return ""
 
     def why_missing(self, key: ProgramKey | None, reason: str) -> str:
-        """Return why a folder that was filled ahead lacks a job: the differences from the nearest that it holds."""
+        """Return why a folder that was filled ahead lacks a job: the differences from its most similar job."""
         folder = self.store.folder
         if key is None:
-            return f"the program cannot be made ahead ({reason}); leave lower.programs out"
-        apart = [list(differences(parts, key.parts)) for parts in self.stored_parts()]
-        if not apart:
-            return f"{folder} holds no program; make it again: compiler-trainer compile --out FOLDER"
-        if not (nearest := min(apart, key=len)):
-            return f"{folder} does not hold all of it; copy it again, to the nodes of all ranks"
-        fix = "run what was compiled, or compile what is run"
-        return f"{folder} holds the program of another job: {'; '.join(nearest)}; {fix}"
+            return f"the program cannot be compiled ahead ({reason}); remove lower.programs"
+        differing = [list(differences(parts, key.parts)) for parts in self.stored_parts()]
+        if not differing:
+            return f"{folder} contains no program; fill it again: compiler-trainer compile --out FOLDER"
+        if not (nearest := min(differing, key=len)):
+            return f"{folder} is incomplete; copy it again to the nodes of all ranks"
+        fix = "run the compiled job, or compile the job that is run"
+        return f"{folder} contains the program of another job: {'; '.join(nearest)}; {fix}"
 
     def stored_parts(self) -> Iterator[dict[str, str]]:
         """Yield the parts of each stored key."""

@@ -1,8 +1,8 @@
 """The key of stored programs: the exported graphs as text, the options of passes and optimizer, and versions.
 
-Passes are functions of these alone, so two jobs of one key have the same programs. The user's own code that runs in
-the passes (a pass, an optimizer, a rule, an operator's kernel) has no such text: programs of such jobs have no key and
-are not stored.
+Passes are functions of these alone, so two jobs with the same key have the same programs. User code that runs in passes
+(a pass, an optimizer, a rule, an operator's kernel) has no such text: programs of such jobs have no key and are not
+stored.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from passes.rules import ADDED
 from passes.sharding.custom import body_graph
 
 OURS = ("passes", "compiler_trainer")
-HOME = Path(__file__).parents[2]  # of our packages
+HOME = Path(__file__).parents[2]  # the folder of our packages
 OF_TORCH = LASTING - {"ct"} | {"prim", "quantized", "inductor", "higher_order", "rngprims"}
 SHOWN = 30  # characters shown before and after the first difference of two texts
 
 
 class Unkeyed(Exception):
-    """A job whose programs depend on code that no key describes."""
+    """A job whose programs depend on code that the key cannot describe."""
 
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """The texts that decide a job's programs, by what they are of."""
+    """The texts that decide a job's programs, by topic."""
 
     parts: Mapping[str, str]
 
@@ -60,9 +60,9 @@ def key_of(request: CompileRequest, exported: Exported) -> ProgramKey:
     """Return the key of a request's programs; raise Unkeyed naming the code that has none."""
     passes, optim = request.passes, dataclasses.asdict(request.optim)
     if passes.extra:
-        raise Unkeyed("passes.extra names code of its own")
+        raise Unkeyed("passes.extra names user code")
     if request.optim._target_:
-        raise Unkeyed("optim._target_ names code of its own")
+        raise Unkeyed("optim._target_ names user code")
     del optim["lr"]  # an input of the programs
     table, parameters = request.table(), request.model.named_parameters()
     parts = {
@@ -85,7 +85,7 @@ def key_of(request: CompileRequest, exported: Exported) -> ProgramKey:
 
 
 def added_rules() -> dict[str, str]:
-    """Return the rules that other packages than ours have added; raise Unkeyed if one is a function."""
+    """Return the rules that packages other than ours have added; raise Unkeyed if one is a function."""
     rules = {name: rule for name, rule in ADDED.items() if not getattr(rule, "__module__", "").startswith(OURS)}
     for name, rule in rules.items():
         if not isinstance(rule, str):
@@ -93,10 +93,10 @@ def added_rules() -> dict[str, str]:
     return {name: str(rules[name]) for name in sorted(rules)}
 
 
-def differences(there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
-    """Yield each part in which two keys differ, with the first place."""
-    for name in sorted({*there, *here}):
-        a, b = there.get(name, ""), here.get(name, "")
+def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[str]:
+    """Yield each part in which two keys differ, with the first difference."""
+    for name in sorted({*theirs, *ours}):
+        a, b = theirs.get(name, ""), ours.get(name, "")
         if a != b:
             at = len(commonprefix([a, b]))
             yield f"{name} is {excerpt(a, at)} there, {excerpt(b, at)} here"
@@ -111,7 +111,7 @@ def excerpt(text: str, at: int) -> str:
 
 
 def graph_text(captured: Captured) -> str:
-    """Return a captured program as text that decides what passes make of it; raise Unkeyed if there is none."""
+    """Return a captured program as text that decides what passes make of it; raise Unkeyed if it has none."""
     try:
         writer = GraphText(captured.ctx)
         program = writer.program(captured.program)
@@ -121,29 +121,29 @@ def graph_text(captured: Captured) -> str:
 
 
 class GraphText(saved.Writer):
-    """Writes captured programs, folded ones, custom functions included; not to be read back."""
+    """A writer of captured programs as text, with folded ones and custom functions; there is no reader."""
 
     def __init__(self, ctx: ir.Context):
         super().__init__()
         self.ctx = ctx
 
     def target(self, node: fx.Node) -> Any:
-        """Return what a node calls, as text or as the graphs of a custom function; raise Unwritable if it has none."""
+        """Return a node's target as text, or the graphs of a custom function; raise Unwritable if it has neither."""
         if function := function_of(node):
             operands = [ir.example(operand) for operand in node.args if isinstance(operand, fx.Node)]
             return self.function(function, operands)
         if isinstance(node.target, OpOverload):
             if node.target.namespace not in OF_TORCH | {"ct"}:
-                raise Unwritable(f"the kernel of {node.target} is code of its own")
+                raise Unwritable(f"the kernel of {node.target} is user code")
             return str(node.target)
         return super().target(node)
 
     def function(self, function: Function, operands: list[Tensor]) -> Any:
-        """Return the graphs of a custom function's forward and backward, on operands of the shapes of a call."""
+        """Return the graphs of a custom function's forward and backward, for operands with the call's shapes."""
         try:
             forward = body_graph(function.name, function.forward, operands, self.ctx, own=False)
             results = [ir.example(node) for node in forward.output_node().args[0]]  # type: ignore[union-attr, arg-type]
-            given = [*operands, *results, *results[: function.results]]
+            tensors = [*operands, *results, *results[: function.results]]
             present: list[int] = []
 
             def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -151,7 +151,7 @@ class GraphText(saved.Writer):
                 present[:] = [i for i, gradient in enumerate(gradients) if gradient is not None]
                 return tuple(gradients[i] for i in present)  # type: ignore[misc]
 
-            backward = body_graph(function.name, gradients, given, self.ctx, own=True)
+            backward = body_graph(function.name, gradients, tensors, self.ctx, own=True)
         except ir.CompileError as error:
             raise Unwritable(str(error)) from error
         return [function.name, function.results, self.graph(forward), self.graph(backward), present]
@@ -161,7 +161,7 @@ class GraphText(saved.Writer):
 
 
 def versions() -> str:
-    """Return the versions of Python, PyTorch and our code, and PyTorch's switches that passes heed."""
+    """Return the versions of Python, PyTorch and our code, and the PyTorch switches that passes depend on."""
     switches = {
         "dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -169,20 +169,20 @@ def versions() -> str:
         "attention": [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()],
         "mkldnn": torch.backends.mkldnn.enabled,
     }
-    release = torch.__version__.partition("+")[0]  # without the build, for CPU or CUDA: the device says which
+    release = torch.__version__.partition("+")[0]  # without the build (CPU or CUDA), which follows from the device
     return f"{sys.version.split()[0]} {release} {torch.version.git_version} {switches} {digest_of_ours()}"
 
 
 @cache
 def digest_of_ours() -> str:
-    """Return the digest of all Python files of our packages, and of their names."""
-    whole = hashlib.sha256()
+    """Return the digest of the names and contents of all our Python files."""
+    digest = hashlib.sha256()
     for package in OURS:
         for path in sorted((HOME / package).rglob("*.py")):
-            whole.update(f"{path.relative_to(HOME)}\n".encode() + path.read_bytes() + b"\0")
-    return whole.hexdigest()
+            digest.update(f"{path.relative_to(HOME)}\n".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def name_of_device(device: torch.device) -> str:
-    """Return the name of a device's kind, which decides what is made for it."""
+    """Return the name of a device's model, which decides the code that is generated for it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"

@@ -1,4 +1,4 @@
-"""From a request to the programs that every rank runs, not yet lowered: what training and a dry run share.
+"""Compile a request into the programs that every rank runs, not yet lowered; training and dry runs share this.
 
     export            the model and its loss on one device
     build_pipeline    a table: each program's source and passes
@@ -49,24 +49,24 @@ def compile_programs(
 ) -> StepPrograms:
     """Return the programs of a request, from the cache if it has them.
 
-    `observe` is called after each pass, `tell` with whatever begins, `prepare` before passes run. If the result for a
-    folded layer cannot be repeated, passes run again with every layer. Raises UserError naming the option or node at
-    fault.
+    `observe` is called after each pass, `tell` with each task that begins, `prepare` before passes run. If the result
+    for a folded layer cannot be repeated, passes run again with every layer. Raises UserError naming the option or node
+    at fault.
     """
     report, pipeline = Reporter(), build_pipeline(request)
     exported = report.time("capture", lambda: export(request, pipeline.folding, tell))
     if cache is None or request.values is not None:
         return compile_exported(request, pipeline, exported, report, observe, tell)
-    began = time.perf_counter()
+    start = time.perf_counter()
     entry = cache.look_up(request, exported)
     if entry.programs is not None:
-        entry.programs.report.seconds |= report.seconds | {"program": time.perf_counter() - began}
+        entry.programs.report.seconds |= report.seconds | {"program": time.perf_counter() - start}
         return entry.programs
     prepare()
-    made = compile_exported(request, pipeline, exported, report, observe, tell)
-    if reason := report.time("store", lambda: cache.keep(entry, made)):
+    result = compile_exported(request, pipeline, exported, report, observe, tell)
+    if reason := report.time("store", lambda: cache.keep(entry, result)):
         report.notes.append(f"the program is not stored: {reason}")
-    return made
+    return result
 
 
 def compile_exported(
@@ -78,24 +78,27 @@ def compile_exported(
     tell: Tell,
     brief: bool = False,
 ) -> StepPrograms:
-    """Return the programs made from exported graphs; add to the report what passes did, or if `brief` the last ones."""
+    """Compile exported graphs into programs, and add the passes to the report, or if `brief` the last ones."""
     observer = Withholding(observe)
     try:
-        made = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell, brief), report)
+        result = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell, brief), report)
     except ir.LayersDiffer as error:
         observer.withheld.clear()
         capture_s, pipeline = report.seconds["capture"], replace(pipeline, folding=None)
-        report.restart(f"no layer stands for others: {error}")
+        report.restart(f"layers are not folded: {error}")
         exported = report.time("capture", lambda: export(request, None, tell))
         report.seconds["capture"] += capture_s
-        made = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell, brief), report)
+        result = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell, brief), report)
     finally:
         observer.release()
-    return made
+    return result
 
 
 class Withholding:
-    """Passes observations on, but withholds those from the first folded program on until it is known to be right."""
+    """An observer that passes observations on, but withholds them from the first folded program on.
+
+    It releases them once the folding is known to be right.
+    """
 
     def __init__(self, observe: Observer | None):
         self.observe = observe
@@ -108,7 +111,7 @@ class Withholding:
             self.observe(program, record)
 
     def release(self) -> None:
-        """Pass on what was withheld."""
+        """Pass on the withheld observations."""
         for observation in self.withheld:
             if self.observe is not None:
                 self.observe(*observation)
@@ -133,22 +136,22 @@ def run_rows(
     for row in pipeline.rows:
         source, passes = sources[row.source], row.passes if row.cut else row.whole
         if row.state_of:
-            passes = with_state_of(passes, sources[row.state_of].program)
-        known = runner.results.get(row.source) if row.purpose != "evaluation" else None
+            passes = store_state_like(passes, sources[row.state_of].program)
+        known_results = runner.results.get(row.source) if row.purpose != "evaluation" else None
         if row.purpose == "evaluation":
             source = Captured(replace(source.program, evaluates=True), source.ctx)
-        whole = sources[row.name] = runner.run(row.name, passes, source, known)
+        result = sources[row.name] = runner.run(row.name, passes, source, known_results)
         if row.cut:
-            parts = row.cut(whole.program).items()
-            finished |= {name: runner.run(name, row.finish, Captured(part, whole.ctx)) for name, part in parts}
+            parts = row.cut(result.program).items()
+            finished |= {name: runner.run(name, row.finish, Captured(part, result.ctx)) for name, part in parts}
         elif not row.shared:
-            finished[row.name] = whole
+            finished[row.name] = result
     return finished
 
 
 @dataclass
 class Runner:
-    """Runs passes on one program after another; keeps the numbers that each ended with, if numbers are verified."""
+    """A runner of passes that keeps the numerical results of each program, if numbers are verified."""
 
     verify: Verify
     unfold: ir.Pass
@@ -159,47 +162,53 @@ class Runner:
     brief: bool = False
     results: dict[str, Results] = field(default_factory=dict)
 
-    def run(self, name: str, passes: Passes, given: Captured, known: Results | None = None) -> Captured:
-        """Return a program after some passes; raise UserError if one refuses. `known` are numbers of the program."""
-        if given.program.fold and any(step.gives is Stage.SEGMENTED for step in passes):
+    def run(self, name: str, passes: Passes, captured: Captured, known_results: Results | None = None) -> Captured:
+        """Return a program after some passes; raise UserError if one refuses it.
+
+        `known_results` are numerical results of the program.
+        """
+        if captured.program.fold and any(step.gives is Stage.SEGMENTED for step in passes):
             passes = (*passes, self.unfold)
         if not passes:
-            return given
-        began = time.perf_counter()
+            return captured
+        start = time.perf_counter()
         try:
             program, records = run_passes(
                 name,
                 passes,
-                given.program,
-                given.ctx,
+                captured.program,
+                captured.ctx,
                 verify=self.verify,
                 observe=self.observe,
                 inputs=self.inputs,
-                known=known,
+                known=known_results,
                 tell=lambda what: self.tell(f"{name}: {what}"),
                 brief=self.brief,
             )
         except ir.Refused as error:
             raise UserError(error.pass_name, error.located) from error
-        self.report.add(name, records, time.perf_counter() - began)
+        self.report.add(name, records, time.perf_counter() - start)
         self.results[name] = records[-1].results
-        return Captured(program, given.ctx)
+        return Captured(program, captured.ctx)
 
 
 def inputs_of(request: CompileRequest) -> dict[str, Tensor] | None:
-    """Return the inputs that `passes.verify=numeric` runs programs on; None if it does not."""
+    """Return the inputs on which `passes.verify=numeric` runs programs, or None if it is off."""
     if request.values is None:
         return None
     scalars = {"lr": torch.tensor(request.optim.lr), "seed": torch.tensor(request.seed)}
     return {name: telling(value) for name, value in request.values.items()} | dict(request.batch) | scalars
 
 
-def with_state_of(passes: Passes, program: ir.Program) -> Passes:
-    """Return passes by which a program stores its state as another one does: on the same ranks, in the same stages."""
-    held = [i for i in program.inputs if i.kind == "parameter"]
-    places, stages = {i.name: replace(i.spec, replicate=()) for i in held}, {i.original: i.stages for i in held}
+def store_state_like(passes: Passes, program: ir.Program) -> Passes:
+    """Return passes that store a program's state like another program's: on the same ranks and stages."""
+    parameters = [i for i in program.inputs if i.kind == "parameter"]
+    places, stages = (
+        {i.name: replace(i.spec, replicate=()) for i in parameters},
+        {i.original: i.stages for i in parameters},
+    )
     for node, output in zip(program.results(), program.outputs, strict=True):
         stage = ir.pipeline_stage(node) if output.kind == "buffer" else None
         stages |= {} if stage is None else {output.name: (stage,)}
-    stored = {Place: places, Assign: stages}
-    return tuple(replace(s, stored=stored[type(s)]) if type(s) in stored else s for s in passes)  # type: ignore
+    fields = {Place: places, Assign: stages}
+    return tuple(replace(s, stored=fields[type(s)]) if type(s) in fields else s for s in passes)  # type: ignore

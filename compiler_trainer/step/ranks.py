@@ -1,4 +1,4 @@
-"""The ranks of a torchrun job: joining and leaving its process group."""
+"""The ranks of a torchrun job: join and leave its process group."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from passes.program.torch_private import gloo_of_one_thread, see_one_gpu
 
 T = TypeVar("T")
 POLL_S = 0.1
-POLLS_PER_S = 10_000  # of all ranks together: one process answers them
+POLLS_PER_S = 10_000  # for all ranks together, because one process answers them
 RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
-QUEUES = "32"  # of the device: fewer than streams have kernels wait behind a transfer of another stream (CUDA has 8)
-PATIENCE = timedelta(hours=1)  # of ranks for others that compile; who hangs in a step, `run.timeout_s` tells before
+QUEUES = "32"  # device queues; with fewer than streams (CUDA's default is 8), kernels wait for other streams' transfers
+PATIENCE = timedelta(hours=1)  # for ranks that compile; `run.timeout_s` reports a rank that hangs in a step earlier
 HOST = "gloo_in_order"  # the backend of groups over host memory
 dist.Backend.register_backend(HOST, gloo_of_one_thread, devices=["cpu"])
 groups, turns = itertools.count(), itertools.count()
 
 
 def start_ranks() -> int:
-    """Join the job that torchrun started (gloo on CPU, nccl on CUDA); the number of ranks, 1 without torchrun.
+    """Join the job that torchrun started (gloo on CPU, nccl on CUDA); return the number of ranks, 1 without torchrun.
 
-    A process that has left may join again, as a sweep does at each point; a rank that has joined stays.
+    A process that has left may join again, as a sweep does for each point; a rank that has joined stays.
     """
     if "RANK" not in os.environ:
         return 1
@@ -42,16 +42,16 @@ def start_ranks() -> int:
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
             torch.cuda.set_device(gpu)
         store, _, rank, size = meeting()
-        # Addresses of an earlier group lie in the same store: each group reads under a name of its own.
-        own = dist.PrefixStore(f"job{next(groups)}", store)
+        # The store still holds the addresses of earlier groups, so each group has its own prefix.
+        group_store = dist.PrefixStore(f"job{next(groups)}", store)
         backend = "nccl" if torch.cuda.is_available() else HOST
-        dist.init_process_group(backend, timeout=PATIENCE, store=own, rank=rank, world_size=size)
+        dist.init_process_group(backend, timeout=PATIENCE, store=group_store, rank=rank, world_size=size)
     return dist.get_world_size()
 
 
 @functools.cache
 def gpu_of_rank(local_rank: int) -> int:
-    """Return the number of this rank's GPU: 0, since it sees no other, if CUDA starts here."""
+    """Return the number of this rank's GPU: 0 if CUDA starts here, since it then sees no other."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)  # read when CUDA starts
     count = 0 if torch.version.cuda is None else torch.cuda.device_count()
     if 1 < count <= local_rank:
@@ -61,19 +61,19 @@ def gpu_of_rank(local_rank: int) -> int:
 
 
 def another_store(name: str) -> dist.Store | None:
-    """A connection of its own to where ranks meet, for a thread: a wait in one holds up who else uses it."""
+    """Return a thread's own connection to the store, because a wait blocks all users of a connection."""
     return dist.PrefixStore(f"{name}{next(groups)}", connection()) if dist.is_initialized() else None
 
 
 def stop_ranks() -> None:
-    """Leave the process group; does not wait for ranks that failed."""
+    """Leave the process group, without waiting for ranks that failed."""
     release()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def rank() -> int:
-    """This process's rank, 0 without a process group."""
+    """Return this process's rank, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -83,22 +83,22 @@ def place_in_job() -> tuple[int, int]:
 
 
 def local_device() -> torch.device:
-    """Where this rank computes."""
+    """Return the device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def place_on_node() -> tuple[int, int]:
-    """This process's number among the ranks of its machine, and how many these are; without torchrun, all ranks are."""
+    """Return (local rank, ranks on this machine); without torchrun, all ranks are on this machine."""
     return int(os.environ.get("LOCAL_RANK", rank())), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def is_first_of_machine() -> bool:
-    """Whether this process stands for all ranks of its machine."""
+    """Return True if this process acts for all ranks of its machine."""
     return not dist.is_initialized() or place_on_node()[0] == 0
 
 
 def from_rank_0(value: Callable[[], T]) -> T:
-    """What `value()` is on rank 0, the only one to call it."""
+    """Call `value` on rank 0 only, and return its result on all ranks."""
     if not dist.is_initialized():
         return value()
     parcel: list[Any] = [value() if rank() == 0 else None]
@@ -107,38 +107,39 @@ def from_rank_0(value: Callable[[], T]) -> T:
 
 
 def first_of_each_machine_first(make: Callable[[], T]) -> T:
-    """`make()` on a rank of each machine and, when these have it or failed, on the others, however long it takes."""
+    """Call `make` on one rank of each machine, then on the other ranks, without a time limit."""
     if not dist.is_initialized():
         return make()
     local, on_machine = place_on_node()
-    store, done = dist.PrefixStore(f"turn{next(turns)}", meeting().store), "done"
+    store, done_key = dist.PrefixStore(f"turn{next(turns)}", meeting().store), "done"
     if local == 0:
         try:
-            made = make()
+            result = make()
         finally:
-            store.add(done, 1)
-    while store.add(done, 0) * on_machine < dist.get_world_size():  # a wait in the store would end after minutes
+            store.add(done_key, 1)
+    while store.add(done_key, 0) * on_machine < dist.get_world_size():  # a wait in the store would time out
         time.sleep(max(POLL_S, dist.get_world_size() / POLLS_PER_S))
-    return made if local == 0 else make()
+    return result if local == 0 else make()
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the value of each rank of a group, or of all, by rank."""
+    """Return the value of each rank of a group, or of all ranks, by rank."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def new_group(members: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """Return a further group of some ranks, or of all; its members make it at the same time, no other rank takes part.
+    """Return a new group of some ranks, or of all; only its members call this, at the same time.
 
-    Its name holds the number of groups that a member has made before, so all ranks make as many groups.
+    Its name contains the number of groups that a member has made before, so all ranks must make the same number of
+    groups.
     """
     return dist.new_group(members, PATIENCE, backend, use_local_synchronization=True)  # type: ignore[return-value]
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """A further group of all ranks, over host memory; None without torchrun. Every rank makes it at the same time."""
+    """Return a new group of all ranks over host memory, or None without torchrun; all ranks must call it."""
     return new_group(backend=HOST) if dist.is_initialized() else None

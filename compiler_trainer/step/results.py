@@ -1,4 +1,4 @@
-"""Numbers that a device computes, read by the host as late as possible, and when the device got there."""
+"""Numbers that a device computes and the host reads as late as possible, with the time of their completion."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 
 
 class Moment:
-    """A moment in the work of a device: when it has done all that was launched before."""
+    """A point in a device's work: the completion of everything launched before it."""
 
     def __init__(self, device: torch.device):
-        self.at = time.perf_counter()
+        self.host_time = time.perf_counter()
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
         if self.event is not None:
             self.event.record()
 
     def wait(self) -> None:
-        """Wait until the device is there."""
+        """Wait until the device reaches it."""
         if self.event is not None:
             self.event.synchronize()
 
     def until(self, later: Moment) -> float:
-        """Return the seconds from this moment to a later one that was waited for."""
+        """Return the seconds from this moment to a later one; both must have been reached."""
         if self.event is not None and later.event is not None:
             return self.event.elapsed_time(later.event) / 1e3
-        return later.at - self.at
+        return later.host_time - self.host_time
 
 
 class Results:
-    """Named numbers on their way from the device to the host, which goes on meanwhile.
+    """Named numbers that are copied from the device to the host asynchronously.
 
-    `numbers` are fp64[] each, on the device. They arrive when all that was launched before is done; `end` is when.
+    `numbers` are fp64[] each, on the device. They arrive at the moment `end`, when everything launched before is done.
     """
 
     def __init__(self, numbers: Mapping[str, Tensor], device: torch.device):
@@ -43,6 +43,6 @@ class Results:
         self.end = Moment(device)
 
     def read(self) -> dict[str, float]:
-        """Return the numbers, once the device has computed them; the host waits for it here and nowhere else."""
+        """Wait for the device, and return the numbers; the host waits here and nowhere else."""
         self.end.wait()
         return dict(zip(self.numbers, self.row.tolist(), strict=True))

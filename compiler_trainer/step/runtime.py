@@ -1,4 +1,4 @@
-"""Where local programs run: this process is one rank of a torchrun job, or plays all ranks in lockstep."""
+"""Execution of local programs: this process is one rank of a torchrun job, or plays all ranks in lockstep."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ ByRank = Mapping[int, Sequence[Tensor]]
 
 
 class Runtime(Protocol):
-    """Compiles a program and runs it for the ranks that live here."""
+    """The interface that compiles a program and runs it for the ranks of this process."""
 
     mesh: Mesh
     ranks: tuple[int, ...]
-    ways: Ways | None  # of values between the processes of pipeline ranks
+    ways: Ways | None  # process groups for values between pipeline ranks
 
     @property
-    def apart(self) -> int: ...
+    def ranks_per_stage(self) -> int: ...
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any: ...
     def begin(self) -> None: ...
     def run(self, compiled: Any, inputs: ByRank, slot: int | None) -> dict[int, tuple[Tensor, ...]]: ...
@@ -57,22 +57,22 @@ class Runtime(Protocol):
 
 
 class Staged:
-    """Which pipeline stage ranks are part of."""
+    """The mapping of ranks to pipeline stages."""
 
     mesh: Mesh
 
     @property
-    def apart(self) -> int:
-        """How many ranks a stage has: ranks of neighbours that stand alike are so far from each other."""
+    def ranks_per_stage(self) -> int:
+        """The number of ranks of a stage, which is the distance of a rank to its counterpart in the next stage."""
         return self.mesh.world_size // self.mesh["pp"]
 
     def stage_of(self, rank: int) -> int:
-        """The pipeline rank that a rank is part of."""
-        return rank // self.apart
+        """Return the pipeline rank of a rank."""
+        return rank // self.ranks_per_stage
 
 
 def all_calls(program: ir.Program) -> Iterator[fx.Node]:
-    """The operators of a program in order, those of a body at each of its calls."""
+    """Yield the operators of a program in order, those of a compiled region at each of its calls."""
     for node in program.calls():
         body = body_of_call(node)
         yield from (n for n in body.graph.nodes if n.op == "call_function") if body else (node,)
@@ -87,148 +87,148 @@ class LockstepRanks(Staged):
         self.mesh, self.ranks = mesh, tuple(range(mesh.world_size))
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Lockstep:
-        """The simulator of a program."""
+        """Return the simulator of a program."""
         return Lockstep(program)
 
     def begin(self) -> None:
-        """Nothing is recorded."""
+        """Do nothing, because nothing is recorded."""
 
     def run(self, compiled: Lockstep, inputs: ByRank, slot: int | None = None) -> dict[int, tuple[Tensor, ...]]:
-        """The outputs of the ranks that have inputs: all of them, or those of a pipeline stage."""
+        """Return the outputs of the ranks that have inputs: all ranks, or those of a pipeline stage."""
         ranks = sorted(inputs)
         with torch.no_grad():
             return dict(zip(ranks, compiled.run([inputs[rank] for rank in ranks]), strict=True))
 
     def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]:
-        """The local tensors of the ranks of a stage, by rank."""
+        """Return the local tensors of a stage's ranks, by rank."""
         return [local[rank] for rank in self.ranks if self.stage_of(rank) == stage]
 
     def meet(self, programs: Mapping[str, Any]) -> None:
-        """They are together."""
+        """Do nothing, because all ranks share this process."""
 
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
-        """Nothing is compiled."""
+        """Do nothing, because nothing is compiled."""
 
     def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the values of all stages, which are here."""
+        """Return the values of all stages, which are in this process."""
         return dict(values)
 
     def share(self, values: dict[str, T]) -> dict[str, T]:
-        """Return the values of all stages, which are here."""
+        """Return the values of all stages, which are in this process."""
         return values
 
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
-        """The local tensors of all ranks that have one, by rank."""
+        """Return the local tensors of all ranks that have one, by rank."""
         return [local[rank] for rank in sorted(local)]
 
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None:
-        """Give some ranks the local tensor of another, in place."""
+        """Copy one rank's local tensor to other ranks, in place."""
         for rank in to:
             local[rank].copy_(local[source])
 
 
 class ProcessRanks(Staged):
-    """One rank of a job whose process group is up (or the only rank, without one)."""
+    """One rank of a job with an initialized process group, or the only rank without one."""
 
     def __init__(self, mesh: Mesh, lower: LowerConfig, device: torch.device, tell: Callable[[str], None]):
         self.mesh, self.lower, self.device, self.tell = mesh, lower, device, tell
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if world_size != mesh.world_size:
-            raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
+            raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, but {world_size} are running")
         self.ranks: tuple[int, ...] = (rank,)
-        self.groups: dict[str, dist.ProcessGroup] = {}  # of the communicators that programs name
+        self.groups: dict[str, dist.ProcessGroup] = {}  # by the communicator's name in programs
         records = lower.cudagraphs and not why_nothing_is_recorded(device)
         self.recorder = Recorder() if records else None
         self.ways: Ways | None = None
-        self.stages: dist.ProcessGroup | None = None  # the ranks of other stages that stand where this one does
+        self.stages: dist.ProcessGroup | None = None  # this rank and its counterparts in other stages
         if self.distributed and mesh["pp"] > 1:
             self.ways, self.stages = Ways(new_group(), new_group()), new_group(self.neighbours("pp"))
         workers = self.share_out() if self.distributed else ALONE
         self.workers = replace(workers, fast=lower.fast_start)
 
     def share_out(self) -> Workers:
-        """Return the ranks of this node and pipeline stage, which compile the same programs; every rank must call it.
+        """Return the ranks of this node and stage, which share the compilation of programs; every rank must call this.
 
-        A rank compiles alone if it sees other GPUs than its own: its code is for the number that its GPU has.
+        A rank compiles alone if it sees GPUs other than its own, because its code then contains its GPU's number.
         """
         (rank,), (local, count) = self.ranks, place_on_node()
         if self.device.type == "cuda" and torch.cuda.device_count() > 1:
             return ALONE
         if self.mesh["pp"] == 1:
             return Workers(local, count, dist.barrier)
-        first = self.stage_of(rank) * self.apart
-        group = new_group(range(first, first + self.apart))
-        near = [r for r in range(rank - local, rank - local + count) if self.stage_of(r) == self.stage_of(rank)]
-        return Workers(near.index(rank), len(near), partial(dist.barrier, group))
+        first = self.stage_of(rank) * self.ranks_per_stage
+        group = new_group(range(first, first + self.ranks_per_stage))
+        local_ranks = [r for r in range(rank - local, rank - local + count) if self.stage_of(r) == self.stage_of(rank)]
+        return Workers(local_ranks.index(rank), len(local_ranks), partial(dist.barrier, group))
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
-        """The ranks of a node share out the bodies among them; every rank must call it."""
+        """Compile a program; the ranks of a node share the compiled regions, so every rank must call this."""
         try:
             run = self.start(name, program, ctx)
         except ir.Refused as error:
             raise UserError(error.pass_name, error.located) from error
-        if self.recorder is None or program.evaluates:  # evaluation runs too rarely to hold memory of its own
+        if self.recorder is None or program.evaluates:  # evaluation is too rare to reserve graph memory for
             return run
         return self.recorder.recorded(program, run)
 
     def start(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
-        """The program lowered by the backend, its process groups made."""
+        """Lower a program by the backend, with its process groups registered."""
         lower = BACKENDS[self.lower.backend]
 
-        def tell(what: str) -> None:
-            self.tell(f"{name}: {what}")
+        def tell(task: str) -> None:
+            self.tell(f"{name}: {task}")
 
         if self.distributed:
             self.name_groups()
         return lower(program, ctx, self.workers, tell)
 
     def begin(self) -> None:
-        """A training step begins, and nothing travels between ranks."""
+        """Begin a training step; no transfer between ranks is in flight."""
         if self.recorder is not None:
             self.name_groups()
             self.recorder.begin()
 
     def run(self, compiled: Executable, inputs: ByRank, slot: int | None = None) -> dict[int, tuple[Tensor, ...]]:
-        """This rank's outputs; of what is recorded, in a slot."""
+        """Return this rank's outputs; a recorded program runs in a slot."""
         (rank,) = self.ranks
         self.name_groups()
         values = inputs[rank]
         return {rank: compiled(values, slot) if isinstance(compiled, InSlots) else compiled(values)}
 
     def make_groups(self, program: ir.Program) -> None:
-        """Make this rank's process groups of the communicators that a program names first, in its order."""
+        """Create the process groups of communicators that no earlier program named, in the program's order."""
         for name, axis in {communicator_of(node): axis_of(node) for node in all_calls(program)}.items():
             if name is not None and axis is not None and name not in self.groups:
                 self.groups[name] = new_group(self.neighbours(axis))
 
     def neighbours(self, axis: str) -> list[int]:
-        """Return the ranks that differ from this one in their coordinate on an axis only."""
+        """Return the ranks that differ from this one only in their coordinate on an axis."""
         (rank,) = self.ranks
         return self.mesh.group(axis, rank)
 
     def name_groups(self) -> None:
-        """Register the groups under their communicators' names: another step of this process may be of another mesh."""
+        """Register the groups under their communicators' names, as another step may have registered another mesh's."""
         for name, group in self.groups.items():
             register_axis_group(name, group)
 
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
-        """The local tensors of all ranks, by rank; every rank must call it."""
+        """Return the local tensors of all ranks, by rank; every rank must call this."""
         (mine,) = local.values()
         if not self.distributed:
             return [mine]
-        found = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
-        dist.all_gather(found, mine.contiguous())
-        return found
+        tensors = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
+        dist.all_gather(tensors, mine.contiguous())
+        return tensors
 
     def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]:
-        """The local tensors of the ranks of a stage, `like` one, by rank; every rank must call it."""
+        """Return the local tensors of a stage's ranks, shaped `like`, by rank; every rank must call this."""
         (rank,) = self.ranks
         mine = local[rank] if rank in local else torch.empty_like(like, device=self.device)
-        return self.all_locals({rank: mine})[stage * self.apart : (stage + 1) * self.apart]
+        return self.all_locals({rank: mine})[stage * self.ranks_per_stage : (stage + 1) * self.ranks_per_stage]
 
     def meet(self, programs: Mapping[str, ir.Program]) -> None:
-        """See that all hold the same programs, and make the process groups of all; every rank must call it."""
+        """Check that all ranks hold the same programs, and create their process groups; every rank must call this."""
         if self.distributed:
             for name, program in programs.items():
                 agree(name, program)
@@ -237,7 +237,7 @@ class ProcessRanks(Staged):
             self.recorder.sent = sent_between(p for p in programs.values() if not p.evaluates)
 
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
-        """Compile what programs of several stages call, each body once on a machine; every rank must call it."""
+        """Compile the regions of several stages' programs, each once per machine; every rank must call this."""
         if self.distributed and self.mesh["pp"] > 1 and self.lower.backend == "inductor":
             self.name_groups()
             bodies = dict.fromkeys(body for program in programs for body in calls_of(program))
@@ -245,9 +245,9 @@ class ProcessRanks(Staged):
             inductor.compile_share(list(bodies), ctx, workers, self.tell)
 
     def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the numbers of all stages, fp64[] each on the device as `values` are; every rank must call it.
+        """Return the numbers of all stages, fp64[] each, on the device of `values`; every rank must call this.
 
-        `names` are those of all stages, in one order. The last stage that has a number gives it.
+        `names` are those of all stages, in a common order. If several stages have a number, the last one's is returned.
         """
         if self.stages is None:
             return dict(values)
@@ -261,16 +261,16 @@ class ProcessRanks(Staged):
         return dict(zip(names, numbers.gather(0, last)[0], strict=True))
 
     def share(self, values: dict[str, T]) -> dict[str, T]:
-        """Return the values of all stages, of any type; every rank must call it."""
+        """Return the values of all stages, of any type; every rank must call this."""
         if self.mesh["pp"] == 1:
             return values
-        return {name: value for of_rank in gather(values, self.stages) for name, value in of_rank.items()}
+        return {name: value for rank_values in gather(values, self.stages) for name, value in rank_values.items()}
 
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None:
-        """Give some ranks the local tensor of another, `like` one, in place; every rank must call it."""
+        """Copy one rank's local tensor, shaped `like`, to other ranks in place; every rank must call this."""
         (rank,) = self.ranks
-        held = local[rank].detach() if rank in local else torch.empty_like(like, device=self.device)
-        sent = held.clone().reshape(-1).view(torch.uint8)  # of any dtype
-        dist.broadcast(sent, source)
+        tensor = local[rank].detach() if rank in local else torch.empty_like(like, device=self.device)
+        content = tensor.clone().reshape(-1).view(torch.uint8)  # works for any dtype
+        dist.broadcast(content, source)
         if rank in to:
-            held.copy_(sent.view(held.dtype).reshape(held.shape))
+            tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))

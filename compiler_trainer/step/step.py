@@ -16,7 +16,7 @@ from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device
 from compiler_trainer.step.messages import Post
 from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import Runtime
-from compiler_trainer.step.turns import Carried, Turn, slots_of, turns_of_evaluation, turns_of_step
+from compiler_trainer.step.turns import CarriedValues, Turn, slots_of, turns_of_evaluation, turns_of_step
 from passes.communication.batch_overlap import SEED, microbatches_in, name_of, together
 from passes.pipeline.tables import Table
 from passes.program import host, ir, shift
@@ -25,14 +25,14 @@ from passes.program.mesh import Mesh
 from passes.program.spec import Spec, shard, unshard
 
 ByRank = dict[int, Tensor]
-NUMBERS = ("loss", "metric", "count")  # kinds of results that are numbers
+NUMBERS = ("loss", "metric", "count")  # kinds of outputs that are numbers
 
 
 @dataclass
 class State:
-    """A stored tensor: its placement, and the local tensor of every rank that lives here and has it.
+    """A stored tensor: its placement, and the local tensor of each rank of this process that has it.
 
-    `stages` are the pipeline ranks that have it, `like` (on no device) is its local shape and dtype.
+    `stages` are the pipeline ranks that have it; `like`, on the meta device, has its local shape and dtype.
     """
 
     spec: Spec
@@ -43,7 +43,7 @@ class State:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A finished program with what runs it, made when it is first asked for."""
+    """A finished program and its executable, which is made when it is first used."""
 
     finished: ir.Program
     lower: Callable[[], Any]
@@ -55,16 +55,16 @@ class Compiled:
 
     @cached_property
     def executable(self) -> Any:
-        """What a runtime runs."""
+        """The object that a runtime runs."""
         return self.lower()
 
     def compile(self) -> None:
-        """Make the executable now: ranks compile together, which no message may wait for."""
+        """Make the executable now: ranks compile together, and no message may wait for that."""
         self.executable  # noqa: B018
 
 
 class Step:
-    """Runs training steps on global batches; made by `compile_step`."""
+    """A compiled training step that runs on global batches; made by `compile_step`."""
 
     def __init__(
         self,
@@ -84,84 +84,93 @@ class Step:
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
         self.train, self.evaluation, self.state = train, evaluation, state
         self.lr, self.seed, self.microbatches, self.table = lr, seed, microbatches, table
-        self.at_once = microbatches_in(each.finished for each in (*train.values(), *evaluation.values()))
+        self.microbatches_per_turn = microbatches_in(c.finished for c in (*train.values(), *evaluation.values()))
         self.device, self.report = device, report
-        self.layouts: list[BatchLayout] = []  # the microbatches of the last step
+        self.layouts: list[BatchLayout] = []  # of the last step's microbatches
         compiled = (*train.values(), *evaluation.values())
-        named = dict.fromkeys(o.name for each in compiled for o in each.finished.outputs if o.kind == "metric")
-        self.metrics = tuple(name for name in named if name != "grad_norm")  # what a loss returns beside the loss
-        given = [i for each in compiled for i in each.finished.inputs]
-        self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
+        names = dict.fromkeys(o.name for c in compiled for o in c.finished.outputs if o.kind == "metric")
+        self.metrics = tuple(name for name in names if name != "grad_norm")  # metrics that the loss function returns
+        inputs = [i for c in compiled for i in c.finished.inputs]
+        self.constants = {i.name: i.value.to(device) for i in inputs if i.value is not None}
         self.coordinates = {
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
             for rank in self.ranks
         }
-        self.restored = {state_name(i): None for each in train.values() for i in each.finished.inputs if i.restored}
-        self.counted = {i.name: i.count for i in given if i.count is not None}
-        self.entries = {entry: of for each in compiled for entry, of in entries_of(each.finished).items()}
+        self.restored_names = {state_name(i): None for c in train.values() for i in c.finished.inputs if i.restored}
+        self.label_counts = {i.name: i.count for i in inputs if i.count is not None}
+        self.entries = {entry: entry_spec for c in compiled for entry, entry_spec in entries_of(c.finished).items()}
         self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
         self.slots = slots_of(self.training[0])
         measuring = turns_of_evaluation(EVALUATE, programs_of(evaluation), table, microbatches)
         self.measuring = self.turns(measuring, evaluation)
 
-    def turns(self, turns: Sequence[Turn], programs: Mapping[str, Compiled]) -> tuple[list[Turn], Carried]:
-        """Of the turns of all ranks those that are taken here, and what they carry; none without programs."""
-        found = programs_of(programs)
-        turns = [turn for turn in turns if turn.program in found]
-        assert not found.keys() - {turn.program for turn in turns}, f"programs that no turn runs, of {[*found]}"
-        here = sorted({self.runtime.stage_of(rank) for rank in self.ranks})
+    def turns(self, turns: Sequence[Turn], programs: Mapping[str, Compiled]) -> tuple[list[Turn], CarriedValues]:
+        """Return the turns that run here, of those of all ranks, and the values they carry; empty without programs."""
+        programs_by_name = programs_of(programs)
+        turns = [turn for turn in turns if turn.program in programs_by_name]
+        assert not programs_by_name.keys() - {turn.program for turn in turns}, (
+            f"programs that no turn runs, of {[*programs_by_name]}"
+        )
+        stages = sorted({self.runtime.stage_of(rank) for rank in self.ranks})
         post, ways = None, self.runtime.ways
         if ways is not None:
             (rank,) = self.ranks
-            post = Post(turns, found, rank, here[0], self.runtime.apart, self.device, ways)
-        return [turn for turn in turns if turn.rank in here], Carried(turns, found, here, post)
+            post = Post(turns, programs_by_name, rank, stages[0], self.runtime.ranks_per_stage, self.device, ways)
+        return [turn for turn in turns if turn.rank in stages], CarriedValues(turns, programs_by_name, stages, post)
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
-        """Take one optimizer step on a global batch and wait for its results, by name.
+        """Take one optimizer step on a global batch, wait for it, and return its results by name.
 
-        "loss" is that of the whole batch, "grad_norm" is from before clipping. Means over labels are over those of the
-        whole batch; other terms of the loss, and other metrics that it returns, are means over microbatches.
+        "loss" is the loss of the whole batch, "grad_norm" the norm before clipping. Means over labels are over all
+        labels of the batch; other terms of the loss, and its other metrics, are means over microbatches.
         `passes.moe.dispatch=bounded` adds "dropped_rows": the tokens without room, of all layers and ranks.
         """
         return self.launch(batch, lr).read()
 
     def launch(self, batch: Mapping[str, Tensor], lr: float | None = None) -> Results:
-        """Begin one optimizer step on a global batch; on a GPU the host does not wait for its end.
+        """Begin one optimizer step on a global batch; on a GPU, return without waiting for its end.
 
-        Whatever is launched later sees the state after the step.
+        Everything launched later sees the state after the step.
         """
         rate, self.layouts = self.lr if lr is None else lr, []
         self.runtime.begin()
         count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
-        before = [(local, local.clone()) for name in self.restored for local in self.state[name].local.values()]
-        numbers = self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
-        for local, value in before:
+        saved = [(local, local.clone()) for name in self.restored_names for local in self.state[name].local.values()]
+        numbers = self.batch_numbers(self.take(self.training, self.train, batch, rate, count), self.train)
+        for local, value in saved:
             local.copy_(torch.where(torch.isfinite(numbers["grad_norm"]), local, value))
         return Results(numbers, self.device)
 
-    def summed(self, values: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, Tensor]:
-        """Return the numbers among the results of microbatches as those of the whole batch, fp64[] on the device."""
+    def batch_numbers(self, values: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, Tensor]:
+        """Return the numbers among the microbatches' results for the whole batch, fp64[] on the device."""
         kinds = {name: kind for name, kind in kinds_of(programs).items() if kind in NUMBERS}
-        numbers = {name: number_of(each, kinds[name], self.at_once) for name, each in values.items() if name in kinds}
+        numbers = {
+            name: number_of(parts, kinds[name], self.microbatches_per_turn)
+            for name, parts in values.items()
+            if name in kinds
+        }
         return self.runtime.numbers(numbers, list(kinds))
 
     def take(
         self,
-        taken: tuple[list[Turn], Carried],
+        turns_and_values: tuple[list[Turn], CarriedValues],
         programs: Mapping[str, Compiled],
         batch: Mapping[str, Tensor],
         lr: float,
         count: Tensor,
     ) -> dict[str, list[Tensor]]:
-        """Run the turns of a step, the `count`-th (i64[]), or of an evaluation; what each microbatch gives.
+        """Run the turns of step number `count` (i64[]), or of an evaluation; return the results of each microbatch.
 
-        The host reads nothing of the device until all turns are started.
+        The host reads nothing from the device before all turns are started.
         """
-        turns, carried = taken
+        turns, carried = turns_and_values
         parts = self.split(batch)
         counts = self.counts(parts)
-        given = [together(parts[i : i + self.at_once]) for i in range(0, len(parts), self.at_once)]
-        found: dict[str, list[Tensor]] = {}
+        batches = [
+            together(parts[i : i + self.microbatches_per_turn])
+            for i in range(0, len(parts), self.microbatches_per_turn)
+        ]
+        results: dict[str, list[Tensor]] = {}
         for name in {turn.program: None for turn in turns}:
             programs[name].compile()
         host.forget()
@@ -170,55 +179,55 @@ class Step:
         for turn in turns:
             carried.start(turn)
             compiled, m = programs[turn.program], turn.microbatch
-            number = count if m is None else count * self.microbatches + m * self.at_once
+            number = count if m is None else count * self.microbatches + m * self.microbatches_per_turn
             scalars = self.scalars(lr, number) | counts
-            for name, value in self.run(turn, compiled, {} if m is None else given[m], scalars, carried).items():
-                found.setdefault(name, []).append(value)
+            for name, value in self.run(turn, compiled, {} if m is None else batches[m], scalars, carried).items():
+                results.setdefault(name, []).append(value)
         carried.end()
-        return found
+        return results
 
     def scalars(self, lr: float, count: Tensor) -> dict[str, Tensor]:
-        """What is fed as a value: the learning rate, and the seeds of (micro)batches' random numbers.
+        """Return the scalar inputs: the learning rate, and the seeds of the (micro)batches' random numbers.
 
-        They are filled in on the device: a copy of a number of the host would wait for all that was started before.
+        They are filled on the device, because a copy from the host would wait for all work started before.
         """
         return {
             "lr": torch.full((), lr, dtype=torch.float64, device=self.device),
-            **{name_of(SEED, k): count + k + (self.seed << 32) for k in range(self.at_once)},
+            **{name_of(SEED, k): count + k + (self.seed << 32) for k in range(self.microbatches_per_turn)},
         }
 
     def counts(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What programs are fed of all microbatches together: how many labels they have."""
+        """Return the counts of labels over all microbatches, which are inputs of programs."""
         for part in parts:
             check_batch(part, self.entries)
-        read = dict.fromkeys(name for count in self.counted.values() for name in count.names)
-        there = [{name: on_device(part[name], self.device) for name in read} for part in parts]
-        return {name: count.of(there) for name, count in self.counted.items()}
+        names = dict.fromkeys(name for count in self.label_counts.values() for name in count.names)
+        label_values = [{name: on_device(part[name], self.device) for name in names} for part in parts]
+        return {name: count.of(label_values) for name, count in self.label_counts.items()}
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
-        """The mean loss of a global batch, nothing changed."""
+        """Return the mean loss of a global batch, without changing the state."""
         return self.measure(batch)["loss"]
 
     def measure(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """The mean loss of a global batch and its metrics, nothing changed."""
-        return Results(self.summed(self.evaluated(batch), self.evaluation), self.device).read()
+        """Return the mean loss of a global batch and its metrics, without changing the state."""
+        return Results(self.batch_numbers(self.evaluate_parts(batch), self.evaluation), self.device).read()
 
     def rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the loss returns for each row of a global batch beside its metrics, [rows], nothing changed."""
+        """Return the loss function's outputs per sample of a global batch, [rows], without changing the state."""
         kinds = kinds_of(self.evaluation)
-        found = {name: values for name, values in self.evaluated(batch).items() if kinds[name] == "rows"}
-        return self.runtime.share({name: torch.cat(values).cpu() for name, values in found.items()})
+        results = {name: values for name, values in self.evaluate_parts(batch).items() if kinds[name] == "rows"}
+        return self.runtime.share({name: torch.cat(values).cpu() for name, values in results.items()})
 
-    def evaluated(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """What each microbatch of an evaluation gives."""
+    def evaluate_parts(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Return the results of each microbatch of an evaluation."""
         if not self.evaluation:
-            what = "is false, so that this step can only train; give compile_step(evaluate=True)"
-            raise UserError("evaluate", what)
-        none = torch.zeros((), dtype=torch.int64, device=self.device)
-        return self.take(self.measuring, self.evaluation, batch, 0.0, none)
+            problem = "is false, so this step can only train; give compile_step(evaluate=True)"
+            raise UserError("evaluate", problem)
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        return self.take(self.measuring, self.evaluation, batch, 0.0, count)
 
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The microbatches of a global batch: consecutive rows."""
+        """Return the microbatches of a global batch: consecutive samples."""
         parts = {key: value.chunk(self.microbatches) for key, value in batch.items()}
         return [{key: chunks[i] for key, chunks in parts.items()} for i in range(self.microbatches)]
 
@@ -228,98 +237,98 @@ class Step:
         compiled: Compiled,
         batch: Mapping[str, Tensor],
         scalars: Mapping[str, Tensor],
-        carried: Carried,
+        carried: CarriedValues,
     ) -> dict[str, Tensor]:
-        """Take one turn for the ranks here; what it gives by name, as the first of them has it."""
+        """Run one turn for the ranks here; return its results by name, as the first of these ranks has them."""
         program, batch_layout = compiled.finished, BatchLayout(compiled.finished, batch)
         if turn.program in self.train and batch and turn.rank == self.runtime.stage_of(self.ranks[0]):
             self.layouts.append(batch_layout)
         ranks = [rank for rank in self.ranks if self.runtime.stage_of(rank) == turn.rank]
 
-        def value(given: ir.Input, rank: int) -> Tensor:
-            if given.kind == "carried":
-                return carried.get(turn, given.name, rank, self.runtime.apart)
-            return self.value(given, rank, batch_layout, scalars)
+        def value(entry: ir.Input, rank: int) -> Tensor:
+            if entry.kind == "carried":
+                return carried.get(turn, entry.name, rank, self.runtime.ranks_per_stage)
+            return self.value(entry, rank, batch_layout, scalars)
 
         inputs = {rank: [value(i, rank) for i in program.inputs] for rank in ranks}
         results = self.runtime.run(compiled.executable, inputs, self.slots.get(turn))
-        found = {}
+        outputs = {}
         for k, output in enumerate(program.outputs):
             if output.kind == "carried":
                 carried.put(turn, output.name, {rank: results[rank][k] for rank in ranks})
             elif output.kind != "buffer":
-                found[output.name] = results[ranks[0]][k]
+                outputs[output.name] = results[ranks[0]][k]
         carried.done(turn)
-        return found
+        return outputs
 
-    def value(self, given: ir.Input, rank: int, batch_layout: BatchLayout, scalars: Mapping[str, Tensor]) -> Tensor:
-        """What one input of a program is on one rank."""
-        if given.kind == "batch":
-            whole, spec = batch_layout.batch[given.name], given.spec.ordered(batch_layout.order(rank))
-            return on_device(shard(whole, spec, self.mesh, self.mesh.coordinates(rank)), self.device)
-        if given.kind == "layout":
-            return batch_layout.value(given, rank, self.device)
-        if given.kind == "coordinate":
-            return self.coordinates[rank][given.name]
-        if given.kind == "constant":
-            return self.constants[given.name]
-        if given.kind == "scalar":
-            return scalars[given.name]
-        return self.state[state_name(given)].local[rank]
+    def value(self, entry: ir.Input, rank: int, batch_layout: BatchLayout, scalars: Mapping[str, Tensor]) -> Tensor:
+        """Return the value of a program's input on one rank."""
+        if entry.kind == "batch":
+            full, spec = batch_layout.batch[entry.name], entry.spec.ordered(batch_layout.order(rank))
+            return on_device(shard(full, spec, self.mesh, self.mesh.coordinates(rank)), self.device)
+        if entry.kind == "layout":
+            return batch_layout.value(entry, rank, self.device)
+        if entry.kind == "coordinate":
+            return self.coordinates[rank][entry.name]
+        if entry.kind == "constant":
+            return self.constants[entry.name]
+        if entry.kind == "scalar":
+            return scalars[entry.name]
+        return self.state[state_name(entry)].local[rank]
 
     def balance(self) -> dict[str, float]:
-        """How even the work of attention was in the last step, among the ranks along `cp` of the first rank here."""
+        """Return the balance of attention work in the last step, in the `cp` group of the first rank here."""
         return balance(self.layouts, self.ranks[0])
 
     def tensors(self) -> dict[str, tuple[Spec, ByRank]]:
-        """State of the ranks here, for a checkpoint: name -> (placement, local tensor by rank); write to restore."""
+        """Return the state here for a checkpoint, name -> (placement, local tensor by rank); write to it to restore."""
         state = {name: (s.spec, s.local) for name, s in self.state.items() if not name.startswith("gradient.")}
         return {name: (spec, local) for name, (spec, local) in state.items() if local}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Full parameters and buffers by the model's own names; with processes, every rank must call it."""
+        """Return full parameters and buffers by the model's own names; with processes, every rank must call this."""
         return {name.removeprefix("model."): value for name, value in self.wholes("model.").items()}
 
     def wholes(self, *kinds: str) -> dict[str, Tensor]:
-        """Full tensors of the state whose names begin so; with processes, every rank must call it."""
+        """Return the full state tensors whose names begin with `kinds`; with processes, every rank must call this."""
         return {name: self.whole(name) for name in self.state if name.startswith(kinds)}
 
     def whole(self, name: str) -> Tensor:
-        """A tensor of the state in full; with processes, every rank must call it."""
+        """Return a full tensor of the state; with processes, every rank must call this."""
         state = self.state[name]
         return unshard(self.runtime.of_stage(state.local, state.stages[0], state.like), state.spec, self.mesh)
 
 
-def number_of(values: Sequence[Tensor], kind: str, at_once: int) -> Tensor:
-    """Return the values of microbatches as one number, fp64[]: counts added, all else averaged."""
+def number_of(values: Sequence[Tensor], kind: str, microbatches_per_turn: int) -> Tensor:
+    """Return microbatches' values as one number, fp64[]: counts are added, everything else is averaged."""
     stacked = torch.stack(list(values))
-    number = stacked.sum() if kind == "count" else stacked.mean() / (at_once if kind == "loss" else 1)
+    number = stacked.sum() if kind == "count" else stacked.mean() / (microbatches_per_turn if kind == "loss" else 1)
     return number.double()
 
 
 def kinds_of(programs: Mapping[str, Compiled]) -> dict[str, ir.OutputKind]:
-    """The kinds of what programs give, by name."""
-    return {o.name: o.kind for each in programs.values() for o in each.finished.outputs}
+    """Return the kinds of programs' outputs, by name."""
+    return {o.name: o.kind for compiled in programs.values() for o in compiled.finished.outputs}
 
 
 def programs_of(compiled: Mapping[str, Compiled]) -> dict[str, ir.Program]:
-    """Their programs, by the same names."""
-    return {name: each.finished for name, each in compiled.items()}
+    """Return the finished programs, by the same names."""
+    return {name: program.finished for name, program in compiled.items()}
 
 
-def state_name(given: ir.Input) -> str:
-    """The name under which an input's value is stored."""
-    prefix = {"parameter": "model", "buffer": "model", "moment": "optim", "gradient": "gradient"}[given.kind]
-    return f"{prefix}.{given.name}"
+def state_name(entry: ir.Input) -> str:
+    """Return the name under which an input's value is stored."""
+    prefix = {"parameter": "model", "buffer": "model", "moment": "optim", "gradient": "gradient"}[entry.kind]
+    return f"{prefix}.{entry.name}"
 
 
-def stored(given: ir.Input) -> Spec:
-    """How an input is stored: a replicate copy as an invariant one."""
-    return replace(given.spec, replicate=())
+def stored(entry: ir.Input) -> Spec:
+    """Return the placement in which an input is stored: a replicate copy as an invariant one."""
+    return replace(entry.spec, replicate=())
 
 
 class Entry(NamedTuple):
-    """What a program expects of one entry of a batch; with `runs`, equal numbers of a row are neighbours."""
+    """The expected shape and dtype of a batch entry; with `runs`, equal numbers of a row must be adjacent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -327,30 +336,30 @@ class Entry(NamedTuple):
 
 
 def entries_of(program: ir.Program) -> dict[str, Entry]:
-    """The entries of a batch that a program reads."""
+    """Return the batch entries that a program reads."""
     nodes = zip(program.inputs, program.placeholders(), strict=True)
     return {i.original: Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
 
 
-def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> None:
-    """Raises UserError unless the batch has the entries, shapes and dtypes that were compiled."""
-    if missing := sorted(wanted.keys() - batch.keys()):
-        raise UserError(f"batch[{missing[0]!r}]", f"is missing; the step was compiled for {', '.join(wanted)}")
+def check_batch(batch: Mapping[str, Tensor], expected: Mapping[str, Entry]) -> None:
+    """Raise UserError unless the batch has the compiled entries, shapes and dtypes."""
+    if absent := sorted(expected.keys() - batch.keys()):
+        raise UserError(f"batch[{absent[0]!r}]", f"is missing; the step was compiled for {', '.join(expected)}")
     for key, value in batch.items():
-        if key not in wanted:
-            raise UserError(f"batch[{key!r}]", f"is not among the compiled entries {', '.join(wanted)}")
-        shape, dtype, _ = wanted[key]
+        if key not in expected:
+            raise UserError(f"batch[{key!r}]", f"is not among the compiled entries {', '.join(expected)}")
+        shape, dtype, _ = expected[key]
         if tuple(value.shape) != shape or value.dtype != dtype:
             raise UserError(
                 f"batch[{key!r}]",
-                f"is {value.dtype}{list(value.shape)}, the step was compiled for {dtype}{list(shape)} a microbatch",
+                f"is {value.dtype}{list(value.shape)}, but the step was compiled for {dtype}{list(shape)} a microbatch",
             )
-    for name in (name for name, entry in wanted.items() if entry.runs):
+    for name in (name for name, entry in expected.items() if entry.runs):
         check_runs(name, batch[name])
 
 
 def check_runs(name: str, value: Tensor) -> None:
-    """Raises UserError unless equal entries of each row are neighbours, which attention's bounds were made for."""
+    """Raise UserError unless equal entries of each row are adjacent, which attention's bounds assume."""
     turns = value[..., 1:] != value[..., :-1]
     last = value.masked_fill(value == -1, 2**31 - 1)  # padding, document -1, ends a row
     if bool((last[..., 1:] >= last[..., :-1]).all()):
@@ -359,6 +368,8 @@ def check_runs(name: str, value: Tensor) -> None:
         ids = torch.cat([row[:1], row[1:][turn]])
         values, counts = ids.unique(return_counts=True)
         if bool((counts > 1).any()):
-            again = int(values[counts > 1][0])
-            fix = "the mask compares these ids, so give each document an id of its own"
-            raise UserError(f"batch[{name!r}]", f"row {number} has {again} in two places with others between; {fix}")
+            repeated = int(values[counts > 1][0])
+            fix = "the mask compares these ids, so give each document its own id"
+            raise UserError(
+                f"batch[{name!r}]", f"row {number} has {repeated} in two places with other ids between; {fix}"
+            )

@@ -1,7 +1,9 @@
-"""The order in which the programs of a step run, and the values that they carry to each other.
+"""The order in which a step's programs run, and the values that they carry to each other.
 
-    one rank of the pipeline, 2 microbatches       accumulate 0, accumulate 1, apply
-    two, 1f1b                                      A0, A1, F0 0, F1 0, F0 1, B1 0, F1 1, B0 0, ... R0, R1, U0, U1
+    one pipeline rank, 2 microbatches       accumulate 0, accumulate 1, apply
+    two, 1f1b                               A0, A1, F0 0, F1 0, F0 1, B1 0, F1 1, B0 0, ... R0, R1, U0, U1
+
+`passes/program/task.py` explains the names of tasks; the number after a task is its microbatch.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from passes.pipeline.tables import Table, in_order
 from passes.program import ir
 from passes.program.task import FORWARD, GATHER, OF_RANKS, Task
 
-Key = tuple[str, int | None]  # a carried value, and its microbatch; None: it is the same for all
+Key = tuple[str, int | None]  # a carried value and its microbatch; None if it is the same for all
 
 
 class Turn(NamedTuple):
-    """A run of a program, for a microbatch or for all together, by a pipeline rank; with stages, of a task."""
+    """A run of a program by a pipeline rank, for one microbatch or for all together; with stages, it runs a task."""
 
     program: str
     microbatch: int | None
@@ -33,7 +35,7 @@ class Turn(NamedTuple):
 
 
 def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, microbatches: int) -> tuple[Turn, ...]:
-    """A training step."""
+    """Return the turns of a training step."""
     if table is None:
         microbatches //= microbatches_in(programs.values())
         if microbatches == 1:
@@ -50,7 +52,7 @@ def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, micro
 def turns_of_evaluation(
     name: str, programs: Mapping[str, ir.Program], table: Table | None, microbatches: int
 ) -> tuple[Turn, ...]:
-    """An evaluation."""
+    """Return the turns of an evaluation."""
     if table is None:
         return tuple(Turn(name, m) for m in range(microbatches // microbatches_in(programs.values())))
     tasks = [Task(stage, FORWARD) for stage in range(table.stages)]
@@ -58,51 +60,56 @@ def turns_of_evaluation(
 
 
 def slots_of(turns: Sequence[Turn]) -> dict[Turn, int]:
-    """Where turns of microbatches are recorded: two that are in a stage at once in different slots, as are stages."""
+    """Return the recording slot of each microbatch's turn.
 
-    def passing(turn: Turn) -> tuple[int, int | None]:
+    Two microbatches in a stage at the same time have different slots, and so have two stages.
+    """
+
+    def stage_and_microbatch(turn: Turn) -> tuple[int, int | None]:
         return turn.task.stage if turn.task else 0, turn.microbatch
 
-    of_microbatches = [turn for turn in turns if turn.microbatch is not None]
-    last = {passing(turn): turn for turn in of_microbatches}
-    free, taken, slots = defaultdict[int, list[int]](list), dict[tuple[int, int | None], int](), dict[Turn, int]()
-    for turn in of_microbatches:
-        here = stage, _ = passing(turn)
-        if here not in taken:
-            taken[here] = free[stage].pop() if free[stage] else len({*taken.values()})
-        slots[turn] = taken[here]
-        if turn == last[here]:
-            free[stage].append(taken[here])
+    microbatch_turns = [turn for turn in turns if turn.microbatch is not None]
+    last = {stage_and_microbatch(turn): turn for turn in microbatch_turns}
+    free, slot_of, slots = defaultdict[int, list[int]](list), dict[tuple[int, int | None], int](), dict[Turn, int]()
+    for turn in microbatch_turns:
+        position = stage, _ = stage_and_microbatch(turn)
+        if position not in slot_of:
+            slot_of[position] = free[stage].pop() if free[stage] else len({*slot_of.values()})
+        slots[turn] = slot_of[position]
+        if turn == last[position]:
+            free[stage].append(slot_of[position])
     return slots
 
 
 def sent_between(programs: Iterable[ir.Program]) -> frozenset[str]:
-    """Return the names of the values that tasks of one stage, or rank, make for those of another."""
+    """Return the names of values that tasks of one stage, or rank, make for those of another."""
     tasks = [(program.task.stage, program) for program in programs if program.task]
-    made = {output.name: stage for stage, p in tasks for output in p.outputs if output.kind == "carried"}
-    return frozenset(given.name for stage, p in tasks for given in carried(p) if made[given.name] != stage)
+    stage_of = {output.name: stage for stage, p in tasks for output in p.outputs if output.kind == "carried"}
+    return frozenset(entry.name for stage, p in tasks for entry in carried(p) if stage_of[entry.name] != stage)
 
 
 Keys = dict[Turn, dict[str, Key]]
 
 
 def keys_of(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> tuple[Keys, Keys]:
-    """The values that each turn reads of others, and those that it makes for them, by name."""
+    """Return the values that each turn reads from others, and those that it makes for others, by name."""
     makes = {
         turn: {o.name: (o.name, turn.microbatch) for o in programs[turn.program].outputs if o.kind == "carried"}
         for turn in turns
     }
-    made = {key for found in makes.values() for key in found.values()}
+    all_made = {key for values in makes.values() for key in values.values()}
 
-    def read(name: str, microbatch: int | None) -> Key:
-        return (name, microbatch) if (name, microbatch) in made else (name, None)
+    def key_read(name: str, microbatch: int | None) -> Key:
+        return (name, microbatch) if (name, microbatch) in all_made else (name, None)
 
-    reads = {turn: {i.name: read(i.name, turn.microbatch) for i in carried(programs[turn.program])} for turn in turns}
+    reads = {
+        turn: {i.name: key_read(i.name, turn.microbatch) for i in carried(programs[turn.program])} for turn in turns
+    }
     return reads, makes
 
 
 class Mail(Protocol):
-    """Carries values between the processes of pipeline ranks (`messages.py`)."""
+    """The interface that carries values between the processes of pipeline ranks (`messages.py`)."""
 
     def begin(self) -> None: ...
     def start(self, turn: Turn) -> None: ...
@@ -112,67 +119,71 @@ class Mail(Protocol):
     def end(self) -> None: ...
 
 
-class Carried:
+class CarriedValues:
     """Values on their way between the turns that run here, each kept until its last reader has it.
 
-    `here` are the pipeline ranks of this process; values of others come by `post`.
+    `ranks` are the pipeline ranks of this process; values of other ranks come through `post`.
     """
 
     def __init__(
         self,
         turns: Sequence[Turn],
         programs: Mapping[str, ir.Program],
-        here: Sequence[int] = (0,),
+        ranks: Sequence[int] = (0,),
         post: Mail | None = None,
     ):
         self.post = post
-        self.read_by, self.made_by = keys_of(turns, programs)
-        self.reads = Counter(key for turn, keys in self.read_by.items() if turn.rank in here for key in keys.values())
+        self.keys_read, self.keys_made = keys_of(turns, programs)
+        self.reads = Counter(
+            key for turn, keys in self.keys_read.items() if turn.rank in ranks for key in keys.values()
+        )
         self.values: dict[Key, dict[int, Tensor]] = {}
-        self.left = Counter[Key]()
+        self.readers_left = Counter[Key]()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.values.clear()
-        self.left = self.reads.copy()
+        self.readers_left = self.reads.copy()
         if self.post is not None:
             self.post.begin()
 
     def start(self, turn: Turn) -> None:
-        """A turn begins."""
+        """Begin a turn."""
         if self.post is not None:
             self.post.start(turn)
 
-    def put(self, turn: Turn, name: str, made: Mapping[int, Tensor]) -> None:
-        """Keep what ranks have made if a turn here reads it, and send it to those elsewhere that do."""
-        key = self.made_by[turn][name]
+    def put(self, turn: Turn, name: str, values: Mapping[int, Tensor]) -> None:
+        """Keep a value if a turn here reads it, and send it to other processes that do."""
+        key = self.keys_made[turn][name]
         if self.reads[key]:
-            self.values[key] = dict(made)
+            self.values[key] = dict(values)
         if self.post is not None:
-            self.post.send(key, made)
+            self.post.send(key, values)
 
-    def get(self, turn: Turn, name: str, rank: int, apart: int) -> Tensor:
-        """What a rank reads; ranks of different stages that stand alike are multiples of `apart` from each other."""
-        key = self.read_by[turn][name]
+    def get(self, turn: Turn, name: str, rank: int, ranks_per_stage: int) -> Tensor:
+        """Return the value for a rank; its counterparts in other stages are multiples of `ranks_per_stage` away."""
+        key = self.keys_read[turn][name]
         if key not in self.values and self.post is not None:
             self.values[key] = {rank: self.post.receive(key)}
-        return next(value for made_by, value in self.values[key].items() if (made_by - rank) % apart == 0)
+        return next(
+            value for source_rank, value in self.values[key].items() if (source_rank - rank) % ranks_per_stage == 0
+        )
 
     def done(self, turn: Turn) -> None:
-        """Forget what this turn was the last to read."""
-        for key in self.read_by[turn].values():
-            self.left[key] -= 1
-            if not self.left[key]:
+        """End a turn: drop the values for which it was the last reader."""
+        for key in self.keys_read[turn].values():
+            self.readers_left[key] -= 1
+            if not self.readers_left[key]:
                 del self.values[key]
         if self.post is not None:
             self.post.done(turn)
 
     def end(self) -> None:
-        """A step ends: all that was sent has left."""
+        """End a step: wait until everything has been sent."""
         if self.post is not None:
             self.post.end()
 
 
 def carried(program: ir.Program) -> Iterator[ir.Input]:
-    """The inputs that other tasks make."""
-    return (given for given in program.inputs if given.kind == "carried")
+    """Yield the inputs that other tasks make."""
+    return (entry for entry in program.inputs if entry.kind == "carried")

@@ -1,8 +1,8 @@
-"""Averages of weights over steps (EMA): a second copy, in float32 or wider, that follows the weights more slowly.
+"""Averages of weights over steps (EMA): a second copy of the weights, in float32 or wider, that follows them slowly.
 
-    average <- ema * average + (1 - ema) * weight      after each step, on the shards that a rank has
+    average <- ema * average + (1 - ema) * weight      after each step, on the rank's own shards
 
-They are state of the step, so they are stored with it, and read on any mesh.
+Averages are part of the step's state, so checkpoints store them and any mesh can read them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from compiler_trainer.step.step import State, Step
 
 @torch.no_grad()
 def follow(step: Step, ema: float, is_applied: Tensor | None) -> None:
-    """Move the averages after an update, unless `is_applied`, bool[] on the device, says that it was left out."""
+    """Update the averages after a step, unless `is_applied`, bool[] on the device, is False because it was skipped."""
     share = 1 - ema if is_applied is None else (1 - ema) * is_applied.double()
     for name, average in step.state.items():
         if name.startswith(AVERAGE):
             weight = step.state[MODEL + name.removeprefix(AVERAGE)]
             for rank, local in average.local.items():
-                by = share if isinstance(share, float) else share.to(local.dtype)
-                local.lerp_(weight.local[rank].to(local.dtype), by)
+                amount = share if isinstance(share, float) else share.to(local.dtype)
+                local.lerp_(weight.local[rank].to(local.dtype), amount)
 
 
 def add(step: Step, names: Iterable[str]) -> None:
-    """Let a step keep averages of the parameters with these names."""
+    """Add averages of the parameters called `names` to a step's state."""
     for name in names:
         weight = step.state[MODEL + name]
         dtype = torch.promote_types(weight.like.dtype, torch.float32)
@@ -39,15 +39,18 @@ def add(step: Step, names: Iterable[str]) -> None:
         step.state[AVERAGE + name] = State(weight.spec, local, weight.like.to(dtype), weight.stages)
 
 
-def load(step: Step, stored: Checkpoint, frozen: frozenset[str]) -> None:
-    """Fill the state of a step, but for what is frozen and elsewhere; averages that it lacks begin at the weights."""
-    checkpoint.load(step, stored, frozen | averages_of(step))
-    for name in averages_of(step) - stored.index.tensors.keys():
+def load(step: Step, ckpt: Checkpoint, frozen: frozenset[str]) -> None:
+    """Load a checkpoint into a step's state, except for `frozen` entries, which come from elsewhere.
+
+    Averages that the checkpoint lacks start as copies of the weights.
+    """
+    checkpoint.load(step, ckpt, frozen | averages_of(step))
+    for name in averages_of(step) - ckpt.index.tensors.keys():
         weight = step.state[MODEL + name.removeprefix(AVERAGE)]
         for rank, local in step.state[name].local.items():
             local.copy_(weight.local[rank])
 
 
 def averages_of(step: Step) -> frozenset[str]:
-    """The names of averages in a step's state."""
+    """Return the names of the averages in a step's state."""
     return frozenset(name for name in step.state if name.startswith(AVERAGE))

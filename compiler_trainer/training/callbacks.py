@@ -1,4 +1,4 @@
-"""What a run tells while it trains: callbacks of one's own, which may look at it, and ask it to end."""
+"""Callbacks: user code that a run calls while it trains, and that may end the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compiler_trainer.training.metrics import Record
 
 @dataclass
 class Run:
-    """A run as a callback sees it: its options, its compiled step, the steps `done` before it began."""
+    """The view of a run that callbacks get: its options, its compiled step, and the number of steps `done` before."""
 
     cfg: Config
     step: Step
@@ -32,89 +32,91 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """The number of this process; 0 writes and prints."""
+        """The rank of this process; only rank 0 should write and print."""
         return rank()
 
     def stop(self, why: str) -> None:
-        """Let this step be the last: a checkpoint is taken, and all ranks end, whichever of them asks."""
+        """Make this step the last one: a checkpoint is saved, and all ranks end, no matter which rank calls this."""
         self.ask(why)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers in full, by the model's own names; every rank has to call it at the same step."""
+        """Return full parameters and buffers by the model's own names; every rank must call this at the same step."""
         return self.step.state_dict()
 
 
 class Callback:
-    """What a run tells, on every rank alike; a method that is left out does nothing.
+    """The base class of callbacks, which are called on every rank; a method that is not overridden does nothing.
 
-    What is raised here ends the run. After a rollback steps come again, with the numbers that they had.
+    An exception in a callback ends the run. After a rollback, steps are repeated with the same numbers.
     """
 
     def on_start(self, run: Run) -> None:
-        """The step is compiled, its state loaded, and none of this start's steps is taken."""
+        """Run before the first step, after the step is compiled and its state is loaded."""
 
     def on_step(self, run: Run, record: Record) -> None:
-        """A step is done; `record` is its line of metrics.jsonl, with `step`, `loss` and `lr`.
+        """Run after each step; `record` is its line of metrics.jsonl, with `step`, `loss` and `lr`.
 
-        A class that has this method sees the state right after each step. On a GPU the host then waits for every step
-        before it launches the next, which is otherwise launched first.
+        A class with this method sees the state right after each step. On a GPU, the host then waits for every step
+        before it launches the next one; otherwise it launches the next one first.
         """
 
     def on_evaluation(self, run: Run, record: Record) -> None:
-        """After `on_step` where the step was evaluated: `record` has `eval_loss`."""
+        """Run after `on_step` if the step was evaluated: `record` has `eval_loss`."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """A checkpoint is whole on the disk, of that step or of one some steps ago: it is written beside training."""
+        """Run when a checkpoint is complete on disk: this step's or an earlier one's, as writing is asynchronous."""
 
     def on_stop(self, run: Run) -> None:
-        """The run ends, after its last checkpoint, whatever ended it but an error."""
+        """Run at the end, after the last checkpoint, unless an error ended the run."""
 
 
 class Callbacks:
-    """The callbacks of a run, told in turn."""
+    """The callbacks of a run, called in order."""
 
-    def __init__(self, run: Run, each: Sequence[Callback]):
-        self.run, self.each = run, each
-        self.saved: Path | None = None  # a checkpoint that is being written
-        self.look_at_steps = any(type(callback).on_step is not Callback.on_step for callback in each)
+    def __init__(self, run: Run, callbacks: Sequence[Callback]):
+        self.run, self.callbacks = run, callbacks
+        self.pending_path: Path | None = None  # a checkpoint that is being written
+        self.look_at_steps = any(type(callback).on_step is not Callback.on_step for callback in callbacks)
 
     def start(self) -> None:
-        """Tell that the run begins."""
-        for callback in self.each:
+        """Call `on_start` of each callback."""
+        for callback in self.callbacks:
             callback.on_start(self.run)
 
     def step(self, record: Record) -> None:
-        """Tell of a step, and of its evaluation."""
-        for callback in self.each:
+        """Call `on_step` of each callback, and `on_evaluation` if the step was evaluated."""
+        for callback in self.callbacks:
             callback.on_step(self.run, record)
             if "eval_loss" in record:
                 callback.on_evaluation(self.run, record)
 
-    def saves(self, path: Path) -> None:
-        """Note that a checkpoint is being written."""
-        self.saved = path
+    def begin_checkpoint(self, path: Path) -> None:
+        """Note that the checkpoint at `path` is being written."""
+        self.pending_path = path
 
-    def written(self, is_whole: bool) -> None:
-        """Tell of it, unless it could not be written."""
-        path, self.saved = self.saved, None
+    def end_checkpoint(self, is_whole: bool) -> None:
+        """Call `on_checkpoint` for the noted checkpoint, if it is complete."""
+        path, self.pending_path = self.pending_path, None
         if path is not None and is_whole:
-            for callback in self.each:
+            for callback in self.callbacks:
                 callback.on_checkpoint(self.run, path)
 
     def stop(self) -> None:
-        """Tell of the last checkpoint, which is whole, and that the run ends."""
-        self.written(True)
-        for callback in self.each:
+        """Report the last checkpoint, which is complete, and call `on_stop` of each callback."""
+        self.end_checkpoint(True)
+        for callback in self.callbacks:
             callback.on_stop(self.run)
 
 
 def build_callbacks(cfg: Config) -> list[Callback]:
-    """The callbacks that options name; raises UserError where one is none."""
-    found = []
-    for number, own in enumerate(cfg.train.callbacks):
-        callback = called(own, where := f"train.callbacks[{number}]")
+    """Return the callbacks that the options name; raise UserError for an object that is not a Callback."""
+    callbacks = []
+    for number, target in enumerate(cfg.train.callbacks):
+        callback = called(target, place := f"train.callbacks[{number}]")
         if not isinstance(callback, Callback):
-            what = f"{own['_target_']} makes a {type(callback).__name__}, no compiler_trainer.Callback"
-            raise UserError(where, f"{what}; derive it from that")
-        found.append(callback)
-    return found
+            problem = (
+                f"{target['_target_']} makes a {type(callback).__name__}, which is not a compiler_trainer.Callback"
+            )
+            raise UserError(place, f"{problem}; derive the class from it")
+        callbacks.append(callback)
+    return callbacks

@@ -1,6 +1,6 @@
-"""Compare the captured graph with the model before a job starts, if it is a model that the tests do not know.
+"""Compare the captured graph with the model before a job starts, unless the tests cover this kind of model.
 
-A small model is compared by value on two rows of the first batch, a large one by the parameters that autograd reaches.
+A small model is compared by value on two samples of the first batch, a large one by the parameters that get gradients.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from compiler_trainer.step.ranks import from_rank_0
 
 TESTED = frozenset(
     "deepseek_v3 gemma gemma3_text gpt2 llama llama4_text mixtral qwen3 qwen3_moe".split()
-)  # types of transformers that tests train by value
-MOST_WORK = 1e10  # parameters times tokens that eager PyTorch computes in a few seconds
+)  # model types of transformers that tests compare by value
+MOST_WORK = 1e10  # parameters times tokens; eager PyTorch takes a few seconds for it
 ROWS = 2
 
 
 def is_tested(cfg: Config) -> bool:
-    """Whether tests compare models and losses of this kind with eager PyTorch."""
+    """Return True if tests compare models and losses of this kind with eager PyTorch."""
     if cfg.has_own_loss:
         return False
     if isinstance(cfg.model, FolderConfig):
@@ -37,20 +37,23 @@ def is_tested(cfg: Config) -> bool:
 
 
 def check_capture(cfg: Config, trained: Subject, batch: Callable[[], Mapping[str, Tensor]]) -> str:
-    """A note if model and graph cannot be compared, else empty; raises UserError on all ranks if they differ."""
+    """Return a note if model and graph cannot be compared, otherwise an empty string.
+
+    Raises UserError on all ranks if they differ.
+    """
     if is_tested(cfg) or cfg.passes.verify == "none":
         return ""
-    differs, note = from_rank_0(lambda: compared(trained, batch()))
-    if differs:
-        fix = "report the model to us, or set passes.verify=none to train the graph as it is"
-        raise UserError("model", f"{differs}: the captured graph is not what eager PyTorch runs; {fix}")
+    difference, note = from_rank_0(lambda: find_difference(trained, batch()))
+    if difference:
+        fix = "report this model to us, or set passes.verify=none to train with the graph as it is"
+        raise UserError("model", f"{difference}: the captured graph differs from eager PyTorch; {fix}")
     return note
 
 
-def compared(trained: Subject, batch: Mapping[str, Tensor]) -> tuple[str, str]:
-    """(The first difference between model and graph, a note if they cannot be compared), each empty if there is none.
+def find_difference(trained: Subject, batch: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return (the first difference between model and graph, a note if they cannot be compared), empty if there is none.
 
-    A model that cannot be captured is refused later, with its reason.
+    A model that cannot be captured is refused later, with the reason.
     """
     rows = {name: value[:ROWS].cpu() for name, value in batch.items()}
     work = sum(p.numel() for p in trained.module.parameters()) * max(value.numel() for value in rows.values())
@@ -62,5 +65,5 @@ def compared(trained: Subject, batch: Mapping[str, Tensor]) -> tuple[str, str]:
     except UserError:
         return "", ""
     except Exception as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        return "", f"note: the captured graph is not compared with the model, which does not run on the CPU ({why})"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return "", f"note: the captured graph is not compared with the model, which does not run on the CPU ({reason})"

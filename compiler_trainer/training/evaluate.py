@@ -1,4 +1,4 @@
-"""Loss and metrics on held-out text."""
+"""Compute loss and metrics on validation data."""
 
 from __future__ import annotations
 
@@ -16,41 +16,45 @@ from compiler_trainer.models import IGNORED_LABEL
 
 
 class Measures(Protocol):
-    """What gives the mean loss and the metrics of a global batch."""
+    """An object that returns the mean loss and the metrics of a global batch."""
 
     def measure(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
 
 
 def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[str, float], int]:
-    """Loss and metrics, means over all labelled tokens or pairs of global batches, and how many these are.
+    """Return loss and metrics, averaged over all labelled tokens or pairs of the batches, and the number of these.
 
-    Of several sources, whose names come with the batches, also the loss of each, as `loss/NAME`.
+    With several sources, whose names come with the batches, also return the loss of each one as `loss/NAME`.
     """
     total, labels = defaultdict[str, float](float), Counter[str]()
     for source, batch in batches:
-        labelled = weight_of(batch)
-        measured, name = step.measure(batch), f"loss/{source}"
-        for metric, value in (*measured.items(), (name, measured["loss"])):
-            total[metric] += value * labelled
-        labels[name] += labelled
+        terms = count_terms(batch)
+        metrics, name = step.measure(batch), f"loss/{source}"
+        for metric, value in (*metrics.items(), (name, metrics["loss"])):
+            total[metric] += value * terms
+        labels[name] += terms
     count = labels.total()
     own = [name for name in total if name not in labels]
-    by_source = {name: total[name] / labels[name] for name in labels if len(labels) > 1}
-    return {name: total[name] / count for name in own} | by_source, count
+    source_losses = {name: total[name] / labels[name] for name in labels if len(labels) > 1}
+    return {name: total[name] / count for name in own} | source_losses, count
 
 
-def weight_of(batch: Batch) -> int:
-    """How many pairs, else labelled tokens, a batch's loss is the mean of."""
+def count_terms(batch: Batch) -> int:
+    """Return the number of terms that a batch's loss is the mean of: pairs, or labelled tokens without pairs."""
     return int(batch["pairs"].sum() if "pairs" in batch else (batch["labels"] != IGNORED_LABEL).sum())
 
 
 def held_out(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]:
-    """The rows of the first so many global batches, the same each time, or with None every row once: by source."""
-    return ((name, filled_up(loader, numbers)) for name, numbers in by_source(loader, batches))
+    """Yield (source, batch) over the validation data.
+
+    With `batches`, take that many first global batches, the same ones each time. With None, take every
+    sample once.
+    """
+    return ((name, fill_batch(loader, numbers)) for name, numbers in by_source(loader, batches))
 
 
 def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np.int64]]]:
-    """What to evaluate: names of sources, and rows of each for a global batch, or fewer for its last."""
+    """Return (source, numbers of samples) for each batch to evaluate; a source's last batch may be smaller."""
     rows, size = loader.rows, loader.batch_size
     none = (0,) * len(rows.parts)
     numbers = np.arange(len(rows)) if batches is None else loader.draw(none, batches * size)[0]
@@ -59,10 +63,10 @@ def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np
     return [(name, own[first : first + size]) for name, own in parts for first in range(0, len(own), size)]
 
 
-def filled_up(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
-    """A global batch of rows; where these are too few, what fills it has no labels."""
+def fill_batch(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
+    """Return a global batch of these samples; if there are too few, fill it with samples that have no labels."""
     missing = loader.batch_size - len(numbers)
-    batch = loader.rows.batch(np.pad(numbers, (0, missing), mode="edge"), loader.read)
+    batch = loader.rows.batch(np.pad(numbers, (0, missing), mode="edge"), loader.read_mask)
     batch["labels"][len(numbers) :] = IGNORED_LABEL
     if "pairs" in batch:
         batch["pairs"][len(numbers) :] = 0

@@ -1,4 +1,4 @@
-"""Memory that is used up in training: told from other failures, with what was being done and how much was in use."""
+"""Recognize out-of-memory errors of training, with the operation that failed and the memory in use."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 import torch
 
-from compiler_trainer.training.watch import doing_of
+from compiler_trainer.training.watch import operation_of
 from passes.lower.heap import free_in_heap
 from passes.program.ir import CompileError
 
-SAID = re.compile(r"out of memory|can't allocate memory|std::bad_alloc", re.IGNORECASE)  # by RuntimeErrors
+SAID = re.compile(r"out of memory|can't allocate memory|std::bad_alloc", re.IGNORECASE)  # in messages of RuntimeError
 ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
 UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 STATUS = Path("/proc/self/status")
 
 
 class Failure(NamedTuple):
-    """What was asked for (0 bytes: it does not say), where, and the bytes that were in use."""
+    """A failed allocation: its size (0 bytes if unknown), the operation, and the bytes that were in use."""
 
     asked_bytes: int
     where: str
@@ -33,28 +33,28 @@ class Failure(NamedTuple):
 
 
 def failure_of(error: BaseException) -> Failure | None:
-    """What an error says of memory that is used up; None where it says nothing of the kind."""
+    """Return the failed allocation behind an error, or None if the error has another cause."""
     errors = list(chain(error))
     if not any(map(is_of_memory, errors)):
         return None
-    asked = next((found for each in errors if (found := ASKED.search(str(each)))), None)
-    size = round(float(asked[1]) * UNITS[asked[2].lower()]) if asked else 0
-    node = next((each.node for each in errors if isinstance(each, CompileError) and each.node), None)
-    where = f"%{node.name}" if node else doing_at(errors[-1].__traceback__)
-    return Failure(size, where, used_bytes())
+    match = next((m for e in errors if (m := ASKED.search(str(e)))), None)
+    size = round(float(match[1]) * UNITS[match[2].lower()]) if match else 0
+    node = next((e.node for e in errors if isinstance(e, CompileError) and e.node), None)
+    operation = f"%{node.name}" if node else operation_at(errors[-1].__traceback__)
+    return Failure(size, operation, used_bytes())
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it comes from, the first one last."""
-    seen = set[int]()  # errors may come from each other
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    """Yield an error and its causes, the original error last."""
+    visited = set[int]()  # causes may form a cycle
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether an error says itself that an allocation failed."""
+    """Return True if this error itself, apart from its causes, is a failed allocation."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -62,28 +62,28 @@ def is_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(SAID.search(str(error)))
 
 
-def doing_at(traceback: TracebackType | None) -> str:
-    """What the innermost frame of an error was at when it was raised."""
+def operation_at(traceback: TracebackType | None) -> str:
+    """Return the operation that the innermost frame of a traceback ran when the error was raised."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return doing_of(traceback.tb_frame, traceback.tb_lineno) if traceback else "an allocation"
+    return operation_of(traceback.tb_frame, traceback.tb_lineno) if traceback else "an allocation"
 
 
 # ---- how much there is ------------------------------------------------------------------------------------
 
 
 def used_bytes() -> int:
-    """Bytes in use: of tensors at most, on CUDA; on a CPU address space if that is limited, else what is resident.
+    """Return the bytes in use: on CUDA the peak of tensors; on a CPU the address space if limited, or resident memory.
 
-    What a CPU's heap keeps for later (`passes/lower/heap.py`) is none of it.
+    Memory that the CPU heap caches (`passes/lower/heap.py`) is not counted.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return max(0, of_status("VmSize" if limit_bytes() else "VmRSS") - free_in_heap())
+    return max(0, status_bytes("VmSize" if limit_bytes() else "VmRSS") - free_in_heap())
 
 
 def let_go() -> None:
-    """Give back what nothing holds any more."""
+    """Release unreferenced and cached memory, and reset CUDA's peak statistics."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -91,23 +91,23 @@ def let_go() -> None:
 
 
 def free_bytes() -> int:
-    """Bytes of the device, or of this process, that may yet be taken."""
+    """Return the bytes that can still be allocated on the device, or in this process on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     if limit := limit_bytes():
         return max(0, limit - used_bytes())
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    there = 1024 * int(available.split()[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return there + free_in_heap()
+    available_bytes = 1024 * int(available.split()[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return available_bytes + free_in_heap()
 
 
 def limit_bytes() -> int:
-    """The limit of this process's address space (ulimit -v), 0 if there is none."""
+    """Return the limit of this process's address space (ulimit -v), or 0 if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return 0 if soft == resource.RLIM_INFINITY else soft
 
 
-def of_status(name: str) -> int:
-    """A figure that Linux keeps of this process, in bytes."""
+def status_bytes(name: str) -> int:
+    """Return an entry of /proc/self/status in bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])

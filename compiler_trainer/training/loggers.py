@@ -1,6 +1,6 @@
-"""Where metrics go: files in the run folder, services, and loggers of one's own.
+"""Loggers of metrics: files in the run folder, services, and user-defined loggers.
 
-An outage of a service stops nothing and loses nothing: what it does not take is kept, said once, and tried again.
+An outage of a service neither stops the run nor loses records: it is reported once, and they are sent later.
 """
 
 from __future__ import annotations
@@ -27,71 +27,71 @@ from compiler_trainer.config.targets import called
 from compiler_trainer.console import say
 from compiler_trainer.training.metrics import JsonLines, Record, TensorBoard
 
-AGAIN_S = 30.0  # after which what was not taken is tried again
-LONGEST = 500  # characters of a parameter that every MLflow server takes
-AT_ONCE = 100  # parameters that it takes
+AGAIN_S = 30.0  # until records that were refused are sent again
+LONGEST = 500  # characters of a parameter that every MLflow server accepts
+AT_ONCE = 100  # parameters that MLflow accepts in one call
 
 
 class Logger(Protocol):
-    """Takes the records of a run, on rank 0 alone."""
+    """The interface of loggers, which take the records of a run on rank 0."""
 
     def start(self, cfg: Config, done: int) -> None:
-        """The run begins, or goes on after step `done`; its folder, `cfg.run.dir`, is there."""
+        """Start, or resume after step `done`; the run folder, `cfg.run.dir`, exists."""
 
     def log(self, record: Record) -> None:
-        """One step: `record["step"]`, and its values, finite numbers. After a rollback a step comes again."""
+        """Take one step: `record["step"]` and its finite values. After a rollback, steps are logged again."""
 
     def close(self, failed: bool) -> None:
-        """The run ends, by an error or not."""
+        """Finish; `failed` is True if an error ended the run."""
 
 
 class WandB:
-    """Weights & Biases, online, or `offline` into the run folder for `wandb sync`; arguments are those of wandb.init.
+    """Weights & Biases, online, or `offline` into the run folder for `wandb sync`; `arguments` are those of wandb.init.
 
-    Raises UserError where wandb is not installed.
+    Raises UserError if wandb is not installed.
     """
 
     def __init__(self, project: str = "compiler-trainer", **arguments: Any):
-        self.wandb, self.arguments = installed("wandb", "wandb"), {"project": project, **arguments}
+        self.wandb, self.arguments = import_optional("wandb", "wandb"), {"project": project, **arguments}
 
     def start(self, cfg: Config, done: int) -> None:
-        """Begin a run, or go on with the one that this folder's earlier part began."""
+        """Start a run, or resume the one that an earlier part of this run started."""
         folder = Path(cfg.run.dir)
-        name = known_as(folder / "wandb.id", done, lambda: secrets.token_hex(4))
+        name = run_id(folder / "wandb.id", done, lambda: secrets.token_hex(4))
         options = {"id": name, "name": folder.name, "resume": "allow", "dir": str(folder)}
         self.run = self.wandb.init(config=dataclasses.asdict(cfg), **{**options, **self.arguments})
-        self.run.define_metric("*", step_metric="step")  # a step that comes again has the later value
+        self.run.define_metric("*", step_metric="step")  # a repeated step gets the later value
 
     def log(self, record: Record) -> None:
-        """Hand it to the process of wandb, which sends it."""
+        """Pass the record to wandb's process, which sends it."""
         self.run.log(dict(record))
 
     def close(self, failed: bool) -> None:
-        """Wait until all is sent, or written."""
+        """Wait until all records are sent or written."""
         self.run.finish(exit_code=int(failed))
 
 
 class MLflow:
-    """MLflow: a server's address, or a database (`sqlite:///mlflow.db`, with all of mlflow); None: MLFLOW_TRACKING_URI.
+    """MLflow: a server's address, or a database (`sqlite:///mlflow.db`, with full mlflow); None: MLFLOW_TRACKING_URI.
 
-    Raises UserError where mlflow is not installed.
+    Raises UserError if mlflow is not installed.
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "compiler-trainer"):
-        self.mlflow, self.tracking_uri, self.experiment = installed("mlflow", "mlflow"), tracking_uri, experiment
+        self.mlflow, self.tracking_uri, self.experiment = import_optional("mlflow", "mlflow"), tracking_uri, experiment
 
     def start(self, cfg: Config, done: int) -> None:
-        """Begin a run with the options as its parameters, or go on with the one that this folder began."""
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # minutes of waiting would hold up training
+        """Start a run with the options as its parameters, or resume the one that this folder's earlier part started."""
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the default blocks training for minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         self.client = self.mlflow.MlflowClient(tracking_uri=self.tracking_uri)
-        self.id = known_as(Path(cfg.run.dir) / "mlflow.id", done, lambda: self.begin(cfg))
+        self.id = run_id(Path(cfg.run.dir) / "mlflow.id", done, lambda: self.begin(cfg))
         self.client.update_run(self.id, status="RUNNING")
 
     def begin(self, cfg: Config) -> str:
-        """The id of a new run."""
-        found = self.client.get_experiment_by_name(self.experiment)
-        experiment = found.experiment_id if found else self.client.create_experiment(self.experiment)
+        """Create a run and return its id."""
+        existing = self.client.get_experiment_by_name(self.experiment)
+        experiment = existing.experiment_id if existing else self.client.create_experiment(self.experiment)
         run = self.client.create_run(experiment, run_name=Path(cfg.run.dir).name).info.run_id
         options = flat(dataclasses.asdict(cfg), set(tables(cfg)))
         params = [self.mlflow.entities.Param(name, str(value)[:LONGEST]) for name, value in options.items()]
@@ -100,19 +100,19 @@ class MLflow:
         return run
 
     def log(self, record: Record) -> None:
-        """Send all values of a step at once."""
+        """Send all values of a step in one call."""
         now, step = int(1000 * time.time()), int(record["step"])
-        values = [(accepted(name), value) for name, value in record.items() if name != "step"]
+        values = [(metric_name(name), value) for name, value in record.items() if name != "step"]
         metrics = [self.mlflow.entities.Metric(name, float(value), now, step) for name, value in values]
         self.client.log_batch(self.id, metrics=metrics)
 
     def close(self, failed: bool) -> None:
-        """Say how the run ended."""
+        """Set the run's final status."""
         self.client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
 
-def installed(module: str, package: str) -> ModuleType:
-    """A module of a package that only some runs need; raises UserError naming how to install it."""
+def import_optional(module: str, package: str) -> ModuleType:
+    """Return an optional module; raise UserError with the command that installs it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -121,81 +121,85 @@ def installed(module: str, package: str) -> ModuleType:
         raise UserError("run.loggers", f"{module} is not installed; pip install {package}") from error
 
 
-def known_as(path: Path, done: int, begin: Callable[[], str]) -> str:
-    """What a service knows the run by: what its earlier part left in a file, or, for a run that begins, a new name."""
+def run_id(path: Path, done: int, begin: Callable[[], str]) -> str:
+    """Return a service's id of this run: from the file of its earlier part, or a new one if the run begins."""
     if not (done and path.exists()):
         put(path, begin() + "\n")
     return path.read_text().strip()
 
 
-def accepted(name: str) -> str:
-    """A metric's name with the characters that MLflow takes, as a path of which no part is empty."""
+def metric_name(name: str) -> str:
+    """Return a metric's name in the characters that MLflow accepts, as a path without empty parts."""
     return posixpath.normpath(re.sub(r"[^\w\-. :/]", "_", name).replace("../", "_/")).strip("/")
 
 
-class Kept:
-    """A logger whose service may be away: what it does not take is kept, said once, and tried again."""
+class RetryingLogger:
+    """A logger whose service may be unreachable: an outage is reported once, and its records are sent later."""
 
     def __init__(self, logger: Logger):
-        self.logger, self.kept, self.failure, self.next = logger, list[Record](), "", 0.0
+        self.logger, self.pending, self.failure, self.next = logger, list[Record](), "", 0.0
 
     def start(self, cfg: Config, done: int) -> None:
-        """Start it; raises RunError where that fails."""
+        """Start the logger; raise RunError if that fails."""
         try:
             self.logger.start(cfg, done)
         except Exception as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; mend it, or leave it out"
-            raise RunError(f"run.loggers: {type(self.logger).__name__} cannot start: {said}") from error
+            problem = (
+                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; fix it, or remove it from run.loggers"
+            )
+            raise RunError(f"run.loggers: {type(self.logger).__name__} cannot start: {problem}") from error
 
     def log(self, record: Record) -> None:
-        """Hand on what was kept and what is new, where it is time for that."""
-        self.kept.append(record)
+        """Keep a record, and send all kept ones unless the last failure was less than `AGAIN_S` ago."""
+        self.pending.append(record)
         if time.monotonic() >= self.next:
             self.send()
 
     def send(self) -> None:
-        """Hand on all, in order, as far as it is taken."""
-        before, self.failure = self.failure, ""
+        """Send the kept records in order, as far as the service accepts them."""
+        previous, self.failure = self.failure, ""
         try:
-            while self.kept:
-                self.logger.log(self.kept[0])
-                del self.kept[0]
+            while self.pending:
+                self.logger.log(self.pending[0])
+                del self.pending[0]
         except Exception as error:
             self.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
             self.next = time.monotonic() + AGAIN_S
         name = type(self.logger).__name__
-        if self.failure and not before:
-            say(f"{name} takes no metrics ({self.failure[:200]}): they are kept, and tried again")
-        if before and not self.failure:
-            say(f"{name} takes metrics again, none is missing")
+        if self.failure and not previous:
+            say(f"{name} does not accept metrics ({self.failure[:200]}): they are kept and sent again later")
+        if previous and not self.failure:
+            say(f"{name} accepts metrics again, none is missing")
 
     def close(self, failed: bool) -> None:
-        """Try a last time, and say what is lost."""
-        if self.kept:
+        """Send a last time, and report the records that are lost."""
+        if self.pending:
             self.send()
-        if self.kept:
-            say(f"{type(self.logger).__name__} lacks the last {len(self.kept):,} steps: {self.failure[:200]}")
+        if self.pending:
+            say(f"{type(self.logger).__name__} lacks the last {len(self.pending):,} steps: {self.failure[:200]}")
         try:
             self.logger.close(failed)
         except Exception as error:
-            say(f"{type(self.logger).__name__} was not told that the run ended: {type(error).__name__}: {error}")
+            say(f"{type(self.logger).__name__} was not notified that the run ended: {type(error).__name__}: {error}")
 
 
 def build_loggers(cfg: Config) -> list[Logger]:
-    """All loggers of a run; raises UserError where an option names what is none, or its package is not installed."""
-    found: list[Logger] = [JsonLines(), TensorBoard()]
-    for number, own in enumerate(cfg.run.loggers):
-        logger = called(own, where := f"run.loggers[{number}]")
-        if missing := [name for name in ("start", "log", "close") if not hasattr(logger, name)]:
-            raise UserError(where, f"{own['_target_']} makes what has no `{missing[0]}`; it needs start, log and close")
-        found.append(Kept(logger))
-    return found
+    """Return all loggers of a run; raise UserError for an invalid logger or a package that is not installed."""
+    loggers: list[Logger] = [JsonLines(), TensorBoard()]
+    for number, target in enumerate(cfg.run.loggers):
+        logger = called(target, place := f"run.loggers[{number}]")
+        if absent := [name for name in ("start", "log", "close") if not hasattr(logger, name)]:
+            raise UserError(
+                place, f"{target['_target_']} returns an object without `{absent[0]}`; it needs start, log and close"
+            )
+        loggers.append(RetryingLogger(logger))
+    return loggers
 
 
 @contextlib.contextmanager
 def logging(cfg: Config, done: int, loggers: Sequence[Logger]) -> Iterator[Callable[[Record], None]]:
-    """What to call with each record, for loggers that are started, and closed in the end."""
-    begun, failed = list[Logger](), True
+    """Start the loggers, yield a function that logs a record, and close them at the end."""
+    started, failed = list[Logger](), True
 
     def log(record: Record) -> None:
         for logger in loggers:
@@ -204,9 +208,9 @@ def logging(cfg: Config, done: int, loggers: Sequence[Logger]) -> Iterator[Calla
     try:
         for logger in loggers:
             logger.start(cfg, done)
-            begun.append(logger)
+            started.append(logger)
         yield log
         failed = False
     finally:
-        for logger in begun:
+        for logger in started:
             logger.close(failed)

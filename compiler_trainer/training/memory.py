@@ -1,4 +1,4 @@
-"""How much memory a step takes, measured."""
+"""Measure the peak memory of a step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import profile  # that of torch.profiler imports the compiler
+from torch.autograd.profiler import profile  # torch.profiler would import the compiler
 
 T = TypeVar("T")
 
 
 class PeakMemory:
-    """The peak of live tensor bytes in a step of this process, `bytes` once one was measured.
+    """The peak of live tensor bytes in a step of this process; `bytes` is 0 until a step is measured.
 
-    On CUDA it is the allocator's own peak, taken anew each step. The CPU allocator keeps no count, but reports each
-    allocation and release to the profiler: from these the peak is exact, and as a compiled step allocates the same
-    every time, one step is profiled and the others go at full speed. What was there before the step and stays (`state`)
-    is added on the CPU; scratch space inside kernels is no tensor and not in either figure.
+    On CUDA it is the allocator's own peak, reset each step. The CPU allocator keeps no count, but reports each
+    allocation and release to the profiler, which gives the exact peak. A compiled step allocates the same each time, so
+    one step is profiled and the others run at full speed. The persistent `state` is added on the CPU. Scratch space
+    inside kernels is in neither figure.
     """
 
     def __init__(self, device: torch.device, state: Iterable[Tensor]):
@@ -31,7 +31,7 @@ class PeakMemory:
         self.bytes = 0
 
     def during(self, run: Callable[[], T]) -> T:
-        """The result of `run`, which is measured."""
+        """Call `run`, measure it, and return its result."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             result = run()
@@ -40,16 +40,16 @@ class PeakMemory:
         if self.bytes:
             return run()
         result, peak = cpu_peak(run)
-        self.bytes = self.state_bytes + peak if peak else 0  # then the next step is measured
+        self.bytes = self.state_bytes + peak if peak else 0  # on 0, measure the next step
         return result
 
 
 def cpu_peak(run: Callable[[], T]) -> tuple[T, int]:
-    """The result of `run`, and the most bytes of CPU tensors alive at once that were allocated in it.
+    """Return the result of `run`, and the most bytes of CPU tensors, allocated during it, that were alive at once.
 
-    They are counted from a file, and are 0 where a full disk did not take it.
+    The count is 0 if a full disk did not take the profiler's file.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below it, the profiler announces itself on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at lower levels, the profiler prints to stderr
     with profile(profile_memory=True) as profiler:
         result = run()
     try:
@@ -57,12 +57,12 @@ def cpu_peak(run: Callable[[], T]) -> tuple[T, int]:
             trace = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(trace))
             return result, highest(json.loads(trace.read_text())["traceEvents"])
-    except (OSError, ValueError):  # not there, or cut
+    except (OSError, ValueError):  # the file is missing or truncated
         return result, 0
 
 
 def highest(events: Iterable[dict]) -> int:
-    """The highest sum of the sizes in a trace's memory events of the CPU; a release has a negative size."""
+    """Return the peak of the running sum of the CPU memory events in a trace; a release has a negative size."""
     live = peak = 0
     for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
         if event["args"]["Device Type"] == 0:

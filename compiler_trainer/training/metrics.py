@@ -1,4 +1,4 @@
-"""What each step measured, on disk as soon as it is known: `metrics.jsonl`, and the same for TensorBoard."""
+"""Write each step's metrics to disk as soon as they are known: `metrics.jsonl`, and the same for TensorBoard."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ FILE = "metrics.jsonl"
 Record = dict[str, float]
 
 
-class Appended:
-    """A file that grows; what its disk does not take is kept, said once, and tried again with what comes next."""
+class GrowingFile:
+    """A file that grows; if the disk refuses content, this is reported once, and the content is written later."""
 
     def __init__(self, path: Path):
-        self.path, self.kept, self.failure = path, b"", ""
+        self.path, self.pending, self.failure = path, b"", ""
 
     def add(self, content: bytes) -> None:
-        """Write at the end, after what was kept."""
-        self.kept += content
-        before, self.failure = self.failure, self.attempt()
-        if self.failure and not before:
-            say(f"{self.path} cannot be written ({self.failure}): what belongs there is kept, and tried again")
-        if before and not self.failure:
-            say(f"{self.path} is written again, nothing is missing")
+        """Append content, after any kept content."""
+        self.pending += content
+        previous, self.failure = self.failure, self.attempt()
+        if self.failure and not previous:
+            say(f"{self.path} cannot be written ({self.failure}): its content is kept and written later")
+        if previous and not self.failure:
+            say(f"{self.path} can be written again, nothing is missing")
 
     def attempt(self) -> str:
-        """Write what is kept, all or nothing; why it failed, empty if it did not."""
+        """Write the kept content, all or nothing; return the reason for a failure, or an empty string."""
         try:
             with open(self.path, "ab", buffering=0) as file:
                 size = file.tell()
                 try:
-                    left = memoryview(self.kept)
-                    while left:
-                        left = left[file.write(left) :]
+                    remaining = memoryview(self.pending)
+                    while remaining:
+                        remaining = remaining[file.write(remaining) :]
                 except OSError:
                     file.truncate(size)
                     raise
         except OSError as error:
             return error.strerror or str(error)
-        self.kept = b""
+        self.pending = b""
         return ""
 
     def close(self) -> None:
-        """Try a last time, and say what is lost."""
-        if self.kept:
+        """Write a last time, and report the bytes that are lost."""
+        if self.pending:
             self.add(b"")
-        if self.kept:
-            say(f"{self.path} lacks its last {len(self.kept):,} bytes: {self.failure}")
+        if self.pending:
+            say(f"{self.path} lacks its last {len(self.pending):,} bytes: {self.failure}")
 
 
 class Steps(ABC):
-    """Appends to a file in a run folder, after its first steps; later ones are dropped.
+    """A file in a run folder that steps are appended to; steps beyond the run's start are dropped first.
 
-    A resumed run repeats the steps since its checkpoint, and so does one that was rolled back: a step is in once.
+    A resumed or rolled-back run repeats the steps since its checkpoint; the file has each step once.
     """
 
-    file: Appended
+    file: GrowingFile
 
     def start(self, cfg: Config, done: int) -> None:
         """Open the file for the steps after `done`."""
@@ -80,7 +80,7 @@ class Steps(ABC):
         self.begin(done)
 
     def log(self, record: Record) -> None:
-        """Add one step: `record["step"]` and its values, finite numbers."""
+        """Append one step: `record["step"]` and its finite values."""
         step = int(record["step"])
         if step <= self.last:
             self.go_back(step - 1)
@@ -88,62 +88,62 @@ class Steps(ABC):
         self.file.add(self.line(record))
 
     def go_back(self, after: int) -> None:
-        """Drop what is there of later steps; where the disk does not let that be, they stay, which is said."""
+        """Drop the steps after `after`; if the disk does not permit it, they stay, and a message is printed."""
         self.file.close()
         try:
             self.begin(after)
         except UserError as error:
-            say(f"{error}: it holds steps after {after} twice")
+            say(f"{error}: it contains twice the steps after {after} twice")
 
     def close(self, failed: bool) -> None:
-        """Write what is not written yet."""
+        """Write the remaining content."""
         self.file.close()
 
     @abstractmethod
     def begin(self, after: int) -> None:
-        """Drop the steps after that one, and open the file."""
+        """Drop the steps after `after`, and open the file."""
 
     @abstractmethod
     def line(self, record: Record) -> bytes:
-        """What a step adds."""
+        """Return the bytes of one step."""
 
 
 class JsonLines(Steps):
-    """`metrics.jsonl`: a JSON object a step."""
+    """The file `metrics.jsonl`: one JSON object per step."""
 
     name, kind = FILE, Record
 
     def begin(self, after: int) -> None:
-        """It is there from the start."""
+        """Drop later steps, and create the file even before the first step."""
         drop_later(self.folder / self.name, after, self.kind)
-        self.file = Appended(self.folder / self.name)
+        self.file = GrowingFile(self.folder / self.name)
         self.file.add(b"")
 
     def line(self, record: Record) -> bytes:
-        """Raises ValueError on what is no finite number."""
+        """Return one line; raise ValueError for a value that is not finite."""
         return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
 class TensorBoard(Steps):
-    """The same for TensorBoard."""
+    """The same metrics in TensorBoard's format."""
 
     def begin(self, after: int) -> None:
-        """A file a start, of which the first event drops what others have of later steps."""
+        """Open a new file, whose first event makes TensorBoard drop later steps of older files."""
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.file = Appended(self.folder / name)
-        self.file.add(encoded(Event(step=after + 1, file_version="brain.Event:2"), start_at(after + 1)))
+        self.file = GrowingFile(self.folder / name)
+        self.file.add(encode(Event(step=after + 1, file_version="brain.Event:2"), restart_event(after + 1)))
 
     def line(self, record: Record) -> bytes:
-        """An event a value."""
-        return encoded(*scalars(record))
+        """Return one event per value."""
+        return encode(*scalars(record))
 
-    def text(self, step: int, name: str, written: str) -> None:
-        """Add a text, of the step that was added last."""
-        self.file.add(encoded(Event(step=step, summary=text(name, written))))
+    def text(self, step: int, name: str, value: str) -> None:
+        """Append a text at the last logged step."""
+        self.file.add(encode(Event(step=step, summary=text(name, value))))
 
 
-def encoded(*events: Event) -> bytes:
-    """Events as TensorBoard reads them from a file."""
+def encode(*events: Event) -> bytes:
+    """Return events in TensorBoard's file format."""
     buffer = io.BytesIO()
     for event in events:
         event.wall_time = time.time()
@@ -151,29 +151,32 @@ def encoded(*events: Event) -> bytes:
     return buffer.getvalue()
 
 
-def start_at(step: int) -> Event:
-    """What tells TensorBoard to drop what other files have of a step and of those after it."""
+def restart_event(step: int) -> Event:
+    """Return the event that makes TensorBoard drop other files' entries from `step` on."""
     return Event(step=step, session_log=SessionLog(status=SessionLog.START))
 
 
 def scalars(record: Record) -> Iterator[Event]:
-    """A record's values, an event each."""
+    """Yield one event per value of a record."""
     for name, value in record.items():
         if name != "step":
             yield Event(step=int(record["step"]), summary=scalar(name, value))
 
 
 def read(path: Path, kind: Any = Record) -> list[Any]:
-    """The records of a `metrics.jsonl`; a last line that was cut short is none. Raises UserError naming another."""
+    """Return the records of a `metrics.jsonl`, without a truncated last line.
+
+    Raises UserError naming any other damaged line.
+    """
     records = lines_of(path, kind)
-    if lacking := [number for number, record in enumerate(records, 1) if "step" not in record]:
-        raise UserError(f"{path}, line {lacking[0]}", "has no step")
+    if invalid := [number for number, record in enumerate(records, 1) if "step" not in record]:
+        raise UserError(f"{path}, line {invalid[0]}", "has no step")
     return records
 
 
 def drop_later(path: Path, after: int, kind: Any) -> None:
-    """Keep the records of the first `after` steps only."""
+    """Keep only the records of the first `after` steps."""
     if not path.exists():
         return
-    kept = [record for record in read(path, kind) if record["step"] <= after]
-    put(path, "".join(json.dumps(record) + "\n" for record in kept))
+    records = [record for record in read(path, kind) if record["step"] <= after]
+    put(path, "".join(json.dumps(record) + "\n" for record in records))

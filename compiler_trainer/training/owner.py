@@ -1,7 +1,7 @@
-"""One run at a time writes to a folder: a lock that ends with its process, and in its file who holds it.
+"""A lock on the folders of a run: one process at a time writes to them, and the lock ends with its process.
 
-Where another host does not see the lock, a job that was thought dead finds another's name in the file when it goes on,
-and ends. A folder that is deleted under a run is made anew.
+The file of the lock names its holder. If another host does not see the lock, a job that was thought dead finds the new
+holder's name in the file when it continues, and ends. A folder that is deleted during a run is created again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from compiler_trainer.step.ranks import from_rank_0, rank
 from compiler_trainer.training.resume import checkpoints_of
 
 FILE = ".owner"
-PATIENCE_S = 5.0  # for the process before, which may be about to end
+PATIENCE_S = 5.0  # for the previous process, which may be ending
 
 
 class Owner:
-    """Owns a folder from `take` to `release`."""
+    """The lock on one folder, held from `take` to `release`."""
 
     def __init__(self, option: str, folder: Path):
         self.option, self.folder, self.path = option, folder, folder / FILE
@@ -38,67 +38,70 @@ class Owner:
         began = datetime.now().astimezone().isoformat(timespec="seconds")
         me = {"host": socket.gethostname(), "pid": os.getpid(), "began": began, "token": secrets.token_hex(8)}
         self.text = json.dumps(me) + "\n"
-        self.made: list[Path] = []  # by `take`, innermost first
-        self.before: tuple[str, tuple[int, int]] = ("", (0, 0))  # what the file said, and its times
+        self.created: list[Path] = []  # paths that `take` created, innermost first
+        self.previous: tuple[str, tuple[int, int]] = ("", (0, 0))  # the file's text and times before `take`
 
     def take(self) -> None:
-        """Lock the folder, made where it is not there; raises UserError naming who holds it."""
+        """Lock the folder, which is created if needed; raise UserError naming the holder if it is locked."""
         if os.path.lexists(self.folder) and not self.folder.is_dir():
             raise UserError(self.option, f"{self.folder} is not a folder; choose another name")
         try:
-            while self.file is None or not is_at(self.file, self.path):  # else the run before has removed it
+            while self.file is None or not is_at(self.file, self.path):  # the previous run may have removed the file
                 self.release()
-                self.made = [p for p in (self.path, *self.path.absolute().parents) if not os.path.lexists(p)]
+                self.created = [p for p in (self.path, *self.path.absolute().parents) if not os.path.lexists(p)]
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.file = open(self.path, "a+", encoding="utf-8")
-                if not locked(self.file):
-                    held = holder(self.path)
+                if not try_lock(self.file):
+                    owner = holder(self.path)
                     self.release()
-                    raise UserError(self.option, f"{self.folder} is another run's, {held}; end it, or name another")
-            at = os.fstat(self.file.fileno())
+                    raise UserError(
+                        self.option,
+                        f"{self.folder} is in use by another run, {owner}; stop that run, or choose another folder",
+                    )
+            status = os.fstat(self.file.fileno())
             self.file.seek(0)
-            self.before = self.file.read(), (at.st_atime_ns, at.st_mtime_ns)
+            self.previous = self.file.read(), (status.st_atime_ns, status.st_mtime_ns)
             self.say(self.text)
         except OSError as error:
-            said = f"{self.folder} cannot be written: {error.strerror}; choose another"
-            raise UserError(self.option, said) from error
+            problem = f"{self.folder} cannot be written: {error.strerror}; choose another"
+            raise UserError(self.option, problem) from error
 
     def say(self, text: str) -> None:
-        """Let the file hold a text."""
+        """Replace the file's text."""
         assert self.file is not None
         self.file.truncate(0)
         self.file.write(text)
         self.file.flush()
 
     def undo(self) -> None:
-        """Unlock the folder, as it was before; what was made to lock it stays if it holds something since."""
+        """Unlock the folder and restore its previous state; paths that `take` created stay if they have content now."""
         if self.file is not None:
             with suppress(OSError):
-                text, times = self.before
+                text, times = self.previous
                 self.say(text)
                 os.utime(self.path, ns=times)
-                for path in self.made:
+                for path in self.created:
                     path.unlink() if path == self.path else path.rmdir()
         self.release()
 
     def check(self, restore: Callable[[], None]) -> None:
-        """`restore` what a run starts with where the folder was deleted; raises RunError where another run took it."""
+        """Check the lock: call `restore` if the folder was deleted; raise RunError if another run took it."""
         try:
-            found = self.path.read_text(encoding="utf-8")
+            text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            say(f"{self.folder} was deleted while a run writes to it; it is made anew, without what it held")
+            say(f"{self.folder} was deleted while a run writes to it; it is created again, without its old content")
             self.release()
             try:
                 self.take()
                 restore()
             except UserError as error:
                 say(f"{error}")
-        except OSError:  # of a disk that fails, others tell
+        except OSError:  # other writers report a failing disk
             return
         else:
-            if found and found != self.text:  # empty: its disk is full
-                said = f"{self.folder} was taken by another run, {holder(self.path)}"
-                raise RunError(f"{said}; this one ends, with nothing more saved")
+            if text and text != self.text:  # an empty file means a full disk
+                problem = f"{self.folder} was taken by another run, {holder(self.path)}"
+                raise RunError(f"{problem}; this run ends without saving more")
 
     def release(self) -> None:
         """Unlock the folder."""
@@ -107,8 +110,8 @@ class Owner:
             self.file = None
 
 
-def locked(file: IO[str]) -> bool:
-    """Lock a file, for this process alone; whether that could be done."""
+def try_lock(file: IO[str]) -> bool:
+    """Lock a file for this process, and return True if that succeeded."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -118,58 +121,61 @@ def locked(file: IO[str]) -> bool:
             if time.monotonic() > end:
                 return False
             time.sleep(0.1)
-        except OSError:  # a file system without locks: the name in the file is all there is
+        except OSError:  # no locks on this file system: only the file's text protects
             return True
 
 
 def holder(path: Path) -> str:
-    """Who holds a folder, as its file says."""
+    """Return a description of a folder's holder from its lock file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {found['pid']} on {found['host']} since {found['began']}"
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {entries['pid']} on {entries['host']} since {entries['began']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return f"which does not say who it is in {path}"
+        return f"which its lock file does not name: {path}"
 
 
 class Owners:
-    """The folders that a run writes to, owned on rank 0."""
+    """The locks on a run's folders, held on rank 0."""
 
     def __init__(self, cfg: Config):
         places = {"run.dir": Path(cfg.run.dir)}
         if cfg.checkpoint.saves:
             places["checkpoint.dir"] = checkpoints_of(cfg)
-        self.restore: Callable[[], None] | None = None  # what a folder begins with, once a run began in it
-        self.all = [Owner(option, folder) for option, folder in places.items()] if rank() == 0 else []
+        self.restore: Callable[[], None] | None = None  # recreates the folder's first files; None before the run began
+        self.owners = [Owner(option, folder) for option, folder in places.items()] if rank() == 0 else []
 
     def take(self) -> None:
-        """Take all of them, on all ranks alike: raises UserError on each where one is another's."""
+        """Take all locks; raise UserError on every rank if one is held by another run."""
         refusal = from_rank_0(self.refusal)
         if refusal is not None:
             raise UserError(*refusal)
 
     def refusal(self) -> tuple[str, str] | None:
-        """Take all of them; what is said where one cannot be taken."""
+        """Take all locks; return the error's place and message if one fails."""
         try:
-            for each in self.all:
-                each.take()
+            for owner in self.owners:
+                owner.take()
         except UserError as error:
             return error.where, error.message
         return None
 
     def check(self) -> None:
-        """Look whether they are still there, and still this run's: raises RunError where they are not its own."""
-        for each in self.all:
-            each.check(self.restore or (lambda: None))
+        """Check all locks; raise RunError if another run took a folder."""
+        for owner in self.owners:
+            owner.check(self.restore or (lambda: None))
 
     def leave(self) -> None:
-        """Unlock them; of a run that did not begin nothing is left."""
-        for each in reversed(self.all):
-            each.undo() if self.restore is None else each.release()
+        """Release all locks; if the run did not begin, remove the files that they created."""
+        for owner in reversed(self.owners):
+            owner.undo() if self.restore is None else owner.release()
 
 
 @contextmanager
 def owning(cfg: Config) -> Iterator[Owners]:
-    """The folders of a run, taken; none is held afterwards, and none is there that was not, unless the run began."""
+    """Lock the folders of a run during the block, and release them at the end.
+
+    If the run did not begin, no new folder is left behind.
+    """
     owners = Owners(cfg)
     try:
         owners.take()

@@ -1,4 +1,4 @@
-"""Where the seconds before the first step go."""
+"""Times of the phases before the first step."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 from compiler_trainer import BEGAN
 
-runs = itertools.count()  # of this process: the points of a sweep follow each other
+runs = itertools.count()  # runs of this process, such as the points of a sweep
 
 
 @dataclass
 class Phases:
-    """Seconds of what came before the first step, in order; of a first run from the package's import on."""
+    """Seconds of each phase before the first step, in order; a process's first run counts from the package's import."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     last: float = field(default_factory=lambda: time.perf_counter() if next(runs) else BEGAN)
 
     def end(self, name: str) -> float:
-        """What was done since the last phase ended was this one; its seconds."""
+        """End a phase that lasted since the previous one ended, and return its seconds."""
         now = time.perf_counter()
         self.seconds[name], self.last = now - self.last, now
         return self.seconds[name]
 
     def end_compiling(self, seconds: Mapping[str, float]) -> None:
-        """Split the time of compiling a step by the seconds of its stages; the rest was for its weights."""
+        """Split the compile time into its stages' seconds; the remainder goes to weights."""
         kernels = sum(s for name, s in seconds.items() if name.endswith(".lower"))
         capture = seconds.get("capture", 0.0)
         programs = sum(seconds.values()) - kernels - capture
@@ -36,11 +36,11 @@ class Phases:
         self.seconds |= {"capture": capture, "program": programs, "kernels": kernels, "weights": weights}
 
     def report(self) -> dict[str, Any]:
-        """Seconds by phase, and those of all cores, compilers' too."""
-        rounded = {name: round(s, 4) for name, s in self.seconds.items()}
-        return {"start": rounded, "start_cpu_s": round(sum(os.times()[:4]), 2)}
+        """Return seconds by phase, and the CPU seconds of all cores, with those of compiler processes."""
+        seconds = {name: round(s, 4) for name, s in self.seconds.items()}
+        return {"start": seconds, "start_cpu_s": round(sum(os.times()[:4]), 2)}
 
     def __str__(self) -> str:
-        """`6.1 s: import 2.9, program 0.4, kernels 0.8`, what took no time left out."""
-        shown = (f"{name} {s:.1f}" for name, s in self.seconds.items() if s >= 0.05)
-        return f"{sum(self.seconds.values()):.1f} s: {', '.join(shown)}"
+        """Return a line such as `6.1 s: import 2.9, program 0.4, kernels 0.8`, without phases that took no time."""
+        parts = (f"{name} {s:.1f}" for name, s in self.seconds.items() if s >= 0.05)
+        return f"{sum(self.seconds.values()):.1f} s: {', '.join(parts)}"

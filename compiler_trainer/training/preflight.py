@@ -1,4 +1,4 @@
-"""What is said before anything is compiled: what a run will do, and what of it is hardly meant."""
+"""Lines printed before compilation: a description of the run, and notes on settings that are probably mistakes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.speed import peak_flops
 
-LARGE = 500_000_000  # parameters, from which on the settings of the default job are worth a note
-MOST_CPU_S = 3 * 3600  # of a run on CPUs, from which on a smaller trial is proposed
-MOST_LR = 1e-4  # of pretrained weights by AdamW; published ones lie between 1e-6 and 5e-5
+LARGE = 500_000_000  # parameters; from here on, settings of the default job get a note
+MOST_CPU_S = 3 * 3600  # a run on CPUs that takes longer gets a note
+MOST_LR = 1e-4  # for AdamW on pretrained weights; published rates lie between 1e-6 and 5e-5
 SCHEDULES = {"constant": "constant", "cosine": "cosine decay", "linear": "linear decay", "wsd": "decay at the end"}
 
 
-def named(data: DataConfig) -> str:
-    """What is read."""
+def data_names(data: DataConfig) -> str:
+    """Return the names of the data that are read."""
     return ", ".join(map(name_of, data.read))
 
 
-# ---- what a run will do -------------------------------------------------------------------------------
+# ---- description of a run ----------------------------------------------------------------------------
 
 
-def described(cfg: Config, trained: Subject, batch: Mapping[str, Tensor]) -> Iterator[str]:
-    """Lines on model, precision, update, and what a step takes, as a batch shows."""
+def describe(cfg: Config, trained: Subject, batch: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield lines on the model, the precision, the update, and the size of a step, from a batch."""
     yield f"model: {trained.name}, {parameters(trained)}; {precision(cfg)}"
     yield f"update: {update(cfg)}; {cfg.train.steps:,} steps"
-    yield f"a step: {rows(cfg) if 'tokens' in batch else entries(batch)}; {counted(batch)}on {devices(cfg)}"
+    yield f"a step: {rows(cfg) if 'tokens' in batch else entries(batch)}; {label_share(batch)}on {devices(cfg)}"
 
 
-def counted(batch: Mapping[str, Tensor]) -> str:
-    """How many labels count, if there are tokens with labels."""
+def label_share(batch: Mapping[str, Tensor]) -> str:
+    """Return the share of tokens with labels, or an empty string for a batch without tokens or labels."""
     if not {"tokens", "labels"} <= batch.keys():
         return ""
     share = float((batch["labels"] != IGNORED_LABEL).float().mean())
@@ -49,41 +49,41 @@ def counted(batch: Mapping[str, Tensor]) -> str:
 
 
 def entries(batch: Mapping[str, Tensor]) -> str:
-    """The entries of a batch that has no tokens."""
+    """Return the entries of a batch that has no tokens, as text."""
     return ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
 
 
 def parameters(trained: Subject) -> str:
-    """How many there are, and how many of them are trained."""
+    """Return the numbers of parameters and of trained parameters, as text."""
     sizes = {p: p.numel() for p in trained.module.parameters()}
-    count, own = sum(sizes.values()), sum(size for p, size in sizes.items() if p.requires_grad)
-    return f"{count:,} parameters" if own == count else f"{own:,} of {count:,} parameters trained"
+    count, trained_count = sum(sizes.values()), sum(size for p, size in sizes.items() if p.requires_grad)
+    return f"{count:,} parameters" if trained_count == count else f"{trained_count:,} of {count:,} parameters trained"
 
 
 def precision(cfg: Config) -> str:
-    """Dtypes of computation, of products and of master weights."""
+    """Return the dtypes of computation, of matmuls and of master weights, as text."""
     cast, masters = cfg.passes.cast, cfg.train.dtype
-    products = f", linear layers in float8 ({cast.float8})" if cast.float8 else ""
+    float8_text = f", linear layers in float8 ({cast.float8})" if cast.float8 else ""
     if cast.param_dtype in (None, masters):
-        return f"{masters} throughout{products}{tensor_cores(masters)}"
-    return f"computed in {cast.param_dtype}{products}, master weights in {masters}"
+        return f"{masters} throughout{float8_text}{tensor_cores(masters)}"
+    return f"computed in {cast.param_dtype}{float8_text}, master weights in {masters}"
 
 
 def tensor_cores(dtype: str) -> str:
-    """How a GPU takes products of float32: rounded to fewer bits or not; empty of other dtypes and devices."""
+    """Return the rounding of float32 matmuls on this GPU, as text; empty for other dtypes and devices."""
     if dtype != "float32" or not torch.cuda.is_available():
         return ""
-    chosen = torch.get_float32_matmul_precision()
-    rounded = {"highest": "not rounded to TF32", "high": "rounded to TF32", "medium": "rounded to bfloat16"}[chosen]
-    return f", products {rounded} (torch.set_float32_matmul_precision is {chosen!r})"
+    setting = torch.get_float32_matmul_precision()
+    rounding = {"highest": "not rounded to TF32", "high": "rounded to TF32", "medium": "rounded to bfloat16"}[setting]
+    return f", matmuls {rounding} (torch.set_float32_matmul_precision is {setting!r})"
 
 
 def update(cfg: Config) -> str:
-    """Optimizer, learning rate and its schedule."""
+    """Return the optimizer, the learning rate and its schedule, as text."""
     schedule = cfg.lr_schedule
     if schedule._target_ is not None:
-        own = {"_target_": schedule._target_, **schedule.arguments}
-        return f"{optimizer(cfg.optim)}, learning rate {cfg.optim.lr:.3g} times {target_of(own)}"
+        target = {"_target_": schedule._target_, **schedule.arguments}
+        return f"{optimizer(cfg.optim)}, learning rate {cfg.optim.lr:.3g} times {target_of(target)}"
     steps = schedule.warmup(cfg.train.steps)
     warmup = f"{steps:,} step{'s' * (steps > 1)} of warm-up, " if steps else ""
     lowest = "" if schedule.name == "constant" else f" to {schedule.min_ratio * cfg.optim.lr:.3g}"
@@ -91,12 +91,12 @@ def update(cfg: Config) -> str:
 
 
 def optimizer(optim: OptimConfig) -> str:
-    """What to call the optimizer."""
+    """Return the optimizer's name."""
     return target_of({"_target_": optim._target_, **optim.arguments}) if optim._target_ else optim.name
 
 
 def rows(cfg: Config) -> str:
-    """Tokens of a step, as rows, and how often gradients are accumulated."""
+    """Return the tokens and sequences of a step, and the number of microbatches, as text."""
     train = cfg.train
     count = train.global_batch_size * train.seq_len
     tokens = f"{count:,} tokens ({train.global_batch_size:,} rows of {train.seq_len:,})"
@@ -105,75 +105,82 @@ def rows(cfg: Config) -> str:
 
 
 def devices(cfg: Config) -> str:
-    """Ranks, how the mesh divides them, and what a rank computes on."""
+    """Return the number of ranks, the mesh, and the device, as text."""
     mesh = mesh_of(cfg.mesh)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes if size > 1)
     return f"{mesh.world_size:,} ranks ({axes}), {device}" if axes else f"one {device}"
 
 
-# ---- what is hardly meant -----------------------------------------------------------------------------
+# ---- notes on probable mistakes ----------------------------------------------------------------------
 
 
 def notes(cfg: Config, trained: Subject) -> Iterator[str]:
-    """A line on each setting that trains, but hardly what was meant."""
-    found = (default_job(cfg, trained), idle(cfg), fast(cfg), stretched(cfg), pure(cfg), endless(cfg, trained))
-    yield from (f"note: {said}" for said in (*found, *trained.remarks) if said)
+    """Yield a line for each setting that runs, but is probably a mistake."""
+    lines = (
+        default_job(cfg, trained),
+        padding_ranks(cfg),
+        high_rate(cfg),
+        long_inputs(cfg),
+        pure_bfloat16(cfg),
+        slow_run(cfg, trained),
+    )
+    yield from (f"note: {text}" for text in (*lines, *trained.remarks) if text)
 
 
 def default_job(cfg: Config, trained: Subject) -> str:
-    """That a large model is trained on what the default job reads."""
+    """Return a note if a large model trains on the default job's data."""
     count = sum(p.numel() for p in trained.module.parameters())
     if count < LARGE or cfg.data.name not in ("stdlib", "synthetic"):
         return ""
-    what = f"{count:,} parameters on data={cfg.data.name} in rows of {cfg.train.seq_len:,} tokens"
-    return f"this trains {what}, as the default job does; recipe=llama3_8b has others"
+    settings = f"{count:,} parameters on data={cfg.data.name} in rows of {cfg.train.seq_len:,} tokens"
+    return f"this trains {settings}, the settings of the default job; recipe=llama3_8b has those of a large model"
 
 
-def idle(cfg: Config) -> str:
-    """That some ranks of data compute padding, for rows do not divide among them."""
-    ranks, of_batch = cfg.mesh.dp_replicate * cfg.mesh.dp_shard, cfg.train.global_batch_size
-    of_part = of_batch // cfg.train.microbatches
-    if of_part % ranks == 0:
+def padding_ranks(cfg: Config) -> str:
+    """Return a note if some data ranks compute padding because the samples do not divide among them."""
+    ranks, batch_size = cfg.mesh.dp_replicate * cfg.mesh.dp_shard, cfg.train.global_batch_size
+    part_size = batch_size // cfg.train.microbatches
+    if part_size % ranks == 0:
         return ""
-    part = "a step" if cfg.train.microbatches == 1 else f"a microbatch ({of_batch} in {cfg.train.microbatches} parts)"
-    lost = 1 - of_part / (-(-of_part // ranks) * ranks)
+    part = "a step" if cfg.train.microbatches == 1 else f"a microbatch ({batch_size} in {cfg.train.microbatches} parts)"
+    lost = 1 - part_size / (-(-part_size // ranks) * ranks)
     fix = f"set train.global_batch_size to a multiple of {ranks * cfg.train.microbatches}"
-    what = f"the {of_part} rows of {part} do not divide among {ranks} data ranks"
-    return f"{what}: {lost:.0%} of their work is padding; {fix}"
+    problem = f"the {part_size} rows of {part} do not divide among {ranks} data ranks"
+    return f"{problem}: {lost:.0%} of their work is padding; {fix}"
 
 
-def fast(cfg: Config) -> str:
-    """That a learning rate is one for a model without weights."""
+def high_rate(cfg: Config) -> str:
+    """Return a note if a pretrained model has a learning rate for training from scratch."""
     if not isinstance(cfg.model, FolderConfig) or cfg.model.init != "weights" or cfg.model.lora is not None:
         return ""
     if cfg.optim.lr <= MOST_LR or cfg.optim.name == "sgd":
         return ""
-    usual = "set optim.lr=5e-7, as recipe=dpo has" if cfg.data.pairs else "set optim.lr=1e-5, as recipe=finetune has"
-    return f"optim.lr={cfg.optim.lr:g} is for training from scratch, and {cfg.model.path} has trained weights; {usual}"
+    fix = "set optim.lr=5e-7, as recipe=dpo has" if cfg.data.pairs else "set optim.lr=1e-5, as recipe=finetune has"
+    return f"optim.lr={cfg.optim.lr:g} is for training from scratch, and {cfg.model.path} has trained weights; {fix}"
 
 
-def stretched(cfg: Config) -> str:
-    """That rows reach beyond the positions that a folder's model was trained on."""
+def long_inputs(cfg: Config) -> str:
+    """Return a note if sequences are longer than the positions that a folder's model was trained on."""
     if not isinstance(cfg.model, FolderConfig):
         return ""
-    most = getattr(config_of(folder_of(cfg)), "max_position_embeddings", None)
-    if not most or cfg.train.seq_len <= most:
+    limit = getattr(config_of(folder_of(cfg)), "max_position_embeddings", None)
+    if not limit or cfg.train.seq_len <= limit:
         return ""
-    what = f"train.seq_len={cfg.train.seq_len:,} goes beyond the {most:,} positions of {cfg.model.path}/config.json"
-    return f"{what} (max_position_embeddings), which its weights may not know"
+    problem = f"train.seq_len={cfg.train.seq_len:,} goes beyond the {limit:,} positions of {cfg.model.path}/config.json"
+    return f"{problem} (max_position_embeddings), for which its weights were not trained"
 
 
-def pure(cfg: Config) -> str:
-    """That small updates are lost in bfloat16 weights."""
+def pure_bfloat16(cfg: Config) -> str:
+    """Return a note if small updates are lost in bfloat16 weights."""
     if cfg.train.dtype != "bfloat16" or cfg.optim.stochastic_rounding:
         return ""
-    usual = "for mixed precision set passes.cast.param_dtype=bfloat16 instead, else optim.stochastic_rounding=true"
-    return f"train.dtype=bfloat16 keeps no float32 master weights and rounds small updates away; {usual}"
+    fix = "set passes.cast.param_dtype=bfloat16 instead for mixed precision, or optim.stochastic_rounding=true"
+    return f"train.dtype=bfloat16 keeps no float32 master weights and rounds small updates away; {fix}"
 
 
-def endless(cfg: Config, trained: Subject) -> str:
-    """That a run made for GPUs takes days on CPUs, at the FLOP/s that `cluster=cpu` gives a core."""
+def slow_run(cfg: Config, trained: Subject) -> str:
+    """Return a note if a run takes hours or days on CPUs, at the FLOP/s per core of `cluster=cpu`."""
     if not here() == cfg.cluster.device == CPU:
         return ""
     train, cores = cfg.train, torch.get_num_threads() * mesh_of(cfg.mesh).world_size
@@ -181,6 +188,6 @@ def endless(cfg: Config, trained: Subject) -> str:
     step_s = trained.flops_per_token(train.seq_len) * tokens / (cores * peak_flops(cfg))
     if step_s * train.steps < MOST_CPU_S:
         return ""
-    step, whole = (timedelta(seconds=round(seconds)) for seconds in (step_s, step_s * train.steps))
+    step, total = (timedelta(seconds=round(seconds)) for seconds in (step_s, step_s * train.steps))
     trial = "train.seq_len=128 train.global_batch_size=8 train.steps=30"
-    return f"on {cores} CPU cores a step takes at least {step} and the run {whole}; for a trial set {trial}"
+    return f"on {cores} CPU cores a step takes at least {step} and the run {total}; for a trial set {trial}"

@@ -1,4 +1,4 @@
-"""What a run says on the console: a line that renews itself, or now and then a plain one where there is no terminal."""
+"""Console output of a run: a line that updates itself on a terminal, or a plain line at intervals without one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from compiler_trainer.console import Renewed, say
 from compiler_trainer.step.ranks import rank
 from compiler_trainer.training.metrics import Record
 
-LINES = 10  # plain ones in a run, if it is quick
-LINE_EVERY_S = 30.0  # if it is not
-WORKING_EVERY_S = 2.0  # at most, while something is made ready
+LINES = 10  # plain lines of a quick run
+LINE_EVERY_S = 30.0  # between plain lines of a slow run
+WORKING_EVERY_S = 2.0  # at most, during preparation
 CONTENTS = {
     "config.yaml": "the options, resolved",
     "metrics.jsonl": "one JSON object a step",
@@ -27,28 +27,28 @@ CONTENTS = {
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",
     "reference.npz": "log-probabilities of preference pairs before training",
-    "pipeline.txt": "which task each pipeline rank runs when; edited, for passes.pipeline.schedule",
+    "pipeline.txt": "which task each pipeline rank runs when; edit it for passes.pipeline.schedule",
     "report.json": "compile times, communication and memory; of a dry run the prediction",
     "trace.json.gz": "steps of rank 0, for Perfetto",
-    "measured.json": "where the time of each rank went in these steps, for compiler-trainer profile",
+    "measured.json": "the time breakdown of each rank in these steps, for compiler-trainer profile",
     "plan.yaml": "the recipe that trains the best of a plan",
-    "plan.json": "a plan, and what lost against it",
+    "plan.json": "a plan and the alternatives it was preferred to",
     "plan.html": "the same as a page",
 }
 
 
 class Progress(Renewed):
-    """Shows steps `done` to `steps`, with metrics of some names; used as a context manager."""
+    """A context manager that shows steps `done` to `steps`, with the metrics `names`."""
 
     def __init__(self, steps: int, done: int = 0, names: Sequence[str] = ()):
         super().__init__(BarColumn(), TextColumn("{task.description}"))
         self.steps, self.first, self.names = steps, done, names
         self.lines = done * LINES // steps
-        self.evaluated: tuple[int, float] | None = None  # the step, and the held-out loss after it
+        self.evaluated: tuple[int, float] | None = None  # the step, and the validation loss after it
         self.task = self.bar.add_task("", total=steps, completed=done)
 
     def show(self, record: Record) -> None:
-        """Renew the line, or print one where a tenth of the run or half a minute has passed."""
+        """Update the line, or print a plain one after each tenth of the run or half minute."""
         step = int(record["step"])
         if "eval_loss" in record:
             self.evaluated = step, record["eval_loss"]
@@ -58,23 +58,23 @@ class Progress(Renewed):
             say(self.line(record))
 
     def line(self, record: Record) -> str:
-        """`step 20/150  loss 3.412  eval loss 3.500 (step 15)  norm 0.81  lr 3.0e-04  12,345 tokens/s  1:05 left`."""
+        """Return `step 20/150  loss 3.412  eval loss 3.5 (step 15)  norm 0.81  lr 3e-04  1,234 tokens/s  1:05 left`."""
         step = int(record["step"])
         elapsed = time.monotonic() - self.started
         left = timedelta(seconds=round(elapsed / (step - self.first) * (self.steps - step)))
         evaluated = ""
         if self.evaluated is not None:
-            at, held_out = self.evaluated
-            evaluated = f"  eval loss {held_out:.3f}" + (f" (step {at})" if at != step else "")
+            at, eval_loss = self.evaluated
+            evaluated = f"  eval loss {eval_loss:.3f}" + (f" (step {at})" if at != step else "")
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
-        used = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
+        mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
         update = f"norm {record.get('grad_norm', nan):.3g}  lr {record['lr']:.2g}"
         loss = record.get("loss", nan)
         metrics = "".join(f"  {name} {record[name]:.3f}" for name in self.names if name in record)
-        return f"step {step}/{self.steps}  loss {loss:.3f}{metrics}{evaluated}  {update}  {speed}{used}  {left} left"
+        return f"step {step}/{self.steps}  loss {loss:.3f}{metrics}{evaluated}  {update}  {speed}{mfu}  {left} left"
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time for a plain line."""
+        """Return True if it is time for a plain line."""
         lines, now = step * LINES // self.steps, time.monotonic()
         if lines == self.lines and now - self.last_line < LINE_EVERY_S:
             return False
@@ -83,9 +83,9 @@ class Progress(Renewed):
 
 
 class Working(Renewed):
-    """Shows what is being done and for how long, where there are no steps; used as a context manager, and called.
+    """A context manager that shows the current preparation task and its duration; call it with each new task.
 
-    On a terminal one line that renews itself, else a line now and then, the later the more seldom.
+    On a terminal it is one line that updates itself; otherwise it prints lines at growing intervals.
     """
 
     def __init__(self, to: TextIO | None = None) -> None:
@@ -94,32 +94,32 @@ class Working(Renewed):
         self.to = to
         self.task = self.bar.add_task("")
 
-    def __call__(self, what: str) -> None:
-        """Say what begins now."""
+    def __call__(self, task: str) -> None:
+        """Show the task that begins now."""
         now = time.monotonic()
         if self.console.is_terminal:
-            self.bar.update(self.task, description=what)
+            self.bar.update(self.task, description=task)
         elif now - self.last_line >= max(WORKING_EVERY_S, (now - self.started) / LINES):
             self.last_line = now
-            say(f"  {now - self.started:.0f} s: {what}", self.to)
+            say(f"  {now - self.started:.0f} s: {task}", self.to)
 
 
 def announce(text: str) -> None:
-    """Print a line at once, on rank 0 alone."""
+    """Print a line at once, on rank 0 only."""
     if rank() == 0:
         say(text)
 
 
 def say_contents(folder: Path) -> None:
-    """Print where the run folder is and what is in it."""
+    """Print the run folder's path and contents."""
     say(f"{folder}:")
-    for pattern, what in CONTENTS.items():
+    for pattern, content in CONTENTS.items():
         if any(folder.glob(pattern)):
-            say(f"  {pattern:<22} {what}")
+            say(f"  {pattern:<22} {content}")
 
 
 def say_next(run: str, chat: bool) -> None:
-    """Print on rank 0 what can be done with a run that has ended, of chats or of other text."""
+    """Print on rank 0 the commands for a finished run, with `--chat` for chats."""
     quoted = shlex.quote(run)
     announce(f"next: compiler-trainer generate {quoted} --prompt TEXT{' --chat' * chat}")
     announce(f"      compiler-trainer eval {quoted}")

@@ -1,6 +1,6 @@
-"""What the weights that training starts from give as log-probabilities of preference pairs, computed once a run.
+"""Log-probabilities of preference pairs under the initial weights (the reference), computed once per run.
 
-RUN/reference.npz keeps them, for when the run goes on. They are computed by all ranks, in the precision of training.
+RUN/reference.npz keeps them for a resumed run. All ranks compute them, in the precision of training.
 """
 
 from __future__ import annotations
@@ -37,57 +37,60 @@ Values = NDArray[np.float32]  # [pairs, 2]
 
 
 def refer(cfg: Config, datasets: Datasets, keep: bool = True) -> None:
-    """Give pairs the log-probabilities of a reference where `cfg.loss` is beside one; every rank calls it.
+    """Set the reference log-probabilities of preference pairs if `cfg.loss` is DPO; every rank must call this.
 
-    What is computed is kept in the run folder, or not.
+    With `keep`, new ones are stored in the run folder.
     """
     if not isinstance(cfg.loss, DpoConfig):
         return
-    parts, path, what = list(datasets.pairs()), Path(cfg.run.dir, FILE), made_of(cfg)
-    kept = from_rank_0(partial(read, path, what))
-    if any(part.fingerprint not in kept for part in parts):
+    parts, path, key = list(datasets.pairs()), Path(cfg.run.dir, FILE), reference_key(cfg)
+    values_by_pairs = from_rank_0(partial(read, path, key))
+    if any(part.fingerprint not in values_by_pairs for part in parts):
         announce("computing the log-probabilities of the reference, the weights that training starts from")
-        kept |= {part.fingerprint: values for part, values in computed(cfg, datasets)}
+        values_by_pairs |= {part.fingerprint: values for part, values in compute(cfg, datasets)}
         if keep and rank() == 0:
-            write(path, what, kept)
+            write(path, key, values_by_pairs)
     for part in parts:
-        part.reference = kept[part.fingerprint]
+        part.reference = values_by_pairs[part.fingerprint]
 
 
-def made_of(cfg: Config) -> str:
-    """What log-probabilities depend on beside the pairs."""
+def reference_key(cfg: Config) -> str:
+    """Return a key of everything that log-probabilities depend on, apart from the pairs."""
     return repr((cfg.model, cfg.train.seed, cfg.train.dtype, cfg.passes.cast))
 
 
-def read(path: Path, what: str) -> dict[str, Values]:
-    """What an earlier start left, by the fingerprint of rows; nothing where it is of another reference or damaged."""
+def read(path: Path, key: str) -> dict[str, Values]:
+    """Return the log-probabilities that an earlier start stored, by the fingerprint of pairs.
+
+    They are empty if the file is missing, damaged or of another reference.
+    """
     if not path.exists():
         return {}
     try:
         with np.load(path, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files if name != "of"} if str(stored["of"]) == what else {}
+            return {name: stored[name] for name in stored.files if name != "of"} if str(stored["of"]) == key else {}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        announce(f"{path} is damaged ({error}); its log-probabilities are computed anew")
+        announce(f"{path} is damaged ({error}); its log-probabilities are computed again")
         return {}
 
 
-def write(path: Path, what: str, kept: dict[str, Values]) -> None:
-    """Keep log-probabilities; where the disk does not take them a later start computes them again, which is said."""
+def write(path: Path, key: str, values: dict[str, Values]) -> None:
+    """Store log-probabilities; if the disk refuses them, print that a later start computes them again."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(unfinished, "wb") as file:
-            np.savez(file, allow_pickle=False, of=np.array(what), **kept)
+            np.savez(file, allow_pickle=False, of=np.array(key), **values)
         os.replace(unfinished, path)
     except OSError as error:
-        announce(f"{path} cannot be written: {error.strerror}; a start that goes on computes it again")
+        announce(f"{path} cannot be written: {error.strerror}; a resumed run computes it again")
 
 
-def computed(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values]]:
-    """The log-probabilities of all pairs, by a program that evaluates alone, with weights of its own."""
+def compute(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values]]:
+    """Yield (pairs, log-probabilities), computed by an evaluation program with the initial weights."""
     halves = [loader.rows for loader in (datasets.train, datasets.eval) if loader is not None]
     trained, size = subject(cfg), cfg.train.global_batch_size
-    with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
+    with Working(sys.stderr) if rank() == 0 else nullcontext(lambda task: None) as tell:
         step = compile_step(
             trained.module,
             partial(reference, trained.logits),
@@ -106,24 +109,24 @@ def computed(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values
             tell=tell,
         )
         for half in halves:
-            values = of_rows(step, half, size, tell)
+            values = log_probabilities(step, half, size, tell)
             for part, first in zip(half.parts, half.firsts):
                 yield part, values[first : first + len(part)]  # type: ignore[misc]
 
 
-def of_rows(step: Step, rows: Mixture, size: int, tell: Callable[[str], None]) -> Values:
-    """The log-probabilities of all rows, so many at a time, of which a rank reads its own."""
-    own, values = np.isin(np.arange(size), own_rows(step, step.ranks)), np.empty((len(rows), 2), np.float32)
+def log_probabilities(step: Step, rows: Mixture, size: int, tell: Callable[[str], None]) -> Values:
+    """Return the log-probabilities of all pairs, computed `size` at a time; a rank reads only its own."""
+    is_own, values = np.isin(np.arange(size), own_rows(step, step.ranks)), np.empty((len(rows), 2), np.float32)
     for first in range(0, len(rows), size):
         tell(f"reference: pair {first:,} of {len(rows):,}")
         numbers = np.arange(first, min(first + size, len(rows)))
-        found = step.rows(entries(rows, np.pad(numbers, (0, size - len(numbers)), mode="edge"), own))
+        results = step.rows(entries(rows, np.pad(numbers, (0, size - len(numbers)), mode="edge"), is_own))
         for i, name in enumerate(REFERENCE):
-            values[numbers, i] = found[name][: len(numbers)].numpy()
+            values[numbers, i] = results[name][: len(numbers)].numpy()
     return values
 
 
-def entries(rows: Mixture, numbers: NDArray[np.int64], read: NDArray[np.bool_] | None = None) -> dict[str, Tensor]:
-    """The entries of rows that log-probabilities are made of."""
-    batch = rows.batch(numbers) if read is None else rows.batch(numbers, read)
+def entries(rows: Mixture, numbers: NDArray[np.int64], is_read: NDArray[np.bool_] | None = None) -> dict[str, Tensor]:
+    """Return the batch entries that log-probabilities are computed from."""
+    batch = rows.batch(numbers) if is_read is None else rows.batch(numbers, is_read)
     return {name: torch.from_numpy(array) for name, array in batch.items() if name not in ("pairs", *REFERENCE)}

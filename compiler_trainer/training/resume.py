@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, or a command reads: the one that is named, or the newest that is whole."""
+"""Choose the checkpoint that a run resumes from or a command reads: a named one, or the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import Config
 from compiler_trainer.places.cache import cache_of
-from compiler_trainer.places.copies import copied
+from compiler_trainer.places.copies import copy_files
 from compiler_trainer.places.store import Place
 from compiler_trainer.step.ranks import from_rank_0, rank
 
-BY_NAME = ("latest", "auto")  # what `checkpoint.resume` may be beside a path
+BY_NAME = ("latest", "auto")  # values of `checkpoint.resume` that are not paths
 T = TypeVar("T")
 
 
 def checkpoints_of(cfg: Config) -> Path:
-    """Where the checkpoints of a run go."""
+    """Return the folder of a run's checkpoints."""
     return Path(cfg.checkpoint.dir or Path(cfg.run.dir, "checkpoints"))
 
 
 def resumable(cfg: Config) -> list[Path]:
-    """The checkpoints to try in turn, none to start anew; raises UserError if `latest` finds none."""
+    """Return the checkpoints to try in order, or an empty list to start from scratch.
+
+    Raises UserError if `checkpoint.resume=latest` finds none.
+    """
     if cfg.checkpoint.resume not in BY_NAME:
-        return [] if cfg.checkpoint.resume is None else [named(cfg)]
+        return [] if cfg.checkpoint.resume is None else [named_checkpoint(cfg)]
     folder = checkpoints_of(cfg)
-    found = checkpoint.complete(folder)[::-1]
-    if not found and cfg.checkpoint.resume == "latest":
-        fix = "set run.dir or checkpoint.dir to those of the run to go on with, or name a checkpoint"
-        raise UserError("checkpoint.resume", f"is latest, but {folder} holds no complete checkpoint; {fix}")
-    return from_rank_0(lambda: found)
+    checkpoints = checkpoint.complete(folder)[::-1]
+    if not checkpoints and cfg.checkpoint.resume == "latest":
+        fix = "set run.dir or checkpoint.dir to those of the run to resume, or give the path of a checkpoint"
+        raise UserError("checkpoint.resume", f"is latest, but {folder} contains no complete checkpoint; {fix}")
+    return from_rank_0(lambda: checkpoints)
 
 
-def named(cfg: Config) -> Path:
-    """The checkpoint that is named, of one in a store a copy."""
+def named_checkpoint(cfg: Config) -> Path:
+    """Return the named checkpoint; one in a store is copied first."""
     name = str(cfg.checkpoint.resume)
-    return copied(Place(name), Place(name).files(), cache_of(cfg.data)) if is_remote(name) else Path(name)
+    return copy_files(Place(name), Place(name).files(), cache_of(cfg.data)) if is_remote(name) else Path(name)
 
 
 def first_whole(
     cfg: Config, action: Callable[[Path], T], damaged: tuple[Path, ...] = ()
 ) -> tuple[T | None, tuple[Path, ...]]:
-    """What `action` gives for the first checkpoint in which it finds no damage, None to start anew; every rank calls.
+    """Return the result of `action` for the first checkpoint in which it finds no damage, or None without checkpoints.
 
-    With it those that were passed over, which are `damaged` ones that were known of before and what it found now.
-    Raises Damaged for a checkpoint that was named, UserError if none is whole.
+    Also return the checkpoints that were skipped: the known `damaged` ones and those found now. Raises Damaged if the
+    checkpoint was named, and UserError if all are damaged. Every rank must call this.
     """
     for path in resumable(cfg):
         if path not in damaged:
@@ -59,13 +62,13 @@ def first_whole(
             except Damaged as damage:
                 damaged = pass_over(cfg, path, damage, damaged)
     if damaged:
-        fix = "remove them, or name another with checkpoint.resume"
+        fix = "remove them, or choose another with checkpoint.resume"
         raise UserError(str(checkpoints_of(cfg)), f"holds {len(damaged)} checkpoints, all of them damaged; {fix}")
     return None, ()
 
 
 def pass_over(cfg: Config, path: Path, damage: Damaged, damaged: tuple[Path, ...]) -> tuple[Path, ...]:
-    """`damaged` with one more, of which rank 0 tells; raises the damage again where that checkpoint was named."""
+    """Return `damaged` with `path` added, and report it on rank 0; raise the damage if the checkpoint was named."""
     if cfg.checkpoint.resume not in BY_NAME:
         raise damage
     if rank() == 0:

@@ -1,4 +1,4 @@
-"""Refuse what no machine like this one can hold, before anything is made of it."""
+"""Refuse models and batches that cannot fit into this machine's memory, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.given import mesh_of
 
-BATCH_ENTRIES, BATCH_BYTES = 4, 8  # of a token: tokens, labels, positions, documents, int64
+BATCH_ENTRIES, BATCH_BYTES = 4, 8  # per token: tokens, labels, positions, documents, as int64
 
 
 def check_room(cfg: Config, trained: Subject) -> None:
-    """Raise UserError where parameters alone, or a batch alone, are larger than memory."""
+    """Raise UserError if the parameters alone, or a batch alone, are larger than memory."""
     ranks = mesh_of(cfg.mesh).world_size
-    of_rank = sum(p.numel() * p.element_size() for p in trained.module.parameters()) / (ranks / cfg.mesh.dp_replicate)
-    here = 1 if torch.cuda.is_available() else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if of_rank * here > device_bytes():
-        there = f"on each of {ranks} ranks, which have {gib(device_bytes() / here)} each"
+    size = sum(p.numel() * p.element_size() for p in trained.module.parameters()) / (ranks / cfg.mesh.dp_replicate)
+    local_ranks = 1 if torch.cuda.is_available() else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if size * local_ranks > device_bytes():
+        place = f"on each of {ranks} ranks, which have {gib(device_bytes() / local_ranks)} each"
         fix = "make it smaller, or shard it over more ranks"
-        raise UserError("model", f"its parameters take {gib(of_rank)} {there}; {fix}")
+        raise UserError("model", f"its parameters take {gib(size)} {place}; {fix}")
     batch = cfg.train.global_batch_size * cfg.train.seq_len * BATCH_ENTRIES * BATCH_BYTES
     if batch > host_bytes():
-        what = f"with train.seq_len={cfg.train.seq_len} makes a batch of {gib(batch)}, more than this machine has"
-        raise UserError("train.global_batch_size", f"{cfg.train.global_batch_size} {what}; make either smaller")
+        problem = f"with train.seq_len={cfg.train.seq_len} makes a batch of {gib(batch)}, more than this machine has"
+        raise UserError("train.global_batch_size", f"{cfg.train.global_batch_size} {problem}; make either smaller")
 
 
 def host_bytes() -> int:
-    """Memory of this machine."""
+    """Return the memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_bytes() -> int:
-    """Memory of the device that a rank computes on."""
+    """Return the memory of a rank's device."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else host_bytes()
 
 
 def gib(count: float) -> str:
-    """Bytes in GiB."""
     return f"{count / 2**30:,.1f} GiB"

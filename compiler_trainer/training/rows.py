@@ -1,4 +1,4 @@
-"""Which rows of a global batch a process computes, so that it reads the tokens of no others."""
+"""Find the samples of a global batch that a process computes, so that it reads only their tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from passes.program import ir
 
 
 def own_rows(step: Step, ranks: Sequence[int]) -> NDArray[np.int64]:
-    """The rows of a global batch that some ranks are given, ascending."""
-    inputs = [given for each in (*step.train.values(), *step.evaluation.values()) for given in each.finished.inputs]
-    entries = [given for given in inputs if given.kind == "batch"]
+    """Return the numbers of the samples that the given ranks need, ascending."""
+    inputs = [e for compiled in (*step.train.values(), *step.evaluation.values()) for e in compiled.finished.inputs]
+    entries = [e for e in inputs if e.kind == "batch"]
     size = entries[0].spec.shape[0]
-    of_part = sorted({row for given in entries for rank in ranks for row in rows_of(given, step, rank)})
-    return np.concatenate([np.array(of_part, np.int64) + part * size for part in range(step.microbatches)])
+    part_rows = sorted({row for e in entries for rank in ranks for row in rows_of(e, step, rank)})
+    return np.concatenate([np.array(part_rows, np.int64) + part * size for part in range(step.microbatches)])
 
 
-def rows_of(given: ir.Input, step: Step, rank: int) -> Iterator[int]:
-    """The rows of a microbatch's entry that a rank is given."""
-    (rows,) = given.spec.dims[0]
+def rows_of(entry: ir.Input, step: Step, rank: int) -> Iterator[int]:
+    """Yield the samples of a microbatch that a rank needs of one input."""
+    (rows,) = entry.spec.dims[0]
     for start, _, count in rows.runs(step.mesh, step.mesh.coordinates(rank)):
         yield from range(start, start + count)

@@ -1,6 +1,6 @@
-"""What a model adds to some prompts, at each evaluation: on the console, in samples.jsonl, and for TensorBoard.
+"""Generate from the prompts at each evaluation: on the console, in samples.jsonl, and for TensorBoard.
 
-The whole model is put together on rank 0, in host memory, and on its GPU where that has room; the others wait.
+The full model is gathered on rank 0, in host memory, and copied to its GPU if there is room; other ranks wait.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from compiler_trainer.training.loggers import Logger
 from compiler_trainer.training.metrics import JsonLines, Record, TensorBoard
 
 FILE = "samples.jsonl"
-ROOM = 1.5  # times the bytes of weights: what a GPU needs free to generate
+ROOM = 1.5  # free GPU memory needed to generate, in sizes of the weights
 
 
 class SampleLines(JsonLines):
-    """`samples.jsonl`: a JSON object an evaluation."""
+    """The file `samples.jsonl`: one JSON object per evaluation."""
 
     name, kind = FILE, dict[str, Any]
 
 
 class Samples(Callback):
-    """Adds to each of `eval.prompts`, drawn alike each time; raises UserError where the model takes one of them not."""
+    """A callback that continues each of `eval.prompts`, with the same random draws each time.
+
+    Raises UserError if the model cannot take a prompt.
+    """
 
     def __init__(self, cfg: Config, trained: Subject, loggers: Sequence[Logger]):
         self.cfg, self.trained, self.tokenizer, self.lines = cfg, trained, tokenizer_of(cfg.data), SampleLines()
@@ -52,48 +55,48 @@ class Samples(Callback):
             self.lines.start(run.cfg, run.done)
 
     def on_evaluation(self, run: Run, record: Record) -> None:
-        """Put the model together, and let it speak."""
+        """Gather the model on rank 0 and generate there."""
         weights = on_rank_0(run.step, run.rank)
         if run.rank != 0:
             return
-        filled = fill(copy.deepcopy(self.trained.module), weights.items())
-        model = in_use(self.cfg, filled, device_with_room(run.step.device, weights))
-        texts = {text: self.after(model, prompt) for text, prompt in self.prompts.items()}
+        module = fill(copy.deepcopy(self.trained.module), weights.items())
+        model = in_use(self.cfg, module, device_with_room(run.step.device, weights))
+        texts = {text: self.continuation(model, prompt) for text, prompt in self.prompts.items()}
         self.tell(int(record["step"]), [{"prompt": prompt, "text": text} for prompt, text in texts.items()])
 
     def tell(self, step: int, samples: list[dict[str, str]]) -> None:
-        """Write them down, and show them."""
+        """Write the samples to the file, the console and TensorBoard."""
         line: dict[str, Any] = {"step": step, "samples": samples}
         self.lines.log(line)
         for number, sample in enumerate(samples):
-            said = json.dumps(sample, ensure_ascii=False)
-            say(f"sample at step {step:,}: {said}")
+            text = json.dumps(sample, ensure_ascii=False)
+            say(f"sample at step {step:,}: {text}")
             for board in self.boards:
-                board.text(step, f"sample/{number}", said)
+                board.text(step, f"sample/{number}", text)
 
-    def after(self, model: nn.Module, prompt: Prompt) -> str:
-        """What a model adds to a prompt."""
-        how = Sampling(self.cfg.eval.sample_tokens)
-        return self.tokenizer.decode(continued(self.cfg, self.trained, model, prompt.ids, prompt.ends, how))
+    def continuation(self, model: nn.Module, prompt: Prompt) -> str:
+        """Return the model's continuation of a prompt."""
+        sampling = Sampling(self.cfg.eval.sample_tokens)
+        return self.tokenizer.decode(continued(self.cfg, self.trained, model, prompt.ids, prompt.ends, sampling))
 
     def on_stop(self, run: Run) -> None:
-        """Write what a full disk did not take."""
+        """Write the rest of the file, which a full disk may have refused before."""
         if run.rank == 0:
             self.lines.close(False)
 
 
 def on_rank_0(step: Step, rank: int) -> dict[str, Tensor]:
-    """Full parameters and buffers in the host memory of rank 0, nothing elsewhere; every rank calls it."""
-    found = {}
+    """Return full parameters and buffers in host memory on rank 0, an empty dict elsewhere; all ranks must call it."""
+    weights = {}
     for name in (name for name in step.state if name.startswith(MODEL)):
-        whole = step.whole(name)
+        full = step.whole(name)
         if rank == 0:
-            found[name.removeprefix(MODEL)] = whole.to("cpu", copy=True)
-    return found
+            weights[name.removeprefix(MODEL)] = full.to("cpu", copy=True)
+    return weights
 
 
 def device_with_room(device: torch.device, weights: dict[str, Tensor]) -> torch.device:
-    """The device of a rank, or the CPU where weights and what they need would not fit beside its state."""
+    """Return a rank's device, or the CPU if the weights and their working memory do not fit next to its state."""
     size = sum(value.nbytes for value in weights.values())
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < ROOM * size:
         return torch.device("cpu")

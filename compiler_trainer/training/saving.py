@@ -1,4 +1,4 @@
-"""When and what a run saves: its checkpoints, each with where training and its data stand."""
+"""Save the checkpoints of a run, each with the position of training and of its data."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from compiler_trainer.training.resume import checkpoints_of
 
 @dataclass(frozen=True)
 class Save:
-    """Takes checkpoints of a run, which go on being written while training does; none without a saver."""
+    """A function that saves checkpoints, which are written while training continues; a no-op without a saver."""
 
     cfg: Config
     saver: Saver | None
 
     def __call__(self, record: Record, loader: Loader) -> None:
-        """Take one, after the step of a record and as the loader stands."""
+        """Save a checkpoint after the step of `record`, with the loader's current position."""
         if self.saver is not None:
             self.saver.save(state_after(record, loader, self.cfg))
 
     def wait(self) -> bool:
-        """Wait until the last one is written, or has failed; whether it is whole, the same on all ranks."""
+        """Wait for the last checkpoint; return True if it was written completely, the same on all ranks."""
         return self.saver is not None and not self.saver.wait()
 
     @property
     def is_writing(self) -> bool:
-        """Whether the last one is still being written."""
+        """True while the last checkpoint is being written."""
         return self.saver is not None and self.saver.pending is not None and not self.saver.pending.done()
 
 
 @contextmanager
 def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
-    """What to call for a checkpoint; the end waits for the last one."""
+    """Yield a function that saves a checkpoint, and wait for the last one at the end."""
     if not cfg.checkpoint.saves:
         yield Save(cfg, None)
         return
-    without = frozenset() if cfg.checkpoint.frozen else trained.frozen
-    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, without, say) as saver:
-        announce(f"checkpoints {when(cfg)}, through {saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank")
+    excluded = frozenset() if cfg.checkpoint.frozen else trained.frozen
+    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, excluded, say) as saver:
+        announce(f"checkpoints {save_times(cfg)}, through {saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank")
         if cfg.checkpoint.store:
             announce(f"each is copied to {cfg.checkpoint.store}")
         yield Save(cfg, saver)
 
 
-def when(cfg: Config) -> str:
-    """After which steps there are checkpoints."""
+def save_times(cfg: Config) -> str:
+    """Return after which steps checkpoints are saved, as text."""
     interval = cfg.checkpoint.interval or 0
     return "after the last step" if interval >= cfg.train.steps else f"every {interval:,} steps and after the last"
 
 
 def state_after(record: Record, loader: Loader, cfg: Config) -> TrainState:
-    """Where training stands after the step of a record."""
+    """Return the position of training after the step of `record`."""
     return TrainState(
         step=int(record["step"]),
         tokens=int(record["tokens"]),

@@ -1,4 +1,4 @@
-"""What is recorded of a step by which names, and how much time spans cover."""
+"""Names of a step's profiler events, and the time that spans cover."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ WAITS = ("_c10d_functional::wait_tensor", "ct::arrive")  # for collectives
 Span = tuple[float, float]
 
 
-def covered(spans: Iterable[Span]) -> float:
-    """How much time lies in at least one of some spans."""
+def covered_time(spans: Iterable[Span]) -> float:
+    """Return the time that at least one of some spans covers."""
     total, end = 0.0, float("-inf")
-    for begin, until in sorted(spans):
-        total += max(0.0, until - max(begin, end))
-        end = max(end, until)
+    for begin, span_end in sorted(spans):
+        total += max(0.0, span_end - max(begin, end))
+        end = max(end, span_end)
     return total

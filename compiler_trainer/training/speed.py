@@ -1,4 +1,4 @@
-"""How fast a run is, and on what: throughput, FLOPs a second, their share of what the device could do."""
+"""Measure the speed of a run: throughput, FLOP/s, and the share of the device's peak."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from compiler_trainer.training.metrics import Record
 
 
 def speed(cfg: Config, flops_per_token: int, tokens: int, step_s: float) -> Record:
-    """Tokens a second of all ranks, TFLOP/s of one, and MFU where the device is the GPU that `cluster` describes.
+    """Return tokens/s of all ranks, TFLOP/s of one, and MFU if the device is the GPU that `cluster` describes.
 
-    `tokens` are those of a step that are no padding. FLOPs are those that the model needs (`models/flops.py`), whatever
-    is recomputed.
+    `tokens` are a step's tokens without padding. FLOPs are those that the model needs (`models/flops.py`), without
+    recomputation.
     """
     flops_per_s = flops_per_token * tokens / mesh_of(cfg.mesh).world_size / step_s
-    found = {"tokens_per_s": tokens / step_s, "step_ms": 1e3 * step_s, "tflops": flops_per_s / 1e12}
+    record = {"tokens_per_s": tokens / step_s, "step_ms": 1e3 * step_s, "tflops": flops_per_s / 1e12}
     if CPU != here() == cfg.cluster.device:
-        found["mfu"] = flops_per_s / peak_flops(cfg)
-    return found
+        record["mfu"] = flops_per_s / peak_flops(cfg)
+    return record
 
 
 def peak_flops(cfg: Config) -> float:
-    """FLOP/s of a GPU of `cluster` in the dtype of computation, whether products are in float8 or not."""
+    """Return the peak FLOP/s of a `cluster` GPU in the dtype of computation, even if matmuls are in float8."""
     return 1e12 * getattr(cfg.cluster.peak_tflops, computes_in(cfg))
 
 
 def computes_in(cfg: Config) -> str:
-    """The dtype of computation."""
     return cfg.passes.cast.param_dtype or cfg.train.dtype
 
 
 def machine() -> dict[str, str]:
-    """What this process runs on: its device, and the versions that count."""
+    """Return a description of this machine: processor, GPUs, and relevant versions."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))  # a rank sees one of them
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))  # a rank sees only one GPU
     gpu = f"{count} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "none"
     return {
         "processor": f"{processor()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB",
@@ -50,8 +49,8 @@ def machine() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """Return the name of the CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

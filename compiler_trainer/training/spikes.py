@@ -1,4 +1,4 @@
-"""A loss that jumps, said when it happens."""
+"""Report jumps of the loss when they happen."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import statistics
 from collections import deque
 
 WINDOW = 50  # steps
-FEWEST = 20  # before which nothing counts as usual
+FEWEST = 20  # losses needed before a jump can be reported
 DEVIATIONS = 6.0
 
 
 class Spikes:
-    """Knows the losses of the last steps."""
+    """The losses of the last steps, without spikes."""
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
-    def said(self, step: int, loss: float) -> str:
-        """What to say of a step's loss, which is from then on one of those before; empty where it is a usual one.
+    def message(self, step: int, loss: float) -> str:
+        """Return a message if a step's loss is a spike, otherwise an empty string.
 
-        A spike is not counted among the usual ones.
+        A spike is not added to the usual losses.
         """
         if len(self.losses) >= FEWEST:
             mean, deviation = statistics.fmean(self.losses), statistics.stdev(self.losses)
             if loss > mean + DEVIATIONS * deviation:
-                usual = f"{mean:.3f} ± {deviation:.3f}, of the {len(self.losses)} steps before"
-                self.losses.popleft()  # so that a new level becomes the usual one after a while
-                return f"step {step}: the loss jumps to {loss:.3f}, far from {usual}"
+                usual_range = f"{mean:.3f} ± {deviation:.3f} of the last {len(self.losses)} steps"
+                self.losses.popleft()  # so that a new level becomes usual after a while
+                return f"step {step}: the loss jumps to {loss:.3f}, far from {usual_range}"
         self.losses.append(loss)
         return ""

@@ -1,8 +1,8 @@
-"""The steps of a run. On a GPU each is launched before the host reads the results of the step before.
+"""The steps of a run. On a GPU, each step is launched before the host reads the results of the previous one.
 
-While the device computes step n, the host makes batch n + 1, launches step n + 1, and only then waits for the results
-of step n. The next step waits for step n to be read if something looks at the state after step n: a validation, a
-checkpoint, a comparison of replicas, or a callback with an `on_step` of its own.
+While the device computes step n, the host prepares batch n + 1, launches step n + 1, and only then waits for the
+results of step n. Step n + 1 waits until step n is read if something uses the state after step n: a validation, a
+checkpoint, a comparison of replicas, or a callback that defines `on_step`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from compiler_trainer.training.speed import speed
 from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.trace import Trace
 
-ASYNCHRONOUS = ("cuda",)  # types of devices that compute while the host goes on
+ASYNCHRONOUS = ("cuda",)  # device types that compute asynchronously to the host
 
 
 @dataclass
 class Launched:
-    """A step that was launched, and the measurements that need no result of it.
+    """A step that was launched, with the measurements that do not need its results.
 
-    `began` is when its batch was asked for and the device was done with the step before; the host waited `waited`
-    seconds for the batch. `tokens` are those of the batch that are no padding, `data` is where the loader stands then.
+    `began` is the moment when its batch was requested and the device had finished the previous step; the host waited
+    `wait_s` seconds for the batch. `tokens` counts the batch's tokens without padding; `data` is the loader's state
+    after this batch.
     """
 
     number: int
     lr: float
     began: Moment
-    waited: float
+    wait_s: float
     results: Results
     loads: Results  # of routers
     data: LoaderState
@@ -71,32 +72,32 @@ class Meters:
         """Launch step `number` on the next batch."""
 
         def begin() -> Launched:
-            began, asked = Moment(self.step.device), time.perf_counter()
+            began, requested = Moment(self.step.device), time.perf_counter()
             with record_function(DATA):
                 batch = loader.next()
-            waited = time.perf_counter() - asked
+            wait_s = time.perf_counter() - requested
             results = self.step.launch(batch, lr)
             rank = self.step.ranks[0]
             buffers = {name: state.local[rank] for name, state in self.step.state.items() if rank in state.local}
             loads = Results(unevenness(buffers), self.step.device)
-            return Launched(number, lr, began, waited, results, loads, loader.state_dict(), loader.filled)
+            return Launched(number, lr, began, wait_s, results, loads, loader.state_dict(), loader.token_count)
 
         launched, pace = self.pace.during(number, lambda: self.memory.during(begin), lambda step: step.results.read())
         launched.measured = {**self.step.balance(), "peak_mem_bytes": self.memory.bytes, **pace}
         return launched
 
     def read(self, launched: Launched) -> Record:
-        """Return what was measured of a step, once the device has taken it."""
+        """Wait until the device has finished a step, and return its measurements."""
         result = {**launched.results.read(), **launched.loads.read(), "lr": launched.lr}
         seconds = launched.began.until(launched.results.end)
-        times = {**speed(self.cfg, self.flops, launched.tokens, seconds), "data_ms": 1e3 * launched.waited}
+        times = {**speed(self.cfg, self.flops, launched.tokens, seconds), "data_ms": 1e3 * launched.wait_s}
         return {**result, **times, **launched.measured}
 
 
 class Steps:
-    """Takes steps and yields their records; `looks` tells after which steps something looks at the state.
+    """The loop over steps, which yields their records; `looks(n)` is True if something uses the state after step n.
 
-    `launched` is the step that the device computes while a record is yielded, None if there is none.
+    `launched` is the step that the device computes while a record is yielded, or None.
     """
 
     def __init__(self, cfg: Config, step: Step, datasets: Datasets, meters: Meters, looks: Callable[[int], bool]):
@@ -106,17 +107,17 @@ class Steps:
         self.rate = rates(cfg)
 
     def stay(self) -> None:
-        """Launch no further step before the results of the last one are read."""
+        """Read the results of each step before launching the next one from now on."""
         self.is_ahead = False
 
     def is_followed(self, number: int) -> bool:
-        """Return whether the next step is launched before the results of step `number` are read."""
+        """Return True if the next step is launched before the results of step `number` are read."""
         return self.is_ahead and number < self.cfg.train.steps and not self.looks(number)
 
     def records(self, start: Start) -> Iterator[Record]:
-        """Take the steps from `start` to `train.steps`, and yield what each measured; raises Lost.
+        """Take the steps from `start` to `train.steps` and yield their records; raise Lost if a result is not finite.
 
-        After Lost the data go on behind the step that was lost, even if a later step was launched.
+        After Lost, the data continue after the lost step, even if a later step was launched.
         """
         self.trace, self.judge, self.spikes = Trace(self.cfg, self.step, start.step), Judge(self.cfg), Spikes()
         self.launched, number, tokens = None, start.step, start.tokens
@@ -125,7 +126,7 @@ class Steps:
             self.launched = None
             if number < self.cfg.train.steps if last is None else self.is_followed(last.number):
                 number += 1
-                with self.trace.around(number):
+                with self.trace.record_step(number):
                     self.launched = self.launch(number)
                     for step in (last, None if self.is_followed(number) else self.launched):
                         if step is not None:
@@ -140,29 +141,29 @@ class Steps:
                 yield record
 
     def launch(self, number: int) -> Launched:
-        """Launch update `number`, from fetching its batch on."""
+        """Fetch the batch of update `number` and launch the update."""
         launched = self.meters.launch(number, self.datasets.train, self.rate(number))
         if self.cfg.train.ema is not None:
             averages.follow(self.step, self.cfg.train.ema, self.is_applied(launched))
         return launched
 
     def is_applied(self, launched: Launched) -> Tensor | None:
-        """Return whether a launched update changes the parameters, bool[] on the device; None if each one does."""
+        """Return bool[] on the device, True if a launched update changes the parameters; None if every update does."""
         norm = launched.results.numbers.get("grad_norm")
         return torch.isfinite(norm) if norm is not None and self.cfg.train.nonfinite == "skip" else None
 
     def record(self, launched: Launched, tokens: int) -> Record:
-        """Return what a step measured, with the validation that is due after it; raises Lost."""
+        """Return a step's measurements, with the validation that is due after it; raise Lost if they are not finite."""
         record = {"step": launched.number, "tokens": tokens, **self.meters.read(launched)}
         if self.datasets.eval is not None and is_due(launched.number, self.cfg.eval.interval, self.cfg.train.steps):
-            measured, _ = means(self.step, held_out(self.datasets.eval, self.cfg.eval.batches))
-            record |= {f"eval_{name}": value for name, value in measured.items()}
-        record = self.judge.finite(record)
-        if "loss" in record and (remark := self.spikes.said(launched.number, record["loss"])):
+            metrics, _ = means(self.step, held_out(self.datasets.eval, self.cfg.eval.batches))
+            record |= {f"eval_{name}": value for name, value in metrics.items()}
+        record = self.judge.check(record)
+        if "loss" in record and (remark := self.spikes.message(launched.number, record["loss"])):
             announce(remark)
         return record
 
 
 def is_due(number: int, interval: int | None, last: int) -> bool:
-    """Return whether something happens after step `number`: every `interval` steps and after the last."""
+    """Return True if an action is due after step `number`: every `interval` steps and after the last one."""
     return interval is not None and (number % interval == 0 or number == last)

@@ -1,4 +1,4 @@
-"""Train one configuration: data and model, a compiled step, the loop, and a run folder that tells what happened."""
+"""Train one configuration: load data and model, compile a step, run the loop, and write a run folder."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from compiler_trainer.training.owner import Owners, owning
 from compiler_trainer.training.patience import Patience
 from compiler_trainer.training.peers import Peers
 from compiler_trainer.training.phases import Phases
-from compiler_trainer.training.preflight import described, named, notes
+from compiler_trainer.training.preflight import data_names, describe, notes
 from compiler_trainer.training.prepare import (
     Start,
     find_start,
     make_reproducible,
     read_data,
+    resolve_steps,
     same_on_all_ranks,
-    with_steps,
 )
 from compiler_trainer.training.progress import Progress, Working, announce, say_contents, say_next
 from compiler_trainer.training.reference import refer
@@ -68,22 +68,22 @@ def train(
     remark: Callable[[Config, Subject], str] = lambda cfg, trained: "",
     callbacks: Sequence[Callback] = (),
 ) -> float:
-    """Train as `cfg` says, on the ranks that torchrun started; the last held-out loss, else the last loss.
+    """Train `cfg` on the ranks that torchrun started; return the last validation loss, or without one the last loss.
 
-    What there is to `remark` on the job is said before it is compiled. `callbacks` are told beside those of `cfg`. The
-    ranks stay together.
+    `remark` returns a note on the job, which is printed before compilation. `callbacks` run after those of `cfg`. The
+    process group stays open.
 
-    Raises UserError, with nothing written, on bad input, and SystemExit where a signal or `run.time_limit` ended it.
+    Raises UserError on bad input, with nothing written, and SystemExit if a signal or `run.time_limit` ended the run.
     """
-    began, phases = time.monotonic(), Phases()
+    start_time, phases = time.monotonic(), Phases()
     phases.end("import")
-    ranks = start_ranks()  # each on its GPU
+    ranks = start_ranks()  # selects each rank's GPU
     phases.end("ranks")
     cfg = validate(for_running(cfg), ranks)
     make_reproducible(cfg.train)
-    announce(f"reading {named(cfg.data)}")
+    announce(f"reading {data_names(cfg.data)}")
     datasets = read_data(cfg)
-    cfg = with_steps(cfg, datasets, ranks)
+    cfg = resolve_steps(cfg, datasets, ranks)
     patience = [] if cfg.eval.patience is None else [Patience(cfg.eval.patience)]
     callbacks, loggers = [*build_callbacks(cfg), *patience, *callbacks], build_loggers(cfg)
     rates(cfg)(1)
@@ -97,61 +97,67 @@ def train(
     cfg = same_on_all_ranks(cfg, datasets)
     with owning(cfg) as owners, Peers():
         start = find_start(cfg, datasets)
-        if start.stored is not None and start.step >= cfg.train.steps:
-            return all_done(cfg, start)
+        if start.ckpt is not None and start.step >= cfg.train.steps:
+            return report_finished(cfg, start)
         trace.check(cfg, start.step)
         checked = check_capture(cfg, trained, lambda: peek(datasets.train))
-        for said in (*notes(cfg, trained), remark(cfg, trained), checked):
-            if said:
-                announce(said)
+        for note in (*notes(cfg, trained), remark(cfg, trained), checked):
+            if note:
+                announce(note)
         phases.end("model")
         step, start = prepare_step(cfg, trained, datasets, start, owners, phases)
-        if start.stored is not None:
-            announce(f"going on after step {start.step:,}, from {start.stored.path}")
+        if start.ckpt is not None:
+            announce(f"resuming after step {start.step:,}, from {start.ckpt.path}")
         with (
             Watch(cfg.run.timeout_s, Path(cfg.run.dir)) as watch,
-            Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
+            Stop(start_time, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
             allocations(cfg),
-            recording(cfg, start, step.metrics, loggers) as record,
+            recording(cfg, start, step.metrics, loggers) as log_record,
         ):
-            told = Callbacks(Run(cfg, step, start.step, stop.ask), [*samples, *callbacks])
-            told.start()
-            for measured in run(cfg, trained, step, datasets, start, stop, told):
+            active_callbacks = Callbacks(Run(cfg, step, start.step, stop.ask), [*samples, *callbacks])
+            active_callbacks.start()
+            for record in run(cfg, trained, step, datasets, start, stop, active_callbacks):
                 owners.check()
-                record(measured)
-                watch.step = int(measured["step"])
-            told.stop()
+                log_record(record)
+                watch.step = int(record["step"])
+            active_callbacks.stop()
     if stop.is_wish:
-        why = stop.why or "a callback of another rank asked for it"
-        announce(f"ended after step {int(measured['step']):,} of {cfg.train.steps:,}: {why}")
-    elif measured["step"] < cfg.train.steps:
-        end_early(cfg, stop, int(measured["step"]))
+        reason = stop.callback_reason or "a callback on another rank requested it"
+        announce(f"ended after step {int(record['step']):,} of {cfg.train.steps:,}: {reason}")
+    elif record["step"] < cfg.train.steps:
+        end_early(cfg, stop, int(record["step"]))
     if cfg.checkpoint.saves:
         say_next(cfg.run.dir, cfg.data.chat)
-    return measured.get("eval_loss", measured.get("loss", math.nan))
+    return record.get("eval_loss", record.get("loss", math.nan))
 
 
-def all_done(cfg: Config, start: Start) -> float:
-    """Say that a run has all its steps already, which is no error of who starts it automatically; its last loss."""
-    assert start.stored is not None
-    done = f"{cfg.run.dir} has all {cfg.train.steps:,} steps (train.steps), as of {start.stored.path}"
-    announce(f"{done}; nothing to do")
+def report_finished(cfg: Config, start: Start) -> float:
+    """Report that a run already has all its steps, and return the last validation loss, or NaN if there is none.
+
+    This is not an error, because a scheduler may start a finished run again.
+    """
+    assert start.ckpt is not None
+    text = f"{cfg.run.dir} has all {cfg.train.steps:,} steps (train.steps), as of {start.ckpt.path}"
+    announce(f"{text}; nothing to do")
     send_rest(cfg)
-    held_out = start.stored.index.eval_loss
-    return math.nan if held_out is None else held_out
+    eval_loss = start.ckpt.index.eval_loss
+    return math.nan if eval_loss is None else eval_loss
 
 
 def prepare_step(
     cfg: Config, trained: Subject, datasets: Datasets, start: Start, owners: Owners, phases: Phases
 ) -> tuple[Step, Start]:
-    """The compiled step as it starts, and where that is; on rank 0 also the run folder, once nothing was refused."""
+    """Compile the step and load its state; return it with the start that was used in the end.
+
+    Rank 0 also creates the run folder, once nothing can be refused any more.
+    """
     refer(cfg, datasets)
     phases.end("reference")
     if rank() != 0:
-        step = build_step(cfg, trained, datasets, None, lambda what: None)
+        step = build_step(cfg, trained, datasets, None, lambda task: None)
         return step, restore(cfg, trained, step, datasets, start)
     say(datasets.describe((cfg.train.steps - start.step) * cfg.train.global_batch_size))
-    for line in described(cfg, trained, peek(datasets.train)):
+    for line in describe(cfg, trained, peek(datasets.train)):
         say(line)
     say(f"compiling ({cfg.lower.backend})")
     with folder.graphs_of(cfg) as dumps, ending_at_sigterm(), Working() as tell:
@@ -162,10 +168,10 @@ def prepare_step(
     report = {"machine": machine(), "data": datasets.report(), **phases.report(), **step.report}
     owners.restore = partial(folder.create, cfg, report, step.table)
     owners.restore()
-    for path in start.damaged:
+    for path in start.damaged_paths:
         checkpoint.set_aside(path, "damaged")
     if cfg.lower.programs is not None:
-        say(f"program {step.report['program']['stored_as'][:12]}, made ahead, was read from {cfg.lower.programs}")
+        say(f"program {step.report['program']['stored_as'][:12]}, compiled ahead, was loaded from {cfg.lower.programs}")
     for line in step.report["remarks"]:
         say(f"note: {line}")
     for line in step.report.get("cudagraphs", ()):
@@ -176,20 +182,20 @@ def prepare_step(
 
 
 def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start) -> Start:
-    """Load the checkpoint that a run starts from; where only now damage shows, the newest whole one before it."""
-    while start.stored is not None:
+    """Load the checkpoint that a run starts from; if it is damaged, fall back to the newest undamaged one before it."""
+    while start.ckpt is not None:
         try:
-            averages.load(step, start.stored, trained.frozen)
+            averages.load(step, start.ckpt, trained.frozen)
             return start
         except Damaged as damage:
-            start = find_start(cfg, datasets, pass_over(cfg, start.stored.path, damage, start.damaged))
+            start = find_start(cfg, datasets, pass_over(cfg, start.ckpt.path, damage, start.damaged_paths))
     return start
 
 
 def build_step(
     cfg: Config, trained: Subject, datasets: Datasets, observe: folder.Dumps | None, tell: Callable[[str], None]
 ) -> Step:
-    """The compiled step with its initial weights; `observe` sees its graph after each pass."""
+    """Compile the step and set its initial weights; `observe` is called with the graph after each pass."""
     step = compile_step(
         trained.module,
         trained.loss,
@@ -212,28 +218,28 @@ def build_step(
     )
     if cfg.train.ema is not None:
         averages.add(step, (name for name, p in trained.module.named_parameters() if p.requires_grad))
-    # A loss of one's own may count more of all rows than which of their tokens have labels.
+    # A user's loss may need more of other ranks' samples than which tokens have labels.
     if not cfg.has_own_loss and step.mesh.world_size > 1:
         datasets.read_only(own_rows(step, step.ranks))
     return step
 
 
 def run(
-    cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start, stop: Stop, told: Callbacks
+    cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start, stop: Stop, callbacks: Callbacks
 ) -> Iterator[Record]:
-    """Train from `start` to `train.steps`, or until it is time to stop, and yield the record of each step.
+    """Train from `start` to `train.steps`, or until the run should stop, and yield the record of each step.
 
-    A record is yielded before its checkpoint is taken: an interruption leaves a record too many, which resuming drops,
-    never one too few.
+    A record is yielded before its checkpoint is saved. An interruption between the two leaves one record too many,
+    which resuming drops, and never one too few.
     """
     if start.step == 0 and trained.has_weights and datasets.eval is not None and cfg.eval.interval is not None:
-        before, _ = means(step, held_out(datasets.eval, cfg.eval.batches))
-        announce(f"eval loss {before['loss']:.3f} before the first step")
+        metrics, _ = means(step, held_out(datasets.eval, cfg.eval.batches))
+        announce(f"eval loss {metrics['loss']:.3f} before the first step")
     rollback, replicas = Rollback(cfg, trained, step, start), Replicas(cfg, step)
     intervals = (cfg.checkpoint.interval, cfg.eval.interval, cfg.train.replica_check.interval)
 
     def looks(number: int) -> bool:
-        return told.look_at_steps or any(is_due(number, each, cfg.train.steps) for each in intervals)
+        return callbacks.look_at_steps or any(is_due(number, interval, cfg.train.steps) for interval in intervals)
 
     steps = Steps(cfg, step, datasets, Meters(cfg, trained, step), looks)
     with saving(cfg, trained, step) as save:
@@ -241,31 +247,31 @@ def run(
             try:
                 for record in steps.records(start):
                     yield record
-                    told.step(record)
-                    if told.each and told.saved and not stop.most(save.is_writing):
-                        told.written(save.wait())
+                    callbacks.step(record)
+                    if callbacks.callbacks and callbacks.pending_path and not stop.maximum(save.is_writing):
+                        callbacks.end_checkpoint(save.wait())
                     number = int(record["step"])
-                    ends = stop.now() or number == cfg.train.steps
-                    if ends and steps.launched:
-                        steps.stay()  # and end after the step that was launched
+                    is_last = stop.is_last_step() or number == cfg.train.steps
+                    if is_last and steps.launched:
+                        steps.stay()  # end after the step that is already launched
                         continue
-                    is_well = "skipped" not in record  # else it might take the place of a checkpoint that is
-                    saves = ends or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps)
-                    if saves or is_due(number, cfg.train.replica_check.interval, cfg.train.steps):
+                    is_well = "skipped" not in record  # a bad state must not replace a good checkpoint
+                    is_saving = is_last or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps)
+                    if is_saving or is_due(number, cfg.train.replica_check.interval, cfg.train.steps):
                         replicas.check(number)
-                    if saves:
-                        told.written(save.wait())
+                    if is_saving:
+                        callbacks.end_checkpoint(save.wait())
                         save(record, datasets.train)
-                        told.saves(path_of(checkpoints_of(cfg), number))
-                    if ends:
+                        callbacks.begin_checkpoint(path_of(checkpoints_of(cfg), number))
+                    if is_last:
                         return
             except Lost as lost:
-                told.written(save.wait())
-                start = rollback.past(lost)
+                callbacks.end_checkpoint(save.wait())
+                start = rollback.recover(lost)
 
 
 def peek(loader: Loader) -> dict[str, Tensor]:
-    """The next global batch, which stays the next."""
+    """Return the next global batch without consuming it."""
     state = loader.state_dict()
     batch = loader.next()
     loader.load_state_dict(state)
@@ -274,7 +280,7 @@ def peek(loader: Loader) -> dict[str, Tensor]:
 
 @contextmanager
 def allocations(cfg: Config) -> Iterator[None]:
-    """Record what the GPU's allocator does, if the options ask for it: on disk in the end, whatever ends it."""
+    """Record the GPU allocator's history if `run.memory_snapshot` is set, and write it to disk however the run ends."""
     if not cfg.run.memory_snapshot:
         yield
         return
@@ -289,12 +295,12 @@ def allocations(cfg: Config) -> Iterator[None]:
 def recording(
     cfg: Config, start: Start, names: Sequence[str], loggers: list[Logger]
 ) -> Iterator[Callable[[Record], None]]:
-    """What to call with each step's record: on rank 0 it goes to loggers and to the console, elsewhere nowhere.
+    """Yield a function that takes each step's record: rank 0 passes it to loggers and console, other ranks ignore it.
 
-    `names` are the metrics that the console shows beside the loss.
+    `names` are the metrics that the console shows next to the loss.
     """
     if rank() != 0:
-        yield lambda measured: None
+        yield lambda record: None
         return
     path = Path(cfg.run.dir)
     with (
@@ -302,9 +308,9 @@ def recording(
         Progress(cfg.train.steps, start.step, names) as progress,
     ):
 
-        def record(measured: Record) -> None:
-            log(measured)
-            progress.show(measured)
+        def record(values: Record) -> None:
+            log(values)
+            progress.show(values)
 
         yield record
     say_contents(path)

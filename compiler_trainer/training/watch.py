@@ -1,8 +1,8 @@
-"""Notice a rank that hangs, say which and what it was doing, and end the job.
+"""Detect a rank that hangs, report which one and its current operation, and end the job.
 
-A thread of each rank looks where its main thread is. If that has not moved for `run.timeout_s`, nor anything to or from
-a store, the thread looks at what the others have last said of themselves: a rank that says nothing any more is stopped
-or gone; one that is not waiting for others is what the others wait for.
+A thread of each rank samples the stack of its main thread. If neither the stack nor the traffic with a store has
+changed for `run.timeout_s`, it compares the last reports of all ranks. A rank that no longer reports is stopped or
+gone; a rank that is not waiting for others is the one that they wait for.
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ from compiler_trainer.step.step import Step
 from passes.program.torch_private import collectives_recorded
 
 FLIGHTS = "flight_recorder"
-LOOKS = 10  # in the time after which a rank counts as hung
-LONGEST_S = 30.0  # between two looks
+LOOKS = 10  # samples per `run.timeout_s`
+LONGEST_S = 30.0  # between two samples
 WAITS = re.compile(
     r"wait_tensor|all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|\.wait\(|arrive|\.item\("
 )
 NODES = re.compile(r"Source Nodes: \[([^\]]+)\]")
-ABOVE = 40  # lines of generated code above one, in which its comment is looked for
+ABOVE = 40  # lines of generated code searched upwards for the comment that names the nodes
 
 Place = tuple[object, ...]
 
 
 class Beat(NamedTuple):
-    """What a rank says of itself: how often it looked, its last step, what it does, whether that waits for others."""
+    """A rank's report: number of samples, last step, current operation, and True if that waits for other ranks."""
 
     looks: int
     step: int
-    doing: str
+    operation: str
     waits: bool
 
 
 class Watch:
-    """Watches the thread that enters it until it is left; `step` is to be kept current.
+    """A context manager that watches the thread that enters it; the caller keeps `step` current.
 
-    What NCCL's flight recorder holds of a rank that hangs is written into the run `folder`.
+    If a rank hangs, the records of NCCL's flight recorder are written into the run `folder`.
     """
 
     def __init__(self, timeout_s: float, folder: Path):
         self.folder = folder / FLIGHTS
         self.timeout_s, self.every_s = timeout_s, min(timeout_s / LOOKS, LONGEST_S)
-        self.step, self.looks, self.over = 0, 0, threading.Event()
+        self.step, self.looks, self.stop_event = 0, 0, threading.Event()
         self.watched = threading.get_ident()
         self.store = another_store("watch")
         self.thread = threading.Thread(target=self.watch, daemon=True, name="watch")
 
     def watch(self) -> None:
-        """Look again and again; end the process where nothing has moved for too long."""
-        before: Place = ()
-        still = 0  # looks, not seconds: a job that is stopped as a whole and goes on has not hung
-        while not self.over.wait(self.every_s):
-            place, doing = self.look()
-            before, still = place, still + 1 if place == before else 0
+        """Sample the main thread until the run is over; end the process if nothing has changed for too long."""
+        last_place: Place = ()
+        unchanged = 0  # counted in samples, not seconds: a suspended and continued job has not hung
+        while not self.stop_event.wait(self.every_s):
+            place, operation = self.look()
+            last_place, unchanged = place, unchanged + 1 if place == last_place else 0
             self.looks += 1
-            beat = Beat(self.looks, self.step, doing, bool(WAITS.search(doing)))
+            beat = Beat(self.looks, self.step, operation, bool(WAITS.search(operation)))
             if self.store is not None:
                 self.store.set(str(rank()), json.dumps(beat))
-            if still * self.every_s >= self.timeout_s:
+            if unchanged * self.every_s >= self.timeout_s:
                 self.end(beat, place)
 
     def look(self) -> tuple[Place, str]:
-        """Where the watched thread is, and in words what it is doing there."""
+        """Return the watched thread's position, and a text with its current operation."""
         frames = []
         frame: FrameType | None = sys._current_frames().get(self.watched)
         while frame is not None:
@@ -84,28 +84,31 @@ class Watch:
             frame = frame.f_back
         turn = next((f.f_locals.get("turn") for f in frames if f.f_code is Step.take.__code__), None)
         place = (self.step, turn, TRAFFIC.value, *((id(f.f_code), f.f_lasti) for f in frames))
-        doing = doing_of(frames[0]) if frames else "nothing"
-        return place, f"{turn}, {doing}" if turn else doing
+        operation = operation_of(frames[0]) if frames else "nothing"
+        return place, f"{turn}, {operation}" if turn else operation
 
     def end(self, mine: Beat, place: Place) -> None:
-        """Say on one rank who hangs, and end this one; nothing where it moves on after all."""
+        """Report on one rank which ranks hang, and end this process; return if it makes progress after all."""
         if self.store is None:
-            tell(self.timeout_s, [(0, mine, True)], self.keep_flight())
+            report(self.timeout_s, [(0, mine, True)], self.write_flight_record())
         else:
             size = dist.get_world_size()
-            earlier = [self.beat_of(number) for number in range(size)]
-            if self.over.wait(3 * self.every_s) or self.look()[0] != place:
+            earlier = [self.read_beat(number) for number in range(size)]
+            if self.stop_event.wait(3 * self.every_s) or self.look()[0] != place:
                 return
-            later = [self.beat_of(number) for number in range(size)]
-            found = [(n, b, n == rank() or b.looks > a.looks) for n, (a, b) in enumerate(zip(earlier, later))]
-            kept = self.keep_flight()
+            later = [self.read_beat(number) for number in range(size)]
+            beats = [(n, b, n == rank() or b.looks > a.looks) for n, (a, b) in enumerate(zip(earlier, later))]
+            note = self.write_flight_record()
             if self.store.add("told", 1) == 1:
-                tell(self.timeout_s, found, kept)
-            time.sleep(self.every_s)  # for the line to get out before torchrun ends the others
+                report(self.timeout_s, beats, note)
+            time.sleep(self.every_s)  # lets the line out before torchrun kills the other ranks
         os._exit(1)
 
-    def keep_flight(self) -> str:
-        """Write the collectives that this rank has begun and ended; where they are, empty without NCCL."""
+    def write_flight_record(self) -> str:
+        """Write this rank's record of started and finished collectives.
+
+        Return a text with their location, or an empty one without NCCL.
+        """
         content = collectives_recorded()
         if not content:
             return ""
@@ -116,8 +119,8 @@ class Watch:
             return f"; its collectives cannot be written to {self.folder} ({error.strerror})"
         return f"; collectives of each rank are in {self.folder}: torchfrtrace {self.folder} -p rank_"
 
-    def beat_of(self, number: int) -> Beat:
-        """What a rank has last said."""
+    def read_beat(self, number: int) -> Beat:
+        """Return a rank's last report."""
         assert self.store is not None
         if not self.store.check([str(number)]):
             return Beat(0, 0, "nothing yet", False)
@@ -128,27 +131,34 @@ class Watch:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.over.set()
+        self.stop_event.set()
 
 
-def tell(timeout_s: float, found: Sequence[tuple[int, Beat, bool]], kept: str = "") -> None:
-    """Print who hangs: those that are silent, else those that wait for nobody, else all; and what was kept of it."""
-    silent = [f"rank {number} does not answer, it was last in {at(beat)}" for number, beat, alive in found if not alive]
-    busy = [f"rank {number} is in {at(beat)}" for number, beat, _ in found if not beat.waits]
-    stuck = [f"rank {number} waits in {at(beat)}" for number, beat, _ in found]
+def report(timeout_s: float, beats: Sequence[tuple[int, Beat, bool]], note: str = "") -> None:
+    """Print the ranks that hang: the silent ones, otherwise those that wait for nobody, otherwise all of them."""
+    silent = [f"rank {n} does not answer, it was last in {position(beat)}" for n, beat, alive in beats if not alive]
+    busy = [f"rank {n} is in {position(beat)}" for n, beat, _ in beats if not beat.waits]
+    stuck = [f"rank {n} waits in {position(beat)}" for n, beat, _ in beats]
     lines = "; ".join((silent or busy or stuck)[:8])
-    print(f"error: nothing has moved for {timeout_s:g} s (run.timeout_s): {lines}{kept}", file=sys.stderr, flush=True)
+    print(
+        f"error: no progress for {timeout_s:g} s (run.timeout_s): {lines}{note}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
-def at(beat: Beat) -> str:
-    """A step, and what was being done in it."""
-    return f"{beat.doing} after step {beat.step}"
+def position(beat: Beat) -> str:
+    """Return a report's operation and step as text."""
+    return f"{beat.operation} after step {beat.step}"
 
 
-def doing_of(frame: FrameType, at: int | None = None) -> str:
-    """What a frame is `at`, or was: its line, and the nodes that it was made of where that line was generated."""
-    file, number = frame.f_code.co_filename, frame.f_lineno if at is None else at
+def operation_of(frame: FrameType, lineno: int | None = None) -> str:
+    """Return a frame's current line as text, or line `lineno` of it.
+
+    For generated code, name the graph nodes that the line was generated from.
+    """
+    file, number = frame.f_code.co_filename, frame.f_lineno if lineno is None else lineno
     line = linecache.getline(file, number).strip()
     above = (linecache.getline(file, n) for n in range(number, max(0, number - ABOVE), -1))
-    made = next((match[1] for text in above if (match := NODES.search(text))), "")
-    return f"{made or Path(file).name + ':' + str(number)} ({line[:120]})"
+    nodes = next((match[1] for text in above if (match := NODES.search(text))), "")
+    return f"{nodes or Path(file).name + ':' + str(number)} ({line[:120]})"

@@ -72,7 +72,7 @@ def test_two_processes_train_as_one_and_any_of_them_may_end_the_run(tmp_path):
     (one, sums, _), (two, of_each, said) = found
     assert two == pytest.approx(one, abs=1e-5) and len(two) == 3
     assert len(of_each) == 2 and of_each == pytest.approx([sums[0]] * 2, rel=1e-6)
-    assert "ended after step 3 of 6: a callback of another rank asked for it" in said
+    assert "ended after step 3 of 6: a callback on another rank requested it" in said
     averages = [checkpoint.read_averaged(tmp_path / ranks / "run/checkpoints/step_00000003") for ranks in "12"]
     for name, value in averages[0].items():
         assert (averages[1][name] - value).abs().max() < 1e-5

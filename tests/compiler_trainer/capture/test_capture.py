@@ -1,4 +1,4 @@
-"""What capture keeps of a model: its tensors by their names, where operators come from, what has no gradient."""
+"""The capture keeps a model's tensors by name, the origins of its operators, and its missing gradients."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_tied_weights_become_one_input_and_train_as_one():
     assert names(captured(model, next_token, data[0]), "parameter") == ["embed.weight"]
     step = compile_lockstep(model, next_token, data[0], {"dp_shard": 2}, NO_DECAY)
     metrics, state = train_plainly(model, next_token, data, NO_DECAY)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same(result, expected, 1e-10)
     assert_same(step.state_dict(), {"embed.weight": state["head.weight"]}, 1e-10)
 
 
@@ -86,15 +86,15 @@ def test_operators_know_their_module_and_source_line():
 def test_origins_survive_to_the_backward_of_the_final_program():
     step = compile_lockstep(llama(), llama_loss, batches()[0], {"dp_shard": 2})
     calls = list(step.train["step"].program.calls())
-    found = {(ir.phase(n), ir.module_path(n)) for n in calls if n.target is torch.ops.aten.mm.default
+    result = {(ir.phase(n), ir.module_path(n)) for n in calls if n.target is torch.ops.aten.mm.default
              or "linear" in str(n.target)}
-    assert ("backward", "layers.0.feed_forward.w1") in found
+    assert ("backward", "layers.0.feed_forward.w1") in result
     scatters = [n for n in calls if "reduce_scatter" in str(n.target)]
     assert scatters and all(ir.source(n) for n in scatters)
 
 
 class Cut(nn.Module):
-    """Half of the features go through what has no gradient."""
+    """A model in which half of the features pass through a detached region."""
 
     def __init__(self, how: str):
         super().__init__()
@@ -111,8 +111,8 @@ class Cut(nn.Module):
         with torch.no_grad():
             kept = h.tanh()
             with torch.enable_grad():
-                again = h.sigmoid()
-        return self.down(kept + again)
+                second = h.sigmoid()
+        return self.down(kept + second)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}], ids=str)
@@ -123,13 +123,13 @@ def test_what_has_no_gradient_in_the_model_has_none_in_the_step(how, mesh):
     model, data = Cut(how).double(), points()
     metrics, state = train_plainly(model, squared_error, data, NO_DECAY)
     step = compile_lockstep(model, squared_error, data[0], mesh, NO_DECAY)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same(result, expected, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
 
 
 class Taught(nn.Module):
-    """A frozen teacher's answer is what the student learns."""
+    """A student that learns from a frozen teacher."""
 
     def __init__(self):
         super().__init__()
@@ -137,8 +137,8 @@ class Taught(nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            wanted = self.teacher(x).tanh()
-        return self.student(x) - wanted
+            expected = self.teacher(x).tanh()
+        return self.student(x) - expected
 
 
 def test_operators_of_a_no_grad_region_know_their_line_and_module():
@@ -202,7 +202,7 @@ def test_the_captured_dtype_is_the_one_asked_for():
     (lambda m, b: m(b["x"]).sum() if b["x"].sum() > 0 else m(b["x"]).mean(), points()[0],
      r"model: test_capture.py:\d+ branches on a value; .* use torch.where"),
     (lambda m, b: m(b["x"])[b["x"][:, 0] > 0].sum(), points()[0],
-     r"model: test_capture.py:\d+ gives a shape that depends on data"),
+     r"model: test_capture.py:\d+ has a shape that depends on data"),
     (lambda m, b: m(b["x"]).sum() * b["x"].sum().item(), points()[0],
      r"model: test_capture.py:\d+ reads a value into Python"),
     (lambda m, b: m(b["x"]).view(3, 1000).sum(), points()[0], r"model: test_capture.py:\d+ RuntimeError: shape '\[3, 1000\]'"),
@@ -220,12 +220,12 @@ def test_a_shape_that_depends_on_data_is_refused_inside_a_region(region):
         with region():
             return y.sum() + batch["x"][:, batch["x"][0] > 0].sum()
 
-    with pytest.raises(UserError, match=r"model: test_capture.py:\d+ gives a shape that depends on data"):
+    with pytest.raises(UserError, match=r"model: test_capture.py:\d+ has a shape that depends on data"):
         captured(perceptron(), loss_fn, points()[0])
 
 
 class Hooking(nn.Module):
-    """Doubles a gradient by a hook."""
+    """A model that doubles a gradient by a hook."""
 
     def forward(self, x):
         y = x * 1
@@ -239,7 +239,7 @@ def test_a_hook_is_refused():
 
 
 class Branching(nn.Module):
-    """Looks at a value."""
+    """A model that branches on a value."""
 
     def forward(self, x):
         return x if x.sum() > 0 else -x
@@ -252,7 +252,7 @@ def test_nothing_but_the_error_is_said_of_what_cannot_be_captured(capfd):
 
 
 class Drawing(nn.Module):
-    """Draws from a generator of its own."""
+    """A model that draws from its own generator."""
 
     def forward(self, x):
         return x + torch.rand(x.shape, generator=torch.Generator(), dtype=x.dtype)
@@ -264,7 +264,7 @@ def test_what_is_no_tensor_is_refused():
 
 
 class Decayed(nn.Module):
-    """A buffer that keeps its dtype makes the next layer's operand of it."""
+    """A model in which a buffer keeps its dtype and becomes the next layer's operand."""
 
     def __init__(self):
         super().__init__()
@@ -276,6 +276,6 @@ class Decayed(nn.Module):
 
 
 def test_a_product_of_two_dtypes_is_refused_by_its_line():
-    with pytest.raises(UserError, match=r"test_capture.py:\d+ multiplies float32 by bfloat16.*; cast one, as in x.to\(weight.dtype\)"):
+    with pytest.raises(UserError, match=r"test_capture.py:\d+ multiplies float32 by bfloat16.*; cast one, for example x.to\(weight.dtype\)"):
         captured(Decayed(), squared_error, points(dtype=torch.float32)[0], dtype=torch.bfloat16)
     captured(Decayed(), squared_error, points(dtype=torch.float32)[0])

@@ -1,4 +1,4 @@
-"""The captured program beside the model: what is cut, added or computed otherwise is told by name."""
+"""Differences between captured program and model are reported by name: lost, added or other computations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.program import ir
 
 
 class Net(nn.Module):
-    """Three layers with dropout between, if asked for; the last is used twice."""
+    """Three layers, optionally with dropout between them; the last is used twice."""
 
     def __init__(self, p: float = 0.0):
         super().__init__()
@@ -37,7 +37,7 @@ def loss(model, batch):
 
 
 def cut(graph, trained):
-    """Let autograd lose the first tanh."""
+    """Make autograd lose the first tanh."""
     write(graph, trained)
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
     with graph.inserting_after(node):
@@ -62,8 +62,8 @@ def test_a_model_is_captured_as_it_is(p, values):
 ], ids=["values", "structure", "random"])
 def test_a_gradient_that_is_cut_is_named(monkeypatch, p, values, says):
     monkeypatch.setattr(capturing, "write_gradients", cut)
-    found = captured_difference(Net(p), loss, BATCH, values=values)
-    assert re.match(says, found), found
+    result = captured_difference(Net(p), loss, BATCH, values=values)
+    assert re.match(says, result), result
 
 
 def test_a_gradient_that_the_model_does_not_have_is_named(monkeypatch):

@@ -1,4 +1,4 @@
-"""Tensors that a model holds as neither parameter nor buffer, or makes of Python's numbers."""
+"""Tensors of a model that are neither parameter nor buffer, or come from Python numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
 
 
 class Attending(nn.Module):
-    """Attention by hand, with a mask and scales that are plain attributes."""
+    """Attention written out, with a mask and scales that are plain attributes."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def data():
 
 
 def trained(model, mesh, **how):
-    """The step, trained as on one device."""
+    """Return the step, trained as on one device."""
     return trained_alike(model, loss, data(), mesh, NO_DECAY, evaluate=True, **how)
 
 
@@ -71,8 +71,8 @@ def trained(model, mesh, **how):
 @pytest.mark.sample(2)
 def test_a_model_with_constants_trains_as_on_one_device(mesh):
     step = trained(Attending(), mesh)
-    assert len(step.constants) == 5  # the loss holds one, too
-    assert not [name for name in step.tensors() if "constant" in name]  # nor is any in a checkpoint
+    assert len(step.constants) == 5  # the loss has one too
+    assert not [name for name in step.tensors() if "constant" in name]  # constants are not in checkpoints
     model = Attending()
     model.load_state_dict(step.state_dict())
     assert step.evaluate(data()[0]) == pytest.approx(float(loss(model, data()[0])), abs=1e-10)
@@ -91,7 +91,7 @@ def test_layers_are_alike_only_if_their_constants_are_equal(differ):
 
 
 class Writing(Attending):
-    """Counts in an attribute."""
+    """A model that counts in an attribute."""
 
     def forward(self, x):
         self.two.add_(1)

@@ -1,4 +1,4 @@
-"""FlexAttention: as the formula says, with gradients, on every mesh."""
+"""FlexAttention equals its formula, with gradients, on every mesh."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FORMS = {"document": (document, None), "window": (window, None), "causal": (caus
 
 
 class Model(nn.Module):
-    """Attention over tokens of several documents; by the formula, or as a user of FlexAttention writes it."""
+    """Attention over tokens of several documents, by the formula or by FlexAttention."""
 
     def __init__(self, form: str, flex: bool):
         super().__init__()
@@ -117,14 +117,14 @@ def wanted(form: str):
 def check(form: str, mesh: dict[str, int], method: str = "auto") -> list[str]:
     step = compile_lockstep(Model(form, flex=True), loss_fn, data()[0], mesh, passes={"context": {"method": method}})
     metrics, state = wanted(form)
-    for found, given in zip(train_step(step, data()), metrics, strict=True):
-        assert_same(found, given, 1e-10)
+    for result, given in zip(train_step(step, data()), metrics, strict=True):
+        assert_same(result, given, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
     return [note for p in step.report["passes"] if p["name"] == "shard" for note in p["report"]["notes"]]
 
 
 def mostly_full(cases: list, every_run: tuple[int, ...]) -> list:
-    """The cases, all but some of them for `make test-full` only."""
+    """Return the cases, most of them marked for `make test-full` only."""
     rare = pytest.mark.full
     return [case if i in every_run else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=rare)
             for i, case in enumerate(cases)]
@@ -149,6 +149,6 @@ def test_flex_attention_over_ranks(form, mesh, method):
 
 
 def test_documents_stay_where_they_are():
-    """The mask of a rank's queries is made of its own document ids: only those of the keys are gathered."""
+    """The mask of a rank's queries uses its own document ids; only those of keys are gathered."""
     notes = check("document", {"cp": 2}, "ring")
     assert not any("index" in note for note in notes), notes

@@ -1,4 +1,4 @@
-"""Custom autograd functions, detached regions, mutated buffers and dropout mean on every mesh what they mean on one."""
+"""Custom autograd functions, detached regions, mutated buffers and dropout give the same results on every mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = {"name": "sgd"}
 
 
 class StraightThrough(torch.autograd.Function):
-    """Rounds forward; its own backward, scaled so that it cannot be mistaken for the derivative."""
+    """Rounds in the forward; its backward is scaled so that it differs from the derivative."""
 
     @staticmethod
     def forward(ctx, x, w, scale):
@@ -67,7 +67,7 @@ class Statistics(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Dropout on the batch-sharded, the feature-sharded and the residual values."""
+    """Dropout on batch-sharded, feature-sharded and residual values."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ def test_dropout_differs_by_seed_and_step_and_drops_its_share() -> None:
 
 
 class Transposed(nn.Module):
-    """One parameter used as its transpose: plainly, through contiguous(), through a function, or in three ways."""
+    """One parameter used transposed: plainly, through contiguous(), through a function, or in all three ways."""
 
     def __init__(self, how: str):
         super().__init__()
@@ -190,7 +190,7 @@ def test_gradients_of_a_custom_function_are_held_to_its_authors() -> None:
 
 
 class Leaky(torch.autograd.Function):
-    """Holds a slope as a tensor, and differentiates by PyTorch's own means."""
+    """A function that stores a slope as a tensor, and differentiates by PyTorch's own functions."""
 
     @staticmethod
     def forward(ctx, x):
@@ -206,7 +206,7 @@ class Leaky(torch.autograd.Function):
 
 
 class Scaled(torch.autograd.Function):
-    """Holds seven numbers as a tensor."""
+    """A function that stores seven numbers as a tensor."""
 
     by = torch.arange(7, dtype=torch.float64)
 
@@ -239,7 +239,7 @@ def test_a_function_that_holds_a_tensor_is_refused_by_name() -> None:
 
 
 class Multiple(torch.autograd.Function):
-    """A multiple by a constant, and ten times it backward."""
+    """A multiple by a constant, and ten times it in the backward."""
 
     @staticmethod
     def forward(ctx, x, by):
@@ -261,7 +261,7 @@ class Multiplying(nn.Module):
 
 
 def test_two_captures_in_one_process_do_not_see_each_other():
-    """Both have a first function of that name; each is what it was captured with, and is printed without a number."""
+    """Both have a first function of the same name; each keeps its own, and is printed without a number."""
     batch, x = {"x": torch.randn(2, 4)}, torch.randn(2, 4)
     captured = [capture(Multiplying(by), lambda m, b: m(b["x"]).sum(), batch, torch.device("cpu"))[0] for by in (2.0, 3.0)]
     calls = [next(node for node in program.calls() if function_of(node)) for program in captured]

@@ -1,4 +1,4 @@
-"""Which values have a gradient: regions, operators that return their operand, writes that autograd does not see."""
+"""Values with a gradient: regions, operators that return their operand, writes that autograd does not see."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNCHANGED = {
 
 
 class Watched(nn.Module):
-    """An embedding of which a running statistic is kept where autograd does not follow."""
+    """An embedding with a running statistic that autograd does not follow."""
 
     def __init__(self, read, region=torch.no_grad):
         super().__init__()
@@ -63,7 +63,7 @@ def test_a_statistic_in_a_region_leaves_the_gradient_on_a_mesh():
 
 
 class Body(nn.Module):
-    """Something done between two linear layers; `seen` is a buffer."""
+    """Operations between two linear layers; `seen` is a buffer."""
 
     def __init__(self, body):
         super().__init__()
@@ -136,7 +136,7 @@ def autocast_inside_no_grad(model, y):
 
 
 class Product(torch.autograd.Function):
-    """A product whose dtype autocast chooses."""
+    """A matmul whose dtype autocast chooses."""
 
     @staticmethod
     def forward(ctx, x, w):

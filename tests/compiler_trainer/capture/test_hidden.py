@@ -1,4 +1,4 @@
-"""What `torch.export` does not see of a model: it trains as on one device, or is refused by its line."""
+"""Operations that `torch.export` does not see train as on one device, or are refused with their line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MESHES = [{}, {"dp_shard": 2, "tp": 2}]
 
 
 class Between(nn.Module):
-    """Something done between two linear layers, with a weight and a buffer."""
+    """Operations between two linear layers, with a weight and a buffer."""
 
     def __init__(self, doing):
         super().__init__()
@@ -108,8 +108,8 @@ def module_is_converted(m, x):
 
 def gradient(m, x):
     leaf = x.detach().requires_grad_()
-    (found,) = torch.autograd.grad((torch.tanh(leaf) * m.weight).sum(), leaf)
-    return x * found
+    (result,) = torch.autograd.grad((torch.tanh(leaf) * m.weight).sum(), leaf)
+    return x * result
 
 
 def vjp(m, x):
@@ -121,7 +121,7 @@ REFUSED = [
     (parameter_is_written_without_gradient, r"writes into the parameter 'between.weight'"),
     (data_of_another_shape, r"test_hidden.py:\d+ puts torch.float64 \[2, 7\] on cpu into .data of torch.float64 \[7\]"),
     (module_is_converted, r"test_hidden.py:\d+ converts 'weight' of a Between from torch.float64 on cpu to torch.float32"),
-    (gradient, r"test_hidden.py:\d+ reads a tensor that none of the operators seen makes.*use torch.func.grad"),
+    (gradient, r"test_hidden.py:\d+ reads a tensor that no captured operator creates.*use torch.func.grad"),
     (vjp, r"test_hidden.py:\d+ takes derivatives by torch.func.vjp; use torch.func.grad"),
 ]
 

@@ -1,4 +1,4 @@
-"""What a model says of memory and precision by PyTorch's own means is kept: checkpointed calls, autocast regions."""
+"""PyTorch's hints on memory and precision are kept: checkpointed calls, autocast regions."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def remat(step) -> dict[str, int]:
 @pytest.mark.parametrize(("mesh", "reentrant"), in_turn(MESHES, [True, False]), ids=str)
 @pytest.mark.sample(2)
 def test_a_checkpointed_call_trains_as_one_device_does_and_is_recomputed(mesh, reentrant):
-    data, marks = points(), {"remat": {"policy": "none"}}  # and nothing else, though the blocks are layers
+    data, marks = points(), {"remat": {"policy": "none"}}  # and nothing else, although the blocks are layers
     step = compile_lockstep(Checkpointed(reentrant), squared_error, data[0], mesh, passes=marks)
     metrics, state = train_plainly(Checkpointed(None), squared_error, data)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, 1e-12)
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same(result, expected, 1e-12)
     assert_same(step.state_dict(), state, 1e-12)
     without = compile_lockstep(Checkpointed(None), squared_error, data[0], mesh, passes=marks)
     assert remat(step)["recomputed"] > remat(without)["recomputed"]
@@ -60,11 +60,11 @@ def test_a_checkpointed_call_trains_as_one_device_does_and_is_recomputed(mesh, r
 
 def test_dropout_in_a_checkpointed_call_draws_once():
     data = points()
-    kept, again = (
+    kept, second = (
         train_step(compile_lockstep(Checkpointed(r, 0.5), squared_error, data[0], {"dp_shard": 2}), data)
         for r in (None, True)
     )
-    assert kept == again
+    assert kept == second
 
 
 def test_a_checkpointed_call_within_another_belongs_to_the_outer_one():
@@ -77,7 +77,7 @@ def test_a_checkpointed_call_within_another_belongs_to_the_outer_one():
 
 
 class Autocast(nn.Module):
-    """A product in bfloat16 inside a model of float32, and a region inside it that is not."""
+    """A bfloat16 matmul inside a float32 model, and a region inside it without autocast."""
 
     def __init__(self):
         super().__init__()
@@ -96,8 +96,8 @@ def test_an_autocast_region_computes_in_its_dtype(mesh):
     data = points(dtype=torch.float32)
     step = compile_lockstep(Autocast(), squared_error, data[0], mesh)
     metrics, _ = train_plainly(Autocast(), squared_error, data)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, 2e-3)  # a bias is added in bfloat16, after the product is rounded
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same(result, expected, 2e-3)  # a bias is added in bfloat16, after the matmul is rounded
     program, _ = capture(Autocast(), squared_error, data[0], torch.device("cpu"))
     products = [ir.example(n).dtype for n in program.calls() if n.target is torch.ops.aten.linear.default]
     assert products == [torch.bfloat16, torch.float32]

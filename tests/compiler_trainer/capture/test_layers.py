@@ -1,4 +1,4 @@
-"""Captured operators and inputs say which layer they are of."""
+"""Captured operators and inputs have the layer that they belong to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def captured(model: nn.Module) -> ir.Program:
 
 
 def layers(program: ir.Program) -> list[str]:
-    """Operators with their layers, in order."""
+    """Return operators with their layers, in order."""
     return [f"{node.name} {ir.layer(node) or '-'}" for node in program.calls()]
 
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Stacks(nn.Module):
-    """An encoder, a decoder that reads what it gives in every layer, and an expert that both stacks share."""
+    """An encoder, a decoder that reads its output in every layer, and an expert that both stacks share."""
 
     def __init__(self):
         super().__init__()
@@ -79,14 +79,14 @@ def test_stacks_of_an_encoder_and_a_decoder_are_two():
         "linear_7 decoder.1", "tanh_3 decoder.1", "linear_8 decoder.1", "add_3 decoder.1", "mul_1 -",
         "square -", "mean -",
     ]  # fmt: skip
-    found = inputs(program)
-    assert (found["encoder.1.up.weight"], found["decoder.0.down.weight"]) == ("encoder.1", "decoder.0")
-    assert (found["shared.weight"], found["unused.weight"]) == ("-", "-")
-    assert found["decoder.1.extra.weight"] == "decoder.1"  # which nothing reads
+    result = inputs(program)
+    assert (result["encoder.1.up.weight"], result["decoder.0.down.weight"]) == ("encoder.1", "decoder.0")
+    assert (result["shared.weight"], result["unused.weight"]) == ("-", "-")
+    assert result["decoder.1.extra.weight"] == "decoder.1"  # nothing reads it
 
 
 class Parts(nn.Module):
-    """Layers whose parts alone are modules, scaled by parameters of the model; the last calls a part of the first."""
+    """Layers of which only the parts are modules, scaled by parameters; the last calls a part of the first."""
 
     def __init__(self):
         super().__init__()
@@ -109,11 +109,11 @@ def test_what_stands_between_parts_of_a_layer_is_of_it_and_so_is_a_weight_that_i
         "add -", "linear_2 layers.1", "linear_3 layers.1", "add_1 -", "sum_2 -", "mul_2 -", "square -", "mean -",
     ]  # fmt: skip
     assert inputs(program)["scale"] == "layers.0"
-    assert inputs(program)["tied"] == "-"  # which something outside reads as well
+    assert inputs(program)["tied"] == "-"  # an operator outside of layers reads it too
 
 
 class Calls(nn.Module):
-    """A layer that calls a part of the one before it."""
+    """A layer that calls a part of the previous one."""
 
     def __init__(self, first: nn.Module | None = None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that return more than the loss uses: caches of keys, dataclasses, tuples."""
+"""Models that return more than the loss uses: key caches, dataclasses, tuples."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def test_a_model_that_caches_its_keys(name, mesh):
     model = zoo.build(name)
     model.config.use_cache = True
     data = [zoo.batch()] * 3
-    wanted, _ = train_plainly(model, zoo.loss_fn, data, NO_DECAY)
+    expected, _ = train_plainly(model, zoo.loss_fn, data, NO_DECAY)
     step = compile_lockstep(model, zoo.loss_fn, data[0], mesh, NO_DECAY)
-    for batch, lr, metrics in zip(data, LRS, wanted, strict=True):
+    for batch, lr, metrics in zip(data, LRS, expected, strict=True):
         assert step(batch, lr) == pytest.approx(metrics, abs=1e-10)
 
 
 @dataclass
 class Outcome:
-    """What a model returns, of which the loss uses one."""
+    """The result of a model, of which the loss uses one field."""
 
     hidden: list[Tensor]
     attention: tuple[Tensor, ...]
@@ -36,7 +36,7 @@ class Outcome:
 
 
 class Telling(nn.Module):
-    """Returns all that it computes."""
+    """A model that returns everything it computes."""
 
     def __init__(self):
         super().__init__()

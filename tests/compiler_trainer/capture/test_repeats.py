@@ -1,4 +1,4 @@
-"""Layers that no numbered module tells are found by what repeats in the graph, and passes treat them as others."""
+"""Layers without numbered modules are found as repeats in the graph, and passes treat them like other layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """A residual block with a stack of numbered modules within, which are no layers."""
+    """A residual block with a stack of numbered modules inside that are not layers."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Ends(nn.Module):
 
 
 class Named(Ends):
-    """Entries of a ModuleDict."""
+    """Layers that are entries of a ModuleDict."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Named(Ends):
 
 
 class Looped(Ends):
-    """One block, called again and again."""
+    """One block, called repeatedly."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Looped(Ends):
 
 
 class Twice(Ends):
-    """Two numbered blocks that are run through twice."""
+    """Two numbered blocks that run twice."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Twice(Ends):
 
 
 class Functional(Ends):
-    """Functions of stacked weights and of a list, under a gate computed once; what is added before is no layer."""
+    """Functions of stacked weights and of a list, with a gate computed once; the sum before them is not a layer."""
 
     def __init__(self):
         super().__init__()
@@ -114,16 +114,16 @@ def captured(model: nn.Module) -> ir.Program:
 @pytest.mark.parametrize(("stack", "model"), MODELS.items(), ids=MODELS)
 def test_repetitions_are_layers_that_begin_with_their_residual_stream(stack, model):
     program = captured(model())
-    found = [str(ir.layer(node) or "") for node in program.calls()]
-    order = list(dict.fromkeys(found))
-    assert order == ["", *(f"{stack}.{i}" for i in range(4))]  # what is of none stands before and after them alone
-    sizes = Counter(found)
+    result = [str(ir.layer(node) or "") for node in program.calls()]
+    order = list(dict.fromkeys(result))
+    assert order == ["", *(f"{stack}.{i}" for i in range(4))]  # operators without a layer are only before and after them
+    sizes = Counter(result)
     assert len({sizes[layer] for layer in order[1:]}) == 1
     for layer in order[1:]:
-        own = [node for node, name in zip(program.calls(), found) if name == layer]
+        own = [node for node, name in zip(program.calls(), result) if name == layer]
         leaving = [node for node in own if any(user not in own for user in node.users)]
         assert len(leaving) == 1 and leaving[0].target is torch.ops.aten.add.Tensor
-    assert not any(found[i] for i, node in enumerate(program.calls()) if ir.source(node).endswith("embed"))
+    assert not any(result[i] for i, node in enumerate(program.calls()) if ir.source(node).endswith("embed"))
 
 
 def test_a_parameter_is_of_the_repetition_that_reads_it_and_of_none_if_several_do():
@@ -134,7 +134,7 @@ def test_a_parameter_is_of_the_repetition_that_reads_it_and_of_none_if_several_d
 
 
 class Unlike(Ends):
-    """Blocks of one kind side by side, and blocks in a row of different shapes."""
+    """Parallel blocks of one kind, and consecutive blocks of different shapes."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ def test_what_is_alike_side_by_side_is_no_stack():
 
 
 class Numbered(Ends):
-    """Numbered layers of two kinds in turn: they repeat in pairs, and each is a layer."""
+    """Numbered layers of two alternating kinds: they repeat in pairs, and each is a layer."""
 
     def __init__(self):
         super().__init__()
@@ -166,8 +166,8 @@ class Numbered(Ends):
 
 
 def test_numbered_modules_in_a_row_are_layers_as_they_are():
-    found = dict.fromkeys(str(ir.layer(node) or "") for node in captured(Numbered()).calls())
-    assert [*found] == ["", "first.0", "first.1", *(f"layers.{i}" for i in range(4))]
+    result = dict.fromkeys(str(ir.layer(node) or "") for node in captured(Numbered()).calls())
+    assert [*result] == ["", "first.0", "first.1", *(f"layers.{i}" for i in range(4))]
 
 
 @pytest.mark.parametrize(("stack", "model"), MODELS.items(), ids=MODELS)
@@ -177,9 +177,9 @@ def test_passes_see_the_layers_and_the_model_trains_as_on_one_device(stack, mode
     step = trained_alike(model(), squared_error, points(), {"dp_shard": 2}, passes=options)
     reports = {record["name"]: record["report"] for record in step.report["passes"]}
     saved = reports["remat"]["counts"]
-    assert saved["saved_bytes_after"] < saved["saved_bytes_before"] / 4  # what layers are given alone
+    assert saved["saved_bytes_after"] < saved["saved_bytes_before"] / 4  # only the inputs of layers
     assert reports["overlap"]["counts"]["with_products_beside_after"] > 0
-    if stack == "blocks":  # whose layers have parameters of their own
+    if stack == "blocks":  # its layers have their own parameters
         notes = " ".join(reports["bucket"]["notes"])
         assert notes.count("8 all_gather as one") == notes.count("8 reduce_scatter as one") == 4
-        assert any(" 3 calls, 55 nodes" in note for note in reports["segment"]["notes"])  # the last ends in the head
+        assert any(" 3 calls, 55 nodes" in note for note in reports["segment"]["notes"])  # the last one ends in the head

@@ -1,4 +1,4 @@
-"""What a loss function returns: the loss, metrics beside it, and what is refused."""
+"""The result of a loss function: the loss, metrics, and results that are refused."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def with_accuracy(model, batch):
 @pytest.mark.sample(1)
 def test_metrics_are_those_of_the_whole_batch_and_the_loss_is_what_is_trained_on(mesh, microbatches):
     model, data = llama(), batches(rows=6)
-    wanted, state = train_plainly(llama(), llama_loss, data)
+    expected, state = train_plainly(llama(), llama_loss, data)
     step = compile_lockstep(model, with_accuracy, data[0], mesh, microbatches=microbatches, evaluate=True)
     accuracy, seen = with_accuracy(model, data[0])[1].values()
-    first = {"loss": wanted[0]["loss"], "accuracy": accuracy.item(), "seen": seen.item() / microbatches}
+    first = {"loss": expected[0]["loss"], "accuracy": accuracy.item(), "seen": seen.item() / microbatches}
     assert step.measure(data[0]) == pytest.approx(first, rel=1e-6)
     assert step.metrics == ("accuracy", "seen")
     training = compile_lockstep(llama(), with_accuracy, data[0], mesh, microbatches=microbatches, evaluate=False)
     assert training.metrics == ("accuracy", "seen")
-    assert step(data[0], 1e-2) == pytest.approx({**first, "grad_norm": wanted[0]["grad_norm"]}, rel=1e-6)
+    assert step(data[0], 1e-2) == pytest.approx({**first, "grad_norm": expected[0]["grad_norm"]}, rel=1e-6)
     for batch, lr in zip(data[1:], (3e-2, 2e-2)):
         step(batch, lr)
     assert_same(step.state_dict(), state, EXACT)
@@ -43,7 +43,7 @@ REFUSED = [
     (lambda out: None, rf"returns NoneType; {FORM}"),
     (lambda out: (out.sum(), {"logits": out}), r"returns \(5, 7, 61\) torch.float64 as the metric 'logits'; it must be a scalar"),
     (lambda out: (out.sum(), {"half": 0.5}), r"returns float as the metric 'half'; it must be a scalar tensor"),
-    (lambda out: (out.sum(), {"lr": out.sum()}), r"returns a metric named 'lr', which is taken or no name; choose another"),
+    (lambda out: (out.sum(), {"lr": out.sum()}), r"returns a metric named 'lr', which is reserved or not a name; choose another"),
     (lambda out: (out, {}), r"returns as the loss \(5, 7, 61\) torch.float64; must be a scalar"),
 ]
 

@@ -1,4 +1,4 @@
-"""The inverse of a short-time Fourier transform, beside PyTorch's own."""
+"""The inverse short-time Fourier transform equals PyTorch's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that write into slices, views and masked parts of what they have made."""
+"""Models that write into slices, views and masked parts of their values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MESHES = [{}, {"dp_shard": 2, "tp": 2}, {"cp": 3}]
 
 
 class Between(nn.Module):
-    """Something done in place between two linear layers."""
+    """An in-place operation between two linear layers."""
 
     def __init__(self, write):
         super().__init__()
@@ -193,7 +193,7 @@ def test_rows_that_are_sharded_are_not_gathered_for_a_write():
 def test_a_value_for_each_true_entry_is_refused():
     def write(y, x):
         z = y.clone()
-        z[x[0, :, 0] > -99] = y[:5]  # as many as the mask has entries, should all be true
+        z[x[0, :, 0] > -99] = y[:5]  # as many entries as the mask has, if all are true
         return z
 
     with pytest.raises(UserError, match=r"test_writes.py:\d+.*use torch.where"):
@@ -205,13 +205,13 @@ def test_what_a_model_asserts_of_values_is_said_to_be_left_out():
         torch._assert_async((x < 100).all(), "too large")
         return y
 
-    with pytest.warns(UserWarning, match=r"test_writes.py:\d+ asserts something of values"):
+    with pytest.warns(UserWarning, match=r"test_writes.py:\d+ asserts a condition on values"):
         compile_lockstep(Between(write), loss, data()[0], {}, NO_DECAY)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}], ids=str)
 def test_a_kernel_whose_strides_are_not_those_of_its_fake_one(mesh):
-    """The gradient of softplus lies as what comes back to it does, and is then viewed as the graph recorded it."""
+    """The gradient of softplus has the layout of its incoming gradient, and is then viewed as the graph recorded it."""
 
     def write(y, x):
         return F.softplus(y.unflatten(-1, (2, 3))).permute(0, 2, 1, 3).cumsum(1).permute(0, 2, 1, 3).flatten(-2)

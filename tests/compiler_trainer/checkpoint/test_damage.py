@@ -1,4 +1,4 @@
-"""No byte of a checkpoint changes unseen, and a crafted one is refused by name; nothing of either is trained on."""
+"""Every changed byte of a checkpoint is detected, and crafted ones are refused by name; neither is trained on."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ RANK_0, RANK_1 = "rank_00000.safetensors", "rank_00001.safetensors"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A checkpoint of two ranks."""
+    """Write a checkpoint of two ranks."""
     return saved(build("two"), tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """A copy of it."""
+    """Return a copy of the checkpoint."""
     return Path(shutil.copytree(whole, tmp_path / "copy" / whole.name))
 
 
 def said_of(path):
-    """The one line that refuses a checkpoint, by a check and by loading it on another mesh alike."""
+    """Return the line that refuses a checkpoint, the same in a check and in loading it on another mesh."""
     lines = []
     for act in (checkpoint.check, lambda path: checkpoint.load(blank("one"), checkpoint.opened(path))):
         with pytest.raises(UserError) as caught:
@@ -69,7 +69,7 @@ def test_a_file_cut_short_or_grown_is_seen(name, copy):
     content = file.read_bytes()
     for changed in [content[: len(content) * tenth // 10] for tenth in range(10)] + [content + b"\0"]:
         file.write_bytes(changed)
-        why = f"has {len(changed):,} bytes, and {len(content):,} were written" if "rank" in name else "is not as it was"
+        why = f"has {len(changed):,} bytes, and {len(content):,} were written" if "rank" in name else "was changed"
         assert said_of(copy).startswith(f"{file}: {why}")
 
 
@@ -79,7 +79,7 @@ def test_damage_names_file_and_tensor(copy):
     at = content.find(piece.read().numpy().tobytes())
     content[at] ^= 1
     piece.file.write_bytes(content)
-    assert said_of(copy) == f"{copy / RANK_1}: model.matrix@4,0 is not as it was written: its SHA-256 is another"
+    assert said_of(copy) == f"{copy / RANK_1}: model.matrix@4,0 was changed: its SHA-256 differs"
 
 
 @pytest.mark.parametrize("name", ["index.json", RANK_0, RANK_1])
@@ -90,7 +90,7 @@ def test_a_lost_file_is_named(name, copy):
 
 def test_a_strange_file_is_named_by_a_check(copy):
     (copy / "notes.txt").write_text("mine")
-    with pytest.raises(checkpoint.Damaged, match="notes.txt: is no file of this checkpoint"):
+    with pytest.raises(checkpoint.Damaged, match="notes.txt: is not a file of this checkpoint"):
         checkpoint.check(copy)
 
 
@@ -100,14 +100,14 @@ def test_files_of_two_checkpoints_do_not_mix(copy, tmp_path):
     step = build("two")
     step.state = other
     shutil.copy(saved(step, tmp_path) / RANK_1, copy / RANK_1)
-    assert said_of(copy).startswith(f"{copy / RANK_1}: its header is not as it was written")
+    assert said_of(copy).startswith(f"{copy / RANK_1}: its header was changed")
 
 
-# Malice: whoever writes all of a checkpoint can write its digests, too
+# Malice: an attacker who writes a checkpoint can write its digests too
 
 
 def rewritten(path, change):
-    """The index with a change and the digest that goes with it."""
+    """Change the index, and renew its digest."""
     contents = json.loads((path / "index.json").read_bytes())["checkpoint"]
     change(contents)
     write(path, json.dumps(contents).encode())
@@ -118,7 +118,7 @@ def write(path, text):
 
 
 def put(*keys):
-    """A change of one entry: `put("step", -5)`."""
+    """Return a change of one entry, such as `put("step", -5)`."""
     def change(contents):
         *path, last, value = keys
         for key in path:
@@ -151,11 +151,11 @@ CRAFTED = {
     "a tensor of no file": (put("tensors", "model.new", {"dtype": "float32", "shape": [2]}), "model.new lacks a piece at [0]"),
     "a larger tensor": (put("tensors", "model.matrix", "shape", [8, 6]), "model.matrix lacks a piece at [7, 0]"),
     "a huge tensor": (put("tensors", "model.matrix", "shape", [10**18, 10**18]), "model.matrix lacks a piece at [0, 6]"),
-    "a smaller tensor": (put("tensors", "model.matrix", "shape", [6, 6]), "model.matrix@4,0 is F32[3, 6], which is no part of float32[6, 6]"),
-    "fewer dims": (put("tensors", "model.matrix", "shape", [42]), "model.matrix@0,0 is F32[4, 6], which is no part of float32[42]"),
-    "another dtype": (put("tensors", "model.matrix", "dtype", "int32"), "model.matrix@0,0 is F32[4, 6], which is no part of int32[7, 6]"),
+    "a smaller tensor": (put("tensors", "model.matrix", "shape", [6, 6]), "model.matrix@4,0 is F32[3, 6], which is not a part of float32[6, 6]"),
+    "fewer dims": (put("tensors", "model.matrix", "shape", [42]), "model.matrix@0,0 is F32[4, 6], which is not a part of float32[42]"),
+    "another dtype": (put("tensors", "model.matrix", "dtype", "int32"), "model.matrix@0,0 is F32[4, 6], which is not a part of int32[7, 6]"),
     "no dtype": (put("tensors", "model.matrix", "dtype", "object"), "tensors.model.matrix.dtype: object must be a dtype that is stored"),
-    "a tensor less": (drop("tensors", "model.matrix"), "model.matrix@0,0 is no piece of a tensor of this checkpoint"),
+    "a tensor less": (drop("tensors", "model.matrix"), "model.matrix@0,0 is not a piece of a tensor of this checkpoint"),
     "a file less": (drop("files", RANK_1), "lacks a piece at [4, 0]"),
     "an endless file": (put("files", RANK_1, "bytes", 10**18), "1,000,000,000,000,000,000 were written"),
 }
@@ -171,16 +171,16 @@ def test_a_crafted_index_is_refused_by_name(name, copy):
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"null", b"[1]", b'{"step": ' + b"9" * 9_999 + b"}", b"\xff", b"", b"{}"])
 def test_an_index_that_is_none_is_refused(text, copy):
     write(copy, text)
-    assert said_of(copy).startswith(f"{copy / 'index.json'}: is no index of a checkpoint")
+    assert said_of(copy).startswith(f"{copy / 'index.json'}: is not an index of a checkpoint")
 
 
 def test_an_index_of_any_size_is_not_read(copy, monkeypatch):
     monkeypatch.setattr(index_room, "MOST_BYTES", 100)
-    assert said_of(copy).startswith(f"{copy / 'index.json'}: is not as it was written")
+    assert said_of(copy).startswith(f"{copy / 'index.json'}: was changed")
 
 
 def forged(path, tensors, **digests):
-    """The file of rank 1 with other pieces, its entry in the index renewed."""
+    """Write rank 1's file with other pieces, and renew its entry in the index."""
     file = path / RANK_1
     save_file(tensors, file, metadata={key: index_room.sha256(t.numpy()) for key, t in tensors.items()} | digests)
     content = file.read_bytes()
@@ -190,11 +190,11 @@ def forged(path, tensors, **digests):
 
 FORGED = {
     "overlapping pieces": ({"model.matrix@3,0": torch.ones(4, 6)}, "model.matrix has two pieces that overlap, one at [3, 0]"),
-    "beyond its end": ({"model.matrix@4,1": torch.ones(3, 6)}, "model.matrix@4,1 is F32[3, 6], which is no part of float32[7, 6]"),
-    "too far to count": ({"model.matrix@" + "9" * 5000 + ",0": torch.ones(3, 6)}, "is no piece of a tensor"),
-    "below its begin": ({"model.matrix@-1,0": torch.ones(3, 6)}, "is no piece of a tensor"),
-    "without a place": ({"model.matrix": torch.ones(3, 6)}, "is no piece of a tensor"),
-    "nothing in it": ({"model.matrix@4,0": torch.ones(0, 6)}, "model.matrix@4,0 is F32[0, 6], which is no part"),
+    "beyond its end": ({"model.matrix@4,1": torch.ones(3, 6)}, "model.matrix@4,1 is F32[3, 6], which is not a part of float32[7, 6]"),
+    "too far to count": ({"model.matrix@" + "9" * 5000 + ",0": torch.ones(3, 6)}, "is not a piece of a tensor"),
+    "below its begin": ({"model.matrix@-1,0": torch.ones(3, 6)}, "is not a piece of a tensor"),
+    "without a place": ({"model.matrix": torch.ones(3, 6)}, "is not a piece of a tensor"),
+    "nothing in it": ({"model.matrix@4,0": torch.ones(0, 6)}, "model.matrix@4,0 is F32[0, 6], which is not a part"),
     "another's digest": ({"model.matrix@4,0": torch.ones(3, 6)}, "lacks a piece"),
 }
 
@@ -211,12 +211,12 @@ def test_a_piece_without_a_digest_is_refused(copy):
     content = (copy / RANK_1).read_bytes()
     header = content[: 8 + struct.unpack("<Q", content[:8])[0]]
     rewritten(copy, put("files", RANK_1, {"bytes": len(content), "header_sha256": index_room.sha256(header)}))
-    assert "model.matrix@4,0 is no piece of a tensor of this checkpoint" in said_of(copy)
+    assert "model.matrix@4,0 is not a piece of a tensor of this checkpoint" in said_of(copy)
 
 
 def test_a_name_that_is_of_another_step_is_refused(copy):
     other = copy.rename(copy.with_name("step_00000099"))
-    assert "is of step 3, not of the one in its name; give it its own name back" in said_of(other)
+    assert "is of step 3, not of the step in its name; rename it back" in said_of(other)
 
 
 @pytest.mark.parametrize("make", [Path.touch, os.mkfifo, lambda path: path.symlink_to(path)])
@@ -239,7 +239,7 @@ def test_digits_of_other_scripts_make_no_name(tmp_path):
 
 
 class Bomb:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark

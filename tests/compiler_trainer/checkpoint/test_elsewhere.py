@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: sent beside training, whole or not taken, kept, brought back, and nothing lost."""
+"""Checkpoints in an object store: sent during training, complete or ignored, kept, brought back, none lost."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ numbers = itertools.count()
 
 @pytest.fixture
 def url(store, monkeypatch):
-    """An empty folder of the store; what fails is tried again soon."""
+    """Return an empty folder of the store, with short retry times."""
     monkeypatch.setattr(sender, "RETRY_S", 0.05)
     monkeypatch.setattr(sender, "LAST_RETRY_S", 0.05)
     return f"s3://bucket/runs/{next(numbers)}"
 
 
 def there(url):
-    return elsewhere.Elsewhere(url).steps()
+    return elsewhere.RemoteCheckpoints(url).steps()
 
 
-def run(folder, url, steps, said=None, **options):
+def run(folder, url, steps, message=None, **options):
     """Save after some steps."""
     cfg = CheckpointConfig(store=url, **options)
-    with Saver(build("two"), folder, cfg, tell=(said if said is not None else []).append) as saver:
+    with Saver(build("two"), folder, cfg, tell=(message if message is not None else []).append) as saver:
         for number in steps:
             loss = 5.0 - number if number < 4 else 9.0
             saver.save(replace(state_at(number), eval_loss=loss))
@@ -55,8 +55,8 @@ def test_what_is_brought_is_what_was_sent(tmp_path, url):
     (path,) = checkpoint.complete(tmp_path / "b")
     sent = tmp_path / "a" / path.name
     assert path.name == "step_00000002" and {f.name: f.read_bytes() for f in path.iterdir()} == {f.name: f.read_bytes() for f in sent.iterdir()}
-    checkpoint.load(found := blank("two"), checkpoint.opened(path))
-    assert_same(found, build("two"))
+    checkpoint.load(result := blank("two"), checkpoint.opened(path))
+    assert_same(result, build("two"))
 
 
 def test_what_watches_a_run_sees_that_files_come_and_go(tmp_path, url):
@@ -74,7 +74,7 @@ def test_the_index_is_written_last_and_deleted_first(tmp_path, url, monkeypatch)
     monkeypatch.setattr(Place, "put", lambda place, file, name: done.append(("put", name)) or put(place, file, name))
     monkeypatch.setattr(Place, "remove", lambda place, name: done.append(("remove", name)) or remove(place, name))
     path = saved(build("two"), tmp_path, 3)
-    store = elsewhere.Elsewhere(url)
+    store = elsewhere.RemoteCheckpoints(url)
     store.send(path)
     store.send(path)  # over itself
     names = [f"step_00000003/{name}" for name in ("rank_00000.safetensors", "rank_00001.safetensors", "index.json")]
@@ -93,7 +93,7 @@ def test_what_was_sent_in_part_is_not_there(lives, tmp_path, url, monkeypatch):
 
     monkeypatch.setattr(Place, "put", dies)
     with pytest.raises(Unreachable):
-        elsewhere.Elsewhere(url).send(saved(build("two"), tmp_path / "other", 7))
+        elsewhere.RemoteCheckpoints(url).send(saved(build("two"), tmp_path / "other", 7))
     assert len(fsspec.filesystem("s3").find(f"{url}/step_00000007")) == lives and there(url) == [1]
     checkpoint.bring_newest(url, tmp_path / "b", print)
     assert [path.name for path in checkpoint.complete(tmp_path / "b")] == ["step_00000001"]
@@ -108,10 +108,10 @@ def test_the_store_keeps_what_the_options_say(tmp_path, url):
 
 
 def test_an_outage_is_said_once_and_what_is_still_here_is_sent_after_it(tmp_path, url, store, monkeypatch):
-    said = []
+    output = []
     monkeypatch.setattr(sender, "RETRY_S", 60.0)
     cfg = CheckpointConfig(store=url, keep=2)
-    with Saver(build("two"), tmp_path, cfg, tell=said.append) as saver:
+    with Saver(build("two"), tmp_path, cfg, tell=output.append) as saver:
         saver.save(state_at(1))
         until(lambda: there(url) == [1])
         store.stop()
@@ -121,19 +121,19 @@ def test_an_outage_is_said_once_and_what_is_still_here_is_sent_after_it(tmp_path
             until(lambda: saver.sender.failure and saver.sender.sending is None)
         store.start()
         saver.sender.woken.set()
-        until(lambda: len(said) == 3)
+        until(lambda: len(output) == 3)
     assert there(url) == [3, 4]
-    outage, gone, again = said
-    assert re.match(f"{url}.* cannot be reached: .*; training goes on, and this is tried again every 60 s", outage)
-    assert gone == f"{tmp_path}/step_00000002 is gone before it was copied to {url}"
-    assert again == f"{url} answers again, and has all checkpoints"
+    outage, gone, second = output
+    assert re.match(f"{url}.* cannot be reached: .*; training continues, and this is tried again every 60 s", outage)
+    assert gone == f"{tmp_path}/step_00000002 was deleted before it was copied to {url}"
+    assert second == f"{url} answers again, and has all checkpoints"
 
 
 def test_a_store_that_is_gone_in_the_end_fails_the_run_and_the_next_sends_what_lacks(tmp_path, url, store):
     run(tmp_path, url, [1])
     store.stop()
     try:
-        with pytest.raises(SaveError, match=f"cannot be reached: .*; {tmp_path} alone has step_00000001, step_00000002, step_00000003, which compiler-trainer resume copies"):
+        with pytest.raises(SaveError, match=f"cannot be reached: .*; {tmp_path} alone has step_00000001, step_00000002, step_00000003; compiler-trainer resume copies these"):
             run(tmp_path, url, [2, 3], keep=3)
     finally:
         store.start()
@@ -153,15 +153,15 @@ def test_what_is_being_sent_is_not_deleted_here(tmp_path, url, monkeypatch):
         sent.append(name)
 
     monkeypatch.setattr(Place, "put", waits)
-    said = []
-    with Saver(build("two"), tmp_path, CheckpointConfig(store=url, keep=1), tell=said.append) as saver:
+    output = []
+    with Saver(build("two"), tmp_path, CheckpointConfig(store=url, keep=1), tell=output.append) as saver:
         saver.save(state_at(1))
         until(lambda: slow)
         for number in (2, 3, 4):
             saver.save(state_at(number))
             saver.wait()
     assert [name for name in sent if name.endswith("index.json")] == ["step_00000001/index.json", "step_00000004/index.json"]
-    assert there(url) == [4] and {re.search(r"step_\d+ is gone", line)[0] for line in said} == {"step_00000002 is gone", "step_00000003 is gone"}
+    assert there(url) == [4] and {re.search(r"step_\d+ was deleted", line)[0] for line in output} == {"step_00000002 was deleted", "step_00000003 was deleted"}
 
 
 def test_a_damaged_one_is_passed_over_and_leaves_nothing(tmp_path, url):
@@ -170,13 +170,13 @@ def test_a_damaged_one_is_passed_over_and_leaves_nothing(tmp_path, url):
     content = bytearray(fs.cat_file(name))
     content[-3] ^= 1
     fs.pipe_file(name, bytes(content))
-    with pytest.raises(Damaged, match="its SHA-256 is another"):
-        elsewhere.Elsewhere(url).bring(2, tmp_path / "b")
+    with pytest.raises(Damaged, match="its SHA-256 differs"):
+        elsewhere.RemoteCheckpoints(url).bring(2, tmp_path / "b")
     assert list((tmp_path / "b").iterdir()) == []
-    said = []
-    checkpoint.bring_newest(url, tmp_path / "b", said.append)
+    output = []
+    checkpoint.bring_newest(url, tmp_path / "b", output.append)
     assert [path.name for path in checkpoint.complete(tmp_path / "b")] == ["step_00000001"]
-    assert f"{url}/step_00000002 is damaged and passed over" in said[0] and "step_00000001 was copied from" in said[1]
+    assert f"{url}/step_00000002 is damaged and passed over" in output[0] and "step_00000001 was copied from" in output[1]
 
 
 def test_what_a_run_left_as_bad_is_not_brought_back_and_goes(tmp_path, url):

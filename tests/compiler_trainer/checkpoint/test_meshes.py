@@ -22,27 +22,27 @@ from passes.program.spec import Spec, boxes
 @pytest.mark.parametrize("origin", LAYOUTS)
 def test_any_mesh_to_any_mesh(origin, to, tmp_path):
     stored = checkpoint.opened(saved(build(origin), tmp_path))
-    found = blank(to)
-    checkpoint.load(found, stored)
-    assert_same(found, build(to))
+    result = blank(to)
+    checkpoint.load(result, stored)
+    assert_same(result, build(to))
     assert (stored.index.step, stored.index.data) == (3, state_at(3).data)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_entry_is_stored_once(name, tmp_path):
     stored = checkpoint.opened(saved(build(name), tmp_path))
-    sizes = {key: sum(math.prod(piece.place[1]) for piece in found) for key, found in stored.pieces.items()}
+    sizes = {key: sum(math.prod(piece.place[1]) for piece in result) for key, result in stored.pieces.items()}
     assert sizes == {key: full.numel() for key, full in FULL.items() if full.numel()}
 
 
 def test_large_rectangles_are_cut_and_the_pieces_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_BYTES", 24)
     stored = checkpoint.opened(saved(build("two axes, two dims"), tmp_path))
-    assert max(piece.read().nbytes for found in stored.pieces.values() for piece in found) <= 24
+    assert max(piece.read().nbytes for result in stored.pieces.values() for piece in result) <= 24
     assert len(stored.pieces["model.matrix"]) == 9
-    found = blank("three")
-    checkpoint.load(found, stored)
-    assert_same(found, build("three"))
+    result = blank("three")
+    checkpoint.load(result, stored)
+    assert_same(result, build("three"))
 
 
 def test_ranks_with_the_same_copies_write_about_as_much():
@@ -54,9 +54,9 @@ def test_ranks_with_the_same_copies_write_about_as_much():
 
 
 def test_full_tensors_of_the_model_are_read_by_their_own_names(tmp_path):
-    found = checkpoint.read_model(saved(build("two axes, one dim"), tmp_path))
-    assert found.keys() == {name.removeprefix("model.") for name in FULL if name.startswith("model.")} - {"empty"}
-    assert all(torch.equal(bits(value), bits(FULL[f"model.{name}"])) for name, value in found.items())
+    result = checkpoint.read_model(saved(build("two axes, one dim"), tmp_path))
+    assert result.keys() == {name.removeprefix("model.") for name in FULL if name.startswith("model.")} - {"empty"}
+    assert all(torch.equal(bits(value), bits(FULL[f"model.{name}"])) for name, value in result.items())
 
 
 def test_local_views_are_what_is_read_into(tmp_path):
@@ -74,7 +74,7 @@ def test_a_partial_sum_is_no_state(tmp_path):
         saved(step, tmp_path)
 
 
-# What is refused
+# Refusals
 
 
 def refusal(step, path):
@@ -106,9 +106,9 @@ def test_other_tensors_are_named_and_nothing_is_read(tmp_path):
     step.state["model.fused"] = (WHOLE["model.fused"], {0: torch.ones(2, 15)})
     step.state["model.new"] = (Spec.whole((1,)), {0: torch.ones(1)})
     message = refusal(step, path)
-    assert "model.matrix is float32[7, 6] in it and float32[8, 6] here" in message
-    assert "model.fused is bfloat16[2, 15] in it and float32[2, 15] here" in message
-    assert "model.new is absent in it and float32[1] here" in message
+    assert "model.matrix is float32[7, 6] there and float32[8, 6] here" in message
+    assert "model.fused is bfloat16[2, 15] there and float32[2, 15] here" in message
+    assert "model.new is absent there and float32[1] here" in message
     assert "and 2 more" in message
     assert all((local[0] == 1).all() for _, local in step.tensors().values())
 
@@ -129,13 +129,13 @@ def as_one_rank(rank, name, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=mesh.world_size)
     step = build(name, ranks=(rank,))
     path = saved(step, folder / "checkpoints", 1)
-    found = build(name, {key: torch.zeros_like(full) for key, full in FULL.items()}, ranks=(rank,))
-    checkpoint.load(found, checkpoint.opened(path))
-    assert_same(found, step)
-    if rank == 1:  # what one rank finds damaged, no rank goes on with
+    result = build(name, {key: torch.zeros_like(full) for key, full in FULL.items()}, ranks=(rank,))
+    checkpoint.load(result, checkpoint.opened(path))
+    assert_same(result, step)
+    if rank == 1:  # if one rank finds damage, no rank continues
         checkpoint.load.__globals__["fill"] = damaged
     try:
-        checkpoint.load(found, checkpoint.opened(path))
+        checkpoint.load(result, checkpoint.opened(path))
         raise AssertionError("loaded")
     except checkpoint.Damaged as error:
         assert str(error) == "file: broken"
@@ -152,9 +152,9 @@ def test_saved_by_processes_read_by_one(name, tmp_path):
     mp.spawn(as_one_rank, (name, tmp_path), nprocs=LAYOUTS[name][0].world_size)
     path = checkpoint.complete(tmp_path / "checkpoints")[-1]
     assert len(list(path.glob("*.safetensors"))) == 2
-    found = blank("three")
-    checkpoint.load(found, checkpoint.opened(path))
-    assert_same(found, build("three"))
+    result = blank("three")
+    checkpoint.load(result, checkpoint.opened(path))
+    assert_same(result, build("three"))
 
 
 def opens_one_header(rank, ranks, path, folder):
@@ -162,11 +162,11 @@ def opens_one_header(rank, ranks, path, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     read, read_header = [], stored_room.read_header
     stored_room.read_header = lambda file, size: read.append(file.name) or read_header(file, size)
-    found = checkpoint.opened(path)
+    result = checkpoint.opened(path)
     assert read == [f"rank_{rank:05}.safetensors"]
     alone = stored_room.opened_alone(path)
-    assert found.index == alone.index and found.pieces.keys() == alone.pieces.keys()
-    assert all({*found.pieces[name]} == {*pieces} for name, pieces in alone.pieces.items())
+    assert result.index == alone.index and result.pieces.keys() == alone.pieces.keys()
+    assert all({*result.pieces[name]} == {*pieces} for name, pieces in alone.pieces.items())
     dist.barrier()
     if rank == 0:
         file = path / f"rank_{ranks - 1:05}.safetensors"
@@ -186,7 +186,7 @@ def test_each_header_is_read_by_one_rank(tmp_path):
 
 
 def test_shards_own_what_they_should():
-    """The layouts cover what can go wrong: padding, a rank that owns nothing, a dim in several rectangles."""
+    """The layouts cover padding, a rank that owns nothing, and a dim in several rectangles."""
     mesh, specs = LAYOUTS["four"]
     counts = [len(boxes(specs["model.counts"], mesh, place)) for place in mesh]
     assert counts == [1, 1, 1, 0]

@@ -1,4 +1,4 @@
-"""Saving beside training: what is copied when, what is on the disk when, what stays, and what a failure leaves."""
+"""Asynchronous saving: copies, names on disk, checkpoints that stay, and failures."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_what_is_saved_is_what_was_there_while_training_goes_on(tmp_path, monkey
         for _, local in step.tensors().values():
             for tensor in local.values():
                 tensor.zero_()
-        assert checkpoint.complete(tmp_path) == []  # it waits, and we are here
+        assert checkpoint.complete(tmp_path) == []  # the save waits while this code runs
         go.set()
-    found = blank("two")
-    checkpoint.load(found, checkpoint.opened(checkpoint.complete(tmp_path)[-1]))
-    assert_same(found, build("two"))
+    result = blank("two")
+    checkpoint.load(result, checkpoint.opened(checkpoint.complete(tmp_path)[-1]))
+    assert_same(result, build("two"))
 
 
 def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
@@ -59,7 +59,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert done == ["run", tmp_path.name, *files, "its name", "run"]
 
 
-# What stays
+# Checkpoints that stay
 
 
 def test_latest_is_the_highest_step(tmp_path):
@@ -85,8 +85,8 @@ def test_keep_deletes_the_oldest(tmp_path):
     ({"keep": 9}, {10, 20, 30, 40, 50, 60}),
 ])
 def test_the_newest_every_nth_and_the_best_are_kept(options, stay):
-    found = [(10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 2.0), (60, 9.0)]
-    assert listing.kept(found, CheckpointConfig(**options)) == stay
+    result = [(10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 2.0), (60, 9.0)]
+    assert listing.steps_to_keep(result, CheckpointConfig(**options)) == stay
 
 
 def test_the_best_is_found_by_what_the_checkpoints_say(tmp_path):
@@ -98,11 +98,11 @@ def test_the_best_is_found_by_what_the_checkpoints_say(tmp_path):
 
 
 def test_what_another_run_wrote_stays_where_a_link_leads_there_and_what_was_just_written_too(tmp_path):
-    other, mine, said = tmp_path / "other", tmp_path / "mine", []
+    other, mine, output = tmp_path / "other", tmp_path / "mine", []
     for number in (7, 50, 60):
         saved(build("one"), other, number, keep=9)
     (other / "step_00000070.tmp").mkdir()  # being saved
-    with Saver(build("one"), mine, CheckpointConfig(keep=1), tell=said.append) as saver:
+    with Saver(build("one"), mine, CheckpointConfig(keep=1), tell=output.append) as saver:
         for number in (5, 6):
             saver.save(state_at(number))
         saver.wait()
@@ -112,13 +112,13 @@ def test_what_another_run_wrote_stays_where_a_link_leads_there_and_what_was_just
         for number in (7, 8, 9):
             saver.save(state_at(number))
     assert names(other) == ["step_00000007", "step_00000009", "step_00000050", "step_00000060", "step_00000070.tmp"]
-    assert len(said) == 1 and "another run's checkpoint of that step is there" in said[0]
+    assert len(output) == 1 and "another run's checkpoint of that step is there" in output[0]
 
 
-# What a failure leaves
+# Failures
 
 
-MOMENTS = {"files": "write_files", "index": "encoded", "folder": "make_anew", "flush": "flush"}
+MOMENTS = {"files": "write_files", "index": "encode", "folder": "make_empty", "flush": "flush"}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -126,13 +126,13 @@ def test_a_save_that_fails_leaves_what_is_there_and_the_next_is_another_try(mome
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    first, said = saved(build("two"), tmp_path, 1), []
-    with Saver(build("two"), tmp_path, CheckpointConfig(), tell=said.append) as saver:
+    first, output = saved(build("two"), tmp_path, 1), []
+    with Saver(build("two"), tmp_path, CheckpointConfig(), tell=output.append) as saver:
         with monkeypatch.context() as patch:
             patch.setattr(save, MOMENTS[moment], fail)
             saver.save(state_at(2))
             reason = saver.wait()
-        assert names(tmp_path) == [first.name] and said == [reason]
+        assert names(tmp_path) == [first.name] and output == [reason]
         assert reason == f"cannot save {tmp_path / 'step_00000002'}: rank 0: OSError: [Errno 28] No space left on device"
         saver.save(state_at(3))
     assert names(tmp_path) == [first.name, "step_00000003"]
@@ -153,7 +153,7 @@ def test_if_the_last_save_failed_that_is_how_it_ends(tmp_path, monkeypatch):
         saved(build("one"), tmp_path, 2)
     with pytest.raises(KeyError), Saver(build("one"), tmp_path, CheckpointConfig()) as saver:
         saver.save(state_at(2))
-        raise KeyError  # what went wrong first is what is raised
+        raise KeyError  # the first error is raised
 
 
 def test_what_an_interruption_left_is_no_checkpoint_and_goes_with_the_next_save(tmp_path):
@@ -180,12 +180,12 @@ def test_every_checkpoint_of_a_folder_gets_its_line(tmp_path):
         saved(build("two"), tmp_path / "checkpoints", number)
     file = tmp_path / "checkpoints/step_00000001/rank_00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    found = list(checkpoint.check_all(tmp_path))
-    assert [(path.name, is_whole) for path, _, is_whole in found] == [("step_00000001", False), ("step_00000002", True)]
-    assert found[0][1].startswith(f"{file}: has ") and found[1][1] == "9 tensors in 2 files, 0.0 MiB"
-    assert list(checkpoint.check_all(tmp_path / "checkpoints")) == found
-    assert list(checkpoint.check_all(tmp_path / "checkpoints/step_00000002")) == found[1:]
-    with pytest.raises(UserError, match="is no checkpoint"):
+    result = list(checkpoint.check_all(tmp_path))
+    assert [(path.name, is_whole) for path, _, is_whole in result] == [("step_00000001", False), ("step_00000002", True)]
+    assert result[0][1].startswith(f"{file}: has ") and result[1][1] == "9 tensors in 2 files, 0.0 MiB"
+    assert list(checkpoint.check_all(tmp_path / "checkpoints")) == result
+    assert list(checkpoint.check_all(tmp_path / "checkpoints/step_00000002")) == result[1:]
+    with pytest.raises(UserError, match="is not a checkpoint"):
         list(checkpoint.check_all(tmp_path / "nowhere"))
 
 

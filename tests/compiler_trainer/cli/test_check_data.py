@@ -49,8 +49,8 @@ def test_another_record_and_bad_ones_are_shown(folder, capsys):
     records = [{"messages": [U, A]}, {"messages": [U]}, {"messages": [U, {**A, "content": "so"}]}]
     said = shown(folder, capsys, *records, arguments=("--record", "3", "--tokens", "5"), code=1)
     assert said.startswith(f"{folder}/a.jsonl:3\n") and "21 tokens more" in said
-    assert f"bad: the assistant says nothing: no message is of the role assistant (first: {folder}/a.jsonl:2; 1 in all)" in said
-    assert "bad: the assistant says nothing" in shown(folder, capsys, records[1], arguments=("data.chat=true",), code=1)
+    assert f"bad: there is no answer: no message has the role assistant (first: {folder}/a.jsonl:2; 1 in all)" in said
+    assert "bad: there is no answer" in shown(folder, capsys, records[1], arguments=("data.chat=true",), code=1)
 
 
 def test_a_template_that_differs_by_turn_is_shown_by_sample(folder, capsys):

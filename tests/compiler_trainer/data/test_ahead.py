@@ -1,4 +1,4 @@
-"""Tokens made ahead: what a job would make, by shares, whatever interrupts them, and trained on wherever they lie."""
+"""Tokens made ahead: equal to those of a job, made in shares, despite interruptions, and usable anywhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINES = [f"line {i} " + "é" * (i % 70) for i in range(400)]
 
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
-    """An empty cache, and pieces of a kilobyte."""
+    """Use an empty cache, and pieces of a kilobyte."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
     monkeypatch.setattr(workers, "ALONE", 10_000)
@@ -48,7 +48,7 @@ def tokens(folder, **options):
 
 
 def arrays(folder):
-    """The bytes of every array below a folder, by volume and name."""
+    """Return the bytes of every array below a folder, by volume and name."""
     return {(path.parent.name, path.name): path.read_bytes() for path in folder.rglob("*.bin")}
 
 
@@ -74,8 +74,8 @@ def test_shares_make_the_same_in_any_order_and_the_last_joins(order, volume_byte
     monkeypatch.setattr(sources, "VOLUME_BYTES", volume_bytes)
     cfg = text(tmp_path)
     whole = ahead.write(cfg, tmp_path / "whole", ALL)
-    found = [ahead.write(cfg, tmp_path / "out", Share(number, 3)) for number in order]
-    assert found[:2] == [None, None] and found[2].holds == whole.holds
+    result = [ahead.write(cfg, tmp_path / "out", Share(number, 3)) for number in order]
+    assert result[:2] == [None, None] and result[2].holds == whole.holds
     assert arrays(tmp_path / "out") == arrays(tmp_path / "whole")
     assert ahead.read(tmp_path / "out") == ahead.read(tmp_path / "whole")
     assert not list((tmp_path / "out").glob("*.part"))
@@ -100,7 +100,7 @@ from compiler_trainer.data.stored import Share
 sources.PIECE_BYTES, workers.ALONE = 100_000, 1000
 rename, ended = os.replace, []
 
-def replace(source, target):  # after ten pieces a job waits to be killed: however fast it is, it does not end before
+def replace(source, target):  # after ten pieces, the job waits to be killed, so that it cannot end first
     while len(ended) == 10:
         time.sleep(60)
     rename(source, target)
@@ -146,9 +146,9 @@ def test_tokens_that_moved_are_read_and_those_that_were_cut_or_altered_are_refus
     (file,) = (tmp_path / "moved").glob("*/tokens.bin")
     content = file.read_bytes()
     for damaged in (content[:-2], b"x" + content[1:]):
-        file.unlink()  # a thread may still read what is mapped
+        file.unlink()  # a thread may still read the mapped files
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match="moved/[0-9a-f]*: is missing, cut or altered; copy it again"):
+        with pytest.raises(UserError, match="moved/[0-9a-f]*: is missing, truncated or changed; copy it again"):
             batches(tokens(tmp_path / "moved"))
 
 
@@ -185,20 +185,20 @@ def test_a_folder_of_other_tokens_is_not_written_over(tmp_path):
     cfg = text(tmp_path)
     ahead.write(cfg, tmp_path / "out", ALL)
     before = arrays(tmp_path / "out")
-    assert ahead.write(cfg, tmp_path / "out", ALL).holds.documents == 400  # a second time makes nothing
+    assert ahead.write(cfg, tmp_path / "out", ALL).holds.documents == 400  # a second call makes nothing
     os.utime(tmp_path / "a.jsonl", ns=(2, 2))
-    with pytest.raises(UserError, match="^--out: .*out holds the tokens of other data, options, or of files as they were"):
+    with pytest.raises(UserError, match="^--out: .*out holds tokens of other data, other options, or earlier versions of files"):
         ahead.write(cfg, tmp_path / "out", ALL)
     assert arrays(tmp_path / "out") == before
 
 
 def test_what_ahead_is_no_job_for_is_refused(tmp_path):
-    with pytest.raises(UserError, match="^data.tokens: are tokens already"):
+    with pytest.raises(UserError, match="^data.tokens: are already tokens"):
         ahead.write(tokens(tmp_path), tmp_path / "out", ALL)
-    with pytest.raises(UserError, match="^data.sources: are several; tokenize each into a folder of its own"):
+    with pytest.raises(UserError, match="^data.sources: are several; tokenize each into its own folder"):
         ahead.write(DataConfig("mixture", sources=(WeightedSource(files=("a",)),)), tmp_path / "out", ALL)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="^--out: .*file: .*; name a folder to write to"):
+    with pytest.raises(UserError, match="^--out: .*file: .*; choose a writable folder"):
         ahead.write(text(tmp_path), tmp_path / "file", ALL)
 
 
@@ -222,11 +222,11 @@ def test_a_share_that_there_is_not_is_refused(shard, tmp_path, capsys):
 
 def test_those_that_share_keep_out_who_makes_all(tmp_path):
     folder = tmp_path / "x.part"
-    with kept.alone(folder / "lock", shared=True), kept.alone(folder / "lock", shared=True):
+    with kept.hold_lock(folder / "lock", shared=True), kept.hold_lock(folder / "lock", shared=True):
         other = subprocess.Popen([sys.executable, "-c", f"""
 from pathlib import Path
 from compiler_trainer.places import kept
-with kept.alone(Path({str(folder / "lock")!r})):
+with kept.hold_lock(Path({str(folder / "lock")!r})):
     print("in", flush=True)
 """], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
         assert other.stdout.readline().startswith("waiting for another process")
@@ -237,7 +237,7 @@ def test_pieces_that_are_there_are_joined_without_reading_again(tmp_path, monkey
     cfg = text(tmp_path)
     for number in (0, 1):
         with monkeypatch.context() as patch:
-            patch.setattr(stored, "is_to_join", lambda *args: False)
+            patch.setattr(stored, "is_complete", lambda *args: False)
             assert ahead.write(cfg, tmp_path / "out", Share(number, 2)) is None
     monkeypatch.setattr(workers.Worker, "tokenize", None)
     assert ahead.write(cfg, tmp_path / "out", ALL).holds.documents == 400

@@ -1,4 +1,4 @@
-"""Tokens on disk: made once, whole or not there, the same however the work is cut and shared."""
+"""Tokens on disk: made once, complete or absent, the same however the work is split and shared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import sources, workers
-from compiler_trainer.data.corpus import mapped
+from compiler_trainer.data.corpus import map_volume
 from compiler_trainer.data.cutting import next_cut, parts
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.readers import Span
@@ -41,20 +41,20 @@ TEXT = Path(json.__file__).read_text() + Path(json.decoder.__file__).read_text()
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """Use an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "compiler-trainer" / "tokens"
 
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Cuts the work so finely that a few kilobytes are shared by processes."""
+    """Make pieces so small that processes share a few kilobytes."""
     monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
     monkeypatch.setattr(workers, "ALONE", 0)
 
 
 def bpe(path, pre_tokenizer, normalizer=None):
-    """A tokenizer.json trained on the text."""
+    """Train a tokenizer.json on the text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
     if normalizer:
@@ -76,11 +76,11 @@ TOKENIZERS = {
 
 
 def corpus(*files, **options):
-    """The tokens of files, as they lie on disk."""
+    """Return the tokens of files as they are on disk."""
     cfg = DataConfig(name="text", files=tuple(map(str, files)), **{"eval_fraction": 0.0, **options})
     part = build_datasets(cfg, 8, 1).parts[0]
     (volume,) = part.tokens.volumes
-    return mapped(volume, build_tokenizer(cfg.tokenizer), cfg.chat), volume
+    return map_volume(volume, build_tokenizer(cfg.tokenizer), cfg.chat), volume
 
 
 def documents_of(corpus):
@@ -94,9 +94,9 @@ def documents_of(corpus):
 def test_parts_of_a_text_give_the_tokens_of_the_whole(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("compiler_trainer.data.cutting.PART_BYTES", 700)
     tokenizer = build_tokenizer(TOKENIZERS[kind](tmp_path / "tokenizer.json"))
-    found = list(parts(TEXT, tokenizer.encode))
-    assert "".join(found) == TEXT and (len(found) > 10) == (kind != "a mark before every text")
-    assert np.concatenate(tokenizer.encode(found)).tolist() == tokenizer.encode([TEXT])[0].tolist()
+    result = list(parts(TEXT, tokenizer.encode))
+    assert "".join(result) == TEXT and (len(result) > 10) == (kind != "a mark before every text")
+    assert np.concatenate(tokenizer.encode(result)).tolist() == tokenizer.encode([TEXT])[0].tolist()
 
 
 def test_a_text_without_white_space_is_not_cut():
@@ -112,9 +112,9 @@ def test_a_text_without_white_space_is_not_cut():
 def test_pieces_of_one_long_text_join_to_its_tokens(kind, tmp_path, small_pieces):
     name = TOKENIZERS[kind](tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text(TEXT)
-    found, stored = corpus(tmp_path / "a.txt", tokenizer=name)
+    result, stored = corpus(tmp_path / "a.txt", tokenizer=name)
     tokenizer = build_tokenizer(name)
-    assert documents_of(found) == [[*tokenizer.encode([TEXT])[0].tolist(), tokenizer.end_of_document]]
+    assert documents_of(result) == [[*tokenizer.encode([TEXT])[0].tolist(), tokenizer.end_of_document]]
     assert summary(stored).documents == 1
 
 
@@ -177,8 +177,8 @@ WRITERS = [write_jsonl, write_open_jsonl, write_gzip, write_zstd, write_parquet,
 def test_every_kind_of_file_gives_every_document_once(write, tmp_path, small_pieces):
     (tmp_path / "data").mkdir()
     path, options = write(tmp_path / "data")
-    found, stored = corpus(path, **options)
-    assert documents_of(found) == [[*line.encode(), 256] for line in LINES if line]
+    result, stored = corpus(path, **options)
+    assert documents_of(result) == [[*line.encode(), 256] for line in LINES if line]
     assert (summary(stored).documents, summary(stored).empty, summary(stored).skipped) == (len(LINES), 1, 0)
 
 
@@ -187,8 +187,8 @@ def test_a_document_is_where_it_was_wherever_pieces_begin(tmp_path, monkeypatch)
     for size in (64, 65, 66, 67, 68, 69, 70, 71, 5000):
         monkeypatch.setattr(sources, "PIECE_BYTES", size)
         monkeypatch.setattr(workers, "ALONE", 10_000)
-        found, _ = corpus(path, cache=str(tmp_path / str(size)), **options)
-        assert documents_of(found) == [[*line.encode(), 256] for line in LINES if line]
+        result, _ = corpus(path, cache=str(tmp_path / str(size)), **options)
+        assert documents_of(result) == [[*line.encode(), 256] for line in LINES if line]
 
 
 # Once, and whole
@@ -198,8 +198,8 @@ def test_a_second_start_reads_nothing(tmp_path, monkeypatch):
     path, _ = write_jsonl(tmp_path)
     first, stored = corpus(path)
     monkeypatch.setattr("compiler_trainer.data.stored.tokenize", None)
-    second, again = corpus(path)
-    assert second.fingerprint == first.fingerprint and again == stored
+    second, repeated = corpus(path)
+    assert second.fingerprint == first.fingerprint and repeated == stored
     assert np.array_equal(second.tokens, first.tokens) and np.array_equal(second.offsets, first.offsets)
 
 
@@ -267,9 +267,9 @@ def test_a_damaged_cache_is_made_anew_and_said(damage, name, tmp_path, capsys):
     before, stored = corpus(path)
     expected = documents_of(before)
     damage(stored.folder / name)
-    found, _ = corpus(path)
-    assert documents_of(found) == expected
-    assert f"{stored.folder} was cut or altered, and is made anew\n" in capsys.readouterr().out
+    result, _ = corpus(path)
+    assert documents_of(result) == expected
+    assert f"{stored.folder} was truncated or changed, and is made again\n" in capsys.readouterr().out
     assert not list(stored.folder.parent.glob("*.part"))
 
 
@@ -277,16 +277,16 @@ def test_of_a_large_array_blocks_are_compared_its_ends_among_them(tmp_path, monk
     monkeypatch.setattr(kept, "BLOCK_BYTES", 8)
     file = tmp_path / "array"
     file.write_bytes(bytes(3000))
-    whole, seen = kept.sampled(file), []
+    whole, seen = kept.sample_digest(file), []
     for at in range(3000):
         file.write_bytes(bytes(at) + b"x" + bytes(2999 - at))
-        seen.append(kept.sampled(file) != whole)
+        seen.append(kept.sample_digest(file) != whole)
     assert sum(seen) == 64 * 8 and seen[0] and seen[2999]
-    file.write_bytes(bytes(512))  # a small one as a whole
-    whole = kept.sampled(file)
+    file.write_bytes(bytes(512))  # a small file is compared completely
+    whole = kept.sample_digest(file)
     for at in range(512):
         file.write_bytes(bytes(at) + b"x" + bytes(511 - at))
-        assert kept.sampled(file) != whole
+        assert kept.sample_digest(file) != whole
 
 
 def test_a_cache_that_holds_too_much_loses_what_was_long_unused_and_nothing_else(tmp_path, cache, monkeypatch, capsys):
@@ -325,7 +325,7 @@ def test_two_that_want_the_same_corpus_make_it_once(tmp_path, monkeypatch, capsy
 
 def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, monkeypatch, cache):
     path, _ = write_jsonl(tmp_path)
-    waits, said = threading.Event(), []
+    waits, output = threading.Event(), []
 
     def gives_up(*args):
         monkeypatch.setattr("compiler_trainer.data.stored.tokenize", workers.tokenize)
@@ -333,7 +333,7 @@ def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, mon
         raise UserError("first", "gives up")
 
     def say(text, flush):
-        said.append(text)
+        output.append(text)
         waits.set()
 
     monkeypatch.setattr("compiler_trainer.data.stored.tokenize", gives_up)
@@ -341,7 +341,7 @@ def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, mon
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(corpus, path) for _ in range(2)]
     errors = [str(job.exception()) for job in both if job.exception()]
-    assert errors == ["first: gives up"] and "waiting for another process" in said[0]
+    assert errors == ["first: gives up"] and "waiting for another process" in output[0]
     assert not list(cache.glob("*.part"))
 
 
@@ -354,7 +354,7 @@ def test_a_file_that_cannot_be_opened_or_changes_is_named(tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr("compiler_trainer.data.stored.tokenize", touched)
-        with pytest.raises(UserError, match="a.jsonl: has changed while it was read; start again"):
+        with pytest.raises(UserError, match="a.jsonl: changed while it was being read; start again"):
             corpus(path)
 
     def gone(*args):
@@ -369,7 +369,7 @@ def test_a_file_that_cannot_be_opened_or_changes_is_named(tmp_path, monkeypatch)
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     path, _ = write_jsonl(tmp_path)
-    with pytest.raises(UserError, match="^data.cache: .*file/.*: Not a directory; name a folder to write to"):
+    with pytest.raises(UserError, match="^data.cache: .*file/.*: Not a directory; choose a writable folder"):
         corpus(path, cache=str(tmp_path / "file"))
 
 
@@ -381,8 +381,8 @@ def test_bad_records_are_skipped_counted_and_said(tmp_path, small_pieces):
     cfg = DataConfig(name="text", files=(str(tmp_path / "a.jsonl"),), bad_records="skip", eval_fraction=0.0)
     datasets = build_datasets(cfg, 8, 1)
     assert datasets.parts[0].tokens.holds[:4] == (500, 100, 0, 200)
-    said = f"200 bad records are skipped, the first is {tmp_path}/a.jsonl:2: is not JSON: Expecting value at column 2"
-    assert said in datasets.describe(1)
+    message = f"200 bad records are skipped, the first is {tmp_path}/a.jsonl:2: is not JSON: Expecting value at column 2"
+    assert message in datasets.describe(1)
 
 
 @pytest.mark.full
@@ -415,7 +415,7 @@ def test_a_long_text_is_not_left_with_a_hole(tmp_path, small_pieces):
 
 
 def start(tmp_path, tokenizer):
-    """A process that tokenizes a long text."""
+    """Start a process that tokenizes a long text."""
     code = f"""
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import sources
@@ -428,7 +428,7 @@ build_datasets(DataConfig(name="text", files=({str(tmp_path / "a.txt")!r},), tok
 
 
 def until(holds, seconds=60):
-    """Wait until something holds."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
@@ -437,7 +437,7 @@ def until(holds, seconds=60):
 
 @pytest.fixture
 def long_text(tmp_path, monkeypatch):
-    """A text of many pieces, and the name of its tokenizer."""
+    """Write a text of many pieces; return the name of its tokenizer."""
     monkeypatch.setattr(sources, "PIECE_BYTES", 300_000)
     (tmp_path / "a.txt").write_text((TEXT + "\n") * (20 * sources.PIECE_BYTES // len(TEXT)))
     return bpe(tmp_path / "tokenizer.json", pre_tokenizers.ByteLevel(add_prefix_space=False))
@@ -458,11 +458,11 @@ def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(numbe
     assert not [child for child in children if child.is_running()]
     (partial,) = cache.iterdir()
     assert partial.suffix == ".part"
-    found, _ = corpus(tmp_path / "a.txt", tokenizer=long_text)
-    assert "going on with" in capsys.readouterr().out
+    result, _ = corpus(tmp_path / "a.txt", tokenizer=long_text)
+    assert "resuming in" in capsys.readouterr().out
     tokenizer = build_tokenizer(long_text)
     text = (tmp_path / "a.txt").read_text()
-    assert found.tokens[:-1].tolist() == np.concatenate(tokenizer.encode(list(parts(text, tokenizer.encode)))).tolist()
+    assert result.tokens[:-1].tolist() == np.concatenate(tokenizer.encode(list(parts(text, tokenizer.encode)))).tolist()
 
 
 def test_a_process_ends_at_once_when_nobody_can_ask_it_any_more(tmp_path, long_text):
@@ -480,7 +480,7 @@ def test_a_process_that_dies_is_an_error_and_no_hang(tmp_path, long_text, cache)
     until(lambda: list(cache.glob("*.part/*.tokens")))
     psutil.Process(job.pid).children()[0].kill()
     _, stderr = job.communicate(timeout=60)
-    assert "a process that tokenizes ended with -9" in stderr and job.returncode == 1
+    assert "a tokenizing process ended with exit code -9" in stderr and job.returncode == 1
 
 
 def test_no_name_of_a_tokenizer_is_refused_by_its_option():

@@ -1,4 +1,4 @@
-"""Conversations: the text is the template's, and the loss counts what the assistant says and nothing else."""
+"""Conversations: the text is the template's, and only the assistant's answers are labels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MESSAGES = [
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """A folder with a tokenizer of bytes and a chat template; the path of its tokenizer.json."""
+    """Write a byte tokenizer and a chat template; return the path of the tokenizer.json."""
     return write_tokenizer(tmp_path)
 
 
@@ -43,10 +43,10 @@ def datasets(path, tokenizer, seq_len=16, **options):
     return build_datasets(DataConfig(name="text", files=(str(path),), **options), seq_len, 1)
 
 
-def labelled(found, tokenizer):
-    """The texts of the runs of labels, in rows that hold a whole document each."""
+def labelled(loaded, tokenizer):
+    """Return the texts of consecutive labels, in rows of one complete document each."""
     backend, runs = Tokenizer.from_file(tokenizer), []
-    for row in found.train.rows.batch(np.arange(len(found.train.rows)))["labels"]:
+    for row in loaded.train.rows.batch(np.arange(len(loaded.train.rows)))["labels"]:
         parts = np.split(row, np.flatnonzero(np.diff(row != -100)) + 1)
         runs += [backend.decode(part.tolist(), skip_special_tokens=False) for part in parts if part[0] != -100]
     return runs
@@ -54,21 +54,21 @@ def labelled(found, tokenizer):
 
 def test_answers_with_their_end_of_turn_are_the_labels_by_hand(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
-    found = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=200)
+    result = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=200)
     text = (
         "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
     )
-    batch = found.train.rows.batch(np.arange(1))
+    batch = result.train.rows.batch(np.arange(1))
     ids = Tokenizer.from_file(tokenizer).encode(text).ids
     assert batch["tokens"][0, : len(ids)].tolist() == ids
-    assert labelled(found, tokenizer) == ["hello<|im_end|>\n", "4<|im_end|>\n"]
+    assert labelled(result, tokenizer) == ["hello<|im_end|>\n", "4<|im_end|>\n"]
 
 
 def test_prompt_and_completion_are_a_question_and_its_answer(tokenizer, tmp_path):
     pq.write_table(pa.table({"prompt": ["say a", "say b"], "completion": ["a!", "b!"]}), tmp_path / "a.parquet")
-    found = datasets(tmp_path / "a.parquet", tokenizer, seq_len=100)
-    assert sorted(labelled(found, tokenizer)) == ["a!<|im_end|>\n", "b!<|im_end|>\n"]
+    result = datasets(tmp_path / "a.parquet", tokenizer, seq_len=100)
+    assert sorted(labelled(result, tokenizer)) == ["a!<|im_end|>\n", "b!<|im_end|>\n"]
 
 
 def test_messages_of_a_table_are_those_of_lines(tokenizer, tmp_path):
@@ -96,8 +96,8 @@ def test_no_text_of_a_message_marks_an_answer(template, tokenizer, tmp_path):
     write_template(tmp_path, template)
     messages = [{"role": "user", "content": f"question \ufdd0{forged}"}, {"role": "assistant", "content": "fine \ufdd1answer"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
-    said = "fine \ufdd1answer" + ("<|im_end|>\n" if template == CHATML else "]<|endoftext|>")  # nothing else ends the answer
-    assert labelled(datasets(tmp_path / "a.jsonl", tokenizer, seq_len=400), tokenizer) == [said]
+    answer = "fine \ufdd1answer" + ("<|im_end|>\n" if template == CHATML else "]<|endoftext|>")  # nothing else ends the answer
+    assert labelled(datasets(tmp_path / "a.jsonl", tokenizer, seq_len=400), tokenizer) == [answer]
 
 
 def test_a_template_in_a_file_of_its_own_comes_first(tokenizer, tmp_path):
@@ -108,9 +108,9 @@ def test_a_template_in_a_file_of_its_own_comes_first(tokenizer, tmp_path):
 def test_rows_without_a_label_are_left_out(tokenizer, tmp_path):
     question = {"role": "user", "content": "long " * 100}
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [question, {"role": "assistant", "content": "short"}]}) * 1)
-    found = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=8)
-    rows = found.train.rows
-    assert f"train {rows.facts.filled} tokens in {len(rows)} rows of 8 ({rows.facts.tokens - rows.facts.filled} more are in rows without labels" in found.describe(1)
+    result = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=8)
+    rows = result.train.rows
+    assert f"train {rows.facts.row_tokens} tokens in {len(rows)} rows of 8 ({rows.facts.tokens - rows.facts.row_tokens} more are in rows without labels" in result.describe(1)
     labels = rows.batch(np.arange(len(rows)))["labels"]
     assert len(rows) <= 2 < rows.facts.tokens / 8 and (labels != -100).any(axis=1).all()
     assert (labels != -100).sum() == len("short") + 1 + len("\n")
@@ -119,23 +119,23 @@ def test_rows_without_a_label_are_left_out(tokenizer, tmp_path):
 def test_fitted_conversations_are_whole_and_have_the_same_labels(tokenizer, tmp_path):
     questions = [{"prompt": "why? " * n, "completion": f"for {n}!"} for n in range(1, 9)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    found = {packing: datasets(tmp_path / "a.jsonl", tokenizer, 90, packing=packing) for packing in ("cut", "fit")}
-    assert sorted(labelled(found["fit"], tokenizer)) == [f"for {n}!<|im_end|>\n" for n in range(1, 9)]
-    labels = {packing: of.train.rows.batch(np.arange(len(of.train.rows)))["labels"] for packing, of in found.items()}
+    result = {packing: datasets(tmp_path / "a.jsonl", tokenizer, 90, packing=packing) for packing in ("cut", "fit")}
+    assert sorted(labelled(result["fit"], tokenizer)) == [f"for {n}!<|im_end|>\n" for n in range(1, 9)]
+    labels = {packing: of.train.rows.batch(np.arange(len(of.train.rows)))["labels"] for packing, of in result.items()}
     cut, fit = (sorted(array[array != -100].tolist()) for array in labels.values())
     assert cut == fit and (labels["fit"] != -100).any(axis=1).all()
-    assert found["cut"].report()[0]["cut"] > 0 == found["fit"].report()[0]["cut"] < found["fit"].report()[0]["padding"] < 0.3
+    assert result["cut"].report()[0]["cut"] > 0 == result["fit"].report()[0]["cut"] < result["fit"].report()[0]["padding"] < 0.3
 
 
 FORGETFUL = "{{ messages | length }}{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 REFUSALS = {
-    "no assistant": (CHATML, {"messages": MESSAGES[:2]}, "a.jsonl:1: the assistant says nothing"),
+    "no assistant": (CHATML, {"messages": MESSAGES[:2]}, "a.jsonl:1: there is no answer"),
     "no messages": (CHATML, {"text": "a"}, 'a.jsonl:1: has neither "messages" nor "prompt" and "completion"'),
-    "no list": (CHATML, {"messages": "hi"}, 'a.jsonl:1: field "messages" is no list of objects'),
+    "no list": (CHATML, {"messages": "hi"}, 'a.jsonl:1: field "messages" is not a list of objects'),
     "no role": (CHATML, {"messages": [{"content": "hi"}]}, r'a.jsonl:1: field "messages\[0\].role" is null'),
     "number": (CHATML, {"messages": [{"role": "assistant", "content": 1}]}, r'"messages\[0\].content" is int, not a string'),
     "refused by it": ("{{ raise_exception('roles must alternate') }}", {"messages": MESSAGES}, "refuses it: roles must alternate"),
-    "written otherwise": (FORGETFUL, {"messages": MESSAGES}, "a.jsonl:1: the chat template writes the messages before message 2 otherwise"),
+    "written otherwise": (FORGETFUL, {"messages": MESSAGES}, "a.jsonl:1: the chat template renders the messages before message 2 differently"),
     "no template": (None, {"messages": MESSAGES}, "data.tokenizer: .*tokenizer.json has no chat template"),
 }
 

@@ -1,4 +1,4 @@
-"""Everything that a record, a template or a tokenizer says is used, refused by name, or said once: as transformers has it."""
+"""Everything in a record, template or tokenizer is used, refused by name, or reported once, as in transformers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PLAIN = (
 TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + PLAIN
 NOT_NONE = "{% if tools is not none %}{{ tools | tojson }}{% endif %}{% if documents is not none %}{{ documents | length }}{% endif %}" + PLAIN
 CALLS = PLAIN.replace("{{ m['content'] }}", "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endif %}{{ m['content'] }}")
-# Thoughts are written into the last answer only, as by Qwen3.
+# Only the last answer keeps its thoughts, as in Qwen3.
 THINKS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# The generation prompt opens a thought, which answers do not have, as by DeepSeek-R1.
+# The generation prompt opens a thought that answers do not have, as in DeepSeek-R1.
 OPENS = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-# The end of all text closes each rendering, as by Phi-3.
+# The end-of-text token closes each rendering, as in Phi-3.
 CLOSES = PLAIN.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 STRIPS = PLAIN.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
 ENDLESS = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
@@ -46,7 +46,7 @@ CALL = {**A, "content": None, "tool_calls": [{"type": "function", "function": {"
 
 
 class Folder:
-    """A tokenizer of bytes with a template, ours and transformers'."""
+    """A byte tokenizer with a template, loaded by us and by transformers."""
 
     def __init__(self, folder: Path, template: str):
         self.path = write_tokenizer(folder)
@@ -58,7 +58,7 @@ class Folder:
         return self.chats.write(from_row(record, Fields("conversation", names=self.chats.template.names)).content)
 
     def labels(self, record):
-        """Of each sample the text of its labels."""
+        """Return the text of each sample's labels."""
         end = self.tokenizer.end_of_document
         return ["".join(self.tokenizer.name_of(int(i)) for i, is_label in zip([*ids, end], counted) if is_label) for _, (ids, counted) in self.both(record)]
 
@@ -76,7 +76,7 @@ class Folder:
         return theirs
 
 
-# Names that a template gets
+# Variables of a template
 
 
 def test_tools_are_passed_to_the_template(tmp_path):
@@ -146,13 +146,13 @@ def test_an_answer_of_no_weight_is_no_label(key, tmp_path):
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
-        ([U, {**A, "weight": 0}], "no answer counts"),
+        ([U, {**A, "weight": 0}], "no answer is trained on"),
         ([U, {**A, "weight": 0.5}], 'field "messages\\[1\\].weight" is 0.5; an answer counts'),
         ([{**U, "train": True}, A], 'field "messages\\[0\\].train" is True in a message of role user, and only answers'),
         ([U, {"role": "assistant", "content": [{"type": "image"}]}], 'messages\\[1\\].content\\[0\\]" is of type image'),
         ([{"from": "human", "value": "hi"}], 'field "messages\\[0\\]" has "from" and "value"; name them "role" and "content"'),
         ([U, {"role": "assistant", "content": None, "tool_calls": []}], 'field "messages\\[1\\].content" is null'),
-        ([U, {**A, "content": "\ud800"}], "half of a surrogate pair"),
+        ([U, {**A, "content": "\ud800"}], "an unpaired surrogate"),
     ],
     ids=range(7),
 )
@@ -177,7 +177,7 @@ def test_a_template_that_fails_is_a_bad_record_with_its_line(tmp_path):
     options = {"files": (str(tmp_path / "a.jsonl"),), "tokenizer": folder.path, "chat": True}
     with pytest.raises(UserError, match="a.jsonl:1: the chat template (refuses it|fails on it): "):
         build_datasets(DataConfig("text", **options), 30, 1)
-    with pytest.raises(UserError, match="the corpus is empty: 0 documents, none with a token, 2 bad ones skipped"):
+    with pytest.raises(UserError, match="the corpus is empty: 0 documents, none with a token, 2 bad records skipped"):
         build_datasets(DataConfig("text", **options, bad_records="skip"), 30, 1)
 
 
@@ -187,22 +187,22 @@ def test_keys_that_arrow_fills_with_null_are_no_keys(tmp_path):
     rows = [{"messages": [U, CALL]}, {"messages": [U, other]}, {"messages": [U, A]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = []
+    result = []
     for name in ("a.parquet", "a.jsonl"):
         cfg = DataConfig("text", files=(str(tmp_path / name),), tokenizer=folder.path, chat=True, eval_fraction=0.0)
-        found.append(build_datasets(cfg, 100, 1).parts[0].train.corpus)
-    assert found[0].tokens.tolist() == found[1].tokens.tolist() and found[0].counted.tolist() == found[1].counted.tolist()
-    assert "null" not in folder.theirs.decode(found[0].tokens.tolist())
+        result.append(build_datasets(cfg, 100, 1).parts[0].train.corpus)
+    assert result[0].tokens.tolist() == result[1].tokens.tolist() and result[0].counted.tolist() == result[1].counted.tolist()
+    assert "null" not in folder.theirs.decode(result[0].tokens.tolist())
 
 
-# Where an answer begins and ends
+# Begin and end of an answer
 
 
 def test_a_token_that_an_answer_shares_with_its_prompt_is_a_label(tmp_path):
     folder = Folder(tmp_path, PLAIN)
     record = {"messages": [U, {**A, "content": "\nyo"}]}
     assert folder.labels(record) == ["\nyo<|im_end|>\n"]
-    merging = Folder(tmp_path, PLAIN)  # two newlines are one token, as by Qwen and Llama 3
+    merging = Folder(tmp_path, PLAIN)  # two newlines are one token, as in Qwen and Llama 3
     backend = json.loads(Path(merging.path).read_text())
     backend["model"]["vocab"]["ĊĊ"], backend["model"]["merges"] = 300, [["Ċ", "Ċ"]]
     backend["pre_tokenizer"]["use_regex"] = False
@@ -219,7 +219,7 @@ def test_a_generation_prompt_that_opens_a_thought_is_said(tmp_path):
     folder = Folder(tmp_path, OPENS)
     for messages in ([U, A], [U, A, U, A]):
         assert folder.labels({"messages": messages}) == ["yo<|im_end|>\n" * (len(messages) // 2)]
-    assert "generation prompt ends with '<think>\\n', with which answers do not begin" in folder.notes({"messages": [U, A]})
+    assert "generation prompt ends with '<think>\\n', but answers do not begin with that" in folder.notes({"messages": [U, A]})
 
 
 def test_an_answer_is_rendered_as_it_is_when_it_is_generated(tmp_path):
@@ -229,7 +229,7 @@ def test_an_answer_is_rendered_as_it_is_when_it_is_generated(tmp_path):
     for (sample, tokens), upto in zip(folder.both(record), (2, 4)):
         assert sample.text == folder.theirs.apply_chat_template(record["messages"][:upto], tokenize=False)
         assert tokens.ids.tolist() == folder.theirs.apply_chat_template(record["messages"][:upto])["input_ids"]
-    assert "each answer of such a conversation is a sample" in folder.notes(record)
+    assert "each answer of such a conversation becomes a sample" in folder.notes(record)
 
 
 def test_a_text_that_closes_its_document_is_not_closed_again(tmp_path):
@@ -254,7 +254,7 @@ def test_answers_without_an_end_are_closed_by_a_label(tmp_path):
 def test_marks_that_leave_the_end_of_a_turn_out_are_said(tmp_path):
     marked = PLAIN.replace("{{ m['content'] }}", "{% if m.role == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}")
     folder = Folder(tmp_path, marked)
-    assert folder.labels({"messages": [U, A]}) == ["yo"] and "marks leave the end of the turn out" in folder.notes({"messages": [U, A]})
+    assert folder.labels({"messages": [U, A]}) == ["yo"] and "marks exclude the end of the turn" in folder.notes({"messages": [U, A]})
 
 
 def test_marks_in_a_macro_are_not_used(tmp_path):
@@ -263,14 +263,14 @@ def test_marks_in_a_macro_are_not_used(tmp_path):
     assert folder.labels({"messages": [U, A]}) == ["yo<|im_end|>"] and "inside a macro" in folder.notes({"messages": [U, A]})
 
 
-# What is not used is said
+# Unused fields are reported
 
 
 def test_reasoning_that_a_template_removes_is_said(tmp_path):
     folder = Folder(tmp_path, STRIPS)
     record = {"messages": [U, {**A, "content": "<think>hm</think>yo"}]}
     assert folder.labels(record) == ["yo<|im_end|>\n"]
-    assert folder.notes(record) == "the chat template leaves out part of the content of role assistant, such as reasoning: answers are trained on without it"
+    assert folder.notes(record) == "the chat template leaves out part of the content of role assistant, such as reasoning: training leaves it out"
 
 
 UNUSED = {
@@ -291,11 +291,11 @@ def test_keys_that_the_template_does_not_write_are_said(record, note, tmp_path):
 def test_a_content_that_is_not_written_at_all_is_refused(tmp_path):
     parts = PLAIN.replace("{{ m['content'] }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
     folder = Folder(tmp_path, parts)
-    with pytest.raises(BadRecord, match="the chat template writes nothing of the content of message 1; if it takes parts"):
+    with pytest.raises(BadRecord, match="the chat template does not render the content of message 1; if it expects parts"):
         folder.write({"messages": [U, A]})
     in_parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in (U, A)]
     assert folder.labels({"messages": in_parts}) == ["yo<|im_end|>\n"]
-    with pytest.raises(BadRecord, match="writes a list of parts as Python does; give content as a string"):
+    with pytest.raises(BadRecord, match="renders a list of parts as a Python list; give content as a string"):
         Folder(tmp_path, PLAIN).write({"messages": in_parts})
 
 
@@ -308,9 +308,9 @@ def test_fields_that_are_not_used_are_said_once(tmp_path):
     folder = Folder(tmp_path, PLAIN)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": [{**U, "name": "a"}, A], "id": i, "source": "s"}) + "\n" for i in range(9)))
     cfg = DataConfig("text", files=(str(tmp_path / "a.jsonl"),), tokenizer=folder.path, chat=True, eval_fraction=0.0)
-    said = build_datasets(cfg, 60, 1).describe(1)
-    assert said.count(f"fields not used: id, source (first: {tmp_path}/a.jsonl:1)") == 1 and said.count('"name" of messages of role user') == 1
-    assert build_datasets(cfg, 60, 1).describe(1) == said  # from the cache
+    output = build_datasets(cfg, 60, 1).describe(1)
+    assert output.count(f"fields not used: id, source (first: {tmp_path}/a.jsonl:1)") == 1 and output.count('"name" of messages of role user') == 1
+    assert build_datasets(cfg, 60, 1).describe(1) == output  # from the cache
 
 
 def test_columns_of_a_table_that_are_not_read_are_said(tmp_path):
@@ -358,7 +358,7 @@ def test_a_prompt_that_both_answers_replace_is_said():
     assert from_row({**given, "prompt": "hi"}, Fields("pair")).unused == ()
 
 
-# Forty templates are compared by tests.nightly.templates; these are of their shapes
+# tests.nightly.templates compares forty templates; these have the same shapes
 
 SHAPES = {"plain": PLAIN, "tools": TOOLS, "not none": NOT_NONE, "calls": CALLS, "thinks": THINKS, "opens": OPENS, "closes": CLOSES, "strips": STRIPS, "endless": ENDLESS}
 
@@ -375,9 +375,9 @@ def test_samples_of_one_conversation_are_of_the_same_half(tmp_path):
     rows = [{"messages": [{**U, "content": f"q{i}"}, {**A, "content": f"<{i}>"}, U, {**A, "content": f"({i})"}]} for i in range(60)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = DataConfig("text", files=(str(tmp_path / "a.jsonl"),), tokenizer=folder.path, chat=True, eval_fraction=0.2)
-    found = build_datasets(cfg, 200, 1)
+    result = build_datasets(cfg, 200, 1)
     seen = []
-    for rows in (found.train.rows, found.eval.rows):
+    for rows in (result.train.rows, result.eval.rows):
         text = folder.theirs.decode(rows.batch(np.arange(len(rows)))["tokens"].ravel().tolist())
         seen.append({i for i in range(60) if f"<{i}>" in text})
         assert seen[-1] == {i for i in range(60) if f"({i})" in text}
@@ -393,8 +393,8 @@ def test_several_processes_write_what_one_does(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 1500)
     monkeypatch.setattr(workers, "ALONE", 0)
     several = build_datasets(DataConfig("text", **options, cache=str(tmp_path / "several")), 100, 1)
-    first, second = (found.parts[0].train.corpus for found in (one, several))
+    first, second = (result.parts[0].train.corpus for result in (one, several))
     for name in ("tokens", "offsets", "counted", "continues"):
         assert getattr(first, name).tolist() == getattr(second, name).tolist()
-    notes = [found.parts[0].tokens.holds.notes for found in (one, several)]
+    notes = [result.parts[0].tokens.holds.notes for result in (one, several)]
     assert notes[0] == notes[1] and "fields not used: id" in notes[0]

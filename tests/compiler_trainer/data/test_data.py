@@ -1,4 +1,4 @@
-"""Every token once, every row once an epoch, exact resumption, and one clear line for bad input."""
+"""Every token once, every row once per epoch, exact resumption, and one clear line for bad input."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from compiler_trainer.data.corpus import Corpus, hash_arrays, split
 from compiler_trainer.data.datasets import build_datasets, check_vocabulary
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.packing import packed
-from compiler_trainer.data.readers import READERS, Asked, Span, read_table
-from compiler_trainer.data.records import Conversation, Fields, text_in
+from compiler_trainer.data.packing import pack
+from compiler_trainer.data.readers import READERS, ReadOptions, Span, read_table
+from compiler_trainer.data.records import Conversation, Fields, text_fields
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.tokenizers import ByteTokenizer, build_tokenizer
 from compiler_trainer.places.cache import Cache
@@ -43,7 +43,7 @@ SEQ_LENS = st.integers(2, 9)
 
 
 def for_all(*strategies):
-    """The test on the same hundred examples each time, however slow the machine."""
+    """Run the test on the same hundred examples each time, without a deadline."""
     return lambda test: settings(deadline=None, derandomize=True)(given(*strategies)(test))
 
 
@@ -54,14 +54,14 @@ def corpus_of(texts):
 
 
 def documents(cfg):
-    """Every document of the only source of a config."""
-    asked = Asked(text_in(cfg.text_column), cfg.document_separator, ByteTokenizer(), Cache(Path("cache")))
+    """Yield every document of a config's only source."""
+    asked = ReadOptions(text_fields(cfg.text_column), cfg.document_separator, ByteTokenizer(), Cache(Path("cache")))
     for span in source_of(cfg, cfg.seed, Cache(Path("cache"))).spans:
         yield from (record.read().content for record in READERS[span.reader](span, asked))
 
 
 def all_rows(texts, seq_len, order=None):
-    rows = packed(corpus_of(texts), np.arange(len(texts)) if order is None else order, seq_len)
+    rows = pack(corpus_of(texts), np.arange(len(texts)) if order is None else order, seq_len)
     return rows.batch(np.arange(len(rows)))
 
 
@@ -70,9 +70,9 @@ def text_config(*files, **changes):
 
 
 def numbered_loader(rows, batch_size, seed):
-    """A loader whose row i starts with token 2 * i."""
+    """Return a loader whose row i starts with token 2 * i."""
     corpus = Corpus(np.arange(2 * rows + 1, dtype=np.uint16), np.array([0, 2 * rows + 1]), EOD, str(rows))
-    return Loader(Mixture([packed(corpus, np.arange(1), seq_len=2)]), batch_size, seed)
+    return Loader(Mixture([pack(corpus, np.arange(1), seq_len=2)]), batch_size, seed)
 
 
 def row_numbers(batch):
@@ -123,8 +123,8 @@ def test_a_row_by_hand():
 
 @pytest.mark.parametrize(("seq_len", "filled", "cut"), [(6, [6, 3], 0), (5, [5, 4], 0), (2, [2, 2, 2, 2], 1 / 3)])
 def test_what_is_padding_and_which_documents_are_cut_by_hand(seq_len, filled, cut):
-    rows = packed(corpus_of(["abc", "d", "ef"]), np.arange(3), seq_len)
-    assert rows.filled(np.arange(len(rows))).tolist() == filled and rows.cut == cut
+    rows = pack(corpus_of(["abc", "d", "ef"]), np.arange(3), seq_len)
+    assert rows.token_counts(np.arange(len(rows))).tolist() == filled and rows.cut_share == cut
     assert rows.padding == 1 - sum(filled) / seq_len / len(filled)
 
 
@@ -168,7 +168,7 @@ def test_a_restored_loader_goes_on_exactly(rows, batch_size, done, next_batch_si
 def test_the_state_is_that_of_the_last_batch_handed_out_though_the_next_is_made():
     loader = numbered_loader(9, 2, 0)
     loader.next()
-    loader.ahead[1].result()
+    loader.next_batch[1].result()
     assert loader.state_dict()["taken"] == [2]
 
 
@@ -189,7 +189,7 @@ def test_whatever_changes_the_rows_changes_their_fingerprint(change):
     assert fingerprint(**change) != fingerprint() == fingerprint()
 
 
-# Held-out documents
+# Validation documents
 
 
 @for_all(st.lists(st.text("abc", min_size=3, max_size=12), min_size=1, max_size=60), st.sampled_from([0.05, 0.3, 0.9]))
@@ -229,7 +229,7 @@ def test_nothing_is_held_out_at_zero():
     datasets = build_datasets(DataConfig("synthetic", documents=3, eval_fraction=0.0), 32, 4)
     assert datasets.describe(8).startswith("synthetic: 3 documents, ")
     assert datasets.eval is None and datasets.parts[0].train.facts.tokens == datasets.parts[0].tokens.holds.tokens
-    assert datasets.describe(8).splitlines()[0].endswith("nothing held out")
+    assert datasets.describe(8).splitlines()[0].endswith("no validation data")
 
 
 # Sources
@@ -281,10 +281,10 @@ def test_the_description_counts_what_was_read_and_left_out(library):
     name, kept = f"{folder}/*.*, {folder}/sub/*", datasets.parts[0].tokens.where
     assert datasets.describe(12).splitlines() == [
         f"{name}: 5 documents (1 empty), 41 tokens (bytes); train 39 tokens in 5 rows of 8, 2.50% padding, "
-        "75.0% of documents cut; held out end of the longest document, 2 tokens in 1 rows of 8, 75.00% padding, "
+        "75.0% of documents cut; validation end of the longest document, 2 tokens in 1 rows of 8, 75.00% padding, "
         "0.0% of documents cut",
         f"note: {name}: fields not used: id (first: {folder}/c.jsonl:1)",
-        f"{name}: tokens are kept in {kept}, {decimal(sum(f.stat().st_size for f in kept.iterdir()))}",
+        f"{name}: tokens are stored in {kept}, {decimal(sum(f.stat().st_size for f in kept.iterdir()))}",
         f"{name}: 2.4 epochs when the run ends",
     ]
 
@@ -306,9 +306,9 @@ def test_a_column_of_text_is_read_whatever_its_encoding(kind, columns, tmp_path)
     values = pa.array(["é", "b", "é"]).cast(kind.value_type if pa.types.is_dictionary(kind) else kind)
     values = values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
     pq.write_table(pa.table({name: values for name in columns}), tmp_path / "a.parquet")
-    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), Asked(text_in("text") if columns == ("text",) else Fields("conversation"), None, ByteTokenizer(), Cache(tmp_path))
-    found = [record.read().content for record in read_table(span, asked)]
-    texts = [[m["content"] for m in content.messages] if isinstance(content, Conversation) else [content] for content in found]
+    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), ReadOptions(text_fields("text") if columns == ("text",) else Fields("conversation"), None, ByteTokenizer(), Cache(tmp_path))
+    result = [record.read().content for record in read_table(span, asked)]
+    texts = [[m["content"] for m in content.messages] if isinstance(content, Conversation) else [content] for content in result]
     assert texts == [[text] * len(columns) for text in ("é", "b", "é")]
 
 
@@ -318,13 +318,13 @@ BAD_FILES = {
     "latin-1 line": ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "a.jsonl:2: is not UTF-8: byte 0xe9 at offset 24"),
     "no text field": ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', 'a.jsonl:2: has no field "text"'),
     "number as text": ("a.jsonl", b'{"text": 3}', 'a.jsonl:1: field "text" is int, not a string'),
-    "bare string": ("a.jsonl", b'"text"', "a.jsonl:1: is no object; each line must be one"),
+    "bare string": ("a.jsonl", b'"text"', "a.jsonl:1: is not an object; each line must be one"),
     "broken json": ("a.jsonl", b'\n{"text": ', "a.jsonl:2: is not JSON: Expecting value at column 10"),
-    "half a pair": ("a.jsonl", b'{"text": "\\ud83d"}', "a.jsonl:1: holds \\ud83d, half of a surrogate pair"),
+    "half a pair": ("a.jsonl", b'{"text": "\\ud83d"}', "a.jsonl:1: holds \\ud83d, an unpaired surrogate"),
     "not parquet": ("a.parquet", b"hello, world", "a.parquet: is not readable parquet: Parquet magic bytes not found"),
     "extension": ("a.csv", b"text", "a.csv: unknown extension '.csv'; data.files takes .txt, .jsonl, .jsonl.gz, "),
     "nested deep": ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: is nested too deep"),
-    "long number": ("a.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "a.jsonl:1: holds a number of too many digits"),
+    "long number": ("a.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "a.jsonl:1: contains a number with too many digits"),
     "not gzip": ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: cannot be read: "),
 }
 
@@ -339,7 +339,7 @@ def test_a_bad_file_is_named_in_one_line(tmp_path, name, content, message):
 
 BAD_TABLES = {
     "no column": ({"body": ["a"]}, ': needs one column "text"; it has body'),
-    "numbers": ({"text": [1]}, ': column "text" is int64, neither string nor lists of token ids'),
+    "numbers": ({"text": [1]}, ': column "text" is int64, neither strings nor lists of token ids'),
     "latin-1": ({"text": [b"caf\xe9"]}, ": row 0: is not UTF-8: byte 0xe9 at offset 3 (unexpected end of data); convert the file first"),
     "null": ({"text": ["a", None]}, ': row 1: field "text" is null'),
 }
@@ -361,11 +361,11 @@ def test_bad_paths_are_named(tmp_path):
         (tmp_path / "b.txt",): "b.txt: no such file (data.files)",
         (tmp_path / "*.jsonl",): "*.jsonl: the glob matches no file (data.files)",
         (tmp_path / "empty",): "empty: no file below it ends in .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow, .npy, .bin",
-        (tmp_path / "empty" / "fifo",): "fifo: is not a regular file; copy what it gives into one",
+        (tmp_path / "empty" / "fifo",): "fifo: is not a regular file; copy its content into one",
         ("/dev/zero",): "/dev/zero: is not a regular file",
-        ("",): "data.files: holds an empty name; name a file, a folder or a glob",
+        ("",): "data.files: contains an empty name; give a file, a folder or a glob",
         (tmp_path / ("x" * 300),): "cannot be read: File name too long",
-        (tmp_path / "a.txt", tmp_path / "*.txt"): "a.txt: is listed twice in data.files; each document may come once",
+        (tmp_path / "a.txt", tmp_path / "*.txt"): "a.txt: is listed twice in data.files; each document may occur once",
     }
     for files, message in cases.items():
         with pytest.raises(UserError) as error:

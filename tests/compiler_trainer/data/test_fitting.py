@@ -1,4 +1,4 @@
-"""Rows of whole documents: what is fitted where, that nothing is lost or cut without need, and how long it takes."""
+"""Rows of complete documents: where they are placed, that none is lost or cut needlessly, and the time it takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compiler_trainer.data.best_fit import best_fit
 from compiler_trainer.data.corpus import Corpus, hash_arrays
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.packing import packed
+from compiler_trainer.data.packing import pack
 
 EOD = 1000
 LENGTHS = st.lists(st.integers(2, 20), min_size=1, max_size=12)
@@ -26,12 +26,12 @@ SEQ_LENS = st.integers(2, 9)
 
 
 def for_all(*strategies):
-    """The test on the same hundred examples each time, however slow the machine."""
+    """Run the test on the same hundred examples each time, without a deadline."""
     return lambda test: settings(deadline=None, derandomize=True)(given(*strategies)(test))
 
 
 def corpus_of(lengths, counted=None):
-    """Documents of so many tokens, numbered through all of them, their last one aside."""
+    """Return documents of the given numbers of tokens, which are numbered, except for closing tokens."""
     offsets = np.cumsum([0, *lengths])
     tokens = np.arange(offsets[-1], dtype=np.uint16)
     tokens[offsets[1:] - 1] = EOD
@@ -40,7 +40,7 @@ def corpus_of(lengths, counted=None):
 
 def fitted(lengths, seq_len, order=None, counted=None):
     corpus = corpus_of(lengths, counted)
-    return packed(corpus, np.arange(len(corpus)) if order is None else order, seq_len, "fit")
+    return pack(corpus, np.arange(len(corpus)) if order is None else order, seq_len, "fit")
 
 
 def all_of(rows):
@@ -48,7 +48,7 @@ def all_of(rows):
 
 
 def pieces_in(batch):
-    """Of each row the (tokens, labels) of each document in it, padding included."""
+    """Return (tokens, labels) of each document in each row, with padding."""
     for tokens, labels, documents in zip(batch["tokens"], batch["labels"], batch["documents"]):
         cuts = np.flatnonzero(np.diff(documents)) + 1
         yield list(zip(np.split(tokens, cuts), np.split(labels, cuts)))
@@ -58,13 +58,13 @@ def pieces_in(batch):
 
 
 def test_rows_by_hand():
-    rows = fitted([3, 4, 2, 3], 6)  # 4 + 2, 3 + 3; the row of the document that comes first is the first
+    rows = fitted([3, 4, 2, 3], 6)  # 4 + 2, 3 + 3; the row of the first document comes first
     batch = all_of(rows)
     assert batch["tokens"].tolist() == [[0, 1, EOD, 9, 10, EOD], [3, 4, 5, EOD, 7, EOD]]
     assert batch["labels"].tolist() == [[1, EOD, -100, 10, EOD, -100], [4, 5, EOD, -100, EOD, -100]]
     assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
     assert batch["documents"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
-    assert rows.padding == rows.cut == 0 and rows.filled(np.arange(2)).tolist() == [6, 6]
+    assert rows.padding == rows.cut_share == 0 and rows.token_counts(np.arange(2)).tolist() == [6, 6]
 
 
 def test_padding_is_a_document_of_its_own_without_labels():
@@ -74,22 +74,22 @@ def test_padding_is_a_document_of_its_own_without_labels():
     assert batch["labels"].tolist() == [[1, EOD, -100, -100], [EOD, -100, -100, -100]]
     assert batch["positions"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
     assert batch["documents"].tolist() == [[0, 0, 0, -1], [0, 0, -1, -1]]
-    assert rows.filled(np.array([1, 0])).tolist() == [2, 3] and rows.padding == 3 / 8
+    assert rows.token_counts(np.array([1, 0])).tolist() == [2, 3] and rows.padding == 3 / 8
 
 
 def test_a_long_document_is_cut_into_rows_and_its_rest_is_fitted():
-    rows = fitted([11, 2], 4)  # 4, 4 and 3 tokens; the document of 2 finds no room beside them
+    rows = fitted([11, 2], 4)  # 4, 4 and 3 tokens; the document of 2 does not fit with them
     batch = all_of(rows)
     assert batch["tokens"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, EOD, EOD], [11, EOD, EOD, EOD]]
     assert batch["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, EOD, -100, -100], [EOD, -100, -100, -100]]
     assert batch["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 0, 1]]
-    assert rows.cut == 1 / 2
+    assert rows.cut_share == 1 / 2
 
 
 def test_the_last_token_of_a_document_of_one_more_than_a_row_is_a_label_alone():
     rows = fitted([5], 4)
     assert all_of(rows)["tokens"].tolist() == [[0, 1, 2, 3]] and all_of(rows)["labels"].tolist() == [[1, 2, 3, EOD]]
-    assert rows.cut == rows.padding == 0
+    assert rows.cut_share == rows.padding == 0
 
 
 def test_documents_stand_in_a_row_as_in_the_order():
@@ -134,7 +134,7 @@ def test_each_document_is_there_once_and_none_that_fits_is_cut(lengths, seq_len,
     assert sorted(piece for piece in pieces if piece[1].count(-100) < len(piece[1])) == sorted(expected)
     rest = [piece for piece in pieces if piece[1].count(-100) == len(piece[1])]
     assert all(set(tokens) == {EOD} for tokens, _ in rest) and len(rest) <= len(rows)
-    assert rows.filled(np.arange(len(rows))).sum() == sum(len(tokens) for tokens, _ in expected)
+    assert rows.token_counts(np.arange(len(rows))).sum() == sum(len(tokens) for tokens, _ in expected)
 
 
 @for_all(LENGTHS, SEQ_LENS)
@@ -151,8 +151,8 @@ def test_rows_are_like_those_of_cutting_in_form(lengths, seq_len):
 @for_all(LENGTHS, SEQ_LENS)
 def test_cutting_and_fitting_give_the_same_labels(lengths, seq_len):
     corpus = corpus_of(lengths)
-    labels = [all_of(packed(corpus, np.arange(len(lengths)), seq_len, how))["labels"] for how in ("cut", "fit")]
-    counts = [collections.Counter(found[found != -100].tolist()) for found in labels]
+    labels = [all_of(pack(corpus, np.arange(len(lengths)), seq_len, how))["labels"] for how in ("cut", "fit")]
+    counts = [collections.Counter(result[result != -100].tolist()) for result in labels]
     assert counts[0] == counts[1]
 
 
@@ -160,10 +160,10 @@ def test_cutting_and_fitting_give_the_same_labels(lengths, seq_len):
 def test_of_what_is_left_out_no_row_is_made_and_no_label_lost(lengths, seq_len, seed):
     counted = np.random.default_rng(seed).random(sum(lengths)) < 0.2
     corpus = corpus_of(lengths, counted)
-    rows = [packed(corpus, np.arange(len(lengths)), seq_len, how) for how in ("cut", "fit")]
-    labels = [all_of(found)["labels"] for found in rows]
-    assert all((found != -100).any(axis=1).all() for found in labels)
-    counts = [collections.Counter(found[found != -100].tolist()) for found in labels]
+    rows = [pack(corpus, np.arange(len(lengths)), seq_len, how) for how in ("cut", "fit")]
+    labels = [all_of(result)["labels"] for result in rows]
+    assert all((result != -100).any(axis=1).all() for result in labels)
+    counts = [collections.Counter(result[result != -100].tolist()) for result in labels]
     assert counts[0] == counts[1]
 
 
@@ -175,7 +175,7 @@ def room_left(sizes, row_of, room):
 
 
 def one_by_one(sizes, room):
-    """Best fit decreasing, a piece after the other; the room left in each row."""
+    """Place pieces by best fit decreasing, one at a time; return the room left in each row."""
     left: list[int] = []
     for size in sorted(sizes, reverse=True):
         fits = [row for row in range(len(left)) if left[row] >= size]
@@ -186,7 +186,7 @@ def one_by_one(sizes, room):
 
 
 def first_fit(sizes, room):
-    """How many rows it takes to put each piece into the first row that has room."""
+    """Return the number of rows if each piece goes into the first row with enough room."""
     left: list[int] = []
     for size in sizes:
         at = next((row for row in range(len(left)) if left[row] >= size), None)
@@ -222,10 +222,10 @@ def test_a_million_documents_take_seconds():
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     corpus = Corpus(np.zeros(1, np.uint16), offsets, EOD, "lengths alone")
     began = time.process_time()
-    found = layouts.fit(corpus, np.random.default_rng(1).permutation(len(lengths)), 2048)
-    assert time.process_time() - began < 20  # some 2 s, on a machine of 2024
-    assert found.starts[-1] == len(found.rows) * 2048
-    assert lengths.sum() / found.starts[-1] > 0.99
+    result = layouts.fit(corpus, np.random.default_rng(1).permutation(len(lengths)), 2048)
+    assert time.process_time() - began < 20  # about 2 s on a machine of 2024
+    assert result.starts[-1] == len(result.rows) * 2048
+    assert lengths.sum() / result.starts[-1] > 0.99
 
 
 # In datasets
@@ -237,7 +237,7 @@ def fitting(path, seq_len=16, batch_size=4, **options):
 
 
 def lines(folder, name="a.jsonl", letters="abcdefgh", most=14):
-    """A file of texts of different lengths, and those texts."""
+    """Write a file of texts of different lengths; return it and the texts."""
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(list(letters), rng.integers(1, most))) for _ in range(50)]
     (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -245,9 +245,9 @@ def lines(folder, name="a.jsonl", letters="abcdefgh", most=14):
 
 
 def texts_of(batch):
-    """The texts that stand whole in rows."""
-    found = [bytes(tokens[:-1].tolist()).decode() for row in pieces_in(batch) for tokens, labels in row if (labels != -100).any()]
-    return sorted(found)
+    """Return the texts that are complete in rows."""
+    result = [bytes(tokens[:-1].tolist()).decode() for row in pieces_in(batch) for tokens, labels in row if (labels != -100).any()]
+    return sorted(result)
 
 
 def numpy_of(batch):
@@ -256,8 +256,8 @@ def numpy_of(batch):
 
 def test_an_epoch_has_each_document_once_and_whole(tmp_path):
     path, texts = lines(tmp_path)
-    found = fitting(path, batch_size=1)
-    epochs = [[numpy_of(found.train.next()) for _ in range(len(found.train.rows))] for _ in range(2)]
+    result = fitting(path, batch_size=1)
+    epochs = [[numpy_of(result.train.next()) for _ in range(len(result.train.rows))] for _ in range(2)]
     for batches in epochs:
         assert sorted(itertools.chain(*map(texts_of, batches))) == sorted(texts)
     assert str(epochs[0]) != str(epochs[1])
@@ -265,9 +265,9 @@ def test_an_epoch_has_each_document_once_and_whole(tmp_path):
 
 def test_rows_follow_from_the_seed(tmp_path):
     path, _ = lines(tmp_path)
-    first, again, other = (fitting(path, seed=seed).train.rows for seed in (0, 0, 1))
-    assert first.fingerprint == again.fingerprint != other.fingerprint
-    assert all((a == b).all() for a, b in zip(all_of(first).values(), all_of(again).values()))
+    first, second, other = (fitting(path, seed=seed).train.rows for seed in (0, 0, 1))
+    assert first.fingerprint == second.fingerprint != other.fingerprint
+    assert all((a == b).all() for a, b in zip(all_of(first).values(), all_of(second).values()))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
@@ -294,8 +294,8 @@ def test_a_batch_counts_its_tokens_without_padding(tmp_path):
     counted = 0
     for _ in range(len(loader.rows)):
         batch = numpy_of(loader.next())
-        assert loader.filled == sum(len(text) + 1 for text in texts_of(batch))
-        counted += loader.filled
+        assert loader.token_count == sum(len(text) + 1 for text in texts_of(batch))
+        counted += loader.token_count
     assert counted == 3 * sum(len(text) + 1 for text in texts)
 
 
@@ -305,10 +305,10 @@ def test_mixtures_give_their_shares_of_rows(tmp_path):
         WeightedSource(files=(str(lines(tmp_path, name, of)[0]),), weight=weight)
         for (name, of), weight in zip(letters.items(), (1.0, 3.0))
     ]
-    found = fitting(None, name="mixture", files=(), sources=tuple(sources))
-    seen = [row[0] for _ in range(20) for row in found.train.next()["tokens"].tolist()]
+    result = fitting(None, name="mixture", files=(), sources=tuple(sources))
+    seen = [row[0] for _ in range(20) for row in result.train.next()["tokens"].tolist()]
     assert (sum(token <= ord("d") for token in seen), sum(token >= ord("w") for token in seen)) == (20, 60)
-    assert [part["source"] for part in found.report()] == [sources[0].files[0], sources[1].files[0]]
+    assert [part["source"] for part in result.report()] == [sources[0].files[0], sources[1].files[0]]
 
 
 def test_held_out_rows_are_fitted_in_the_order_of_their_files(tmp_path):
@@ -320,19 +320,19 @@ def test_held_out_rows_are_fitted_in_the_order_of_their_files(tmp_path):
 
 
 def single(batch):
-    """The rows of a batch one by one."""
+    """Yield the rows of a batch one by one."""
     for at in range(len(batch["tokens"])):
         yield {name: array[at] for name, array in batch.items()}
 
 
 def test_the_start_says_how_much_is_padding(tmp_path):
     path, texts = lines(tmp_path)
-    found = fitting(path, seq_len=16)
-    share = 1 - sum(len(text) + 1 for text in texts) / (16 * len(found.train.rows))
-    assert f" rows of 16, {share:.2%} padding, 0.0% of documents cut; " in found.describe(8)
-    assert found.report() == [{"source": str(path), "rows": len(found.train.rows), "padding": pytest.approx(share), "cut": 0.0}]
+    result = fitting(path, seq_len=16)
+    share = 1 - sum(len(text) + 1 for text in texts) / (16 * len(result.train.rows))
+    assert f" rows of 16, {share:.2%} padding, 0.0% of documents cut; " in result.describe(8)
+    assert result.report() == [{"source": str(path), "rows": len(result.train.rows), "padding": pytest.approx(share), "cut": 0.0}]
 
 
 def test_rows_of_two_parts_are_counted_by_each():
     mixture = Mixture([fitted([3, 2], 4), fitted([4, 2], 4)], (1.0, 1.0))
-    assert mixture.filled(np.array([3, 0, 2, 1])).tolist() == [2, 3, 4, 2]
+    assert mixture.token_counts(np.array([3, 0, 2, 1])).tolist() == [2, 3, 4, 2]

@@ -17,12 +17,12 @@ from compiler_trainer.data.datasets import build_datasets
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    """A folder with two splits, and nothing reached but what is on disk."""
+    """Write a folder with two splits, and forbid network access."""
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    hub.loaded.cache_clear()
+    hub.load_split.cache_clear()
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         rows = [f"{split} {i}" for i in range(3000)]
@@ -62,7 +62,7 @@ def test_what_is_not_there_is_named(dataset, options, message):
 def test_without_the_library_one_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     hub.library.cache_clear()
-    hub.loaded.cache_clear()
+    hub.load_split.cache_clear()
     with pytest.raises(UserError, match=r"hf_dataset needs datasets \(.*\); pip install 'compiler-trainer\[hf\]'"):
         tokens(tmp_path)
 
@@ -82,13 +82,13 @@ def test_a_folder_of_save_to_disk_is_loaded(several, split, count, dataset, tmp_
     library = hub.library()
     whole = library.load_dataset(str(dataset))
     (whole if several else whole["train"]).save_to_disk(str(tmp_path / "saved"))
-    found = tokens(tmp_path / "saved", split=split)
+    result = tokens(tmp_path / "saved", split=split)
     first = 100 if "100:" in split else 0
-    assert (found == 256).sum() == count and bytes(found[:20].astype(np.uint8)).startswith(f"{split[:4].strip('[')}".encode()[:4])
-    assert bytes(found.tolist()[: found.tolist().index(256)]).endswith(f" {first}".encode())
+    assert (result == 256).sum() == count and bytes(result[:20].astype(np.uint8)).startswith(f"{split[:4].strip('[')}".encode()[:4])
+    assert bytes(result.tolist()[: result.tolist().index(256)]).endswith(f" {first}".encode())
 
 
-@pytest.mark.parametrize(("split", "message"), [("valid", "data.split: is valid, and the folder has train, test"), ("train[:1]+test[:1]", "name one part")])
+@pytest.mark.parametrize(("split", "message"), [("valid", "data.split: is valid, and the folder has train, test"), ("train[:1]+test[:1]", "give a single part")])
 def test_a_split_that_a_saved_folder_does_not_have_is_refused(split, message, dataset, tmp_path):
     hub.library().load_dataset(str(dataset)).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(UserError, match=message.replace("[", "\\[")):

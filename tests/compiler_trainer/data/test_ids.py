@@ -1,4 +1,4 @@
-"""Token ids that other tools made: every kind of file gives the same documents, and what is no id is refused."""
+"""Token ids made by other tools: every kind of file gives the same documents, and invalid ids are refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import sources, worker
 from compiler_trainer.data.datasets import build_datasets
 
-END = 256  # the byte tokenizer's
+END = 256  # end of document of the byte tokenizer
 DOCUMENTS = [[i % 250, *range(i % 40)] for i in range(200)]
 
 
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
-    """An empty cache, and pieces of a hundred bytes."""
+    """Use an empty cache, and pieces of a hundred bytes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "PIECE_BYTES", 100)
     monkeypatch.setattr(worker, "IDS_AT_ONCE", 7)
@@ -30,18 +30,18 @@ def small(tmp_path, monkeypatch):
 
 
 def read(path, **options):
-    """The documents that a file is read as, without what ends them."""
+    """Return the documents of a file, without their closing tokens."""
     cfg = DataConfig(name="text", files=(str(path),), eval_fraction=0.0, text_column="ids", **options)
     (part,) = build_datasets(cfg, 8, 1).parts
     (volume,) = part.tokens.volumes
     offsets, tokens = (volume.array(name, kind) for name, kind in (("offsets", np.int64), ("tokens", np.uint16)))
-    found = [tokens[a:b].tolist() for a, b in zip(offsets, offsets[1:])]
-    assert all(document[-1] == END and END not in document[:-1] for document in found)
-    return [document[:-1] for document in found]
+    result = [tokens[a:b].tolist() for a, b in zip(offsets, offsets[1:])]
+    assert all(document[-1] == END and END not in document[:-1] for document in result)
+    return [document[:-1] for document in result]
 
 
 def megatron(path, sequences, bounds, dtype=np.uint16, code=8):
-    """What `IndexedDatasetBuilder` of Megatron-LM writes."""
+    """Write files as Megatron-LM's `IndexedDatasetBuilder` does."""
     sizes = np.array([len(each) for each in sequences], np.int32)
     pointers = np.concatenate(([0], np.cumsum(sizes[:-1], dtype=np.int64))) * np.dtype(dtype).itemsize
     path.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype(dtype).tobytes())
@@ -142,10 +142,10 @@ def no_id(folder, value):
 
 
 BAD = {
-    "beyond the vocabulary": (lambda f: no_id(f, 257), "a.npy: token 0: holds id 257, and the tokenizer has 257; name its own"),
-    "below 0": (lambda f: no_id(f, -5), "a.npy: token 0: holds id -5, and the tokenizer has 257"),
-    "floats": (lambda f: np.save(f / "a.npy", np.ones(3)) or f / "a.npy", r"a.npy: is float64\[3\]; ids are whole numbers in one dim"),
-    "rows": (lambda f: np.save(f / "a.npy", np.ones((2, 3), int)) or f / "a.npy", r"a.npy: is int64\[2, 3\]; ids are"),
+    "beyond the vocabulary": (lambda f: no_id(f, 257), "a.npy: token 0: has id 257; the tokenizer has 257; set data.tokenizer to theirs"),
+    "below 0": (lambda f: no_id(f, -5), "a.npy: token 0: has id -5; the tokenizer has 257"),
+    "floats": (lambda f: np.save(f / "a.npy", np.ones(3)) or f / "a.npy", r"a.npy: is float64\[3\]; ids must be integers in one dim"),
+    "rows": (lambda f: np.save(f / "a.npy", np.ones((2, 3), int)) or f / "a.npy", r"a.npy: is int64\[2, 3\]; ids must be"),
     "pickled": (lambda f: np.save(f / "a.npy", np.array([{}])) or f / "a.npy", "a.npy: cannot be read as int64 ids: .*Python objects"),
     "half an id": (lambda f: (f / "a.bin").write_bytes(b"abc") and f / "a.bin", "a.bin: cannot be read as uint16 ids: "),
     "lists of lists": (lambda f: (f / "a.jsonl").write_text('{"ids": [[1]]}') and f / "a.jsonl", 'a.jsonl:1: field "ids" is a list, but not of token ids'),
@@ -164,7 +164,7 @@ def test_what_is_no_id_is_named(write, message, tmp_path):
 def test_a_damaged_index_is_named(damage, tmp_path):
     index = of_megatron(tmp_path).with_suffix(".idx")
     index.write_bytes(damage(index.read_bytes()))
-    with pytest.raises(UserError, match="a.idx: is no index of Megatron's: "):
+    with pytest.raises(UserError, match="a.idx: is not an index of Megatron: "):
         read(tmp_path / "a.bin")
 
 

@@ -1,4 +1,4 @@
-"""Layouts that are kept: the rows of before, in volumes of any size, and of a rank's own rows alone the tokens."""
+"""Stored layouts: the same rows as before, in volumes of any size, with tokens read only for a rank's own rows."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ PACKINGS = ("cut", "fit")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """Use an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "compiler-trainer" / "tokens"
 
 
 @pytest.fixture
 def volumes(monkeypatch):
-    """Cuts two hundred documents into a handful of volumes."""
+    """Split two hundred documents into a few volumes."""
     monkeypatch.setattr(sources, "PIECE_BYTES", 1500)
     monkeypatch.setattr(sources, "VOLUME_BYTES", 3000)
     monkeypatch.setattr("compiler_trainer.data.workers.ALONE", 10_000)
 
 
 def numbered(folder):
-    """Documents that each have letters of their own, which no two share in the same order."""
+    """Return documents with distinct contents."""
     texts = [chr(97 + i % 26) * (1 + i % 30) + f"{i:03}" for i in range(200)]
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     os.utime(folder / "a.jsonl", ns=(1, 1))
@@ -47,31 +47,31 @@ def built(path, packing="fit", batch_size=4, **options):
     return build_datasets(DataConfig(name="text", files=(path,), packing=packing, **{"eval_fraction": 0.0, **options}), 40, batch_size)
 
 
-# As it was before layouts were kept: the first samples of an earlier commit, hashed there.
+# The first rows of a commit before layouts were stored, hashed there.
 BEFORE = {"cut": ("8129431666b5dce7", "ba7a56365eb5c006"), "fit": ("d405908cca9ade57", "5772d010697bea35")}
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_samples_and_their_order_are_those_of_earlier_commits(packing):
     options = {"packing": "fit", "eval_fraction": 0.1} if packing == "fit" else {}
-    found, digest = build_datasets(DataConfig("synthetic", documents=300, seed=3, **options), 64, 8), hashlib.blake2b(digest_size=8)
-    for loader in (found.train, found.eval):
+    result, digest = build_datasets(DataConfig("synthetic", documents=300, seed=3, **options), 64, 8), hashlib.blake2b(digest_size=8)
+    for loader in (result.train, result.eval):
         for _ in range(40):
             batch = loader.next()
             for name in sorted(batch):
                 value = batch[name].numpy()
-                if name == "documents":  # padding was one more document then
+                if name == "documents":  # padding was one more document at that time
                     value = np.where(value == -1, value.max(axis=1, keepdims=True) + 1, value)
                 digest.update(value.tobytes())
-            digest.update(str(loader.filled).encode())
-    assert (digest.hexdigest(), found.train.rows.fingerprint) == BEFORE[packing]
+            digest.update(str(loader.token_count).encode())
+    assert (digest.hexdigest(), result.train.rows.fingerprint) == BEFORE[packing]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_second_start_lays_nothing_out(packing, tmp_path, monkeypatch):
     path, _ = numbered(tmp_path)
     before = built(path, packing).train.next()
-    monkeypatch.setattr(laid, "lay", None)
+    monkeypatch.setattr(laid, "write_layouts", None)
     after = built(path, packing).train.next()
     assert all((after[name] == before[name]).all() for name in before)
 
@@ -87,7 +87,7 @@ def test_whatever_decides_the_rows_lays_them_out_anew(tmp_path, cache):
 
 
 def documents_in(batches):
-    """The texts that stand whole in rows."""
+    """Return the texts that are complete in rows."""
     for batch in batches:
         for tokens, documents, labels in zip(*(batch[name].numpy() for name in ("tokens", "documents", "labels"))):
             for number in np.unique(documents[labels != IGNORED_LABEL]):
@@ -96,9 +96,9 @@ def documents_in(batches):
 
 def test_an_epoch_of_several_volumes_has_each_document_once(tmp_path, volumes):
     path, texts = numbered(tmp_path)
-    found = built(path, batch_size=1)
-    assert len(found.parts[0].tokens.volumes) > 2
-    epochs = [list(documents_in([found.train.next() for _ in range(len(found.train.rows))])) for _ in range(2)]
+    result = built(path, batch_size=1)
+    assert len(result.parts[0].tokens.volumes) > 2
+    epochs = [list(documents_in([result.train.next() for _ in range(len(result.train.rows))])) for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(texts) and epochs[0] != epochs[1]
 
 
@@ -126,24 +126,24 @@ def test_it_goes_on_exactly_at_another_batch_size_in_several_volumes(packing, ba
 
 def test_what_is_said_of_several_volumes_is_of_all(tmp_path, volumes, cache):
     path, texts = numbered(tmp_path)
-    found = built(path)
-    rows, filled = found.train.rows, sum(len(text) + 1 for text in texts)
-    assert f"{path}: 200 documents, {filled:,} tokens (bytes); train {filled:,} tokens in {len(rows)} rows of 40, " in found.describe(8)
-    assert found.report()[0]["padding"] == pytest.approx(1 - filled / (40 * len(rows)))
-    assert rows.filled(np.arange(len(rows))).sum() == filled and f"tokens are kept in {cache}, " in found.describe(8)
+    result = built(path)
+    rows, filled = result.train.rows, sum(len(text) + 1 for text in texts)
+    assert f"{path}: 200 documents, {filled:,} tokens (bytes); train {filled:,} tokens in {len(rows)} rows of 40, " in result.describe(8)
+    assert result.report()[0]["padding"] == pytest.approx(1 - filled / (40 * len(rows)))
+    assert rows.token_counts(np.arange(len(rows))).sum() == filled and f"tokens are stored in {cache}, " in result.describe(8)
 
 
 # Orders
 
 
 def test_a_long_order_is_kept_and_is_that_of_memory(tmp_path, monkeypatch):
-    in_memory = laid.shuffled(1000, [1, 2, 3], Cache(tmp_path))
+    in_memory = laid.permutation(1000, [1, 2, 3], Cache(tmp_path))
     assert not list(tmp_path.iterdir()) and sorted(in_memory) == list(range(1000))
     monkeypatch.setattr(laid, "IN_MEMORY", 999)
-    kept = laid.shuffled(1000, [1, 2, 3], Cache(tmp_path))
+    kept = laid.permutation(1000, [1, 2, 3], Cache(tmp_path))
     assert kept.tolist() == in_memory.tolist() and kept.dtype == np.uint32 and len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(np.random, "default_rng", None)
-    assert laid.shuffled(1000, [1, 2, 3], Cache(tmp_path)).tolist() == in_memory.tolist()
+    assert laid.permutation(1000, [1, 2, 3], Cache(tmp_path)).tolist() == in_memory.tolist()
 
 
 def test_batches_are_the_same_where_orders_are_kept(tmp_path, monkeypatch):
@@ -169,12 +169,12 @@ def test_of_other_rows_all_is_known_but_tokens(packing, tmp_path, volumes):
     own.reset()
     own.read_only(np.array([1, 3]))
     for _ in range(20):
-        expected, found = whole.next(), own.next()
-        assert all((found[name] == expected[name]).all() for name in ("positions", "documents"))
-        assert all((found[name][[1, 3]] == expected[name][[1, 3]]).all() for name in ("tokens", "labels"))
-        assert (found["tokens"][[0, 2]] == 256).all()
-        assert (found["labels"][[0, 2]] == expected["labels"][[0, 2]].clamp(max=0)).all()
-        assert own.filled == whole.filled
+        expected, result = whole.next(), own.next()
+        assert all((result[name] == expected[name]).all() for name in ("positions", "documents"))
+        assert all((result[name][[1, 3]] == expected[name][[1, 3]]).all() for name in ("tokens", "labels"))
+        assert (result["tokens"][[0, 2]] == 256).all()
+        assert (result["labels"][[0, 2]] == expected["labels"][[0, 2]].clamp(max=0)).all()
+        assert own.token_count == whole.token_count
 
 
 def test_no_token_of_other_rows_is_read(tmp_path):
@@ -184,5 +184,5 @@ def test_no_token_of_other_rows_is_read(tmp_path):
     rows._tokens = lambda source: asked.append(source.shape) or tokens(source)
     loader = Loader(Mixture([rows]), 8, seed=0)
     loader.read_only(np.array([5]))
-    loader._make(loader.taken)
+    loader._make(loader.rows_taken)
     assert asked == [(1, 40), (1, 40)]

@@ -1,4 +1,4 @@
-"""Several sources: each gives its share of every stretch of rows, and goes on exactly."""
+"""Several sources: each gives its share of any stretch of rows, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from compiler_trainer.data.corpus import Corpus
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.packing import packed
+from compiler_trainer.data.packing import pack
 
 
 def part(number, rows):
-    """Rows that all hold `number`, and how many they are."""
+    """Return rows that all contain `number`."""
     corpus = Corpus(np.full(2 * rows + 1, number, np.uint16), np.array([0, 2 * rows + 1]), 99, f"{number}-{rows}")
-    return packed(corpus, np.arange(1), seq_len=2)
+    return pack(corpus, np.arange(1), seq_len=2)
 
 
 def owners(batch):
@@ -67,7 +67,7 @@ def test_two_epochs_of_one_part_take_each_of_its_rows_twice():
 def test_it_goes_on_exactly_at_another_batch_size(batch_size):
     def fresh(size):
         corpus = Corpus(np.arange(200, dtype=np.uint16), np.array([0, 90, 200]), 999, "both")
-        return Loader(Mixture([packed(corpus, np.array([i]), 2) for i in range(2)], (0.3, 0.7)), size, seed=1)
+        return Loader(Mixture([pack(corpus, np.array([i]), 2) for i in range(2)], (0.3, 0.7)), size, seed=1)
 
     ours, restored = fresh(4), fresh(batch_size)
     for _ in range(30):
@@ -84,7 +84,7 @@ def test_other_weights_are_other_rows():
 
 
 def mixed(folder, **options):
-    """A config of two files, the second with three times the weight."""
+    """Return a config of two files, the second with three times the weight."""
     (folder / "a.txt").write_text("a" * 41)
     (folder / "b.jsonl").write_text(json.dumps({"body": "b" * 401}))
     files = [WeightedSource(files=(str(folder / "a.txt"),)), WeightedSource(files=(str(folder / "b.jsonl"),), text_column="body", weight=3.0)]
@@ -93,9 +93,9 @@ def mixed(folder, **options):
 
 def test_files_are_mixed_and_how_often_each_is_seen_is_said(tmp_path):
     datasets = build_datasets(mixed(tmp_path), seq_len=4, global_batch_size=8)
-    said = datasets.describe(100).splitlines()
-    assert f"{tmp_path}/a.txt: 2.27 epochs when the run ends" in said  # 25 of 11 rows
-    assert f"{tmp_path}/b.jsonl: 0.743 epochs when the run ends" in said  # 75 of 101 rows
+    output = datasets.describe(100).splitlines()
+    assert f"{tmp_path}/a.txt: 2.27 epochs when the run ends" in output  # 25 of 11 rows
+    assert f"{tmp_path}/b.jsonl: 0.743 epochs when the run ends" in output  # 75 of 101 rows
     seen = [row for _ in range(10) for row in owners(datasets.train.next())]
     assert (seen.count(ord("a")), seen.count(ord("b"))) == (20, 60)
     assert f"{tmp_path}/a.txt: 2.27 epochs when the run ends" in datasets.describe(20).splitlines()  # 20 + 5 of 11

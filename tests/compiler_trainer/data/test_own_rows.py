@@ -1,4 +1,4 @@
-"""Datasets of one's own: the rows that they give, each once an epoch, held out, mixed and checked."""
+"""Users' datasets: their rows, once per epoch, split for validation, mixed and checked."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, DataConfig, EvalConfig, WeightedSource
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import build_datasets, check_labels, check_vocabulary
-from compiler_trainer.data.own import halves
+from compiler_trainer.data.own import split_numbers
 from compiler_trainer.training import trainer
 
 
 class Numbers:
-    """Row n is n, n + 1, ..."""
+    """A dataset in which row n is n, n + 1, ..."""
 
     vocab_size = 50
 
@@ -61,12 +61,12 @@ def firsts(loader, batches):
 
 
 def test_each_row_is_read_once_an_epoch_and_some_are_held_out():
-    found = built(data(eval_fraction=0.2), 4)
-    (train,), (held_out,) = found.train.rows.parts, found.eval.rows.parts
+    result = built(data(eval_fraction=0.2), 4)
+    (train,), (held_out,) = result.train.rows.parts, result.eval.rows.parts
     assert sorted([*train.numbers, *held_out.numbers]) == list(range(10)) and len(held_out) == 2
-    seen = firsts(found.train, 4)
+    seen = firsts(result.train, 4)
     assert sorted(seen[:8]) == sorted(seen[8:]) == list(train.numbers) and seen[:8] != seen[8:]
-    assert found.vocab_size == 50 and found.below == {"tokens": 50, "positions": 4}
+    assert result.vocab_size == 50 and result.below == {"tokens": 50, "positions": 4}
 
 
 def test_what_is_left_out_beside_tokens_is_of_one_document():
@@ -85,9 +85,9 @@ def test_what_is_left_out_beside_tokens_is_of_one_document():
 def test_a_loader_goes_on_where_it_stood_and_refuses_other_rows():
     whole, cut = built(data()).train, built(data()).train
     firsts(whole, 2), firsts(cut, 2)
-    again = built(data()).train
-    again.load_state_dict(cut.state_dict())
-    assert firsts(again, 3) == firsts(whole, 3)
+    second = built(data()).train
+    second.load_state_dict(cut.state_dict())
+    assert firsts(second, 3) == firsts(whole, 3)
     for other in ({"rows": 11}, {"documents": [0, 0, 0, 1]}):
         with pytest.raises(UserError, match="^data: these rows are"):
             built(data(arguments=other)).train.load_state_dict(cut.state_dict())
@@ -97,30 +97,30 @@ def test_sources_are_mixed_by_weight_and_one_may_be_for_validation():
     own = {"name": "custom", "_target_": "test_own_rows.Numbers"}
     sources = (WeightedSource(**own, arguments={"rows": 100}, weight=3.0), WeightedSource(**own, arguments={"rows": 7}, weight=1.0))
     cfg = DataConfig("mixture", sources=sources, validation=(WeightedSource(**own, arguments={"rows": 5}),))
-    found = built(cfg, 8)
-    found.train.next()
-    assert found.train.taken == (6, 2) and sorted(found.eval.rows.parts[0].numbers) == [0, 1, 2, 3, 4]
-    assert len(found.train.rows.parts[0]) == 100  # nothing of it is held out
+    result = built(cfg, 8)
+    result.train.next()
+    assert result.train.rows_taken == (6, 2) and sorted(result.eval.rows.parts[0].numbers) == [0, 1, 2, 3, 4]
+    assert len(result.train.rows.parts[0]) == 100  # none of it is for validation
 
 
 @pytest.mark.parametrize(("count", "fraction", "sizes"), [(10, 0.0, (10, 0)), (10, 0.05, (9, 1)), (1, 0.5, (1, 0)), (10, 1.0, (0, 10)), (2, 0.9, (1, 1))])
 def test_halves(count, fraction, sizes):
-    train, held_out = halves(count, fraction, [0, 0])
+    train, held_out = split_numbers(count, fraction, [0, 0])
     assert (len(train), len(held_out)) == sizes and sorted([*train, *held_out]) == list(range(count))
 
 
 @pytest.mark.parametrize(
-    ("cfg", "said"),
+    ("cfg", "message"),
     [
         (data(arguments={"length": 5}), r"^data \(test_own_rows.Numbers\): has rows of \[5\] tokens, and train.seq_len=4"),
         (data(arguments={"rows": 0}), "^data._target_: test_own_rows.Numbers has no rows"),
-        (data("Listed"), r"^data \(test_own_rows.Listed\): item \d is a list, no dict of tensors by name"),
+        (data("Listed"), r"^data \(test_own_rows.Listed\): item \d is a list, not a dict of named tensors"),
         (replace(data(), _target_="collections.deque", arguments={}), "^data._target_: collections.deque has no rows"),
         (replace(data(), _target_="builtins.object"), "^data._target_: builtins.object makes a object; it needs __len__ and __getitem__"),
     ],
 )
-def test_what_is_no_dataset_is_refused(cfg, said):
-    with pytest.raises(UserError, match=said):
+def test_what_is_no_dataset_is_refused(cfg, message):
+    with pytest.raises(UserError, match=message):
         built(cfg)
 
 

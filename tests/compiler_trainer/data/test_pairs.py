@@ -1,4 +1,4 @@
-"""Preference pairs: a row holds both answers, each after its prompt, and labels are of what was said otherwise."""
+"""Preference pairs: a row has both answers, each after its prompt, and labels only where they differ."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def written(folder, *records):
 
 
 def texts(batch, row, tokenizer):
-    """What documents and labels of a row say, by document."""
-    backend, found = Tokenizer.from_file(tokenizer), []
+    """Return the texts of a row's documents and labels, by document."""
+    backend, result = Tokenizer.from_file(tokenizer), []
     for document in (0, 1):
         there = batch["documents"][row] == document
         labels = batch["labels"][row][there]
         ids = (batch["tokens"][row][there], labels[labels != -100])
-        found.append(tuple(backend.decode(each.tolist(), skip_special_tokens=False) for each in ids))
-    return found
+        result.append(tuple(backend.decode(each.tolist(), skip_special_tokens=False) for each in ids))
+    return result
 
 
 SAME = [
@@ -57,33 +57,33 @@ SAME = [
 
 @pytest.mark.parametrize("record", SAME, ids=["texts", "messages", "whole", "beside"])
 def test_a_row_is_both_answers_after_their_prompt(record, tokenizer, tmp_path):
-    found = build_datasets(options(tokenizer, files=written(tmp_path, record)), 100, 1)
-    batch = found.train.rows.batch(np.arange(1))
+    result = build_datasets(options(tokenizer, files=written(tmp_path, record)), 100, 1)
+    batch = result.train.rows.batch(np.arange(1))
     asked = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
-    wanted = [(f"{asked}{said}<|im_end|>\n<|endoftext|>", f"{said}<|im_end|>\n") for said in ("good", "bad!")]
-    assert texts(batch, 0, tokenizer) == wanted
-    starts = np.flatnonzero(np.diff(batch["documents"][0], prepend=-1))  # padding is of document -1
+    expected = [(f"{asked}{output}<|im_end|>\n<|endoftext|>", f"{output}<|im_end|>\n") for output in ("good", "bad!")]
+    assert texts(batch, 0, tokenizer) == expected
+    starts = np.flatnonzero(np.diff(batch["documents"][0], prepend=-1))  # padding has document -1
     assert batch["documents"][0, starts].tolist() == [0, 1, -1] and not batch["positions"][0, starts].any()
     assert (batch["labels"][0][batch["documents"][0] == -1] == -100).all() and batch["pairs"].tolist() == [1]
 
 
 def test_what_both_conversations_say_has_no_labels(tokenizer, tmp_path):
-    found = build_datasets(options(tokenizer, files=written(tmp_path, {"prompt": OPENED, "chosen": GOOD, "rejected": BAD})), 200, 1)
-    assert [said for _, said in texts(found.train.rows.batch(np.arange(1)), 0, tokenizer)] == ["good<|im_end|>\n", "bad!<|im_end|>\n"]
+    result = build_datasets(options(tokenizer, files=written(tmp_path, {"prompt": OPENED, "chosen": GOOD, "rejected": BAD})), 200, 1)
+    assert [output for _, output in texts(result.train.rows.batch(np.arange(1)), 0, tokenizer)] == ["good<|im_end|>\n", "bad!<|im_end|>\n"]
 
 
 def test_pairs_stay_together_whatever_is_held_out(tokenizer, tmp_path):
     records = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(60)]
     pq.write_table(pa.Table.from_pylist([{**record, "messages": ASKED + GOOD} for record in records]), tmp_path / "a.parquet")
     given = options(tokenizer, files=(str(tmp_path / "a.parquet"),), eval_fraction=0.2)
-    found, seen = build_datasets(given, 100, 1), []
-    for rows in (found.train.rows, found.eval.rows):
+    result, seen = build_datasets(given, 100, 1), []
+    for rows in (result.train.rows, result.eval.rows):
         batch = rows.batch(np.arange(len(rows)))
         for row in range(len(rows)):
             (_, chosen), (_, rejected) = texts(batch, row, tokenizer)
             assert chosen.startswith("yes ") and rejected == chosen.replace("yes", "no")
             seen.append(chosen)
-    assert len(seen) == len(set(seen)) == 60 and 4 < len(found.eval.rows) < 24
+    assert len(seen) == len(set(seen)) == 60 and 4 < len(result.eval.rows) < 24
 
 
 def test_tokens_made_ahead_say_that_they_are_pairs(tokenizer, tmp_path):
@@ -101,32 +101,32 @@ LONG = {"prompt": "a?", "chosen": "good" * 20, "rejected": "bad!"}
 
 def test_a_pair_longer_than_a_row_is_refused_or_left_out(tokenizer, tmp_path):
     files = written(tmp_path, SAME[0], LONG, SAME[0])
-    with pytest.raises(UserError, match="1 of 3 pairs are longer than rows of 100 tokens, the longest takes 1\\d\\d"):
+    with pytest.raises(UserError, match="1 of 3 pairs are longer than rows of 100 tokens, the longest has 1\\d\\d"):
         build_datasets(options(tokenizer, files=files), 100, 1)
-    found = build_datasets(options(tokenizer, files=files, bad_records="skip"), 100, 1)
-    assert len(found.train.rows) == 2
-    assert "33.3% of pairs are longer than train.seq_len=100 and left out" in found.describe(10)
+    result = build_datasets(options(tokenizer, files=files, bad_records="skip"), 100, 1)
+    assert len(result.train.rows) == 2
+    assert "33.3% of pairs are longer than train.seq_len=100 and left out" in result.describe(10)
 
 
 @pytest.mark.parametrize(
-    "record, said",
+    "record, message",
     [
         ({"prompt": "a?", "completion": "b"}, 'has no "chosen" and "rejected"'),
         ({"chosen": "b", "rejected": "c"}, 'has no "prompt", and field "chosen" begins with the answer'),
-        ({"prompt": "a?", "chosen": "b", "rejected": "b"}, 'field "chosen" holds nothing of the assistant that the other'),
-        ({"prompt": "a?", "chosen": ["b"], "rejected": "b"}, 'field "chosen" is no list of objects'),
+        ({"prompt": "a?", "chosen": "b", "rejected": "b"}, 'field "chosen" has no text of the assistant that differs from the other'),
+        ({"prompt": "a?", "chosen": ["b"], "rejected": "b"}, 'field "chosen" is not a list of objects'),
         ({"prompt": "a?", "chosen": None, "rejected": "b"}, 'field "chosen" is null'),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, 'field "prompt" is int'),
-        ({"chosen": ASKED, "rejected": ASKED + BAD}, 'field "chosen" holds nothing of the assistant'),
+        ({"chosen": ASKED, "rejected": ASKED + BAD}, 'field "chosen" has no text of the assistant'),
     ],
     ids=range(7),
 )
-def test_a_record_that_is_no_pair_is_refused_with_its_line(record, said, tokenizer, tmp_path):
+def test_a_record_that_is_no_pair_is_refused_with_its_line(record, message, tokenizer, tmp_path):
     files = written(tmp_path, SAME[0], record)
-    with pytest.raises(UserError, match=f"a.jsonl:2: {said}"):
+    with pytest.raises(UserError, match=f"a.jsonl:2: {message}"):
         build_datasets(options(tokenizer, files=files), 100, 1)
 
 
 def test_one_pair_alone_cannot_be_held_out(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="data.eval_fraction: there is one pair"):
+    with pytest.raises(UserError, match="data.eval_fraction: there is only one pair"):
         build_datasets(options(tokenizer, files=written(tmp_path, SAME[0]), eval_fraction=0.1), 100, 1)

@@ -1,4 +1,4 @@
-"""A folder's tokenizer is the one that transformers loads: where documents end, what stands before a text, when it stops."""
+"""A folder's tokenizer acts as in transformers: the ends of documents, the tokens before a text, and stops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECIAL = ["<pad>", "<eos>", "<bos>", "</s>", "<|endoftext|>", "<unk>", "<|im_en
 
 
 def write(folder: Path, config=None, around="$A", special=SPECIAL, **files):
-    """A tokenizer of bytes with special tokens, whose post-processor writes `around`; the path of its tokenizer.json."""
+    """Write a byte tokenizer with special tokens, whose post-processor adds `around`; return its tokenizer.json."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -42,13 +42,13 @@ def write(folder: Path, config=None, around="$A", special=SPECIAL, **files):
 
 
 def document(path, text="hi", **options):
-    """The tokens of a text as a document, by their names."""
+    """Return the token names of a text as a document."""
     folder = Path(path).parent
     (folder / "a.jsonl").write_text(json.dumps({"text": text}))
     cfg = DataConfig("text", files=(str(folder / "a.jsonl"),), tokenizer=path, eval_fraction=0.0, **options)
-    found = build_datasets(cfg, 8, 1).parts[0].train.corpus
+    result = build_datasets(cfg, 8, 1).parts[0].train.corpus
     backend = Tokenizer.from_file(path)
-    return [backend.id_to_token(i) for i in found.tokens.tolist()]
+    return [backend.id_to_token(i) for i in result.tokens.tolist()]
 
 
 EOS = {"eos_token": "<eos>"}
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_does_not_say_how_a_document_ends_is_refused(tmp_path):
     path = write(tmp_path)
     with pytest.raises(UserError, match="does not say which token ends a document; set data.eos_token \\(one of <pad>, <eos>, <bos>"):
         build_tokenizer(path)
-    with pytest.raises(UserError, match="data.eos_token: <end> is no token of the tokenizer"):
+    with pytest.raises(UserError, match="data.eos_token: <end> is not a token of the tokenizer"):
         build_tokenizer(path, "<end>")
 
 
@@ -136,9 +136,9 @@ def test_ids_that_others_made_get_no_opening(tmp_path):
 
 def test_the_options_are_refused_where_they_mean_nothing(tmp_path):
     path = write(tmp_path, EOS)
-    with pytest.raises(UserError, match="data.add_bos_token: is true, and the tokenizer names no bos_token"):
+    with pytest.raises(UserError, match="data.add_bos_token: is true, but the tokenizer has no bos_token"):
         build_tokenizer(path, None, True)
-    with pytest.raises(UserError, match="data.eos_token: is set, and data.tokenizer=bytes has no such token"):
+    with pytest.raises(UserError, match="data.eos_token: is set, but data.tokenizer=bytes has no such token"):
         build_tokenizer("bytes", "<eos>")
     cfg = typed(compose(["data=text", "data.files=[a]", "data.chat=true", f"data.tokenizer={path}", "data.add_bos_token=true"]))
     with pytest.raises(UserError, match="data.add_bos_token: is True with data.chat=true, where the chat template writes"):

@@ -1,4 +1,4 @@
-"""Data, models and tokenizers of an object store, of https and of the hub: the same as of a disk, by bounded copies."""
+"""Data, models and tokenizers in an object store, behind https and on the hub work as on disk, by bounded copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINES = [f"line {i} " + "é" * (i % 40) for i in range(300)]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """Use an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "compiler-trainer" / "tokens"
 
@@ -45,7 +45,7 @@ def tokens(*files, **options):
 
 
 def corpus(folder: Path) -> Path:
-    """A file of each kind, of the same lines."""
+    """Write a file of each kind with the same lines."""
     folder.mkdir()
     objects = "".join(json.dumps({"text": line}) + "\n" for line in LINES)
     (folder / "a.txt").write_text("\n".join(LINES))
@@ -122,7 +122,7 @@ def test_the_cache_is_bounded_and_says_what_makes_room(tmp_path, store, own_cach
     assert [path.exists() for path in paths] == [False, True, True]
     assert f"{own_cache} had more than 35.0 kB: the longest unused 10." in capsys.readouterr().out
     assert copies.file_here(urls[1], room) == str(paths[1])
-    with pytest.raises(UserError, match="^data.cache_gib: "):  # what was read just now stays
+    with pytest.raises(UserError, match="^data.cache_gib: "):  # recently read copies stay
         copies.file_here(urls[0], room)
 
 
@@ -150,15 +150,15 @@ def test_a_model_of_a_store_has_the_values_of_that_folder(store):
 
 def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, store):
     with pytest.raises(UserError, match="^s3://bucket/a/../../evil.json: leads out of its folder"):
-        copies.copied(Place(f"{BUCKET}/a"), {"../../evil.json": Entry(1, 1)}, cache.Cache(tmp_path / "cache"))
+        copies.copy_files(Place(f"{BUCKET}/a"), {"../../evil.json": Entry(1, 1)}, cache.Cache(tmp_path / "cache"))
     assert not list(tmp_path.rglob("evil.json"))
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    (f"{BUCKET}/none.txt", "none.txt: is not there; look at its name"),
+    (f"{BUCKET}/none.txt", "none.txt: is not there; check its name"),
     (f"{BUCKET}/none/*.txt", "the glob matches no file"),
     ("s3://another/a.txt", "another/a.txt: is not there"),
-    ("nowhere://a/b.txt", "nowhere://a/b.txt: is of no store that fsspec knows: s3"),
+    ("nowhere://a/b.txt", "nowhere://a/b.txt: is not in a store that fsspec knows: s3"),
     (f"{BUCKET}/kinds", "no file below it ends in .txt"),
     (f"{BUCKET}/kinds/a.pdf", "unknown extension '.pdf'"),
 ])
@@ -209,7 +209,7 @@ def test_files_behind_http(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A cache of the hub, and no network."""
+    """Use an own cache of the hub, and no network."""
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -236,9 +236,9 @@ def test_what_the_hubs_cache_has_in_part_is_not_taken_for_the_whole(hub):
     folder = folders.folder("llama")
     left_out = sorted(file.name for file in folder.glob("*.safetensors"))[-1]
     folders.cached(hub, "org/part", folder, left_out)
-    with pytest.raises(UserError, match="^model.path: of org/part the hub's cache has a part alone, in .*; download it"):
+    with pytest.raises(UserError, match="^model.path: the hub's cache has only a part of org/part, in .*; download it"):
         subject(Config(model=FolderConfig("org/part")))
-    with pytest.raises(UserError, match="^model.path: org/none is no folder here, nor in the hub's cache, .*HF_TOKEN"):
+    with pytest.raises(UserError, match="^model.path: org/none is neither a folder here nor in the hub's cache, .*HF_TOKEN"):
         subject(Config(model=FolderConfig("org/none")))
     assert subject(Config(model=FolderConfig("org/part", init="random"))).name == "llama in org/part"
 

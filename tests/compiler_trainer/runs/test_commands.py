@@ -339,7 +339,7 @@ def test_an_answer_in_a_chat_ends_at_its_end_token(run, chatting, monkeypatch):
 
 def test_without_a_chat_template_there_is_no_chat(run, trained):
     said = run("generate", trained("decoder"), "--chat", "--prompt", "hi")
-    assert said == "error: data.tokenizer: bytes has no chat template; conversations need one in the tokenizer_config.json or chat_template.jinja beside the tokenizer.json\n"
+    assert said == "error: data.tokenizer: bytes has no chat template; conversations need one in the tokenizer_config.json or chat_template.jinja next to the tokenizer.json\n"
 
 
 # Exporting

@@ -51,7 +51,7 @@ def test_a_job_runs_what_was_made_ahead_and_says_so(tmp_path, capsys, untraced):
     stored = json.loads((run / "report.json").read_text())["program"]
     assert stored["read"] and stored["from"] == str(tmp_path / "copied") and (run / "graphs").is_dir()
     said = capsys.readouterr().out
-    assert f"program {stored['stored_as'][:12]}, made ahead, was read from {tmp_path / 'copied'}\n" in said
+    assert f"program {stored['stored_as'][:12]}, compiled ahead, was loaded from {tmp_path / 'copied'}\n" in said
     assert (run / "config.yaml").read_text().startswith(f"# program {stored['stored_as']}\n")
     assert call("inspect", run) == 0
     assert f"program {stored['stored_as']}, read from {tmp_path / 'copied'}" in capsys.readouterr().out.replace("\n", " ")
@@ -70,12 +70,12 @@ def test_another_job_is_refused_with_what_differs(tmp_path, capsys):
     for option, differs in OTHERS.items():
         assert call(*SMALL, f"lower.programs={tmp_path / 'made'}", f"run.dir={tmp_path / 'run'}", option) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"error: lower.programs: {tmp_path / 'made'} holds the program of another job: "), said
+        assert said.startswith(f"error: lower.programs: {tmp_path / 'made'} contains the program of another job: "), said
         assert differs in said and (said.count(" here") == 1 or "model is" in said), said
     for path in (tmp_path / "made").iterdir():
         path.unlink()
     assert call(*SMALL, f"lower.programs={tmp_path / 'made'}", f"run.dir={tmp_path / 'run'}") == 2
-    assert "holds no program" in capsys.readouterr().err
+    assert "contains no program" in capsys.readouterr().err
     assert call(*SMALL, f"lower.programs={tmp_path / 'none'}", f"run.dir={tmp_path / 'run'}") == 2
     assert "there is no folder" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Compiled steps against eager PyTorch: losses, gradient norms and parameters, on any mesh."""
+"""Compiled steps equal eager PyTorch: losses, gradient norms and parameters, on any mesh."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_tied_weights_are_one_parameter():
 def test_bf16_compute_over_fp32_masters_stays_close():
     model, data = llama(dtype=torch.float32), batches()
     step = compile_lockstep(model, llama_loss, data[0], FSDP, passes={"cast": {"param_dtype": "bfloat16"}})
-    wanted, state = train_plainly(model, llama_loss, data)
+    expected, state = train_plainly(model, llama_loss, data)
     losses = [m["loss"] for m in train_step(step, data)]
-    assert losses == pytest.approx([m["loss"] for m in wanted], rel=2e-2)
+    assert losses == pytest.approx([m["loss"] for m in expected], rel=2e-2)
     assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in step.state_dict().values())
     assert step.state_dict().keys() == state.keys()
 
@@ -81,10 +81,10 @@ def test_bf16_compute_over_fp32_masters_stays_close():
 def test_evaluation_is_the_loss_and_changes_nothing(microbatches):
     model, (batch, _, _) = llama(), batches(rows=6)
     step = compile_lockstep(model, llama_loss, batch, FSDP, microbatches=microbatches, evaluate=True)
-    wanted = llama_loss(model, batch).item()
-    assert step.evaluate(batch) == pytest.approx(wanted, rel=EXACT)
+    expected = llama_loss(model, batch).item()
+    assert step.evaluate(batch) == pytest.approx(expected, rel=EXACT)
     assert_same(step.state_dict(), model.state_dict(), 0)
-    assert step(batch)["loss"] == pytest.approx(wanted, rel=EXACT)
+    assert step(batch)["loss"] == pytest.approx(expected, rel=EXACT)
 
 
 def test_initial_values_take_the_place_of_the_models():
@@ -101,11 +101,11 @@ def test_the_model_and_its_initial_values_are_left_alone():
     assert_same(model.state_dict(), before, 0)
 
 
-# ---- other people's modules -------------------------------------------------------------------------
+# ---- third-party modules ----------------------------------------------------------------------------
 
 
 class Centered(nn.Module):
-    """Subtracts the mean of a batch in training and keeps a running mean, as batch normalisation does."""
+    """Subtracts the batch mean in training and keeps a running mean, like batch normalization."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -147,7 +147,7 @@ def test_batch_normalisation_is_that_of_the_whole_batch(mesh):
     trained_alike(perceptron(nn.BatchNorm1d(7)), squared_error, points(), mesh, NO_DECAY)
 
 
-# ---- what is refused --------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_a_model_of_which_nothing_is_trained_is_refused_and_can_be_evaluated():
     ({"passes": {"remat": {"policy": "ful"}}}, "passes.remat.policy.*full"),
     ({"passes": {"shard": {"plan": {"nothing.*": {"tp": 0}}}}}, "nothing"),
     ({"ranks": "lockstop"}, "ranks: is 'lockstop'"),
-    ({"mesh": FSDP, "ranks": "processes"}, "mesh: .* is for 2 ranks, 1 are running"),
+    ({"mesh": FSDP, "ranks": "processes"}, "mesh: .* is for 2 ranks, but 1 are running"),
 ], ids=lambda value: str(value)[:40])
 def test_options_that_cannot_hold_are_refused(options, says):
     with pytest.raises(UserError, match=says):

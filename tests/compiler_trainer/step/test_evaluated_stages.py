@@ -1,4 +1,4 @@
-"""Evaluation in pipeline stages reads what training stores, of models that are others in eval mode."""
+"""Evaluation in pipeline stages reads what training stores, for models that differ in eval mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUTED = "experts seed=350 length=2 rows=1 top_k=1 mesh.pp=3 optim.name=adamw pa
 
 
 class Sided(nn.Module):
-    """Four products, with three more after the first while it trains: by its work eval mode would be cut elsewhere."""
+    """Four matmuls, and three more in training after the first: by work, eval mode would be cut elsewhere."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Many layers alike, one of which stands for others while passes run: in the end the program is the same."""
+"""One of many equal layers stands for others while passes run: in the end, the program is the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from passes.program.stages import Stage
 
 
 def request(model, loss_fn=llama_loss, fold=True, mesh=(), passes=(), optim=(), **fields):
-    """Return the request of a model, whose alike layers may be folded."""
+    """Return the request of a model whose equal layers may be folded."""
     return CompileRequest(
         model=model,
         loss_fn=loss_fn,
@@ -48,7 +48,7 @@ def request(model, loss_fn=llama_loss, fold=True, mesh=(), passes=(), optim=(), 
 
 
 def exported(asked):
-    """Return the captured program of a request, folded if it may be."""
+    """Return the captured program of a request, folded if possible."""
     return export_once(asked, build_pipeline(asked).folding)
 
 
@@ -59,7 +59,7 @@ def programs(asked, observe=None):
 
 
 def calls(program):
-    """Every call in order: which body, on which values, whose work; values numbered in order."""
+    """Return every call in order: its body, its numbered values, and its role."""
     number = {node: i for i, node in enumerate(program.graph.nodes)}
     keys = {node: node.target.key if isinstance(node.target, Body) else str(node.target) for node in program.calls()}
     operands = (fx.map_arg((n.args, n.kwargs), lambda m: f"%{number[m]}") for n in program.graph.nodes)
@@ -67,7 +67,7 @@ def calls(program):
 
 
 def origins(program):
-    """Of every operator but views, which pieces make again, how often its like has its layer, role and module."""
+    """Return the number of operators, except views, by layer, role, module and recomputation."""
     nodes = [node for node in flatten(program).calls() if not is_view(node)]
     return Counter((str(n.target), ir.layer(n), ir.role(n), ir.module_path(n), ir.parameter(n)) for n in nodes)
 
@@ -104,12 +104,12 @@ CASES = {
 
 @functools.cache
 def compiled(case, fold):
-    """The programs, what was left out, and the report on each pass."""
+    """Return the programs, the number of layers left out, and the report on each pass."""
     how = dict(CASES[case])
     asked = request(llama(how.pop("n"), **how.pop("model", {})), fold=fold, **how)
-    found, report = programs(asked)
+    result, report = programs(asked)
     assert not any("stands for" in note for note in report.notes)
-    return found, exported(asked).program.fold, report.passes
+    return result, exported(asked).program.fold, report.passes
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fsdp" else pytest.mark.full) for c in CASES])
@@ -128,7 +128,7 @@ def test_the_program_is_that_of_all_layers(case):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_layers_of_others_stand_for_each_other_on_one_rank(name):
-    """Where the first layer reads otherwise than its own."""
+    """The first layer has another input than its own."""
     config = {"llama": zoo.tf.LlamaConfig, "qwen3": zoo.tf.Qwen3Config}[name]
     sizes = zoo.COMMON | {"num_hidden_layers": 8, "num_key_value_heads": 2}
     model = zoo.tf.AutoModelForCausalLM.from_config(config(**sizes, use_cache=False))
@@ -138,13 +138,13 @@ def test_layers_of_others_stand_for_each_other_on_one_rank(name):
 
 @pytest.mark.full
 def test_what_a_layer_stands_for_is_counted():
-    """After every pass: FLOPs, bytes sent and the peak of memory are those of all layers."""
+    """After every pass, FLOPs, bytes sent and peak memory are those of all layers."""
     whole, folded = (
         [(p["program"], p["name"], p["accounting"]) for p in compiled("fsdp", fold)[2]] for fold in (False, True)
     )
-    for program, step, found in folded:
-        (wanted,) = [a for p, s, a in whole if (p, s) == (program, "segment" if step == "unfold" else step)]
-        assert found | {"peak_node": ""} == wanted | {"peak_node": ""}, (program, step)
+    for program, step, result in folded:
+        (expected,) = [a for p, s, a in whole if (p, s) == (program, "segment" if step == "unfold" else step)]
+        assert result | {"peak_node": ""} == expected | {"peak_node": ""}, (program, step)
 
 
 @pytest.mark.full
@@ -190,16 +190,16 @@ def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
         assert peak_line(stage)[1] == stage.report["accounting"]["peak_bytes"]
 
 
-# ---- layers that stand for themselves ---------------------------------------------------------------
+# ---- layers that are not folded ----------------------------------------------------------------------
 
 
 def left_out(model, loss_fn=llama_loss, **how):
-    """Of twelve layers, where ten have to be there."""
+    """Return the number of layers left out of twelve, of which ten must stay."""
     return exported(request(model, loss_fn, **{"mesh": {"dp_shard": 2}, **how})).program.fold
 
 
 def odd(change):
-    """Twelve layers, of which one is other than the rest."""
+    """Return twelve layers of which one differs."""
     model = llama(12)
     change(model.layers[6])
     return model
@@ -261,14 +261,14 @@ def test_a_value_of_a_layer_in_the_middle_that_others_read():
 
 
 class Lent(nn.Linear):
-    """A layer that is told with which weight to compute."""
+    """A layer that is given the weight to use."""
 
     def forward(self, x, weight):
         return nn.functional.linear(x, weight, self.bias).sin()
 
 
 class Borrowing(nn.Module):
-    """One of many layers computes with the weight of the first, under the name under which it has its own."""
+    """One of many layers uses the first layer's weight, under the name of its own."""
 
     def __init__(self, borrower):
         super().__init__()
@@ -325,12 +325,12 @@ def test_layers_that_drop_out():
     assert left_out(Dropping(), loss) is None
 
 
-# ---- what is not alike in the end ---------------------------------------------------------------------
+# ---- layers that differ after passes ------------------------------------------------------------------
 
 
 @functools.cache
 def rolled_up():
-    """The finished step of one rank before it is unfolded."""
+    """Return the finished step of one rank before it is unfolded."""
     asked = request(llama(12), evaluate=False)
     pipeline, captured = build_pipeline(asked), exported(asked)
     program, _ = run_passes("step", pipeline.lineage("step"), captured.program, captured.ctx)
@@ -375,20 +375,20 @@ def test_what_is_read_outside_of_the_layers_is_refused():
 
 @pytest.mark.full
 def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
-    """It says so, trains the same, and nothing of the first try is dumped."""
+    """It is reported, trains the same, and the first attempt dumps nothing."""
     def refuse(self, *layers):
         raise ir.LayersDiffer("unfold", None, "planted")
 
     seen = []
     monkeypatch.setattr(unfold.Writer, "check_order", refuse)
-    found, report = programs(request(llama(12)), lambda program, record: seen.append((program, record)))
+    result, report = programs(request(llama(12)), lambda program, record: seen.append((program, record)))
     whole, _ = programs(request(llama(12), fold=False))
-    assert report.finish()["notes"] == ["no layer stands for others: unfold: planted"]
+    assert report.finish()["notes"] == ["layers are not folded: unfold: planted"]
     assert not any(program.fold for program, _ in seen)
     assert [record.name for _, record in seen][:2] == ["capture", "cast"]
     assert len(seen) == len(report.passes)
     for name, program in whole.items():
-        assert calls(found[name]) == calls(program)
+        assert calls(result[name]) == calls(program)
 
 
 def test_names():

@@ -1,4 +1,4 @@
-"""FSDP with a sequence that is sharded too: parameters in shards over `dp_shard` and `cp` as one axis."""
+"""FSDP with a sharded sequence: parameters are sharded over `dp_shard` and `cp` as one axis."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ N_LAYERS = 2
 
 @functools.cache
 def plain(optim: str = "adamw", microbatches: int = 1, tied: bool = False):
-    """Metrics and parameters after three steps on one device."""
+    """Return metrics and parameters after three steps on one device."""
     rows = 4 if microbatches > 1 else 5
     how = ADAMW if optim == "adamw" else {"name": "sgd", "momentum": 0.9}
     return train_plainly(llama(N_LAYERS, tied=tied), llama_loss, batches(rows=rows), how, microbatches)
 
 
 def trained(mesh: dict[str, int], microbatches: int = 1, tied: bool = False, **passes):
-    """The step, after three steps that are those of one device."""
+    """Return the step after three steps, which equal those of one device."""
     data = batches(rows=4 if microbatches > 1 else 5)
     step = compile_lockstep(llama(N_LAYERS, tied=tied), llama_loss, data[0], mesh, ADAMW, microbatches=microbatches,
                             passes={"verify": "spec", **passes})
@@ -84,11 +84,11 @@ def test_whatever_else_the_passes_do(options):
     trained({"cp": 3, "dp_shard": 2}, **options)
 
 
-# ---- parameters that meet other values than tokens -------------------------------------------------
+# ---- parameters that are not used on tokens ---------------------------------------------------------
 
 
 class Odd(nn.Module):
-    """Parameters along the sequence, of rows alone, of other parameters, frozen, unused and of one entry; a buffer."""
+    """Parameters along the sequence, with rows only, of other parameters, frozen, unused and of one entry; a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ def test_parameters_of_all_kinds_have_their_gradients(mesh, least):
     assert_same(step.state_dict(), state, 1e-9)
 
 
-# ---- how they are stored ---------------------------------------------------------------------------
+# ---- storage ----------------------------------------------------------------------------------------
 
 
 def test_a_rank_holds_its_part_of_parameters_and_moments_in_their_own_order():
@@ -166,13 +166,13 @@ def test_a_checkpoint_is_resharded_when_it_is_loaded(tmp_path, there):
 @pytest.mark.parametrize("axis", ["cp", "dp_shard"])
 def test_a_plan_that_shards_a_parameter_where_it_is_stored_is_refused(axis):
     plan = {"layers.0.attention.wq.weight": {axis: 0}}
-    said = f"layers.0.attention.wq.weight is sharded on {axis}, but parameters are stored over dp_shard and cp"
-    with pytest.raises(UserError, match=said):
+    message = f"layers.0.attention.wq.weight is sharded on {axis}, but parameters are stored over dp_shard and cp"
+    with pytest.raises(UserError, match=message):
         compile_lockstep(llama(1), llama_loss, batches(1)[0], MESHES[0], passes={"shard": {"plan": plan}})
 
 
 class Rotated(nn.Module):
-    """A layer with a weight of complex numbers."""
+    """A layer with a complex weight."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Process groups over host memory: their collectives run one after another."""
+"""Process groups over host memory run their collectives one after another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def alone():
 
 
 def test_no_two_collectives_of_a_group_run_at_once(alone):
-    """Two corrupt the heap: torch 2.13.0 aborts once in some hundred steps."""
+    """Two corrupt the heap: torch 2.13.0 aborts once in a few hundred steps."""
     further = host_group()
     for group in (dist.group.WORLD, dist.new_group([0]), further):
         options = group._get_backend(torch.device("cpu")).options
@@ -33,6 +33,6 @@ def test_no_two_collectives_of_a_group_run_at_once(alone):
 
 
 def test_ranks_wait_for_others_that_compile_in_every_group(alone):
-    """NCCL's own time is ten minutes, and would end a job of which one rank compiles for longer."""
+    """NCCL's default timeout is ten minutes, and would end a job in which one rank compiles for longer."""
     for group in (new_group(), new_group([0]), host_group()):
         assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE

@@ -1,4 +1,4 @@
-"""Tables that are too short for what is looked up in them are refused before anything is compiled."""
+"""Tables that are too short for their look-ups are refused before compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiler_trainer import UserError
 
 
 class Learned(nn.Module):
-    """Tokens and their positions, looked up; positions are counted, shifted, or those of the batch."""
+    """Looked-up tokens and positions; positions are counted, shifted, or those of the batch."""
 
     def __init__(self, rows: int, how: str):
         super().__init__()
@@ -39,8 +39,8 @@ BELOW = {"tokens": VOCAB, "positions": SEQ_LEN}
 @pytest.mark.parametrize(("how", "rows", "most"), [("counted", 5, 5), ("given", 5, 5), ("shifted", 8, 6), ("indexed", 5, 5)])
 @pytest.mark.sample(2)
 def test_a_row_longer_than_learned_positions_is_refused(how, rows, most):
-    said = rf"^train.seq_len: rows of 7 tokens reach position \d, and test_look_ups.py:\d+ looks up in {rows}; set train.seq_len={most} or less"
-    with pytest.raises(UserError, match=said):
+    message = rf"^train.seq_len: rows of 7 tokens reach position \d, but test_look_ups.py:\d+ looks up in {rows}; set train.seq_len={most} or less"
+    with pytest.raises(UserError, match=message):
         compile_lockstep(Learned(rows, how), loss, batches()[0], {}, below=BELOW)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of one attempt of a job meet in a store that still holds what those of earlier attempts wrote."""
+"""Ranks of one attempt of a job meet in a store that still holds the keys of earlier attempts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from compiler_trainer.step import meeting
 
 
 def attempt(store: dist.Store, names: str, delays: list[float]) -> list[str]:
-    """What each rank takes for the attempt's name; they come after some delays."""
-    found = [""] * len(delays)
+    """Return the name of the attempt that each rank finds; ranks arrive with delays."""
+    result = [""] * len(delays)
 
     def come(rank):
         threading.Event().wait(delays[rank])
         if rank == 0:
-            found[0] = meeting.give(store, names, len(delays))
+            result[0] = meeting.give(store, names, len(delays))
         else:
-            found[rank] = meeting.take(store, f"{names}{rank:02}", rank)
+            result[rank] = meeting.take(store, f"{names}{rank:02}", rank)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(delays))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("delays", [[0.0, 0.0, 0.0], [0.2, 0.0, 0.0], [0.0, 0.3, 0.1]], ids=str)

@@ -1,4 +1,4 @@
-"""Names of a model and its batch are the user's: none is read for a stage or a microbatch."""
+"""Names of a model and its batch are the user's: none is parsed as a stage or a microbatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import compiler_trainer as ct
 
 
 class Named(nn.Module):
-    """A tied embedding, read by the first and the last stage, and a buffer and entries whose names have an @."""
+    """A tied embedding, read by the first and the last stage, and a buffer and entries with an @ in their names."""
 
     def __init__(self):
         super().__init__()

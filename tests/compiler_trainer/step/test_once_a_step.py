@@ -1,4 +1,4 @@
-"""A step in microbatches that gathers parameters or reduces gradients once trains as one that does so for each."""
+"""Gathering parameters or reducing gradients once per step trains like doing so for each microbatch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_done_once_trains_as_one_device(case):
 @pytest.mark.parametrize("gather", ["step", "microbatch"])
 @pytest.mark.parametrize("reduce", ["step", "microbatch"])
 def test_evaluation_is_that_of_one_device(gather, reduce):
-    """It takes no part in what a training step does once."""
+    """Evaluation does not take part in the once-per-step work of training."""
     torch.manual_seed(0)
     model = Llama(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48)).double()
     tokens = torch.randint(0, 256, (4, 13))
@@ -73,21 +73,21 @@ def test_terms_are_added_up_in_the_dtype_of_the_gradient():
 
 
 def programs(when: str, **options) -> dict[str, ir.Program]:
-    """The programs of a small decoder on two ranks, as they are scheduled."""
+    """Return the scheduled programs of a small decoder on two ranks."""
     model = Llama(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48))
     batch = {key: torch.zeros(4, 12, dtype=torch.int64) for key in ("tokens", "labels", "positions", "documents")}
-    found = {}
+    result = {}
 
     def observe(program, record):
         if record.name == "bucket":
-            found[record.program] = program
+            result[record.program] = program
 
     passes = {"accumulate": {"gather": when, "reduce": when}, "fold_layers": False, **options}
     how = {"mesh": {"dp_shard": 2}, "microbatches": 2, "passes": passes, "evaluate": False}
     compile_step(model, loss_fn, batch, ranks="lockstep", observe=observe, **how)
-    return found
+    return result
 
 
 def collectives(program: ir.Program) -> set[str]:
-    """The kinds of communication of weights and gradients, the loss's sums aside."""
+    """Return the kinds of communication of weights and gradients, without the sums of the loss."""
     return {kind for node in program.calls() if (kind := kind_of(node)) and ir.example(node).dim()}

@@ -1,4 +1,4 @@
-"""transformers' own models in pipeline stages, as they are: tied, with rotary tables, experts, an encoder and a decoder."""
+"""transformers' own models in pipeline stages, unmodified: tied, with rotary tables, experts, encoder and decoder."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def trained(name: str, mesh: dict[str, int]):
 @pytest.mark.full
 @pytest.mark.parametrize("name", quick(MODELS, 0))
 def test_a_model_of_transformers_trains_in_stages_as_on_one_device(name):
-    (metrics, state), (wanted, wanted_state) = trained(name, {"pp": 2, "tp": 2}), trained(name, {})
+    (metrics, state), (expected, wanted_state) = trained(name, {"pp": 2, "tp": 2}), trained(name, {})
     allowed = FP32 if name == "gemma3" else 1e-12
-    for ours, theirs in zip(metrics, wanted, strict=True):
+    for ours, theirs in zip(metrics, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=allowed)
     for parameter, value in wanted_state.items():
         assert torch.allclose(state[parameter], value, rtol=0, atol=allowed), parameter

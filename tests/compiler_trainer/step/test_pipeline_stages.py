@@ -1,4 +1,4 @@
-"""Pipeline stages train as eager PyTorch on one device does, in fp64, whatever is cut and whatever else shards it."""
+"""Pipeline stages train like eager PyTorch on one device, in fp64, for every cut and with other sharding."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_stages_alone_are_the_step_to_the_bit(schedule):
 
 def step_losses(pp: int, schedule: str):
     step, batch = decoder(pp, {"schedule": schedule})
-    found = [step(batch) for _ in range(3)]
-    return found, {name: value.tolist() for name, value in step.state_dict().items()}, step.evaluate(batch)
+    result = [step(batch) for _ in range(3)]
+    return result, {name: value.tolist() for name, value in step.state_dict().items()}, step.evaluate(batch)
 
 
 def decoder(pp: int, pipeline: dict):
@@ -120,13 +120,13 @@ def test_a_buffer_that_a_later_stage_changes_is_refused():
 
 
 def test_a_gradient_that_parameters_of_two_stages_share_reaches_both():
-    """Biases of a parallel residual have one gradient: attention's is of the first stage, the MLP's of the second."""
+    """Biases of a parallel residual share a gradient; attention's is on the first stage, the MLP's on the second."""
     options = "mesh.pp=2 mesh.tp=2 optim.name=sgd passes.shard.sequence_parallel=false"
     outcome = judged(Case.parse(f"gpt_neox seed=374 length=5 {options}")).outcome
     assert outcome.verdict == "right", outcome
 
 
 def test_a_tied_weight_is_added_up_as_each_stage_has_it():
-    """Where the first stage has terms of its gradient, and the last, which has all tokens, shards of it."""
+    """The first stage has terms of its gradient, and the last, which has all tokens, has shards."""
     outcome = judged(Case.parse("reader mesh.cp=2 mesh.pp=2 rows=1 length=2")).outcome
     assert outcome.verdict == "right", outcome

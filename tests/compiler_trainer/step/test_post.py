@@ -1,4 +1,4 @@
-"""Messages of pipeline ranks arrive as NCCL carries them, even if ranks wait for their whole device at any time."""
+"""Messages of pipeline ranks arrive under NCCL's rules, even if ranks wait for their whole device at any time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 from compiler_trainer.planning.playing import in_flight
 from compiler_trainer.step import messages as of_step
 from compiler_trainer.step.messages import Post, Timetable, Ways, messages
-from compiler_trainer.step.turns import Carried, turns_of_step
+from compiler_trainer.step.turns import CarriedValues, turns_of_step
 from passes.pipeline.tables import Slot, auto, gpipe, interleaved, one_f_one_b, play, zbv, zero_bubble
 from passes.program import ir
 from passes.program.task import BACKWARD, FORWARD, INPUTS
@@ -32,7 +32,7 @@ TABLES = {
 
 
 class Asked(NamedTuple):
-    """A send or a receive that a rank asked for, after so many waits of its stream and of its host."""
+    """A send or receive requested by a rank after some waits of its stream and of its host."""
 
     kind: str
     number: int
@@ -41,9 +41,9 @@ class Asked(NamedTuple):
 
 
 class Nccl:
-    """The requests of a rank to NCCL, by the line in which they run: the pair of ranks, in a group.
+    """The requests of a rank to NCCL, by the queue in which they run: the pair of ranks, in a group.
 
-    A wait of the host is one for the whole device: all requests before it are done when it ends.
+    A wait of the host is for the whole device: all earlier requests are done when it ends.
     """
 
     def __init__(self, rank):
@@ -75,7 +75,7 @@ def ends(kind, names):
 
 
 def program_of(task, stages):
-    """What a task reads of other stages, and what it makes for them."""
+    """Return the program of a task, with the values that it reads from and makes for other stages."""
     s, reads, makes = task.stage, [], []
     if task.kind == FORWARD:
         reads, makes = [f"a{s - 1}"] * (s > 0), [f"a{s}"] * (s < stages - 1)
@@ -89,12 +89,12 @@ def program_of(task, stages):
 
 
 def asked_by(rank, table, ways, monkeypatch, waits_for_device=False):
-    """Return what a rank asks of NCCL in a step; with waits, at any point of a turn."""
+    """Return the NCCL requests of a rank in a step; with waits, at any point of a turn."""
     programs = {str(slot.task): program_of(slot.task, table.stages) for row in table.rows for slot in row}
     turns, nccl = turns_of_step(programs, table, table.microbatches), Nccl(rank)
     monkeypatch.setattr(of_step, "dist", nccl)
     post = Post(turns, programs, rank, rank, 1, torch.device("cpu"), ways)
-    carried = Carried(turns, programs, [rank], post)
+    carried = CarriedValues(turns, programs, [rank], post)
     wait = nccl.wait_for_device if waits_for_device else lambda: None
     carried.begin()
     for turn in (turn for turn in turns if turn.rank == rank):
@@ -113,21 +113,21 @@ def asked_by(rank, table, ways, monkeypatch, waits_for_device=False):
 
 
 def in_memory_of_post(rank, table, programs, monkeypatch):
-    """Return, for each turn of a rank, the receive buffers and the sent tensors that `Post` holds, with its inputs taken.
+    """Return, for each turn of a rank, the receive buffers and the sent tensors in `Post`, once its inputs are taken.
 
-    Sent tensors that turns of the rank read, or will, are left out.
+    Sent tensors that turns of the rank itself read are left out.
     """
     turns = turns_of_step(programs, table, table.microbatches)
     monkeypatch.setattr(of_step, "dist", Nccl(rank))
     post = Post(turns, programs, rank, rank, 1, torch.device("cpu"), Ways("up", "down"))
-    carried, counts = Carried(turns, programs, [rank], post), []
+    carried, counts = CarriedValues(turns, programs, [rank], post), []
     carried.begin()
     for turn in (turn for turn in turns if turn.rank == rank):
         carried.start(turn)
         for end in programs[turn.program].inputs:
             carried.get(turn, end.name, rank, 1)
-        expected = {message.key for message, _ in post.next} | post.room.keys()
-        counts.append((turn, (len(expected), len({message.key for message in post.sent} - carried.values.keys()))))
+        expected = {message.key for message, _ in post.next_buffers} | post.receive_buffers.keys()
+        counts.append((turn, (len(expected), len({message.key for message in post.sends_in_flight} - carried.values.keys()))))
         for output in programs[turn.program].outputs:
             carried.put(turn, output.name, {rank: torch.empty(1)})
         carried.done(turn)
@@ -135,7 +135,10 @@ def in_memory_of_post(rank, table, programs, monkeypatch):
 
 
 def left_over(ranks):
-    """Return how many transfers never run: one runs once both sides have come to it, in line, stream and host."""
+    """Return the number of transfers that never run.
+
+    A transfer runs once both sides have reached it, in queue, stream and host.
+    """
     done, passed, host = defaultdict(int), [0] * len(ranks), [0] * len(ranks)
     moved = True
     while moved:
@@ -183,14 +186,14 @@ def test_a_dry_run_counts_the_messages_that_are_in_memory(schedule, monkeypatch)
 
 @pytest.mark.parametrize("schedule", TABLES)
 def test_waits_for_the_whole_device_are_harmless(schedule, monkeypatch):
-    """Of first launches, which tune kernels, of the allocator and of pinned memory, in the middle of a step."""
+    """First launches tune kernels, and the allocator and pinning wait, in the middle of a step."""
     table = TABLES[schedule]
     ranks = [asked_by(rank, table, Ways("up", "down"), monkeypatch, True) for rank in range(table.ranks)]
     assert left_over(ranks) == 0 and all(nccl.host_waits for nccl in ranks)
 
 
 def test_receives_posted_too_early_would_wait_for_ever(monkeypatch):
-    """As a fixed number of messages ahead did, on two H100 ranks."""
+    """A fixed number of messages ahead hung on two H100 ranks."""
     table = TABLES["1f1b of two"]
 
     class Hasty(Timetable):
@@ -208,7 +211,7 @@ def test_receives_posted_too_early_would_wait_for_ever(monkeypatch):
 
 @pytest.mark.parametrize("schedule", TABLES)
 def test_receives_are_posted_before_what_can_hide_them_and_sent_tensors_are_freed(schedule):
-    """Of 1F1B a rank keeps as many sent tensors as there are ranks, however many microbatches there are."""
+    """With 1F1B, a rank keeps as many sent tensors as there are ranks, for any number of microbatches."""
     table = TABLES[schedule]
     programs = {str(slot.task): program_of(slot.task, table.stages) for row in table.rows for slot in row}
     turns, spans = turns_of_step(programs, table, table.microbatches), play(table).spans
@@ -230,7 +233,7 @@ def test_receives_are_posted_before_what_can_hide_them_and_sent_tensors_are_free
         assert len(proven) == len(set(proven)) and set(proven) <= sent
         if schedule.startswith("1f1b"):
             assert most_kept(timetable, turns_here, programs) <= 1 + table.ranks
-    assert hidden or schedule == "gpipe"  # where each value is read at once
+    assert hidden or schedule == "gpipe"  # where each value is read immediately
 
 
 def reads_of(turn, programs):
@@ -238,7 +241,7 @@ def reads_of(turn, programs):
 
 
 def most_kept(timetable, turns_here, programs):
-    """Return how many sent tensors a rank keeps at most."""
+    """Return the largest number of sent tensors that a rank keeps."""
     kept = most = 0
     for number, turn in enumerate(turns_here):
         for output in programs[turn.program].outputs:
@@ -250,14 +253,14 @@ def most_kept(timetable, turns_here, programs):
 
 @pytest.mark.parametrize("schedule", TABLES)
 def test_one_group_both_ways_is_slower_but_does_not_hang(schedule, monkeypatch):
-    """Two ranks ask for the messages between them in one order, so that NCCL could run both ways in turn."""
+    """Two ranks request their messages in one order, so NCCL could run both directions in turn."""
     table = TABLES[schedule]
     ranks = [asked_by(rank, table, Ways("all", "all"), monkeypatch, True) for rank in range(table.ranks)]
     assert left_over(ranks) == 0
 
 
 def test_connections_are_made_in_one_order(monkeypatch):
-    """Each rank its own, of the pairs that send."""
+    """Each rank connects its own pairs that send."""
     table, made = TABLES["zbv"], {}
     for rank in range(table.ranks):
         met = made.setdefault(rank, [])

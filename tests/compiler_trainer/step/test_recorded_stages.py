@@ -1,6 +1,7 @@
-"""Pipeline stages whose programs are recorded as CUDA graphs: the numbers of those that are not, to the bit.
+"""Pipeline stages recorded as CUDA graphs give the same bits as unrecorded ones.
 
-All ranks are played here, with CUDA graphs of a stand-in: a replay writes over whatever other recordings of its memory left.
+All ranks are played here, with stand-ins for CUDA graphs: a replay overwrites the results that other recordings left in
+its memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MICROBATCHES, STEPS = 4, 5
 
 
 class PlayedRanks(LockstepRanks):
-    """Pipeline ranks of one process, each stage's bodies called one by one, as where they are compiled."""
+    """Pipeline ranks of one process, whose compiled regions are called one by one, as in compiled programs."""
 
     def __init__(self, mesh, recorder):
         super().__init__(mesh)
@@ -48,7 +49,7 @@ class PlayedRanks(LockstepRanks):
 
 
 def called(body):
-    """What runs a body."""
+    """Return the function that runs a compiled region."""
     module = fx.GraphModule(torch.nn.Module(), body.graph)
 
     def run(args):
@@ -60,7 +61,7 @@ def called(body):
 
 
 def compiled(monkeypatch, schedule, recorder=None):
-    """A step of two pipeline ranks."""
+    """Return a step of two pipeline ranks."""
     monkeypatch.setattr(of_step, "_runtime", lambda ranks, mesh, *rest: PlayedRanks(mesh, recorder))
     model = llama(4, tied=True, dtype=torch.float32)
     passes = {"pipeline": {"schedule": schedule}, "verify": "none"}
@@ -69,26 +70,26 @@ def compiled(monkeypatch, schedule, recorder=None):
 
 
 def trained(step):
-    """Metrics of some steps and an evaluation, and what came of the parameters."""
+    """Return metrics of some steps and an evaluation, and the final parameters."""
     data = batches(rows=8)
-    found = [step(data[i % len(data)]) for i in range(STEPS)]
-    return found, step.evaluate(data[0]), {name: value.tolist() for name, value in step.state_dict().items()}
+    result = [step(data[i % len(data)]) for i in range(STEPS)]
+    return result, step.evaluate(data[0]), {name: value.tolist() for name, value in step.state_dict().items()}
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zbv"])
 def test_recorded_stages_have_the_bits_of_others(schedule, monkeypatch):
-    wanted = trained(compiled(monkeypatch, schedule))
+    expected = trained(compiled(monkeypatch, schedule))
     with played_cuda() as done:
         recorder = Recorder()
         step = compiled(monkeypatch, schedule, recorder)
-        assert trained(step) == wanted
+        assert trained(step) == expected
         assert len({*step.slots.values()}) > step.table.stages  # several are in flight
         assert done.count("record") == len({(turn.program, step.slots.get(turn)) for turn in step.training[0]})
 
 
 def test_what_a_backward_reads_of_its_forward_is_not_copied(monkeypatch):
-    """Copied is the batch, and what comes of other ranks: one activation, one gradient."""
+    """Only the batch and the values of other ranks are copied: one activation, one gradient."""
     with played_cuda():
         recorder = Recorder()
         step = compiled(monkeypatch, "1f1b", recorder)

@@ -1,4 +1,4 @@
-"""Programs of earlier starts: read if the exported graph, options and versions are the same, else compiled again."""
+"""Programs of earlier starts are read if exported graph, options and versions are the same, else compiled again."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def key(model, loss=loss_of_logits, batch=BATCH, **fields):
     return key_of(request, export(request, build_pipeline(request).folding, lambda what: None)).digest
 
 
-# ---- what changes the key ----------------------------------------------------------------------------
+# ---- changes of the key ------------------------------------------------------------------------------
 
 
 def altered(model, path, value):
@@ -258,7 +258,7 @@ def test_a_changed_loss_changes_the_key(place):
 
 
 class Halved(torch.autograd.Function):
-    """x, whose gradient is halved."""
+    """The identity with a halved gradient."""
 
     factor = 0.5
 
@@ -282,9 +282,9 @@ halved = functools.partial(after, lambda x: Halved.apply(x))
 
 def test_a_backward_of_ones_own_is_in_the_key(place, monkeypatch):
     model = place.model()
-    before, again = key(model, halved), key(model, halved)
+    before, second = key(model, halved), key(model, halved)
     monkeypatch.setattr(Halved, "factor", 0.25)
-    assert before == again != key(model, halved)
+    assert before == second != key(model, halved)
     monkeypatch.setattr(Halved, "backward", staticmethod(lambda ctx, gradient: gradient.sin()))
     assert key(model, halved) != before
 
@@ -349,7 +349,7 @@ def test_a_changed_file_of_ours_changes_the_key(exported, tmp_path, monkeypatch)
     assert len(set(keys)) == 3
 
 
-# ---- what does not -----------------------------------------------------------------------------------
+# ---- no change of the key ----------------------------------------------------------------------------
 
 SAME = {
     "built again": lambda m: m,
@@ -379,7 +379,7 @@ def test_the_build_of_a_release_leaves_the_key(exported, monkeypatch):
 
 @pytest.mark.full
 def test_other_processes_have_the_same_key():
-    """Whatever the order of their sets."""
+    """The order of their sets does not matter."""
     told = [
         subprocess.run([sys.executable, __file__], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
         for seed in ("1", "2")
@@ -388,7 +388,7 @@ def test_other_processes_have_the_same_key():
     assert len({done.stdout for done in told}) == 1 and len(told[0].stdout.split()) == 2
 
 
-# ---- what has no key -------------------------------------------------------------------------------
+# ---- jobs without a key -----------------------------------------------------------------------------
 
 
 @torch.library.custom_op("plug::double", mutates_args=())
@@ -410,19 +410,19 @@ triple.register_autograd(lambda ctx, gradient: gradient * 3)
 
 @pytest.mark.parametrize("operator", [double, triple])
 def test_an_operator_of_ones_own_has_no_key(place, operator):
-    with pytest.raises(Unkeyed, match=r"the kernel of plug\.(double|triple)\.default is code of its own"):
+    with pytest.raises(Unkeyed, match=r"the kernel of plug\.(double|triple)\.default is user code"):
         key(place.model(), functools.partial(after, operator))
 
 
 class Never:
-    """No pass runs in these tests."""
+    """A pass that must not run in these tests."""
 
 
 def test_parts_of_ones_own_have_no_key(exported, monkeypatch):
     request, graphs = exported
-    with pytest.raises(Unkeyed, match="^passes.extra names code of its own$"):
+    with pytest.raises(Unkeyed, match="^passes.extra names user code$"):
         key_of(dataclasses.replace(request, passes=dataclasses.replace(ON_CPU, extra=({"_target_": "test_stored.Never"},))), graphs)
-    with pytest.raises(Unkeyed, match="^optim._target_ names code of its own$"):
+    with pytest.raises(Unkeyed, match="^optim._target_ names user code$"):
         key_of(dataclasses.replace(request, optim=OptimConfig("custom", _target_="test_stored.Never")), graphs)
     monkeypatch.setitem(RULES, "plug::one", None)
     monkeypatch.setitem(ADDED, "plug::one", "")
@@ -442,14 +442,14 @@ def test_a_job_without_a_key_is_compiled_each_time_and_says_why(place, tmp_path)
     for _ in range(2):
         _, report = start(place, cache, optim=optim)
         assert not report["program"]["read"]
-        assert report["notes"] == ["the program is not stored: optim._target_ names code of its own"]
+        assert report["notes"] == ["the program is not stored: optim._target_ names user code"]
 
 
 # ---- the store ---------------------------------------------------------------------------------------
 
 
 def start(place, cache, **how):
-    """(the losses of two steps and of an evaluation, the report) of a start."""
+    """Return (the losses of two steps and of an evaluation, the report) of a start."""
     torch.manual_seed(0)
     how = {"optim": {"lr": 0.1}, "ranks": "lockstep", "mesh": {"dp_shard": 2}} | how
     step = compile_step(place.model(), loss_of_logits, BATCH, cache=cache, **how)
@@ -465,8 +465,8 @@ def test_a_second_start_reads_the_program_and_computes_the_same(place, tmp_path)
     assert json.dumps(made["passes"]) == json.dumps(read["passes"])
     assert set(read["seconds"]) == {"capture", "program", "step.lower"}
     place.replace("helper", "0.5", "0.25")
-    third, again = start(place, cache)
-    assert third != first and not again["program"]["read"]
+    third, repeated = start(place, cache)
+    assert third != first and not repeated["program"]["read"]
 
 
 def test_graphs_are_stored_with_the_program(place, tmp_path):
@@ -509,8 +509,8 @@ def test_damage_is_noticed_and_compiled_again(place, tmp_path):
             assert cache.find(path.name) is None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, again = start(place, cache)
-    assert not again["program"]["read"]
+        _, second = start(place, cache)
+    assert not second["program"]["read"]
     assert start(place, cache)[1]["program"]["read"]
 
 
@@ -537,9 +537,9 @@ def test_a_schedule_in_a_file_is_read_again(place, tmp_path):
         losses, report = start(place, cache, mesh={"pp": 2}, microbatches=2, passes=pipeline)
         return losses, report["program"]["read"]
 
-    first, again, split = started(one_f_one_b(2, 2)), started(gpipe(2, 2)), started(zero_bubble(2, 2))
-    assert [is_read for _, is_read in (first, again, split)] == [False, True, False]  # the order alone changes no program
-    assert first[0] == again[0] == pytest.approx(split[0])
+    first, second, split = started(one_f_one_b(2, 2)), started(gpipe(2, 2)), started(zero_bubble(2, 2))
+    assert [is_read for _, is_read in (first, second, split)] == [False, True, False]  # only the order differs, and not the programs
+    assert first[0] == second[0] == pytest.approx(split[0])
 
 
 if __name__ == "__main__":

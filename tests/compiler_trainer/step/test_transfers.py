@@ -1,4 +1,4 @@
-"""A step makes the host wait for the device once, in its end."""
+"""A step makes the host wait for the device only once, at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MICROBATCHES, COUNT, SEED = 3, 5, 7
 
 
 class Seen(TorchDispatchMode):
-    """The operators that are called, with what else is noted."""
+    """A mode that records the operators called."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ def test_a_launch_reads_no_number_and_sends_none():
     finished = SimpleNamespace(outputs=[SimpleNamespace(name="loss", kind="loss")])
     outputs = SimpleNamespace(finished=finished, compile=lambda: None)
     step.lr, step.seed, step.microbatches, step.device, step.ranks = 0.1, SEED, MICROBATCHES, torch.device("cpu"), (0,)
-    step.at_once, step.restored = 1, {}
+    step.microbatches_per_turn, step.restored_names = 1, {}
     step.state = {"optim.step": SimpleNamespace(local={0: torch.tensor(float(COUNT), dtype=torch.float64)})}
     step.split, step.counts, step.run = lambda batch: [{}] * MICROBATCHES, lambda parts: {}, run
     step.runtime = SimpleNamespace(numbers=lambda values, names: values, begin=lambda: None)
@@ -46,14 +46,14 @@ def test_a_launch_reads_no_number_and_sends_none():
     step.training = turns, SimpleNamespace(begin=lambda: None, start=lambda turn: None, end=lambda: None)
     with seen:
         results = step.launch({})
-    assert not {"aten::_local_scalar_dense", "aten::lift_fresh"} & set(seen.names)  # a number read, a number sent
+    assert not {"aten::_local_scalar_dense", "aten::lift_fresh"} & set(seen.names)  # reading a number, sending a number
     assert seen.names.index("apply") < len(seen.names) and results.read() == {"loss": 1.0}
     numbers = [COUNT * MICROBATCHES + m for m in range(MICROBATCHES)] + [COUNT]
     assert [int(seed) for seed in seeds] == [(SEED << 32) + number for number in numbers]
 
 
 class OnHost:
-    """A tensor in host memory, and what is asked of it."""
+    """A tensor in host memory that records its uses."""
 
     def __init__(self, kind="cpu", asked=()):
         self.device, self.asked = torch.device(kind), asked

@@ -1,4 +1,4 @@
-"""What one rank of a machine does for all: the others wait, and do it after it."""
+"""One rank of a machine works for all: the others wait, and then do the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ start_ranks()
 try:
     assert first_of_each_machine_first(make) == rank()
 except ValueError:
-    time.sleep(5)  # else the other one would be ended
+    time.sleep(5)  # otherwise the other process would be killed
 """
 
 

@@ -1,4 +1,4 @@
-"""Two steps of different models and meshes in one process: neither sees the other, even if one fails on its way."""
+"""Two steps of different models and meshes in one process do not affect each other, even if one fails midway."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def prepared(name: str):
     make, loss, data, how = SETTINGS[name]
     torch.manual_seed(0)
     model, data = make(), data()
-    wanted, _ = train_plainly(model, loss, data, NO_DECAY, how.get("microbatches", 1))
+    expected, _ = train_plainly(model, loss, data, NO_DECAY, how.get("microbatches", 1))
     step = compile_step(model, loss, data[0], optim=NO_DECAY, ranks="lockstep", **how)
-    return step, data, [metrics["loss"] for metrics in wanted]
+    return step, data, [metrics["loss"] for metrics in expected]
 
 
 class Failed(Exception):
-    """Planted in the middle of a step."""
+    """An error planted in the middle of a step."""
 
 
 @pytest.mark.sample(1)

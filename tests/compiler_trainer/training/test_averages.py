@@ -1,4 +1,4 @@
-"""Averages of weights are those of a plain loop, on any mesh, through checkpoints, and in what is exported."""
+"""Averages of weights equal those of a plain loop, on any mesh, through checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compiler_trainer.training.trainer import peek
 
 
 class Weights(Callback):
-    """Keeps what weights were before the first step, and after each."""
+    """A callback that keeps the weights before the first step and after each step."""
 
     def __init__(self):
         self.seen = []
@@ -34,11 +34,11 @@ class Weights(Callback):
 
 
 def plainly(seen, ema):
-    """The averages of a plain loop."""
-    found = {name: value.clone() for name, value in seen[0].items()}
+    """Return the averages of a plain loop."""
+    result = {name: value.clone() for name, value in seen[0].items()}
     for weights in seen[1:]:
-        found = {name: ema * value + (1 - ema) * weights[name] for name, value in found.items()}
-    return found
+        result = {name: ema * value + (1 - ema) * weights[name] for name, value in result.items()}
+    return result
 
 
 def test_they_are_those_of_a_plain_loop():
@@ -51,12 +51,12 @@ def test_they_are_those_of_a_plain_loop():
         seen.append(step.state_dict())
         averages.follow(step, 0.75, yes if number else None)
     step(data[0])
-    averages.follow(step, 0.75, no)  # its update was left out
-    found, wanted = step.wholes("ema."), plainly(seen, 0.75)
-    del wanted["frozen"]
-    assert {name.removeprefix("ema.") for name in found} == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[f"ema.{name}"], value, rtol=0, atol=1e-12)
+    averages.follow(step, 0.75, no)  # its update was skipped
+    result, expected = step.wholes("ema."), plainly(seen, 0.75)
+    del expected["frozen"]
+    assert {name.removeprefix("ema.") for name in result} == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(result[f"ema.{name}"], value, rtol=0, atol=1e-12)
         assert name == "unused" or not torch.equal(value, seen[-1][name])
 
 
@@ -66,15 +66,15 @@ def test_a_run_that_is_interrupted_keeps_them_and_exports_them(tmp_path):
     cfg = replace(cfg, train=replace(cfg.train, ema=0.5))
     weights = Weights()
     trainer.train(cfg, callbacks=[weights])
-    wanted = plainly(weights.seen, 0.5)
+    expected = plainly(weights.seen, 0.5)
     cut = resuming(replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "cut"))), tmp_path / "whole/checkpoints/step_00000002")
     trainer.train(cut)
-    found = checkpoint.read_averaged(tmp_path / "cut/checkpoints/step_00000004")
-    assert found.keys() == wanted.keys()
-    assert all(torch.allclose(found[name], value, rtol=0, atol=1e-6) for name, value in wanted.items())
+    result = checkpoint.read_averaged(tmp_path / "cut/checkpoints/step_00000004")
+    assert result.keys() == expected.keys()
+    assert all(torch.allclose(result[name], value, rtol=0, atol=1e-6) for name, value in expected.items())
     assert call("export", tmp_path / "cut", tmp_path / "out", "--ema") == 0
     exported = load_file(tmp_path / "out/model.safetensors")
-    assert torch.allclose(exported["lm_head.weight"], wanted["output.weight"], rtol=0, atol=1e-6)
+    assert torch.allclose(exported["lm_head.weight"], expected["output.weight"], rtol=0, atol=1e-6)
     assert not torch.allclose(exported["lm_head.weight"], weights.seen[-1]["output.weight"], rtol=0, atol=1e-5)
 
 
@@ -84,23 +84,23 @@ def test_they_are_read_into_weights_of_any_mesh_and_of_a_narrower_dtype(mesh, tm
     cfg = options(tmp_path / "run", steps=2)
     cfg = replace(cfg, train=replace(cfg.train, ema=0.5, dtype="bfloat16"), model=replace(cfg.model, n_layers=2))
     trainer.train(cfg)
-    path, found = tmp_path / "run/checkpoints/step_00000002", subject(cfg)
-    batch, rest = peek(read_data(cfg).train), {"microbatches": 2, "initial": found.initial(), "lower": cfg.lower}
-    step = compile_lockstep(found.module, found.loss, batch, mesh, **rest)
+    path, result = tmp_path / "run/checkpoints/step_00000002", subject(cfg)
+    batch, rest = peek(read_data(cfg).train), {"microbatches": 2, "initial": result.initial(), "lower": cfg.lower}
+    step = compile_lockstep(result.module, result.loss, batch, mesh, **rest)
     checkpoint.load_averaged(step, path)
-    wanted, weights = checkpoint.read_averaged(path), checkpoint.read_model(path)
-    assert wanted["output.weight"].dtype == torch.bfloat16 and not torch.equal(wanted["output.weight"], weights["output.weight"])
-    assert step.state_dict().keys() == wanted.keys()
-    assert all(torch.equal(value, wanted[name]) for name, value in step.state_dict().items())
+    expected, weights = checkpoint.read_averaged(path), checkpoint.read_model(path)
+    assert expected["output.weight"].dtype == torch.bfloat16 and not torch.equal(expected["output.weight"], weights["output.weight"])
+    assert step.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in step.state_dict().items())
 
 
 def test_they_begin_at_the_weights_of_a_checkpoint_without_any(tmp_path):
     cfg = options(tmp_path / "run", steps=2)
     trainer.train(cfg)
-    with pytest.raises(UserError, match="^--ema: .* holds no averages of weights; train with train.ema="):
+    with pytest.raises(UserError, match="^--ema: .* has no averages of weights; train with train.ema="):
         checkpoint.read_averaged(tmp_path / "run/checkpoints/step_00000002")
     further, weights = replace(cfg, train=replace(cfg.train, steps=3, ema=0.9)), Weights()
     trainer.train(resuming(further, "latest"), callbacks=[weights])
-    found = checkpoint.read_averaged(tmp_path / "run/checkpoints/step_00000003")
+    result = checkpoint.read_averaged(tmp_path / "run/checkpoints/step_00000003")
     for name, value in plainly(weights.seen, 0.9).items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(result[name], value, rtol=0, atol=1e-6)

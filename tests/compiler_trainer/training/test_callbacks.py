@@ -1,4 +1,4 @@
-"""Callbacks are told of each step, evaluation, checkpoint and end, on every rank, and any of them may end the run."""
+"""Callbacks run for each step, evaluation, checkpoint and end, on every rank, and any of them may end the run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from compiler_trainer.training.stop import Stop
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The trainer around `FakeStep`."""
+    """Train around `FakeStep`."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
 class Diary(ct.Callback):
-    """Writes down what it is told, into a list that all of them share."""
+    """A callback that records its calls in a list shared by all callbacks."""
 
     told: list = []
 
@@ -84,11 +84,11 @@ def test_a_signal_and_the_time_limit_end_it_too(fake, tmp_path):
 
 def test_of_several_reasons_that_of_a_callback_counts():
     with Stop(time.monotonic(), 0.0) as stop:
-        stop.asked = signal.SIGTERM
-        assert stop.now() and not stop.is_wish and str(stop) == "SIGTERM"
+        stop.signal_number = signal.SIGTERM
+        assert stop.is_last_step() and not stop.is_wish and str(stop) == "SIGTERM"
         stop.ask("enough")
         stop.ask("more than that")
-        assert stop.now() and stop.is_wish and stop.why == "enough"
+        assert stop.is_last_step() and stop.is_wish and stop.callback_reason == "enough"
 
 
 def test_a_rollback_takes_steps_again(fake, tmp_path, monkeypatch):
@@ -120,14 +120,14 @@ def test_what_one_raises_ends_the_run(fake, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("own", "message"),
     [
-        ({"_target_": "collections.Counter"}, r"^train.callbacks\[0\]: collections.Counter makes a Counter, no compiler_trainer.Callback"),
+        ({"_target_": "collections.Counter"}, r"^train.callbacks\[0\]: collections.Counter makes a Counter, which is not a compiler_trainer.Callback"),
         ({"_target_": "test_callbacks.Diary", "stop": 3}, r"^train.callbacks\[0\]._target_: TypeError: .*stop"),
     ],
 )
-def test_what_is_none_is_refused_before_anything_is_written(own, said, fake, tmp_path):
+def test_what_is_none_is_refused_before_anything_is_written(own, message, fake, tmp_path):
     cfg = options(tmp_path / "run")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         trainer.train(replace(cfg, train=replace(cfg.train, callbacks=(own,))))
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""A job with a model that the tests do not know begins with a comparison of its graph with the model."""
+"""A job with an untested model starts with a comparison of its graph with the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compiler_trainer.training.capture_check import check_capture, is_tested
 
 
 class Watched(nn.Module):
-    """A model whose statistic reads a cast that changes nothing."""
+    """A model with a statistic of a cast that changes nothing."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Failed allocations told from other errors, and the answer to one."""
+"""Failed allocations are distinguished from other errors, and get advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:
-    """The error as it is when it was raised, from a cause."""
+    """Return an error as raised, with a cause."""
     try:
         raise error from cause
     except Exception as found:
@@ -34,15 +34,15 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
     (OSError(12, "Cannot allocate memory"), 0),
 ])
 def test_errors_of_allocators_are_told_with_what_was_asked_for(error, asked):
-    found = failure_of(raised(error))
-    assert found.asked_bytes == asked and found.used_bytes > 0
-    assert found.where.startswith("test_exhausted.py:") and "raise error from cause" in found.where
+    result = failure_of(raised(error))
+    assert result.asked_bytes == asked and result.used_bytes > 0
+    assert result.where.startswith("test_exhausted.py:") and "raise error from cause" in result.where
 
 
 def test_the_node_that_failed_is_named():
     node = fx.Graph().placeholder("mm_3")
-    found = failure_of(raised(ir.CompileError("eager", node, "mm"), RuntimeError(CPU)))
-    assert (found.where, found.asked_bytes) == ("%mm_3", 4096)
+    result = failure_of(raised(ir.CompileError("eager", node, "mm"), RuntimeError(CPU)))
+    assert (result.where, result.asked_bytes) == ("%mm_3", 4096)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a shape is wrong"), OSError(28, "No space left"), ValueError("out of memory")])
@@ -69,7 +69,7 @@ JOB = (
 
 
 def trained(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """A step in a process whose memory is limited once it is compiled."""
+    """Take a step in a process whose memory is limited after compilation."""
     (folder / "limit.py").write_text(LIMIT)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "compiler_trainer", *JOB, *overrides]
@@ -79,13 +79,13 @@ def trained(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.full
 def test_a_step_that_memory_does_not_hold_is_answered_and_what_is_said_to_fit_does(tmp_path):
     failed = trained(tmp_path, "run.dir=failed")
-    said = failed.stderr.splitlines()
-    assert failed.returncode == 1 and "Traceback" not in failed.stderr and len(said) < 20
-    assert said[0] == "rank 0 is out of memory" and said[-1].startswith("error: out of memory")
-    assert re.match(r"measured: [\d.]+ MiB in use in %\w+, [\d.]+ MiB more asked for; [\d.]+ MiB is there", said[1])
-    assert re.match(r"predicted: a peak of [\d.]+ MiB at %\w+ \(\w+\.py:\d+\) of step; alive there are", said[2])
-    assert any("activations of layers.*" in line for line in said)
-    fits = said[said.index("what fits, the fastest first by prediction:") + 1 : -1]
+    output = failed.stderr.splitlines()
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr and len(output) < 20
+    assert output[0] == "rank 0 is out of memory" and output[-1].startswith("error: out of memory")
+    assert re.match(r"measured: [\d.]+ MiB in use in %\w+, [\d.]+ MiB more asked for; [\d.]+ MiB is there", output[1])
+    assert re.match(r"predicted: a peak of [\d.]+ MiB at %\w+ \(\w+\.py:\d+\) of step; alive there are", output[2])
+    assert any("activations of layers.*" in line for line in output)
+    fits = output[output.index("what fits, the fastest first by prediction:") + 1 : -1]
     assert 1 <= len(fits) <= 3
     done = trained(tmp_path, "run.dir=fits", *fits[0].partition(" (")[0].split())
     assert done.returncode == 0, done.stderr

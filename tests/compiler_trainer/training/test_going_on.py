@@ -1,4 +1,4 @@
-"""A run that ends early goes on to the same bits; one that would go on as another is refused; damage is passed over."""
+"""An interrupted run resumes to the same bits; changed options are refused; damaged checkpoints are skipped."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ KILLED = 3  # the step that is interrupted
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The trainer around `FakeStep`."""
+    """Train around `FakeStep`."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
 @pytest.fixture
 def whole(fake, tmp_path):
-    """A run that nothing disturbed, with checkpoints after steps 2, 4 and 6."""
+    """Return an undisturbed run, with checkpoints after steps 2, 4 and 6."""
     cfg = options(tmp_path / "whole")
     trainer.train(cfg)
     return cfg
 
 
 def during(monkeypatch, number, action):
-    """Do something in a step."""
+    """Call a function during a step."""
     normal, seen = FakeStep.__call__, []
 
     def act(self, batch, lr):
@@ -55,13 +55,13 @@ def folders(run):
 
 
 def broken(path, name="rank_00000.safetensors"):
-    """Flip the last bit of a file of a checkpoint."""
+    """Flip the last bit of a checkpoint's file."""
     content = bytearray((path / name).read_bytes())
     content[-3] ^= 1
     (path / name).write_bytes(content)
 
 
-# Ending early
+# Early ends
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -72,8 +72,8 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint_and_it_goes_on_to_the_sa
         with pytest.raises(SystemExit) as ended:
             trainer.train(cfg)
     assert ended.value.code == 3
-    said = f"stopped after step 3 of 6, for {number.name}; go on with: compiler-trainer resume {tmp_path / 'cut'}"
-    assert capsys.readouterr().out.splitlines()[-1] == said
+    message = f"stopped after step 3 of 6 because of {number.name}; resume with: compiler-trainer resume {tmp_path / 'cut'}"
+    assert capsys.readouterr().out.splitlines()[-1] == message
     assert folders(cfg.run.dir) == ["step_00000002", "step_00000003"]
     trainer.train(resuming(cfg, "latest"))
     assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
@@ -105,7 +105,7 @@ def test_without_checkpoints_nothing_is_said_to_be_saved(fake, tmp_path, monkeyp
     during(monkeypatch, KILLED, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit):
         trainer.train(replace(cfg, checkpoint=replace(cfg.checkpoint, interval=None)))
-    assert capsys.readouterr().out.splitlines()[-1] == "stopped after step 3 of 6, for SIGTERM; nothing was saved"
+    assert capsys.readouterr().out.splitlines()[-1] == "stopped after step 3 of 6 because of SIGTERM; nothing was saved"
 
 
 TWICE = """
@@ -114,7 +114,7 @@ from compiler_trainer.training import stop
 stop.REPEATED_S = {repeated_s}
 with stop.Stop(0.0, None) as watch:
     os.kill(os.getpid(), signal.SIGTERM)
-    print(f"{{watch.now()}} {{watch}}\\n", end="", flush=True)
+    print(f"{{watch.is_last_step()}} {{watch}}\\n", end="", flush=True)
     time.sleep(0.2)
     matrix = torch.zeros({size}, {size})
     threading.Timer(0.5, os.kill, (os.getpid(), signal.{second})).start()
@@ -123,7 +123,7 @@ with stop.Stop(0.0, None) as watch:
 """
 
 
-FIRST = "SIGTERM: the run ends after the step under way; a second one ends it at once"
+FIRST = "SIGTERM: the run ends after the current step; a second signal ends it at once"
 
 
 def twice(second, repeated_s=60, size=6000):
@@ -134,9 +134,9 @@ def twice(second, repeated_s=60, size=6000):
 
 @pytest.mark.parametrize(("second", "repeated_s"), [("SIGINT", 60), ("SIGTERM", 0.1)])
 def test_the_second_signal_ends_the_process_in_the_middle_of_a_kernel(second, repeated_s):
-    said = f"error: rank 0 ended at once by a second signal, {second}; nothing was saved after the last checkpoint\n"
+    message = f"error: rank 0 ended at once by a second signal, {second}; nothing was saved after the last checkpoint\n"
     code, out, err = twice(second, repeated_s)
-    assert (code, sorted(out.splitlines()), err) == (128 + signal.Signals[second], [FIRST, "True SIGTERM"], said)
+    assert (code, sorted(out.splitlines()), err) == (128 + signal.Signals[second], [FIRST, "True SIGTERM"], message)
 
 
 def test_a_signal_that_is_repeated_at_once_is_one():
@@ -159,9 +159,9 @@ def test_a_signal_to_torchrun_and_its_ranks_alike_saves(tmp_path):
     ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
     for pid in (agent.pid, *map(int, ranks)):  # as a scheduler does
         os.kill(pid, signal.SIGTERM)
-    said = agent.communicate(timeout=120)[0]
+    output = agent.communicate(timeout=120)[0]
     (saved,) = folders(tmp_path / "run")
-    assert f"stopped after step {int(saved.removeprefix('step_'))} of 100000, for SIGTERM; go on with" in said
+    assert f"stopped after step {int(saved.removeprefix('step_'))} of 100000 because of SIGTERM; resume with" in output
 
 
 AFTER = """
@@ -170,7 +170,7 @@ from compiler_trainer.training import stop
 stop.REPEATED_S = 0.5
 with stop.Stop(0.0, None) as watch:
     os.kill(os.getpid(), signal.SIGTERM)
-    watch.now()
+    watch.is_last_step()
 os.kill(os.getpid(), signal.SIGTERM)
 print("passed over\\n", end="", flush=True)
 time.sleep(0.5)
@@ -186,7 +186,7 @@ def test_a_signal_that_is_repeated_while_the_process_ends_does_not_change_its_co
 
 @pytest.fixture
 def plain_interrupts():
-    """SIGINT as Python has it; what launched ranks in this process may have left handlers of its own."""
+    """Restore Python's SIGINT handler; ranks launched earlier in this process may have left other handlers."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -195,7 +195,7 @@ def plain_interrupts():
 def test_when_it_is_over_signals_do_what_they_did_before(plain_interrupts):
     before = [signal.getsignal(each) for each in stop.SIGNALS]
     with stop.Stop(0.0, None) as watch:
-        assert not watch.now()
+        assert not watch.is_last_step()
     assert [signal.getsignal(each) for each in stop.SIGNALS] == before
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
@@ -209,7 +209,7 @@ def test_a_time_limit_ends_after_the_step_in_which_it_passes(fake, tmp_path, mon
     during(monkeypatch, KILLED, lambda: clock.__setitem__(0, 1000.0 + 3660))
     with pytest.raises(SystemExit):
         trainer.train(cfg)
-    assert "stopped after step 3 of 6, for run.time_limit; go on with" in capsys.readouterr().out
+    assert "stopped after step 3 of 6 because of run.time_limit; resume with" in capsys.readouterr().out
     assert len(metrics(cfg.run.dir)) == 3
 
 
@@ -224,7 +224,7 @@ def test_how_a_run_goes_on_is_said_for_its_ranks(local, nodes, says, monkeypatch
     assert stop.how_to_go_on("my run") == says
 
 
-# Going on by name
+# Resuming by name
 
 
 def test_auto_starts_and_starts_again_and_goes_on(whole, tmp_path, monkeypatch):
@@ -254,9 +254,9 @@ def test_damage_is_passed_over_and_set_aside(resume, name, whole, tmp_path, caps
     capsys.readouterr()
     trainer.train(resuming(whole, resume))
     assert timeless(metrics(whole.run.dir)) == before
-    out, said = capsys.readouterr()
-    assert f"going on after step 2, from {Path(whole.run.dir, 'checkpoints/step_00000002')}\n" in out
-    assert said.startswith(f"{damaged} is damaged and passed over: {damaged / name}") and said.count("\n") == 1
+    out, output = capsys.readouterr()
+    assert f"resuming after step 2, from {Path(whole.run.dir, 'checkpoints/step_00000002')}\n" in out
+    assert output.startswith(f"{damaged} is damaged and passed over: {damaged / name}") and output.count("\n") == 1
     assert folders(whole.run.dir) == ["step_00000002", "step_00000004", "step_00000004.damaged", "step_00000006"]
     checkpoint.check(damaged)
 
@@ -273,7 +273,7 @@ def test_where_all_are_damaged_nothing_starts(whole):
 def test_a_damaged_one_that_is_named_is_refused(whole, tmp_path):
     path = Path(whole.run.dir, "checkpoints/step_00000004")
     broken(path)
-    with pytest.raises(checkpoint.Damaged, match="model.w@0 is not as it was written"):
+    with pytest.raises(checkpoint.Damaged, match="model.w@0 was changed"):
         trainer.train(resuming(options(tmp_path / "other"), path))
     assert not (tmp_path / "other").exists()
 
@@ -300,11 +300,11 @@ def test_what_is_in_the_place_of_a_runs_file_is_named_before_compiling(make, nam
     assert len([*tmp_path.rglob("*")]) == (2 if name else 1)
 
 
-# What may change
+# Options that may change
 
 
 def resumed_with(whole, **groups):
-    """Go on after step 4 with some options given anew; from which `allow` may be left."""
+    """Resume after step 4 with some options changed, of which those in `allow` may differ."""
     shutil.rmtree(Path(whole.run.dir, "checkpoints/step_00000006"), ignore_errors=True)
     allow = groups.pop("allow", ())
     return replace(whole, checkpoint=replace(whole.checkpoint, resume="latest", allow=allow), **groups)
@@ -359,7 +359,7 @@ def test_several_differences_are_told_together(whole):
     where = Path(whole.run.dir, "checkpoints/step_00000004")
     assert str(caught.value) == (
         f"train.seed: is 3 here and 0 in {where}; optim.name is sgd here and adamw in {where}; optim.eps is 1.0 here "
-        f"and 1e-08 in {where}; and 1 more; put back what it was, or go on with "
+        f"and 1e-08 in {where}; and 1 more; restore the old value, or resume with "
         "checkpoint.allow=[train.seed,optim.name,optim.eps,optim.max_norm]"
     )
     with pytest.raises(UserError, match="^optim.name: .*optim.eps"):
@@ -376,7 +376,7 @@ def test_other_data_is_refused_unless_allowed_and_then_read_from_its_beginning(w
 
 
 def test_a_name_that_allows_nothing_is_refused(whole):
-    with pytest.raises(UserError, match="^checkpoint.allow: model.nrom_eps is no option of this run"):
+    with pytest.raises(UserError, match="^checkpoint.allow: model.nrom_eps is not an option of this run"):
         trainer.train(resumed_with(whole, allow=("model.nrom_eps",)))
 
 
@@ -385,11 +385,11 @@ def test_a_name_that_allows_nothing_is_refused(whole):
     ("x", "taken is not a list of 1"),
     ([], "taken is not a list of 1"),
     ([4, 4], "taken is not a list of 1"),
-    (["4"], "taken has to be whole numbers"),
-    ([1.5], "taken has to be whole numbers"),
-    ([-1], "taken has to be whole numbers"),
-    ([2**63], "taken has to be whole numbers"),
-    ([[1]], "taken has to be whole numbers"),
+    (["4"], "taken must be integer numbers"),
+    ([1.5], "taken must be integer numbers"),
+    ([-1], "taken must be integer numbers"),
+    ([2**63], "taken must be integer numbers"),
+    ([[1]], "taken must be integer numbers"),
 ])
 @pytest.mark.sample(2)
 def test_a_state_that_no_loader_reads_is_refused(state, says, whole):
@@ -399,11 +399,11 @@ def test_a_state_that_no_loader_reads_is_refused(state, says, whole):
     text = json.dumps(contents).encode()
     room = checkpoint.index
     (path / "index.json").write_bytes(room.TEXT % (room.sha256(text).encode(), text))
-    with pytest.raises(UserError, match=f"step_00000004: does not say where to go on in the data: .*{says}"):
+    with pytest.raises(UserError, match=f"step_00000004: does not contain the data's position: .*{says}"):
         trainer.train(resumed_with(whole))
 
 
-# What cannot be written
+# Failures to write
 
 
 @pytest.mark.parametrize("option", ["run.dir", "checkpoint.dir"])
@@ -433,8 +433,8 @@ def test_a_save_that_fails_does_not_end_training_unless_it_is_the_last(whole, tm
     trainer.train(cfg)
     assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
     assert folders(cfg.run.dir) == ["step_00000002", "step_00000006"]
-    said = f"cannot save {cfg.run.dir}/checkpoints/step_00000004: [Errno 30] Read-only file system"
-    assert said in capsys.readouterr().out.splitlines()
+    message = f"cannot save {cfg.run.dir}/checkpoints/step_00000004: [Errno 30] Read-only file system"
+    assert message in capsys.readouterr().out.splitlines()
 
     monkeypatch.setattr(saving.Saver, "write", fails_at(6))
     with pytest.raises(checkpoint.SaveError, match="step_00000006: .*Read-only file system"):

@@ -1,4 +1,4 @@
-"""What runs on GPUs say and keep, as far as it shows without one: TF32, memory snapshots, the flight recorder."""
+"""GPU features as far as they can be tested without a GPU: TF32, memory snapshots, the flight recorder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def said(monkeypatch, on_gpu, chosen="highest", **cast):
 
 def test_a_run_in_float32_on_a_gpu_says_whether_products_are_in_tf32(monkeypatch):
     assert said(monkeypatch, False) == "float32 throughout"
-    assert said(monkeypatch, True).startswith("float32 throughout, products not rounded to TF32 (")
-    assert "products rounded to TF32 (torch.set_float32_matmul_precision is 'high')" in said(monkeypatch, True, "high")
+    assert said(monkeypatch, True).startswith("float32 throughout, matmuls not rounded to TF32 (")
+    assert "matmuls rounded to TF32 (torch.set_float32_matmul_precision is 'high')" in said(monkeypatch, True, "high")
     assert "TF32" not in said(monkeypatch, True, param_dtype="bfloat16")
 
 

@@ -1,4 +1,4 @@
-"""On a GPU the host launches a step before it reads the results of the step before; here the CPU plays the GPU."""
+"""On a GPU, each step is launched before the previous one's results are read; here the CPU plays the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compiler_trainer.training import steps, trainer
 
 
 class Log(FakeStep):
-    """Writes down when it is launched, and when its results are read."""
+    """A step that records when it is launched, and when its results are read."""
 
     lines: list = []
 
@@ -38,7 +38,7 @@ class Log(FakeStep):
 
 @pytest.fixture
 def lines(monkeypatch):
-    """What a trainer around `Log` does, whose device computes while the host goes on."""
+    """Return the log of a trainer around `Log`, on a device that is asynchronous to the host."""
     monkeypatch.setattr(trainer, "compile_step", Log)
     monkeypatch.setattr(steps, "ASYNCHRONOUS", ("cpu",))
     Log.lines.clear()
@@ -46,7 +46,7 @@ def lines(monkeypatch):
 
 
 def quiet(folder, count=6, **changes):
-    """A run of some steps after which nothing happens."""
+    """Return a run of steps without evaluations or checkpoints."""
     settings = {"eval": EvalConfig(interval=None), "checkpoint": CheckpointConfig(interval=None)} | changes
     return options(folder, steps=count, **settings)
 
@@ -64,7 +64,7 @@ def test_a_step_is_read_in_time_where_something_looks_at_the_state_after_it(line
 
 
 class Weight(ct.Callback):
-    """Keeps the weight after each step."""
+    """A callback that keeps the weight after each step."""
 
     def __init__(self):
         self.seen = []
@@ -92,7 +92,7 @@ def test_records_and_checkpoints_are_those_of_a_host_that_waits(lines, tmp_path,
 
 
 class Stops(ct.Callback):
-    """Ends the run at an evaluation."""
+    """A callback that ends the run at an evaluation."""
 
     def on_evaluation(self, run, record):
         run.stop("enough")
@@ -120,8 +120,8 @@ def test_after_a_loss_that_is_lost_the_data_go_on_behind_its_step(lines, tmp_pat
     class Broken(Log):
         def __call__(self, batch, lr):
             calls.append(batch["tokens"].sum().item())
-            found = super().__call__(batch, lr)
-            return {**found, "loss": math.nan} if len(calls) == 3 else found
+            result = super().__call__(batch, lr)
+            return {**result, "loss": math.nan} if len(calls) == 3 else result
 
     monkeypatch.setattr(trainer, "compile_step", Broken)
     for name, device in (("ahead", "cpu"), ("behind", "no")):
@@ -135,7 +135,7 @@ def test_after_a_loss_that_is_lost_the_data_go_on_behind_its_step(lines, tmp_pat
 
 
 class Reads(TorchDispatchMode):
-    """Notes reads of values by the host."""
+    """A mode that records the host's reads of values."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:

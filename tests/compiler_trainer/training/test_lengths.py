@@ -1,4 +1,4 @@
-"""How long a run is, by steps, epochs, tokens or patience, and on what it is evaluated, by source."""
+"""The length of a run in steps, epochs or tokens, or until patience ends, and its evaluation by source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compiler_trainer.training.evaluate import held_out, means
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Runs that compile nothing."""
+    """Replace compilation by a fake step."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
@@ -47,7 +47,7 @@ def test_epochs_take_each_row_so_often(fake, tmp_path):
     rows = len(build_datasets(cfg.data, 64, 1).train.rows)
     original = Loader.next
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loader, "next", lambda loader: seen.append(loader.taken) or original(loader))
+        patch.setattr(Loader, "next", lambda loader: seen.append(loader.rows_taken) or original(loader))
         trainer.train(cfg)
     assert [record["step"] for record in metrics(tmp_path / "run")][-1] == 2 * rows and seen[-1] == (2 * rows - 1,)
 
@@ -68,7 +68,7 @@ def test_what_depends_on_steps_is_checked_once_they_are_known(fake, tmp_path):
         trainer.train(cfg)
 
 
-# What is evaluated
+# Evaluation
 
 
 def written(folder, **texts):
@@ -80,17 +80,17 @@ def written(folder, **texts):
 def test_a_validation_set_of_ones_own_is_all_that_is_held_out(tmp_path):
     trained, own = written(tmp_path, a="a" * 900, v="v" * 100)
     cfg = DataConfig(name="text", files=trained.files, validation=(own,))
-    found = build_datasets(cfg, 10, 4)
-    batches = [batch for _, batch in held_out(found.eval, None)]
+    result = build_datasets(cfg, 10, 4)
+    batches = [batch for _, batch in held_out(result.eval, None)]
     tokens = np.concatenate([batch["tokens"][(batch["labels"] != IGNORED_LABEL).any(1)].numpy() for batch in batches])
     assert set(tokens.flatten().tolist()) == {ord("v")} and (tokens == ord("v")).sum() == 100
-    assert found.parts[0].train.facts.tokens == 901 and found.parts[0].held_out is None
-    assert f"{own.files[0]}: 1 documents, 101 tokens (bytes); held out 101 tokens in 10 rows of 10, " in found.describe(1)
-    assert [part["source"] for part in found.report()] == [trained.files[0]]
+    assert result.parts[0].train.facts.tokens == 901 and result.parts[0].held_out is None
+    assert f"{own.files[0]}: 1 documents, 101 tokens (bytes); validation 101 tokens in 10 rows of 10, " in result.describe(1)
+    assert [part["source"] for part in result.report()] == [trained.files[0]]
 
 
 class ByLetter:
-    """The loss of a batch is the mean of its labels."""
+    """A step in which the loss of a batch is the mean of its labels."""
 
     def measure(self, batch):
         labels = batch["labels"][batch["labels"] != IGNORED_LABEL]
@@ -102,20 +102,20 @@ def test_the_loss_of_each_source_is_that_of_its_rows_and_all_make_the_whole(batc
     sources = written(tmp_path, a="a" * 1000, b="b" * 500)
     cfg = DataConfig("mixture", sources=tuple(sources), eval_fraction=0.5)
     loader = build_datasets(cfg, 10, 8).eval
-    found, labels = means(ByLetter(), held_out(loader, batches))
+    result, labels = means(ByLetter(), held_out(loader, batches))
     names = [f"loss/{source.files[0]}" for source in sources]
-    assert set(found) == {"loss", "share", *names} and found["share"] == 1.0
+    assert set(result) == {"loss", "share", *names} and result["share"] == 1.0
     if batches is None:
         expected = [build_datasets(DataConfig(name="text", files=s.files, eval_fraction=0.5), 10, 8).eval for s in sources]
         alone = [means(ByLetter(), held_out(own, None)) for own in expected]
-        assert [found[name] for name in names] == pytest.approx([loss["loss"] for loss, _ in alone])
+        assert [result[name] for name in names] == pytest.approx([loss["loss"] for loss, _ in alone])
         assert labels == sum(count for _, count in alone)
-        assert found["loss"] == pytest.approx(sum(loss["loss"] * count for loss, count in alone) / labels)
-    else:  # the rows that a mixture draws
+        assert result["loss"] == pytest.approx(sum(loss["loss"] * count for loss, count in alone) / labels)
+    else:  # the sequences that a mixture draws
         loader.reset()
         drawn = [loader.next() for _ in range(batches)]
         whole = [labels for batch in drawn for labels in batch["labels"].flatten().tolist() if labels != IGNORED_LABEL]
-        assert labels == len(whole) and found["loss"] == pytest.approx(sum(whole) / len(whole))
+        assert labels == len(whole) and result["loss"] == pytest.approx(sum(whole) / len(whole))
 
 
 def test_the_loss_of_a_single_source_has_no_second_name(tmp_path):
@@ -135,7 +135,7 @@ def test_losses_by_source_are_recorded(fake, tmp_path):
 
 
 def losses(monkeypatch, *values):
-    """What each evaluation finds."""
+    """Return the losses of all evaluations."""
     left = iter(values)
     monkeypatch.setattr(steps, "means", lambda step, batches: ({"loss": next(left)}, 1))
 
@@ -147,7 +147,7 @@ def test_a_run_ends_where_its_loss_has_not_fallen_for_so_many_evaluations(fake, 
     losses(monkeypatch, 5.0, 4.0, 4.5, 3.9, 3.9, 4.1, 1.0)
     assert trainer.train(options(tmp_path / "run", steps=20, eval=PATIENT)) == 4.1
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    assert "ended after step 6 of 20: its held-out loss has not fallen for eval.patience=2 evaluations\n" in capsys.readouterr().out
+    assert "ended after step 6 of 20: its validation loss has not fallen for eval.patience=2 evaluations\n" in capsys.readouterr().out
     assert max(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == "step_00000006"
 
 
@@ -171,9 +171,9 @@ def test_epochs_after_a_resume_with_another_batch_size_count_rows(before, after,
     assert rows_done + (steps - done) * after == rows  # 57 or the next multiple
 
 
-@pytest.mark.parametrize(("first", "second", "wanted"), [(4, 2, 58), (2, 4, 60)])
-def test_a_run_of_epochs_goes_on_with_another_batch_size(first, second, wanted, fake, tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 303)  # 19 rows of 16
+@pytest.mark.parametrize(("first", "second", "reference"), [(4, 2, 58), (2, 4, 60)])
+def test_a_run_of_epochs_goes_on_with_another_batch_size(first, second, reference, fake, tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 303)  # 19 sequences of 16
     data = DataConfig("text", files=(str(tmp_path / "a.txt"),), eval_fraction=0.0, cache=str(tmp_path / "cache"))
     begun, saved = TrainConfig(steps=12 // first, seq_len=16, global_batch_size=first), CheckpointConfig(interval=1)
     assert len(build_datasets(data, 16, 1).train.rows) == 19
@@ -181,4 +181,4 @@ def test_a_run_of_epochs_goes_on_with_another_batch_size(first, second, wanted, 
     resumed = replace(begun, steps="3epochs", global_batch_size=second)
     trainer.train(options(tmp_path / "run", train=resumed, data=data, eval=EvalConfig(interval=None), checkpoint=replace(saved, resume="latest")))
     last = metrics(tmp_path / "run")[-1]["step"]
-    assert 12 + (last - 12 // first) * second == wanted
+    assert 12 + (last - 12 // first) * second == reference

@@ -1,4 +1,4 @@
-"""Loggers get every record once a step; services are read back; an outage loses nothing."""
+"""Loggers get each step's record once; records are read back from services; an outage loses nothing."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from short_runs import FakeStep, metrics, options, resuming
 
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.training import loggers, steps, trainer
-from compiler_trainer.training.loggers import Kept, accepted, known_as
+from compiler_trainer.training.loggers import RetryingLogger, metric_name, run_id
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The trainer around `FakeStep`."""
+    """Train around `FakeStep`."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
 class Lines:
-    """Writes lines of text, and whether the run failed."""
+    """A logger that writes lines of text, and at the end whether the run failed."""
 
     def __init__(self, path):
         self.path = path
@@ -45,7 +45,7 @@ class Lines:
 
 
 class Away:
-    """A service that is away for some calls."""
+    """A logger whose service fails for some calls."""
 
     def __init__(self, calls=0, lost=()):
         self.calls, self.taken = calls, []
@@ -86,20 +86,20 @@ def test_it_is_told_that_a_run_failed(fake, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("own", "message"),
     [
-        ({"_target_": "collections.Counter"}, r"^run.loggers\[0\]: collections.Counter makes what has no `start`"),
+        ({"_target_": "collections.Counter"}, r"^run.loggers\[0\]: collections.Counter returns an object without `start`"),
         ({"_target_": "no_package.Logger"}, r"^run.loggers\[0\]._target_: ModuleNotFoundError: .*PYTHONPATH"),
     ],
 )
-def test_what_is_no_logger_is_refused_before_anything_is_written(own, said, fake, tmp_path):
-    with pytest.raises(UserError, match=said):
+def test_what_is_no_logger_is_refused_before_anything_is_written(own, message, fake, tmp_path):
+    with pytest.raises(UserError, match=message):
         trainer.train(logging_to(options(tmp_path / "run"), **own))
     assert not (tmp_path / "run").exists()
 
 
 def test_one_that_cannot_start_is_named(fake, tmp_path):
-    with pytest.raises(RunError, match="^run.loggers: Away cannot start: ConnectionError: no route to host; mend it"):
+    with pytest.raises(RunError, match="^run.loggers: Away cannot start: ConnectionError: no route to host; fix it"):
         trainer.train(logging_to(options(tmp_path / "run"), _target_="test_loggers.Away"))
 
 
@@ -118,18 +118,18 @@ def test_a_package_that_is_missing_is_named_with_its_install(name, fake, tmp_pat
 def test_what_a_service_does_not_take_is_kept_said_once_and_handed_on(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
-    kept = Kept(away := Away(2))
+    kept = RetryingLogger(away := Away(2))
     for step in range(1, 6):
         kept.log({"step": step})
-        now[0] += 20  # every second time it is tried again
+        now[0] += 20  # every second call retries
     assert away.taken == [1, 2, 3, 4, 5]
-    said = capsys.readouterr().out
-    assert said.count("Away takes no metrics (ConnectionError: no route to host): they are kept, and tried again") == 1
-    assert said.count("Away takes metrics again, none is missing") == 1
+    output = capsys.readouterr().out
+    assert output.count("Away does not accept metrics (ConnectionError: no route to host): they are kept and sent again later") == 1
+    assert output.count("Away accepts metrics again, none is missing") == 1
 
 
 def test_what_it_never_took_is_said_to_be_missing(capsys):
-    kept = Kept(Away(100))
+    kept = RetryingLogger(Away(100))
     for step in (1, 2, 3):
         kept.log({"step": step})
     kept.close(False)
@@ -140,10 +140,10 @@ def test_what_it_never_took_is_said_to_be_missing(capsys):
 
 
 def logged(content, block=32768):
-    """The records of a file in LevelDB's log format, behind a header of seven bytes: pieces of checksum, size, kind."""
+    """Yield the records of a file in LevelDB's log format: pieces of checksum, size and kind after a 7-byte header."""
     at, whole = 7, b""
     while at + 7 <= len(content):
-        if block - at % block < 7:  # what is left of a block is padding
+        if block - at % block < 7:  # the rest of a block is padding
             at += block - at % block
             continue
         size, kind = struct.unpack_from("<HB", content, at + 4)
@@ -155,7 +155,7 @@ def logged(content, block=32768):
 
 
 def wandb_rows(folder):
-    """The rows of all offline runs of Weights & Biases below a folder, and their ids."""
+    """Return the rows and ids of all offline runs of Weights & Biases below a folder."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows, names = [], set()
@@ -175,16 +175,16 @@ def test_weights_and_biases_offline_is_read_back(fake, tmp_path, monkeypatch):
     cfg = logging_to(options(tmp_path / "run"), _target_="compiler_trainer.WandB", project="mine", mode="offline")
     trainer.train(cfg)
     deadline = time.monotonic() + 20
-    while len((found := wandb_rows(tmp_path / "run"))[0]) < 6 and time.monotonic() < deadline:
+    while len((result := wandb_rows(tmp_path / "run"))[0]) < 6 and time.monotonic() < deadline:
         time.sleep(0.1)  # another process writes
-    rows, names = found
-    found = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
-    assert found == metrics(tmp_path / "run") and len(found) == 6
+    rows, names = result
+    result = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+    assert result == metrics(tmp_path / "run") and len(result) == 6
     assert names == {(tmp_path / "run/wandb.id").read_text().strip()}
 
 
 def of_mlflow(uri, experiment):
-    """Parameters, status and values by metric of the only run of an experiment."""
+    """Return parameters, status and values by metric of an experiment's only run."""
     client = pytest.importorskip("mlflow").MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
     history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
@@ -227,11 +227,11 @@ def test_a_server_of_mlflow_is_read_back_and_may_be_away(fake, tmp_path, monkeyp
     finally:
         os.killpg(server.pid, 15)
         server.wait()
-    again = loggers.MLflow(uri)
-    again.client, again.id = again.mlflow.MlflowClient(tracking_uri=uri), "0" * 32
-    kept = Kept(again)
+    second = loggers.MLflow(uri)
+    second.client, second.id = second.mlflow.MlflowClient(tracking_uri=uri), "0" * 32
+    kept = RetryingLogger(second)
     kept.log({"step": 1, "loss": 2.0})
-    assert "MLflow takes no metrics" in capsys.readouterr().out and len(kept.kept) == 1
+    assert "MLflow does not accept metrics" in capsys.readouterr().out and len(kept.pending) == 1
 
 
 def is_up(url):
@@ -244,7 +244,7 @@ def is_up(url):
 
 def test_a_run_that_goes_on_is_known_as_before_and_one_that_begins_anew_is_not(tmp_path):
     names = iter("abc")
-    known = [known_as(tmp_path / "id", done, lambda: next(names)) for done in (0, 2, 4, 0, 3)]
+    known = [run_id(tmp_path / "id", done, lambda: next(names)) for done in (0, 2, 4, 0, 3)]
     assert known == ["a", "a", "a", "b", "b"]
 
 
@@ -258,6 +258,6 @@ def test_a_run_that_goes_on_is_known_as_before_and_one_that_begins_anew_is_not(t
     ],
 )
 def test_names_of_metrics_are_made_such_as_mlflow_takes(name, taken):
-    assert accepted(name) == taken
+    assert metric_name(name) == taken
     validation = pytest.importorskip("mlflow.utils.validation")
     validation._validate_metric_name(taken)

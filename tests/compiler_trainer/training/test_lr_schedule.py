@@ -1,4 +1,4 @@
-"""The learning rate rises to its base, then falls towards its least, which the step after the last would have."""
+"""The learning rate rises to its base, then falls towards its minimum, which would come after the last step."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def test_six_steps_of_which_two_warm_up(name, expected):
 @given(st.sampled_from(NAMES), st.integers(1, 60), st.floats(0, 1), st.floats(0, 1), st.floats(1e-9, 10))
 def test_rises_to_the_base_then_never_again(name, steps, warmup_part, min_ratio, base_lr):
     warmup_steps = int(warmup_part * steps)
-    found = rates(name, steps, warmup_steps, min_ratio, base_lr)
+    result = rates(name, steps, warmup_steps, min_ratio, base_lr)
     peak = max(warmup_steps - 1, 0)
-    rise, fall = found[: peak + 1], found[peak:]
+    rise, fall = result[: peak + 1], result[peak:]
     assert rise == sorted(rise)
     assert all(after <= before + 1e-12 * base_lr for before, after in pairwise(fall))
-    assert all(0 < rate <= base_lr * (1 + 1e-12) for rate in found)
+    assert all(0 < rate <= base_lr * (1 + 1e-12) for rate in result)
     assert min(fall) >= min_ratio * base_lr * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("warmup_steps", [0, 1, 3, 10])
 def test_ends(name, warmup_steps):
-    found = rates(name, steps=10, warmup_steps=warmup_steps, min_ratio=0.1, base_lr=2.0)
+    result = rates(name, steps=10, warmup_steps=warmup_steps, min_ratio=0.1, base_lr=2.0)
     top = max(1, warmup_steps)
-    assert found[0] == pytest.approx(2.0 / top)
-    assert found[top - 1] == pytest.approx(2.0)
+    assert result[0] == pytest.approx(2.0 / top)
+    assert result[top - 1] == pytest.approx(2.0)
     longer = rates(name, steps=10**5, warmup_steps=warmup_steps, min_ratio=0.1, base_lr=2.0)
     assert longer[-1] == pytest.approx(2.0 if name == "constant" else 0.2, rel=1e-3)
 

@@ -1,4 +1,4 @@
-"""Metrics are on disk when a step ends, each step once; memory is what was alive; the console is readable anywhere."""
+"""Metrics are on disk when a step ends, each step once; peak memory is measured; the console works anywhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def record(step, **values):
 
 
 def started(folder, after=0):
-    """The loggers of a run without any of one's own."""
+    """Return the built-in loggers of a run, started."""
     cfg = Config(run=RunConfig(dir=str(folder)))
     return logging(cfg, after, build_loggers(cfg))
 
@@ -81,7 +81,7 @@ def test_a_full_disk_loses_nothing_and_stops_nothing(tmp_path, monkeypatch, caps
     real, room = io.FileIO, [200]
 
     class Full(io.FileIO):
-        """Files of a disk with some room, of which a last write takes what there is."""
+        """Files on a disk with limited room, which the last write fills."""
 
         def write(self, content):
             if not room[0]:
@@ -99,9 +99,9 @@ def test_a_full_disk_loses_nothing_and_stops_nothing(tmp_path, monkeypatch, caps
         log(record(6))
     assert read(tmp_path / FILE) == [record(step) for step in range(1, 7)]
     assert scalars(tmp_path, "loss") == [(step, pytest.approx(5.0 / step)) for step in range(1, 7)]
-    said = capsys.readouterr().out
-    assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1
-    assert said.count("metrics.jsonl is written again, nothing is missing") == 1
+    output = capsys.readouterr().out
+    assert output.count("metrics.jsonl cannot be written (No space left on device)") == 1
+    assert output.count("metrics.jsonl can be written again, nothing is missing") == 1
 
 
 def test_what_never_found_room_is_said_to_be_missing(tmp_path, monkeypatch, capsys):
@@ -111,7 +111,7 @@ def test_what_never_found_room_is_said_to_be_missing(tmp_path, monkeypatch, caps
 
 
 def lose(log, monkeypatch):
-    """Log a step that the disk does not take."""
+    """Log a step while the disk refuses writes."""
     monkeypatch.setattr(metrics, "open", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")), raising=False)
     log(record(1))
 
@@ -120,7 +120,7 @@ def lose(log, monkeypatch):
 
 
 def three_at_once():
-    """Two megabytes, one given back, then three more: four at the highest."""
+    """Allocate two megabytes, free one, allocate three: a peak of four."""
     kept, dropped = torch.ones(MEGABYTE), torch.ones(MEGABYTE)
     del dropped
     more = torch.ones(3 * MEGABYTE)
@@ -163,7 +163,7 @@ def test_where_a_full_disk_does_not_take_the_profile_the_next_step_is_measured(m
 
 
 class Given:
-    """Gives each batch the loss written in it."""
+    """A step that gives each batch the loss written in it."""
 
     def measure(self, batch):
         return {"loss": float(batch["loss"])}
@@ -218,7 +218,7 @@ def test_time_left_is_what_the_steps_so_far_took(monkeypatch):
 
 
 class Terminal(io.StringIO):
-    """A standard output that says it is a terminal."""
+    """A standard output that claims to be a terminal."""
 
     def isatty(self):
         return True

@@ -1,4 +1,4 @@
-"""What becomes of a run at a loss that is infinite or not a number."""
+"""Runs with a loss that is infinite or not a number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def policy(cfg, name):
 
 
 class Run:
-    """The trainer around a `FakeStep` that loses its loss where told."""
+    """A trainer around a `FakeStep` whose loss is not finite at given calls."""
 
     def __init__(self, monkeypatch, is_bad, norm=False):
         self.rows, self.weights = [], []
@@ -42,7 +42,7 @@ class Run:
 def test_stop_keeps_the_last_good_checkpoint_and_says_what_helps(tmp_path, monkeypatch, norm):
     Run(monkeypatch, lambda call, w: call == 4, norm)
     what = "loss is nan, grad_norm is inf" if norm else "loss is nan"
-    fix = rf"{what} at step 4 \(train.nonfinite=stop\); go past it with: .* resume {tmp_path}/run train.nonfinite=rollback"
+    fix = rf"{what} at step 4 \(train.nonfinite=stop\); to continue past it, run: .* resume {tmp_path}/run train.nonfinite=rollback"
     with pytest.raises(Lost, match=fix):
         trainer.train(options(tmp_path / "run"))
     assert [p.name for p in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step_00000002"]
@@ -70,7 +70,7 @@ def test_a_rollback_goes_on_with_the_data_after(tmp_path, monkeypatch, capsys):
     run = Run(monkeypatch, lambda call, w: call == 4)
     cfg = policy(options(tmp_path / "run"), "rollback")
     trainer.train(cfg)
-    first = f"loss is nan at step 4; going on from {tmp_path}/run/checkpoints/step_00000002, with the data after that step"
+    first = f"loss is nan at step 4; continuing from {tmp_path}/run/checkpoints/step_00000002, with the data after that step"
     assert first in capsys.readouterr().out
     assert len(run.rows) == 4 + 4
     assert torch.equal(run.weights[4], run.weights[2])  # as it was after step 2
@@ -99,12 +99,12 @@ def test_a_run_that_was_rolled_back_resumes_to_the_same_bits(tmp_path, monkeypat
 
 
 def test_where_the_state_itself_is_bad_an_earlier_one_is_taken(tmp_path, monkeypatch, capsys):
-    run = Run(monkeypatch, lambda call, w: call >= 5 and torch.equal(w, run.weights[4]))  # what was saved after step 4
+    run = Run(monkeypatch, lambda call, w: call >= 5 and torch.equal(w, run.weights[4]))  # the state saved after step 4
     cfg = policy(options(tmp_path / "run"), "rollback")
     trainer.train(cfg)
-    said = capsys.readouterr().out
-    assert said.count("going on from") == 2
-    assert said.index("checkpoints/step_00000004, with") < said.index("checkpoints/step_00000002, with")
+    output = capsys.readouterr().out
+    assert output.count("continuing from") == 2
+    assert output.index("checkpoints/step_00000004, with") < output.index("checkpoints/step_00000002, with")
     names = sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step_*"))
     assert names == ["step_00000002", "step_00000004", "step_00000004.left", "step_00000006"]
     assert [record["step"] for record in metrics(cfg.run.dir)] == [1, 2, 3, 4, 5, 6]
@@ -121,7 +121,7 @@ def test_skipped_updates_are_recorded_and_said(tmp_path, monkeypatch, capsys):
     Run(monkeypatch, lambda call, w: call in (3, 6), norm=True)
     cfg = policy(options(tmp_path / "run"), "skip")
     trainer.train(cfg)
-    assert "step 3: loss is nan, grad_norm is inf; the update is left out" in capsys.readouterr().out
+    assert "step 3: loss is nan, grad_norm is inf; the update is skipped" in capsys.readouterr().out
     records = metrics(cfg.run.dir)
     assert ["loss" in r for r in records] == [True, True, False, True, True, False]
     assert [r.get("skipped", 0) for r in records] == [0, 0, 1, 0, 0, 1]

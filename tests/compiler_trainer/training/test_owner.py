@@ -1,4 +1,4 @@
-"""One run a folder: another is refused, a job that comes back notices, and what others wrote is left alone."""
+"""One run per folder: a second one is refused, a returning job notices, and foreign files stay untouched."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ time.sleep(600)
 
 @pytest.fixture
 def held(tmp_path, monkeypatch):
-    """A folder that another process holds, and that process."""
+    """Yield a folder that another process locks, and that process."""
     monkeypatch.setattr(owner, "PATIENCE_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
@@ -52,7 +52,7 @@ def test_a_folder_that_another_process_holds_is_refused_by_name_until_that_is_ki
     with pytest.raises(UserError) as error, owning(options(folder)):
         pass
     host = os.uname().nodename
-    assert str(error.value).startswith(f"run.dir: {folder} is another run's, process {process.pid} on {host} since 20")
+    assert str(error.value).startswith(f"run.dir: {folder} is in use by another run, process {process.pid} on {host} since 20")
     process.kill()
     process.wait()
     with owning(options(folder)) as owners:
@@ -92,7 +92,7 @@ def test_a_run_that_waited_for_one_that_left_nothing_locks_its_own_file(tmp_path
 def test_a_second_run_in_a_new_folder_is_refused_before_it_compiles(held, monkeypatch):
     folder, _ = held
     monkeypatch.setattr(trainer, "compile_step", lambda *args, **how: pytest.fail("it compiles"))
-    with pytest.raises(UserError, match="is another run's"):
+    with pytest.raises(UserError, match="is in use by another run"):
         trainer.train(short_run(folder))
 
 
@@ -100,7 +100,7 @@ def test_a_run_notices_the_one_that_took_its_place(tmp_path):
     mine = Owner("run.dir", tmp_path)
     mine.take()
     (tmp_path / FILE).write_text(json.dumps({"host": "other", "pid": 7, "began": "today", "token": "x"}))
-    with pytest.raises(RunError, match=r"was taken by another run, process 7 on other since today; this one ends"):
+    with pytest.raises(RunError, match=r"was taken by another run, process 7 on other since today; this run ends"):
         mine.check(lambda: None)
 
 
@@ -112,7 +112,7 @@ def test_a_folder_that_is_deleted_is_made_anew_and_said(tmp_path, capsys):
         assert not restored
         shutil.rmtree(tmp_path / "run")
         owners.check()
-        assert restored == [True, True]  # of the run folder, and of that for checkpoints in it
+        assert restored == [True, True]  # for the run folder and for its folder of checkpoints
         owners.check()
     assert capsys.readouterr().out.count("was deleted while a run writes to it") == 2
 

@@ -1,4 +1,4 @@
-"""Preference pairs: what DPO trains is what a plain loop makes of them, on any mesh, beside a reference of its own."""
+"""Preference pairs: DPO trains as a plain loop does, on any mesh, with its own reference."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ROW, VOCAB = 13, 61
 
 
 def pairs(rows=6, seed=3):
-    """Batches of pairs of uneven lengths; the last row of each only fills it."""
+    """Return batches of pairs of uneven lengths; the last sample of each batch is only filler."""
     draw = torch.Generator().manual_seed(seed)
-    found = []
+    result = []
     for _ in LRS:
         tokens = torch.randint(0, VOCAB, (rows, ROW), generator=draw)
         labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, 2)
@@ -40,24 +40,24 @@ def pairs(rows=6, seed=3):
                     labels[row, start] = tokens[row, start + 1]
         known = {name: -3 * torch.rand(rows, generator=draw) for name in REFERENCE}
         counts = (torch.arange(rows) < rows - 1).long()
-        found.append({"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": counts, **known})
-    return found
+        result.append({"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": counts, **known})
+    return result
 
 
 def by_hand(model, batch):
-    """Log-probabilities of each answer, its document run alone."""
-    found = torch.zeros(len(batch["tokens"]), 2, dtype=torch.float64)
+    """Return the log-probabilities of each answer, from a separate run on its document."""
+    result = torch.zeros(len(batch["tokens"]), 2, dtype=torch.float64)
     for row, documents in enumerate(batch["documents"]):
         for document in (0, 1):
             there = documents == document
             tokens, labels = batch["tokens"][row][there], batch["labels"][row][there]
             logs = model(tokens[None], torch.arange(len(tokens))[None])[0].log_softmax(-1)
-            found[row, document] = sum(logs[i, label] for i, label in enumerate(labels) if label != -100)
-    return found
+            result[row, document] = sum(logs[i, label] for i, label in enumerate(labels) if label != -100)
+    return result
 
 
 def plain_dpo(model, batch, beta=0.3, smoothing=0.1):
-    """The loss of equation 7, pair by pair."""
+    """Return the loss of equation 7, pair by pair."""
     answers, losses = by_hand(model, batch), []
     for row in range(len(answers)):
         if batch["pairs"][row]:
@@ -77,7 +77,7 @@ CASES = [(*case, 1) for case in MESHES] + [(*case, 5) for case in IN_CHUNKS]
 
 
 def in_chunks(step):
-    """How many losses it takes in chunks."""
+    """Return the number of losses that a step computes in chunks."""
     return next(p["report"]["counts"].get("losses", 0) for p in step.report["passes"] if p["name"] == "chunk_loss")
 
 
@@ -88,9 +88,9 @@ def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
     metrics, state = train_plainly(llama(2), plain_dpo, data, ADAMW)
     step = compile_lockstep(llama(2, attention="documents"), loss_of, data[0], mesh, microbatches=microbatches, passes=passes)
     assert in_chunks(step) == (chunks > 1)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same({name: found[name] for name in wanted}, wanted, EXACT)
-        assert found["reward_margin"] == pytest.approx(found["reward_chosen"] - found["reward_rejected"])
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same({name: result[name] for name in expected}, expected, EXACT)
+        assert result["reward_margin"] == pytest.approx(result["reward_chosen"] - result["reward_rejected"])
     assert_same(step.state_dict(), state, EXACT)
 
 
@@ -100,8 +100,8 @@ def test_losses_in_chunks_are_those_of_whole_logits(mesh):
     data, model = pairs(), llama(2, attention="documents")
     steps = [compile_lockstep(model, loss_of, data[0], mesh, passes={"chunk_loss": {"chunks": n}}) for n in (1, 4)]
     whole, chunked = [(train_step(step, data), step.state_dict()) for step in steps]
-    for found, wanted in zip(chunked[0], whole[0], strict=True):
-        assert_same(found, wanted, EXACT)
+    for result, expected in zip(chunked[0], whole[0], strict=True):
+        assert_same(result, expected, EXACT)
     assert_same(chunked[1], whole[1], EXACT)
 
 
@@ -116,10 +116,10 @@ def test_a_reference_is_told_row_by_row(mesh, microbatches, chunks):
 
     how = {"mesh": mesh, "ranks": "lockstep", "microbatches": microbatches, "passes": {"chunk_loss": {"chunks": chunks}}}
     step = ct.compile_step(model, loss, given, train=False, **how)
-    found = step.rows(given)
+    result = step.rows(given)
     assert in_chunks(step) == (chunks > 1)
-    wanted = by_hand(llama(2), batch).detach()
-    assert_same(found, {name: wanted[:, i] for i, name in enumerate(REFERENCE)}, EXACT)
+    expected = by_hand(llama(2), batch).detach()
+    assert_same(result, {name: expected[:, i] for i, name in enumerate(REFERENCE)}, EXACT)
     with pytest.raises(UserError, match="as the metric 'reference_chosen'; it must be a scalar"):
         ct.compile_step(model, loss, given, **how)
 
@@ -132,7 +132,7 @@ def test_a_reference_needs_less_memory_than_a_step_that_keeps_least():
     referring = ct.compile_step(
         model, lambda *given: reference(plain_logits, *given), given, train=False, mesh={"dp_shard": 2}, ranks="lockstep", passes=passes
     )
-    peaks = [[p["accounting"]["peak_bytes"] for p in found.report["passes"]][-1] for found in (step, referring)]
+    peaks = [[p["accounting"]["peak_bytes"] for p in result.report["passes"]][-1] for result in (step, referring)]
     assert peaks[1] < peaks[0]
 
 
@@ -141,7 +141,7 @@ def test_a_reference_needs_less_memory_than_a_step_that_keeps_least():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pairs in a file, whose rejected answers are all alike, beside a tokenizer of bytes."""
+    """Write pairs whose rejected answers are all equal, and a byte tokenizer."""
     folder = tmp_path_factory.mktemp("pairs")
     write_tokenizer(folder)
     lines = [{"prompt": f"{i}?", "chosen": f"{i + 1}.", "rejected": "never"} for i in range(40)]
@@ -150,7 +150,7 @@ def folder(tmp_path_factory):
 
 
 def trainer(folder, where, **options):
-    """A run of DPO on a small decoder."""
+    """Return a DPO run on a small decoder."""
     data = {"name": "text", "files": [str(folder / "pairs.jsonl")], "tokenizer": str(folder / "tokenizer.json"), "chat": True}
     given = {
         "model": {"n_layers": 1, "dim": 32, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32, "vocab_size": 259, "attention": "documents"},
@@ -180,17 +180,17 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
     options = {"eval": {"interval": 3}, "lr_schedule": "constant", "run": {"dir": str(tmp_path / "parts"), "dump_graphs": False}}
     trainer(folder, "", train=part, **options).train()
     kept = (tmp_path / "parts" / FILE).read_bytes()
-    (tmp_path / "parts" / FILE).write_bytes(kept[:500] + b"?" + kept[501:])  # damaged: computed anew from initial weights
+    (tmp_path / "parts" / FILE).write_bytes(kept[:500] + b"?" + kept[501:])  # damaged, so computed again from the initial weights
     trainer(folder, "", checkpoint={"resume": "latest"}, **options).train()
     trainer(folder, "", **options | {"run": {"dir": str(tmp_path / "undisturbed"), "dump_graphs": False}}).train()
-    with np.load(tmp_path / "parts" / FILE) as again, np.load(tmp_path / "undisturbed" / FILE) as wanted:
-        assert all(np.array_equal(again[name], wanted[name]) for name in wanted.files)
+    with np.load(tmp_path / "parts" / FILE) as second, np.load(tmp_path / "undisturbed" / FILE) as expected:
+        assert all(np.array_equal(second[name], expected[name]) for name in expected.files)
     losses = [[record["loss"] for record in records(tmp_path / name)] for name in ("parts", "undisturbed")]
     assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         ({"data": {"pairs": False}}, r"loss.name: dpo compares two answers; set data.pairs=true"),
         ({"loss": "cross_entropy"}, r"data.pairs: need a loss that compares two answers"),
@@ -201,12 +201,12 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
             {"model": {"name": "moe_debug", "attention": "documents", "experts": {"count": 4, "top_k": 1, "width": 8, "balance_loss": 0.1}}},
             r"model.experts.balance_loss: 0.1 is no part of loss=dpo",
         ),
-        ({"train": {"seq_len": 50}}, r"data.pairs: \d+ of \d+ pairs are longer than rows of 50 tokens, the longest takes \d+"),
+        ({"train": {"seq_len": 50}}, r"data.pairs: \d+ of \d+ pairs are longer than rows of 50 tokens, the longest has \d+"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, said, folder, tmp_path):
-    with pytest.raises(UserError, match=said):
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, message, folder, tmp_path):
+    with pytest.raises(UserError, match=message):
         trainer(folder, tmp_path / "run", **options).train()
 
 
@@ -226,6 +226,6 @@ def test_a_reward_model_of_ones_own_ranks_pairs(folder, tmp_path):
         return -F.logsigmoid(chosen - rejected).mean(), {"accuracy": (chosen > rejected).float().mean()}
 
     trainer(folder, tmp_path / "run", model=Reward(), loss=ranking, train={"steps": 20, "seq_len": 96, "global_batch_size": 4}, optim={"lr": 1e-2}).train()
-    found = records(tmp_path / "run")
-    assert found[-1]["loss"] < 0.1 < 0.3 < found[0]["loss"] and found[-1]["accuracy"] == 1
+    result = records(tmp_path / "run")
+    assert result[-1]["loss"] < 0.1 < 0.3 < result[0]["loss"] and result[-1]["accuracy"] == 1
     assert not (tmp_path / "run" / FILE).exists()

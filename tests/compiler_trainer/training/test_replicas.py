@@ -1,4 +1,4 @@
-"""A bit that flips in one of several copies is noticed, named, and repaired where most ranks agree."""
+"""A flipped bit in one of several copies is detected, named, and repaired if most ranks agree."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from oracle import NO_DECAY, compile_lockstep, perceptron, points, squared_error
 from short_runs import options
 
 from compiler_trainer.config.errors import RunError
-from compiler_trainer.training.replicas import Replicas, differences, sum_of
+from compiler_trainer.training.replicas import Replicas, bit_sum, differences
 
 
 def step_of(**mesh):
-    """A step on a mesh, once taken."""
+    """Return a step on a mesh that has been taken once."""
     data = points(dtype=torch.float32)
     step = compile_lockstep(perceptron(dtype=torch.float32), squared_error, data[0], mesh, NO_DECAY)
     step(data[0])
@@ -47,9 +47,9 @@ def test_copies_of_a_run_that_is_well_are_equal(mesh):
 def test_one_bit_of_two_replicas_ends_the_run_with_tensor_and_ranks(tmp_path, bit):
     step = step_of(dp_replicate=2)
     flip(step, a_weight(step), 1, bit, at=-1)
-    said = f"{a_weight(step)} is not the same on ranks 0, 1, and no majority tells which is right after step 7"
+    message = f"{a_weight(step)} differs between ranks 0, 1, and no majority shows which is right after step 7"
     for action in ("stop", "repair"):
-        with pytest.raises(RunError, match=f"^{said} .train.replica_check.action={action}.; .* resume {tmp_path}/run$"):
+        with pytest.raises(RunError, match=f"^{message} .train.replica_check.action={action}.; .* resume {tmp_path}/run$"):
             replicas(step, tmp_path / "run", action).check(7)
 
 
@@ -58,10 +58,10 @@ def test_what_two_of_three_hold_is_given_to_the_third(tmp_path, capsys):
     name = a_weight(step)
     before = {n: local[1].clone() for n, (_, local) in step.tensors().items()}
     flip(step, name, 1)
-    with pytest.raises(RunError, match=f"^{name} on rank 1 is not what it is on ranks 0, 2 after step 7"):
+    with pytest.raises(RunError, match=f"^{name} on rank 1 differs from its copy on ranks 0, 2 after step 7"):
         replicas(step, tmp_path / "run", "stop").check(7)
     replicas(step, tmp_path / "run", "repair").check(7)
-    assert f"after step 7: {name} on rank 1 is not what it is on ranks 0, 2; repaired" in capsys.readouterr().out
+    assert f"after step 7: {name} on rank 1 differs from its copy on ranks 0, 2; repaired" in capsys.readouterr().out
     assert all(torch.equal(local[1], before[n]) for n, (_, local) in step.tensors().items())
     assert differences(step) == []
 
@@ -69,9 +69,9 @@ def test_what_two_of_three_hold_is_given_to_the_third(tmp_path, capsys):
 def test_shards_are_compared_with_their_own_copies(tmp_path):
     step = step_of(dp_replicate=3, dp_shard=2)
     name = a_weight(step)
-    flip(step, name, 3)  # of replica 1, shard 1
-    (found,) = differences(step)
-    assert (found.name, found.right, found.wrong) == (name, (1, 5), (3,))
+    flip(step, name, 3)  # in replica 1, shard 1
+    (result,) = differences(step)
+    assert (result.name, result.right, result.wrong) == (name, (1, 5), (3,))
 
 
 def test_zero_turns_it_off(tmp_path):
@@ -85,10 +85,10 @@ def test_zero_turns_it_off(tmp_path):
 def test_each_bit_counts_whatever_the_dtype_and_place(dtype):
     bytes_ = torch.zeros(64, dtype=torch.uint8)
     local = bytes_.view(dtype)[1:-1] if dtype != torch.bool else bytes_.view(dtype)[:13]
-    whole, size = sum_of(local, local.device), local.element_size()
+    whole, size = bit_sum(local, local.device), local.element_size()
     first = 0 if dtype == torch.bool else size
     for at in range(first, first + len(local) * size):
         for bit in range(8 if dtype != torch.bool else 1):
             bytes_[at] = 1 << bit
-            assert sum_of(local, local.device) != whole
+            assert bit_sum(local, local.device) != whole
         bytes_[at] = 0

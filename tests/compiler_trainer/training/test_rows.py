@@ -1,4 +1,4 @@
-"""A rank's own rows are those that its step is fed: what stands in others changes nothing of what it is given."""
+"""A rank's own samples are those that its step reads: changing other samples does not change its inputs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_a_rank_is_given_its_own_rows_and_every_row_is_some_ranks(mesh, rows, mi
     step = compile_lockstep(llama(n_layers=2), llama_loss, batch, mesh, microbatches=microbatches, lower={"backend": "eager"})
     own = {rank: own_rows(step, [rank]) for rank in step.ranks}
     assert sorted(set(np.concatenate(list(own.values())).tolist())) == list(range(rows))
-    assert all(len(found) <= -(-rows // microbatches // 2) * microbatches for found in own.values())
+    assert all(len(result) <= -(-rows // microbatches // 2) * microbatches for result in own.values())
     assert own_rows(step, step.ranks).tolist() == list(range(rows))
-    assert {found.dtype for found in own.values()} == {np.dtype(np.int64)}  # of ranks without a row, too
+    assert {result.dtype for result in own.values()} == {np.dtype(np.int64)}  # also for ranks without a sample
     for rank, mine in own.items():
         others = np.setdiff1d(np.arange(rows), mine)
         outline = {name: value.clone() for name, value in batch.items()}

@@ -1,4 +1,4 @@
-"""Samples while training are what `generate` makes of the same checkpoint, on every mesh, and training is as without."""
+"""Samples during training equal those of `generate` on the same checkpoint, on every mesh, and do not affect it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLDER = FolderConfig(path=str(folders.folder("llama")))
 
 
 def sampling(cfg, prompts=PROMPTS):
-    """A run that samples, and moves its weights so far that it shows."""
+    """Return a run that samples, and changes its weights noticeably."""
     return replace(cfg, eval=replace(cfg.eval, prompts=prompts, sample_tokens=5), optim=replace(cfg.optim, lr=0.3))
 
 
@@ -40,19 +40,19 @@ def lines(run):
 def test_a_line_an_evaluation_with_what_the_weights_of_that_step_add(model, tmp_path, capsys):
     cfg = sampling(options(tmp_path / "run", model=model))
     trainer.train(cfg)
-    said = capsys.readouterr().out
-    found, tokenizer = lines(tmp_path / "run"), ByteTokenizer()
-    assert [line["step"] for line in found] == [4, 6] and found[0]["samples"] != found[1]["samples"]
+    output = capsys.readouterr().out
+    result, tokenizer = lines(tmp_path / "run"), ByteTokenizer()
+    assert [line["step"] for line in result] == [4, 6] and result[0]["samples"] != result[1]["samples"]
     of_last, trained = trained_model(cfg)
     trained = in_use(cfg, trained, torch.device("cpu"))
-    for sample, prompt in zip(found[-1]["samples"], PROMPTS, strict=True):
+    for sample, prompt in zip(result[-1]["samples"], PROMPTS, strict=True):
         ids = continued(cfg, of_last, trained, list(prompt.encode()), {256}, Sampling(5))
         assert sample == {"prompt": prompt, "text": tokenizer.decode(ids)}
-        assert f"sample at step 6: {json.dumps(sample, ensure_ascii=False)}\n" in said
+        assert f"sample at step 6: {json.dumps(sample, ensure_ascii=False)}\n" in output
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     shown = [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors("sample/1/text_summary")]
-    assert shown == [(line["step"], json.dumps(line["samples"][1], ensure_ascii=False)) for line in found]
+    assert shown == [(line["step"], json.dumps(line["samples"][1], ensure_ascii=False)) for line in result]
     trainer.train(replace(cfg, eval=replace(cfg.eval, prompts=()), run=replace(cfg.run, dir=str(tmp_path / "without"))))
     assert timeless(records(tmp_path / "run")) == timeless(records(tmp_path / "without"))
 
@@ -62,9 +62,9 @@ def test_a_line_an_evaluation_with_what_the_weights_of_that_step_add(model, tmp_
 def test_the_model_is_put_together_on_any_mesh(mesh):
     model = llama(n_layers=2)
     step = compile_lockstep(model, llama_loss, batches(rows=4)[0], mesh, **({"microbatches": 2} if "pp" in mesh else {}))
-    found = on_rank_0(step, 0)
-    assert found.keys() == {*dict(model.named_parameters()), *(name for name in found if name in dict(model.named_buffers()))}
-    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+    result = on_rank_0(step, 0)
+    assert result.keys() == {*dict(model.named_parameters()), *(name for name in result if name in dict(model.named_buffers()))}
+    assert all(torch.equal(result[name], parameter) for name, parameter in model.named_parameters())
     assert on_rank_0(step, 1) == {}
 
 
@@ -78,16 +78,16 @@ def test_a_run_that_goes_on_has_each_line_once(tmp_path):
     assert lines(tmp_path / "run") == before and len(before) == 2
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     ({"eval": {"interval": None}}, "^eval.prompts: .*eval.interval=null has none"),
     ({"data": {"name": "custom", "_target_": "x.Y"}}, "^eval.prompts: .*data=custom has rows without a tokenizer"),
     ({"data": {"tokenizer": "nowhere.json"}}, "nowhere.json: no such file"),
 ])
-def test_what_cannot_be_sampled_is_refused_before_anything_is_written(change, said, tmp_path, monkeypatch):
+def test_what_cannot_be_sampled_is_refused_before_anything_is_written(change, message, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
     cfg = sampling(options(tmp_path / "run"))
     cfg = replace(cfg, **{group: replace(getattr(cfg, group), **values) for group, values in change.items()})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         trainer.train(cfg)
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""Throughput and its share of a GPU's peak."""
+"""Throughput, and its share of a GPU's peak."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ CFG = replace(Config(), mesh=MeshConfig(dp_shard=4))
 
 
 def test_flops_are_those_of_one_rank():
-    found = speed(CFG, flops_per_token=10**6, tokens=4000, step_s=0.5)
-    assert found == {"tokens_per_s": 8000, "step_ms": 500.0, "tflops": pytest.approx(8000 / 4 * 1e6 / 1e12)}
+    result = speed(CFG, flops_per_token=10**6, tokens=4000, step_s=0.5)
+    assert result == {"tokens_per_s": 8000, "step_ms": 500.0, "tflops": pytest.approx(8000 / 4 * 1e6 / 1e12)}
 
 
 def test_mfu_is_of_the_gpu_that_the_cluster_describes(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3"))
     cfg = settled(CFG, on_gpu=True)
-    found = speed(cfg, 10**6, 4000, 0.5)
-    assert found["mfu"] == pytest.approx(found["tflops"] / 989.0)  # bf16
+    result = speed(cfg, 10**6, 4000, 0.5)
+    assert result["mfu"] == pytest.approx(result["tflops"] / 989.0)  # bf16
     other = replace(cfg, cluster=replace(cfg.cluster, device="NVIDIA H200"))
     assert "mfu" not in speed(other, 10**6, 4000, 0.5)
 

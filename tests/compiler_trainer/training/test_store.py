@@ -1,4 +1,4 @@
-"""Runs that read from and save to an object store: killed, resumed on another machine, and while it is away."""
+"""Runs that read from and save to an object store: killed, resumed on another machine, and during an outage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commands import call
 from short_runs import metrics, options, timeless
 
 from compiler_trainer import checkpoint
-from compiler_trainer.checkpoint import Elsewhere, SaveError, sender
+from compiler_trainer.checkpoint import RemoteCheckpoints, SaveError, sender
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import CheckpointConfig, DataConfig
 from compiler_trainer.places.store import Place
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def text(store, tmp_path_factory):
-    """A folder of text in the store."""
+    """Return a folder of text in the store."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(3):
         (folder / f"{number}.txt").write_text(f"The fjord number {number} is a long, narrow inlet of the sea. " * 40)
@@ -37,7 +37,7 @@ def text(store, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """What fails is tried again soon."""
+    """Shorten the retry times."""
     monkeypatch.setattr(sender, "RETRY_S", 0.1)
     monkeypatch.setattr(sender, "LAST_RETRY_S", 0.1)
 
@@ -52,14 +52,14 @@ def weights(folder):
     return path.name, checkpoint.read_model(path)
 
 
-def assert_same(found, expected):
-    assert found[0] == expected[0] and found[1].keys() == expected[1].keys()
-    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+def assert_same(actual, expected):
+    assert actual[0] == expected[0] and actual[1].keys() == expected[1].keys()
+    assert all(torch.equal(actual[1][name], value) for name, value in expected[1].items())
 
 
 @pytest.fixture(scope="module")
 def undisturbed(store, text, tmp_path_factory):
-    """What a run ends with that nothing happens to."""
+    """Return the final state of an undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     train(job(folder, None, text))
     return weights(folder), timeless(metrics(folder))
@@ -93,13 +93,13 @@ def test_killed_during_a_copy_and_resumed_on_another_machine_it_ends_with_the_sa
     script = DIES.format(folder=str(tmp_path / "first/run"), url=url, text=text)
     ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
-    assert Elsewhere(url).steps() == [2] and "runs/killed/step_00000004/rank_00000.safetensors" in store.names()
+    assert RemoteCheckpoints(url).steps() == [2] and "runs/killed/step_00000004/rank_00000.safetensors" in store.names()
     shutil.rmtree(tmp_path / "first")  # the machine is gone
     folder = tmp_path / "second/run"
     train(job(folder, url, text, "auto"))
     assert_same(weights(folder), undisturbed[0])
     assert timeless(metrics(folder)) == [record for record in undisturbed[1] if record["step"] > 2]
-    assert Elsewhere(url).steps() == [4, 6]
+    assert RemoteCheckpoints(url).steps() == [4, 6]
 
 
 def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(tmp_path, store, text, undisturbed, monkeypatch, capsys):
@@ -119,26 +119,26 @@ def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(t
     monkeypatch.setattr(Place, "put", goes_away)
     monkeypatch.setattr("compiler_trainer.training.saving.say", comes_back)
     train(job(tmp_path / "run", url, text))
-    said = capsys.readouterr().out
-    assert re.search(rf"{url}/\S+: cannot be reached: .*; training goes on, and this is tried again every 0.1 s\n", said)
-    assert f"{url} answers again, and has all checkpoints" in said
+    output = capsys.readouterr().out
+    assert re.search(rf"{url}/\S+: cannot be reached: .*; training continues, and this is tried again every 0.1 s\n", output)
+    assert f"{url} answers again, and has all checkpoints" in output
     assert_same(weights(tmp_path / "run"), undisturbed[0])
-    assert Elsewhere(url).steps() == [4, 6]
+    assert RemoteCheckpoints(url).steps() == [4, 6]
 
 
 def test_what_an_outage_until_the_end_left_behind_is_copied_by_resume(tmp_path, store, text, undisturbed):
     url, folder = "s3://bucket/runs/away", tmp_path / "run"
     put, Place.put = Place.put, lambda place, file, name: store.stop() or put(place, file, name)
     try:
-        with pytest.raises(SaveError, match="cannot be reached: .* alone has .*step_00000006, which compiler-trainer resume copies"):
+        with pytest.raises(SaveError, match="cannot be reached: .* alone has .*step_00000006; compiler-trainer resume copies these"):
             train(job(folder, url, text))
     finally:
         Place.put = put
         store.start()
     assert_same(weights(folder), undisturbed[0])
-    assert Elsewhere(url).steps() == []
-    assert call("resume", folder) == 0  # it has all its steps
-    assert Elsewhere(url).steps() == [4, 6]
+    assert RemoteCheckpoints(url).steps() == []
+    assert call("resume", folder) == 0  # the run already has all its steps
+    assert RemoteCheckpoints(url).steps() == [4, 6]
 
 
 def test_a_store_that_does_not_answer_at_the_start_trains_nothing(tmp_path, store, text):
@@ -155,7 +155,7 @@ def test_a_store_that_does_not_answer_at_the_start_trains_nothing(tmp_path, stor
 def test_the_checkpoints_of_two_runs_are_not_mixed(tmp_path, store, text):
     url = "s3://bucket/runs/mixed"
     train(job(tmp_path / "a", url, text, steps=4))
-    with pytest.raises(UserError, match=f"^checkpoint.store: {url} has checkpoints up to step 4; go on from it with checkpoint.resume=auto"):
+    with pytest.raises(UserError, match=f"^checkpoint.store: {url} has checkpoints up to step 4; resume from it with checkpoint.resume=auto"):
         train(job(tmp_path / "b", url, text))
     assert not (tmp_path / "b").exists()
     train(job(tmp_path / "b", None, text, steps=4, optim=replace(options("x").optim, lr=5e-2)))

@@ -1,4 +1,4 @@
-"""Traces of steps: collectives named as the graph names them, in the run's own folder."""
+"""Traces of steps: collectives have the graph's names, in the run's own folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def options(folder, steps: int) -> Config:
 
 
 def event(node, at: float) -> dict:
-    """What the profiler tells of a node: two events are a step apart."""
+    """Return the profiler's event of a node; steps are a fixed time apart."""
     dims = list(ir.value(node.args[0]).shape) if ir.is_tensor(node.args[0]) else [[1], [2]]
     return {"name": node.target._schema.name, "cat": "cpu_op", "ts": at, "args": {"Input Dims": [dims, []]}}
 
@@ -54,7 +54,7 @@ def test_collectives_and_waits_are_named_in_every_step(step):
 def test_a_trace_is_written_into_the_run_folder(tmp_path):
     recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, training=([], None), microbatches=1), done=0)
     for number in range(1, 5):
-        with recorder.around(number):
+        with recorder.record_step(number):
             torch.ones(3).sum()
     names = [e["name"] for e in json.load(gzip.open(tmp_path / trace.FILE))["traceEvents"]]
     assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"] and "aten::sum" in names
@@ -67,10 +67,10 @@ def test_a_disk_that_does_not_take_the_trace_is_one_line(tmp_path, capsys, most_
     recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, training=([], None), microbatches=1), done=0)
     with no_file_above(most_bytes):
         for number in range(1, 5):
-            with recorder.around(number):
+            with recorder.record_step(number):
                 torch.ones(3).sum()
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
-    assert said.startswith(f"{tmp_path / trace.FILE} cannot be written (") and said.endswith("): there is no trace of this run")
+    (output,) = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
+    assert output.startswith(f"{tmp_path / trace.FILE} cannot be written (") and output.endswith("): there is no trace of this run")
     assert not list(tmp_path.iterdir())
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_recorded_unasked(tmp_path):
     cfg = options(tmp_path, steps=3)
     recorder = trace.Trace(replace(cfg, run=replace(cfg.run, profile=False)), SimpleNamespace(train={}, training=([], None)), done=0)
     for number in range(1, 4):
-        with recorder.around(number):
+        with recorder.record_step(number):
             pass
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""A run: what it leaves behind, that resuming changes nothing, and that a refused input leaves no trace."""
+"""A run's output, resuming without changes, and refused input that leaves no trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from passes.program.spec import Spec
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The trainer around `FakeStep`."""
+    """Train around `FakeStep`."""
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
 
 
@@ -67,7 +67,7 @@ def test_padding_counts_as_no_token(fake, tmp_path):
     cfg = replace(cfg, train=replace(cfg.train, seq_len=600))
     trainer.train(cfg)
     loader = build_datasets(cfg.data, 600, 4).train
-    counts = [(loader.next(), loader.filled)[1] for _ in range(6)]
+    counts = [(loader.next(), loader.token_count)[1] for _ in range(6)]
     records = metrics(cfg.run.dir)
     assert [record["tokens"] for record in records] == list(itertools.accumulate(counts))
     assert all(0 < count < 2400 for count in counts)
@@ -124,7 +124,7 @@ def test_evaluation_is_compiled_only_where_the_run_evaluates(interval, evaluates
     assert asked == [evaluates]
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("packing", ["cut", "fit"])
@@ -152,7 +152,7 @@ def test_going_on_in_another_folder(fake, tmp_path):
 
 
 def refusal(cfg):
-    """The one line that refuses `cfg`; nothing on disk changes."""
+    """Return the one line that refuses `cfg`, and check that nothing on disk changed."""
     folder = Path(cfg.run.dir).parent
     before = sorted(folder.rglob("*"))
     with pytest.raises(UserError) as caught:
@@ -207,7 +207,7 @@ def test_a_checkpoint_of_another_model_leaves_nothing(fake, tmp_path, monkeypatc
 
     monkeypatch.setattr(trainer, "compile_step", Bigger)
     cfg = resuming(options(tmp_path / "run", steps=9), tmp_path / "first/checkpoints/step_00000006")
-    assert "model.w is float32[3] in it and float32[4] here" in refusal(cfg)
+    assert "model.w is float32[3] there and float32[4] here" in refusal(cfg)
 
 
 def test_an_earlier_run_is_not_written_over(fake, tmp_path):
@@ -283,14 +283,14 @@ def test_a_disk_that_does_not_take_the_graphs_is_one_line(tmp_path, monkeypatch,
     monkeypatch.setattr(trainer, "compile_step", compiled)
     trainer.train(options(tmp_path / "run"))
     assert len(metrics(tmp_path / "run")) == 6 and not (tmp_path / "run/graphs").exists()
-    assert capsys.readouterr().out.count("graphs cannot be written (File too large): the graphs are left out") == 1
+    assert capsys.readouterr().out.count("graphs cannot be written (File too large): no graphs are saved") == 1
 
 
 # Agreement
 
 
 class Rows:
-    """Data read by a rank."""
+    """Data as read by a rank."""
 
     def __init__(self, fingerprint):
         self.train = self.rows = self
@@ -299,7 +299,7 @@ class Rows:
 
 @pytest.fixture
 def rank_0(monkeypatch):
-    """A function that says what rank 0, another one, was given."""
+    """Return a function that plays a broadcast from a rank 0 with other values."""
 
     def given(*values):
         monkeypatch.setattr(prepare.dist, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""A rank that does not move is noticed, named, and ends the job."""
+"""A rank that hangs is detected and named, and ends the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from compiler_trainer.training.watch import Beat, Watch, doing_of, tell
+from compiler_trainer.training.watch import Beat, Watch, operation_of, report
 
 HANGS = """
 import time
@@ -62,7 +62,7 @@ from compiler_trainer.step.turns import Turn
 from compiler_trainer.training.watch import Watch
 
 step = object.__new__(Step)
-step.microbatches, step.at_once = 4, 1
+step.microbatches, step.microbatches_per_turn = 4, 1
 step.split = lambda batch: [{}] * 4
 step.counts = lambda parts: {}
 step.scalars = lambda *how: {}
@@ -80,7 +80,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_process_that_waits_for_ever_is_ended_and_says_where_it_was():
     ended = run(HANGS)
-    assert ended.returncode == 1 and "nothing has moved for 0.5 s (run.timeout_s): rank 0 is in" in ended.stderr
+    assert ended.returncode == 1 and "no progress for 0.5 s (run.timeout_s): rank 0 is in" in ended.stderr
     assert "after step 7" in ended.stderr
 
 
@@ -91,16 +91,16 @@ def test_one_that_moves_on_is_left_alone(code):
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("beats", "message"),
     [
         ([(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(5, 3, "mm_1 (y)", False), False)], "rank 1 does not answer, it was last in mm_1 (y) after step 3"),
         ([(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(9, 4, "mm_1 (y)", False), True)], "rank 1 is in mm_1 (y) after step 4"),
         ([(0, Beat(9, 4, "a (x)", True), True), (1, Beat(9, 4, "b (y)", True), True)], "rank 0 waits in a (x) after step 4; rank 1 waits in b (y) after step 4"),
     ],
 )
-def test_who_hangs_is_the_silent_rank_else_the_one_that_waits_for_nobody(found, said, capsys):
-    tell(2.0, found)
-    assert capsys.readouterr().err == f"error: nothing has moved for 2 s (run.timeout_s): {said}\n"
+def test_who_hangs_is_the_silent_rank_else_the_one_that_waits_for_nobody(beats, message, capsys):
+    report(2.0, beats)
+    assert capsys.readouterr().err == f"error: no progress for 2 s (run.timeout_s): {message}\n"
 
 
 def test_a_line_of_generated_code_is_told_by_its_nodes(tmp_path):
@@ -108,7 +108,7 @@ def test_a_line_of_generated_code_is_told_by_its_nodes(tmp_path):
     file.write_text("import sys\n# Topologically Sorted Source Nodes: [all_gather_3], Original ATen: []\nframe = sys._getframe()\n")
     space: dict = {}
     exec(compile(file.read_text(), str(file), "exec"), space)
-    assert doing_of(space["frame"]).startswith("all_gather_3 (")
+    assert operation_of(space["frame"]).startswith("all_gather_3 (")
 
 
 @pytest.mark.full
@@ -126,12 +126,12 @@ def test_a_stopped_rank_of_two_is_named(tmp_path):
                 time.sleep(0.2)
             stopped = [second_rank(job.pid)]
             os.kill(stopped[0], signal.SIGSTOP)
-            said = next(line for line in job.stderr if "nothing has moved" in line)
+            output = next(line for line in job.stderr if "no progress for" in line)
         finally:
-            for process in stopped:  # in a session of its own
+            for process in stopped:  # each in its own session
                 os.kill(process, signal.SIGKILL)
             os.killpg(job.pid, signal.SIGKILL)
-    assert re.search(r"rank 1 does not answer, it was last in ([FBGRU]1( of microbatch [01])?, )?.* after step", said)
+    assert re.search(r"rank 1 does not answer, it was last in ([FBGRU]1( of microbatch [01])?, )?.* after step", output)
     assert json.loads(metrics.read_text().splitlines()[0])["step"] == 1
 
 
@@ -141,7 +141,7 @@ def test_a_rank_that_waits_in_a_task_names_it_and_its_microbatch():
 
 
 def second_rank(launcher: int) -> int:
-    """The process of rank 1 below a launcher."""
+    """Return the process of rank 1 below a launcher."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
@@ -154,9 +154,9 @@ def second_rank(launcher: int) -> int:
 
 def test_what_the_flight_recorder_holds_is_kept_and_named(tmp_path, monkeypatch, capsys):
     watch = Watch(2.0, tmp_path)
-    assert watch.keep_flight() == ""  # there is no NCCL
+    assert watch.write_flight_record() == ""  # there is no NCCL
     monkeypatch.setattr("compiler_trainer.training.watch.collectives_recorded", lambda: b"recorded")
-    tell(2.0, [(0, Beat(9, 4, "a (x)", True), True)], watch.keep_flight())
+    report(2.0, [(0, Beat(9, 4, "a (x)", True), True)], watch.write_flight_record())
     folder = tmp_path / "flight_recorder"
     assert (folder / "rank_0").read_bytes() == b"recorded"
     assert capsys.readouterr().err.endswith(f"collectives of each rank are in {folder}: torchfrtrace {folder} -p rank_\n")

@@ -192,7 +192,7 @@ def test_ids_given_from_outside_have_to_stand_together():
     step = compile_lockstep(model, lambda model, batch: model(batch["tokens"], batch["ids"]), given, {"cp": 2})
     step(given)
     apart = torch.tensor([0, 0, 1, 1, 2, 2, 0, 3, 3, 3, 3, 3])
-    with pytest.raises(UserError, match=r"batch\['ids'\]: row 1 has 0 in two places with others between"):
+    with pytest.raises(UserError, match=r"batch\['ids'\]: row 1 has 0 in two places with other ids between"):
         step(given | {"ids": torch.stack([IDS[0], apart])})
     step(given | {"ids": IDS.flip(1)})  # any order will do
 

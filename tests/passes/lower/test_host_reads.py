@@ -151,7 +151,7 @@ def test_auto_says_why_it_records_nothing():
     assert on_cpu == "nothing is recorded: the step runs on cpu"
     (on_cuda,) = recorded(program, lower, torch.device("cuda"))
     assert on_cuda.startswith("1 of 2 calls of step are recorded: %index_put") and "use torch.where" in on_cuda
-    with pytest.raises(UserError, match="lower.cudagraphs=auto records what is around"):
+    with pytest.raises(UserError, match="lower.cudagraphs=auto records the parts around it"):
         recorded(program, build(LowerConfig, {"cudagraphs": True}), torch.device("cuda"))
 
 
