@@ -103,7 +103,10 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Nod
         origins.stamp("backward", program.results()[index])
         ones = torch.ones_like(outputs[index])
         origins.stamp("backward", None)
-        by_name = dict(zip(wanted, torch.autograd.grad(outputs[index], [*wanted.values()], ones, allow_unused=True)))
+        by_name = dict.fromkeys(wanted)
+        if outputs[index].requires_grad:
+            values = torch.autograd.grad(outputs[index], [*wanted.values()], ones, allow_unused=True)
+            by_name = dict(zip(wanted, values))
         origins.stamp("backward", program.results()[index])
         trained = {parameters[name].original for name, gradient in by_name.items() if gradient is not None}
         names = [name for name, parameter in parameters.items() if parameter.original in trained]

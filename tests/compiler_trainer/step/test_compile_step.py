@@ -190,6 +190,15 @@ def test_a_model_of_which_nothing_is_trained_is_refused_and_can_be_evaluated():
     assert step.evaluate(batch) == pytest.approx(squared_error(model, batch).item(), abs=EXACT)
 
 
+@pytest.mark.parametrize("loss", [
+    lambda model, batch: batch["x"].sum(),
+    lambda model, batch: batch["x"].sum() + (model.up.weight > 0).sum(),
+], ids=["without the model", "of a comparison"])  # fmt: skip
+def test_a_loss_without_a_gradient_is_refused(loss):
+    with pytest.raises(UserError, match="^model: the loss depends on none of its parameters: nothing to train$"):
+        compile_lockstep(perceptron(), loss, points()[0], FSDP)
+
+
 @pytest.mark.parametrize(("options", "says"), [
     ({"lower": {"backend": "inductor"}}, "lower.backend: is 'inductor', but lockstep ranks are interpreted"),
     ({"mesh": {"dp": 2}}, "mesh.dp: no such axis"),
