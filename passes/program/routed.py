@@ -1,41 +1,41 @@
-"""Operators on rows that are sorted by the expert they go to: what a mixture of experts is made of.
+"""Operators of mixtures of experts, on rows sorted by expert.
 
-A whole program, before anything is placed, has these; `way` is how rows travel (`Way`):
+A global program, before placement, has these; `way` (`Way`) says how rows reach their experts:
 
-    rows = dispatch(x, ids, k, way)         [(D n), ...]: for each of D owners of E / D experts their rows, sorted
-    groups = groups(ids, way)               [D, n]: for which of its experts they are, in any order; E / D: none
-    h = expert_mm(rows, w, groups, among)   each row by the matrix of its expert
-    h = h + of_expert(b, groups)            what a table holds of each row's expert
-    h = each_mm(h, w)                       all rows, [E, n, ...], by the matrix of each expert: a bmm
-    y = combine(h, ids, way)                back where the slots were
-    n = sent(ids, way)                      how many rows find room
+    rows = dispatch(x, ids, k, way)         [(D n), ...]: the sorted rows of each of D owners of E / D experts
+    groups = groups(ids, way)               [D, n]: the owner's expert of each row, in any order; E / D for none
+    h = expert_mm(rows, w, groups, among)   each row times the matrix of its expert
+    h = h + of_expert(b, groups)            a table's entry for each row's expert
+    h = each_mm(h, w)                       all rows, [E, n, ...], times the matrix of each expert: a bmm
+    y = combine(h, ids, way)                rows in their original slots
+    n = sent(ids, way)                      the number of rows for which there is room
 
-Within an expert the order of rows means nothing, so a rank that holds some of the tokens may sort its own: `rows` and
-`groups` are then in its own order. Rows of no expert are zero in results of products and in gradients.
+The order of rows within an expert is arbitrary, so a rank that holds some of the tokens may sort only its own: `rows`
+and `groups` are then in its own order. Rows of no expert are zero in results of matmuls and in gradients.
 
-A rank runs those that follow. An owner takes what is its own of all tokens:
+A rank runs the following. If tokens are gathered, an owner takes its own rows of all tokens:
 
-    ids = spread(ids, E, D)                 [D, n]: of D owners, what goes to an expert of theirs
-    order = order(ids, E / D, k)            [D, n]: k slots a token by expert; ids of E / D or more go nowhere, last
+    ids = spread(ids, E, D)                 [D, n]: for each of D owners, the index of the slot's expert among its own
+    order = order(ids, E / D, k)            [D, n]: slots by expert, k slots per token; ids >= E / D, of no expert, last
     rows = rows(x, order, k)                [(D n), ...]: slot order[d, i] is a choice of token order[d, i] // k
-    ends = ends(ids, E / D, k)              [D, E / D]: where the rows of each expert end, among those of its owner
-    h = grouped_mm(rows, w, ends)           rows up to ends[0, 0] by w[0], from there to ends[0, 1] by w[1], ...
-    h = known(h, ends)                      zero where a row is of no expert
-    y = unorder(h, order)                   [n, ...]: back where the slots were, the sum over owners
+    ends = ends(ids, E / D, k)              [D, E / D]: the end of each expert's rows, among those of its owner
+    h = grouped_mm(rows, w, ends)           rows up to ends[0, 0] times w[0], from there to ends[0, 1] times w[1], ...
+    h = known(h, ends)                      zero for rows of no expert
+    y = unorder(h, order)                   [n, ...]: rows in their original slots, summed over owners
 
-Where rows travel instead, S sources (the ranks that hold tokens) send each of D owners up to C of them:
+If rows are sent instead, S sources (the ranks that hold tokens) send up to C rows to each of D owners:
 
-    slots = sends(ids, way)                 [D, S, C]: whose tokens these are, one more than there are: nobody's
-    counts = counts(ids, way)               [D, S, E / D]: how many of them each expert gets
+    slots = sends(ids, way)                 [D, S, C]: the slots sent; n, one past the last slot, for none
+    counts = counts(ids, way)               [D, S, E / D]: the number of rows for each expert
     sent = pack(x, slots, ids, k)           [(D S C), ...]
-    ids = received(counts, C)               [D, (S C)]: which of an owner's experts each is for
-    rows = arrange(sent, order)             [(D S C), ...]: by expert; `restore` puts them back
-    y = unpack(restore(h, order), slots, ids) [n, ...]: back where the slots were, zero where a slot is not among them
+    ids = received(counts, C)               [D, (S C)]: the owner's expert of each row
+    rows = arrange(sent, order)             [(D S C), ...]: by expert; `restore` reverses this
+    y = unpack(restore(h, order), slots, ids) [n, ...]: rows in their original slots, zero for slots that were not sent
 
-Rows may travel in parts, each of every so manieth of C places: each has its share of each expert's rows.
+Rows may be sent in parts: part i takes every P-th of the C places, so that it has a share of each expert's rows.
 
-On one device there is one owner; spread over ranks, each is an owner: it multiplies one in `among` of the rows that it
-is given, which is what FLOPs are counted by. `grouped_mm` stays one operator; the others that ranks run are written out
+On one device there is one owner. If experts are spread over ranks, each rank is an owner; it multiplies one in `among`
+of its rows, which is how FLOPs are counted. `grouped_mm` stays one operator; the others that ranks run are expanded
 when a program is finished (`EXPANSIONS`).
 """
 
@@ -52,7 +52,11 @@ EXPANSIONS: dict[Any, Callable[..., Tensor]] = {}
 
 
 class Way(NamedTuple):
-    """How rows get to so many groups, a share of them of each token; without sources, owners take theirs of all."""
+    """How rows reach their experts: `groups` experts, `share` choices per token, spread over `owners`.
+
+    With `sources`, each source sends an owner up to `capacity` rows, and drops the others if `drops`; this is part
+    `part` of `parts`. Without sources, owners gather all tokens.
+    """
 
     groups: int
     share: int
@@ -65,12 +69,12 @@ class Way(NamedTuple):
 
     @property
     def each(self) -> int:
-        """How many experts an owner has."""
+        """The number of experts of an owner."""
         return -(-self.groups // self.owners)
 
     @property
     def room(self) -> int:
-        """Rows that a source may send an owner in this part."""
+        """The number of rows that a source may send an owner in this part."""
         return -(-(self.capacity - self.part) // self.parts)
 
 
@@ -96,12 +100,12 @@ def _rows(x: Tensor, order: Tensor, share: int) -> Tensor:
 
 
 def _unorder(rows: Tensor, order: Tensor) -> Tensor:
-    found = _restore(rows, order)
-    return found if order.shape[0] == 1 else found.unflatten(0, order.shape).sum(0)
+    restored = _restore(rows, order)
+    return restored if order.shape[0] == 1 else restored.unflatten(0, order.shape).sum(0)
 
 
 def _packed(ids: Tensor, way: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(slots [D, S, C] by owner and expert, where the rows of each of its experts end [D, S, E / D]), of a part."""
+    """Return (slots [D, S, C] by owner and expert, the ends of each expert's rows [D, S, E / D]) of a part."""
     how, size = Way(*way), ids.shape[0]
     run = -(-size // (how.share * how.sources)) * how.share  # slots of a source: of whole tokens
     ids = F.pad(ids.clamp(max=how.groups), [0, run * how.sources - size], value=how.groups).view(how.sources, run)
@@ -133,8 +137,8 @@ def _received(counts: Tensor, capacity: int) -> Tensor:
 
 
 def _pack(x: Tensor, slots: Tensor, ids: Tensor, share: int) -> Tensor:
-    held = (slots < ids.shape[0]).flatten().view(-1, *[1] * (x.dim() - 1))
-    return torch.where(held, x[(slots.flatten() // share).clamp(max=x.shape[0] - 1)], 0.0)
+    is_sent = (slots < ids.shape[0]).flatten().view(-1, *[1] * (x.dim() - 1))
+    return torch.where(is_sent, x[(slots.flatten() // share).clamp(max=x.shape[0] - 1)], 0.0)
 
 
 def _unpack(rows: Tensor, slots: Tensor, ids: Tensor) -> Tensor:
@@ -149,8 +153,8 @@ def _arrange(x: Tensor, order: Tensor) -> Tensor:
 
 def _restore(rows: Tensor, order: Tensor) -> Tensor:
     count, size = order.shape
-    here = torch.arange(count * size, device=order.device).view(count, size)
-    return rows[torch.empty_like(order).scatter(1, order, here).flatten()]
+    places = torch.arange(count * size, device=order.device).view(count, size)
+    return rows[torch.empty_like(order).scatter(1, order, places).flatten()]
 
 
 def _known(rows: Tensor, ends: Tensor) -> Tensor:
@@ -168,7 +172,7 @@ def _group_sums(rows: Tensor, ends: Tensor, groups: int) -> Tensor:
 
 
 def _groups(ends: Tensor, like: Tensor, size: int | None = None, groups: int | None = None) -> tuple[Tensor, Tensor]:
-    """(the group of each row, whether it has one, as a mask of what is `like` these rows), `size` rows an owner."""
+    """Return (the group of each row, a mask of rows with a group, broadcast to `like`); `size` rows per owner."""
     ends = _by_owner(ends)
     owners, each = ends.shape
     row = torch.arange(like.shape[0] // owners if size is None else size, device=ends.device)
@@ -180,14 +184,14 @@ def _groups(ends: Tensor, like: Tensor, size: int | None = None, groups: int | N
 
 
 def _by_owner(ends: Tensor) -> Tensor:
-    """Ends as `F.grouped_mm` has them are those of one owner."""
+    """Return ends by owner: those of `F.grouped_mm`, int[E], belong to one owner."""
     return ends if ends.dim() == 2 else ends[None]
 
 
 def has_kernel(rows: Tensor, ends: Tensor) -> bool:
-    """Whether CUDA has a kernel for products by group; without, they read on the host where each group ends.
+    """Return True if CUDA has a kernel for this grouped matmul; otherwise the host reads the end of each group.
 
-    PyTorch's is of CUTLASS, for Hopper and Blackwell (sm90, sm100); elsewhere `F.grouped_mm` reads the ends, too.
+    PyTorch's kernel is CUTLASS's, for Hopper and Blackwell (sm90, sm100); elsewhere `F.grouped_mm` reads the ends, too.
     """
     is_there = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
     return is_there and rows.dtype == torch.bfloat16 and _by_owner(ends).shape[0] == 1
@@ -212,7 +216,7 @@ def _grouped_outer(rows: Tensor, gradient: Tensor, ends: Tensor, groups: int, am
 
 
 def _ranges(ends: Tensor, rows: Tensor, groups: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(group, its first row and the one behind its last); an owner's share of groups may be less than others'."""
+    """Yield (group, (its first row, one past its last row)); an owner may have fewer groups than others."""
     owners, each = _by_owner(ends).shape
     for owner, stops in enumerate(_by_owner(ends).tolist()):
         first = owner * (rows.shape[0] // owners)
@@ -228,7 +232,7 @@ def _ranges(ends: Tensor, rows: Tensor, groups: int) -> Iterator[tuple[int, tupl
 
 
 def _slots(ids: Tensor, way: Sequence[int]) -> Tensor:
-    """Of the shape of slots; raises ValueError where nothing may be dropped and there might be no room."""
+    """Return a tensor of the shape of slots; raise ValueError if rows must not be dropped but might not fit."""
     how = Way(*way)
     most = -(-ids.shape[0] // (how.share * how.sources)) * min(how.share, how.each)
     if most > how.capacity and not how.drops:
@@ -262,7 +266,7 @@ SHAPES: dict[str, Callable[..., Tensor]] = {
 
 
 def _define(body: Callable[..., Tensor], expands: bool = True) -> Any:
-    """Register `ct::name`, whose own kernel is its definition."""
+    """Register `ct::name` with its definition as kernel."""
     name = body.__name__.removeprefix("_")
     op = torch.library.custom_op(f"ct::{name}", body, mutates_args=())
     op.register_fake(SHAPES[name])
@@ -289,21 +293,21 @@ of_group = _define(_of_group)
 group_sums = _define(_group_sums)
 grouped_mm = _define(_grouped_mm, expands=False)
 grouped_outer = _define(_grouped_outer, expands=False)
-PRODUCTS = frozenset({grouped_mm, grouped_outer})  # the first operand are rows, the third where their groups end
+PRODUCTS = frozenset({grouped_mm, grouped_outer})  # the first operand holds rows, the third the ends of their groups
 
 
 def _gradient(op: Any, backward: Callable[..., tuple[Tensor | None, ...]]) -> None:
-    """Register `backward(gradient, needed, *inputs)`, the gradients of as many inputs as it returns."""
+    """Register `backward(gradient, needed, *inputs)`, which returns the gradients of the first inputs."""
 
     def setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
-        ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs]
 
     def run(ctx: Any, gradient: Tensor) -> tuple:
         saved = iter(ctx.saved_tensors)
-        inputs = [next(saved) if x is None else x for x in ctx.rest]
-        found = backward(gradient.contiguous(), ctx.needs_input_grad, *inputs)
-        return *found, *[None] * (len(inputs) - len(found))
+        inputs = [next(saved) if x is None else x for x in ctx.constants]
+        gradients = backward(gradient.contiguous(), ctx.needs_input_grad, *inputs)
+        return *gradients, *[None] * (len(inputs) - len(gradients))
 
     torch.library.register_autograd(op.name().replace(".default", ""), run, setup_context=setup)
 
@@ -326,17 +330,17 @@ def _grouped_mm_backward(
 
 
 _gradient(rows, _rows_backward)
-_gradient(unorder, lambda gradient, needed, given, order_: (rows(gradient, order_, 1),))
+_gradient(unorder, lambda gradient, needed, rows_, order_: (rows(gradient, order_, 1),))
 _gradient(pack, _pack_backward)
-_gradient(unpack, lambda gradient, needed, given, slots, ids: (pack(gradient, slots, ids, 1),))
-_gradient(arrange, lambda gradient, needed, given, order_: (restore(gradient, order_),))
-_gradient(restore, lambda gradient, needed, given, order_: (arrange(gradient, order_),))
-_gradient(known, lambda gradient, needed, given, ends_: (known(gradient, ends_),))
+_gradient(unpack, lambda gradient, needed, rows_, slots, ids: (pack(gradient, slots, ids, 1),))
+_gradient(arrange, lambda gradient, needed, x, order_: (restore(gradient, order_),))
+_gradient(restore, lambda gradient, needed, rows_, order_: (arrange(gradient, order_),))
+_gradient(known, lambda gradient, needed, rows_, ends_: (known(gradient, ends_),))
 _gradient(of_group, lambda gradient, needed, table, ends_, order_: (group_sums(gradient, ends_, table.shape[0]),))
 _gradient(grouped_mm, _grouped_mm_backward)
 
 
-# ---- of a whole program -------------------------------------------------------------------------------------
+# ---- of a global program ------------------------------------------------------------------------------------
 
 
 def _groups_of_rows(ids: Tensor, way: Sequence[int]) -> Tensor:
@@ -356,12 +360,12 @@ def _dispatch(x: Tensor, ids: Tensor, share: int, way: Sequence[int]) -> Tensor:
     return arrange(pack(x, sends(ids, way), ids, share), _order_of(ids, way))
 
 
-def _combine(given: Tensor, ids: Tensor, way: Sequence[int]) -> Tensor:
+def _combine(rows_: Tensor, ids: Tensor, way: Sequence[int]) -> Tensor:
     how = Way(*way)
     if how.sources:
-        return unpack(restore(given, _order_of(ids, way)), sends(ids, way), ids)
-    given = known(given, _ends_of(_groups_of_rows(ids, way), how.groups)) if how.owners > 1 else given
-    return unorder(given, _order_of(ids, way))
+        return unpack(restore(rows_, _order_of(ids, way)), sends(ids, way), ids)
+    rows_ = known(rows_, _ends_of(_groups_of_rows(ids, way), how.groups)) if how.owners > 1 else rows_
+    return unorder(rows_, _order_of(ids, way))
 
 
 def _sent_rows(ids: Tensor, way: Sequence[int]) -> Tensor:
@@ -384,7 +388,7 @@ _LIBRARY = torch.library.Library("ct", "FRAGMENT")
 
 
 def _compose(schema: str, body: Callable[..., Tensor]) -> Any:
-    """Register an operator that is nothing but what it calls, gradients included."""
+    """Register an operator that is a composition of others, which also define its gradient."""
     _LIBRARY.define(schema)
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, body, "CompositeImplicitAutograd")
@@ -399,4 +403,4 @@ expert_mm = _compose("expert_mm(Tensor rows, Tensor weight, Tensor groups, float
 each_mm = _compose("each_mm(Tensor rows, Tensor weight) -> Tensor", torch.bmm)
 of_expert = _compose("of_expert(Tensor table, Tensor groups) -> Tensor", _of_expert)
 
-IN_ANY_ORDER = frozenset({dispatch, groups, of_expert})  # rows of their results are sorted on each rank by itself
+IN_ANY_ORDER = frozenset({dispatch, groups, of_expert})  # each rank sorts the rows of their results by itself

@@ -1,14 +1,14 @@
-"""Rows sorted by expert (`passes/program/routed.py`): each rank sorts those of its own tokens.
+"""Rules for rows sorted by expert (`passes/program/routed.py`): each rank sorts the rows of its own tokens.
 
-Tokens become rows, and rows tokens again, in a pair of operators placed by a function of their own (`_placed`). Tokens
-lie as the ids of their experts do; owners of experts, `d`, lie on the axes that experts are spread over:
+`dispatch` turns tokens into rows, `combine` rows into tokens. `_place` places both: tokens have the placement of their
+expert ids; owners of experts, `d`, lie on the axes over which experts are spread:
 
-    dispatch    x[t, ...], ids[(t k)] -> [(d t k), ...]     gathered on these axes, of which each owner takes its own
-                                      -> [(d s c), ...]     sent from each source, `s`, that has tokens; exchanged
-    combine     the other way: a sum over owners, or rows that come back to their slots
+    dispatch    x[t, ...], ids[(t k)] -> [(d t k), ...]     gathered on these axes; each owner takes its own rows
+                                      -> [(d s c), ...]     sent by each source `s` that has tokens; exchanged
+    combine     the reverse: a sum over owners, or rows sent back to their slots
 
-In between rows are sharded as any dim is, though in a rank's own order. They are never converted: both ends, and the
-groups of rows, are placed by the same ids.
+In between, rows are sharded like any dim, though each rank has its own order. They are never converted: the same ids
+place both ends and the groups of rows.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from passes.program.spec import Dim, Factor, Spec
 from passes.rules.base import Held, Rule, RuleMaker, from_text, opaque, parse_dims, tensor_operands
 
 ONLY = frozenset(DATA_AXES)
-REST = "uvwxyz"  # factors of dims that are none of tokens or rows
+FEATURES = "uvwxyz"  # factors of dims other than tokens and rows
 
 
 def histogram(node: fx.Node) -> Rule:
-    """x[n] -> how many fall into each of e bins of a range that is given."""
+    """x[n] -> counts[e] of the entries in each of e bins of a given range."""
     x, bins, low, high = (*node.args, *(100, 0, 0)[len(node.args) - 1 :])
     size = ir.example(x).shape[0] if ir.example(x).dim() == 1 and low < high else None  # type: ignore
     if size is None:
@@ -45,80 +45,81 @@ def histogram(node: fx.Node) -> Rule:
 
 
 def dispatch(node: fx.Node) -> Rule:
-    """x[t, ...], ids[(t k)] -> [(d t k), ...] or [(d s c), ...]: the rows of each owner."""
+    """x[t, ...], ids[(t k)] -> [(d t k), ...] or [(d s c), ...], the rows of each owner."""
     x, _, share, way = *node.args[:3], Way(*node.args[3])  # type: ignore[misc]
-    rest, tokens = _rest(x), "tk" if share == 1 else "t"  # type: ignore[arg-type]
-    rule = _rule(node, way, f"({tokens}){rest}, (tk) -> ({_rows(way)}){rest}", _emit_dispatch)
+    features, tokens = _features(x), "tk" if share == 1 else "t"  # type: ignore[arg-type]
+    rule = _rule(node, way, f"({tokens}){features}, (tk) -> ({_rows(way)}){features}", _emit_dispatch)
     if way.sources:
         return replace(rule, linear=frozenset([frozenset([0])]))
     return replace(rule, repeats=share != 1 or way.owners != 1)
 
 
 def combine(node: fx.Node) -> Rule:
-    """rows[(d t k), ...] or [(d s c), ...], ids[(t k)] -> [(t k), ...]: where the slots were, summed over owners."""
-    way, rest = Way(*node.args[2]), _rest(node.args[0])  # type: ignore[arg-type, misc]
-    rule = _rule(node, way, f"({_rows(way)}){rest}, (tk) -> (tk){rest}", _emit_combine)
+    """rows[(d t k), ...] or [(d s c), ...], ids[(t k)] -> [(t k), ...]: rows in their slots, summed over owners."""
+    way, features = Way(*node.args[2]), _features(node.args[0])  # type: ignore[arg-type, misc]
+    rule = _rule(node, way, f"({_rows(way)}){features}, (tk) -> (tk){features}", _emit_combine)
     return replace(rule, reduced={} if way.sources else {"d": "sum"}, linear=frozenset([frozenset([0])]))
 
 
 def groups(node: fx.Node) -> Rule:
-    """ids[(t k)] -> [d, (t k)] or [d, (s c)]: for which of an owner's experts its rows are."""
+    """ids[(t k)] -> [d, (t k)] or [d, (s c)]: the expert of each of an owner's rows."""
     way = Way(*node.args[1])  # type: ignore[misc]
     return _rule(node, way, f"(tk) -> d({_rows(way)[1:]})", _emit_groups)
 
 
 def sent(node: fx.Node) -> Rule:
-    """ids[(t k)] -> []: how many rows find room."""
+    """ids[(t k)] -> []: the number of rows for which there is room."""
     return replace(_rule(node, Way(*node.args[1]), "(tk) ->", _emit_sent), reduced={"t": "sum", "k": "sum"})  # type: ignore[misc]
 
 
 def _rule(node: fx.Node, way: Way, text: str, emit: Emit) -> Rule:
-    """The dims of an operator that ids, its last operand, route; where any of their factors is, it says itself."""
+    """Return the rule of an operator whose last operand, ids, routes rows; `_place` places all its factors."""
     operands, results = ([parse_dims(dims, 0) for dims in side.split(",")] for side in text.split("->"))
     first, *_, ids = (ir.example(n) for n in (*tensor_operands(node)[:1], *tensor_operands(node)))
     sizes = {"t": ids.shape[0] // way.share, "k": way.share, "d": way.owners, "s": way.sources, "c": way.room}
-    sizes |= dict(zip(_rest(node.args[0]), first.shape[1:]))  # type: ignore[arg-type]
-    whole = frozenset(sizes) - frozenset(REST)
-    return Rule(tuple(operands), tuple(results), sizes, whole=whole, emit=emit, place=partial(_placed, node, way))
+    sizes |= dict(zip(_features(node.args[0]), first.shape[1:]))  # type: ignore[arg-type]
+    unsharded = frozenset(sizes) - frozenset(FEATURES)
+    return Rule(tuple(operands), tuple(results), sizes, whole=unsharded, emit=emit, place=partial(_place, node, way))
 
 
 def _rows(way: Way) -> str:
-    """The factors of rows."""
+    """Return the factors of rows."""
     return "dsc" if way.sources else "dtk"
 
 
-def _rest(x: fx.Node) -> str:
-    """The factors of all dims but the first."""
-    return REST[: ir.example(x).dim() - 1]
+def _features(x: fx.Node) -> str:
+    """Return the factors of all dims but the first."""
+    return FEATURES[: ir.example(x).dim() - 1]
 
 
-def _placed(node: fx.Node, way: Way, held: Held, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
-    """Tokens as ids are held, owners where experts are spread; raises Refused where tokens cannot be split so.
+def _place(node: fx.Node, way: Way, operands: Held, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
+    """Return the axes of each factor: tokens as ids are placed, owners on the axes over which experts are spread.
 
-    Rows are gathered over the axes of experts, or sent from tokens that all these axes split.
+    Rows are gathered over the axes of experts, or sent from tokens that all these axes split. Raises Refused if tokens
+    cannot be split like that.
     """
-    may = {*DATA_AXES, *mesh.experts} if way.sources else {*DATA_AXES} - {*mesh.experts}
-    ids = {atom: factor for atom, factor in held[-1].items() if atom.split(".#")[0] == "t"}
-    tokens = {atom: tuple(a for x in f.axes for a in mesh.over(x) if a in may) for atom, f in ids.items()}
-    found = {"t": (), "d": _owners(mesh)} | tokens
+    allowed = {*DATA_AXES, *mesh.experts} if way.sources else {*DATA_AXES} - {*mesh.experts}
+    ids = {atom: factor for atom, factor in operands[-1].items() if atom.split(".#")[0] == "t"}
+    tokens = {atom: tuple(a for x in f.axes for a in mesh.over(x) if a in allowed) for atom, f in ids.items()}
+    axes_of = {"t": (), "d": _owners(mesh)} | tokens
     if way.sources:
         over = {a for axes in tokens.values() for a in axes}
         if left := tuple(a for a in mesh.experts if a not in over):
             atom = next((atom for atom, factor in ids.items() if factor.label == "sequence"), None)
             if atom is None:
-                fix = "no dim of them is known as their sequence; set passes.moe.dispatch=all_gather"
+                fix = "which of their dims is the sequence is not known; set passes.moe.dispatch=all_gather"
                 raise ir.Refused("shard", node, f"tokens are to be split over {left[0]}: {fix}")
-            found[atom] = (*tokens[atom], *left)
-        found["s"] = mesh.together(over.difference(mesh.experts))
-    return found
+            axes_of[atom] = (*tokens[atom], *left)
+        axes_of["s"] = mesh.together(over.difference(mesh.experts))
+    return axes_of
 
 
 def _owners(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of owners of experts."""
+    """Return the axes of owners of experts."""
     return (mesh.experts_over,) if mesh.experts_over else ()
 
 
-# ---- what a rank runs ----------------------------------------------------------------------------------------
+# ---- a rank's nodes -------------------------------------------------------------------------------------------
 
 Nodes = list[fx.Node]
 Specs = list[Spec]
@@ -126,55 +127,59 @@ Specs = list[Spec]
 
 @dataclass(frozen=True)
 class _Routing:
-    """Where a rank's slots go: the groups of rows it is given, their order, and, if they travel, the slots it sends."""
+    """The nodes that route a rank's slots: the experts of its rows, their order, and, if rows are sent, the slots sent.
+
+    `counts` are the rows sent to each expert; `here` and `there` are the dims of rows on the sending and on the
+    receiving ranks.
+    """
 
     groups: fx.Node
     order: fx.Node
     slots: fx.Node | None
     counts: fx.Node | None
-    here: Dim  # rows in the ranks that send them
-    there: Dim  # and in those that they are for
+    here: Dim
+    there: Dim
 
 
 def _routing(builder: Builder, node: fx.Node, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
-    """Written once for all that ids of one placement route."""
+    """Return the routing by ids in one placement, inserted once for all operators."""
     key = ids, way
     if key not in builder.operators:
-        safe = builder.fill_padding(ids, spec, way.groups)
-        at = _exchanged(builder, node, safe, spec, way) if way.sources else _gathered(builder, safe, way)
-        builder.operators[key] = at
+        filled = builder.fill_padding(ids, spec, way.groups)
+        routing = _exchanged(builder, node, filled, spec, way) if way.sources else _gathered(builder, filled, way)
+        builder.operators[key] = routing
     return builder.operators[key]
 
 
 def _gathered(builder: Builder, ids: fx.Node, way: Way) -> _Routing:
-    """Each rank is the owner that its coordinate says: experts before its own are counted off."""
+    """Return the routing of gathered tokens; a rank is the owner at its coordinate, and its experts count from 0."""
     owner = Factor(way.owners, _owners(builder.mesh))
     sizes = way.groups, way.owners
     if owner.axes:
         (axis_index,) = builder.at(owner).values()
         groups, each, sizes = way.groups, way.each, (way.each, 1)
         ids = builder.trace(lambda ids, at: torch.where(ids < groups, ids - each * at, -1), ids, axis_index)
-    own = builder.call(routed.spread, (ids, *sizes))
-    return _Routing(own, builder.call(routed.order, (own, way.each, way.share)), None, None, (), ())
+    groups_ = builder.call(routed.spread, (ids, *sizes))
+    return _Routing(groups_, builder.call(routed.order, (groups_, way.each, way.share)), None, None, (), ())
 
 
 def _exchanged(builder: Builder, node: fx.Node, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
-    """A rank sends what its tokens choose, and is told what it gets."""
+    """Return the routing of rows sent to the owners of their experts, which receive the counts of these rows."""
     mesh, over = builder.mesh, {a for name in spec.sharded for a in builder.mesh.over(name)}
     here, there = (Factor(way.sources, mesh.together(axes)) for axes in (over, over.difference(mesh.experts)))
-    whole, owner, room = Factor(way.owners), Factor(way.owners, _owners(mesh)), Factor(way.room)
+    all_owners, owner, room = Factor(way.owners), Factor(way.owners, _owners(mesh)), Factor(way.room)
     local = list(way._replace(sources=here.local(mesh)))
     slots, counts = (builder.call(target, (ids, local)) for target in (routed.sends, routed.counts))
-    before, after = (((d,), (s,), (Factor(way.each),)) for d, s in ((whole, here), (owner, there)))
-    told = builder.reshard(node, counts, Spec(before), Spec(after), "counts of rows for their owners")
-    groups = builder.call(routed.received, (told, way.room))
+    before, after = (((d,), (s,), (Factor(way.each),)) for d, s in ((all_owners, here), (owner, there)))
+    received = builder.reshard(node, counts, Spec(before), Spec(after), "counts of rows for their owners")
+    groups = builder.call(routed.received, (received, way.room))
     order = builder.call(routed.order, (groups, way.each, 1))
-    return _Routing(groups, order, slots, counts, (whole, here, room), (owner, there, room))
+    return _Routing(groups, order, slots, counts, (all_owners, here, room), (owner, there, room))
 
 
 def _emit_groups(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
     at = _routing(builder, node, operands[0], specs[0], Way(*node.args[1]))  # type: ignore[misc]
-    return builder.call(at.groups.target, at.groups.args)  # type: ignore[arg-type]  # in any order counts are the same
+    return builder.call(at.groups.target, at.groups.args)  # type: ignore[arg-type]  # counts do not depend on the order
 
 
 def _emit_sent(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
@@ -189,57 +194,57 @@ def _emit_dispatch(builder: Builder, node: fx.Node, operands: Nodes, specs: Spec
         return builder.call(routed.rows, (x, at.order, share))
     sent = builder.call(routed.pack, (x, at.slots, ids, share))
     here, there = (replace(specs[0], dims=(rows, *specs[0].dims[1:])) for rows in (at.here, at.there))
-    came = builder.reshard(node, sent, here, there, "rows for their experts")
-    return builder.call(routed.arrange, (came, at.order))
+    received = builder.reshard(node, sent, here, there, "rows for their experts")
+    return builder.call(routed.arrange, (received, at.order))
 
 
 def _emit_combine(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
     (rows, ids), way = operands, Way(*node.args[2])  # type: ignore[misc]
     at = _routing(builder, node, ids, specs[1], way)
     if at.slots is None:
-        if way.owners > 1:  # rows of others are in another's term of the sum
+        if way.owners > 1:  # rows of other owners are in those owners' terms of the sum
             rows = builder.call(routed.known, (rows, builder.call(routed.ends, (at.groups, way.each, 1))))
         return builder.call(routed.unorder, (rows, at.order))
     here, there = (replace(specs[0], dims=(rows, *specs[0].dims[1:])) for rows in (at.here, at.there))
     restored = builder.call(routed.restore, (rows, at.order))
-    max(rows, at.order).append(restored)  # as soon as may be: gradients of other parts travel before it
-    back = builder.reshard(node, restored, there, here, "rows for their tokens")
-    return builder.call(routed.unpack, (back, at.slots, ids))
+    max(rows, at.order).append(restored)  # as early as possible: gradients of other parts are sent before it
+    returned = builder.reshard(node, restored, there, here, "rows for their tokens")
+    return builder.call(routed.unpack, (returned, at.slots, ids))
 
 
-# ---- rows and what experts have ------------------------------------------------------------------------------
+# ---- rows and their experts' weights---------------------------------------------------------------------------
 
 
 def expert_mm(node: fx.Node) -> Rule:
-    """rows[(d r), k], weight[e, k, n], groups[d, r] -> [(d r), n]: by the matrix of its expert."""
+    """rows[(d r), k], weight[e, k, n], groups[d, r] -> [(d r), n]: each row times the matrix of its expert."""
     return _of_rows(node, "(dr)k, ekn, dr -> (dr)n; sum k; whole e; linear 0; linear 1", _emit_expert_mm)
 
 
 def of_expert(node: fx.Node) -> Rule:
-    """table[e, ...], groups[d, r] -> [(d r), ...]: what the table holds of each row's expert."""
-    rest = _rest(node.args[0])  # type: ignore[arg-type]
-    rule = _of_rows(node, f"e{rest}, dr -> (dr){rest}; whole e; linear 0", _emit_of_expert)
+    """table[e, ...], groups[d, r] -> [(d r), ...]: the table's entry for each row's expert."""
+    features = _features(node.args[0])  # type: ignore[arg-type]
+    rule = _of_rows(node, f"e{features}, dr -> (dr){features}; whole e; linear 0", _emit_of_expert)
     return replace(rule, pad_out=lambda fills: None)
 
 
 def each_mm(node: fx.Node) -> Rule:
-    """rows[e, m, k], weight[e, k, n] -> [e, m, n]: all rows by the matrix of each expert."""
+    """rows[e, m, k], weight[e, k, n] -> [e, m, n]: all rows times the matrix of each expert."""
     rule = from_text("emk, ekn -> emn; sum k; linear 0; linear 1")(node)
     return replace(rule, emit=_emit_each_mm, place=_by_owner)
 
 
 def _of_rows(node: fx.Node, text: str, emit: Emit) -> Rule:
-    """Each row with what its expert has: experts are with their owners."""
+    """Return the rule of an operator on rows and their experts' weights; experts are placed with their owners."""
     return replace(from_text(text)(node), only={"r": ONLY}, emit=emit, place=_by_owner)
 
 
-def _by_owner(held: Held, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
-    """Experts are with their owners: as many to each, the last may have fewer."""
+def _by_owner(operands: Held, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
+    """Return the axes of experts, those of their owners: the same number for each owner, the last may have fewer."""
     return dict.fromkeys("de", _owners(mesh))
 
 
 def _ends(builder: Builder, groups: fx.Node, experts: fx.Node) -> fx.Node:
-    """Where the rows of each of its experts end, on a rank; written once."""
+    """Return the ends of each expert's rows on a rank, inserted once."""
     owners, each = ir.example(groups).shape[0], ir.example(experts).shape[0]
     key = routed.ends, groups, each // owners
     if key not in builder.operators:
@@ -257,9 +262,9 @@ def _emit_each_mm(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs
 
 
 def _summed(builder: Builder, factors: Nodes, specs: Specs, dims: tuple[int, int]) -> Nodes:
-    """The factors of a product with zeros where the dims that are summed are padding."""
-    given = zip(factors, specs, dims)
-    return [x if spec.fill == 0.0 else builder.fill_padding(x, spec, 0.0, [dim]) for x, spec, dim in given]
+    """Return the factors of a matmul, with zeros as padding of the summed dims."""
+    triples = zip(factors, specs, dims)
+    return [x if spec.fill == 0.0 else builder.fill_padding(x, spec, 0.0, [dim]) for x, spec, dim in triples]
 
 
 def _emit_of_expert(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
@@ -268,7 +273,7 @@ def _emit_of_expert(builder: Builder, node: fx.Node, operands: Nodes, specs: Spe
 
 
 def rules() -> dict[str, RuleMaker]:
-    """Operator name -> rule, for rows sorted by expert."""
+    """Return the rules for rows sorted by expert, by operator name."""
     return {
         "histc": histogram,
         "ct::dispatch": dispatch,
