@@ -17,7 +17,7 @@ from passes.program import functions, ir
 from passes.program.operators import name_of
 from passes.program.torch_private import OpOverload, has_autograd_kernel
 from passes.rules import is_ours
-from passes.sharding.experts import PRODUCTS
+from passes.sharding.experts import GROUPED_MATMULS
 
 
 def as_functions(program: ir.Program) -> None:
@@ -37,7 +37,7 @@ def as_functions(program: ir.Program) -> None:
 
 def is_known(node: fx.Node) -> bool:
     """Return True if passes know the gradient of a node's operator: PyTorch's, or a matmul of experts' rows."""
-    return is_ours(node) or name_of(node) in PRODUCTS
+    return is_ours(node) or name_of(node) in GROUPED_MATMULS
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:

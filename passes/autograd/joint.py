@@ -103,15 +103,15 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Nod
         origins.stamp("backward", program.results()[index])
         ones = torch.ones_like(outputs[index])
         origins.stamp("backward", None)
-        by_name = dict.fromkeys(wanted)
+        by_name: dict[str, torch.Tensor | None] = dict.fromkeys(wanted)
         if outputs[index].requires_grad:
-            values = torch.autograd.grad(outputs[index], [*wanted.values()], ones, allow_unused=True)
-            by_name = dict(zip(wanted, values))
+            gradients = torch.autograd.grad(outputs[index], [*wanted.values()], ones, allow_unused=True)
+            by_name = dict(zip(wanted, gradients))
         origins.stamp("backward", program.results()[index])
         trained = {parameters[name].original for name, gradient in by_name.items() if gradient is not None}
         names = [name for name, parameter in parameters.items() if parameter.original in trained]
-        gradients = [torch.zeros_like(wanted[n]) if (g := by_name[n]) is None else g for n in names]
-    return tape.output((*outputs, *gradients)), names, origins.lost
+        filled = [torch.zeros_like(wanted[n]) if (g := by_name[n]) is None else g for n in names]
+    return tape.output((*outputs, *filled)), names, origins.lost
 
 
 def unroll(program: ir.Program, ctx: ir.Context) -> ir.Program:
