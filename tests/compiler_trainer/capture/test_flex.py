@@ -145,7 +145,7 @@ def test_a_model_with_flex_attention_trains_on_the_cpu(form):
 def test_flex_attention_over_ranks(form, mesh, method):
     notes = check(form, mesh, method)
     if form not in ("alibi", "cap"):
-        assert any(f"{method} over cp, asked for" in note for note in notes), notes
+        assert any(f"{method} over cp, as configured" in note for note in notes), notes
 
 
 def test_documents_stay_where_they_are():
