@@ -9,16 +9,16 @@ from tools.faults.fault import Fault
 
 Record = Mapping[str, str]
 LOOKERS = ("spec", "numeric", "value", "suite")
-HEAD = """# Faults, and who sees them
+HEAD = """# Planted faults and the checks that catch them
 
-`python -m tools.faults` plants each of these in a copy of the tree and compiles small models there: faults by meaning
-(`tools/faults/table.py`), and faults by syntax spread evenly over each room (`tools/faults/mutations.py`).
+`python -m tools.faults` plants each of these faults in a copy of the tree and compiles small models there: faults by
+meaning (`tools/faults/table.py`), and faults by syntax, spread evenly over each package (`tools/faults/mutations.py`).
 
-- spec, numeric: `passes.verify=spec` or `numeric` refuses the program, or a pass itself fails. `numeric` checks also
-  what `spec` does.
-- value: two steps differ from plain PyTorch's on one device, or cannot be run. A fault without it costs time or memory,
-  or does nothing in these models; "?" if none of them comes by it.
-- suite: the first test that fails, those of the fault's own room first; "survives" if none does, "-" if none was run.
+- spec, numeric: `passes.verify=spec` or `numeric` refuses the program, or a pass itself fails. `numeric` includes the
+  checks of `spec`.
+- value: two steps differ from plain PyTorch's on one device, or cannot run. A fault that changes no value costs time or
+  memory, or does nothing in these models; "?" if no model executes the faulty line.
+- suite: the first test that fails, those of the fault's package first; "survives" if none does, "-" if none was run.
 """
 
 
