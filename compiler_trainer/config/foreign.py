@@ -1,7 +1,8 @@
-"""What other trainers call their options, and what this one has instead: said where such a name is refused.
+"""Answers to option names of other trainers, shown when such a name is refused.
 
-Names are as transformers' TrainingArguments, trl, peft, torchtitan, Megatron-LM, Lightning, axolotl and accelerate have
-them. An answer is a whole sentence: the option that does it and a value, or that there is none and what there is.
+The names are those of transformers' TrainingArguments, trl, peft, torchtitan, Megatron-LM, Lightning, axolotl and
+accelerate. An answer is a full sentence: it names the option and a value, or says that there is none and what there is
+instead.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ ANSWERS = {
     "grpo": "there is no reinforcement learning; preference pairs are trained on with recipe=dpo",
     "loss_type": "a loss of your own is loss._target_=package.function",
 }
-VALUES = {  # of an option: what to say of a value that is none of its choices
+VALUES = {  # option -> hint for a value that is not one of its choices
     "passes.cast.float8": NO_BLOCKS,
     "passes.moe.dispatch": "counts of rows stay on the device, so that buffers have a size that no count decides",
     "train.dtype": "it is of the master weights; mixed precision is passes.cast.param_dtype=bfloat16 over float32 ones",
@@ -219,5 +220,5 @@ VALUES = {  # of an option: what to say of a value that is none of its choices
 
 
 def answer(name: str) -> str | None:
-    """What to say of an option by another trainer's name, whatever group it is in; None where the name is no such."""
+    """Return the answer for another trainer's option, whatever its group; None if the name is unknown."""
     return ANSWERS.get(name.rpartition(".")[2].lower().replace("-", "_"))

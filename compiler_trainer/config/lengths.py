@@ -1,4 +1,4 @@
-"""Lengths of training as they are written in options: steps, epochs or tokens."""
+"""Lengths of training in options: steps, epochs or tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def is_length(given: str) -> bool:
-    """Whether it is a number above 0 of epochs or tokens, as `3epochs` or `1.5Btokens`."""
+    """Return True for a number above 0 of epochs or tokens, as `3epochs` or `1.5Btokens`."""
     found = PATTERN.fullmatch(given)
     return found is not None and float(found[1]) > 0
 
@@ -18,9 +18,9 @@ def is_length(given: str) -> bool:
 def steps_of(
     given: str, rows: int, rows_a_step: int, tokens_a_row: float, done: int = 0, rows_done: int = 0
 ) -> int:
-    """The least number of steps in which so many epochs of `rows`, or so many tokens, are trained on.
+    """Return the least number of steps for a length in epochs of `rows` sequences, or in tokens.
 
-    `done` of them are over, in which `rows_done` rows were trained on, maybe of another number a step.
+    `done` steps are over, in which `rows_done` sequences were trained on, maybe with another number per step.
     """
     number, unit = PATTERN.fullmatch(given).groups()  # type: ignore[union-attr]
     if unit.startswith("epoch"):

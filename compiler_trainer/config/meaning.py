@@ -1,4 +1,4 @@
-"""What options mean, as the schema says it: the comments behind its fields, and the docstrings of its groups."""
+"""The descriptions of options for `--help`: comments after fields and docstrings of groups in the schema."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = {"None": "null", "Any": "anything", **{kind.__name__: words for kind, wo
 
 
 class Option(NamedTuple):
-    """One option: its dotted name, what may stand there, its default, and what it means (may be empty)."""
+    """An option: its dotted name, the values it takes, its default, and its description (may be empty)."""
 
     name: str
     takes: str
@@ -33,7 +33,7 @@ class Option(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Options that belong together, and what they are about."""
+    """A group of options, and its description."""
 
     name: str
     about: str
@@ -41,7 +41,7 @@ class Group(NamedTuple):
 
 
 def groups(cls: type = schema.Config, prefix: str = "", in_default_job: bool = True) -> Iterator[Group]:
-    """Yield every group of options below a dataclass of the schema, itself first.
+    """Yield every group of options below a dataclass of the schema, the dataclass's own group first.
 
     Defaults are those of the default job, or of the schema for a choice that the default job does not make.
     """
@@ -61,19 +61,19 @@ def groups(cls: type = schema.Config, prefix: str = "", in_default_job: bool = T
 
 
 def parts_of(annotation: str) -> tuple[type, ...]:
-    """Return the dataclasses of options that an annotation names, that of the default job first."""
+    """Return the dataclasses of options that an annotation names, the default job's first."""
     first = annotation.split("|")[0].strip()
     named = {"Model": ("ModelConfig", "FolderConfig"), "Loss": ("DpoConfig",)}.get(first, (first,))
     return tuple(part for part in map(meant, named) if dataclasses.is_dataclass(part) and isinstance(part, type))
 
 
 def meant(name: str) -> Any:
-    """What an annotation's name stands for, None if it is none of the options'."""
+    """Return the object with an annotation's name in the schema, None if there is none."""
     return next((vars(module)[name] for module in (schema, cluster) if name in vars(module)), None)
 
 
 def source_of(cls: type) -> dict[str, str]:
-    """Field -> its annotation, as the schema writes it, there or in a class it inherits from."""
+    """Return field -> its annotation in words, as written in the class or one that it inherits from."""
     found: dict[str, str] = {}
     for owner in owners(cls):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
@@ -84,12 +84,12 @@ def source_of(cls: type) -> dict[str, str]:
 
 
 def owners(cls: type) -> list[type]:
-    """The dataclasses whose fields a dataclass has, itself last."""
+    """Return the dataclasses whose fields a dataclass has, the dataclass itself last."""
     return [owner for owner in reversed(cls.__mro__) if dataclasses.is_dataclass(owner)]
 
 
 def words(annotation: ast.expr) -> str:
-    """An annotation in the words of a command line: the values themselves where they are listed."""
+    """Return an annotation in the words of a command line; listed values are given as they are."""
     if isinstance(annotation, ast.BinOp):
         return f"{words(annotation.left)} | {words(annotation.right)}"
     if isinstance(annotation, ast.Subscript):
@@ -99,7 +99,7 @@ def words(annotation: ast.expr) -> str:
 
 
 def words_of_several(kind: str, inner: list[ast.expr]) -> str:
-    """`Literal["a", "b"]`, `tuple[str, ...]`, `tuple[int, int]` or `dict[str, int]` in words."""
+    """Return `Literal["a", "b"]`, `tuple[str, ...]`, `tuple[int, int]` or `dict[str, int]` in words."""
     if kind == "Literal":
         return " | ".join(map(ast.literal_eval, inner))
     if kind == "dict":
@@ -109,7 +109,7 @@ def words_of_several(kind: str, inner: list[ast.expr]) -> str:
 
 
 def words_of_each(annotation: ast.expr) -> str:
-    """What each of several is, in words: of options that belong together, their names."""
+    """Return the type of a list's or table's elements in words; for a group of options, their names."""
     group = meant(ast.unparse(annotation))
     if dataclasses.is_dataclass(group):
         return f"{{{', '.join(field.name for field in dataclasses.fields(group))}}}"
@@ -117,7 +117,7 @@ def words_of_each(annotation: ast.expr) -> str:
 
 
 def words_of_name(name: str) -> str:
-    """What a name in an annotation stands for, in words: `Positive` is `a whole number, at least 1`."""
+    """Return the words for a name in an annotation: `Positive` is `a whole number, at least 1`."""
     alias = meant(name)
     if get_origin(alias) is Literal:
         return " | ".join(get_args(alias))
@@ -130,7 +130,7 @@ def words_of_name(name: str) -> str:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """Field -> the comment behind it."""
+    """Return field -> the comment after it."""
     found: dict[str, str] = dict.fromkeys((field.name for field in dataclasses.fields(cls)), "")
     for line in (line for owner in owners(cls) for line in inspect.getsource(owner).splitlines()):
         name, _, rest = line.strip().partition(":")
@@ -140,7 +140,7 @@ def comments(cls: type) -> dict[str, str]:
 
 
 def shown(field: dataclasses.Field[Any], name: str) -> str:
-    """Return an option's default as one would write it: the default job's value, else the schema's."""
+    """Return an option's default as on a command line: the default job's value, otherwise the schema's."""
     if name in default_job():
         return spelled(default_job()[name])
     if field.default is field.default_factory is dataclasses.MISSING:
@@ -149,7 +149,10 @@ def shown(field: dataclasses.Field[Any], name: str) -> str:
 
 
 def explain(asked: str, out: Console) -> None:
-    """Print a group of options, one, or those about a word, also another trainer's; raises UserError otherwise."""
+    """Print a group of options, a single option, or the options about a word, which may be another trainer's.
+
+    Raises UserError if there are none.
+    """
     every = list(groups())
     chosen = [group for group in every if asked in ("", group.name) or group.name.startswith(f"{asked}.")]
     chosen = chosen or having(every, lambda option: option.name == asked)
@@ -166,17 +169,17 @@ def explain(asked: str, out: Console) -> None:
 
 
 def having(every: list[Group], fits: Callable[[Option], bool]) -> list[Group]:
-    """The groups with those of their options that fit, where there are any."""
+    """Return the groups that have options for which `fits` is True, with these options only."""
     chosen = [group._replace(options=[option for option in group.options if fits(option)]) for group in every]
     return [group for group in chosen if group.options]
 
 
 def about(every: list[Group], asked: str) -> list[Group]:
-    """Options whose name or meaning has all words that are asked for, and whole groups that are about them."""
+    """Return the options whose name or description has all the words, and whole groups whose description has them."""
     words = asked.lower().replace("_", " ").split()
 
     def says(text: str) -> bool:
-        """Whether a text has the words."""
+        """Return True if a text has all the words."""
         return all(word in text.lower().replace("_", " ") for word in words)
 
     of = {group.name: says(group.about) for group in every}

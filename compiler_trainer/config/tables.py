@@ -1,4 +1,4 @@
-"""The schedule of pipeline stages that a configuration asks for: one by its name, or a table in a file."""
+"""The schedule of pipeline stages: built by name, or read from a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from passes.pipeline.tables import (
 
 
 def build_table(pipeline: PipelineConfig, pp: int, microbatches: int, costs: TaskCosts = unit) -> Table:
-    """The schedule that a configuration asks for; that of `auto` follows from what each task costs."""
+    """Return the schedule that the options name; `auto` depends on the cost of each task."""
     known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
     if pipeline.schedule == "auto":
         return auto(pp, microbatches, costs)
@@ -36,7 +36,7 @@ def build_table(pipeline: PipelineConfig, pp: int, microbatches: int, costs: Tas
 
 
 def read_table(path: Path, pp: int, microbatches: int) -> Table:
-    """The schedule in a file; raises UserError naming what is wrong with it."""
+    """Return the schedule in a file; raise UserError naming the problem."""
     if not path.exists():
         raise UserError("passes.pipeline.schedule", f"{not_one_of(SCHEDULES, str(path))}, nor a file")
     try:

@@ -1,4 +1,4 @@
-"""Times as they are written in options."""
+"""Times in options."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ PATTERN = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 def is_time(given: str | float) -> bool:
-    """Whether it is a number of seconds above 0, or hours, minutes and seconds as `2h30m` or `45s`."""
+    """Return True for a number of seconds above 0, or hours, minutes and seconds as `2h30m` or `45s`."""
     return seconds(given) > 0
 
 
 def seconds(given: str | float) -> float:
-    """The seconds of a time; 0 if it is none."""
+    """Return the seconds of a time; 0 if it is not one."""
     if isinstance(given, int | float):
         return given
     found = PATTERN.fullmatch(given)

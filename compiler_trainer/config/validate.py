@@ -1,4 +1,4 @@
-"""Options that must hold together, and the ranks of each axis: what a configuration as a whole is checked for."""
+"""Checks of options against each other, and the number of ranks of each axis."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from compiler_trainer.config.times import is_time
 from passes.program.mesh import MeshError, spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
-LONG = 200  # characters of a path, from which on it is not shown as a whole
+LONG = 200  # characters of a path in an error
 
 
 def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Any], bool]:
-    """What must hold of a model's experts, if it has any."""
+    """Return a check of a model's experts that holds if the model has none."""
     return lambda cfg: cfg.model.experts is None or holds(cfg.model.experts)
 
 
 def evaluates_at_checkpoints(cfg: Config) -> bool:
-    """Whether every checkpoint has a held-out loss."""
+    """Return True if every checkpoint has a validation loss."""
     saves, evaluates = cfg.checkpoint.interval, cfg.eval.interval
     return saves is not None and evaluates is not None and saves % evaluates == 0
 
 
 def names(sources: tuple[SourceConfig, ...]) -> set[str]:
-    """The kinds of sources."""
+    """Return the kinds of the sources."""
     return {source.name for source in sources}
 
 
-# The option at fault, what must hold, what is said if it does not.
+# The option at fault, the condition, the message if it does not hold.
 DECODER_CHECKS: Checks = (
     (
         "model.n_heads",
@@ -324,7 +324,8 @@ CHECKS: Checks = (
 
 
 def validate(cfg: Config, world_size: int) -> Config:
-    """`cfg` with the mesh resolved for `world_size` ranks; raises UserError where two options cannot hold together."""
+    """Return `cfg` with its mesh resolved for `world_size` ranks; raise UserError if two options contradict each other.
+    """
     known = cfg if isinstance(cfg.train.steps, int) else lasting(cfg, LONGEST)
     check(known, (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())))
     for where, path in (
@@ -337,24 +338,24 @@ def validate(cfg: Config, world_size: int) -> Config:
 
 
 def validate_data(cfg: Config) -> DataConfig:
-    """What is to be read; raises UserError where two options of `data` cannot hold together."""
+    """Return the options of data; raise UserError if two of them contradict each other."""
     check(cfg, tuple(each for each in CHECKS if each[0].startswith("data.")))
     return cfg.data
 
 
 def check(cfg: Config, checks: Checks) -> None:
-    """Raise UserError where something does not hold."""
+    """Raise UserError for the first check that does not hold."""
     for where, holds, message in checks:
         if not holds(cfg):
             raise UserError(where, message.format(c=cfg))
 
 
 def check_path(where: str, path: str) -> None:
-    """Raise UserError where there is nothing and can be nothing."""
+    """Raise UserError if a path can be neither opened nor created."""
     try:
         os.stat(path)
     except OSError as error:
-        if isinstance(error, FileNotFoundError):  # it can be made, or is missed by who reads it
+        if isinstance(error, FileNotFoundError):  # it can be created, or its reader reports it
             return
         shown = path if len(path) < LONG else f"{path[:LONG]}..."
         act = "read" if where == "checkpoint.resume" else "written"
@@ -362,7 +363,8 @@ def check_path(where: str, path: str) -> None:
 
 
 def dry_world_size(cfg: Config) -> int:
-    """The ranks that a dry run is for: `cluster.gpus`, or the product of the mesh; raises UserError if neither says."""
+    """Return the ranks of a dry run: `cluster.gpus`, or the product of the mesh; raise UserError if neither is given.
+    """
     if cfg.cluster.gpus is not None:
         return cfg.cluster.gpus
     sizes = dataclasses.asdict(cfg.mesh)
@@ -375,14 +377,14 @@ def dry_world_size(cfg: Config) -> int:
 
 
 def stated(mesh: MeshConfig) -> int:
-    """The ranks of the axes that are stated."""
+    """Return the product of the axes that are given."""
     return math.prod(size for axis, size in dataclasses.asdict(mesh).items() if axis != "ep" and size != -1)
 
 
 def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
-    """`mesh` with its -1 filled in; raises UserError unless its sizes multiply to `world_size`."""
+    """Return `mesh` with its -1 filled in; raise UserError unless its sizes multiply to `world_size`."""
     sizes = dataclasses.asdict(mesh)
-    del sizes["ep"]  # a part of others
+    del sizes["ep"]  # its ranks are those of other axes
     left = [axis for axis, size in sizes.items() if size == -1]
     if len(left) > 1:
         raise UserError(f"mesh.{left[1]}", f"-1, and so is mesh.{left[0]}; only one axis can take the rest")

@@ -1,4 +1,4 @@
-"""Configs as files, looked at before anything takes them at their word: aliases may make a small file endless."""
+"""YAML config files, checked before use: with aliases, a small file may stand for endlessly many values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from compiler_trainer.config.files import text_of
 
 MOST = 100_000  # values in a file, aliases written out
 FLAGS = ("--config-dir", "-cd")
-INT, DIGITS = "tag:yaml.org,2002:int", 400  # most of a number; beyond 309 there is no float
-LEVELS = 3  # of folders below, groups in groups
+INT, DIGITS = "tag:yaml.org,2002:int", 400  # most digits of a number; a float has at most 309
+LEVELS = 3  # of nested groups
 
 
 def check_folders(arguments: Sequence[str]) -> None:
-    """Check the configs in the folders that a command line adds; raises UserError naming the file."""
+    """Check the configs in the folders that a command line adds; raise UserError naming the file."""
     values = [after for flag, after in zip(arguments, arguments[1:]) if flag in FLAGS]
     values += [a.partition("=")[2] for a in arguments if a.startswith(f"{FLAGS[0]}=")]
     for folder in map(Path, values):
@@ -30,7 +30,7 @@ def check_folders(arguments: Sequence[str]) -> None:
 
 
 def check(path: Path) -> None:
-    """Raise UserError unless a file holds options, finitely many."""
+    """Raise UserError unless a file holds options, and not too many."""
     try:
         root = yaml.compose(text_of(path), yaml.SafeLoader)
         count = size(root, {}) if root is not None else 0
@@ -47,7 +47,7 @@ def check(path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The options in a file; raises UserError naming it."""
+    """Return the options in a file; raise UserError naming it."""
     check(path)
     try:
         options: Any = OmegaConf.to_container(OmegaConf.load(path))
@@ -57,7 +57,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def size(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for; raises RecursionError where it is within itself, OverflowError by a number."""
+    """Return the number of values that a node stands for.
+
+    Raises RecursionError if the node contains itself, OverflowError if a number is too large.
+    """
     if isinstance(node, yaml.ScalarNode) and node.tag == INT and len(node.value) > DIGITS:
         raise OverflowError(f"line {node.start_mark.line + 1}: {node.value[:20]}... has {len(node.value):,} digits")
     if id(node) not in known:
