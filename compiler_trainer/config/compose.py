@@ -50,19 +50,19 @@ def default_job() -> Mapping[str, Any]:
     return flat(dataclasses.asdict(typed(compose())), set(tables(Config())))
 
 
-def flat(options: Mapping[str, Any], whole: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Return options by dotted names. A mapping whose name is in `whole` stays one option."""
-    found: dict[str, Any] = {}
+def flat(options: Mapping[str, Any], undivided: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return options by dotted names. A mapping whose name is in `undivided` stays one option."""
+    flattened: dict[str, Any] = {}
     for key, value in options.items():
         name = f"{prefix}{key}"
-        inside = isinstance(value, Mapping) and value and name not in whole
-        found |= flat(value, whole, f"{name}.") if inside else {name: value}
-    return found
+        inside = isinstance(value, Mapping) and value and name not in undivided
+        flattened |= flat(value, undivided, f"{name}.") if inside else {name: value}
+    return flattened
 
 
 def typed(options: Any) -> Config:
     """Return the options as a config; raise UserError naming the option at fault."""
     cfg = build(Config, {**options, "mesh": AUTO} if options["mesh"] == "auto" else options)
     if cfg.cluster.name == AUTO_CLUSTER.name and (figures := set(options["cluster"]) - {"name", "gpus"}):
-        raise UserError(f"cluster.{min(figures)}", "is of a cluster with a name; set cluster=h100 beside it, say")
+        raise UserError(f"cluster.{min(figures)}", "goes with a named cluster; set cluster=h100, too, for example")
     return cfg

@@ -39,7 +39,7 @@ def for_predicting(cfg: Config) -> Config:
     Raises UserError if neither the options nor a GPU of this process say which GPUs these are.
     """
     if cfg.cluster.name == AUTO_CLUSTER.name and choice() in (None, CPU):
-        raise UserError("cluster", f"auto, but no cluster describes a GPU here ({here()}); name one, cluster=h100, say")
+        raise UserError("cluster", f"auto, but no cluster describes a GPU here ({here()}); name one, as cluster=h100")
     return settled(cfg, not described(cfg.cluster).host_computes)
 
 

@@ -42,29 +42,29 @@ def understood(cls: type[T], written: Any, where: str) -> T:
         try:
             return build(cls, options)
         except Unknown as error:
-            if is_in(error.where, MEANING) or not taken(options, error.where):
+            if is_in(error.where, MEANING) or not remove(options, error.where):
                 raise
-            tell(f"{where}: {error.where} is no option any more, and is passed over")
+            tell(f"{where}: {error.where} is no longer an option and is ignored")
 
 
 def renamed(options: Any) -> Any:
     """Return options under their current names."""
     for (name, value), new in RENAMED.items():
         group, _, last = name.rpartition(".")
-        found = inside(options, group)
-        if not isinstance(found, dict) or last not in found or not is_same(found[last], value):
+        entries = inside(options, group)
+        if not isinstance(entries, dict) or last not in entries or not is_same(entries[last], value):
             continue
-        had = found.pop(last)
-        if not found:  # the group is empty now
-            taken(options, group)
+        old_value = entries.pop(last)
+        if not entries:  # the group is empty now
+            remove(options, group)
         if new is not None:
-            set_inside(options, new[0], had if new[1] is ANY else new[1])
+            set_inside(options, new[0], old_value if new[1] is ANY else new[1])
     return options
 
 
-def is_same(had: Any, value: Any) -> bool:
-    """Return True if `had` is `value`, of the same type: 0 is not False."""
-    return value is ANY or had == value and type(had) is type(value)
+def is_same(actual: Any, value: Any) -> bool:
+    """Return True if `actual` is `value`, of the same type: 0 is not False."""
+    return value is ANY or actual == value and type(actual) is type(value)
 
 
 def set_inside(options: Any, name: str, value: Any) -> None:
@@ -75,13 +75,13 @@ def set_inside(options: Any, name: str, value: Any) -> None:
     options[last] = value
 
 
-def taken(options: Any, name: str) -> bool:
+def remove(options: Any, name: str) -> bool:
     """Remove an option; return True if it existed."""
     group, _, last = name.rpartition(".")
-    found = inside(options, group)
-    if not isinstance(found, dict) or last not in found:
+    entries = inside(options, group)
+    if not isinstance(entries, dict) or last not in entries:
         return False
-    del found[last]
+    del entries[last]
     return True
 
 
@@ -98,7 +98,7 @@ def is_in(name: str, groups: tuple[str, ...]) -> bool:
 
 
 @functools.cache
-def tell(said: str) -> None:
+def tell(message: str) -> None:
     """Print a line once per process, on one rank."""
     if os.environ.get("RANK", "0") == "0":
-        print(said, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)

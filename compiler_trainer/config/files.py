@@ -37,12 +37,11 @@ def put(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        raise UserError(str(path), f"cannot be written: {error.strerror}; move away what is there") from error
+        raise UserError(str(path), f"cannot be written: {error.strerror}; move the file of that name away") from error
 
 
 def json_of(path: Path, kind: Any = Any) -> Any:
-    """Return the contents of a JSON file, checked by `convert` to be of `kind`; raise UserError naming file and field.
-    """
+    """Return the contents of a JSON file, checked to be of `kind`; raise UserError naming file and field."""
     return as_json(text_of(path), str(path), kind)
 
 
@@ -58,7 +57,7 @@ def lines_of(path: Path, kind: Any = Any) -> list[Any]:
 def as_json(text: str, where: str, kind: Any) -> Any:
     """Return the value of a JSON text, checked to be of `kind`; raise UserError."""
     try:
-        value = json.loads(text, parse_int=whole, parse_float=finite, parse_constant=finite)
+        value = json.loads(text, parse_int=int64, parse_float=finite_float, parse_constant=finite_float)
         convert(kind, value, "")
         return value
     except ValueError as error:
@@ -67,17 +66,17 @@ def as_json(text: str, where: str, kind: Any) -> Any:
         raise UserError(where, "cannot be read: it is nested too deep") from error
     except UserError as error:
         field = f"{error.where}: " if error.where else ""
-        raise UserError(where, f"is not what a run writes: {field}{error.message}") from error
+        raise UserError(where, f"is not in the format that a run writes: {field}{error.message}") from error
 
 
-def whole(digits: str) -> int:
+def int64(digits: str) -> int:
     """Return an integer in the range of int64; raise ValueError."""
     if len(digits) > 20 or abs(int(digits)) > LARGEST:
         raise ValueError(f"{digits[:20]} is more than {LARGEST:,}")
     return int(digits)
 
 
-def finite(text: str) -> float:
+def finite_float(text: str) -> float:
     """Return a finite number; raise ValueError."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:20]} is not a number")

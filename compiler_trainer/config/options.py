@@ -151,8 +151,7 @@ def shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def tables(options: Any) -> Iterator[str]:
-    """Yield the dotted names of the tables (options of any names) in an instance of a dataclass, nested ones included.
-    """
+    """Yield the dotted names of the tables (options of any names) in a dataclass, nested ones included."""
     for option in fields(options):
         value = getattr(options, option.name)
         if isinstance(value, Mapping):
@@ -172,12 +171,11 @@ def not_one_of(choices: Iterable[str], value: Any) -> str:
 
 
 def unknown(key: Any, names: list[str]) -> str:
-    """Return the message for an unknown `key`: the answer for another trainer's name, the nearest name, or all names.
-    """
-    if found := foreign.answer(str(key)):
-        return f"no such option; {found}"
-    known = f"; there are {', '.join(names)}" if names else ""
-    return "no such option" + (did_you_mean(key, names) or known)
+    """Return the message for an unknown `key`, with another trainer's answer, the nearest name, or all names."""
+    if answer := foreign.answer(str(key)):
+        return f"no such option; {answer}"
+    all_names = f"; there are {', '.join(names)}" if names else ""
+    return "no such option" + (did_you_mean(key, names) or all_names)
 
 
 def did_you_mean(value: Any, names: Iterable[str]) -> str:

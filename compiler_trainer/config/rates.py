@@ -50,8 +50,7 @@ class CollectiveTimes:
 
 @dataclass(frozen=True)
 class ProtocolConfig:
-    """The microseconds before the first byte, per hop inside a node and between nodes; the share of bandwidth reached.
-    """
+    """The microseconds before the first byte and per hop, inside a node and between nodes; the share of bandwidth."""
 
     base_us: NonNegativeFloat
     intra_us: NonNegativeFloat
@@ -73,9 +72,9 @@ class RatesConfig:
     protocols: Annotated[tuple[ProtocolConfig, ...], Must("name at least one", bool)]
 
 
-def kind_of_rates(given: Any) -> Any:
+def kind_of_rates(value: Any) -> Any:
     """Return the type of the rates of a cluster: tables, or the name of a file of tables."""
-    return RatesConfig if isinstance(given, Mapping) else str
+    return RatesConfig if isinstance(value, Mapping) else str
 
 
 RatesOrName = Annotated[RatesConfig | str, Chosen(kind_of_rates, "name | tables")]

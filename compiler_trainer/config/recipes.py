@@ -19,7 +19,7 @@ def by_name(arguments: Sequence[str], scratch: Path) -> list[str]:
     The file is copied into the folder `scratch`, which is added to hydra's search path. Raises UserError if there is no
     such file, or if it holds no options.
     """
-    found = list(arguments)
+    replaced = list(arguments)
     for i, argument in enumerate(arguments):
         option, _, value = argument.partition("=")
         if option.lstrip("+") != GROUP or not value.endswith(ENDINGS):
@@ -33,6 +33,6 @@ def by_name(arguments: Sequence[str], scratch: Path) -> list[str]:
         name = f"of_{path.stem}"  # the prefix keeps it apart from existing choices
         text = path.read_text(encoding="utf-8")
         (folder / f"{name}.yaml").write_text(text if "@package" in text else ROOT + text, encoding="utf-8")
-        found[i] = f"{option}={name}"
-        found.append(f"{SEARCH}=[file://{scratch.resolve()}]")
-    return found
+        replaced[i] = f"{option}={name}"
+        replaced.append(f"{SEARCH}=[file://{scratch.resolve()}]")
+    return replaced

@@ -15,7 +15,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, unknown
 
 GOES_WITH = {  # options that exist only with another choice of `model`
-    "model._target_": "goes with model=custom, next to the arguments of what it names",
+    "model._target_": "goes with model=custom, next to the arguments of `_target_`",
     "model.path": "goes with model=hf: a folder that transformers saved, or ORGANIZATION/NAME of a model of the hub",
     "model.lora": "goes with model=hf, or recipe=lora",
 }
@@ -49,18 +49,20 @@ def user_error(error: Exception) -> UserError:
         return UserError(cause.full_key, GOES_WITH.get(cause.full_key) or unknown(key, names_in(group)))
     if isinstance(cause, MissingMandatoryValue) and cause.full_key:
         name = cause.full_key
-        return UserError(name, f"must be given, as {name}=VALUE; compiler-trainer --help {name} says what it is")
+        return UserError(name, f"must be given, as {name}=VALUE; compiler-trainer --help {name} describes it")
     return UserError(cause.full_key or "config", str(cause).partition("\n")[0])
 
 
 def unreadable(error: OverrideParseException) -> str:
     """Return the reason why an override cannot be read."""
     if "=" not in error.override:
-        return "is no OPTION=VALUE; options alone train a model, and a verb stands first: compiler-trainer --help"
-    said = str(error)
+        return (
+            "is not of the form OPTION=VALUE; a verb comes first, options alone train a model: compiler-trainer --help"
+        )
+    message = str(error)
     for end in LECTURES:
-        said = said.partition(end)[0]
-    return one_line(said)
+        message = message.partition(end)[0]
+    return one_line(message)
 
 
 def several_values(error: Exception) -> UserError | None:
@@ -68,21 +70,20 @@ def several_values(error: Exception) -> UserError | None:
 
     Hydra's own message gives three ways to write it.
     """
-    said = str(error)
-    if not said.startswith("Ambiguous value for argument '"):
+    message = str(error)
+    if not message.startswith("Ambiguous value for argument '"):
         return None
-    name, _, value = said.split("'")[1].partition("=")
+    name, _, value = message.split("'")[1].partition("=")
     number = value.replace(",", "")
     fix = f"write {number} for the number, " if number.isdigit() else f"write [{value}] for a list, "
     return UserError(name, f"{value} is several values; {fix}or -m to train once with each")
 
 
 def names_in(group: str) -> list[str]:
-    """Return the names of the options in a dotted group, none if there is no such group; for an empty name, all groups.
-    """
+    """Return the names of the options in a dotted group; for an empty name, of all groups; none for an unknown one."""
     options = defaults()
-    found = OmegaConf.select(options, group) if group else options
-    return [str(name) for name in found] if OmegaConf.is_dict(found) else []
+    members = OmegaConf.select(options, group) if group else options
+    return [str(name) for name in members] if OmegaConf.is_dict(members) else []
 
 
 def one_line(text: str) -> str:

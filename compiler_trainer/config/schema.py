@@ -101,8 +101,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder. The defaults are those of `llama_debug`, whose vocabulary is 256 bytes and an end-of-document token.
-    """
+    """A decoder. The defaults are those of `llama_debug`; its vocabulary is 256 bytes and an end-of-document token."""
 
     name: str = "llama_debug"  # name of the shape, for reports
     dim: Positive = 256  # features of a token (hidden size)
@@ -150,28 +149,28 @@ class FolderConfig:
     lora: LoraConfig | None = None
 
 
-def kind_of_time(given: Any) -> Any:
+def kind_of_time(value: Any) -> Any:
     """Return the type that a time must have: number or text."""
-    return float | None if isinstance(given, int | float) else str | None
+    return float | None if isinstance(value, int | float) else str | None
 
 
 TimeLimit = Annotated[str | float | None, Chosen(kind_of_time, "seconds, or 2h30m | null")]
 
 
-def kind_of_model(given: Any) -> Any:
+def kind_of_model(value: Any) -> Any:
     """Return the type of the options of `model`: a module of the user's, a folder, or a decoder."""
-    keys = given if isinstance(given, Mapping) else ()
+    keys = value if isinstance(value, Mapping) else ()
     return Own if "_target_" in keys else FolderConfig if "path" in keys else ModelConfig
 
 
-def is_call(given: Any) -> bool:
+def is_call(value: Any) -> bool:
     """Return True if the options name what to call."""
-    return isinstance(given.get("_target_"), str)
+    return isinstance(value.get("_target_"), str)
 
 
-def is_none_or_call(given: Any) -> bool:
+def is_none_or_call(value: Any) -> bool:
     """Return True if the options are empty, or name what to call."""
-    return not given or is_call(given)
+    return not value or is_call(value)
 
 
 @dataclass(frozen=True)
@@ -187,16 +186,16 @@ class DpoConfig:
     label_smoothing: OpenFraction = 0.0  # assumed share of pairs whose labels are swapped
 
 
-def kind_of_loss(given: Any) -> Any:
+def kind_of_loss(value: Any) -> Any:
     """Return the type of the options of `loss`: the built-in DPO loss, or the user's own."""
-    return DpoConfig if isinstance(given, Mapping) and "name" in given else OwnLoss
+    return DpoConfig if isinstance(value, Mapping) and "name" in value else OwnLoss
 
 
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
 OwnLoss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
 Loss = Annotated[DpoConfig | Own, Chosen(kind_of_loss)]
-Called = Annotated[Own, Must("have a _target_, the dotted name of what to call", is_call)]
-Target = Annotated[str, Must("be the dotted name of what to call", bool)]
+Called = Annotated[Own, Must("have a _target_, the dotted name of a class or function", is_call)]
+Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 
 
 @dataclass(frozen=True)
@@ -278,9 +277,9 @@ class DataConfig(SourceConfig):
         return 0.0 if self.validation else self.eval_fraction
 
 
-def kind_of_microbatches(given: Any) -> Any:
+def kind_of_microbatches(value: Any) -> Any:
     """Return the type that `train.microbatches` must have."""
-    return Literal["auto"] if isinstance(given, str) else Positive
+    return Literal["auto"] if isinstance(value, str) else Positive
 
 
 Microbatches = Annotated[int, Chosen(kind_of_microbatches, "a whole number, at least 1 | auto")]
@@ -290,9 +289,9 @@ AUTOMATIC: Any = "auto"  # value of `train.microbatches` until it is planned
 Length = Annotated[str, Must("be a number of steps, or epochs or tokens as 3epochs or 20Btokens", is_length)]
 
 
-def kind_of_steps(given: Any) -> Any:
+def kind_of_steps(value: Any) -> Any:
     """Return the type that `train.steps` must have."""
-    return Length if isinstance(given, str) else Positive
+    return Length if isinstance(value, str) else Positive
 
 
 Steps = Annotated[int, Chosen(kind_of_steps, "a whole number, at least 1 | 3epochs | 20Btokens")]
@@ -537,8 +536,7 @@ class CommunicationConfig:
 
 @dataclass(frozen=True)
 class SegmentConfig:
-    """The cutting of the finished program for compilation: at layer boundaries, and before a piece exceeds `max_nodes`.
-    """
+    """The cuts in the finished program for compilation: at layer boundaries, and before a piece exceeds `max_nodes`."""
 
     max_nodes: Positive | None = 1000  # most nodes of a piece; null: compile the whole program at once
 
@@ -586,9 +584,9 @@ class PassesConfig:
     verify: Literal["none", "spec", "numeric"] = "spec"  # check after each pass; numeric also runs the program
 
 
-def kind_of_cudagraphs(given: Any) -> Any:
+def kind_of_cudagraphs(value: Any) -> Any:
     """Return the type that `lower.cudagraphs` must have."""
-    return Literal["auto"] if isinstance(given, str) else bool
+    return Literal["auto"] if isinstance(value, str) else bool
 
 
 CudaGraphs = Annotated[bool, Chosen(kind_of_cudagraphs, "true or false | auto")]

@@ -26,7 +26,7 @@ HANDED: dict[str, Any] = {}  # name -> object of the running `Trainer`
 def given(what: str) -> Any:
     """Return an object that a `Trainer` got; raise UserError in any other process."""
     if what not in HANDED:
-        raise UserError(what, "was handed to a Trainer in Python; go on with the script that did so")
+        raise UserError(what, "was passed to a Trainer in Python; resume with the script that did so")
     return HANDED[what]
 
 
@@ -44,13 +44,13 @@ def name_of(own: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def handed(what: Mapping[str, Any]) -> Iterator[None]:
+def handed(objects: Mapping[str, Any]) -> Iterator[None]:
     """Register the objects of a `Trainer` while the context lasts."""
-    HANDED.update(what)
+    HANDED.update(objects)
     try:
         yield
     finally:
-        for name in what:
+        for name in objects:
             del HANDED[name]
 
 
@@ -68,32 +68,31 @@ def function(own: Mapping[str, Any], where: str) -> Callable[..., Any]:
         return given(own["what"])
     arguments = {key: value for key, value in own.items() if key != "_target_"}
     try:
-        found: Callable[..., Any] = get_method(own["_target_"])
+        target: Callable[..., Any] = get_method(own["_target_"])
     except (ImportError, ValueError) as error:
         raise refusal(error, where, own) from error
-    return partial(found, **arguments) if arguments else found
+    return partial(target, **arguments) if arguments else target
 
 
-def import_rules(named: Sequence[str]) -> list[ModuleType]:
-    """Import and return the modules that add rules for operators: those in `named`, and those of installed packages.
+def import_rules(names: Sequence[str]) -> list[ModuleType]:
+    """Import and return the modules that add rules for operators: those in `names`, and those of installed packages.
 
     A package names its module as an entry point of the group `compiler_trainer.rules`. Raises UserError.
     """
-    installed = sorted({each.module for each in entry_points(group=RULES)})
-    found = []
-    for name in (*installed, *named):
-        where = "passes.rules" if name in named else f"the entry point {name} of {RULES}"
+    installed = sorted({entry.module for entry in entry_points(group=RULES)})
+    modules = []
+    for name in (*installed, *names):
+        where = "passes.rules" if name in names else f"the entry point {name} of {RULES}"
         try:
-            found.append(import_module(name))
+            modules.append(import_module(name))
         except ImportError as error:
             hint = "; put its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
             raise UserError(where, f"{name} cannot be imported: {error}{hint}") from error
-    return found
+    return modules
 
 
 def refusal(error: Exception, where: str, own: Mapping[str, Any]) -> UserError:
-    """Return the first cause of an error on one line, without hydra's advice; hint at PYTHONPATH for a missing module.
-    """
+    """Return the first cause of an error on one line, without hydra's advice; a missing module gets a hint."""
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, UserError):
         cause = cause.__cause__
@@ -101,5 +100,5 @@ def refusal(error: Exception, where: str, own: Mapping[str, Any]) -> UserError:
         return cause
     hint = "; put the folder of its file on PYTHONPATH" if isinstance(cause, ModuleNotFoundError) else ""
     if own["_target_"].startswith("__main__."):
-        hint = f"; {own['_target_']} is of a script: go on with that script, or move it into a module"
+        hint = f"; {own['_target_']} is defined in a script: resume with that script, or move it into a module"
     return UserError(f"{where}._target_", f"{type(cause).__name__}: {' '.join(str(cause).split())}{hint}")

@@ -35,15 +35,15 @@ def check(path: Path) -> None:
         root = yaml.compose(text_of(path), yaml.SafeLoader)
         count = size(root, {}) if root is not None else 0
     except yaml.YAMLError as error:
-        raise UserError(str(path), f"is no YAML: {' '.join(str(error).split())}") from error
+        raise UserError(str(path), f"is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        raise UserError(str(path), "is nested too deep, or within itself") from error
+        raise UserError(str(path), "is nested too deep, or contains itself") from error
     except OverflowError as error:
-        raise UserError(str(path), f"{error}, which is more than any number that is read") from error
+        raise UserError(str(path), f"{error}, more than a number may have") from error
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UserError(str(path), "holds no options; write name: value")
     if count > MOST:
-        raise UserError(str(path), f"stands for {count:,} values, aliases written out; at most {MOST:,} are read")
+        raise UserError(str(path), f"has {count:,} values with aliases expanded; at most {MOST:,} are read")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -56,18 +56,18 @@ def load(path: Path) -> dict[str, Any]:
     return options
 
 
-def size(node: yaml.Node, known: dict[int, int]) -> int:
+def size(node: yaml.Node, sizes: dict[int, int]) -> int:
     """Return the number of values that a node stands for.
 
     Raises RecursionError if the node contains itself, OverflowError if a number is too large.
     """
     if isinstance(node, yaml.ScalarNode) and node.tag == INT and len(node.value) > DIGITS:
         raise OverflowError(f"line {node.start_mark.line + 1}: {node.value[:20]}... has {len(node.value):,} digits")
-    if id(node) not in known:
-        known[id(node)] = 0
+    if id(node) not in sizes:
+        sizes[id(node)] = 0
         values = [] if isinstance(node, yaml.ScalarNode) else node.value
-        parts = [size(n, known) for value in values for n in (value if isinstance(value, tuple) else (value,))]
+        parts = [size(n, sizes) for value in values for n in (value if isinstance(value, tuple) else (value,))]
         if 0 in parts:
             raise RecursionError
-        known[id(node)] = 1 + sum(parts)
-    return known[id(node)]
+        sizes[id(node)] = 1 + sum(parts)
+    return sizes[id(node)]

@@ -185,7 +185,7 @@ class Stage:
         for name, kinds in COSTS.items():
             for row in found.get(name, [None]):
                 if not isinstance(row, list) or tuple(map(type, row)) != kinds or row[0] not in self.by_name:
-                    raise UserError(str(path), f"is not what a run writes: {name}: {row!r}")
+                    raise UserError(str(path), f"is not in the format that a run writes: {name}: {row!r}")
         return found
 
     @cached_property
@@ -234,7 +234,9 @@ class Stage:
 
     def damaged(self, error: Unreadable) -> UserError:
         """The refusal of a program that cannot be read."""
-        return UserError(str(self.dump), f"is not what a run writes: {' '.join(str(error).split())[:200]}")
+        return UserError(
+            str(self.dump), f"is not in the format that a run writes: {' '.join(str(error).split())[:200]}"
+        )
 
     @property
     def graph(self) -> ir.Program:
@@ -368,7 +370,7 @@ def check_parts(found: Any, path: Path, kinds: Mapping[str, Any]) -> None:
                 convert(kind, part[key], name)
     except UserError as error:
         field = f"{error.where}: " if error.where else ""
-        raise UserError(str(path), f"is not what a run writes: {field}{error.message}") from error
+        raise UserError(str(path), f"is not in the format that a run writes: {field}{error.message}") from error
 
 
 # ---- nodes --------------------------------------------------------------------------------------------

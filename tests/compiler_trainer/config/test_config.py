@@ -100,7 +100,7 @@ def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
     [
         ("data.eval_fraction", 1.0, "1.0 must be 0 or more and below 1"),
         ("data.files", "a.txt", "'a.txt' is not a list; write [a.txt]"),
-        ("mesh.dp_shard", 0, "0 must be at least 1, or -1 for the rest"),
+        ("mesh.dp_shard", 0, "0 must be at least 1, or -1 for the remaining ranks"),
         ("model", 3, "3 is not a group of options; it has name, dim"),
         ("model.experts", {"count": 8, "top_k": 2}, "is missing and has no default"),
         ("model.experts", {**EXPERTS, "count": 0}, "0 must be at least 1"),
@@ -211,7 +211,7 @@ def test_a_resolved_mesh_multiplies_to_the_ranks_and_resolves_to_itself(world_si
         ({"dp_replicate": 3}, "mesh: dp_replicate=3 needs a multiple of 3 ranks, not 2; change mesh.dp_replicate"),
         ({"dp_shard": 3}, "mesh: dp_shard=3 needs 3 ranks, not 2; change mesh.dp_shard or start 3 ranks"),
         ({"dp_shard": 1}, "mesh: every axis=1 needs 1 ranks, not 2; change mesh.dp_shard"),
-        ({"dp_replicate": -1}, "mesh.dp_shard: -1, and so is mesh.dp_replicate; only one axis can take the rest"),
+        ({"dp_replicate": -1}, "mesh.dp_shard: -1, and so is mesh.dp_replicate; only one axis can take the remaining ranks"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(mesh, message):
@@ -271,7 +271,7 @@ def test_a_config_is_written_over_pipes_and_broken_links_and_through_no_link(tmp
         path.unlink()
     assert other.read_text() == "a: 1"
     path.mkdir()
-    with pytest.raises(UserError, match="config.yaml: cannot be written: Is a directory; move away what is there"):
+    with pytest.raises(UserError, match="config.yaml: cannot be written: Is a directory; move the file of that name away"):
         save(Config(), path)
 
 

@@ -72,7 +72,7 @@ def test_what_is_named_is_predicted_whatever_the_device(on):
 @pytest.mark.parametrize("name", [None, "NVIDIA H100 PCIe"])
 def test_without_a_known_gpu_a_prediction_needs_a_name(on, name):
     on(name)
-    with pytest.raises(UserError, match="^cluster: auto, but no cluster describes a GPU here .*; name one, cluster=h100, say$"):
+    with pytest.raises(UserError, match="^cluster: auto, but no cluster describes a GPU here .*; name one, as cluster=h100$"):
         for_predicting(job())
 
 
@@ -85,7 +85,7 @@ def test_a_mesh_is_planned_for_a_known_device_alone(on):
 
 
 def test_a_figure_goes_with_a_name():
-    with pytest.raises(UserError, match="^cluster.throttle: is of a cluster with a name; set cluster=h100 beside it, say$"):
+    with pytest.raises(UserError, match="^cluster.throttle: goes with a named cluster; set cluster=h100, too, for example$"):
         job("cluster.throttle=0.5")
     assert job("cluster=h100", "cluster.throttle=0.5").cluster.throttle == 0.5
 

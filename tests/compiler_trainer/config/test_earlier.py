@@ -39,7 +39,7 @@ def test_options_without_meaning_for_stored_numbers_are_said_once_and_passed_ove
     assert found == dataclasses.replace(Config(), run=found.run)
     said = capsys.readouterr().err.splitlines()
     names = ["plan.headroom", "cluster.hbm_efficiency", "passes.shard.old", "gone"]
-    assert sorted(said) == sorted(f"config.yaml: {name} is no option any more, and is passed over" for name in names)
+    assert sorted(said) == sorted(f"config.yaml: {name} is no longer an option and is ignored" for name in names)
 
 
 @pytest.mark.parametrize("name", ["model__depth", "optim__epsilon2"])

@@ -43,14 +43,14 @@ NO_OPTIONS = {  # a name in the state or in a model, a file, a function, an opti
     "passes.schedule.bucket_mib", "passes.schedule.ahead",
 }  # fmt: skip
 FILES = (".yaml", ".json", ".jsonl", ".html", ".js", ".md", ".py", ".safetensors")
-DENIALS = re.compile(r"there is (?:no|none)\b[^;,:]*|[^;,:]* (?:is|are) not (?:taken|called)[^;,:]*")
+DENIALS = re.compile(r"there is (?:no|none)\b[^;,:]*|[^;,:]* (?:is|are) not (?:computed|called)[^;,:]*")
 REFUSED = {  # by the beginning of a denial: an option that asks for what is denied
     "there is no fp16": ["passes.cast.param_dtype=float16"],
     "there is no MXFP8 and no NVFP4": ["passes.cast.float8=mxfp8"],
-    "products of experts are not taken in float8": ["passes.moe.fp8_grouped_mm=true"],
+    "matmuls of experts are not computed in float8": ["passes.moe.fp8_grouped_mm=true"],
     "there is no quantized training": ["train.load_in_4bit=true"],
     "there is no quantized LoRA": ["model=hf", "model.path=FOLDER", "model.lora.bits=4"],
-    "products of float32 are not taken in TF32": ["train.tf32=true"],
+    "matmuls of float32 are not computed in TF32": ["train.tf32=true"],
     "torch.compile is not called": ["train.torch_compile=true"],
     "there is none": ["run.push_to_hub=true"],
     "there is no reinforcement learning": ["loss=grpo"],
@@ -116,14 +116,14 @@ def test_what_an_answer_denies_is_refused_and_no_feature(denial):
         ({"model": {"attn_implementation": "sdpa"}}, "kernels are chosen automatically"),
         (
             {"train": {"dtype": "bf16"}},
-            "did you mean 'bfloat16'?; it is of the master weights; mixed precision is passes.cast.param_dtype",
+            "did you mean 'bfloat16'?; it is the dtype of master weights; mixed precision is passes.cast.param_dtype",
         ),
         (
             {"passes": {"cast": {"float8": "mxfp8"}}},
             "'mxfp8' is not one of tensorwise, rowwise; there is no MXFP8 and no NVFP4",
         ),
         ({"passes": {"cast": {"nvfp4": True}}}, "passes.cast.nvfp4: no such option; there is no MXFP8 and no NVFP4"),
-        ({"passes": {"moe": {"fp8_grouped_mm": True}}}, "no such option; products of experts are not taken in float8"),
+        ({"passes": {"moe": {"fp8_grouped_mm": True}}}, "no such option; matmuls of experts are not computed in float8"),
         (
             {"passes": {"moe": {"dispatch": "exact"}}},
             "'exact' is not one of auto, all_gather, dropless, bounded; counts of rows stay",

@@ -41,7 +41,7 @@ def test_what_an_option_takes_is_in_words():
         "passes.cast.ops": "by name: float32 | bfloat16",
         "plan.recompute": "list of none | selective | attention | full",
         "data.files": "list of text",
-        "data.document_separator": "text, at least a character | null",
+        "data.document_separator": "text, at least one character | null",
         "data.chat": "true or false",
         "run.time_limit": "seconds, or 2h30m | null",
     }

@@ -35,7 +35,7 @@ def test_each_computes_as_the_device_can_and_plans_its_accumulation(name):
 @pytest.mark.parametrize("name", [*SHAPED, *ONE_GPU, "pretrain"])
 @pytest.mark.sample(2)
 def test_pretraining_needs_a_tokenizer_and_a_dry_run_does_not(name):
-    with pytest.raises(UserError, match="^data.tokenizer: is not named, .* set data.tokenizer=FOLDER/tokenizer.json"):
+    with pytest.raises(UserError, match="^data.tokenizer: is empty, .* set data.tokenizer=FOLDER/tokenizer.json"):
         validate(closed(job(name)), 8)
     validate(closed(job(name, "run.dry=true")), 8)
     validate(closed(job(name, "data=text", "data.files=[books]", "data.tokenizer=TOK")), 8)

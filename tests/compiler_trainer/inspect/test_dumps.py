@@ -98,7 +98,7 @@ def test_a_run_of_an_earlier_version_is_refused_by_what_reads_its_programs(tmp_p
 def test_a_damaged_program_is_refused(tmp_path, damage):
     stage = read(linear_program()[1], tmp_path)
     stage.dump.write_text(damage)
-    with pytest.raises(UserError, match="00_step_joint.graph.json: (is not what a run writes|cannot be read)"):
+    with pytest.raises(UserError, match="00_step_joint.graph.json: (is not in the format that a run writes|cannot be read)"):
         _ = stage.nodes
 
 
@@ -158,8 +158,8 @@ def test_stages_know_their_users(tmp_path):
     [
         ({}, r"config.yaml: is missing; is this a run folder"),
         ({"config.yaml": "a: 1"}, r"report.json: is missing"),
-        ({"config.yaml": "a: [", "report.json": "{}"}, r"config.yaml: is no YAML"),
-        ({"config.yaml": "a: 1", "report.json": "[]"}, r"report.json: is not what a run writes: \[\] is not a mapping"),
+        ({"config.yaml": "a: [", "report.json": "{}"}, r"config.yaml: is not valid YAML"),
+        ({"config.yaml": "a: 1", "report.json": "[]"}, r"report.json: is not in the format that a run writes: \[\] is not a mapping"),
         ({"config.yaml": "a: 1", "report.json": "{"}, r"report.json: cannot be read"),
         ({"config.yaml": "a: 1", "report.json": "{}"}, r"graphs: holds no graphs; train with run.dump_graphs=true"),
     ],

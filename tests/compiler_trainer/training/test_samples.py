@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_has_each_line_once(tmp_path):
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"eval": {"interval": None}}, "^eval.prompts: .*eval.interval=null has none"),
-    ({"data": {"name": "custom", "_target_": "x.Y"}}, "^eval.prompts: .*data=custom has rows without a tokenizer"),
+    ({"data": {"name": "custom", "_target_": "x.Y"}}, "^eval.prompts: .*data=custom has no tokenizer"),
     ({"data": {"tokenizer": "nowhere.json"}}, "nowhere.json: no such file"),
 ])
 def test_what_cannot_be_sampled_is_refused_before_anything_is_written(change, said, tmp_path, monkeypatch):
