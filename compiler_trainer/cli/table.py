@@ -1,4 +1,4 @@
-"""The verbs of the command, by what one wants to do; each is a file of `verbs/` with a `main`, `_` for `-`."""
+"""The verbs of the command, by task. Each is a file in `verbs/` with a `main`; `-` in its name is `_`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Verb(NamedTuple):
-    """What one is for, what it takes, and what it does."""
+    """A verb: its task, its arguments, and a description."""
 
     task: str
     takes: str
@@ -50,7 +50,7 @@ TASKS = {
 
 
 def usage() -> str:
-    """What `compiler-trainer --help` prints."""
+    """Return the text of `compiler-trainer --help`."""
     lines = [
         "usage: compiler-trainer [OPTION=VALUE ...]    train a model",
         "       compiler-trainer VERB ...              one of the verbs below; VERB -h lists what it takes",
@@ -74,7 +74,7 @@ FLAGS = {
 
 
 def parser(verb: str) -> argparse.ArgumentParser:
-    """What parses the arguments of a verb."""
+    """Return a parser for the arguments of a verb."""
     does = VERBS[verb].does
     return argparse.ArgumentParser(f"compiler-trainer {verb}", description=f"{does[0].upper()}{does[1:]}.")
 
@@ -83,7 +83,7 @@ CHECKPOINT = "which to read: of the lowest held-out loss, the newest (default), 
 
 
 def run_parser(verb: str, overrides: bool = False) -> argparse.ArgumentParser:
-    """The same for a verb on a run folder, with its checkpoints; with `overrides`, options may change."""
+    """Return a parser for a verb on a run folder, with `--checkpoint`, and with overrides of options if wanted."""
     takes = parser(verb)
     takes.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     takes.add_argument("--checkpoint", metavar="best|latest|PATH", help=CHECKPOINT)

@@ -1,9 +1,9 @@
-"""`bisect`: the pass and the graph node where results go wrong, at the start of a run or after a checkpoint.
+"""`bisect`: find the pass and the graph node where results go wrong, at the start of a run or after a checkpoint.
 
     compiler-trainer bisect model.dim=32 model.n_layers=2 train.seq_len=64 mesh.tp=2 mesh.dp_shard=2
     compiler-trainer bisect runs/1
 
-Exit codes: 0 nothing found, 1 found, 2 bad input.
+Exit codes: 0 nothing found, 1 a fault found, 2 bad input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from compiler_trainer.console import say
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what is found, and write a script that shows it."""
+    """Print the finding, and write a script that reproduces it."""
     takes = parser("bisect")
     takes.add_argument("run", nargs="?", metavar="RUN", help="a run folder: its newest checkpoint and the next batch")
     takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options of the run, as small as it fails")
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def case_of(first: str | None, overrides: Sequence[str]) -> Case:
-    """What to bisect: a run folder where the command line begins with one."""
+    """Return the case to bisect: a run folder if the command line begins with one, otherwise the options' job."""
     if first is not None and "=" not in first:
         return at_checkpoint(Path(first), overrides)
     return at_start([first, *overrides] if first else [])
 
 
 def found_in(case: Case) -> Finding | None:
-    """The pass and node at fault, None if every pass keeps the numbers; how far it is goes to stderr."""
+    """Return the pass and node at fault, None if every pass keeps the numbers. Progress goes to stderr."""
     cfg = case.cfg
     how = {"mesh": cfg.mesh, "passes": cfg.passes, "optim": cfg.optim}
     ran = {"microbatches": cfg.train.microbatches, "seed": cfg.train.seed}
@@ -55,7 +55,7 @@ def found_in(case: Case) -> Finding | None:
 
 
 def script_of(found: Finding, path: Path) -> str:
-    """Write the script of a finding; says how to run it, or why there is none."""
+    """Write the script of a finding; return how to run it, or why there is none."""
     if found.piece is None:
         return "no smaller program shows it: no script"
     try:

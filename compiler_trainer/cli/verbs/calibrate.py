@@ -1,7 +1,7 @@
-"""`calibrate`: measure this machine, and write it as a cluster that dry runs and plans predict for.
+"""`calibrate`: measure this machine, and write it as a cluster for dry runs and plans.
 
-    compiler-trainer calibrate --out FOLDER/cluster/NAME.yaml --ranks 2
-    compiler-trainer --config-dir FOLDER cluster=NAME run.dry=true ...
+compiler-trainer calibrate --out FOLDER/cluster/NAME.yaml --ranks 2
+compiler-trainer --config-dir FOLDER cluster=NAME run.dry=true ...
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compiler_trainer.cli.table import parser
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, print a table, write the file."""
+    """Measure, print a table, and write the file."""
     takes = parser("calibrate")
     takes.add_argument("--out", type=Path, required=True, help="FOLDER/cluster/NAME.yaml; NAME is the cluster's")
     takes.add_argument("--ranks", type=int, default=1, help="how many ranks measure at once, as many as will train")

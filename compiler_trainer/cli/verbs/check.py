@@ -1,4 +1,4 @@
-"""`check`: read every byte of the checkpoints in a folder; exits with 2 where one is not what was written."""
+"""`check`: read every byte of the checkpoints in a folder; exit with 2 if one is damaged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiler_trainer.runs.saved import best
 
 
 def chosen(folder: Path, which: str | None) -> Path:
-    """The folder to check, or the one checkpoint of it that is named."""
+    """Return the folder to check, or its checkpoint `which`."""
     if which is None:
         return folder
     inside = folder if complete(folder) else folder / "checkpoints"
@@ -21,7 +21,7 @@ def chosen(folder: Path, which: str | None) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line for each checkpoint."""
+    """Print a line for each checkpoint; return the exit code."""
     takes = parser("check")
     takes.add_argument("folder", type=Path, help="a run folder, a folder of checkpoints, or a checkpoint")
     takes.add_argument("--checkpoint", metavar="best|latest|PATH", help="check one of a run folder, not all")

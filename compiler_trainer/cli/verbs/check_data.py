@@ -1,10 +1,10 @@
-"""`check-data`: a record as the model will see it, token by token, beside transformers' own text, and what is not used.
+"""`check-data`: print a record as the model will see it, next to transformers' own text, and list unused fields.
 
     compiler-trainer check-data chats.jsonl model.path=qwen
     compiler-trainer check-data notes.jsonl model.path=qwen --record 3 data.text_column=body
     compiler-trainer check-data data=hf_dataset data.path=FOLDER model.path=qwen
 
-Exit codes: 0 text and tokens are those of transformers, 1 they differ, or a record is bad; 2 it is refused.
+Exit codes: 0 text and tokens are those of transformers, 1 they differ, or a record is bad; 2 the input is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from compiler_trainer.data.shown import KINDS, Reader, Shown, table
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a record, and counts of the first ones; the exit code."""
+    """Print a record, and counts of the first records; return the exit code."""
     takes = parser("check-data")
     takes.add_argument(
         "overrides", nargs="*", metavar="FILE | OPTION=VALUE", help="the data, and its model or tokenizer"
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def config_of(overrides: Sequence[str], names: set[str]) -> DataConfig:
-    """The data that the arguments name; raises UserError."""
+    """Return the data options that the arguments name; raise UserError."""
     options, files = [each for each in overrides if "=" in each], [each for each in overrides if "=" not in each]
     if files and "data.files" in names:
         raise UserError("data.files", f"is set, and {files[0]} is named, too; leave either out")
@@ -74,12 +74,12 @@ def config_of(overrides: Sequence[str], names: set[str]) -> DataConfig:
 
 
 def quoted(path: str) -> str:
-    """A path as hydra's grammar takes any."""
+    """Return a path quoted for hydra's grammar."""
     return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def show(reader: Reader, number: int, most: int) -> bool:
-    """Print a record; whether it is as transformers has it."""
+    """Print a record; return True if its text and tokens are those of transformers."""
     record = next(itertools.islice(reader.records(), number - 1, None), None)
     if record is None:
         raise UserError("--record", f"{number} is beyond the last record; name a lower one")
@@ -99,7 +99,7 @@ def show(reader: Reader, number: int, most: int) -> bool:
 
 
 def said(shown: Shown) -> str:
-    """Transformers' text of a sample, and whether text and tokens are the same."""
+    """Return transformers' text of a sample, and whether text and tokens are the same."""
     if shown.theirs is None:
         return "as the tokenizer writes it by itself" if shown.is_same else "the tokenizer itself gives other tokens"
     same = "the same tokens" if shown.is_same else "OTHER tokens"

@@ -1,10 +1,10 @@
-"""`check-export`: whether what transformers computes with an export is what the trainer computes with the checkpoint.
+"""`check-export`: compare transformers' results for an export with the trainer's for the checkpoint.
 
     compiler-trainer check-export RUN OUT
     compiler-trainer check-export RUN OUT --ema
     compiler-trainer check-export RUN OUT data=text data.files=[FILE]
 
-Exit codes: 0 it is, 1 it is not, 2 the folder is refused.
+Exit codes: 0 they are the same, 1 they differ, 2 the folder is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compiler_trainer.runs.check_export import check_export
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print how far apart they are; the exit code."""
+    """Print the difference; return the exit code."""
     takes = run_parser("check-export")
     takes.add_argument("out", type=Path, metavar="OUT", help="a folder that `export` wrote of the same checkpoint")
     takes.add_argument("--tokens", type=int, default=64, help="how many tokens to compare, about (default 64)")

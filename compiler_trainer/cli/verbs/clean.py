@@ -1,4 +1,4 @@
-"""`clean`: how much the compiler's cache holds, programs and kernels, and no more than it may."""
+"""`clean`: bound the size of the compile cache, programs and kernels, and print it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from passes.program.torch_private import compiler_folder
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Delete what is too much, the longest unused first, and print what there is."""
+    """Delete the least recently used entries beyond the limit, and print the size that is left."""
     takes = parser("clean")
     takes.add_argument("--gib", type=float, default=MOST_BYTES / 2**30, help="how much may stay (20)")
     given, folder = takes.parse_args(arguments), compiler_folder()

@@ -1,4 +1,4 @@
-"""`compile`: make a job's programs ahead of it, on any machine, for ranks and GPUs that are not there."""
+"""`compile`: compile a job's programs ahead of time, on any machine, for ranks and GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from passes.lower import trace_cuda
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make the programs of the job that the options say, and say what to start it with."""
+    """Compile the programs of a job, and print the option that uses them."""
     takes = parser("compile")
     takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job, with its mesh and its cluster")
     takes.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that lower.programs names")
@@ -41,14 +41,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def needs_cuda(cfg: Config) -> bool:
-    """Whether the job's devices are CUDA's, which this process cannot trace for."""
+    """Return True if the job's devices are CUDA GPUs, and this process cannot trace for them."""
     return not described(cfg.cluster).host_computes and not trace_cuda.is_possible()
 
 
 def again_for_cuda(arguments: Sequence[str]) -> int:
-    """Do it in a process with what lets PyTorch trace for CUDA, to be loaded before it; its exit code.
+    """Run the command in a process that preloads a library with which PyTorch traces for CUDA; return its exit code.
 
-    Raises UserError where nothing lets it.
+    Raises UserError if this build of PyTorch cannot do that.
     """
     if torch.version.cuda is not None:
         fix = "compile where one is, or with PyTorch's CPU build"

@@ -1,4 +1,4 @@
-"""`diff`: what differs between two runs; exits with 0 if nothing does, 1 if something."""
+"""`diff`: show the differences between two runs; exit with 0 if there are none, otherwise with 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiler_trainer.inspect.dumps import load
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the differences."""
+    """Print the differences; return the exit code."""
     takes = parser("diff")
     takes.add_argument("a", metavar="RUN", help="a run folder")
     takes.add_argument("b", metavar="OTHER", help="another")

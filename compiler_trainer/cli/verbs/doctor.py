@@ -1,10 +1,10 @@
-"""`doctor`: what this machine is, and what of ours works on it, a small step a feature.
+"""`doctor`: describe this machine, and try each feature of the trainer with a small step.
 
     compiler-trainer doctor                # features of one device
-    compiler-trainer doctor --ranks 8      # those of several: FSDP, tensor, context, expert and pipeline parallelism
-    compiler-trainer doctor --only float8  # the features that a pattern names
+    compiler-trainer doctor --ranks 8      # features of several: FSDP, tensor, context, expert and pipeline parallelism
+    compiler-trainer doctor --only float8  # features whose names match a pattern
 
-Exit codes: 0 all of it works, 1 something does not.
+Exit codes: 0 all features work, 1 a feature fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD = ("feature", "", "seconds", "worst error", "allowed", "options", "what to 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Say what there is and try each feature; the exit code."""
+    """Print the machine and try each feature; return the exit code."""
     takes = parser("doctor")
     takes.add_argument("--ranks", type=int, default=1, help="how many ranks of this machine to start (1)")
     takes.add_argument("--only", default="*", metavar="PATTERN", help="features to try, 'C*' for instance (all)")
@@ -65,7 +65,7 @@ def examined(ranks: int, chosen: Sequence[Probe]) -> int:
 
 
 def shown(found: Sequence[Tried]) -> Table:
-    """A row a feature; what fails in the same way as one before it is that one's fault."""
+    """Return a table with a row for each feature. A failure like an earlier one refers to that one."""
     table, known = Table(*HEAD), dict[str, str]()
     for each in found:
         probe, says = each.probe, "" if each.works else "; ".join(filter(None, (each.why, each.probe.fix)))

@@ -1,4 +1,4 @@
-"""`eval`: loss and perplexity on the batches that training evaluates, or on the text that data=... names."""
+"""`eval`: loss and perplexity on the validation batches of training, or on the text of data=..."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOW_MUCH = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print them on a line."""
+    """Print loss and perplexity on a line."""
     takes = run_parser("eval", overrides=True)
     takes.epilog = HOW_MUCH
     given = takes.parse_intermixed_args(arguments)
@@ -31,7 +31,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def asked(run: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, bool]:
-    """The options of a run to evaluate, by default on one device, and whether on other text than it held out."""
+    """Return the options of a run to evaluate, and True if they name other text than the run's validation data.
+
+    The mesh is one device unless the options set it.
+    """
     cfg = at_checkpoint(options_of(run, overrides), checkpoint)
     names = [override.lstrip("+").partition("=")[0] for override in overrides]
     if not any(name.startswith("mesh.") for name in names):

@@ -1,4 +1,4 @@
-"""`export`: write a checkpoint as a folder that transformers, peft or safetensors load."""
+"""`export`: write a checkpoint as a folder for transformers, peft or safetensors."""
 
 from __future__ import annotations
 

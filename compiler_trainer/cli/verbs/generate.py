@@ -1,4 +1,4 @@
-"""`generate`: a prompt, and what the model continues it with."""
+"""`generate`: sample a continuation of a prompt from the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compiler_trainer.step.ranks import local_device
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the text."""
+    """Print the prompt and its continuation; with `--chat`, the answer alone."""
     takes = run_parser("generate")
     takes.add_argument("--prompt", default="", help="where the text begins")
     takes.add_argument("--chat", action="store_true", help="say the prompt as a user, and print the answer alone")
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check(how: Sampling) -> None:
-    """Raise UserError where a flag is out of its range."""
+    """Raise UserError if a flag is out of its range."""
     if how.tokens < 1 or how.temperature < 0 or (how.top_k is not None and how.top_k < 1):
         raise UserError("generate", "--tokens and --top-k must be at least 1, --temperature 0 or more")
     if not 0 < how.top_p <= 1:

@@ -1,10 +1,10 @@
-"""`inspect`: what each pass did to the graph of a run, in the terminal or as a page.
+"""`inspect`: show what each pass did to the graph of a run, in the terminal or as a page.
 
-    compiler-trainer inspect runs/1                              # every pass: time, nodes, communication, memory
-    compiler-trainer inspect runs/1 --pass shard                 # what one pass did
-    compiler-trainer inspect runs/1 --node 'all_gather*' --line llama.py:71 --module layers.0
-    compiler-trainer inspect runs/1 --parameter '*.wq.weight'    # where a weight is stored, gathered, used, updated
-    compiler-trainer inspect runs/1 --html                       # runs/1/inspect.html
+compiler-trainer inspect runs/1                              # every pass: time, nodes, communication, memory
+compiler-trainer inspect runs/1 --pass shard                 # what one pass did
+compiler-trainer inspect runs/1 --node 'all_gather*' --line llama.py:71 --module layers.0
+compiler-trainer inspect runs/1 --parameter '*.wq.weight'    # where a weight is stored, gathered, used, updated
+compiler-trainer inspect runs/1 --html                       # runs/1/inspect.html
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compiler_trainer.inspect.tables import chosen, show_nodes, show_pass, show_
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print or write what is asked for."""
+    """Print the tables, or write the page."""
     takes = parser("inspect")
     takes.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     takes.add_argument("--pass", dest="name", help="a pass (shard, joint), also as 05, step_joint or 06_step_joint")

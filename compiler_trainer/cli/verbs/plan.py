@@ -1,4 +1,4 @@
-"""`plan`: the fastest mesh, microbatches and recomputation for a model on a cluster, and a recipe of it."""
+"""`plan`: find the fastest mesh, microbatches and recomputation for a model on a cluster, and write a recipe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compiler_trainer.planning.plan import Question, plan, plan_all
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Plan for the job that the options say, or for each value of `--vary`."""
+    """Plan for the job of the options, or for each value of `--vary`."""
     takes = parser("plan")
     takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; what is stated is kept")
     takes.add_argument("--vary", action="append", default=[], metavar="OPTION=V1,V2", help="plan for each value")
@@ -41,14 +41,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def question(overrides: Sequence[str], stated: Sequence[str], values: dict[str, Any]) -> Question:
-    """What to plan for: the default job with overrides, and some values otherwise."""
+    """Return the question to plan for: the default job with overrides, and with `values`."""
     changed = [f"{name}={value}" for name, value in values.items()]
     groups = frozenset(path.name for path in CONF.iterdir() if path.is_dir())
     return Question(for_predicting(typed(compose([*overrides, *changed]))), [*stated, *changed], groups, values)
 
 
 def varied_values(given: Sequence[str]) -> list[dict[str, Any]]:
-    """Every combination of the values of `--vary`; raises UserError where one has no list of them."""
+    """Return every combination of the values of `--vary`; raise UserError if one is not a list of values."""
     lists: list[list[tuple[str, Any]]] = []
     reader = OverridesParser.create()
     with as_user_errors():

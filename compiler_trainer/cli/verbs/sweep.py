@@ -1,4 +1,4 @@
-"""`sweep`: the table, plots and files of a sweep, made again from its points."""
+"""`sweep`: write the table, plots and files of a sweep again, from its points."""
 
 from __future__ import annotations
 

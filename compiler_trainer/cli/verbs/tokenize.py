@@ -1,4 +1,4 @@
-"""`tokenize`: make the tokens of a job's data ahead of it, on any machine, by several processes and nodes."""
+"""`tokenize`: tokenize a job's data ahead of time, on any machine, with several processes and nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiler_trainer.data.stored import Share
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Tokenize what the options name, and say what to train with."""
+    """Tokenize the data of the options, and print how to train with it."""
     takes = parser("tokenize")
     takes.add_argument(
         "overrides", nargs="*", metavar="OPTION=VALUE", help="the data and its tokenizer, as in training"
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def share_of(shard: str, processes: int | None) -> Share:
-    """What `--shard` and `--processes` say; raises UserError."""
+    """Return the share of `--shard` and `--processes`; raise UserError."""
     if not re.fullmatch(r"\d{1,6}/\d{1,6}", shard) or not (found := Share(*map(int, shard.split("/")))).is_one:
         raise UserError("--shard", f"{shard} is no share; give I/N, I from 0 to N - 1, as 0/4")
     if processes is not None and processes < 1:
