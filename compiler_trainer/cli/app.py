@@ -142,7 +142,7 @@ def checked(composed: DictConfig, ranks: int) -> Config:
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     cfg = typed(options)
     if cfg.run.dry and ranks > 1:
-        raise UserError("run.dry", f"is one process, and {ranks} were started; start it without torchrun")
+        raise UserError("run.dry", f"runs in one process, and {ranks} were started; start it without torchrun")
     if is_open(cfg):  # all other options can be checked before there is a plan
         validate(closed(cfg), dry_world_size(cfg) if cfg.run.dry else ranks)
         return cfg

@@ -35,10 +35,10 @@ def main() -> None:
         end(error)
     except ModuleNotFoundError as error:
         refuse(not_installed(error))
-    except SystemExit as ended:
-        if ended.code == STOPPED:  # by a signal; schedulers may send it again, to no purpose
-            for each in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(each, signal.SIG_IGN)
+    except SystemExit as exit_:
+        if exit_.code == STOPPED:  # by a signal; schedulers may send it again, to no purpose
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -12,4 +12,4 @@ def not_installed(error: ModuleNotFoundError) -> UserError:
     name = (error.name or "").partition(".")[0]
     if name not in EXTRAS:
         raise error
-    return UserError(name, f"is not installed, and this needs it; pip install 'compiler-trainer[{EXTRAS[name]}]'")
+    return UserError(name, f"is not installed, but needed here; pip install 'compiler-trainer[{EXTRAS[name]}]'")

@@ -11,11 +11,11 @@ def unwatched() -> Iterator[None]:
     """Disable garbage collection in the context. Later collections skip all objects from before, if modules were
     imported.
     """
-    known = len(sys.modules)
+    modules_before = len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if len(sys.modules) > known:
+        if len(sys.modules) > modules_before:
             gc.freeze()  # not again for each point of a sweep: its leftovers would never be freed
         gc.enable()

@@ -26,9 +26,9 @@ def outcome(cfg: Config) -> float:
     """Train, and leave the process groups; return the loss, as `on_ranks`."""
     from compiler_trainer.step.ranks import stop_ranks
 
-    found = on_ranks(cfg)
+    loss = on_ranks(cfg)
     stop_ranks()  # not in a `finally`: a failed rank must end at once, because the others wait for it
-    return found
+    return loss
 
 
 def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
@@ -58,7 +58,7 @@ def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
             raise
     let_go()  # of everything that the error referenced
     tell(cfg, failure)
-    raise RunError("out of memory; docs/guides/out-of-memory.md has all that takes less")
+    raise RunError("out of memory; docs/guides/out-of-memory.md lists the settings that need less")
 
 
 def tell(cfg: Config, failure: Failure) -> None:

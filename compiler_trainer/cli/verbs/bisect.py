@@ -22,16 +22,20 @@ from compiler_trainer.console import say
 
 def main(arguments: Sequence[str]) -> int:
     """Print the finding, and write a script that reproduces it."""
-    takes = parser("bisect")
-    takes.add_argument("run", nargs="?", metavar="RUN", help="a run folder: its newest checkpoint and the next batch")
-    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options of the run, as small as it fails")
-    given = takes.parse_intermixed_args(arguments)
-    case = case_of(given.run, given.overrides)
-    found = found_in(case)
-    print(found or "every pass keeps the numbers")
-    if found is not None:
-        print(script_of(found, Path(case.cfg.run.dir, "repro.py")))
-    return 1 if found is not None else 0
+    arg_parser = parser("bisect")
+    arg_parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="a run folder: its newest checkpoint and the next batch"
+    )
+    arg_parser.add_argument(
+        "overrides", nargs="*", metavar="OPTION=VALUE", help="options of the run, as small as possible"
+    )
+    args = arg_parser.parse_intermixed_args(arguments)
+    case = case_of(args.run, args.overrides)
+    finding = finding_of(case)
+    print(finding or "every pass keeps the numbers")
+    if finding is not None:
+        print(script_of(finding, Path(case.cfg.run.dir, "repro.py")))
+    return 1 if finding is not None else 0
 
 
 def case_of(first: str | None, overrides: Sequence[str]) -> Case:
@@ -41,25 +45,25 @@ def case_of(first: str | None, overrides: Sequence[str]) -> Case:
     return at_start([first, *overrides] if first else [])
 
 
-def found_in(case: Case) -> Finding | None:
+def finding_of(case: Case) -> Finding | None:
     """Return the pass and node at fault, None if every pass keeps the numbers. Progress goes to stderr."""
     cfg = case.cfg
-    how = {"mesh": cfg.mesh, "passes": cfg.passes, "optim": cfg.optim}
-    ran = {"microbatches": cfg.train.microbatches, "seed": cfg.train.seed}
+    compiler_options = {"mesh": cfg.mesh, "passes": cfg.passes, "optim": cfg.optim}
+    run_options = {"microbatches": cfg.train.microbatches, "seed": cfg.train.seed}
     began = time.monotonic()
 
-    def tell(what: str) -> None:
-        say(f"  {time.monotonic() - began:.0f} s: {what}", sys.stderr)
+    def tell(message: str) -> None:
+        say(f"  {time.monotonic() - began:.0f} s: {message}", sys.stderr)
 
-    return bisect(case.model, case.trained.loss, case.batch, **how, **ran, tell=tell)  # type: ignore[arg-type]
+    return bisect(case.model, case.trained.loss, case.batch, **compiler_options, **run_options, tell=tell)  # type: ignore[arg-type]
 
 
-def script_of(found: Finding, path: Path) -> str:
+def script_of(finding: Finding, path: Path) -> str:
     """Write the script of a finding; return how to run it, or why there is none."""
-    if found.piece is None:
-        return "no smaller program shows it: no script"
+    if finding.piece is None:
+        return "no script: no smaller program reproduces it"
     try:
-        write(found.piece, path, str(found).partition("\n")[0])
+        write(finding.piece, path, str(finding).partition("\n")[0])
     except Inexpressible as error:
         return f"no script: {error}"
-    return f"python {path}  # exits with 1 until this is mended; its values are in {path.with_suffix('.pt').name}"
+    return f"python {path}  # exits with 1 until this is fixed; its values are in {path.with_suffix('.pt').name}"

@@ -22,15 +22,17 @@ def chosen(folder: Path, which: str | None) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Print a line for each checkpoint; return the exit code."""
-    takes = parser("check")
-    takes.add_argument("folder", type=Path, help="a run folder, a folder of checkpoints, or a checkpoint")
-    takes.add_argument("--checkpoint", metavar="best|latest|PATH", help="check one of a run folder, not all")
-    given = takes.parse_args(arguments)
-    if given.checkpoint is None:
-        for path in aside(given.folder):
+    arg_parser = parser("check")
+    arg_parser.add_argument("folder", type=Path, help="a run folder, a folder of checkpoints, or a checkpoint")
+    arg_parser.add_argument(
+        "--checkpoint", metavar="best|latest|PATH", help="check one checkpoint of a run folder, not all"
+    )
+    args = arg_parser.parse_args(arguments)
+    if args.checkpoint is None:
+        for path in aside(args.folder):
             print(f"{path}: set aside as {path.suffix[1:]}, no command reads it", flush=True)
     damaged = False
-    for path, said, is_whole in check_all(chosen(given.folder, given.checkpoint)):
-        print(f"{path}: {'whole' if is_whole else 'damaged'}, {said}", flush=True)
+    for path, message, is_whole in check_all(chosen(args.folder, args.checkpoint)):
+        print(f"{path}: {'whole' if is_whole else 'damaged'}, {message}", flush=True)
         damaged = damaged or not is_whole
     return 2 if damaged else 0

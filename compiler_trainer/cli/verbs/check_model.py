@@ -21,9 +21,9 @@ from compiler_trainer.parity.of_config import SMALL, check, ranks_of
 
 def main(arguments: Sequence[str]) -> int:
     """Train both ways for three steps and print the difference; return the exit code."""
-    takes = parser("check-model")
-    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; the first may name a class")
-    overrides = takes.parse_args(arguments).overrides
+    arg_parser = parser("check-model")
+    arg_parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; the first may name a class")
+    overrides = arg_parser.parse_args(arguments).overrides
     if overrides and "=" not in overrides[0]:
         overrides[:1] = ["model=custom", f"model._target_={overrides[0]}"]
     cfg = settled(typed(compose([*SMALL, *overrides])), on_gpu=False)

@@ -24,19 +24,21 @@ from passes.lower import trace_cuda
 
 def main(arguments: Sequence[str]) -> int:
     """Compile the programs of a job, and print the option that uses them."""
-    takes = parser("compile")
-    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job, with its mesh and its cluster")
-    takes.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that lower.programs names")
-    given = takes.parse_intermixed_args(arguments)
+    arg_parser = parser("compile")
+    arg_parser.add_argument(
+        "overrides", nargs="*", metavar="OPTION=VALUE", help="the job, with its mesh and its cluster"
+    )
+    arg_parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder for lower.programs")
+    args = arg_parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        cfg = typed(compose(recipes.by_name(given.overrides, Path(scratch))))
+        cfg = typed(compose(recipes.by_name(args.overrides, Path(scratch))))
     if is_open(cfg):
-        raise UserError("mesh", "is to be planned; plan first, and compile what the plan says")
+        raise UserError("mesh", "has to be planned; run `compiler-trainer plan` first, and compile its result")
     if needs_cuda(cfg):
         return again_for_cuda(arguments)
     with Working(sys.stderr) as tell:
-        said = compile_ahead(cfg, given.out, tell)
-    print(f"{said}\nstart the job with lower.programs={given.out}")
+        message = compile_ahead(cfg, args.out, tell)
+    print(f"{message}\nstart the job with lower.programs={args.out}")
     return 0
 
 
@@ -51,8 +53,10 @@ def again_for_cuda(arguments: Sequence[str]) -> int:
     Raises UserError if this build of PyTorch cannot do that.
     """
     if torch.version.cuda is not None:
-        fix = "compile where one is, or with PyTorch's CPU build"
-        raise UserError("cluster", f"is of GPUs, and this build of PyTorch traces only where there is one; {fix}")
+        fix = "compile there, or with PyTorch's CPU build"
+        raise UserError(
+            "cluster", f"has GPUs, and this build of PyTorch traces for them only on a machine with one; {fix}"
+        )
     environment = os.environ | {"LD_PRELOAD": str(trace_cuda.library())}
     command = [sys.executable, "-m", "compiler_trainer", "compile", *arguments]
     return subprocess.run(command, env=environment).returncode

@@ -12,8 +12,8 @@ from compiler_trainer.inspect.dumps import load
 
 def main(arguments: Sequence[str]) -> int:
     """Print the differences; return the exit code."""
-    takes = parser("diff")
-    takes.add_argument("a", metavar="RUN", help="a run folder")
-    takes.add_argument("b", metavar="OTHER", help="another")
-    given = takes.parse_args(arguments)
-    return int(show(load(given.a), load(given.b), tabular()))
+    arg_parser = parser("diff")
+    arg_parser.add_argument("a", metavar="RUN", help="a run folder")
+    arg_parser.add_argument("b", metavar="OTHER", help="another")
+    args = arg_parser.parse_args(arguments)
+    return int(show(load(args.a), load(args.b), tabular()))

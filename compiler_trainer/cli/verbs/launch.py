@@ -17,12 +17,14 @@ SAVING_S = 600  # for ranks to save after a signal to stop; torchrun kills them 
 
 def main(arguments: Sequence[str]) -> int:
     """Start ranks with the rest of the command line; return the exit code of the first that failed."""
-    takes = parser("launch")
-    takes.add_argument("-n", "--nproc-per-node", default="auto", metavar="RANKS", help="of this machine (its GPUs)")
-    takes.epilog = "Further flags are torchrun's: --nnodes, --rdzv-endpoint, --node-rank ... as --FLAG=VALUE."
+    arg_parser = parser("launch")
+    arg_parser.add_argument(
+        "-n", "--nproc-per-node", default="auto", metavar="RANKS", help="ranks on this machine (default: one per GPU)"
+    )
+    arg_parser.epilog = "Further flags are torchrun's: --nnodes, --rdzv-endpoint, --node-rank ... as --FLAG=VALUE."
     flags, job = split(arguments)
-    given, further = takes.parse_known_args(flags)
-    ranks = f"--nproc-per-node={given.nproc_per_node}"
+    args, further = arg_parser.parse_known_args(flags)
+    ranks = f"--nproc-per-node={args.nproc_per_node}"
     return started([ranks, f"--shutdown-timeout={SAVING_S}", *further, "-m", "compiler_trainer", *job])
 
 

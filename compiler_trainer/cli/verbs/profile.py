@@ -36,35 +36,37 @@ QUIET = {  # no checkpoints, no evaluations, and no options that need them
 
 def main(arguments: Sequence[str]) -> None:
     """Print a profile, and write it into the run folder."""
-    takes = parser("profile")
-    takes.add_argument("job", nargs="*", metavar="RUN | OPTION=VALUE", help="a run folder, or the options of a job")
-    takes.add_argument("--config-dir", type=Path, help="a folder of your own choices")
-    given = takes.parse_intermixed_args(arguments)
-    folders = [each for each in given.job[:1] if "=" not in each]
-    run = Path(folders[0]) if folders else trained(given.job, given.config_dir)
+    arg_parser = parser("profile")
+    arg_parser.add_argument(
+        "job", nargs="*", metavar="RUN | OPTION=VALUE", help="a run folder, or the options of a job"
+    )
+    arg_parser.add_argument("--config-dir", type=Path, help="a folder of your own choices")
+    args = arg_parser.parse_intermixed_args(arguments)
+    folders = [argument for argument in args.job[:1] if "=" not in argument]
+    run = Path(folders[0]) if folders else trained(args.job, args.config_dir)
     if RANK == 0:
-        tell(options_of(run, given.job[len(folders) :] if folders else []))
+        tell(options_of(run, args.job[len(folders) :] if folders else []))
 
 
 def tell(cfg: Config) -> None:
     """Print the profile of a run, and write it."""
-    found, console = profile(cfg), wide(highlight=False, markup=False)
-    for table in tables(found):
+    measured, console = profile(cfg), wide(highlight=False, markup=False)
+    for table in tables(measured):
         console.print(table)
-    for line in lines(found):
+    for line in lines(measured):
         say(line)
-    write(found, folder := Path(cfg.run.dir))
+    write(measured, folder := Path(cfg.run.dir))
     say(f"the same in {folder / FILE}")
 
 
 def trained(overrides: Sequence[str], config_dir: Path | None) -> Path:
     """Run as many steps of a job as a profile needs; return its run folder."""
     with tempfile.TemporaryDirectory() as scratch:
-        named = recipes.by_name(overrides, Path(scratch))
+        with_recipe = recipes.by_name(overrides, Path(scratch))
         if config_dir is not None:
             check_folders([str(flag) for flag in ("--config-dir", config_dir)])
-            named.append(f"hydra.searchpath=[file://{config_dir.resolve()},file://{scratch}]")
-        cfg = replaced(typed(compose(named)), QUIET)
+            with_recipe.append(f"hydra.searchpath=[file://{config_dir.resolve()},file://{scratch}]")
+        cfg = replaced(typed(compose(with_recipe)), QUIET)
     if cfg.train.nonfinite == "rollback":
         cfg = replaced(cfg, {"train": {"nonfinite": "stop"}})
     ends = Ends()

@@ -11,5 +11,5 @@ from compiler_trainer.runs.saved import at_checkpoint, going_on, options_of
 
 def main(arguments: Sequence[str]) -> None:
     """Resume training."""
-    given = run_parser("resume", overrides=True).parse_intermixed_args(arguments)
-    outcome(going_on(at_checkpoint(options_of(given.run, given.overrides), given.checkpoint), "auto"))
+    args = run_parser("resume", overrides=True).parse_intermixed_args(arguments)
+    outcome(going_on(at_checkpoint(options_of(args.run, args.overrides), args.checkpoint), "auto"))

@@ -214,7 +214,7 @@ def test_eval_says_how_much_it_read_and_how_far_it_is(trained, capsys, monkeypat
 
 def test_a_run_that_held_nothing_out_has_no_loss_of_it(run, trained):
     said = run("eval", trained("decoder"), "data.eval_fraction=0")
-    assert said.startswith("error: data.eval_fraction: is 0, so that nothing is held out; name a text")
+    assert said.startswith("error: data.eval_fraction: is 0, so there is no validation data; name a text")
 
 
 # Sampling

@@ -511,7 +511,7 @@ def test_a_dry_run_is_one_process(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(app, "WORLD_SIZE", 2)
     assert call("run.dry=true", "mesh.dp_shard=2") == 2
-    assert "error: run.dry: is one process, and 2 were started" in capsys.readouterr().err
+    assert "error: run.dry: runs in one process, and 2 were started" in capsys.readouterr().err
 
 
 NAMES = sorted({path.stem for path in (CONF / "cluster").glob("*.yaml")} - {"auto"})
