@@ -55,9 +55,7 @@ def main() -> None:
 
 
 def flags_first(arguments: list[str]) -> list[str]:
-    """Return the arguments with flags and their values before options. argparse rejects options on both sides of a
-    flag.
-    """
+    """Return the arguments with flags first: argparse rejects options on both sides of a flag."""
     is_option = [not a.startswith("-") and ("=" in a or a.startswith("~")) for a in arguments]
     flags = [a for a, option in zip(arguments, is_option) if not option]
     return flags + [a for a, option in zip(arguments, is_option) if option]

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Disable garbage collection in the context. Later collections skip all objects from before, if modules were
-    imported.
-    """
+    """Disable garbage collection in the context; if it imports modules, freeze all objects from before its end."""
     modules_before = len(sys.modules)
     gc.disable()
     try:

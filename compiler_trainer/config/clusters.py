@@ -45,9 +45,7 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
 
 
 def balance_of(cfg: ClusterConfig, dtype: str | None) -> Balance:
-    """Return the FLOPs that a GPU computes per byte sent or moved, in a dtype (None: fp32), at the rates of large
-    kernels.
-    """
+    """Return the FLOPs that a GPU computes per byte sent or moved, for large kernels of a dtype (None: fp32)."""
     peak_flops, rates = 1e12 * cfg.throttle * getattr(cfg.peak_tflops, dtype or "float32"), cluster_of(cfg).rates
     return Balance(
         gpus_per_node=cfg.gpus_per_node,

@@ -124,9 +124,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The low-rank terms of linear layers that are trained instead of the weights (LoRA, arXiv:2106.09685), as in
-    `peft`.
-    """
+    """The low-rank terms that are trained instead of the weights of linear layers (LoRA, arXiv:2106.09685; `peft`)."""
 
     rank: Positive = 8  # rank of the terms
     alpha: PositiveFloat = 16.0  # a term is multiplied by alpha / rank

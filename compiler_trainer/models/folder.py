@@ -36,8 +36,8 @@ ADAPTED, INNER = "base_model.model.", re.compile(r"(\.base_layer)+\.")  # how pe
 
 
 def library(name: str = "transformers") -> Any:
-    """The module of that name; raises UserError where it is not installed."""
-    for chatty in ("torchao", "torch.utils._pytree"):  # kernels of other machines, and what torchao registers
+    """Return the module of that name; raise UserError if it is not installed."""
+    for chatty in ("torchao", "torch.utils._pytree"):  # of kernels for other machines, and of torchao's types
         logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
         return importlib.import_module(name)
@@ -46,13 +46,13 @@ def library(name: str = "transformers") -> Any:
 
 
 def config_of(cfg: FolderConfig) -> Any:
-    """The config.json of the folder; raises UserError where there is none or none of a causal language model."""
+    """Return the config.json of the folder; raise UserError unless it is of a causal language model."""
     transformers = library()
     if not Path(cfg.path, "config.json").is_file():
         raise UserError("model.path", f"{cfg.path} holds no config.json; name a folder that transformers wrote")
     try:
         config = transformers.AutoConfig.from_pretrained(cfg.path, trust_remote_code=False)
-    except Exception as error:  # of whatever kind: it is the file's
+    except Exception as error:  # any kind: the file is at fault
         raise UserError(f"{cfg.path}/config.json", " ".join(str(error).split())) from error
     config = config.get_text_config()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -67,19 +67,19 @@ def config_of(cfg: FolderConfig) -> Any:
 
 
 def build_module(cfg: FolderConfig) -> nn.Module:
-    """The model of the folder, in training mode, with weights that mean nothing; with `lora`, inside peft's."""
+    """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model."""
     transformers = library()
     config = config_of(cfg)
     try:
         module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # of whatever kind: it is the file's
+    except Exception as error:  # any kind: the file is at fault
         what = f"describes a model that cannot be built: {' '.join(str(error).split())}"
         raise UserError(f"{cfg.path}/config.json", what) from error
     return module.train() if cfg.lora is None else adapted(module, cfg.lora)
 
 
 def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
-    """The module inside peft's, which trains terms of low rank and nothing else."""
+    """Return the module inside peft's model, which trains low-rank terms and nothing else."""
     peft = library("peft")
     targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets) or None
     options = peft.LoraConfig(
@@ -90,7 +90,7 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        with warnings.catch_warnings():  # peft 0.21 asks for what transformers 5.2 renamed
+        with warnings.catch_warnings():  # peft 0.21 uses a name that transformers 5.2 renamed
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             return peft.get_peft_model(module, options).train()
     except ValueError as error:
@@ -98,7 +98,7 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
 
 
 def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    """All that the model gives; `way` is how it is told of the documents of a row (`documents.way_of`)."""
+    """Return all outputs of the model; `way` is how the model learns of documents (`documents.WAYS`)."""
     config = plain(model).config
     inputs = inputs_of(way, config, model, batch)
     if not getattr(config, "output_router_logits", False):
@@ -108,12 +108,12 @@ def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
 
 
 def logits(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Logits [B, T, V]."""
+    """Return logits [B, T, V]."""
     return outputs(way, model, batch).logits
 
 
 def loss_of(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the labels, as `cross_entropy`, and the terms that transformers adds to it."""
+    """Return the mean cross-entropy of the labels, as `cross_entropy`, plus the terms that transformers adds to it."""
     out = outputs(way, model, batch)
     loss = cross_entropy(out.logits, batch["labels"])
     for weight, term in further_terms(plain(model), out):
@@ -122,7 +122,7 @@ def loss_of(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
-    """Terms with their weights: the balance of routers (`output_router_logits`), and Bamba's z-loss."""
+    """Yield further terms of the loss with their weights: router balance (`output_router_logits`), Bamba's z-loss."""
     balance = getattr(out, "aux_loss", None)
     if isinstance(balance, Tensor):
         names = ("router_aux_loss_coef", "aux_loss_coef")
@@ -135,9 +135,10 @@ def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
 
 
 def initial(kept: Mapping[str, Stored] | None, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
-    """Every parameter and buffer of a skeleton, as the folder has it, or drawn by name where none are `kept`.
+    """Yield every parameter and buffer of a skeleton: the folder's value, or one drawn by name if `kept` is None.
 
-    A parameter is drawn when some of it is first read. Only transformers knows how: a rank draws all of it or nothing.
+    A parameter is drawn when a part of it is first read. Only transformers knows how, so a rank draws all of it or
+    nothing.
     """
     for name, parameter in module.named_parameters():
         own = unwrapped(name.removeprefix(ADAPTED))
@@ -152,14 +153,14 @@ def initial(kept: Mapping[str, Stored] | None, module: nn.Module, seed: int) -> 
 
 
 def plain(module: Any) -> Any:
-    """The model that transformers built, without what peft put around and into it."""
+    """Return the model that transformers built, without peft's wrappers."""
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | None:
-    """What the folder holds, by the names of parameters (the first of tied ones) and buffers; None with `init` random.
+    """Return the folder's values by the names of parameters (the first name of tied ones) and buffers.
 
-    Raises UserError naming tensors that the folder lacks, has beyond those, or has in another shape.
+    Returns None with `init` random. Raises UserError naming tensors that are missing, unexpected, or of another shape.
     """
     if cfg.init != "weights":
         return None
@@ -179,19 +180,19 @@ def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | N
 
 
 def wanted_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Every name of a parameter or buffer (tied ones have several) -> the first of its names, and the tensor."""
+    """Return every name of a parameter or buffer (tied ones have several) -> its first name, and the tensor."""
     first: dict[int, str] = {}
     named = (*bare(model.named_parameters(remove_duplicate=False)), *bare(model.named_buffers(remove_duplicate=False)))
     return {name: (first.setdefault(id(tensor), name), tensor) for name, tensor in named}
 
 
 def bare(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Names as they were before peft, its own terms left out."""
+    """Yield names and tensors without peft's additions to names and without its own terms."""
     return ((unwrapped(name), tensor) for name, tensor in named if ".lora_" not in name)
 
 
 def unwrapped(name: str) -> str:
-    """The name of a parameter as it was before peft put layers around the one that has it, of experts two."""
+    """Return the name that a parameter had before peft wrapped its layer; it wraps layers of experts twice."""
     return INNER.sub(".", name)
 
 
@@ -203,14 +204,14 @@ def refuse(folder: Path, what: str, names: list[str], why: str) -> None:
 
 
 def shaped(value: Stored, meta: Tensor, where: str) -> Stored:
-    """The value, if it has the shape of the parameter."""
+    """Return the value if it has the parameter's shape; raise UserError."""
     if tuple(value.shape) != tuple(meta.shape):
         raise UserError(where, f"is of shape {list(value.shape)}, and of {list(meta.shape)} in its config.json's model")
     return value
 
 
 def renamed(model: Any, stored: Mapping[str, InFile], wanted: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """What a folder holds by the names that the module has for it, several tensors as one where it has them so."""
+    """Return the folder's tensors by the module's names, joined where the module has several as one."""
     conversion = conversion_of(model)
     by_pattern = {pattern: entry for entry in conversion.converters for pattern in entry.source_patterns}
     found: dict[str, Stored] = {}
@@ -231,7 +232,7 @@ def renamed(model: Any, stored: Mapping[str, InFile], wanted: Mapping[str, Tenso
 def converted(
     converter: Any, target: str, sources: Mapping[str, list[InFile]], model: Any, wanted: Mapping[str, Tensor]
 ) -> dict[str, Stored]:
-    """What a converter of transformers makes of stored tensors, by name; of stacks and joints slices can be read."""
+    """Return the tensors that a transformers converter makes, by name; stacks and joins can be read in slices."""
     kinds = [type(operation).__name__ for operation in converter.operations]
     merged: list[Stored] = [Stacked(tensors) for tensors in sources.values()]
     if kinds == ["MergeModulelist"] and converter.operations[0].dim == 0:
@@ -242,7 +243,7 @@ def converted(
         return {target: Joined([tensor for (tensor,) in sources.values()], converter.operations[0].dim)}
 
     def make(name: str) -> Tensor:
-        """All of it, made by transformers."""
+        """Return all of a tensor, computed by transformers."""
         tensors: Any = {pattern: [part[()] for part in parts] for pattern, parts in sources.items()}
         for operation in converter.operations:
             tensors = operation.convert(
@@ -262,12 +263,12 @@ def converted(
 
 
 def full_name(target: str, pattern: str, patterns: list[str]) -> str:
-    """The name of one of several targets, from that of the first."""
+    """Return the name of one of several targets, from the name of the first."""
     return target.replace(patterns[0], pattern)
 
 
 def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
-    """The value that the owner of a parameter starts it with, from random numbers keyed by `seed` and its name."""
+    """Return the initial value that a parameter's owner gives it, from random numbers keyed by `seed` and its name."""
     path, _, own = name.rpartition(".")
     owner = module.get_submodule(path)
     if ".lora_" in name:
@@ -288,7 +289,7 @@ def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
 
 
 def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
-    """Kaiming-uniform for the first factor of a term and zeros for the second, so that it starts at zero."""
+    """Return Kaiming-uniform values for the first factor of a term, zeros for the second: the term starts at zero."""
     value = torch.zeros(parameter.shape, dtype=torch.float32)
     if ".lora_A." in name or ".lora_embedding_B" in name:
         with seeded(seed, name):
@@ -297,5 +298,5 @@ def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
 
 
 def build(cfg: FolderConfig, dtype: torch.dtype | None) -> nn.Module:
-    """The skeleton of the folder's model."""
+    """Return the skeleton of the folder's model."""
     return skeleton(partial(build_module, cfg), dtype)

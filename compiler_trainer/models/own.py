@@ -1,4 +1,4 @@
-"""A module and a loss of one's own: what `_target_` names, called with the arguments beside it."""
+"""A module and a loss of the user's: `_target_` names a class or function, which is called with the other options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiler_trainer.models.skeleton import skeleton
 
 
 def build_module(given: Own) -> nn.Module:
-    """The module that `_target_` makes, a copy where it was handed over; raises UserError where it is none."""
+    """Return the module that `_target_` makes, a copy if a `Trainer` got it as an object; raise UserError."""
     module = called(given, "model")
     if not isinstance(module, nn.Module):
         raise UserError("model._target_", f"{name_of(given)} makes a {type(module).__name__}, no nn.Module")
@@ -25,15 +25,15 @@ def build_module(given: Own) -> nn.Module:
 
 
 def build(given: Own, dtype: torch.dtype | None) -> nn.Module:
-    """Its skeleton."""
+    """Return the module's skeleton."""
     return skeleton(partial(build_module, given), dtype)
 
 
 def initial(given: Own, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer as the module's constructor draws it, PyTorch's generator seeded with `seed`.
+    """Yield every parameter and buffer as the module's constructor draws it, PyTorch's generator seeded with `seed`.
 
-    One that was handed over begins as it is. The whole module is built in memory, for only its constructor knows; a
-    parameter is dropped once it is handed out.
+    A module that a `Trainer` got as an object keeps its values. The full module is built in memory, because only its
+    constructor knows the values; each parameter is dropped once it is yielded.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -45,5 +45,5 @@ def initial(given: Own, seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def loss_of(given: Own) -> LossFn:
-    """The function of (model, batch) that `_target_` names, other arguments given to it by name."""
+    """Return the function of (model, batch) that `_target_` names, with its other arguments bound by name."""
     return function(given, "loss")

@@ -1,4 +1,4 @@
-"""Tokens that a model goes on with: drawn by transformers where it has the model, else each from a forward of all."""
+"""Sampling: transformers draws tokens if it has the model, otherwise each token takes a forward of all tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from compiler_trainer.models.subject import Subject
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: at a `temperature` (0: the likeliest), of the `top_k` likeliest, of these of the likeliest
-    that together have `top_p`; at most `tokens` of them."""
+    """The settings of sampling: at most `tokens` tokens at a `temperature` (0: always the likeliest).
+
+    A token is drawn from the `top_k` likeliest, and of these from the likeliest with a total probability of `top_p`.
+    """
 
     tokens: int
     temperature: float = 0.8
@@ -35,9 +37,10 @@ class Sampling:
 def continued(
     cfg: Config, trained: Subject, model: nn.Module, prompt: list[int], ends: Set[int], how: Sampling
 ) -> list[int]:
-    """What `model`, the one that was `trained`, `in_use`, adds to a prompt of at least one token, up to an end.
+    """Return the tokens that `model`, made by `in_use` from the `trained` one, adds to a prompt, up to an end.
 
-    With a cache it ends at its last position. Raises UserError where it does not take the prompt.
+    The prompt has at least one token. With a cache, sampling ends at the model's last position. Raises UserError if the
+    model cannot take the prompt.
     """
     check_prompt(cfg, trained, prompt)
     drawn: Iterable[int]
@@ -51,7 +54,7 @@ def continued(
 
 
 def why_uncached(cfg: Config) -> str:
-    """Why a model is sampled without a KV cache; empty where transformers has the model, and so one."""
+    """Return why a model is sampled without a KV cache; empty if transformers has the model, and so a cache."""
     if isinstance(cfg.model, FolderConfig):
         return ""
     if not isinstance(cfg.model, ModelConfig):
@@ -65,7 +68,7 @@ def why_uncached(cfg: Config) -> str:
 
 
 def check_prompt(cfg: Config, trained: Subject, prompt: list[int]) -> None:
-    """Raise UserError where a prompt has tokens beyond the vocabulary, or none fits behind it."""
+    """Raise UserError if a prompt has tokens outside the vocabulary, or leaves no room for another token."""
     if trained.vocab_size is not None and max(prompt) >= trained.vocab_size:
         what = f"gives the prompt token {max(prompt):,}, and the model's vocabulary has {trained.vocab_size:,}"
         raise UserError("data.tokenizer", f"{what}; name the model's own")
@@ -76,7 +79,7 @@ def check_prompt(cfg: Config, trained: Subject, prompt: list[int]) -> None:
 
 
 def positions(cfg: Config, trained: Subject) -> tuple[int, str]:
-    """How many tokens a model is made for, and what says so; of some of transformers there is no bound."""
+    """Return the number of positions of a model, and the option that sets it; some models have no bound."""
     if not isinstance(cfg.model, FolderConfig):
         return cfg.train.seq_len, "train.seq_len"
     config, name = folder.plain(trained.module).config.get_text_config(), "max_position_embeddings"
@@ -85,7 +88,7 @@ def positions(cfg: Config, trained: Subject) -> tuple[int, str]:
 
 @torch.no_grad()
 def by_transformers(model: Any, prompt: list[int], ends: Set[int], how: Sampling) -> list[int]:
-    """What transformers' `generate` adds, the first end among it."""
+    """Return the tokens that transformers' `generate` adds, including the first end."""
     draws = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k or 0} if how.temperature else {}
     settings = folder.library().GenerationConfig(
         max_new_tokens=how.tokens,
@@ -103,7 +106,7 @@ def by_transformers(model: Any, prompt: list[int], ends: Set[int], how: Sampling
 
 @torch.no_grad()
 def one_by_one(trained: Subject, model: nn.Module, prompt: list[int], window: int, how: Sampling) -> Iterator[int]:
-    """Tokens without end, each from a forward of the last `window` tokens."""
+    """Yield tokens without end, each from a forward of the last `window` tokens."""
     ids, device = list(prompt), next(model.parameters()).device
     generator = torch.Generator().manual_seed(how.seed)
     while True:
@@ -113,7 +116,7 @@ def one_by_one(trained: Subject, model: nn.Module, prompt: list[int], window: in
 
 
 def chances(logits: Tensor, how: Sampling) -> Tensor:
-    """How likely each token of a vocabulary is to be drawn, [V]."""
+    """Return the probability of each token of a vocabulary, [V]."""
     if not how.temperature:
         return nn.functional.one_hot(logits.argmax(), len(logits)).float()
     scores = logits / how.temperature
@@ -121,30 +124,30 @@ def chances(logits: Tensor, how: Sampling) -> Tensor:
         scores[scores < scores.topk(min(how.top_k, len(scores))).values[-1]] = -torch.inf
     likely, order = scores.softmax(0).sort(descending=True)
     if how.top_p < 1:
-        likely[likely.cumsum(0) - likely >= how.top_p] = 0  # what stands before them is enough
+        likely[likely.cumsum(0) - likely >= how.top_p] = 0  # the likelier tokens before them suffice
     return torch.zeros_like(likely).scatter(0, order, likely)
 
 
 def row(ids: list[int], device: torch.device) -> dict[str, Tensor]:
-    """A batch of one row that is one document."""
+    """Return a batch of one sequence that is one document."""
     tokens = torch.tensor([ids], device=device)
     positions = torch.arange(len(ids), device=device)[None]
     return {"tokens": tokens, "positions": positions, "documents": torch.zeros_like(tokens)}
 
 
 def in_use(cfg: Config, model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on a device; where it has a cache, as transformers has it, in the dtype that the run computes with."""
+    """Return the model on a device; if it can have a cache, as transformers' model in the run's compute dtype."""
     dtype, cached = cfg.passes.cast.param_dtype, not why_uncached(cfg)
     if cached and isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, model)
     if cached and dtype in ("float32", "bfloat16"):
-        for parameter in model.parameters():  # alone: rotary frequencies stay in float32
+        for parameter in model.parameters():  # not buffers: rotary frequencies stay in float32
             parameter.data = parameter.data.to(getattr(torch, dtype))
     return model.to(device).eval()
 
 
 def ends_answers(folder: str) -> set[int]:
-    """Tokens that end an answer of a folder's model, as its generation_config.json or config.json says."""
+    """Return the tokens that end an answer, from the folder's generation_config.json or config.json."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder, name)
         found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None

@@ -24,9 +24,10 @@ DRAWS = {
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """What `torch.empty` makes, as modules make their weights, lies on the meta device; what is computed is real.
+    """A mode in which `torch.empty`, with which modules make their weights, uses the meta device.
 
-    Nothing is drawn there: PyTorch would import its compiler to do so.
+    Results of other functions are real. Random fills of meta tensors are skipped: PyTorch would import its compiler for
+    them.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +39,7 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def fill(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
-    """A skeleton with values, by name, in place of its empty parameters and in its buffers; parameters stay tied."""
+    """Put values, by name, in place of a skeleton's empty parameters and in its buffers; tied ones stay tied."""
     first = {name: parameter for name, parameter in module.named_parameters()}
     real: dict[int, nn.Parameter] = {}
     for name, value in values:
@@ -53,9 +54,9 @@ def fill(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
 
 
 def skeleton(build: Callable[[], M], dtype: torch.dtype | None = None) -> M:
-    """What `build` builds, its parameters on the meta device, floating ones of `dtype` (None: their own).
+    """Return the result of `build`, with its parameters on the meta device, floating ones of `dtype` (None: their own).
 
-    Parameters that are one stay one. Buffers keep the values they are computed with.
+    Tied parameters stay tied. Buffers keep the values they are computed with.
     """
     with EmptyOnMeta():
         module = build()

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read as far as they are sliced; several of them as one."""
+"""Tensors in safetensors files, of which only the requested slices are read; several of them as one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InFile:
     dtype: torch.dtype
 
     def __getitem__(self, index: Index) -> Tensor:
-        with safe_open(self.path, "pt") as file:  # closed at once: what was read of the file then takes no memory
+        with safe_open(self.path, "pt") as file:  # closed at once, so that its cached pages take no memory
             return file.get_slice(self.name)[index] if index else file.get_tensor(self.name)
 
 
@@ -57,7 +57,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors as one, along a dim that they have."""
+    """Tensors as one, along an existing dim."""
 
     parts: Sequence[Stored]
     dim: int
@@ -86,7 +86,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that has to be made as a whole, each time some of it is asked for."""
+    """A tensor that is computed as a whole each time a slice is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -97,7 +97,7 @@ class Made:
 
 
 def stored_in(folder: Path) -> dict[str, InFile]:
-    """Every tensor of a folder, by its name there, with nothing read but headers.
+    """Return every tensor of a folder by its name there; only headers are read.
 
     Raises UserError naming the file that is missing, broken, or shorter than its header says.
     """
@@ -105,7 +105,7 @@ def stored_in(folder: Path) -> dict[str, InFile]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files with the weights of a folder, as its index has them, or the only one; raises UserError."""
+    """Return the files with the weights of a folder: those of its index, or the only one; raise UserError."""
     index = folder / INDEX
     if not index.is_file():
         return [folder / ONE_FILE]
@@ -116,7 +116,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def headers(path: Path) -> dict[str, InFile]:
-    """The tensors of one file, nothing of them read."""
+    """Return the tensors of one file; only its header is read."""
     if not path.is_file():
         raise UserError(str(path), "no such file; weights are read of safetensors, and model.init=random needs none")
     try:
