@@ -128,8 +128,8 @@ def inverse_frequencies(cfg: ModelConfig, device: torch.device) -> Tensor:
     # Turns within the original context: above `high` a frequency stays, below `low` it is divided by `factor`.
     turns = frequencies * (scaling.original_max_position / (2 * math.pi))
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

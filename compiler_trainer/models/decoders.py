@@ -59,7 +59,7 @@ def form_of(cfg: ModelConfig) -> str:
     if cfg.latent is not None:
         form = "DeepseekV3"
     if unlike := next(beyond(cfg, form), None):
-        raise UserError(unlike, f"is of no form in which decoders are exported: {FORMS}")
+        raise UserError(unlike, f"has no equivalent in the forms in which decoders are exported: {FORMS}")
     return form
 
 
@@ -97,8 +97,8 @@ def as_transformers(cfg: ModelConfig, module: nn.Module) -> Any:
     form, transformers = form_of(cfg), library()
     config = getattr(transformers, f"{form}Config")(**sizes(cfg) | further_sizes(cfg, form))
     model = skeleton(lambda: getattr(transformers, f"{form}ForCausalLM")(config))
-    of_no_features = {n: torch.empty(p.shape) for n, p in model.named_parameters() if not p.numel()}  # shared experts
-    return fill(model, [*of_no_features.items(), *their_values(cfg, module.state_dict())])
+    empty = {n: torch.empty(p.shape) for n, p in model.named_parameters() if not p.numel()}  # shared experts
+    return fill(model, [*empty.items(), *their_values(cfg, module.state_dict())])
 
 
 def sizes(cfg: ModelConfig) -> dict[str, Any]:
@@ -131,10 +131,10 @@ def sizes(cfg: ModelConfig) -> dict[str, Any]:
 
 def further_sizes(cfg: ModelConfig, form: str) -> dict[str, Any]:
     """Return the config options that only this form has, or has in another way."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     dense = [n for n in range(cfg.n_layers) if cfg.experts is None or not cfg.experts.are_in(n)]
     if (latent := cfg.latent) is not None:
-        found |= {
+        options |= {
             "num_key_value_heads": cfg.n_heads,
             "head_dim": latent.rope_dim,
             "q_lora_rank": latent.q_rank,
@@ -145,33 +145,33 @@ def further_sizes(cfg: ModelConfig, form: str) -> dict[str, Any]:
             "first_k_dense_replace": len(dense),
         }
     if (experts := cfg.experts) is None:
-        return found
-    found["num_experts_per_tok"] = experts.top_k
+        return options
+    options["num_experts_per_tok"] = experts.top_k
     if form == "Mixtral":
-        return found | {"num_local_experts": experts.count, "intermediate_size": experts.width}
-    found |= {"moe_intermediate_size": experts.width, "norm_topk_prob": experts.normalize}
+        return options | {"num_local_experts": experts.count, "intermediate_size": experts.width}
+    options |= {"moe_intermediate_size": experts.width, "norm_topk_prob": experts.normalize}
     if form == "Qwen3Moe":
-        return found | {"num_experts": experts.count, "mlp_only_layers": dense}
+        return options | {"num_experts": experts.count, "mlp_only_layers": dense}
     groups = {"n_group": experts.groups, "topk_group": experts.top_groups}
     counts = {"n_routed_experts": experts.count, "n_shared_experts": experts.shared}
-    return found | groups | counts | {"routed_scaling_factor": experts.scale}
+    return options | groups | counts | {"routed_scaling_factor": experts.scale}
 
 
 def their_values(cfg: ModelConfig, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield names and values in transformers' layout."""
     for name, value in ours.items():
-        owner, _, own = name.rpartition(".")
-        if own in OF_TRAINING and owner.endswith(".router"):
+        owner, _, leaf = name.rpartition(".")
+        if leaf in OF_TRAINING and owner.endswith(".router"):
             continue
         if owner.endswith(".experts"):
-            if own != "w3":  # w3 is stored with w1
-                gates = torch.cat([value, ours[f"{owner}.w3"]], -1) if own == "w1" else value
-                yield f"{their_name(owner)}.{'gate_up' if own == 'w1' else 'down'}_proj", gates.mT.contiguous()
-        elif own == "correction":
+            if leaf != "w3":  # w3 is stored with w1
+                gates = torch.cat([value, ours[f"{owner}.w3"]], -1) if leaf == "w1" else value
+                yield f"{their_name(owner)}.{'gate_up' if leaf == 'w1' else 'down'}_proj", gates.mT.contiguous()
+        elif leaf == "correction":
             yield f"{their_name(owner)}.e_score_correction_bias", value
         else:
             latent = cfg.latent if owner.startswith("layers.") else None
-            yield f"{their_name(owner)}.{own}", value if latent is None else in_pairs(cfg, latent, owner, value)
+            yield f"{their_name(owner)}.{leaf}", value if latent is None else in_pairs(cfg, latent, owner, value)
 
 
 def their_name(owner: str) -> str:

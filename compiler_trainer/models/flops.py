@@ -26,12 +26,12 @@ def of_decoder(cfg: ModelConfig, module: Llama, seq_len: int) -> int:
 
 def of_folder(config: Any, module: nn.Module, seq_len: int) -> int:
     """Return the FLOPs per token of a model that transformers built from `config`; without attention: of weights."""
-    taken = getattr(config, "num_experts_per_tok", None) or 1
+    experts_taken = getattr(config, "num_experts_per_tok", None) or 1
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
-        return of_weights(module, taken)
+        return of_weights(module, experts_taken)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return of_weights(module, taken) + 12 * config.num_hidden_layers * heads * head_dim * seq_len
+    return of_weights(module, experts_taken) + 12 * config.num_hidden_layers * heads * head_dim * seq_len
 
 
 def of_weights(module: nn.Module, experts_taken: int = 1) -> int:

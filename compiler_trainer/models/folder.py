@@ -56,13 +56,13 @@ def config_of(cfg: FolderConfig) -> Any:
         raise UserError(f"{cfg.path}/config.json", " ".join(str(error).split())) from error
     config = config.get_text_config()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        what = f"is of a {config.model_type}, which transformers has no causal language model of"
-        raise UserError(f"{cfg.path}/config.json", what)
+        problem = f"is of a {config.model_type}, and transformers has no causal language model of that type"
+        raise UserError(f"{cfg.path}/config.json", problem)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{cfg.path}/config.json", "has quantized weights, which cannot be trained; dequantize them")
     if config.num_hidden_layers > MOST_LAYERS:
-        what = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
-        raise UserError(f"{cfg.path}/config.json", what)
+        problem = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
+        raise UserError(f"{cfg.path}/config.json", problem)
     return config
 
 
@@ -73,8 +73,8 @@ def build_module(cfg: FolderConfig) -> nn.Module:
     try:
         module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # any kind: the file is at fault
-        what = f"describes a model that cannot be built: {' '.join(str(error).split())}"
-        raise UserError(f"{cfg.path}/config.json", what) from error
+        problem = f"describes a model that cannot be built: {' '.join(str(error).split())}"
+        raise UserError(f"{cfg.path}/config.json", problem) from error
     return module.train() if cfg.lora is None else adapted(module, cfg.lora)
 
 
@@ -134,22 +134,22 @@ def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
 # ---- values -------------------------------------------------------------------------------------------
 
 
-def initial(kept: Mapping[str, Stored] | None, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
-    """Yield every parameter and buffer of a skeleton: the folder's value, or one drawn by name if `kept` is None.
+def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
+    """Yield every parameter and buffer of a skeleton: the folder's value, or one drawn by name if `stored` is None.
 
     A parameter is drawn when a part of it is first read. Only transformers knows how, so a rank draws all of it or
     nothing.
     """
     for name, parameter in module.named_parameters():
-        own = unwrapped(name.removeprefix(ADAPTED))
-        if ".lora_" in name or kept is None:
+        original = unwrapped(name.removeprefix(ADAPTED))
+        if ".lora_" in name or stored is None:
             draw = cache(partial(drawn, module, name, parameter, seed))
             yield name, Made(tuple(parameter.shape), torch.float32, draw)
         else:
-            yield name, kept[own]
+            yield name, stored[original]
     for name, buffer in module.named_buffers():
-        own = unwrapped(name.removeprefix(ADAPTED))
-        yield name, kept[own] if kept is not None and own in kept else buffer
+        original = unwrapped(name.removeprefix(ADAPTED))
+        yield name, stored[original] if stored is not None and original in stored else buffer
 
 
 def plain(module: Any) -> Any:
@@ -165,21 +165,21 @@ def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | N
     if cfg.init != "weights":
         return None
     model = plain(module)
-    folder, wanted = Path(cfg.path), wanted_of(model)
-    found = renamed(model, stored_in(folder), {alias: meta for alias, (_, meta) in wanted.items()})
+    folder, expected = Path(cfg.path), expected_of(model)
+    available = renamed(model, stored_in(folder), {alias: meta for alias, (_, meta) in expected.items()})
     values: dict[str, Stored] = {}
-    for alias, (name, meta) in wanted.items():
-        if alias in found:
-            values.setdefault(name, shaped(found.pop(alias), meta, f"{folder}: {alias}"))
+    for alias, (name, meta) in expected.items():
+        if alias in available:
+            values.setdefault(name, shaped(available.pop(alias), meta, f"{folder}: {alias}"))
     buffers = dict(model.named_buffers())
-    missing = [name for name, _ in wanted.values() if name not in values and name not in buffers]
-    refuse(folder, "lacks", list(dict.fromkeys(missing)), "the config.json is of another model")
-    beyond = [name for name in found if not any(re.search(pattern, name) for pattern in ignored(model))]
-    refuse(folder, "holds", beyond, "which the model of its config.json does not have")
+    missing = [name for name, _ in expected.values() if name not in values and name not in buffers]
+    refuse(folder, "lacks", list(dict.fromkeys(missing)), "the config.json belongs to another model")
+    unexpected = [name for name in available if not any(re.search(pattern, name) for pattern in ignored(model))]
+    refuse(folder, "holds", unexpected, "which the model of its config.json does not have")
     return values
 
 
-def wanted_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
+def expected_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
     """Return every name of a parameter or buffer (tied ones have several) -> its first name, and the tensor."""
     first: dict[int, str] = {}
     named = (*bare(model.named_parameters(remove_duplicate=False)), *bare(model.named_buffers(remove_duplicate=False)))
@@ -196,41 +196,41 @@ def unwrapped(name: str) -> str:
     return INNER.sub(".", name)
 
 
-def refuse(folder: Path, what: str, names: list[str], why: str) -> None:
+def refuse(folder: Path, problem: str, names: list[str], hint: str) -> None:
     """Raise UserError naming tensors, if there are any."""
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        raise UserError(str(folder), f"{what} {', '.join(names[:SHOWN])}{more}; {why}")
+        raise UserError(str(folder), f"{problem} {', '.join(names[:SHOWN])}{more}; {hint}")
 
 
 def shaped(value: Stored, meta: Tensor, where: str) -> Stored:
     """Return the value if it has the parameter's shape; raise UserError."""
     if tuple(value.shape) != tuple(meta.shape):
-        raise UserError(where, f"is of shape {list(value.shape)}, and of {list(meta.shape)} in its config.json's model")
+        raise UserError(where, f"has shape {list(value.shape)}, but {list(meta.shape)} in its config.json's model")
     return value
 
 
-def renamed(model: Any, stored: Mapping[str, InFile], wanted: Mapping[str, Tensor]) -> dict[str, Stored]:
+def renamed(model: Any, stored: Mapping[str, InFile], expected: Mapping[str, Tensor]) -> dict[str, Stored]:
     """Return the folder's tensors by the module's names, joined where the module has several as one."""
     conversion = conversion_of(model)
     by_pattern = {pattern: entry for entry in conversion.converters for pattern in entry.source_patterns}
-    found: dict[str, Stored] = {}
+    values: dict[str, Stored] = {}
     parts: dict[str, dict[str, list[InFile]]] = {}
     for name in in_order(stored):
-        target, pattern = conversion.target(name, model, wanted)
+        target, pattern = conversion.target(name, model, expected)
         if pattern is None:
-            found[target] = stored[name]
+            values[target] = stored[name]
         else:
             parts.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
     for target, by_source in parts.items():
         converter = by_pattern[next(iter(by_source))]
         ordered = {p: by_source[p] for p in converter.source_patterns if p in by_source}
-        found |= converted(converter, target, ordered, model, wanted)
-    return found
+        values |= converted(converter, target, ordered, model, expected)
+    return values
 
 
 def converted(
-    converter: Any, target: str, sources: Mapping[str, list[InFile]], model: Any, wanted: Mapping[str, Tensor]
+    converter: Any, target: str, sources: Mapping[str, list[InFile]], model: Any, expected: Mapping[str, Tensor]
 ) -> dict[str, Stored]:
     """Return the tensors that a transformers converter makes, by name; stacks and joins can be read in slices."""
     kinds = [type(operation).__name__ for operation in converter.operations]
@@ -254,12 +254,12 @@ def converted(
                 model=model,
                 config=model.config,
             )
-        made = {full_name(target, pattern, converter.target_patterns): tensor for pattern, tensor in tensors.items()}
-        return made[name][0] if isinstance(made[name], list) else made[name]
+        results = {full_name(target, pattern, converter.target_patterns): tensor for pattern, tensor in tensors.items()}
+        return results[name][0] if isinstance(results[name], list) else results[name]
 
     names = [full_name(target, pattern, converter.target_patterns) for pattern in converter.target_patterns]
     dtype = next(iter(sources.values()))[0].dtype
-    return {name: Made(tuple(wanted[name].shape), dtype, partial(make, name)) for name in names if name in wanted}
+    return {name: Made(tuple(expected[name].shape), dtype, partial(make, name)) for name in names if name in expected}
 
 
 def full_name(target: str, pattern: str, patterns: list[str]) -> str:
@@ -269,22 +269,22 @@ def full_name(target: str, pattern: str, patterns: list[str]) -> str:
 
 def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
     """Return the initial value that a parameter's owner gives it, from random numbers keyed by `seed` and its name."""
-    path, _, own = name.rpartition(".")
+    path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if ".lora_" in name:
         return lora_start(name, parameter, seed)
-    held = {key: p for key, p in owner.named_parameters(recurse=False)}
-    for key, p in held.items():
+    parameters = {key: p for key, p in owner.named_parameters(recurse=False)}
+    for key, p in parameters.items():
         setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
     try:
         with seeded(seed, path):
             initialize(plain(module), owner)
-        value = getattr(owner, own).detach()
+        value = getattr(owner, leaf).detach()
     finally:
-        for key, p in held.items():
+        for key, p in parameters.items():
             setattr(owner, key, p)
     if value.isnan().any():
-        raise UserError(name, "transformers gives it no initial value; train from model.init=weights")
+        raise UserError(name, "transformers gives it no initial value; use model.init=weights")
     return value
 
 

@@ -63,8 +63,8 @@ class Normal:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """Draw the entries of a rectangle, on the CPU cores of this rank."""
-        whole = [slice(None)] * (len(self.shape) - len(index))
-        places = [range(size)[cut] for size, cut in zip(self.shape, [*index, *whole])]
+        full_slices = [slice(None)] * (len(self.shape) - len(index))
+        places = [range(size)[cut] for size, cut in zip(self.shape, [*index, *full_slices])]
         drawn = torch.empty([len(place) for place in places], dtype=self.dtype)
         if not drawn.numel():
             return drawn
@@ -125,10 +125,10 @@ def runs(shape: Sequence[int], places: Sequence[range]) -> Iterator[Run]:
 
     `places` are the rectangle's indices in each dim.
     """
-    whole = len(shape)
-    while whole and len(places[whole - 1]) == shape[whole - 1]:
-        whole -= 1
-    split = max(whole - 1, 0)  # the dims after it are complete
+    incomplete = len(shape)
+    while incomplete and len(places[incomplete - 1]) == shape[incomplete - 1]:
+        incomplete -= 1
+    split = max(incomplete - 1, 0)  # the dims after it are complete
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     count = math.prod(map(len, places[split:]))
     begin = places[split].start * strides[split] if shape else 0

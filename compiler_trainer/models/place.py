@@ -21,8 +21,8 @@ def folder_of(cfg: Config) -> FolderConfig:
     assert isinstance(cfg.model, FolderConfig)
     with_weights = cfg.model.init == "weights"
     patterns = BESIDE + (WEIGHTS if with_weights else ())
-    whole = has_weights if with_weights else has_config
-    path = folder_here("model.path", cfg.model.path, patterns, cache_of(cfg.data), whole)
+    is_complete = has_weights if with_weights else has_config
+    path = folder_here("model.path", cfg.model.path, patterns, cache_of(cfg.data), is_complete)
     return replace(cfg.model, path=str(path))
 
 

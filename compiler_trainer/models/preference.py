@@ -35,9 +35,9 @@ def dpo(
     chosen, rejected = beta * (chosen - batch["reference_chosen"]), beta * (rejected - batch["reference_rejected"])
     margin, pairs = chosen - rejected, batch["pairs"]
     losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    found = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": margin}
-    found["reward_accuracy"] = (margin > 0).float()
-    return mean(losses, pairs), {name: mean(values, pairs) for name, values in found.items()}
+    metrics = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": margin}
+    metrics["reward_accuracy"] = (margin > 0).float()
+    return mean(losses, pairs), {name: mean(values, pairs) for name, values in metrics.items()}
 
 
 def mean(values: Tensor, pairs: Tensor) -> Tensor:

@@ -87,10 +87,10 @@ class Router(nn.Module):
         return loss
 
 
-def in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
-    """Return scores [N, E], -inf outside of the `kept` groups of neighbours with the largest sum of two best scores."""
+def in_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
+    """Return scores [N, E], -inf outside the `chosen` groups of neighbours with the largest sums of two best scores."""
     grouped = scores.unflatten(-1, (groups, -1))
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
     inside = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
     return grouped.masked_fill(~inside.unsqueeze(-1), float("-inf")).flatten(-2)
 

@@ -35,21 +35,21 @@ class Sampling:
 
 
 def continued(
-    cfg: Config, trained: Subject, model: nn.Module, prompt: list[int], ends: Set[int], how: Sampling
+    cfg: Config, subject: Subject, model: nn.Module, prompt: list[int], ends: Set[int], sampling: Sampling
 ) -> list[int]:
-    """Return the tokens that `model`, made by `in_use` from the `trained` one, adds to a prompt, up to an end.
+    """Return the tokens that `model`, made from `subject`'s model by `in_use`, adds to a prompt, up to an end.
 
     The prompt has at least one token. With a cache, sampling ends at the model's last position. Raises UserError if the
     model cannot take the prompt.
     """
-    check_prompt(cfg, trained, prompt)
+    check_prompt(cfg, subject, prompt)
     drawn: Iterable[int]
     if why_uncached(cfg):
-        drawn = islice(one_by_one(trained, model, prompt, cfg.train.seq_len, how), how.tokens)
+        drawn = islice(one_by_one(subject, model, prompt, cfg.train.seq_len, sampling), sampling.tokens)
     else:
         ends = ends | (ends_answers(folder_of(cfg).path) if isinstance(cfg.model, FolderConfig) else set())
-        how = replace(how, tokens=min(how.tokens, positions(cfg, trained)[0] - len(prompt)))
-        drawn = by_transformers(folder.plain(model), prompt, ends, how)
+        sampling = replace(sampling, tokens=min(sampling.tokens, positions(cfg, subject)[0] - len(prompt)))
+        drawn = by_transformers(folder.plain(model), prompt, ends, sampling)
     return list(takewhile(lambda i: i not in ends, drawn))
 
 
@@ -58,7 +58,7 @@ def why_uncached(cfg: Config) -> str:
     if isinstance(cfg.model, FolderConfig):
         return ""
     if not isinstance(cfg.model, ModelConfig):
-        return "model: is a module of one's own"
+        return "model: is a module of your own"
     try:
         form_of(cfg.model)
         folder.library()
@@ -67,64 +67,68 @@ def why_uncached(cfg: Config) -> str:
     return ""
 
 
-def check_prompt(cfg: Config, trained: Subject, prompt: list[int]) -> None:
+def check_prompt(cfg: Config, subject: Subject, prompt: list[int]) -> None:
     """Raise UserError if a prompt has tokens outside the vocabulary, or leaves no room for another token."""
-    if trained.vocab_size is not None and max(prompt) >= trained.vocab_size:
-        what = f"gives the prompt token {max(prompt):,}, and the model's vocabulary has {trained.vocab_size:,}"
-        raise UserError("data.tokenizer", f"{what}; name the model's own")
-    most, option = positions(cfg, trained)
+    if subject.vocab_size is not None and max(prompt) >= subject.vocab_size:
+        problem = f"turns the prompt into token {max(prompt):,}, but the model's vocabulary has {subject.vocab_size:,}"
+        raise UserError("data.tokenizer", f"{problem}; name the model's own")
+    most, option = positions(cfg, subject)
     if not why_uncached(cfg) and len(prompt) >= most:
-        what = f"has {len(prompt):,} tokens, and the model {most:,} positions ({option})"
-        raise UserError("prompt", f"{what}; shorten it")
+        problem = f"has {len(prompt):,} tokens, but the model has {most:,} positions ({option})"
+        raise UserError("prompt", f"{problem}; shorten it")
 
 
-def positions(cfg: Config, trained: Subject) -> tuple[int, str]:
+def positions(cfg: Config, subject: Subject) -> tuple[int, str]:
     """Return the number of positions of a model, and the option that sets it; some models have no bound."""
     if not isinstance(cfg.model, FolderConfig):
         return cfg.train.seq_len, "train.seq_len"
-    config, name = folder.plain(trained.module).config.get_text_config(), "max_position_embeddings"
+    config, name = folder.plain(subject.module).config.get_text_config(), "max_position_embeddings"
     return getattr(config, name, None) or 2**31, name
 
 
 @torch.no_grad()
-def by_transformers(model: Any, prompt: list[int], ends: Set[int], how: Sampling) -> list[int]:
+def by_transformers(model: Any, prompt: list[int], ends: Set[int], sampling: Sampling) -> list[int]:
     """Return the tokens that transformers' `generate` adds, including the first end."""
-    draws = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k or 0} if how.temperature else {}
+    draws = (
+        {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
+        if sampling.temperature
+        else {}
+    )
     settings = folder.library().GenerationConfig(
-        max_new_tokens=how.tokens,
-        do_sample=how.temperature > 0,
+        max_new_tokens=sampling.tokens,
+        do_sample=sampling.temperature > 0,
         eos_token_id=sorted(ends),
         pad_token_id=min(ends, default=0),
         **draws,
     )
     ids = torch.tensor([prompt], device=model.device)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(how.seed)
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return found[0, len(prompt) :].tolist()
+        torch.manual_seed(sampling.seed)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return output[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()
-def one_by_one(trained: Subject, model: nn.Module, prompt: list[int], window: int, how: Sampling) -> Iterator[int]:
+def one_by_one(subject: Subject, model: nn.Module, prompt: list[int], window: int, sampling: Sampling) -> Iterator[int]:
     """Yield tokens without end, each from a forward of the last `window` tokens."""
     ids, device = list(prompt), next(model.parameters()).device
-    generator = torch.Generator().manual_seed(how.seed)
+    generator = torch.Generator().manual_seed(sampling.seed)
     while True:
-        logits = trained.logits(model, row(ids[-window:], device))[0, -1].float().cpu()
-        ids.append(int(torch.multinomial(chances(logits, how), 1, generator=generator)))
+        logits = subject.logits(model, row(ids[-window:], device))[0, -1].float().cpu()
+        ids.append(int(torch.multinomial(chances(logits, sampling), 1, generator=generator)))
         yield ids[-1]
 
 
-def chances(logits: Tensor, how: Sampling) -> Tensor:
+def chances(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the probability of each token of a vocabulary, [V]."""
-    if not how.temperature:
+    if not sampling.temperature:
         return nn.functional.one_hot(logits.argmax(), len(logits)).float()
-    scores = logits / how.temperature
-    if how.top_k is not None:
-        scores[scores < scores.topk(min(how.top_k, len(scores))).values[-1]] = -torch.inf
+    scores = logits / sampling.temperature
+    if sampling.top_k is not None:
+        scores[scores < scores.topk(min(sampling.top_k, len(scores))).values[-1]] = -torch.inf
     likely, order = scores.softmax(0).sort(descending=True)
-    if how.top_p < 1:
-        likely[likely.cumsum(0) - likely >= how.top_p] = 0  # the likelier tokens before them suffice
+    if sampling.top_p < 1:
+        likely[likely.cumsum(0) - likely >= sampling.top_p] = 0  # the likelier tokens before them suffice
     return torch.zeros_like(likely).scatter(0, order, likely)
 
 
@@ -150,7 +154,7 @@ def ends_answers(folder: str) -> set[int]:
     """Return the tokens that end an answer, from the folder's generation_config.json or config.json."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder, name)
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return set(found) if isinstance(found, list) else {found}
+        token_ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if token_ids is not None:
+            return set(token_ids) if isinstance(token_ids, list) else {token_ids}
     return set()

@@ -64,13 +64,13 @@ def cut_layers(config: Any) -> None:
     count = entries[name]
     lists = {key: value for key, value in entries.items() if isinstance(value, list) and len(value) == count}
     kinds = [str([value[i] for value in lists.values()]) for i in range(count)]
-    seen = next((i for i in range(1, count) if len({*kinds[:i]}) == len({*kinds})), count)
-    kept = min(count, max([2, seen, *patterns(entries)]))
-    setattr(config, name, kept)
+    enough = next((i for i in range(1, count) if len({*kinds[:i]}) == len({*kinds})), count)
+    new_count = min(count, max([2, enough, *patterns(entries)]))
+    setattr(config, name, new_count)
     if "num_kv_shared_layers" in entries:
         config.num_kv_shared_layers = 0
     for key, value in lists.items():
-        setattr(config, key, value[:kept])
+        setattr(config, key, value[:new_count])
 
 
 def patterns(entries: dict[str, Any]) -> Iterator[int]:

@@ -32,9 +32,9 @@ class EmptyOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = kwargs["tensor"] if "tensor" in kwargs else args[0] if args else None
-        if isinstance(given, Tensor) and given.is_meta and func in DRAWS:
-            return given
+        tensor = kwargs["tensor"] if "tensor" in kwargs else args[0] if args else None
+        if isinstance(tensor, Tensor) and tensor.is_meta and func in DRAWS:
+            return tensor
         return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
 
 
@@ -60,12 +60,12 @@ def skeleton(build: Callable[[], M], dtype: torch.dtype | None = None) -> M:
     """
     with EmptyOnMeta():
         module = build()
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
+            if id(parameter) not in parameters:
                 kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
                 empty = torch.empty_strided(parameter.shape, parameter.stride(), device="meta", dtype=kind)
-                made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-            setattr(owner, name, made[id(parameter)])
+                parameters[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            setattr(owner, name, parameters[id(parameter)])
     return module

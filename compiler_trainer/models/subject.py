@@ -57,22 +57,24 @@ def subject(cfg: Config) -> Subject:
     """Return the model that `cfg` trains, with parameters of `train.dtype`; raise UserError if it cannot be built."""
     dtype: torch.dtype = getattr(torch, cfg.train.dtype)
     if isinstance(cfg.model, ModelConfig):
-        found = of_decoder(cfg.model, dtype, cfg.train.seed)
+        base = of_decoder(cfg.model, dtype, cfg.train.seed)
     elif isinstance(cfg.model, FolderConfig):
-        found = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss)
+        base = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss)
     else:
-        found = of_ones_own(cfg.model, dtype, cfg.train.seed)
+        base = of_ones_own(cfg.model, dtype, cfg.train.seed)
     if isinstance(cfg.loss, DpoConfig):
-        check_no_balance(found.module)
-        return replace(found, loss=partial(dpo, found.logits, cfg.loss.beta, cfg.loss.label_smoothing))
-    return replace(found, loss=own.loss_of(cfg.loss)) if cfg.loss else found
+        check_no_balance(base.module)
+        return replace(base, loss=partial(dpo, base.logits, cfg.loss.beta, cfg.loss.label_smoothing))
+    return replace(base, loss=own.loss_of(cfg.loss)) if cfg.loss else base
 
 
 def check_no_balance(module: nn.Module) -> None:
     """Raise UserError if the config of a folder asks for an auxiliary loss, which the loss of pairs does not have."""
     if getattr(getattr(folder.plain(module), "config", None), "output_router_logits", False):
-        what = "dpo has no auxiliary loss of routers, which output_router_logits of the model's config.json asks for"
-        raise UserError("loss", f"{what}; set that to false")
+        problem = (
+            "dpo has no auxiliary loss for routers, but output_router_logits of the model's config.json asks for one"
+        )
+        raise UserError("loss", f"{problem}; set it to false")
 
 
 def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
@@ -92,33 +94,33 @@ def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
     )
 
 
-def of_folder(cfg: FolderConfig, called: str, dtype: torch.dtype, seed: int, is_our_loss: bool = True) -> Subject:
-    """Return the model of a folder that transformers wrote, under the name `called`."""
+def of_folder(cfg: FolderConfig, label: str, dtype: torch.dtype, seed: int, is_our_loss: bool = True) -> Subject:
+    """Return the model of a folder that transformers wrote, under the name `label`."""
     module = folder.build(cfg, dtype)
-    config, kept = folder.plain(module).config, folder.stored_values(cfg, module)
+    config, stored = folder.plain(module).config, folder.stored_values(cfg, module)
     way = way_of(cfg.attention, config, is_our_loss)
     return Subject(
-        name=f"{config.model_type} in {called}",
+        name=f"{config.model_type} in {label}",
         module=module,
         loss=partial(folder.loss_of, way),
         logits=partial(folder.logits, way),
-        initial=lambda: folder.initial(kept, module, seed),
+        initial=lambda: folder.initial(stored, module, seed),
         flops_per_token=partial(flops.of_folder, config, module),
         vocab_size=config.vocab_size,
-        has_weights=kept is not None,
+        has_weights=stored is not None,
         remarks=tuple(filter(None, [remark_on(way, config)])),
     )
 
 
-def of_ones_own(given: Own, dtype: torch.dtype, seed: int) -> Subject:
+def of_ones_own(options: Own, dtype: torch.dtype, seed: int) -> Subject:
     """Return a user's module."""
-    module = own.build(given, dtype)
+    module = own.build(options, dtype)
     return Subject(
-        name=name_of(given),
+        name=name_of(options),
         module=module,
         loss=loss_of_logits,
         logits=plain_logits,
-        initial=lambda: own.initial(given, seed),
+        initial=lambda: own.initial(options, seed),
         flops_per_token=lambda seq_len: flops.of_weights(module),
     )
 

@@ -21,10 +21,10 @@ class Conversion(NamedTuple):
     renamings: list[Any]
     converters: list[Any]
 
-    def target(self, name: str, model: Any, wanted: Mapping[str, Tensor]) -> tuple[str, str | None]:
+    def target(self, name: str, model: Any, expected: Mapping[str, Tensor]) -> tuple[str, str | None]:
         """Return the module's name of a stored tensor, and the pattern of its converter, None if it has none."""
         rename = import_module("transformers.core_model_loading").rename_source_key
-        return rename(name, self.renamings, self.converters, model.base_model_prefix, wanted)
+        return rename(name, self.renamings, self.converters, model.base_model_prefix, expected)
 
 
 def masks_of(config: Any, dtype: torch.dtype, positions: Tensor, by_layer: bool) -> Any:
@@ -45,13 +45,13 @@ def balance_of_real_tokens(model: Any, is_real: Tensor) -> Iterator[None]:
     The models derive padding from their attention mask, but most get none here, and some a mask of another form.
     """
     module, name = import_module(type(model).__module__), "load_balancing_loss_func"
-    own = getattr(module, name, None)
-    if own is None:  # some configs have the field, but their models no such loss
+    original = getattr(module, name, None)
+    if original is None:  # some configs have the field, but their models no such loss
         yield
         return
 
     def without_padding(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
-        return own(gate_logits, num_experts, top_k, is_real)
+        return original(gate_logits, num_experts, top_k, is_real)
 
     with patch.object(module, name, without_padding):
         yield

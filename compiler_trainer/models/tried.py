@@ -37,8 +37,8 @@ def remark_on(way: str, config: Any) -> str:
     """Return a line for the start of a run whose model could not be tried; empty for others."""
     if way != UNTRIED:
         return ""
-    what = f"whether documents of a row see each other in a {config.model_type} could not be tried on a small model"
-    return f"{what}; it is given their positions. With model.attention=causal a row is one text"
+    problem = f"no small {config.model_type} could be built to test if documents of a sequence see each other"
+    return f"{problem}; it gets their positions. With model.attention=causal a sequence is one text"
 
 
 class Described:
@@ -64,18 +64,18 @@ def tried(attention: str, is_our_loss: bool, described: Described) -> str:
     except Exception:  # any kind: the library cannot make this model small
         return UNTRIED if attention == "documents" else "causal"
     if sees_later:
-        what = f"is of a {config.model_type} in which a token sees those after it, so that labels are no predictions"
-        raise UserError("model.path", f"{what}; use a decoder (is_decoder=true in its config.json)")
+        problem = f"is of a {config.model_type} in which tokens see later tokens, so labels are no predictions"
+        raise UserError("model.path", f"{problem}; use a decoder (is_decoder=true in its config.json)")
     if is_our_loss and not trial.has_our_loss():
-        what = f"is of a {config.model_type}, to whose loss transformers adds terms that are not known here"
-        raise UserError("model.path", f"{what}; give a loss of your own (loss._target_)")
+        problem = f"is of a {config.model_type}, to whose loss transformers adds terms that we do not have"
+        raise UserError("model.path", f"{problem}; give a loss of your own (loss._target_)")
     if attention != "documents":
         return attention
     for way in WAYS:
         if trial.keeps_apart(way):
             return way
-    what = f"documents, but neither positions nor masks keep documents of a row apart in a {config.model_type}"
-    raise UserError("model.attention", f"{what}; set model.attention=causal, with which a row is one text")
+    problem = f"documents, but neither positions nor masks separate documents of a sequence in a {config.model_type}"
+    raise UserError("model.attention", f"{problem}; set model.attention=causal, with which a sequence is one text")
 
 
 def small_model(config: Any) -> Any:
@@ -117,9 +117,9 @@ class Trial:
     def keeps_apart(self, way: str) -> bool:
         """Return True if logits of the second document are those of that document alone, whatever the first is."""
         changed = torch.cat([self.others[:, :FIRST], self.tokens[:, FIRST:]], 1)
-        alone = self.logits("causal", self.tokens[:, FIRST:])
+        logits_alone = self.logits("causal", self.tokens[:, FIRST:])
         try:
-            return not any(differ(self.logits(way, tokens)[FIRST:], alone) for tokens in (self.tokens, changed))
+            return not any(differ(self.logits(way, tokens)[FIRST:], logits_alone) for tokens in (self.tokens, changed))
         except Exception:  # any kind: the model does not take such inputs
             return False
 

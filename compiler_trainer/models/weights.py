@@ -74,14 +74,14 @@ class Joined:
     def __getitem__(self, index: Index) -> Tensor:
         index = index or tuple(map(slice, self.shape))
         first, last, _ = index[self.dim].indices(self.shape[self.dim])
-        found, begin = [], 0
+        slices, begin = [], 0
         for part in self.parts:
             size = part.shape[self.dim]
             low, high = max(first - begin, 0), min(last - begin, size)
             if low < high or not size:
-                found.append(part[(*index[: self.dim], slice(low, high), *index[self.dim + 1 :])])
+                slices.append(part[(*index[: self.dim], slice(low, high), *index[self.dim + 1 :])])
             begin += size
-        return torch.cat(found, self.dim)
+        return torch.cat(slices, self.dim)
 
 
 @dataclass(frozen=True)
@@ -112,19 +112,21 @@ def files_of(folder: Path) -> list[Path]:
     try:
         return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(str(index), f"is no index of safetensors files: {error}") from error
+        raise UserError(str(index), f"is not an index of safetensors files: {error}") from error
 
 
 def headers(path: Path) -> dict[str, InFile]:
     """Return the tensors of one file; only its header is read."""
     if not path.is_file():
-        raise UserError(str(path), "no such file; weights are read of safetensors, and model.init=random needs none")
+        raise UserError(str(path), "no such file; weights are read from safetensors, and model.init=random needs none")
     try:
         with safe_open(path, "pt") as file:
-            found = {name: file.get_slice(name) for name in file.keys()}
-            return {name: InFile(path, name, tuple(s.get_shape()), DTYPES[s.get_dtype()]) for name, s in found.items()}
+            tensors = {name: file.get_slice(name) for name in file.keys()}
+            return {
+                name: InFile(path, name, tuple(s.get_shape()), DTYPES[s.get_dtype()]) for name, s in tensors.items()
+            }
     except (SafetensorError, OSError) as error:
-        raise UserError(str(path), f"is no safetensors file: {error}") from error
+        raise UserError(str(path), f"is not a safetensors file: {error}") from error
     except KeyError as error:
-        known = ", ".join(DTYPES)
-        raise UserError(str(path), f"holds numbers of {error}, and weights are read of {known}") from error
+        dtypes = ", ".join(DTYPES)
+        raise UserError(str(path), f"holds numbers of type {error}; weights can be {dtypes}") from error

@@ -88,9 +88,9 @@ def test_the_likeliest_tokens_are_the_same_with_a_cache(name):
 
 @pytest.mark.parametrize("option", OF_NONE)
 def test_what_has_no_form_is_refused_by_its_option(option):
-    with pytest.raises(UserError, match=f"{option}: is of no form in which decoders are exported"):
+    with pytest.raises(UserError, match=f"{option}: has no equivalent in the forms in which decoders are exported"):
         form_of(OF_NONE[option])
-    assert why_uncached(Config(model=OF_NONE[option])).startswith(f"{option}: is of no form")
+    assert why_uncached(Config(model=OF_NONE[option])).startswith(f"{option}: has no equivalent")
 
 
 def test_a_form_has_the_memory_of_its_decoder():

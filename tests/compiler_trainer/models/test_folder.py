@@ -183,7 +183,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
 
 def test_a_config_of_no_language_model_is_refused(broken):
     (broken / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    assert "which transformers has no causal language model of" in refused(broken)
+    assert "and transformers has no causal language model of" in refused(broken)
 
 
 def test_a_missing_file_is_refused(broken):
@@ -195,7 +195,7 @@ def test_a_missing_file_is_refused(broken):
 def test_a_file_cut_short_is_refused(broken):
     file = sorted(broken.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-8])
-    assert refused(broken).startswith(f"{file}: is no safetensors file")
+    assert refused(broken).startswith(f"{file}: is not a safetensors file")
 
 
 def test_a_missing_tensor_is_refused(broken):
@@ -213,7 +213,7 @@ def test_a_tensor_of_another_shape_is_refused(broken):
         name = max(tensors, key=lambda name: tensors[name].dim())
         tensors[name] = tensors[name][:-1].contiguous()
     changed(broken, cut)
-    assert "is of shape [" in refused(broken)
+    assert "has shape [" in refused(broken)
 
 
 def test_layers_that_are_not_there_get_no_terms(broken):

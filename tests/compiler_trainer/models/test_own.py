@@ -76,7 +76,7 @@ def test_parameters_that_are_not_trained_are_told():
     ({"model": {"_target_": "strangers.Nothing"}}, r"model._target_: .*Nothing"),
     ({"model": {"_target_": "no_such_package.Model"}}, r"model._target_: .*No module named 'no_such_package'; put the folder of its file on PYTHONPATH"),
     ({"model": READER | {"widht": 3}}, r"model._target_: .*unexpected keyword argument 'widht'"),
-    ({"model": {"_target_": "strangers.no_module"}}, r"model._target_: strangers.no_module makes a int, no nn.Module"),
+    ({"model": {"_target_": "strangers.no_module"}}, r"model._target_: strangers.no_module makes a int, not an nn.Module"),
     ({"model": READER, "loss": {"_target_": "strangers.nothing"}}, r"loss._target_: .*nothing"),
 ])
 def test_what_cannot_be_called_is_refused(options, says):

@@ -169,6 +169,6 @@ def test_a_mamba_folder_is_tuned_as_one_text_and_refused_in_documents(saved, tmp
     job = ["model=hf", f"model.path={saved('mamba')}", "data.tokenizer=bytes", "data=synthetic", "data.documents=20", "train.steps=2",
            "train.seq_len=16", "train.global_batch_size=2", "eval.interval=null", "lower.backend=eager", "run.dump_graphs=false"]
     assert call(*job, f"run.dir={tmp_path / 'refused'}") == 2
-    assert "error: model.attention: documents, but neither positions nor masks keep documents" in capsys.readouterr().err
+    assert "error: model.attention: documents, but neither positions nor masks separate documents" in capsys.readouterr().err
     assert call(*job, "model.attention=causal", f"run.dir={tmp_path / 'run'}") == 0
     assert len([json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]) == 2
