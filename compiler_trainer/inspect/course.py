@@ -1,4 +1,4 @@
-"""The course of a run: its metrics along the steps, what it ran on, how long it was compiled."""
+"""The course of a run: its metrics along the steps, its machine, and its time of compilation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METRICS = {  # metric -> its name and unit
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """Each metric as (step, value) points, means of spans where steps are many; facts as (what, value) pairs."""
+    """The metrics of a run as (step, value) points, means of spans if there are many steps; facts as (name, value)."""
 
     curves: dict[str, list[tuple[int, float]]]
     names: dict[str, tuple[str, str]]
@@ -43,7 +43,7 @@ class Course:
 
 
 def course(run: Run) -> Course:
-    """The course of a run; a dry run has no metrics."""
+    """Return the course of a run. A dry run has no metrics."""
     curves = {name: curve(run.metrics, name) for name in METRICS}
     return Course(
         {name: points for name, points in curves.items() if points},
@@ -55,13 +55,13 @@ def course(run: Run) -> Course:
 
 
 def curve(records: Sequence[Mapping[str, float]], name: str) -> list[tuple[int, float]]:
-    """The points of one metric, at most `SPANS`, each at the last step of its span."""
+    """Return the points of one metric, at most `SPANS`, each at the last step of its span."""
     given = [(int(record["step"]), record[name]) for record in records if name in record]
     return [(given[b - 1][0], statistics.fmean(value for _, value in given[a:b])) for a, b in spans_of(len(given))]
 
 
 def facts(run: Run) -> dict[str, str]:
-    """What one wants to know of a run at once."""
+    """Return an overview of a run: model, batch, data, progress, throughput and machine."""
     model, train = run.config.get("model", {}), run.config.get("train", {})
     found = {"model": name_of(model) if "_target_" in model else str(model.get("name", "one of its own"))}
     if run.trained:
@@ -83,12 +83,12 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def packing(part: Mapping[str, Any]) -> str:
-    """How well the rows of a source are packed."""
+    """Return a description of the packing of a source."""
     return f"{part['rows']:,} rows, {part['padding']:.2%} padding, {part['cut']:.1%} of documents cut"
 
 
 def seconds(by_pass: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Seconds of compilation: following the model, the passes of each program, making kernels."""
+    """Return the seconds of compilation: capture, the passes of each program, and its kernels."""
     sums: dict[str, float] = {}
     for name, value in by_pass.items():
         program, _, step = name.partition(".")
@@ -98,7 +98,7 @@ def seconds(by_pass: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def changed(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Options that are not those of the default job, but for what a run finds out by itself."""
+    """Return the options that differ from the default job, without values that the run determined itself."""
     plain = dict(flat(default_job()))
     return [
         (name, value)
@@ -108,17 +108,17 @@ def changed(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def is_found(name: str, value: Any) -> bool:
-    """Whether an option has a value that the run found: its folder, the machine, an axis of one rank."""
+    """Return True if a run determined the option itself: its folder, the machine, an axis of one rank."""
     return name == "run.dir" or name.startswith("cluster.") or (name.startswith("mesh.") and value == 1)
 
 
 def alike(value: Any) -> Any:
-    """Sequences of any kind as lists."""
+    """Return sequences of any kind as lists."""
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
 def flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Options with dotted names."""
+    """Return options with dotted names."""
     found: list[tuple[str, Any]] = []
     for key, value in options.items():
         inside = isinstance(value, Mapping) and value
@@ -127,7 +127,7 @@ def flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it, as text where it has none such."""
+    """Return a value that JSON can hold, as text if necessary."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""A run as tables: every pass, what one pass did, the nodes that match a pattern."""
+"""A run as tables: every pass, the work of one pass, the nodes that match a pattern."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 50  # of a table of nodes or reshards
 
 
 def write_page(run: Run, file: Path, out: Console) -> None:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     try:
         file.write_text(page(run), encoding="utf-8")
     except OSError as error:
@@ -31,7 +31,7 @@ def write_page(run: Run, file: Path, out: Console) -> None:
 
 
 def chosen(run: Run, name: str | None) -> list[Stage]:
-    """The stages of a pass, or the last of every program of a training step; raises UserError naming the nearest."""
+    """Return the stages of a pass, or the last of every program that trains; raise UserError naming the nearest."""
     if name is None:
         return run.trained or run.stages[-1:]
     found = [s for s in run.dumped if name in (s.name, f"{s.program}_{s.name}", s.title, f"{s.number:02d}", s.program)]
@@ -48,7 +48,7 @@ def chosen(run: Run, name: str | None) -> list[Stage]:
 
 
 def show_run(run: Run, out: Console) -> None:
-    """All passes, then what is sent and the three answers."""
+    """Print all passes, the communication, and the largest reshard, peak and exposed collective."""
     heads = "pass|>seconds|>nodes in|>out|>collectives|>sent|>casts|>masks|>FLOPs|>recomputed|>peak"
     passes = table("", heads)
     for stage in run.dumped:
@@ -75,7 +75,7 @@ def show_run(run: Run, out: Console) -> None:
 
 
 def balance_table(used: Balance) -> Table:
-    """How unevenly each layer used its experts, and the metrics beside that."""
+    """Return a table of how unevenly each layer used its experts, and of related metrics."""
     found = table("experts: rows of the busiest over the mean", "layer|>first|>most|>last")
     for layer, loads in used.loads.items():
         found.add_row(layer, *(f"{load:.2f}" for load in (loads[0], max(loads), loads[-1])))
@@ -85,7 +85,7 @@ def balance_table(used: Balance) -> Table:
 
 
 def bodies_table(program: str, bodies: list[Body]) -> Table:
-    """What is compiled of a program, and how often it is called."""
+    """Return a table of a program's compiled regions and their calls."""
     found = table(f"bodies of {program}", "body|>called|>nodes|first")
     for body in bodies:
         found.add_row(body.name, f"{body.called:,}", f"{body.nodes:,}", body.first)
@@ -93,7 +93,7 @@ def bodies_table(program: str, bodies: list[Body]) -> Table:
 
 
 def show_glance(run: Run, stage: Stage, out: Console) -> None:
-    """The largest reshard, what is alive at the peak, the exposed collective, a line each and a few rows."""
+    """Print the largest reshard, the memory alive at the peak, and the most exposed collective."""
     if changes := [r for r in glance.reshards(run) if r["sent_bytes"]]:
         r = changes[0]
         what = f"{r['before']} -> {r['after']}: {r['reason']}"
@@ -119,7 +119,7 @@ def show_glance(run: Run, stage: Stage, out: Console) -> None:
 
 
 def show_pass(run: Run, stage: Stage, out: Console) -> None:
-    """What one pass counted, noted and resharded, and what its graph sends."""
+    """Print the counts, notes and reshards of one pass, and the communication of its graph."""
     seconds, t = seconds_of(run, stage), totals(stage)
     took = "" if seconds is None else f", {seconds:.2f} s"
     say(out, stage.title, f"{t.nodes_before:,} -> {t.nodes_after:,} nodes{took}, peak {size(t.peak_bytes)}")
@@ -138,7 +138,7 @@ def show_pass(run: Run, stage: Stage, out: Console) -> None:
 
 
 def show_nodes(stages: Iterable[Stage], name: str | None, module: str | None, line: str | None, out: Console) -> None:
-    """The lines of the nodes that match all patterns; raises UserError if none does."""
+    """Print the lines of the nodes that match all patterns; raise UserError if none does."""
     shown = 0
     for stage in stages:
         nodes: list[Node] = stage.nodes
@@ -155,7 +155,7 @@ def show_nodes(stages: Iterable[Stage], name: str | None, module: str | None, li
 
 
 def show_traffic(stage: Stage, out: Console) -> None:
-    """What a rank sends, by kind and axis; nothing where it sends nothing."""
+    """Print the bytes that a rank sends, by kind and axis; nothing if it sends none."""
     if not stage.report["accounting"]["traffic"]:
         return
     sent = table("", "collective|axis|>calls|>bytes sent")
@@ -165,7 +165,7 @@ def show_traffic(stage: Stage, out: Console) -> None:
 
 
 def table(title: str, heads: str) -> Table:
-    """An empty table of the columns `a|b`; one that starts with > is aligned right."""
+    """Return an empty table with the columns `a|b`; a head that starts with > is aligned right."""
     made = Table(title=title or None, title_justify="left", box=None, header_style="dim", pad_edge=False)
     for head in heads.split("|"):
         made.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
@@ -173,17 +173,17 @@ def table(title: str, heads: str) -> Table:
 
 
 def say(out: Console, label: str, words: Any) -> None:
-    """A line with its label."""
+    """Print a line with its label."""
     out.print(Text.assemble((f"{label}  ", "bold"), str(words)), soft_wrap=True)
 
 
 def count(n: int | None) -> str:
-    """`1,024`, empty if it is not known."""
+    """Return a number as `1,024`, empty if it is None."""
     return "" if n is None else f"{n:,}"
 
 
 def size(n: float) -> str:
-    """`1.5 MiB`."""
+    """Return bytes as `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:,.0f} B" if unit == "B" else f"{n:.3g} {unit}" if n < 999.5 else f"{n:,.0f} {unit}"
@@ -192,7 +192,7 @@ def size(n: float) -> str:
 
 
 def flops(n: float) -> str:
-    """`1.5 T`, empty for none."""
+    """Return FLOPs as `1.5 T`, empty for none."""
     for unit in ("", " K", " M", " G", " T", " P"):
         if n < 1000:
             return f"{n:.3g}{unit}" if n else ""

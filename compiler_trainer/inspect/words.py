@@ -1,4 +1,4 @@
-"""What passes do and what they count, in words for those who have not read them."""
+"""Descriptions of passes and of their counts, for readers who do not know the passes."""
 
 from __future__ import annotations
 
