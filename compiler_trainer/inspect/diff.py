@@ -63,11 +63,11 @@ def role(node: Node) -> tuple[str, ...]:
 
 def meanings(stage: Stage) -> dict[str, str]:
     """Return a hash of everything that each node computes, by the node's name."""
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for node in stage.by_name.values():
-        parts = (*itself(node), *(found.get(operand, "") for operand in node.operands))
-        found[node.name] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return found
+        parts = (*itself(node), *(hashes.get(operand, "") for operand in node.operands))
+        hashes[node.name] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return hashes
 
 
 def compare_graphs(a: Stage, b: Stage) -> list[Change]:
@@ -99,8 +99,8 @@ def pair(
             pairs[node.name] = same.pop().name
         else:
             left.append(node)
-    taken = set(pairs.values())
-    return left, [node for node in b if node.name not in taken]
+    paired = set(pairs.values())
+    return left, [node for node in b if node.name not in paired]
 
 
 def changed(a: Stage, b: Stage, pairs: Mapping[str, str]) -> Iterator[tuple[Node, Node]]:
@@ -114,13 +114,13 @@ def changed(a: Stage, b: Stage, pairs: Mapping[str, str]) -> Iterator[tuple[Node
 # ---- the rest ------------------------------------------------------------------------------------
 
 
-def flat(options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return options by dotted name."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in options.items():
-        name = f"{where}.{key}" if where else str(key)
-        found |= flat(value, name) if isinstance(value, Mapping) else {name: value}
-    return found
+        name = f"{prefix}.{key}" if prefix else str(key)
+        flattened |= flat(value, name) if isinstance(value, Mapping) else {name: value}
+    return flattened
 
 
 def unequal(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
@@ -132,12 +132,12 @@ def unequal(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Iterator[tuple[Any, A
 
 def traffic(run: Run) -> dict[str, int]:
     """Return calls and bytes sent of a step's collectives, by kind and axis."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for stage in run.trained:
         for part in stage.report["accounting"]["traffic"]:
-            found[f"{part['kind']} over {part['axis']}, calls"] += part["calls"]
-            found[f"{part['kind']} over {part['axis']}, bytes sent"] += part["sent_bytes"]
-    return dict(found)
+            totals[f"{part['kind']} over {part['axis']}, calls"] += part["calls"]
+            totals[f"{part['kind']} over {part['axis']}, bytes sent"] += part["sent_bytes"]
+    return dict(totals)
 
 
 def memory(run: Run) -> dict[str, int]:
@@ -151,8 +151,8 @@ def losses(a: Run, b: Run) -> Rows:
     first, second = ({record["step"]: record["loss"] for record in run.metrics if "loss" in record} for run in (a, b))
     apart = [(abs(y - x), step, x, y) for step, x, y in unequal(first, second) if x is not None and y is not None]
     rows: Rows = [("steps", str(len(first)), str(len(second)), "")] if first.keys() != second.keys() else []
-    for what, (by, step, x, y) in (("first", apart[0]), ("largest", max(apart))) if apart else ():
-        rows.append((f"{what} difference, step {step}", f"{x:.9g}", f"{y:.9g}", f"{by:.3g}"))
+    for label, (by, step, x, y) in (("first", apart[0]), ("largest", max(apart))) if apart else ():
+        rows.append((f"{label} difference, step {step}", f"{x:.9g}", f"{y:.9g}", f"{by:.3g}"))
     return rows
 
 
@@ -171,8 +171,8 @@ def sections(a: Run, b: Run) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
             yield f"graph of {name}", ("operator", "module", "added", "removed", "changed"), counts(changes)
             yield f"first changes of {name}", ("", "A", "B"), firsts(changes)
     for name in a.bodies.keys() & b.bodies.keys():
-        called = ({body.name: body.called for body in run.bodies[name]} for run in (a, b))
-        yield f"bodies of {name}", ("body", "calls in A", "B", "B - A"), numbers(*called)
+        calls = ({body.name: body.called for body in run.bodies[name]} for run in (a, b))
+        yield f"bodies of {name}", ("body", "calls in A", "B", "B - A"), numbers(*calls)
     yield "communication of a step", ("what", "A", "B", "B - A"), numbers(traffic(a), traffic(b))
     yield "bytes at the peak of memory", ("what", "A", "B", "B - A"), numbers(memory(a), memory(b))
     yield "loss", ("", "A", "B", "difference"), losses(a, b)
@@ -192,24 +192,24 @@ def numbers(a: Mapping[str, int], b: Mapping[str, int]) -> Rows:
 
 def counts(changes: Iterable[Change]) -> Rows:
     """Return the number of changes by operator and module, layers together, most first."""
-    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    by_place: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for change in changes:
-        found[change.node.op, NUMBER.sub("*", change.node.module)][change.kind] += 1
-    order = sorted(found.items(), key=lambda item: (-item[1].total(), item[0]))
+        by_place[change.node.op, NUMBER.sub("*", change.node.module)][change.kind] += 1
+    order = sorted(by_place.items(), key=lambda item: (-item[1].total(), item[0]))
     rows: Rows = [(*key, *(str(n[kind] or "") for kind in ("added", "removed", "changed"))) for key, n in order[:MOST]]
-    if rest := [n for _, n in order[MOST:]]:
-        kinds = [sum(n[kind] for n in rest) for kind in ("added", "removed", "changed")]
-        rows.append((f"{len(rest)} more", "", *(str(n or "") for n in kinds)))
+    if others := [n for _, n in order[MOST:]]:
+        kinds = [sum(n[kind] for n in others) for kind in ("added", "removed", "changed")]
+        rows.append((f"{len(others)} more", "", *(str(n or "") for n in kinds)))
     return rows
 
 
 def firsts(changes: Iterable[Change]) -> Rows:
     """Return the first few changes of each kind, as lines of text."""
-    seen: Counter[str] = Counter()
+    shown: Counter[str] = Counter()
     rows = []
     for change in changes:
-        seen[change.kind] += 1
-        if seen[change.kind] <= FIRST:
+        shown[change.kind] += 1
+        if shown[change.kind] <= FIRST:
             rows.append((change.kind, *(node.text if node else "" for node in (change.before, change.after))))
     return rows
 

@@ -37,7 +37,7 @@ from passes.program.saved import Unreadable, names_of_calls, read_dump, reading
 CALLS = ("segment", "unfold")  # passes after which a program calls compiled regions
 CASTS = ("to.dtype", "to.device", "to.other", "to.dtype_layout", "_to_copy", "prims.convert_element_type")
 STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
-EARLIER = "is missing: the run is of an earlier version or lacks files; read its .txt, or make the run again"
+EARLIER = "is missing: an earlier version wrote the run, or files are missing; read its .txt, or run it again"
 SLOT = Must("be a task, F0.2 or U1", lambda name: re.fullmatch(r"[A-Z]\d{1,6}(\.\d{1,6})?", name) is not None)
 # table of costs -> the types of its rows
 COSTS = {"collectives": (str, str, str, int), "flops": (str, int), "storages": (str, str, int, str)}
@@ -181,12 +181,12 @@ class Stage:
     def costs(self) -> dict[str, list[list[Any]]]:
         """The costs of each node: rows of `collectives`, `flops` and `storages` (`passes/cost/costs.py`)."""
         path = self.path.with_suffix(".costs.json")
-        found = json_of(path, dict[str, tuple[Any, ...]])
+        costs = json_of(path, dict[str, tuple[Any, ...]])
         for name, kinds in COSTS.items():
-            for row in found.get(name, [None]):
+            for row in costs.get(name, [None]):
                 if not isinstance(row, list) or tuple(map(type, row)) != kinds or row[0] not in self.by_name:
                     raise UserError(str(path), f"is not in the format that a run writes: {name}: {row!r}")
-        return found
+        return costs
 
     @cached_property
     def text(self) -> str:
@@ -195,7 +195,7 @@ class Stage:
         _, _, nodes = f"\n{text}".partition("\n# nodes: ")
         count, lines = nodes.partition("\n")[0], nodes.count("\n") - 1
         if not (count.isdecimal() and len(count) < 10) or lines < int(count):
-            raise UserError(str(self.path), "is not whole: it lacks nodes, or how many there are; copy it again")
+            raise UserError(str(self.path), "is incomplete: nodes or their number are missing; copy it again")
         return text
 
     @property
@@ -261,11 +261,11 @@ class Stage:
     @cached_property
     def users(self) -> dict[str, list[Node]]:
         """The program's own nodes that read a node, by its name, in order."""
-        found: dict[str, list[Node]] = {name: [] for name in self.by_name}
+        users: dict[str, list[Node]] = {name: [] for name in self.by_name}
         for node in self.by_name.values():
             for operand in dict.fromkeys(node.operands):
-                found[operand].append(node)
-        return found
+                users[operand].append(node)
+        return users
 
 
 @dataclass(frozen=True)
@@ -326,14 +326,14 @@ def load(folder: str | Path) -> Run:
 def load_stages(graphs: str | Path) -> list[Stage]:
     """Return the stages dumped in a folder, in order; raise UserError if there are none."""
     graphs = Path(graphs)
-    found = [stage_at(path) for path in graphs.glob("*.txt") if STAGE.fullmatch(path.name)]
-    if not found:
+    unsorted = [stage_at(path) for path in graphs.glob("*.txt") if STAGE.fullmatch(path.name)]
+    if not unsorted:
         raise UserError(str(graphs), "holds no graphs; train with run.dump_graphs=true")
-    stages = sorted(found, key=lambda stage: stage.number)
+    stages = sorted(unsorted, key=lambda stage: stage.number)
     for number, stage in enumerate(stages):
         if stage.number != number:
             fix = "copy all graphs of the run"
-            raise UserError(str(stage.path), f"stands where graph {number} of the run belongs; {fix}")
+            raise UserError(str(stage.path), f"is in the place of graph {number} of the run; {fix}")
     return stages
 
 
@@ -356,16 +356,16 @@ def stage_at(path: Path) -> Stage:
 def read(path: Path, read_file: Callable[[Path], Any]) -> Any:
     """Return the contents of a run's file; raise UserError if it is missing."""
     if not path.exists():
-        raise UserError(str(path), "is missing; is this a run folder, and was it written to the end?")
+        raise UserError(str(path), "is missing; check that this is the folder of a completed run")
     return read_file(path)
 
 
-def check_parts(found: Any, path: Path, kinds: Mapping[str, Any]) -> None:
+def check_parts(contents: Any, path: Path, kinds: Mapping[str, Any]) -> None:
     """Raise UserError unless the parts of a mapping, by dotted names, are of their types or missing."""
     try:
         for name, kind in kinds.items():
             group, _, key = name.rpartition(".")
-            part = found.get(group, {}) if group else found
+            part = contents.get(group, {}) if group else contents
             if key in convert(dict[str, Any], part, group):
                 convert(kind, part[key], name)
     except UserError as error:
@@ -384,22 +384,22 @@ def nodes_of(program: ir.Program) -> Iterator[Node]:
             yield node_of(line.node, number, line, inputs.get(line.node))
 
 
-def node_of(node: fx.Node, number: int, line: Line, given: ir.Input | None) -> Node:
+def node_of(node: fx.Node, number: int, line: Line, input_: ir.Input | None) -> Node:
     """Return a node as tools show it."""
-    value, spec, operands = ir.value(node), given.spec if given else ir.spec(node), list[str]()
+    value, spec, operands = ir.value(node), input_.spec if input_ else ir.spec(node), list[str]()
     fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda operand: operands.append(operand.name))
     is_tensor = isinstance(value, Tensor)
     return Node(
         node.name,
-        given.kind if given else name_of_call(node),
+        input_.kind if input_ else name_of_call(node),
         tuple(operands),
         format_value(value),
         format_dtype(value.dtype) if is_tensor else "",
         tuple(value.shape) if is_tensor else (),
         value.dtype.itemsize * math.prod(value.shape) if is_tensor else 0,
         "" if spec is None else str(spec),
-        *(("", "", "", False) if given else place_of(node)),
-        given.name if given else "",
+        *(("", "", "", False) if input_ else place_of(node)),
+        input_.name if input_ else "",
         line.graph,
         number,
         line.text,
@@ -409,5 +409,5 @@ def node_of(node: fx.Node, number: int, line: Line, given: ir.Input | None) -> N
 
 def matching(nodes: list[Node], key: Callable[[Node], str], pattern: str) -> Iterator[Node]:
     """Return the nodes whose key matches a shell-like pattern, or contains it if it has no wildcards."""
-    whole = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-    return (node for node in nodes if fnmatchcase(key(node), whole))
+    wildcard = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    return (node for node in nodes if fnmatchcase(key(node), wildcard))

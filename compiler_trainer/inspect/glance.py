@@ -50,8 +50,8 @@ class Sent:
 
 def reshards(run: Run) -> list[dict[str, Any]]:
     """Return changes of placement by bytes sent, largest first, each with the number of the `stage` that made it."""
-    found = [{**r, "stage": s.number} for s in run.program("forward") for r in s.report["report"].get("reshards", [])]
-    return sorted(found, key=lambda r: -r["sent_bytes"])
+    changes = [{**r, "stage": s.number} for s in run.program("forward") for r in s.report["report"].get("reshards", [])]
+    return sorted(changes, key=lambda r: -r["sent_bytes"])
 
 
 # ---- memory -------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def memory(stage: Stage) -> list[Stored]:
     return stored
 
 
-def held(stored: Stored, node: Node) -> str:
+def content_text(stored: Stored, node: Node) -> str:
     """Return a description of memory: `f32[4, 8]`, for several layers `13 x f32[4, 8]`."""
     return node.value if stored.times == 1 else f"{stored.times} x {node.value}"
 
@@ -108,7 +108,7 @@ def collectives(run: Run, stage: Stage) -> list[Sent]:
     index = {node.name: i for i, node in enumerate(operators)}
     worked = list(itertools.accumulate((flops.get(node.name, 0) for node in operators), initial=0))
     busy = list(itertools.accumulate((hides(node) for node in operators), initial=0))
-    found = []
+    records = []
     for name, kind, axis, sent in stage.costs["collectives"]:
         start = index[name]
         wait = index.get(first_wait(stage, stage.by_name[name]), start)
@@ -116,8 +116,8 @@ def collectives(run: Run, stage: Stage) -> list[Sent]:
         between_flops = max(0, worked[wait] - worked[start + 1])
         ms = None if exposed is None else exposed.get(name, 0.0)
         at, until = operators[start].line, operators[wait].line
-        found.append(Sent(name, kind, axis, sent, at, until, between, between_flops, ms))
-    return sorted(found, key=bareness)
+        records.append(Sent(name, kind, axis, sent, at, until, between, between_flops, ms))
+    return sorted(records, key=bareness)
 
 
 def bareness(sent: Sent) -> tuple[float, bool, bool, int]:
@@ -133,9 +133,9 @@ def hides(node: Node) -> bool:
 def first_wait(stage: Stage, node: Node) -> str:
     """Return the node that first waits for a collective, an empty string if none does."""
     for user in stage.users[node.name]:
-        found = user.name if user.op in WAITS else first_wait(stage, user) if user.op == "getitem" else ""
-        if found:
-            return found
+        wait = user.name if user.op in WAITS else first_wait(stage, user) if user.op == "getitem" else ""
+        if wait:
+            return wait
     return ""
 
 
@@ -146,10 +146,13 @@ def exposed_ms(run: Run, stage: Stage) -> dict[str, float] | None:
 
 
 def waits(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Yield collectives with the gaps of the computation in them; a gap counts for the collective that ends first."""
+    """Yield each collective with the time for which the computation waits for it.
+
+    A gap of the computation counts for the collective in it that ends first, then for the next.
+    """
     computing = sorted((e["start_ms"], e["end_ms"]) for e in events if e["stream"] == COMPUTE)
     sending = sorted((e for e in events if e["stream"] != COMPUTE), key=lambda e: e["end_ms"])
-    found: dict[str, float] = defaultdict(float)
+    waiting_ms: dict[str, float] = defaultdict(float)
     free = [0.0, *(end for _, end in computing)]
     resumed = [*(start for start, _ in computing), max((e["end_ms"] for e in events), default=0.0)]
     at = 0
@@ -161,6 +164,6 @@ def waits(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
                 break
             start = max(begin, event["start_ms"])
             if event["end_ms"] > start:
-                found[event["node"]] += event["end_ms"] - start
+                waiting_ms[event["node"]] += event["end_ms"] - start
                 begin = event["end_ms"]
-    yield from found.items()
+    yield from waiting_ms.items()

@@ -42,11 +42,11 @@ class Event:
 def parameters(run: Run, pattern: str) -> list[str]:
     """Return the names of parameters that match a pattern; raise UserError naming the nearest."""
     names = list(dict.fromkeys(n.label for stage in run.trained for n in stage.nodes if n.op == "parameter"))
-    found = [name for name in names if fnmatchcase(name, pattern)]
-    if not found:
+    matches = [name for name in names if fnmatchcase(name, pattern)]
+    if not matches:
         near = difflib.get_close_matches(pattern, names, 1, 0)
-        raise UserError(pattern, f"no parameter is named like this; did you mean {near[0]!r}?" if near else "none")
-    return found
+        raise UserError(pattern, f"no parameter has such a name; did you mean {near[0]!r}?" if near else "none")
+    return matches
 
 
 def life(stage: Stage, name: str) -> list[Event]:
@@ -69,13 +69,13 @@ def life(stage: Stage, name: str) -> list[Event]:
 
 def forms(stage: Stage, source: Node) -> dict[str, Node]:
     """Return the parameter and its other placements, dtypes and shapes, by node name; not in the optimizer."""
-    found, stack = {source.name: source}, [source]
+    nodes, stack = {source.name: source}, [source]
     while stack:
         for user in stage.users[stack.pop().name]:
-            if user.phase != "optimizer" and user.name not in found and base(user) in (*GATHERED, *CASTS, *REARRANGES):
-                found[user.name] = user
+            if user.phase != "optimizer" and user.name not in nodes and base(user) in (*GATHERED, *CASTS, *REARRANGES):
+                nodes[user.name] = user
                 stack.append(user)
-    return found
+    return nodes
 
 
 def uses(stage: Stage, weights: dict[str, Node]) -> Iterator[Node]:
@@ -94,10 +94,10 @@ def happening(node: Node, weights: dict[str, Node]) -> Event:
     if base(node) in CASTS:
         return Event(f"cast {again}".strip(), node, f"to {node.dtype}")
     if node.name in weights:
-        what = GATHERED.get(base(node), "cut")
+        action = GATHERED.get(base(node), "cut")
         cast = f"cast to {node.dtype}, " if node.dtype != weights[node.operands[0]].dtype else ""
         return Event(
-            f"{what} {again}".strip(), node, f"{cast}over {axis_of(node)} to {node.value} {node.spec}".rstrip()
+            f"{action} {again}".strip(), node, f"{cast}over {axis_of(node)} to {node.value} {node.spec}".rstrip()
         )
     return Event("used in the backward" if again else "used", node, f"by {node.op}")
 
@@ -129,33 +129,33 @@ def reductions(stage: Stage, ends: list[Node]) -> list[Event]:
     that move, join or add a gradient. It stops at operators that compute one, because their operands are gradients of
     activations. Paths through a scalar (the norm for clipping) lead to every gradient and do not count.
     """
-    found, seen, stack = [], set(), list(ends)
+    events, visited, stack = [], set(), list(ends)
     while stack:
         node = stack.pop()
-        if node.name in seen or node.is_input:
+        if node.name in visited or node.is_input:
             continue
-        seen.add(node.name)
+        visited.add(node.name)
         if base(node) in REDUCTIONS and math.prod(node.shape or (1,)) > 1:
             what = "gradient reduced" if base(node) in ("reduce_scatter", "psum") else "gradient moved"
-            found.append(Event(what, node, f"by {node.op} over {axis_of(node)} in {dtype_of(node, stage)}"))
+            events.append(Event(what, node, f"by {node.op} over {axis_of(node)} in {dtype_of(node, stage)}"))
         if node.phase == "optimizer" or base(node) in (*REDUCTIONS, *REARRANGES, *CASTS, *ADDS):
             stack += [stage.by_name[o] for o in node.operands if o in stage.by_name]
         elif node.phase == "backward":
-            found.append(Event("gradient computed", node, f"by {node.op}"))
-    own = {n.name for n in ends}
-    return [e for e in found if e.node.phase != "forward" and leads_to_one(stage, e.node, own)]
+            events.append(Event("gradient computed", node, f"by {node.op}"))
+    end_names = {n.name for n in ends}
+    return [e for e in events if e.node.phase != "forward" and leads_to_one(stage, e.node, end_names)]
 
 
 def leads_to_one(stage: Stage, node: Node, ends: set[str]) -> bool:
     """Return True if the value reaches the parameter's ends without passing through a scalar, such as a norm."""
-    stack, seen = [node], set()
+    stack, visited = [node], set()
     while stack:
-        here = stack.pop()
-        if here.name in ends:
+        current = stack.pop()
+        if current.name in ends:
             return True
-        if here.name not in seen and (here.shape or here is node or not here.dtype):
-            seen.add(here.name)
-            stack += stage.users[here.name]
+        if current.name not in visited and (current.shape or current is node or not current.dtype):
+            visited.add(current.name)
+            stack += stage.users[current.name]
     return False
 
 

@@ -55,7 +55,7 @@ def summary(run: Run) -> dict[str, Any]:
     last = run.trained[-1] if run.trained else run.stages[-1]
     mesh, order, fold = last.graph.mesh, last.graph.order, run.stages[0].graph.fold
     changes = list(reshards(run))
-    used = balance(run)
+    experts = balance(run)
     return {
         "name": run.folder.name,
         "course": dataclasses.asdict(course(run)),
@@ -69,7 +69,7 @@ def summary(run: Run) -> dict[str, Any]:
         "programs": [program(run, stage) for stage in run.trained],
         "reshards": changes,
         "parameters": list(parameters(last)),
-        "experts": dataclasses.asdict(used) if used else None,
+        "experts": dataclasses.asdict(experts) if experts else None,
         "pipeline": run.report.get("pipeline"),
         "stages_of_ranks": run.report.get("prediction", {}).get("pipeline"),
         "glance": {
@@ -89,7 +89,7 @@ def stage_summary(run: Run, stage: Stage) -> dict[str, Any]:
         "does": PASSES.get(stage.name, ""),
         "seconds": seconds_of(run, stage),
         **dataclasses.asdict(totals(stage)),
-        "counts": list(told(report["counts"])),
+        "counts": list(described_counts(report["counts"])),
         "notes": [*report["notes"], *report.get("remarks", ())],  # runs of earlier versions have no remarks
     }
 
@@ -99,14 +99,14 @@ def title(stage: Stage) -> str:
     return f"{stage.number:02} {stage.program}: {stage.name}"
 
 
-def told(counts: dict[str, int]) -> Iterator[tuple[str, int | None, int]]:
+def described_counts(counts: dict[str, int]) -> Iterator[tuple[str, int | None, int]]:
     """Yield the counts of a pass: (description, before or None, now); zeros are left out."""
     for name, count in counts.items():
-        what, _, when = name.rpartition("_")
-        if when == "before" or not (count or counts.get(f"{what}_before")):
+        stem, _, when = name.rpartition("_")
+        if when == "before" or not (count or counts.get(f"{stem}_before")):
             continue
-        known, before = (what, counts.get(f"{what}_before")) if when == "after" else (name, None)
-        yield COUNTS.get(known, known.replace("_", " ")), before, count
+        key, before = (stem, counts.get(f"{stem}_before")) if when == "after" else (name, None)
+        yield COUNTS.get(key, key.replace("_", " ")), before, count
 
 
 def program(run: Run, stage: Stage) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def peak(programs: list[Stage]) -> dict[str, Any]:
         "lines": by_line(stage, living)[:LINES_SHOWN],
         "alive": [
             {"line": n.line, **{key: getattr(s, key) for key in ("node", "bytes", "kind")}}
-            | {"value": glance.held(s, n), "source": n.source, "module": n.module}
+            | {"value": glance.content_text(s, n), "source": n.source, "module": n.module}
             for s, n in shown
         ],
     }
@@ -218,10 +218,10 @@ def by_line(stage: Stage, living: list[glance.Stored]) -> list[tuple[str, int, i
 
 def exposed(run: Run) -> dict[str, Any] | None:
     """Return the collective with the longest predicted wait, or, without prediction, the largest that nothing hides."""
-    found = [(stage, sent) for stage in run.trained for sent in glance.collectives(run, stage)]
-    if not found:
+    pairs = [(stage, sent) for stage in run.trained for sent in glance.collectives(run, stage)]
+    if not pairs:
         return None
-    stage, first = min(found, key=lambda pair: glance.bareness(pair[1]))
+    stage, first = min(pairs, key=lambda pair: glance.bareness(pair[1]))
     node = stage.by_name[first.node]
     return {
         **dataclasses.asdict(first),
@@ -229,7 +229,7 @@ def exposed(run: Run) -> dict[str, Any] | None:
         "source": node.source,
         "module": node.module,
         "phase": node.phase,
-        "count": len(found),
-        "bare": sum(sent.between == 0 for _, sent in found),
-        "all_ms": sum(sent.exposed_ms or 0.0 for _, sent in found),
+        "count": len(pairs),
+        "bare": sum(sent.between == 0 for _, sent in pairs),
+        "all_ms": sum(sent.exposed_ms or 0.0 for _, sent in pairs),
     }

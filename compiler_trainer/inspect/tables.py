@@ -34,14 +34,16 @@ def chosen(run: Run, name: str | None) -> list[Stage]:
     """Return the stages of a pass, or the last of every program that trains; raise UserError naming the nearest."""
     if name is None:
         return run.trained or run.stages[-1:]
-    found = [s for s in run.dumped if name in (s.name, f"{s.program}_{s.name}", s.title, f"{s.number:02d}", s.program)]
-    if not found:
-        known = list(dict.fromkeys(s.name for s in run.dumped))
-        nearest = difflib.get_close_matches(name, [*known, *(s.title for s in run.dumped)], 1, 0)
+    matches = [
+        s for s in run.dumped if name in (s.name, f"{s.program}_{s.name}", s.title, f"{s.number:02d}", s.program)
+    ]
+    if not matches:
+        names = list(dict.fromkeys(s.name for s in run.dumped))
+        nearest = difflib.get_close_matches(name, [*names, *(s.title for s in run.dumped)], 1, 0)
         raise UserError(
-            "--pass", f"no pass is called {name!r}, did you mean {nearest[0]!r}? There are {', '.join(known)}"
+            "--pass", f"no pass is called {name!r}, did you mean {nearest[0]!r}? There are {', '.join(names)}"
         )
-    return found
+    return matches
 
 
 # ---- tables -------------------------------------------------------------------------------------------
@@ -59,63 +61,63 @@ def show_run(run: Run, out: Console) -> None:
         passes.add_row(*words, flops(t.flops), flops(t.recomputed_flops), size(t.peak_bytes))
     out.print(passes)
     if (stored := run.report.get("program", {})).get("stored_as"):
-        came = f"read from {stored['from']}" if stored.get("from") else "made by this start"
+        came = f"read from {stored['from']}" if stored.get("from") else "compiled by this start"
         out.print(f"program {stored['stored_as']}, {came}")
     if not run.stages[0].dump.exists():
         return say(out, "graphs", f"{run.stages[0].dump.name} {EARLIER}")
     if fold := run.stages[0].graph.fold:
-        out.print(f"while passes ran, {fold}; costs are of all layers, nodes of those that stand")
+        out.print(f"while passes ran, {fold}; costs are of all layers, nodes of the remaining ones")
     for name, bodies in run.bodies.items():
         out.print(bodies_table(name, bodies))
     for stage in run.trained:
         show_traffic(stage, out)
         show_glance(run, stage, out)
-    if used := balance(run):
-        out.print(balance_table(used))
+    if experts := balance(run):
+        out.print(balance_table(experts))
 
 
-def balance_table(used: Balance) -> Table:
+def balance_table(experts: Balance) -> Table:
     """Return a table of how unevenly each layer used its experts, and of related metrics."""
-    found = table("experts: rows of the busiest over the mean", "layer|>first|>most|>last")
-    for layer, loads in used.loads.items():
-        found.add_row(layer, *(f"{load:.2f}" for load in (loads[0], max(loads), loads[-1])))
-    for name, values in used.beside.items():
-        found.add_row(Text(name, "dim"), *(f"{value:.4g}" for value in (values[0], max(values), values[-1])))
-    return found
+    listing = table("experts: load of the busiest over the mean", "layer|>first|>most|>last")
+    for layer, loads in experts.loads.items():
+        listing.add_row(layer, *(f"{load:.2f}" for load in (loads[0], max(loads), loads[-1])))
+    for name, values in experts.beside.items():
+        listing.add_row(Text(name, "dim"), *(f"{value:.4g}" for value in (values[0], max(values), values[-1])))
+    return listing
 
 
 def bodies_table(program: str, bodies: list[Body]) -> Table:
     """Return a table of a program's compiled regions and their calls."""
-    found = table(f"bodies of {program}", "body|>called|>nodes|first")
+    listing = table(f"bodies of {program}", "body|>called|>nodes|first")
     for body in bodies:
-        found.add_row(body.name, f"{body.called:,}", f"{body.nodes:,}", body.first)
-    return found
+        listing.add_row(body.name, f"{body.called:,}", f"{body.nodes:,}", body.first)
+    return listing
 
 
 def show_glance(run: Run, stage: Stage, out: Console) -> None:
     """Print the largest reshard, the memory alive at the peak, and the most exposed collective."""
     if changes := [r for r in glance.reshards(run) if r["sent_bytes"]]:
         r = changes[0]
-        what = f"{r['before']} -> {r['after']}: {r['reason']}"
-        say(out, "largest reshard", f"%{r['node']} ({r['source']}), {size(r['sent_bytes'])} sent, {what}")
+        details = f"{r['before']} -> {r['after']}: {r['reason']}"
+        say(out, "largest reshard", f"%{r['node']} ({r['source']}), {size(r['sent_bytes'])} sent, {details}")
     line, most = glance.peak_line(stage)
     at = next((node for node in stage.by_name.values() if node.line == line), None)
     place = f"%{at.name} ({at.source})" if at else "the end"
-    say(out, "peak", f"{size(most)} at {place}, line {line} of {stage.title}.txt; the largest of what is alive:")
+    say(out, "peak", f"{size(most)} at {place}, line {line} of {stage.title}.txt; the largest values alive there:")
     living = table("", ">bytes|holds|node|value|source|module")
     for s in glance.alive(stage, line)[:8]:
         node = stage.by_name[s.node]
-        living.add_row(size(s.bytes), s.kind, f"%{s.node}", glance.held(s, node), node.source, node.module)
+        living.add_row(size(s.bytes), s.kind, f"%{s.node}", glance.content_text(s, node), node.source, node.module)
     out.print(living)
-    if found := glance.collectives(run, stage):
-        first, node = found[0], stage.by_name[found[0].node]
-        why = (
+    if sent := glance.collectives(run, stage):
+        first, node = sent[0], stage.by_name[sent[0].node]
+        exposure = (
             f"{first.between:,} operators until the wait for it"
             if first.exposed_ms is None
             else f"{first.exposed_ms:.3f} ms"
         )
-        what = f"{first.kind} over {first.axis}, {size(first.sent_bytes)} sent"
-        say(out, "most exposed", f"%{first.node} ({node.source}), {what}, {why}")
+        details = f"{first.kind} over {first.axis}, {size(first.sent_bytes)} sent"
+        say(out, "most exposed", f"%{first.node} ({node.source}), {details}, {exposure}")
 
 
 def show_pass(run: Run, stage: Stage, out: Console) -> None:
@@ -126,10 +128,10 @@ def show_pass(run: Run, stage: Stage, out: Console) -> None:
     report = stage.report["report"]
     say(out, "counts", ", ".join(f"{key} {n:,}" for key, n in report["counts"].items()) or "none")
     if changes := sorted(report["reshards"], key=lambda r: -r["sent_bytes"]):
-        found = table(f"reshards, {len(changes):,} in all", ">sent|node|source|from|to|reason")
+        listing = table(f"reshards, {len(changes):,} in all", ">sent|node|source|from|to|reason")
         for r in changes[:ROWS]:
-            found.add_row(size(r["sent_bytes"]), f"%{r['node']}", r["source"], r["before"], r["after"], r["reason"])
-        out.print(found)
+            listing.add_row(size(r["sent_bytes"]), f"%{r['node']}", r["source"], r["before"], r["after"], r["reason"])
+        out.print(listing)
     show_traffic(stage, out)
     resharded = {f"%{r['node']} ({r['source']}): {r['before']}" for r in changes}
     for note in (*report["notes"], *report.get("remarks", ())):
@@ -150,8 +152,8 @@ def show_nodes(stages: Iterable[Stage], name: str | None, module: str | None, li
         for node in nodes:
             out.print(Text(f"{node.line:6d}  {node.text}"), soft_wrap=True)
     if not shown:
-        asked = " ".join(f"{k} {v!r}" for k, v in (("--node", name), ("--module", module), ("--line", line)) if v)
-        raise UserError(asked, "matches no node; --pass names another stage, wildcards are * and ?")
+        patterns = " ".join(f"{k} {v!r}" for k, v in (("--node", name), ("--module", module), ("--line", line)) if v)
+        raise UserError(patterns, "matches no node; --pass names another stage, wildcards are * and ?")
 
 
 def show_traffic(stage: Stage, out: Console) -> None:
@@ -166,10 +168,10 @@ def show_traffic(stage: Stage, out: Console) -> None:
 
 def table(title: str, heads: str) -> Table:
     """Return an empty table with the columns `a|b`; a head that starts with > is aligned right."""
-    made = Table(title=title or None, title_justify="left", box=None, header_style="dim", pad_edge=False)
+    listing = Table(title=title or None, title_justify="left", box=None, header_style="dim", pad_edge=False)
     for head in heads.split("|"):
-        made.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
-    return made
+        listing.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
+    return listing
 
 
 def say(out: Console, label: str, words: Any) -> None:

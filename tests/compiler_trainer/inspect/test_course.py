@@ -39,7 +39,7 @@ def test_facts_and_what_differs_from_the_defaults():
     found = course(replace(run, report=run.report | {"machine": {"processor": "any"}, "data": [PACKED]}, config={"optim": {"name": "sgd", "eps": 1e-8}}))
     facts, options = dict(found.facts), dict(found.changed)
     assert facts["parameters on a rank"].endswith("in 5 tensors") and facts["processor"] == "any"
-    assert facts["packing of books"] == "1,200 rows, 0.41% padding, 12.5% of documents cut"
+    assert facts["packing of books"] == "1,200 sequences, 0.41% padding, 12.5% of documents cut"
     assert options["optim.name"] == "sgd" and "optim.eps" not in options
 
 

@@ -88,7 +88,7 @@ def test_a_run_of_an_earlier_version_is_refused_by_what_reads_its_programs(tmp_p
     stage = read(linear_program()[1], tmp_path)
     stage.dump.unlink()
     assert stage.casts is None and stage.report["program"] == "step" and stage.text
-    with pytest.raises(UserError, match=r"00_step_joint.graph.json: is missing: the run is of an earlier version"):
+    with pytest.raises(UserError, match=r"00_step_joint.graph.json: is missing: an earlier version wrote the run"):
         _ = stage.nodes
 
 
@@ -120,7 +120,7 @@ def test_a_text_that_ends_too_early_is_refused(tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     for kept in (0, 1, len(lines) // 2, len(lines) - 1):
         path.write_text("".join(lines[:kept]))
-        with pytest.raises(UserError, match="00_step_joint.txt: is not whole: it lacks nodes"):
+        with pytest.raises(UserError, match="00_step_joint.txt: is incomplete: nodes or their number are missing"):
             _ = dumps.load_stages(tmp_path)[0].text
 
 
@@ -136,7 +136,7 @@ def test_memory_of_layers_that_one_stands_for_is_so_many_times_its_value(tmp_pat
     rows = [[node.name, "output", times * size, "parameters"] for times in (1, 4)]
     stage.path.with_suffix(".costs.json").write_text(json.dumps({"collectives": [], "flops": [], "storages": rows}))
     (stage,) = dumps.load_stages(tmp_path)
-    assert [glance.held(stored, node) for stored in glance.memory(stage)] == [node.value, f"4 x {node.value}"]
+    assert [glance.content_text(stored, node) for stored in glance.memory(stage)] == [node.value, f"4 x {node.value}"]
 
 
 def test_where_nothing_is_sent_there_is_no_table_of_it(tmp_path, capsys):
@@ -156,7 +156,7 @@ def test_stages_know_their_users(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, r"config.yaml: is missing; is this a run folder"),
+        ({}, r"config.yaml: is missing; check that this is the folder"),
         ({"config.yaml": "a: 1"}, r"report.json: is missing"),
         ({"config.yaml": "a: [", "report.json": "{}"}, r"config.yaml: is not valid YAML"),
         ({"config.yaml": "a: 1", "report.json": "[]"}, r"report.json: is not in the format that a run writes: \[\] is not a mapping"),

@@ -105,12 +105,12 @@ def test_of_a_run_of_an_earlier_version_passes_and_reports_are_shown(run, tmp_pa
         path.unlink()
     earlier = load(folder)
     out = shown(earlier, capsys)
-    assert all(stage.title in out for stage in run.dumped) and "graph.json is missing: the run is of an earlier version" in out
+    assert all(stage.title in out for stage in run.dumped) and "graph.json is missing: an earlier version wrote the run" in out
     assert "reshards" in shown(earlier, capsys, "--pass", "shard")
     for arguments in (["--node", "mm*"], ["--parameter", "*"], ["--html"]):
         assert call("inspect", folder, *arguments) == 2
         err = capsys.readouterr().err
-        assert "graph.json: is missing: the run is of an earlier version" in err and err.count("\n") == 1
+        assert "graph.json: is missing: an earlier version wrote the run" in err and err.count("\n") == 1
 
 
 def test_one_pass(run, capsys):
