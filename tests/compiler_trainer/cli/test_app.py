@@ -1,4 +1,4 @@
-"""The command line up to the trainer, which is replaced: what is composed, what is refused, what is left behind."""
+"""The command line up to the trainer, which is replaced: composed options, refusals, leftover files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS = [group.name for group in dataclasses.fields(Config)]
 
 
 class Trainer:
-    """Stands in for the trainer and keeps the configs it is called with."""
+    """A replacement of the trainer that keeps the configs it is called with."""
 
     def __init__(self):
         self.configs: list[Config] = []
@@ -51,7 +51,7 @@ NO_DECAY = {"no_decay": GroupConfig(kinds=("vector",), weight_decay=0.0)}
 
 @pytest.fixture
 def command(monkeypatch, trainer):
-    """Runs the command line and returns the configs that reached the trainer."""
+    """Return a function that runs the command line and returns the configs that reached the trainer."""
 
     def run(*arguments: str) -> list[Config]:
         monkeypatch.setattr(sys, "argv", ["compiler-trainer", *arguments])
@@ -263,7 +263,7 @@ def test_any_other_error_keeps_its_traceback_and_exits_with_1(command, trainer, 
 
 
 def start(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """A real Python process, run to its end in `folder`."""
+    """Run a real Python process in `folder` to its end."""
     env = {**os.environ, "PYTHONPATH": str(CONF.parent)}
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True)
 

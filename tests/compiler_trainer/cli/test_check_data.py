@@ -1,4 +1,4 @@
-"""`check-data`: a record token by token, beside transformers' text, and what of the data is not used."""
+"""`check-data` prints a record token by token, next to transformers' text, and unused fields."""
 
 from __future__ import annotations
 

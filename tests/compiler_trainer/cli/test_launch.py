@@ -1,4 +1,4 @@
-"""Several ranks by `launch`: what goes to the launcher and what to the ranks, and how a failure ends."""
+"""`launch` splits its arguments between launcher and ranks, and ends with a failed rank's exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command's verbs: how they are listed, found and refused."""
+"""The command's verbs are listed, found and refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_process_that_tokenizes_imports_no_torch_and_no_pass():
     script = "import sys, compiler_trainer.data.worker; print(sorted(m for m in sys.modules if m.partition('.')[0] in ('passes', 'torch')))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     words = ["passes", "passes.memory", "passes.memory.policies", "passes.precision", "passes.precision.sensitive"]
-    assert done.stdout == f"{words}\n"  # names of policies and operators, which options are made of
+    assert done.stdout == f"{words}\n"  # names of policies and operators, for options
 
 
 def test_a_process_that_writes_conversations_imports_no_torch():

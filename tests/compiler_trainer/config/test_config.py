@@ -1,4 +1,4 @@
-"""Options: each is checked where it stands, nothing unknown passes, and a saved config comes back the same."""
+"""Options are checked by type and against each other, unknown ones are refused, and a saved config loads unchanged."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LATENT = {"kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "v_dim": 6}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A choice of model without hydra's own key."""
+    """Return a choice of model without hydra's own key."""
     return {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "defaults"}
 
 
 def leaves(options: dict[str, Any], where: str = "") -> Iterator[str]:
-    """Dotted names of all options."""
+    """Yield the dotted names of all options."""
     for key, value in options.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{where}{key}.")
@@ -45,14 +45,14 @@ def leaves(options: dict[str, Any], where: str = "") -> Iterator[str]:
 
 
 def nested(where: str, value: Any) -> dict[str, Any]:
-    """The mapping that sets one dotted option."""
+    """Return the mapping that sets one dotted option."""
     for key in reversed(where.split(".")):
         value = {key: value}
     return value
 
 
 def with_value(where: str, value: Any) -> dict[str, Any]:
-    """All options, one dotted option set."""
+    """Return all options, one of them set."""
     options = group = dataclasses.asdict(Config())
     *groups, name = where.split(".")
     for key in groups:
@@ -65,7 +65,7 @@ def published_model(name: str) -> ModelConfig:
     return build(ModelConfig, read(MODELS / f"{name}.yaml"))
 
 
-FREE_NAMES = "passes.cast.ops."  # patterns, not options
+FREE_NAMES = "passes.cast.ops."  # keys are patterns, not options
 LEAVES = [where for where in leaves(dataclasses.asdict(Config())) if not where.startswith(FREE_NAMES)]
 
 
@@ -139,18 +139,18 @@ def test_a_partial_mapping_keeps_the_other_defaults():
     ("options", "where"),
     [
         ({"model": {"dim": 100}}, "model.n_heads"),
-        ({"model": {"dim": 40}}, "model.n_heads"),  # heads of 5, which rotary pairs do not fill
+        ({"model": {"dim": 40}}, "model.n_heads"),  # 5 features per head, which is odd: rotary features come in pairs
         ({"model": {"n_kv_heads": 3}}, "model.n_kv_heads"),
         ({"model": {"head_dim": 33}}, "model.head_dim"),
-        ({"model": {"latent": LATENT}}, "model.latent"),  # whose heads share no keys
+        ({"model": {"latent": LATENT}}, "model.latent"),  # its heads share no keys
         ({"model": {"latent": LATENT, "n_kv_heads": 8, "head_dim": 32}}, "model.latent"),
         ({"model": {"latent": LATENT, "n_kv_heads": 8, "qk_norm": "plain"}}, "model.latent"),
         ({"model": {"latent": LATENT, "n_kv_heads": 8, "nope_every": 4}}, "model.latent"),
         ({"model": {"latent": {**LATENT, "rope_dim": 7}, "n_kv_heads": 8}}, "model.latent.rope_dim"),
         ({"model": {"experts": {**EXPERTS, "top_k": 9}}}, "model.experts.top_k"),
-        ({"model": {"experts": {**EXPERTS, "groups": 4, "top_k": 3}}}, "model.experts.top_k"),  # of 2 in the best group
+        ({"model": {"experts": {**EXPERTS, "groups": 4, "top_k": 3}}}, "model.experts.top_k"),  # of 2 experts in the best group
         ({"model": {"experts": {**EXPERTS, "groups": 3}}}, "model.experts.groups"),
-        ({"model": {"experts": {**EXPERTS, "groups": 8}}}, "model.experts.groups"),  # of one
+        ({"model": {"experts": {**EXPERTS, "groups": 8}}}, "model.experts.groups"),  # of one expert
         ({"model": {"experts": {**EXPERTS, "groups": 2, "top_groups": 3}}}, "model.experts.top_groups"),
         ({"model": {"experts": {**EXPERTS, "top_k": 1}}}, "model.experts.normalize"),
         ({"model": {"experts": {**EXPERTS, "dense_layers": 4}}}, "model.experts.dense_layers"),
@@ -263,7 +263,7 @@ def test_a_config_that_was_cut_short_is_refused(tmp_path):
 def test_a_config_is_written_over_pipes_and_broken_links_and_through_no_link(tmp_path):
     path, other = tmp_path / "config.yaml", tmp_path / "other"
     other.write_text("a: 1")
-    config = Config()  # its folder has the time in its name
+    config = Config()  # the name of its folder contains the time
     for make in (lambda: os.mkfifo(path), lambda: path.symlink_to(path), lambda: path.symlink_to(other)):
         make()
         save(config, path)
@@ -282,7 +282,7 @@ def test_a_missing_config_is_refused_by_its_path(tmp_path):
 
 
 def parameters(m: ModelConfig) -> int:
-    """Parameters of a Llama, counted by hand: two norms a layer, no biases."""
+    """Return the parameters of a Llama, counted by hand: two norms per layer, no biases."""
     head_dim = m.dim // m.n_heads
     attention = m.dim * head_dim * (2 * m.n_heads + 2 * m.n_kv_heads)
     layer = attention + 3 * m.dim * m.ffn_dim + 2 * m.dim

@@ -1,4 +1,4 @@
-"""What is `auto` until the device is known: the cluster, and the dtype of parameters in use."""
+"""`auto` is resolved when the device is known: the cluster, and the dtype of parameters in compute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ON_CPU, ON_GPU = (None, None), ("bfloat16", "float32")
 
 @pytest.fixture
 def on(monkeypatch):
-    """Makes this a machine with a GPU of some name; without a name, one without a GPU."""
+    """Simulate a machine with a GPU of that name; without a name, one without a GPU."""
 
     def become(name=None):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
@@ -41,7 +41,7 @@ def outcome(cfg):
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H100 PCIe", None),  # another GPU of the same name, and another that has a name in its own
+        ("NVIDIA H100 PCIe", None),  # a different GPU whose name contains the name of another
         ("NVIDIA GH200 480GB", None),
         (None, "cpu"),
     ],

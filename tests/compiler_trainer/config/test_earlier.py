@@ -1,4 +1,4 @@
-"""Options that are gone: those that give stored numbers no meaning are passed over, which is said."""
+"""Removed options are ignored with a message, unless stored numbers depend on them."""
 
 from __future__ import annotations
 

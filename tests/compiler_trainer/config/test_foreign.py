@@ -1,4 +1,4 @@
-"""Names of other trainers: each is answered, with options that there are."""
+"""Option names of other trainers get an answer that names existing options."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ GROUPS = (
     "plan",
 )
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(GROUPS)})\.[a-z_][a-z_.0-9]*[a-z_0-9](?![\w/]|\()")
-NO_OPTIONS = {  # a name in the state or in a model, a file, a function, an option of an earlier version
+NO_OPTIONS = {  # names of state, parameters, files, functions, and options of earlier versions
     "optim.step", "model.safetensors.index", "model.embed_tokens", "model.norm", "model.layers",
     "passes.program.ir", "passes.rules.add_rule", "checkpoint.enabled", "passes.segment.enabled", "passes.roll",
     "passes.schedule.bucket_mib", "passes.schedule.ahead",
 }  # fmt: skip
 FILES = (".yaml", ".json", ".jsonl", ".html", ".js", ".md", ".py", ".safetensors")
 DENIALS = re.compile(r"there is (?:no|none)\b[^;,:]*|[^;,:]* (?:is|are) not (?:computed|called)[^;,:]*")
-REFUSED = {  # by the beginning of a denial: an option that asks for what is denied
+REFUSED = {  # beginning of a denial -> options that ask for the denied feature
     "there is no fp16": ["passes.cast.param_dtype=float16"],
     "there is no MXFP8 and no NVFP4": ["passes.cast.float8=mxfp8"],
     "matmuls of experts are not computed in float8": ["passes.moe.fp8_grouped_mm=true"],
@@ -63,7 +63,7 @@ def options() -> set[str]:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Yield the strings of the program that are no docstrings, with their places."""
+    """Yield the strings of the program that are not docstrings, with their places."""
     root = Path(compiler_trainer.__file__).parents[1]
     for path in sorted([*root.glob("compiler_trainer/**/*.py"), *root.glob("passes/**/*.py")]):
         tree = ast.parse(path.read_text())
@@ -91,7 +91,7 @@ def test_every_option_that_a_message_names_exists():
     "denial", sorted({d for said in {*ANSWERS.values(), *VALUES.values()} for d in DENIALS.findall(said)})
 )
 def test_what_an_answer_denies_is_refused_and_no_feature(denial):
-    """An answer outlives what it says: there was no pipeline parallelism once."""
+    """Answers must not become outdated: one denied pipeline parallelism after it had been added."""
     (refused,) = (asked for beginning, asked in REFUSED.items() if denial.startswith(beginning))
     with pytest.raises(UserError):
         validate(settled(typed(compose(refused)), on_gpu=True), 1)

@@ -1,4 +1,4 @@
-"""What `--help GROUP` prints is what the schema says, of every option."""
+"""`--help GROUP` prints the schema's description of every option."""
 
 from __future__ import annotations
 

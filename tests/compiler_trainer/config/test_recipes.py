@@ -1,4 +1,4 @@
-"""Recipes: what every one of them must say, and that a stranger's command line trains what it names."""
+"""Recipes set the options that each of them must set, and a command line with one trains the named model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiler_trainer.models.windowed import WindowedDecoder
 
 RECIPES = sorted(path.stem for path in Path(CONF, "recipe").glob("*.yaml"))
 TUNING = ("finetune", "lora", "dpo")
-ONE_GPU = ("windowed_50m",)  # whose batch, split and learning rate are stated
+ONE_GPU = ("windowed_50m",)  # these set batch, split and learning rate themselves
 SHAPED = [name for name in RECIPES if name not in (*TUNING, *ONE_GPU, "pretrain")]
 
 

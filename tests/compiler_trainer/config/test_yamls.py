@@ -1,4 +1,4 @@
-"""Configs as files: what is none, and what is endless, is refused by name."""
+"""Config files that are not YAML, or endless, are refused by name."""
 
 from __future__ import annotations
 

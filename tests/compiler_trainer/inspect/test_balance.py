@@ -1,4 +1,4 @@
-"""The load of experts along a run, of its metrics."""
+"""The load of experts along a run, from its metrics."""
 
 from __future__ import annotations
 

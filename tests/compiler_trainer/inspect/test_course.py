@@ -1,4 +1,4 @@
-"""What the page tells first: curves, facts, seconds and the options that were set."""
+"""The first tab of the page: curves, facts, seconds and the options that were set."""
 
 from __future__ import annotations
 

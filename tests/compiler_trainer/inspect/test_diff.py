@@ -1,4 +1,4 @@
-"""What differs between two runs: each planted difference is told, and nothing else."""
+"""The differences between two runs: each planted difference is shown, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from passes.program.printer import Printed
 
 @pytest.fixture
 def other(tmp_path) -> Path:
-    """A copy of the run, to be changed."""
+    """Return a copy of the run, to be changed."""
     return Path(shutil.copytree(run_folder(), tmp_path / "other"))
 
 
 def differing(a: Path, b: Path) -> dict[str, list[tuple[str, ...]]]:
-    """The tables that are not empty, by title."""
+    """Return the tables that are not empty, by title."""
     return {title: rows for title, _, rows in diff.sections(load(a), load(b)) if rows}
 
 

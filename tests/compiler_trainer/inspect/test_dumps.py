@@ -1,4 +1,4 @@
-"""Run folders read back: every node of every stage, and what is missing named."""
+"""Run folders are read back: every node of every stage; missing files are named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTHING = Accounting((), {}, 0, 0, 0, "x", "", {})
 
 
 def read(program: ir.Program, folder: Path) -> dumps.Stage:
-    """The stage that a dump of a program is read as."""
+    """Return the stage read from the dump of a program."""
     Dumper(folder)(program, PassRecord("step", "joint", 0.0, 0, 0, Report(), NOTHING, {}, Costs((), (), ())))
     return dumps.load_stages(folder)[0]
 
@@ -64,7 +64,7 @@ def test_every_node_comes_back(tmp_path):
 
 
 def test_graphs_that_a_program_holds_have_paths(tmp_path):
-    """The program of a count, and a graph that an operator calls."""
+    """The program counts, and an operator calls a graph."""
     small, program = linear_program()
     child = LazyGraphModule(nn.Module(), small.builder.graph)
     scalar = replace(program.inputs[1], kind="scalar", count=ir.Count(program, 2))
@@ -75,7 +75,7 @@ def test_graphs_that_a_program_holds_have_paths(tmp_path):
 
 
 def test_what_has_no_form_is_read_as_it_prints(tmp_path):
-    """An operator of this process alone, a constant of an unknown type, and strings that look like operands."""
+    """Covers an unknown operator, a constant of an unknown type, and strings that look like operands."""
     small, program = linear_program()
     last = program.results()[0]
     last.target, last.args = Printed("local.mine"), (last.args[0], object(), '%c ) : #', float("-inf"), torch.float32)

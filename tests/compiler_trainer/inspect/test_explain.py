@@ -1,4 +1,4 @@
-"""The life of a parameter as its dumps tell it: every gather, use, reduction and update, and nothing of another's."""
+"""The life of a parameter from its dumps: every gather, use, reduction and update, and none of another parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiler_trainer.inspect.dumps import load
 
 
 def told(name: str, **options) -> list[tuple[str, str]]:
-    """What happens, and how, in order."""
+    """Return the events and their details, in order."""
     run = load(run_folder(**options))
     return [(e.what, e.detail) for stage in parameter.chosen(run) for e in parameter.life(stage, name)]
 

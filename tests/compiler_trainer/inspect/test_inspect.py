@@ -1,4 +1,4 @@
-"""Questions to a run folder: answered as the passes count, in tables, and refused in one line."""
+"""Questions about a run folder get tables with the passes' counts; bad questions are refused in one line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_costs_add_up_to_the_report(run):
 
 
 def test_bodies_and_how_often_they_are_called(run, capsys):
-    """All operators of a program that compute are in its bodies, as often as these are called; views may stand outside."""
+    """All computing operators are in compiled regions, as often as these are called; views may be outside."""
     views = {"view", "t", "movedim.int", "reshape", "narrow", "getitem", "split_with_sizes", "expand", "unsqueeze"}
     for stage in run.trained:
         bodies = run.bodies[stage.program]

@@ -1,4 +1,4 @@
-"""The page of a run, opened in Chromium without a display: fast, silent, and its answers those of Python."""
+"""The page of a run, opened in headless Chromium: it is fast, logs nothing, and agrees with Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(tmp_path_factory) -> Run:
 
 
 def show(browser, run: Run, file: Path, width: int = 1300, scheme: str = "light"):
-    """The page of a run, ready."""
+    """Return the page of a run, loaded."""
     file.write_text(page(run), encoding="utf-8")
     shown = opened(browser, file, width, scheme)
     shown.wait_for_selector("body[data-ready]")
@@ -254,7 +254,7 @@ def test_a_predicted_timeline_is_drawn(browser, run, tmp_path):
 
 
 def grow(folder: Path, run: Run) -> Run:
-    """A run whose last stage has 100,000 nodes: its forward written a thousand times over."""
+    """Return a run whose last stage has 100,000 nodes: its forward, repeated a thousand times."""
     shutil.copytree(run.folder, folder)
     copied = load(folder).trained[-1]
     nodes = [node for node in copied.graph.graph.nodes if node.op == "call_function"][:100]

@@ -1,4 +1,4 @@
-"""Our decoders in the forms of transformers compute the same; what has no form is refused by its option."""
+"""Our decoders compute the same in transformers' forms; options that no form has are refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OF_NONE = {
 
 
 def decoder(cfg: ModelConfig) -> Llama:
-    """The model with weights and buffers that are all unlike."""
+    """Return the model with weights and buffers that all differ."""
     torch.manual_seed(0)
     model = Llama(cfg).eval()
     with torch.no_grad():
@@ -77,12 +77,12 @@ def test_the_likeliest_tokens_are_the_same_with_a_cache(name):
     cfg, how = Config(model=FORMS[name], train=TrainConfig(seq_len=24)), Sampling(30, temperature=0.0)
     trained, ours, prompt = subject(cfg), decoder(FORMS[name]), [5, 60, 7, 7]
     with torch.no_grad():
-        for weight in ours.layers.parameters():  # so that what a tied head repeats is not the likeliest
+        for weight in ours.layers.parameters():  # so that a tied head does not just repeat the last token
             weight.mul_(4)
     model, seen = in_use(cfg, ours, torch.device("cpu")), []
     model.register_forward_pre_hook(lambda m, args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
     cached = continued(cfg, trained, model, prompt, frozenset(), how)
-    assert seen == [4] + 19 * [1] and len(cached) == 20  # to the last position
+    assert seen == [4] + 19 * [1] and len(cached) == 20  # up to the last position
     assert cached == [*islice(one_by_one(trained, ours, prompt, 24, how), 20)] and len({*cached}) > 4
 
 

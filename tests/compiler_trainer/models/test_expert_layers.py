@@ -1,4 +1,4 @@
-"""Routers against formulas written out for one token, experts against loops, and what keeps their shares even."""
+"""Routers agree with formulas for single tokens, experts with loops; loss and correction even out the load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ each_router = pytest.mark.parametrize("cfg", ROUTERS.values(), ids=ROUTERS.keys(
 
 @pytest.fixture
 def any_dtype(monkeypatch):
-    """`F.grouped_mm` takes fp64 as well."""
+    """Let `F.grouped_mm` take fp64 as well."""
     monkeypatch.setattr(F, "grouped_mm", sliced_products)
 
 
@@ -42,7 +42,8 @@ def randn(*shape, seed=1):
 
 
 def mixture(cfg, seed=0):
-    """In fp64, with scores far from each other and from 1, and a correction that changes the choice."""
+    """Return a mixture in fp64, with scores far from each other and from 1, and a correction that changes the choice.
+    """
     torch.manual_seed(seed)
     made = MixtureOfExperts(D, cfg).double()
     with torch.no_grad():
@@ -53,7 +54,7 @@ def mixture(cfg, seed=0):
 
 
 def route_one(cfg, logits, correction):
-    """(expert, weight) of one token, best first, as the papers have it."""
+    """Return (expert, weight) of one token, best first, by the papers' formulas."""
     exps = [z.exp() for z in logits]
     scores = [e / sum(exps) if cfg.score == "softmax" else 1 / (1 + 1 / e) for e in exps]
     wanted = [s.item() + c for s, c in zip(scores, correction)]
@@ -189,12 +190,12 @@ def test_each_forward_in_training_moves_the_correction_against_the_shares():
     router = Router(4, cfg).double()
     with torch.no_grad():
         router.weight.copy_(torch.eye(4))
-    x = torch.eye(4, dtype=F64)[[0, 0, 0, 1]]  # counts 3, 1, 0, 0 of a mean of 1
+    x = torch.eye(4, dtype=F64)[[0, 0, 0, 1]]  # counts 3, 1, 0, 0; the mean is 1
     steps = torch.tensor([-1.0, 0.0, 1.0, 1.0], dtype=F64)
     router(x)
     torch.testing.assert_close(router.correction, 0.25 * (steps - 0.25), atol=1e-15, rtol=0)
     before = router.correction.clone()
-    ids, *_ = router(x)  # scores 0.73 and 0.5 elsewhere: by now 2 is corrected past 0
+    ids, *_ = router(x)  # scores are 0.73 and 0.5 elsewhere: by now the correction puts 2 before 0
     assert ids.flatten().tolist() == [2, 2, 2, 2]
     torch.testing.assert_close(router.correction, before + 0.25 * (torch.tensor([1, 1, -1, 1.0]) - 0.5).double())
 
@@ -204,14 +205,14 @@ def test_an_expert_with_the_mean_share_keeps_its_correction():
     with torch.no_grad():
         router.weight.copy_(torch.eye(10))
     tokens = torch.eye(10).repeat(7, 1)
-    tokens[0] = tokens[1]  # 6, 8 and eight times 7: a tenth each, of which the mean is not a tenth, rounded
+    tokens[0] = tokens[1]  # 6, 8 and eight times 7: in floats, the mean of ten tenths is not a tenth
     router(tokens)
     torch.testing.assert_close(router.correction, torch.tensor([0.1, -0.1, *[0.0] * 8]), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_padding_counts_in_nothing_that_keeps_shares_even(score):
-    """In loads, the correction and the auxiliary loss, with its gradient, as though the real tokens were alone."""
+    """Loads, the correction and the auxiliary loss, with its gradient, are those of the real tokens alone."""
     routers = [Router(D, ExpertsConfig(8, 2, 12, score=score, bias_rate=0.25, balance_loss=0.5)).double() for _ in range(2)]
     routers[1].load_state_dict(routers[0].state_dict())
     x, gradients = randn(N, D), []
@@ -220,7 +221,7 @@ def test_padding_counts_in_nothing_that_keeps_shares_even(score):
     for router, given in zip(routers, ((x,), (padded, is_real))):
         ids, _, balance = router(*given)
         gradients.append(torch.autograd.grad(balance, router.weight)[0])
-    assert len(ids) == N + 9  # padding has experts, too
+    assert len(ids) == N + 9  # padding is routed, too
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-14, rtol=1e-14)
     for name, value in routers[0].state_dict().items():
         torch.testing.assert_close(routers[1].state_dict()[name], value, atol=1e-14, rtol=1e-14)
@@ -300,7 +301,7 @@ ONE_LAYER = dataclasses.replace(TINY, n_layers=1, experts=ExpertsConfig(4, 2, 8,
 
 @pytest.fixture(scope="module")
 def training():
-    """One layer, captured as it trains, in the dtype that PyTorch's fake kernel takes."""
+    """Return one layer, captured as it trains, in a dtype that PyTorch's fake kernel takes."""
     model = models.build(ONE_LAYER, torch.bfloat16)
     return capture(model, models.loss_fn, batch(), torch.device("cpu"))[0]
 
@@ -330,7 +331,7 @@ def test_evaluation_is_captured_in_eval_mode_with_an_auxiliary_loss_alone(traini
 # ---- sizes and weights ------------------------------------------------------------------------------
 
 MODELS = Path(__file__).parents[3] / "conf" / "model"
-SIZES = {  # parameters of the checkpoint, and in billions what the paper says a token uses
+SIZES = {  # parameters of the checkpoint, and the paper's billions of parameters that a token uses
     "mixtral_8x7b": (46_702_792_704, 12.9),
     "qwen3_30b_a3b": (30_532_122_624, 3.35),
     "deepseek_v3_16b": (15_706_484_224, 2.66),  # the paper's 2.4 leaves out the embedding, 0.21

@@ -1,4 +1,4 @@
-"""The decoder's experts on meshes: losses, updates, corrections and shares are those of a loop on one device."""
+"""Decoders with experts on meshes: losses, updates, corrections and shares equal those of a loop on one device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ EXPERTS = (
 
 
 def loss(model, batch):
-    """`loss_fn` in the model's own dtype."""
+    """Return `loss_fn` in the model's own dtype."""
     found = model(batch["tokens"], batch["positions"], batch["documents"])
     logits, auxiliary = found if isinstance(found, tuple) else (found, 0.0)
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + auxiliary
 
 
 def data_of():
-    """Batches of rows that end in padding, each in another place."""
+    """Return batches of sequences that end in padding, each at another position."""
     found = batches(rows=3)
     for batch in found:
         length = batch["tokens"].shape[1]
@@ -59,7 +59,7 @@ SPREAD = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"cp": 2, "dp_shard": 2, "ep": 2}, 
     itertools.product(SPREAD, EXPERTS[:2], ("dropless", "all_gather"), ({}, None)), 0, 15, 32))
 @pytest.mark.full
 def test_three_updates_of_layers_whose_experts_are_spread(mesh, cfg, dispatch, plan):
-    """Two layers: the second's attention gets what the first's experts leave, over whichever axes."""
+    """Two layers, so that attention also reads values that experts left sharded over any axis."""
     model, data = llama(n_layers=2, experts=cfg), data_of()
     metrics, state = train_plainly(looped(model), loss, data)
     step = compile_lockstep(model, loss, data[0], mesh, passes={"moe": {"dispatch": dispatch}, "shard": {"plan": plan}})

@@ -1,4 +1,4 @@
-"""Models of folders that transformers wrote: which module, which weights, what is read, what is refused."""
+"""Models of folders that transformers wrote: module, weights, reads and refusals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from compiler_trainer.models.subject import subject
 
 MESH = {"dp_shard": 2, "tp": 2}
 SGD = {"name": "sgd", "momentum": 0.9}
-LOSSES, WEIGHTS = 2e-6, 2e-6  # norms and the router compute in fp32 whatever the dtype of the model
+LOSSES, WEIGHTS = 2e-6, 2e-6  # norms and the router compute in fp32, whatever the model's dtype
 LORA = LoraConfig(rank=3, targets=("all-linear",))
 
 
 def values_of(cfg, module, seed=0):
-    """The initial values of a skeleton, by name."""
+    """Return the initial values of a skeleton, by name."""
     return models_of_folders.initial(models_of_folders.stored_values(cfg, module), module, seed)
 
 
@@ -37,7 +37,7 @@ def of(kind: str, **options) -> FolderConfig:
 
 
 def batches(count: int = 3, length: int = 13):
-    """Rows of two documents each."""
+    """Return sequences of two documents each."""
     generator = torch.Generator().manual_seed(1)
     positions = torch.cat((torch.arange(5), torch.arange(length - 5))).expand(3, length).contiguous()
     for _ in range(count):
@@ -46,13 +46,13 @@ def batches(count: int = 3, length: int = 13):
 
 
 def whole(cfg: FolderConfig):
-    """The skeleton in fp64, its values, and its loss."""
+    """Return the skeleton in fp64, its values, and its loss."""
     module = models_of_folders.build(cfg, torch.float64)
     return module, values_of(cfg, module), partial(models_of_folders.loss_of, cfg.attention)
 
 
 def exactly(loss):
-    """A loss whose cross-entropy is in the dtype of the logits."""
+    """Return a loss whose cross-entropy is in the dtype of the logits."""
     def in_fp64(attention, model, batch):
         logits = models_of_folders.logits(attention, model, batch)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
@@ -158,7 +158,7 @@ def test_random_weights_are_drawn_once_and_only_if_they_are_read(monkeypatch):
 
 @pytest.fixture
 def broken(tmp_path):
-    """A copy of the folder of Llama, to be broken."""
+    """Return a copy of the Llama folder, to be broken."""
     return shutil.copytree(folders.folder("llama"), tmp_path / "folder")
 
 

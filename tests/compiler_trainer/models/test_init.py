@@ -1,4 +1,4 @@
-"""Initial weights: any slice is what the full tensor has there, and a rank draws the entries it stores alone."""
+"""Initial weights: each slice equals that of the full tensor, and a rank draws only the entries it stores."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_threads_change_nothing(monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How many entries were drawn so far, two for each number of a generator."""
+    """Count the entries drawn so far, two for each number of a generator."""
     drawn, bits = [0], init.bits
 
     def counting(seed, spans):
@@ -101,7 +101,7 @@ CASES = {
 
 
 def step_on(mesh, cfg):
-    """A step whose ranks drew their weights."""
+    """Return a step whose ranks drew their weights."""
     batch = {key: torch.zeros(8, 8, dtype=torch.int64) for key in models.INPUTS}
     initial = models.initial_parameters(models.build(cfg), 3, torch.float32)
     return compile_lockstep(models.build(cfg), models.loss_fn, batch, mesh, initial=initial, microbatches=2)

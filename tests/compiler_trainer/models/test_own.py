@@ -1,4 +1,4 @@
-"""Modules and losses of one's own, by their names."""
+"""Modules and losses of the user's, by dotted name."""
 
 from __future__ import annotations
 
