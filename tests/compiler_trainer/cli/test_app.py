@@ -137,11 +137,11 @@ def test_a_table_takes_entries_on_the_command_line(command, argument, table, exp
     assert table(cfg) == expected
 
 
-@pytest.mark.parametrize(("given", "wanted"), [("2h30m", 9000), ("45s", 45), ("90m", 5400), ("90", 90), ("0.5", 0.5)])
+@pytest.mark.parametrize(("text", "expected"), [("2h30m", 9000), ("45s", 45), ("90m", 5400), ("90", 90), ("0.5", 0.5)])
 @pytest.mark.sample(2)
-def test_a_time_is_hours_minutes_and_seconds_or_seconds(command, given, wanted):
-    (cfg,) = command(f"run.time_limit={given}")
-    assert seconds(cfg.run.time_limit) == wanted
+def test_a_time_is_hours_minutes_and_seconds_or_seconds(command, text, expected):
+    (cfg,) = command(f"run.time_limit={text}")
+    assert seconds(cfg.run.time_limit) == expected
 
 
 @pytest.mark.full
@@ -278,6 +278,6 @@ def test_as_a_module_it_exits_with_2(tmp_path):
 def test_on_two_ranks_it_is_said_once(tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *AS_MODULE, "mesh.dp_shard=3"]
     done = start(launch, tmp_path)
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said == ["error: mesh: dp_shard=3 needs 3 ranks, not 2; change mesh.dp_shard or start 3 ranks"]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == ["error: mesh: dp_shard=3 needs 3 ranks, not 2; change mesh.dp_shard or start 3 ranks"]
     assert done.returncode != 0 and not list(tmp_path.iterdir())

@@ -69,8 +69,8 @@ def test_a_decoder_with_experts_is_compared_by_options_alone(capsys):
 @pytest.mark.parametrize("mesh", [("mesh.dp_shard=2", "mesh.ep=2"), ("mesh.dp_shard=2", "mesh.tp=2")], ids="_".join)
 def test_experts_of_transformers_are_compared_and_adapted_by_lora_as_other_layers(mesh, capsys):
     """peft wraps such a layer twice, once for each of its weights."""
-    given = ("check-model", "model=hf", f"model.path={folders.folder('mixtral')}")
-    assert call(*given, "+model.lora.rank=4", "model.lora.targets=[all-linear]", *mesh) == 0
+    arguments = ("check-model", "model=hf", f"model.path={folders.folder('mixtral')}")
+    assert call(*arguments, "+model.lora.rank=4", "model.lora.targets=[all-linear]", *mesh) == 0
     assert "right, off by " in capsys.readouterr().out
 
 
@@ -80,7 +80,7 @@ def test_a_wrong_model_names_what_is_off(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("test_check_model.OfOneDevice", "mesh.tp=2"), "error: model"),
         (("strangers.Reader", "model.width=6", "mesh.dp_shard=-1"), "error: mesh.dp_shard: is what other axes leave of the ranks, and here are none; give it\n"),
@@ -91,7 +91,7 @@ def test_a_wrong_model_names_what_is_off(capsys):
     ],
 )
 @pytest.mark.sample(2)
-def test_what_cannot_be_compared_is_one_line(arguments, said, capsys):
+def test_what_cannot_be_compared_is_one_line(arguments, message, capsys):
     assert call("check-model", *arguments) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith(said) and shown.err.count("\n") == 1, shown.err
+    assert shown.out == "" and shown.err.startswith(message) and shown.err.count("\n") == 1, shown.err

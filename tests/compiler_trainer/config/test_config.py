@@ -35,26 +35,26 @@ def read(path: Path) -> dict[str, Any]:
     return {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "defaults"}
 
 
-def leaves(options: dict[str, Any], where: str = "") -> Iterator[str]:
+def leaves(options: dict[str, Any], option: str = "") -> Iterator[str]:
     """Yield the dotted names of all options."""
     for key, value in options.items():
         if isinstance(value, dict):
-            yield from leaves(value, f"{where}{key}.")
+            yield from leaves(value, f"{option}{key}.")
         else:
-            yield f"{where}{key}"
+            yield f"{option}{key}"
 
 
-def nested(where: str, value: Any) -> dict[str, Any]:
+def nested(option: str, value: Any) -> dict[str, Any]:
     """Return the mapping that sets one dotted option."""
-    for key in reversed(where.split(".")):
+    for key in reversed(option.split(".")):
         value = {key: value}
     return value
 
 
-def with_value(where: str, value: Any) -> dict[str, Any]:
+def with_value(option: str, value: Any) -> dict[str, Any]:
     """Return all options, one of them set."""
     options = group = dataclasses.asdict(Config())
-    *groups, name = where.split(".")
+    *groups, name = option.split(".")
     for key in groups:
         group = group[key]
     group[name] = value
@@ -66,21 +66,21 @@ def published_model(name: str) -> ModelConfig:
 
 
 FREE_NAMES = "passes.cast.ops."  # keys are patterns, not options
-LEAVES = [where for where in leaves(dataclasses.asdict(Config())) if not where.startswith(FREE_NAMES)]
+LEAVES = [option for option in leaves(dataclasses.asdict(Config())) if not option.startswith(FREE_NAMES)]
 
 
-@pytest.mark.parametrize("where", LEAVES)
-def test_a_value_of_the_wrong_type_is_refused_at_its_own_option(where):
+@pytest.mark.parametrize("option", LEAVES)
+def test_a_value_of_the_wrong_type_is_refused_at_its_own_option(option):
     with pytest.raises(UserError) as caught:
-        build(Config, with_value(where, [object()]))
-    assert re.fullmatch(re.escape(where) + r"(\[0\])?", caught.value.where)
+        build(Config, with_value(option, [object()]))
+    assert re.fullmatch(re.escape(option) + r"(\[0\])?", caught.value.where)
 
 
-@pytest.mark.parametrize("where", LEAVES)
-def test_a_misspelt_option_is_refused_with_the_right_one(where):
-    with pytest.raises(UserError, match=f"did you mean {where.rpartition('.')[2]!r}") as caught:
-        build(Config, nested(where + "x", 1))
-    assert caught.value.where == where + "x"
+@pytest.mark.parametrize("option", LEAVES)
+def test_a_misspelt_option_is_refused_with_the_right_one(option):
+    with pytest.raises(UserError, match=f"did you mean {option.rpartition('.')[2]!r}") as caught:
+        build(Config, nested(option + "x", 1))
+    assert caught.value.where == option + "x"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
 
 
 @pytest.mark.parametrize(
-    ("where", "value", "message"),
+    ("option", "value", "message"),
     [
         ("data.eval_fraction", 1.0, "1.0 must be 0 or more and below 1"),
         ("data.files", "a.txt", "'a.txt' is not a list; write [a.txt]"),
@@ -123,10 +123,10 @@ def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
         ("train.steps", True, "True is not a whole number"),
     ],
 )
-def test_a_bad_value_is_refused_with_the_way_out(where, value, message):
+def test_a_bad_value_is_refused_with_the_way_out(option, value, message):
     with pytest.raises(UserError, match=re.escape(message)) as caught:
-        build(Config, nested(where, value))
-    assert caught.value.where.startswith(where)
+        build(Config, nested(option, value))
+    assert caught.value.where.startswith(option)
 
 
 def test_a_partial_mapping_keeps_the_other_defaults():
@@ -136,7 +136,7 @@ def test_a_partial_mapping_keeps_the_other_defaults():
 
 
 @pytest.mark.parametrize(
-    ("options", "where"),
+    ("options", "option"),
     [
         ({"model": {"dim": 100}}, "model.n_heads"),
         ({"model": {"dim": 40}}, "model.n_heads"),  # 5 features per head, which is odd: rotary features come in pairs
@@ -168,10 +168,10 @@ def test_a_partial_mapping_keeps_the_other_defaults():
         ({"checkpoint": {"dir": " "}}, "checkpoint.dir"),
     ],
 )
-def test_options_that_cannot_hold_together_are_refused(options, where):
+def test_options_that_cannot_hold_together_are_refused(options, option):
     with pytest.raises(UserError) as caught:
         validate(build(Config, options), world_size=1)
-    assert caught.value.where == where
+    assert caught.value.where == option
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,10 @@ def test_what_is_stated_stays():
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_step_computes_as_its_device_does(monkeypatch, on_gpu):
-    batch, asked = {"x": torch.tensor([[0, 1], [2, 3]])}, []
+    batch, calls = {"x": torch.tensor([[0, 1], [2, 3]])}, []
 
-    def told(passes, of_device):
-        asked.append(of_device)
+    def record(passes, of_device):
+        calls.append(of_device)
         return passes_on(passes, on_gpu)
 
     def first_loss(**how):
@@ -111,5 +111,5 @@ def test_a_step_computes_as_its_device_does(monkeypatch, on_gpu):
 
     stated = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if on_gpu else {"param_dtype": None}
     expected = first_loss(passes={"cast": stated})
-    monkeypatch.setattr("compiler_trainer.step.compile.passes_on", told)
-    assert first_loss() == expected and asked == [False]
+    monkeypatch.setattr("compiler_trainer.step.compile.passes_on", record)
+    assert first_loss() == expected and calls == [False]

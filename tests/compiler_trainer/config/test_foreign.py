@@ -75,14 +75,14 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def test_every_option_that_a_message_names_exists():
-    known = options()
+    existing = options()
     missing = [
         (place, name)
         for place, text in messages()
         for name in NAMED.findall(text)
         if not name.endswith(FILES)
-        and name not in known | NO_OPTIONS
-        and not any(option.startswith(f"{name}.") for option in known)
+        and name not in existing | NO_OPTIONS
+        and not any(option.startswith(f"{name}.") for option in existing)
     ]
     assert not missing
 
@@ -92,15 +92,15 @@ def test_every_option_that_a_message_names_exists():
 )
 def test_what_an_answer_denies_is_refused_and_no_feature(denial):
     """Answers must not become outdated: one denied pipeline parallelism after it had been added."""
-    (refused,) = (asked for beginning, asked in REFUSED.items() if denial.startswith(beginning))
+    (refused_overrides,) = (overrides for beginning, overrides in REFUSED.items() if denial.startswith(beginning))
     with pytest.raises(UserError):
-        validate(settled(typed(compose(refused)), on_gpu=True), 1)
+        validate(settled(typed(compose(refused_overrides)), on_gpu=True), 1)
     features = {feature.name.partition(" (")[0].lower() for row in FEATURES.values() for feature in row}
     assert denial.lower().removeprefix("there is no ") not in features
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("mapping", "message"),
     [
         (
             {"train": {"gradient_accumulation_steps": 4}},
@@ -131,10 +131,10 @@ def test_what_an_answer_denies_is_refused_and_no_feature(denial):
         ({"train": {"stepz": 4}}, "train.stepz: no such option; did you mean 'steps'?"),
     ],
 )
-def test_a_name_of_another_trainer_is_answered_where_it_is_refused(given, said):
+def test_a_name_of_another_trainer_is_answered_where_it_is_refused(mapping, message):
     with pytest.raises(UserError) as refused:
-        build(Config, given)
-    assert said in str(refused.value)
+        build(Config, mapping)
+    assert message in str(refused.value)
 
 
 def test_case_hyphens_and_groups_do_not_matter():

@@ -52,11 +52,11 @@ def test_every_part_of_a_line_is_read(tmp_path):
 def test_every_node_comes_back(tmp_path):
     program = joint({"dp_shard": 2, "tp": 2})
     stage, text = read(program, tmp_path), print_program(program)
-    found = {node.name: node for node in stage.nodes}
+    read_nodes = {node.name: node for node in stage.nodes}
     nodes = [node for node in program.graph.nodes if node.op != "output"]
-    assert found.keys() == {node.name for node in nodes} and stage.text == text == print_program(stage.graph)
+    assert read_nodes.keys() == {node.name for node in nodes} and stage.text == text == print_program(stage.graph)
     for node in nodes:
-        read_node = found[node.name]
+        read_node = read_nodes[node.name]
         assert list(dict.fromkeys(read_node.operands)) == [n.name for n in node.all_input_nodes]
         assert read_node.value == format_value(ir.value(node))
         assert read_node.is_input or read_node.op == op_name(node.target)
@@ -68,9 +68,9 @@ def test_graphs_that_a_program_holds_have_paths(tmp_path):
     small, program = linear_program()
     child = LazyGraphModule(nn.Module(), small.builder.graph)
     scalar = replace(program.inputs[1], kind="scalar", count=ir.Count(program, 2))
-    whole = replace(program, module=LazyGraphModule(nn.Module(), program.graph), inputs=(program.inputs[0], scalar))
-    whole.module.add_module("inner", child)
-    nodes = read(whole, tmp_path).nodes
+    two_inputs = replace(program, module=LazyGraphModule(nn.Module(), program.graph), inputs=(program.inputs[0], scalar))
+    two_inputs.module.add_module("inner", child)
+    nodes = read(two_inputs, tmp_path).nodes
     assert Counter(node.graph for node in nodes) == {"": 6, "x": 6, "inner": 6}
 
 
@@ -118,8 +118,8 @@ def test_a_program_with_another_part_is_refused_or_read(tmp_path, old, new):
 def test_a_text_that_ends_too_early_is_refused(tmp_path):
     path = dump(tmp_path).path
     lines = path.read_text().splitlines(keepends=True)
-    for kept in (0, 1, len(lines) // 2, len(lines) - 1):
-        path.write_text("".join(lines[:kept]))
+    for count in (0, 1, len(lines) // 2, len(lines) - 1):
+        path.write_text("".join(lines[:count]))
         with pytest.raises(UserError, match="00_step_joint.txt: is incomplete: nodes or their number are missing"):
             _ = dumps.load_stages(tmp_path)[0].text
 

@@ -49,11 +49,11 @@ def test_bodies_and_how_often_they_are_called(run, capsys):
 
 
 def test_the_largest_reshard(run):
-    first, *rest = glance.reshards(run)
-    assert first["sent_bytes"] >= max(r["sent_bytes"] for r in rest)
+    first, *others = glance.reshards(run)
+    assert first["sent_bytes"] >= max(r["sent_bytes"] for r in others)
     stage = run.stages[first["stage"]]
     by_name = {name: sent for name, _, _, sent in stage.costs["collectives"]}
-    for r in (first, *rest):
+    for r in (first, *others):
         assert r["sent_bytes"] == sum(by_name[name] for name in r["collectives"])
     notes = stage.report["report"]["notes"]
     assert any(f"%{first['node']} " in n and f"{first['sent_bytes']:,} bytes sent" in n for n in notes)

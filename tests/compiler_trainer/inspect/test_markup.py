@@ -66,9 +66,9 @@ def harmless(plain, tmp_path_factory) -> Counter[str]:
     """Return the elements that scripts put into a page of harmless strings."""
     place = tmp_path_factory.mktemp("harmless")
     texts = written(marked(plain, place, HARMLESS), HARMLESS, place)
-    found = Elements("\n".join(texts)).found
-    assert sum(HARMLESS in text for text in texts) > 20 and found["td"] > 100
-    return found
+    elements = Elements("\n".join(texts)).found
+    assert sum(HARMLESS in text for text in texts) > 20 and elements["td"] > 100
+    return elements
 
 
 def marked(plain: Path, place: Path, word: str) -> Path:
@@ -140,8 +140,8 @@ def written(folder: Path, word: str, place: Path) -> list[str]:
     assert NODE is not None
     done = subprocess.run([NODE, STUB, file], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout)
-    return found
+    html: list[str] = json.loads(done.stdout)
+    return html
 
 
 @pytest.mark.parametrize("word", HOSTILE)
@@ -170,10 +170,10 @@ def sweep(folder: Path, word: str) -> Path:
     for number, status in enumerate(("failed", "done")):
         place = folder / f"sweep {word.replace('/', '')}" / str(number)
         place.mkdir(parents=True)
-        found = POINT | {"point": number, "status": status, "error": word, "traceback": word, "started": word}
-        found |= {"overrides": {word: f"{word}{number}", "list": [word, number]}, "config": {word: word}}
-        found |= {"environment": dict.fromkeys(("ranks", "device", "cores", "torch", "commit", word), word)}
-        (place / "point.json").write_text(json.dumps(found))
+        result = POINT | {"point": number, "status": status, "error": word, "traceback": word, "started": word}
+        result |= {"overrides": {word: f"{word}{number}", "list": [word, number]}, "config": {word: word}}
+        result |= {"environment": dict.fromkeys(("ranks", "device", "cores", "torch", "commit", word), word)}
+        (place / "point.json").write_text(json.dumps(result))
         (place / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, word: 1.0}) + "\n")
     return place.parent
 
@@ -181,12 +181,12 @@ def sweep(folder: Path, word: str) -> Path:
 @pytest.mark.parametrize("word", HOSTILE)
 @pytest.mark.sample(2)
 def test_a_sweeps_page_has_the_elements_of_a_harmless_one(tmp_path, word):
-    found = {}
+    by_word = {}
     for w in (word, HARMLESS):
         folder = sweep(tmp_path, w)
         sweep_page.write(points(folder), folder)
-        found[w] = Elements((folder / sweep_page.FILE).read_text()).found
+        by_word[w] = Elements((folder / sweep_page.FILE).read_text()).found
         plots = (sweep_page.over_options(points(folder), "loss", [word]), sweep_page.bars(points(folder), "loss", 1))
-        said = [str((line.hovertext, line.x, line.y, line.name)) for plot in plots for line in plot.data]
-        assert said and ("<" not in w or all(w not in text for text in said))
-    assert found[word] == found[HARMLESS]
+        texts = [str((line.hovertext, line.x, line.y, line.name)) for plot in plots for line in plot.data]
+        assert texts and ("<" not in w or all(w not in text for text in texts))
+    assert by_word[word] == by_word[HARMLESS]

@@ -66,10 +66,10 @@ def test_a_form_has_the_logits_of_the_decoder(name, tmp_path):
     as_transformers(cfg, ours).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with torch.no_grad():
-        wanted = ours(tokens, torch.arange(13).expand(2, -1))
-        found = theirs(tokens).logits
+        expected = ours(tokens, torch.arange(13).expand(2, -1))
+        actual = theirs(tokens).logits
     assert type(theirs).__name__ == f"{form_of(cfg)}ForCausalLM"
-    assert (found - wanted).abs().max() < 3e-6 * wanted.abs().max()
+    assert (actual - expected).abs().max() < 3e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -79,10 +79,10 @@ def test_the_likeliest_tokens_are_the_same_with_a_cache(name):
     with torch.no_grad():
         for weight in ours.layers.parameters():  # so that a tied head does not just repeat the last token
             weight.mul_(4)
-    model, seen = in_use(cfg, ours, torch.device("cpu")), []
-    model.register_forward_pre_hook(lambda m, args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
+    model, lengths = in_use(cfg, ours, torch.device("cpu")), []
+    model.register_forward_pre_hook(lambda m, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
     cached = continued(cfg, trained, model, prompt, frozenset(), how)
-    assert seen == [4] + 19 * [1] and len(cached) == 20  # up to the last position
+    assert lengths == [4] + 19 * [1] and len(cached) == 20  # up to the last position
     assert cached == [*islice(one_by_one(trained, ours, prompt, 24, how), 20)] and len({*cached}) > 4
 
 

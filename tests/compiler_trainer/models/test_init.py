@@ -49,15 +49,15 @@ def test_numbers_are_normal_and_independent():
 
 
 def test_the_numbers_of_a_seed_stay_the_same():
-    wanted = torch.tensor([0.691625476, -0.957200766, -1.384391665, -0.494517028, 0.260684133])
-    torch.testing.assert_close(normal((5,), std=1.0, seed=0)[()], wanted, rtol=0, atol=1e-6)
+    expected = torch.tensor([0.691625476, -0.957200766, -1.384391665, -0.494517028, 0.260684133])
+    torch.testing.assert_close(normal((5,), std=1.0, seed=0)[()], expected, rtol=0, atol=1e-6)
 
 
 def test_threads_change_nothing(monkeypatch):
     value = normal((700, 401))
-    alone = value[()]
+    single = value[()]
     monkeypatch.setattr(init, "cores", lambda: 5)
-    assert torch.equal(value[()], alone)
+    assert torch.equal(value[()], single)
 
 
 @pytest.fixture
@@ -111,9 +111,9 @@ def step_on(mesh, cfg):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_the_same_on_any_mesh(case):
     mesh, cfg = CASES[case]
-    found = step_on(mesh, cfg).state_dict()
+    state = step_on(mesh, cfg).state_dict()
     for name, value in models.initial_parameters(models.build(cfg), 3, torch.float32):
-        assert torch.equal(found[name], value[()]), name
+        assert torch.equal(state[name], value[()]), name
 
 
 def test_a_rank_draws_nothing_of_other_stages(monkeypatch, counted):

@@ -101,6 +101,6 @@ def test_logits_equal_those_of_transformers(make):
     tokens = torch.randint(VOCAB, (2, T))
     positions = torch.arange(T).expand(2, -1).contiguous()
     with torch.no_grad():
-        found, wanted = ours(tokens, positions), theirs.eval()(tokens, position_ids=positions).logits
-    assert wanted.std() > 0.1
-    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+        actual, expected = ours(tokens, positions), theirs.eval()(tokens, position_ids=positions).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)

@@ -66,9 +66,9 @@ def test_documents_of_each_model_are_those_alone_or_refused_by_name(name, kind):
     documents = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None]
     with torch.no_grad():
         together = folder.logits(way, model, {"tokens": tokens, "positions": positions, "documents": documents})
-        for part, found in zip(tokens.split(lengths, 1), together.split(lengths, 1)):
-            alone = model(input_ids=part, use_cache=False).logits
-            assert (found - alone).abs().max() < 1e-3 * alone.std()
+        for part, actual in zip(tokens.split(lengths, 1), together.split(lengths, 1)):
+            expected = model(input_ids=part, use_cache=False).logits
+            assert (actual - expected).abs().max() < 1e-3 * expected.std()
 
 
 VARIANTS = {
@@ -85,13 +85,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(("config", "wanted"), VARIANTS.values(), ids=VARIANTS.keys())
-def test_flags_of_a_config_decide(config, wanted):
+@pytest.mark.parametrize(("config", "expected"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_flags_of_a_config_decide(config, expected):
     try:
-        found = way_of("documents", config)
+        actual = way_of("documents", config)
     except UserError as error:
-        found = error.where
-    assert found == wanted
+        actual = error.where
+    assert actual == expected
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -135,17 +135,17 @@ def rows(length=12):
 def test_a_compiled_step_keeps_documents_apart(kind, mesh, saved):
     """A defect moved the logits of a GPT-OSS by 0.18, with a spread of 0.11."""
     path = saved(kind)
-    found = subject(Config(model=FolderConfig(path=str(path))))
+    trained = subject(Config(model=FolderConfig(path=str(path))))
     batch, other = rows()
-    step = compile_lockstep(found.module, found.loss, batch, mesh, evaluate=True, initial=found.initial())
+    step = compile_lockstep(trained.module, trained.loss, batch, mesh, evaluate=True, initial=trained.initial())
     changed = batch | {"tokens": torch.where(batch["documents"] == 1, batch["tokens"], other)}
     of_second = batch["labels"].where(batch["documents"] == 1, torch.tensor(-100))
     assert step.evaluate(batch | {"labels": of_second}) == pytest.approx(step.evaluate(changed | {"labels": of_second}), rel=1e-5)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = theirs(batch["tokens"][:1, 5:], use_cache=False).logits[0]
-    alone = torch.nn.functional.cross_entropy(logits, batch["labels"][0, 5:])
-    assert step.evaluate(batch | {"labels": of_second}) == pytest.approx(alone.item(), rel=1e-5)
+    expected = torch.nn.functional.cross_entropy(logits, batch["labels"][0, 5:])
+    assert step.evaluate(batch | {"labels": of_second}) == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
@@ -153,14 +153,14 @@ def test_a_compiled_step_keeps_documents_apart(kind, mesh, saved):
 def test_the_auxiliary_loss_of_a_folder_is_trained_without_padding(mesh, saved):
     """A defect gave a Mixtral with a coefficient of 5 the loss 6.0040, and 16.0662 in transformers."""
     path = saved("mixtral")
-    found = subject(Config(model=FolderConfig(path=str(path))))
+    trained = subject(Config(model=FolderConfig(path=str(path))))
     batch, _ = rows()
-    step = compile_lockstep(found.module, found.loss, batch, mesh, initial=found.initial())
+    step = compile_lockstep(trained.module, trained.loss, batch, mesh, initial=trained.initial())
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     out = theirs(batch["tokens"], position_ids=batch["positions"], use_cache=False)
     balance = load_balancing_loss_func(out.router_logits, 3, 2, batch["documents"] >= 0)
-    wanted = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].flatten()) + 5 * balance
-    assert step(batch)["loss"] == pytest.approx(wanted.item(), rel=1e-5) and 5 * balance > 4
+    expected = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].flatten()) + 5 * balance
+    assert step(batch)["loss"] == pytest.approx(expected.item(), rel=1e-5) and 5 * balance > 4
 
 
 @pytest.mark.full
