@@ -25,7 +25,7 @@ class ClusterConfig:
     """
 
     name: str = "h100"  # name of the cluster
-    device: str | None = None  # its torch.cuda.get_device_name(), or cpu; MFU is reported on this device only
+    device: str | None = None  # name of its GPU by torch.cuda.get_device_name(), or cpu; there MFU is reported
     gpus: Positive | None = None  # number of GPUs; null: as many as the mesh has ranks
     gpus_per_node: Positive = 8  # GPUs per node
     rates: RatesOrName = "h100"  # measured speeds by size: a file of conf/cluster/rates, or its tables

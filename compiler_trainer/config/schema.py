@@ -328,7 +328,7 @@ class TrainConfig:
     seed: Seed = 0  # seed of initial weights and dropout
     deterministic: bool = False  # give the same bits in every run, at some loss of speed
     dtype: Dtype = "float32"  # dtype of the master weights; mixed precision: passes.cast.param_dtype
-    nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # at a NaN: end, skip the update, or go back and past it
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # at NaN: end, skip the update, or reload and skip the data
     replica_check: ReplicaCheckConfig = field(default_factory=ReplicaCheckConfig)
     ema: OpenFraction | None = None  # decay of an exponential moving average of the weights, as 0.999; null: no average
     callbacks: tuple[Called, ...] = ()  # run at steps, evaluations, checkpoints and the end (docs/guides/your-loop.md)
@@ -465,8 +465,8 @@ class ShardConfig:
 class MoeConfig:
     """The exchange of tokens with experts that `mesh.ep` spreads over ranks (docs/guides/experts.md).
 
-    A `bounded` buffer has room for `capacity_factor` times an even share of the tokens; the others are dropped. With
-    several `chunks`, one chunk travels while another is computed.
+    A `bounded` buffer has room for `capacity_factor` times an even share of the tokens; tokens beyond that are dropped.
+    With several `chunks`, one chunk travels while another is computed.
     """
 
     dispatch: Literal["auto", "all_gather", "dropless", "bounded"] = "auto"  # how ranks exchange tokens and results
@@ -478,9 +478,10 @@ class MoeConfig:
 class ContextConfig:
     """Attention over a sequence that `mesh.cp` shards (docs/guides/long-sequences.md).
 
-    `load_balance` decides which tokens a rank holds: a contiguous run (none), a chunk from the front and one from the
-    back (head_tail), or blocks of at most `block` tokens, assigned for each batch by the work in its documents
-    (blocks); auto: blocks if attention stays within documents (`passes/context/sequence_layout.py`).
+    `method=auto` takes the method with the least communication cost. `load_balance` decides which tokens a rank holds:
+    a contiguous run (none), a chunk from the front and one from the back (head_tail), or blocks of at most `block`
+    tokens, assigned for each batch by the work in its documents (blocks); auto: blocks if attention stays within
+    documents (`passes/context/sequence_layout.py`).
     """
 
     method: Literal["auto", "ring", "all_gather", "ulysses", "hybrid"] = "auto"  # how ranks exchange keys and values
@@ -578,7 +579,7 @@ class PassesConfig:
     segment: SegmentConfig = field(default_factory=SegmentConfig)
     extra: tuple[Called, ...] = ()  # your own passes, inserted by stage (docs/guides/write-a-pass.md)
     rules: tuple[str, ...] = ()  # modules to import that add rules for operators (docs/guides/add-a-rule.md)
-    fold_layers: bool = True  # run the passes on one of several equal layers
+    fold_layers: bool = True  # run the passes on one of several equal layers, and copy the result
     verify: Literal["none", "spec", "numeric"] = "spec"  # check after each pass; numeric also runs the program
 
 
@@ -660,7 +661,7 @@ class RunConfig:
     loggers: tuple[Called, ...] = ()  # loggers in addition to metrics.jsonl and TensorBoard (docs/guides/your-loop.md)
     time_limit: TimeLimit = None  # end after this time, with a checkpoint
     pace_interval: Interval | None = 100  # ranks compare compute and waiting times every n steps; null: never
-    timeout_s: PositiveFloat = 600.0  # end the job if a rank makes no progress for this long while training
+    timeout_s: PositiveFloat = 600.0  # end the job if a rank makes no progress for this many seconds while training
     dry: bool = False  # compile for the mesh and predict the step on `cluster`; train nothing
 
 
@@ -680,7 +681,7 @@ class PlanConfig:
     recompute: tuple[Recompute, ...] = RECOMPUTE  # policies of recomputation to consider
     float8: bool = False  # consider float8 for linear layers that compute in bfloat16 otherwise
     processes: Positive | None = None  # processes that compile in parallel; null: one per core
-    suggest: bool = True  # tell at the start of a run if another mesh is predicted to be faster
+    suggest: bool = True  # log at the start of a run if another mesh is predicted to be faster
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-// What ranks send: by axis and kind, collective by collective, and along the predicted timeline.
+// The communication of ranks: by axis and kind, by collective, and along the predicted timeline.
 
 const STREAM = 110; // pixels left of the timeline
 const timeline = { events: [], from: 0, to: 1, streams: [] };

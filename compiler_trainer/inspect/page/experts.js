@@ -1,4 +1,4 @@
-// Experts: how unevenly each layer used them, step by step, and the metrics that go with it.
+// Experts: the load of each layer, step by step, and related metrics.
 
 const ROW = 22, LABELS = 230; // pixels: a layer's row, the names at the left
 

@@ -3,7 +3,7 @@
 const TABS = { run: showRun, overview: showOverview, graph: showGraph, diff: showDiff, reshards: showReshards, memory: showMemory, communication: showCommunication, pipeline: showPipeline, experts: showExperts, sharding: showSharding };
 const main = () => run.programs[run.programs.length - 1] ?? run.stages[run.stages.length - 1];
 
-/** Let a select hold stages. */
+/** Fill a select with stages. */
 function fillSelect(id, stages, chosen) {
   const select = document.getElementById(id);
   select.innerHTML = stages.map((s) => `<option value="${s.number}">${escapeHtml(s.title)}</option>`).join("");
@@ -16,7 +16,7 @@ function go(address) {
   location.hash = address;
 }
 
-/** Show what the address says: a tab, then numbers or a name. */
+/** Show the tab in the address, which is followed by numbers or a name. */
 async function route() {
   const [tab, ...rest] = decodeURIComponent(location.hash.slice(1)).split("/");
   const name = TABS[tab] ? tab : "run";
@@ -89,7 +89,7 @@ function passesHtml() {
     `<div class="table"><table id="passes"><thead><tr><th>pass</th><th>what it does, and how often</th><th class="n">seconds</th><th></th>${heads}</tr></thead><tbody>${rows.join("")}</tbody></table></div>`;
 }
 
-/** What a pass counted: `view 12`, `all gather 97 → 31`. */
+/** Return the counts of a pass: `view 12`, `all gather 97 → 31`. */
 function countHtml([what, before, now]) {
   const of = /saved|offloaded/.test(what) ? bytes : number;
   return `${escapeHtml(what)} ${before === null ? "" : `${of(before)} → `}${of(now)}`;

@@ -1,4 +1,4 @@
-// Pipeline stages: which task each rank runs when, and what the ranks take, keep and send.
+// Pipeline stages: the tasks of each rank over time, and the layers, memory and messages of the ranks.
 
 const SLOT_ROW = 30, SLOT_LEFT = 70; // pixels: a rank's row, the names at the left
 const SLOTS = { A: ["parameters gathered", "#a58bd0"], F: ["forward", "#5b8fd9"], B: ["backward", "#5fa777"], I: ["backward of inputs", "#5fb3a1"], W: ["backward of weights", "#e0a04a"], G: ["gradients reduced", "#d0899b"], U: ["update", "#9aa5b1"] };
@@ -22,7 +22,7 @@ function showPipeline() {
   drawSlots();
 }
 
-/** The table as wide as the window. */
+/** Draw the table as wide as the window. */
 function drawSlots() {
   const { slots } = run.pipeline, place = document.getElementById("slots"), width = place?.clientWidth;
   if (!width) return;
