@@ -35,7 +35,7 @@ function sentRow(of, text, c) {
 function drawTimeline(of) {
   const place = document.getElementById("timeline");
   if (!of.timeline.length) {
-    place.innerHTML = '<p class="quiet hint">This run holds no predicted times. Compile the same options with <code>run.dry=true cluster=h100</code> and inspect that folder to see each collective beside the computation that hides it.</p>';
+    place.innerHTML = '<p class="quiet hint">This run holds no predicted times. Compile the same options with <code>run.dry=true cluster=h100</code> and inspect that folder to see each collective next to the computation that hides it.</p>';
     return;
   }
   timeline.events = of.timeline;

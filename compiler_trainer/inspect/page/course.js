@@ -48,10 +48,10 @@ function lossPlot(loss, held, width) {
   const line = (points, name) => `<polyline class="${name}" points="${points.map(([s, v]) => `${x(s).toFixed(1)},${y(v).toFixed(1)}`).join(" ")}"/>`;
   const grid = rows.map((v) => `<line class="grid-line" x1="${left}" x2="${width - right}" y1="${y(v)}" y2="${y(v)}"/><text x="${left - 8}" y="${y(v) + 4}" text-anchor="end">${short(v)}</text>`).join("");
   const foot = columns.map((s) => `<text x="${x(s)}" y="${height - 14}" text-anchor="middle">${number(s)}</text>`).join("");
-  const points = held.map(([s, v]) => `<circle cx="${x(s)}" cy="${y(v)}" r="3.5"><title>held out, step ${number(s)}: ${short(v)}</title></circle>`).join("");
+  const points = held.map(([s, v]) => `<circle cx="${x(s)}" cy="${y(v)}" r="3.5"><title>validation, step ${number(s)}: ${short(v)}</title></circle>`).join("");
   const alone = held.length === 1 ? `<line class="held-out alone" x1="${left}" x2="${width - right}" y1="${y(held[0][1])}" y2="${y(held[0][1])}"/>` : "";
-  const end = `<b>${short(loss[loss.length - 1][1])}</b>${held.length ? `, held out <b>${short(held[held.length - 1][1])}</b>` : ""}`;
-  return `<div><i class="dot" style="background:var(--bar)"></i>loss${held.length ? ` &nbsp; <i class="dot" style="background:#d9655b"></i>held out` : ""} <span class="quiet">in nats a token, by step; at the end ${end}</span></div>` +
+  const end = `<b>${short(loss[loss.length - 1][1])}</b>${held.length ? `, validation <b>${short(held[held.length - 1][1])}</b>` : ""}`;
+  return `<div><i class="dot" style="background:var(--bar)"></i>loss${held.length ? ` &nbsp; <i class="dot" style="background:#d9655b"></i>validation` : ""} <span class="quiet">in nats per token, by step; at the end ${end}</span></div>` +
     `<svg width="${width}" height="${height}" role="img" aria-label="loss by step">${grid}${foot}${alone}${line(loss, "loss")}${line(held, "held-out")}${points}</svg>`;
 }
 

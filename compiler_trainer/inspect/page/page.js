@@ -66,10 +66,10 @@ function exposedCard(e) {
     const text = e.exposed_ms ? `the computation waits <b>${ms(e.exposed_ms)}</b> of ${ms(e.all_ms)} exposed in all` : "the computation never waits";
     return card("glance-exposed", question, e.exposed_ms ? `%${escapeHtml(e.node)}` : "none", [`${what}: ${text}, as predicted. <span class="quiet">${from}</span>`], links);
   }
-  const hidden = e.between ? `only ${number(e.between)} operators lie between it and the wait for it` : "the wait for it comes at once, so nothing hides it";
+  const hidden = e.between ? `only ${number(e.between)} operators are between it and the wait for it` : "the wait for it comes at once, so nothing hides it";
   return card("glance-exposed", question, `%${escapeHtml(e.node)}`, [
     `<b>${what}</b>: ${hidden}. <span class="quiet">${from}</span>`,
-    `<span class="quiet">As the graph orders them ${number(e.bare)} of ${number(e.count)} collectives have nothing to hide behind. Times are predicted by a dry run (<code>run.dry=true cluster=h100</code>).</span>`,
+    `<span class="quiet">In the order of the graph, ${number(e.bare)} of ${number(e.count)} collectives have nothing to overlap with. Times are predicted by a dry run (<code>run.dry=true cluster=h100</code>).</span>`,
   ], links);
 }
 

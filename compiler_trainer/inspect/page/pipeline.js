@@ -15,9 +15,9 @@ const inUnit = (n) => (run.pipeline.unit === "ms" ? ms(n) : `${short(n)} forward
 function showPipeline() {
   const { schedule, idle, unit, slots } = run.pipeline, used = new Set(slots.flat().map(([name]) => slotKind(name[0])));
   const legend = Object.entries(SLOTS).filter(([kind]) => used.has(kind)).map(([, [what, colour]]) => `<span><b style="background:${colour}"></b>${what}</span>`);
-  const times = unit === "ms" ? "Times are predicted." : "A backward is drawn as two forwards; a dry run (<code>run.dry=true cluster=h100</code>) predicts what each takes.";
+  const times = unit === "ms" ? "Times are predicted." : "A backward is drawn as two forwards; a dry run (<code>run.dry=true cluster=h100</code>) predicts the time of each.";
   document.getElementById("pipeline").innerHTML = `<h2>${escapeHtml(schedule)} on ${number(slots.length)} pipeline ranks: idle ${(100 * idle).toFixed(1)} %</h2>` +
-    `<p class="quiet">A row a rank, time to the right; numbers are microbatches, of stages beyond a rank's first in paler colours. ${times} Click a task for its graph.</p>` +
+    `<p class="quiet">Each row is a rank, time goes to the right; numbers are microbatches; stages beyond a rank's first are paler. ${times} Click a task for its graph.</p>` +
     `<div class="legend">${legend.join("")}</div><div id="slots"></div>${run.stages_of_ranks ? ranksHtml(run.stages_of_ranks) : ""}`;
   drawSlots();
 }

@@ -51,7 +51,7 @@ def test_the_run_comes_first(browser, run, tmp_path):
     metrics = [{"step": i + 1, "loss": 5.0 - i, "lr": 0.5, "tokens": 8 * i, "tokens_per_s": 100.0 + i} for i in range(4)]
     metrics[-1]["eval_loss"] = 2.25
     shown = show(browser, replace(run, metrics=metrics, config={"optim": {"name": "sgd"}}), tmp_path / "page.html")
-    assert "at the end 2, held out 2.25" in text(shown, "#loss") and shown.locator("#loss circle").count() == 1
+    assert "at the end 2, validation 2.25" in text(shown, "#loss") and shown.locator("#loss circle").count() == 1
     assert shown.locator("#loss svg text").all_text_contents() == ["2", "2.5", "3", "3.5", "4", "4.5", "5", "1", "2", "3", "4"]  # both axes
     assert "101.5" not in text(shown, "#facts") and "102 tokens/s (median)" in text(shown, "#facts")
     assert "optim.name" in text(shown, "#changed") and shown.locator("#compiled tr").count() > 1
