@@ -1,1 +1,1 @@
-"""The command line: options train a model, a verb does something else."""
+"""The command line: options train a model, verbs do everything else."""

@@ -1,4 +1,4 @@
-"""Options train: hydra composes them, `config` checks them, the trainer trains, once or for each point of a sweep."""
+"""Training from options: hydra composes them, `config` checks them, and each job is trained, maybe as a sweep."""
 
 from __future__ import annotations
 
@@ -35,24 +35,27 @@ from compiler_trainer.config.yamls import check_folders
 
 
 def main() -> None:
-    """Train as the command line says; raises UserError, and exits with 1 on what is no error of the input."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors, else it prints them and exits with 1
+    """Train the job of the command line.
+
+    Raises UserError for bad input; exits with 1 on any other error.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise hydra prints its errors and exits with 1
     store_defaults()
     sys.argv[1:] = flags_first(sys.argv[1:])
     with tempfile.TemporaryDirectory() as scratch:
-        if RANK != 0:  # hydra makes a sweep's folder on every rank, and clocks may differ
+        if RANK != 0:  # hydra creates a sweep's folder on every rank, and names it by the rank's clock
             sys.argv.append(f"hydra.sweep.dir={scratch}")
         try:
             with as_user_errors():
                 check_folders(sys.argv[1:])
                 sys.argv[1:] = recipes.by_name(sys.argv[1:], Path(scratch))
                 run()
-        except OSError as error:  # of hydra's own folders and of --config-dir
+        except OSError as error:  # in hydra's own folders or in --config-dir
             raise UserError(str(error.filename), str(error.strerror)) from error
 
 
 def flags_first(arguments: list[str]) -> list[str]:
-    """The arguments with options behind flags and what these take: argparse takes none on both sides of a flag."""
+    """Return the arguments with flags first: argparse rejects options on both sides of a flag."""
     is_option = [not a.startswith("-") and ("=" in a or a.startswith("~")) for a in arguments]
     flags = [a for a, option in zip(arguments, is_option) if not option]
     return flags + [a for a, option in zip(arguments, is_option) if option]
@@ -60,9 +63,9 @@ def flags_first(arguments: list[str]) -> list[str]:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def run(composed: DictConfig) -> float | None:
-    """Train one composed config; its last held-out loss, else its last loss, which is what a sweeper minimizes.
+    """Train one composed config; return its last validation loss, otherwise its last loss. Sweepers minimize it.
 
-    A point of a sweep trains in a subfolder of its own; None if it failed, for then the sweep goes on.
+    A point of a sweep trains in its own subfolder. Returns None if the point failed, so that the sweep continues.
     """
     try:
         job = HydraConfig.get()
@@ -80,17 +83,17 @@ def run(composed: DictConfig) -> float | None:
         end(error)
     except ModuleNotFoundError as error:
         refuse(not_installed(error))
-    except Exception:  # what leaves this function as an exception would be taken for an error in composing
+    except Exception:  # an exception that leaves this function would be reported as an error in composing
         traceback.print_exc()
         sys.exit(1)
 
 
 class WatchSweep(Callback):
-    """Checks every point of a sweep before the first one starts, and renders the sweep in the end."""
+    """A hydra callback that checks every point of a sweep before the first starts, and renders the sweep at the end."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Exit with 2 if a point is refused."""
-        from compiler_trainer.sweep import render  # noqa: F401  # plots need an extra: better missed now than in the end
+        from compiler_trainer.sweep import render  # noqa: F401  # plots need an extra: fail now, not at the end
         from compiler_trainer.sweep.stored import check
 
         try:
@@ -100,7 +103,7 @@ class WatchSweep(Callback):
                     cfg = checked(hydra.compose(config.hydra.job.config_name, overrides), ranks_of(config.hydra))
                     if RANK == 0:
                         check(in_subfolder(cfg, str(number)))
-        except UserError as error:  # hydra would log what leaves this, and go on
+        except UserError as error:  # hydra would log an exception and continue
             refuse(error)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -112,7 +115,7 @@ class WatchSweep(Callback):
 
 
 def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
-    """Overrides of each point of a sweep over lists; of ranges that a sweeper searches, none is known beforehand."""
+    """Return the overrides of each point of a sweep over lists; none for ranges, whose points are chosen later."""
     choices: list[list[str]] = []
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     for override in parser.parse_overrides(list(overrides)):
@@ -126,24 +129,24 @@ def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def ranks_of(job: Any) -> int:
-    """Ranks of a hydra job: those that torchrun started, or the tasks that a launcher starts for each point."""
+    """Return the ranks of a hydra job: those that torchrun started, times the tasks of a launcher per point."""
     nodes, tasks = (OmegaConf.select(job, f"launcher.{name}", default=1) for name in ("nodes", "tasks_per_node"))
     return WORLD_SIZE * nodes * tasks
 
 
 def checked(composed: DictConfig, ranks: int) -> Config:
-    """The typed config, resolved for a number of ranks; raises UserError."""
+    """Return the typed config, resolved for a number of ranks; raise UserError."""
     with as_user_errors():
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     cfg = typed(options)
     if cfg.run.dry and ranks > 1:
-        raise UserError("run.dry", f"is one process, and {ranks} were started; start it without torchrun")
-    if is_open(cfg):  # all else can be checked before there is a plan
+        raise UserError("run.dry", f"runs in one process, and {ranks} were started; start it without torchrun")
+    if is_open(cfg):  # all other options can be checked before there is a plan
         validate(closed(cfg), dry_world_size(cfg) if cfg.run.dry else ranks)
         return cfg
     return validate(cfg, dry_world_size(cfg) if cfg.run.dry else ranks)
 
 
 def in_subfolder(cfg: Config, name: str) -> Config:
-    """`cfg` with its run folder `name` inside the stated one."""
+    """Return `cfg` with its run folder moved to the subfolder `name`."""
     return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=str(Path(cfg.run.dir, name))))

@@ -1,4 +1,4 @@
-"""The command `compiler-trainer`: what its first word asks for, imported once it is asked for."""
+"""The command `compiler-trainer`. Each verb is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from compiler_trainer.cli.table import VERBS, usage
 from compiler_trainer.config.errors import STOPPED, RunError, UserError
 
 HELP = ("-h", "--help")
-SPINS = "10000"  # of an OpenMP thread that waits; GNU's 300,000 starve the thread that it waits for on a busy core
+SPINS = "10000"  # of a waiting OpenMP thread; GNU's 300,000 starve the thread that it waits for on a busy core
 USUAL = warnings.formatwarning
 OURS = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("compiler_trainer", "passes"))
 
 
 def main() -> None:
-    """Do what the command line says; exits with 0 when done, 2 on bad input, 1 on anything else."""
+    """Run the command line; exit with 0 when done, 2 on bad input, 1 on any other error."""
     warnings.formatwarning = formatted
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when PyTorch is imported
@@ -35,20 +35,20 @@ def main() -> None:
         end(error)
     except ModuleNotFoundError as error:
         refuse(not_installed(error))
-    except SystemExit as ended:
-        if ended.code == STOPPED:  # by a signal, which schedulers repeat: it is of no use any more
-            for each in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(each, signal.SIG_IGN)
+    except SystemExit as exit_:
+        if exit_.code == STOPPED:  # by a signal; schedulers may send it again, to no purpose
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(1)  # taking apart what was imported would take Python more than a second
+        os._exit(1)  # Python would take more than a second to tear down the imported modules
 
 
 def act(arguments: list[str]) -> int | None:
-    """Train, or do what the first argument names; the exit code, None for 0."""
+    """Train, or run the verb in the first argument; return the exit code, None for 0."""
     first = arguments[0] if arguments else ""
     if first == "--version":
         print(versions())
@@ -66,7 +66,7 @@ def act(arguments: list[str]) -> int | None:
         raise no_verb(first)
     else:
         if sys.stdout.isatty():
-            print("starting", flush=True)  # what is imported next takes seconds
+            print("starting", flush=True)  # the next import takes seconds
         with unwatched():
             from compiler_trainer.cli import app
 
@@ -77,24 +77,24 @@ def act(arguments: list[str]) -> int | None:
 def formatted(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning as a line; one of ours names no line of Python, which says nothing to who runs it."""
+    """Return a warning as a line. Warnings from our packages leave out the source line, which does not help users."""
     return f"warning: {message}\n" if filename.startswith(OURS) else USUAL(message, category, filename, lineno, line)
 
 
 def versions() -> str:
-    """The installed versions."""
+    """Return the installed versions."""
     from importlib.metadata import version
 
     return f"compiler-trainer {version('compiler-trainer')}, torch {version('torch')}"
 
 
 def is_word(argument: str) -> bool:
-    """Whether an argument is meant as a verb: neither a flag nor an option, which holds a = or starts with ~."""
+    """Return True if an argument can be a verb: neither a flag nor an option, which contains a = or starts with ~."""
     return argument != "" and not argument.startswith(("-", "~")) and "=" not in argument
 
 
 def no_verb(word: str) -> UserError:
-    """What is said of a word that is no verb."""
+    """Return the error for an unknown verb."""
     from compiler_trainer.config.options import did_you_mean
 
     if word == "train":

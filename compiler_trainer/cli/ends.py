@@ -1,4 +1,4 @@
-"""How the command ends: one line on stderr, on rank 0, and an exit code."""
+"""The end of a command: one line on stderr, from rank 0, and an exit code."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ GRACE_S = 5.0
 
 
 def refuse(error: UserError) -> NoReturn:
-    """Say what is wrong with the input, on rank 0 unless only another rank knows, and exit with 2."""
+    """Print a problem of the input and exit with 2; on rank 0, unless only another rank knows the problem."""
     if RANK != 0:
-        time.sleep(GRACE_S)  # if rank 0 says the same, torchrun ends this rank meanwhile
-    print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)  # names of files may have several
+        time.sleep(GRACE_S)  # if rank 0 prints the same error, torchrun ends this rank meanwhile
+    print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)  # file names may contain line breaks
     sys.exit(2)
 
 
 def end(error: RunError) -> NoReturn:
-    """Say on rank 0 in one line why a run ends, and exit with 1."""
+    """Print on rank 0 why a run ends, and exit with 1."""
     if RANK == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:

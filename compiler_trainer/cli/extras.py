@@ -1,4 +1,4 @@
-"""Packages that only some commands need, and the extra that installs each."""
+"""The packages that only some commands need, and the extra that installs each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ EXTRAS = {"plotly": "plots", "scipy": "budget", "submitit": "sweep"}
 
 
 def not_installed(error: ModuleNotFoundError) -> UserError:
-    """What is said of a package that is missing; raises `error` again where no extra brings it."""
+    """Return the error for a missing package; raise `error` again if no extra installs it."""
     name = (error.name or "").partition(".")[0]
     if name not in EXTRAS:
         raise error
-    return UserError(name, f"is not installed, and this needs it; pip install 'compiler-trainer[{EXTRAS[name]}]'")
+    return UserError(name, f"is not installed, but needed here; pip install 'compiler-trainer[{EXTRAS[name]}]'")

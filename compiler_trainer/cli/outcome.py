@@ -1,4 +1,4 @@
-"""One job: trained, or only compiled and predicted, on a mesh that may have to be found first."""
+"""One job: trained, or compiled and predicted only, after planning its mesh if necessary."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from compiler_trainer.training.exhausted import Failure
 
 GIB = 2**30
-PATIENCE_S = 300  # of a rank while another says what takes the memory
-LARGE = 500_000_000  # parameters, from which on a mesh is worth a word
+PATIENCE_S = 300  # of a rank while another prints what takes the memory
+LARGE = 500_000_000  # parameters; smaller models get no remark on their mesh
 
 
 def outcome(cfg: Config) -> float:
-    """Train, and leave the ranks; the loss that it ends with. See `on_ranks`."""
+    """Train, and leave the process groups; return the loss, as `on_ranks`."""
     from compiler_trainer.step.ranks import stop_ranks
 
-    found = on_ranks(cfg)
-    stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
-    return found
+    loss = on_ranks(cfg)
+    stop_ranks()  # not in a `finally`: a failed rank must end at once, because the others wait for it
+    return loss
 
 
 def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
-    """Train; the loss that it ends with. With `run.dry` compile only; the predicted milliseconds of a step.
+    """Train; return the last loss. With `run.dry`, compile only and return the predicted milliseconds of a step.
 
-    Raises UserError where a dry run does not fit, its report written, with what does.
+    Raises UserError if a dry run does not fit; its report is written, and the error names settings that fit.
     """
     if is_open(cfg):
         from compiler_trainer.planning.auto import settled
@@ -46,7 +46,7 @@ def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
 
 
 def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
-    """Train; raises RunError where memory does not hold it, once the first rank to find that has said what helps."""
+    """Train; raise RunError if memory runs out, after one rank has printed what would fit."""
     with unwatched():
         from compiler_trainer.training.exhausted import failure_of, let_go
         from compiler_trainer.training.trainer import train
@@ -56,13 +56,13 @@ def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
     except Exception as error:
         if (failure := failure_of(error)) is None:
             raise
-    let_go()  # all that the error held
+    let_go()  # of everything that the error referenced
     tell(cfg, failure)
-    raise RunError("out of memory; docs/guides/out-of-memory.md has all that takes less")
+    raise RunError("out of memory; docs/guides/out-of-memory.md lists the settings that need less")
 
 
 def tell(cfg: Config, failure: Failure) -> None:
-    """Say what takes the memory and what fits, on one rank; the others wait to be ended with it."""
+    """Print what takes the memory and what would fit, on one rank. The other ranks wait to be ended."""
     from compiler_trainer.planning.no_room import answer
     from compiler_trainer.step.ranks import another_store, rank
 
@@ -76,7 +76,7 @@ def tell(cfg: Config, failure: Failure) -> None:
 
 
 def predicted(cfg: Config) -> float:
-    """Milliseconds of a step; raises UserError where it does not fit."""
+    """Return the predicted milliseconds of a step; raise UserError if it does not fit."""
     from compiler_trainer.planning.auto import what_fits
     from compiler_trainer.planning.dry import dry_run
 
@@ -89,7 +89,7 @@ def predicted(cfg: Config) -> float:
 
 
 def remark(cfg: Config, trained: Subject) -> str:
-    """That it is predicted not to fit, or another mesh to be faster, else an empty string."""
+    """Return a remark if the job is predicted not to fit, or another mesh to be faster; otherwise an empty string."""
     if sum(p.numel() for p in trained.module.parameters()) < LARGE:
         return ""
     from compiler_trainer.planning import auto

@@ -1,4 +1,4 @@
-"""The verbs of the command, by what one wants to do; each is a file of `verbs/` with a `main`, `_` for `-`."""
+"""The verbs of the command, by task. Each is a file in `verbs/` with a `main`; `-` in its name is `_`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Verb(NamedTuple):
-    """What one is for, what it takes, and what it does."""
+    """A verb: its task, its arguments, and a description."""
 
     task: str
     takes: str
@@ -16,27 +16,29 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "doctor": Verb("begin", "[--ranks N]", "what this machine is, and whether each feature works on it"),
+    "doctor": Verb("begin", "[--ranks N]", "describe this machine, and try each feature on it"),
     "launch": Verb("train", "[-n RANKS] ...", "start several ranks, as torchrun does, without its tracebacks"),
     "resume": Verb("train", "RUN [OPTION=VALUE]", "continue a run from its newest checkpoint"),
     "check-data": Verb(
-        "begin", "FILE [OPTION=VALUE]", "print a record as the model will see it: tokens, labels, what is not used"
+        "begin", "FILE [OPTION=VALUE]", "print a record as the model will see it: tokens, labels, unused fields"
     ),
-    "tokenize": Verb("train", "--out DIR [OPTION=VALUE]", "make the tokens of a job's data ahead of it"),
-    "compile": Verb("train", "--out DIR [OPTION=VALUE]", "make the programs of a job ahead of it, without its GPUs"),
+    "tokenize": Verb("train", "--out DIR [OPTION=VALUE]", "tokenize a job's data ahead of time"),
+    "compile": Verb(
+        "train", "--out DIR [OPTION=VALUE]", "compile the programs of a job ahead of time, without its GPUs"
+    ),
     "plan": Verb("plan", "[OPTION=VALUE]", "find the fastest mesh, microbatches and recomputation for a cluster"),
     "calibrate": Verb("plan", "--out FILE", "measure this machine, and write it as a cluster to predict for"),
     "inspect": Verb("look", "RUN [--html]", "show what each pass did to the graph, in the terminal or as a page"),
-    "profile": Verb("look", "RUN | [OPTION=VALUE]", "where a step's time goes, beside its prediction; what to change"),
+    "profile": Verb("look", "RUN | [OPTION=VALUE]", "where a step's time goes, next to its prediction; what to change"),
     "diff": Verb("look", "RUN RUN", "show what differs between two runs: options, graphs, metrics"),
     "bisect": Verb("look", "[RUN] [OPTION=VALUE]", "find the pass and graph node where results go wrong"),
     "check-model": Verb("look", "[CLASS] [OPTION=VALUE]", "compare a model's training on a mesh with eager PyTorch's"),
     "sweep": Verb("look", "DIR", "write the table and plots of a sweep again"),
     "generate": Verb("use", "RUN [--chat] --prompt TEXT", "sample text from the model, or its answer in a chat"),
-    "eval": Verb("use", "RUN [OPTION=VALUE]", "loss and perplexity on held-out or other text"),
+    "eval": Verb("use", "RUN [OPTION=VALUE]", "loss and perplexity on validation or other text"),
     "export": Verb("use", "RUN OUT", "write a checkpoint as a folder that transformers, peft or safetensors load"),
     "check-export": Verb("use", "RUN OUT", "compare transformers' log-probabilities of an export with the trainer's"),
-    "clean": Verb("keep", "[--gib GIB]", "delete of what compilers kept what was longest unused"),
+    "clean": Verb("keep", "[--gib GIB]", "delete the least recently used entries of the compile cache"),
     "check": Verb("keep", "FOLDER", "read every byte of the checkpoints in a folder, and say which are damaged"),
 }
 TASKS = {
@@ -50,10 +52,10 @@ TASKS = {
 
 
 def usage() -> str:
-    """What `compiler-trainer --help` prints."""
+    """Return the text of `compiler-trainer --help`."""
     lines = [
         "usage: compiler-trainer [OPTION=VALUE ...]    train a model",
-        "       compiler-trainer VERB ...              one of the verbs below; VERB -h lists what it takes",
+        "       compiler-trainer VERB ...              one of the verbs below; VERB -h lists its arguments",
     ]
     wide = max(len(f"{name} {verb.takes}") for name, verb in VERBS.items()) + 2
     for task, title in TASKS.items():
@@ -65,7 +67,7 @@ def usage() -> str:
 
 START = {"OPTION=VALUE ...": "train; options left out keep their defaults"}
 FLAGS = {
-    "--help [WORD]": "what options mean: a group (optim), an option (optim.lr), any word; all: --help options",
+    "--help [WORD]": "describe options: a group (optim), an option (optim.lr), any word; all: --help options",
     "--cfg job": "print every option of the job, and train nothing",
     "-m, --multirun": "sweep: train once for each combination of OPTION=A,B",
     "--config-dir DIR": "a folder of your own choices, laid out like conf/",
@@ -74,19 +76,19 @@ FLAGS = {
 
 
 def parser(verb: str) -> argparse.ArgumentParser:
-    """What parses the arguments of a verb."""
+    """Return a parser for the arguments of a verb."""
     does = VERBS[verb].does
     return argparse.ArgumentParser(f"compiler-trainer {verb}", description=f"{does[0].upper()}{does[1:]}.")
 
 
-CHECKPOINT = "which to read: of the lowest held-out loss, the newest (default), or a folder"
+CHECKPOINT = "checkpoint to read: the lowest validation loss, the newest (default), or a folder"
 
 
 def run_parser(verb: str, overrides: bool = False) -> argparse.ArgumentParser:
-    """The same for a verb on a run folder, with its checkpoints; with `overrides`, options may change."""
-    takes = parser(verb)
-    takes.add_argument("run", type=Path, metavar="RUN", help="the run folder")
-    takes.add_argument("--checkpoint", metavar="best|latest|PATH", help=CHECKPOINT)
+    """Return a parser for a verb on a run folder, with `--checkpoint`, and with overrides of options if wanted."""
+    arg_parser = parser(verb)
+    arg_parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    arg_parser.add_argument("--checkpoint", metavar="best|latest|PATH", help=CHECKPOINT)
     if overrides:
-        takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that change")
-    return takes
+        arg_parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that change")
+    return arg_parser

@@ -1,1 +1,1 @@
-"""Options: their fields, defaults and errors."""
+"""The options of a run: their fields, defaults and errors."""

@@ -1,4 +1,4 @@
-"""Where the choices of options are: conf/ beside the package in a clone, inside it where it is installed."""
+"""The folder with the choices of options: conf/ next to the package in a clone, inside it if installed."""
 
 from __future__ import annotations
 

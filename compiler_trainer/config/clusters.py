@@ -1,4 +1,4 @@
-"""The cluster that options describe, as predictions take it: bytes, FLOPs and seconds."""
+"""The conversion of a cluster's options into the objects that predictions use, in bytes, FLOPs and seconds."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from passes.program.machine import Balance
 TABLES = CONF / "cluster" / "rates"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 US = 1e-6
-LARGE_FLOPS, LARGE_BYTES = 1e12, 2**28  # of kernels that a step's time depends on
-# kind -> the largest buffer of a rank, in shares of what it brings, of p ranks
+LARGE_FLOPS, LARGE_BYTES = 1e12, 2**28  # typical of the kernels that take most of a step's time
+# kind of collective -> largest buffer of a rank among p ranks, in units of the rank's own operand
 BUFFER = {"all_gather": lambda p: p, "reduce_scatter": lambda p: 1, "all_reduce": lambda p: 1,
           "all_to_all": lambda p: 1, "shift": lambda p: 1}  # fmt: skip
 
 
 def cluster_of(cfg: ClusterConfig) -> Cluster:
-    """The cluster with the rates that are reached; raises UserError for rates that are nowhere."""
+    """Return the cluster with its measured rates; raise UserError if there are no such rates."""
     tables = tables_of(cfg)
     return Cluster(
         gpus_per_node=cfg.gpus_per_node,
@@ -45,7 +45,7 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
 
 
 def balance_of(cfg: ClusterConfig, dtype: str | None) -> Balance:
-    """Return what a GPU computes in a dtype (None: fp32) while bytes travel or move; large kernels at reached rates."""
+    """Return the FLOPs that a GPU computes per byte sent or moved, for large kernels of a dtype (None: fp32)."""
     peak_flops, rates = 1e12 * cfg.throttle * getattr(cfg.peak_tflops, dtype or "float32"), cluster_of(cfg).rates
     return Balance(
         gpus_per_node=cfg.gpus_per_node,
@@ -56,7 +56,7 @@ def balance_of(cfg: ClusterConfig, dtype: str | None) -> Balance:
 
 
 def tables_of(cfg: ClusterConfig) -> RatesConfig:
-    """What was measured of a cluster; raises UserError naming the files that there are."""
+    """Return the measured rates of a cluster; raise UserError naming the files of rates that exist."""
     if isinstance(cfg.rates, RatesConfig):
         return cfg.rates
     names = sorted(path.stem for path in TABLES.glob("*.yaml"))
@@ -67,12 +67,12 @@ def tables_of(cfg: ClusterConfig) -> RatesConfig:
 
 @functools.cache
 def read(path: Path) -> RatesConfig:
-    """The tables in a file."""
+    """Return the tables in a file."""
     return build(RatesConfig, yamls.load(path), str(path))
 
 
 def rates_of(cfg: ClusterConfig, tables: RatesConfig) -> Rates:
-    """What kernels reach; raises UserError naming the attention kernels that there are."""
+    """Return the rates of kernels; raise UserError naming the attention kernels that have rates."""
     kernels = {rates.kernel: rates for rates in tables.attention}
     if cfg.attention not in kernels:
         raise UserError("cluster.attention", not_one_of(kernels, cfg.attention))
@@ -95,6 +95,9 @@ def rates_of(cfg: ClusterConfig, tables: RatesConfig) -> Rates:
 
 
 def by_sent_bytes(times: CollectiveTimes) -> Curve:
-    """Seconds of a collective by the bytes that a rank sends, as the largest buffer of a rank is given."""
+    """Return the seconds of a collective by the bytes that a rank sends.
+
+    The tables have them by the largest buffer of a rank.
+    """
     brought = 2**20 / BUFFER[times.kind](times.ranks)
     return Curve(times.us).scaled(SENT[times.kind](int(brought), times.ranks), US)

@@ -1,4 +1,4 @@
-"""The default job with some overrides, as hydra composes it."""
+"""The default job with overrides, composed by hydra."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compiler_trainer.config.schema import AUTO, Config
 
 
 def compose(overrides: Sequence[str] = (), further: Mapping[str, Any] | None = None) -> dict[Any, Any]:
-    """The options of the default job with some overrides, and `further` ones over them; raises UserError."""
+    """Return the options of the default job with `overrides`, updated with `further`; raise UserError."""
     store_defaults()
     with as_user_errors(), beside_others(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         composed = hydra.compose("train", list(overrides))
@@ -34,7 +34,7 @@ def compose(overrides: Sequence[str] = (), further: Mapping[str, Any] | None = N
 
 @contextmanager
 def beside_others() -> Iterator[None]:
-    """Let hydra compose while it runs a job, as it does of a command line."""
+    """Let hydra compose while hydra runs a job, as it does for a command line."""
     state = GlobalHydra.instance()
     running = state.hydra
     state.hydra = None
@@ -46,23 +46,23 @@ def beside_others() -> Iterator[None]:
 
 @cache
 def default_job() -> Mapping[str, Any]:
-    """The options of the job that no override changes, by dotted names; a table is one option."""
+    """Return the options of the default job without overrides, by dotted names; a table is one option."""
     return flat(dataclasses.asdict(typed(compose())), set(tables(Config())))
 
 
-def flat(options: Mapping[str, Any], whole: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Options by dotted names, those of `whole` with what is in them."""
-    found: dict[str, Any] = {}
+def flat(options: Mapping[str, Any], undivided: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return options by dotted names. A mapping whose name is in `undivided` stays one option."""
+    flattened: dict[str, Any] = {}
     for key, value in options.items():
         name = f"{prefix}{key}"
-        inside = isinstance(value, Mapping) and value and name not in whole
-        found |= flat(value, whole, f"{name}.") if inside else {name: value}
-    return found
+        inside = isinstance(value, Mapping) and value and name not in undivided
+        flattened |= flat(value, undivided, f"{name}.") if inside else {name: value}
+    return flattened
 
 
 def typed(options: Any) -> Config:
-    """The options as a config; raises UserError naming the one at fault."""
+    """Return the options as a config; raise UserError naming the option at fault."""
     cfg = build(Config, {**options, "mesh": AUTO} if options["mesh"] == "auto" else options)
     if cfg.cluster.name == AUTO_CLUSTER.name and (figures := set(options["cluster"]) - {"name", "gpus"}):
-        raise UserError(f"cluster.{min(figures)}", "is of a cluster with a name; set cluster=h100 beside it, say")
+        raise UserError(f"cluster.{min(figures)}", "goes with a named cluster; set cluster=h100, too, for example")
     return cfg

@@ -1,4 +1,4 @@
-"""Every option with its default, as hydra is told them."""
+"""The default of every option, in hydra's config store."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from compiler_trainer.config.schema import Config, ModelConfig
 
 
 def store_defaults() -> None:
-    """Tell hydra every option with its default; those of a decoder go with `model=decoder`, as its choices do."""
+    """Store every option with its default for hydra. The options of a decoder are stored as `model=decoder`."""
     options, decoder = defaults(), OmegaConf.create(dataclasses.asdict(ModelConfig()))
     OmegaConf.set_struct(decoder, True)
     options.model = {}
-    options.cluster = {}  # figures come with a name
-    for group in (options.model, options.cluster):  # a folder, or a module of one's own
+    options.cluster = {}  # the figures come from a choice of `cluster`
+    for group in (options.model, options.cluster):  # a folder or the user's module has other options
         OmegaConf.set_struct(group, False)
     ConfigStore.instance().store(name="options", node=options)
     ConfigStore.instance().store(group="model", name="decoder", node=decoder)
 
 
 def defaults() -> DictConfig:
-    """Every option with its default; a table takes entries of any name."""
+    """Return every option with its default. Tables accept any names."""
     options = OmegaConf.create(dataclasses.asdict(Config()))
     for name in tables(Config()):
         OmegaConf.set_struct(OmegaConf.select(options, name), False)

@@ -1,4 +1,4 @@
-"""What the device decides: the cluster that `cluster=auto` is, and the dtype of `passes.cast.param_dtype=auto`."""
+"""The options that depend on the device: `cluster=auto` and `passes.cast.param_dtype=auto`."""
 
 from __future__ import annotations
 
@@ -19,31 +19,37 @@ CPU = "cpu"
 
 
 def here() -> str:
-    """The device of this process, as a cluster names it."""
+    """Return the device of this process, as clusters name it."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else CPU
 
 
 def for_running(cfg: Config) -> Config:
-    """`cfg` as this device runs it; raises UserError where it is to be planned for a device of no cluster."""
+    """Return `cfg` with `auto` resolved for this device.
+
+    Raises UserError if the job has to be planned and no cluster describes the device.
+    """
     if is_open(cfg) and cfg.cluster.name == AUTO_CLUSTER.name and choice() is None:
         raise UserError("cluster", f"auto, but no cluster describes {here()}; name one to plan for")
     return settled(cfg, torch.cuda.is_available())
 
 
 def for_predicting(cfg: Config) -> Config:
-    """`cfg` as the GPUs of its cluster run it; raises UserError where neither options nor a GPU say which they are."""
+    """Return `cfg` with `auto` resolved for the GPUs of its cluster.
+
+    Raises UserError if neither the options nor a GPU of this process say which GPUs these are.
+    """
     if cfg.cluster.name == AUTO_CLUSTER.name and choice() in (None, CPU):
-        raise UserError("cluster", f"auto, but no cluster describes a GPU here ({here()}); name one, cluster=h100, say")
+        raise UserError("cluster", f"auto, but no cluster describes a GPU here ({here()}); name one, as cluster=h100")
     return settled(cfg, not described(cfg.cluster).host_computes)
 
 
 def settled(cfg: Config, on_gpu: bool) -> Config:
-    """`cfg` with its cluster and the dtypes of a kind of device."""
+    """Return `cfg` with a named cluster, and dtypes for a GPU or a CPU."""
     return dataclasses.replace(cfg, cluster=described(cfg.cluster), passes=passes_on(cfg.passes, on_gpu))
 
 
 def passes_on(passes: PassesConfig, on_gpu: bool) -> PassesConfig:
-    """Options of passes, `cast.param_dtype=auto` as a kind of device has it."""
+    """Return the options of passes, with `cast.param_dtype=auto` resolved for a GPU or a CPU."""
     cast = passes.cast
     if cast.param_dtype != "auto":
         return passes
@@ -53,7 +59,7 @@ def passes_on(passes: PassesConfig, on_gpu: bool) -> PassesConfig:
 
 
 def described(cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster, `auto` as that of this device if there is one."""
+    """Return the cluster; `auto` becomes the cluster of this device, if there is one."""
     if cluster.name != AUTO_CLUSTER.name or (name := choice()) is None:
         return cluster
     return dataclasses.replace(cluster_named(name), gpus=cluster.gpus)
@@ -61,7 +67,7 @@ def described(cluster: ClusterConfig) -> ClusterConfig:
 
 @cache
 def cluster_named(name: str) -> ClusterConfig:
-    """Return a choice of `cluster`; composing it takes a tenth of a second."""
+    """Return a choice of `cluster`. Composing it takes a tenth of a second."""
     return build(ClusterConfig, compose([f"cluster={name}"])["cluster"], "cluster")
 
 
@@ -72,6 +78,6 @@ def choice() -> str | None:
 
 @cache
 def choices_by_device() -> dict[str, str]:
-    """Return the choices of `cluster` by the names of their devices; of several, the first."""
+    """Return the choices of `cluster` by device; of several for a device, the alphabetically first."""
     files = sorted((CONF / "cluster").glob("*.yaml"), reverse=True)
     return {device: file.stem for file in files if (device := yamls.load(file).get("device"))}

@@ -1,4 +1,4 @@
-"""Options that an earlier commit wrote: those that are gone are passed over, unless stored numbers depend on them."""
+"""Options that earlier versions wrote. Removed options are ignored, unless stored numbers depend on them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from compiler_trainer.config.options import Unknown, build
 
 T = TypeVar("T")
-# What the numbers in a checkpoint mean.
+# Options that decide what the numbers in a checkpoint mean.
 MEANING = ("model", "loss", "optim", "data.packing", "train.seed", "train.seq_len", "train.dtype")
-ANY: Any = ...  # whatever value a run had
-# Options that others took the place of, with the value that a run had and what it is called now; None: what is usual.
+ANY: Any = ...  # any value
+# (removed option, its value) -> (option of now, its value); None: the value is today's only behaviour.
 RENAMED: Mapping[tuple[str, Any], tuple[str, Any] | None] = {
     ("eval.interval", 0): ("eval.interval", None),
     ("train.replica_check.interval", 0): ("train.replica_check.interval", None),
@@ -33,69 +33,72 @@ RENAMED: Mapping[tuple[str, Any], tuple[str, Any] | None] = {
 
 
 def understood(cls: type[T], written: Any, where: str) -> T:
-    """What an earlier commit or this one wrote to `where`, as `cls`; raises UserError where it means something else."""
+    """Return options that this version or an earlier one wrote to `where`, as `cls`.
+
+    Raises UserError if one of them means something else now.
+    """
     options = renamed(copy.deepcopy(written))
     while True:
         try:
             return build(cls, options)
         except Unknown as error:
-            if is_in(error.where, MEANING) or not taken(options, error.where):
+            if is_in(error.where, MEANING) or not remove(options, error.where):
                 raise
-            tell(f"{where}: {error.where} is no option any more, and is passed over")
+            tell(f"{where}: {error.where} is no longer an option and is ignored")
 
 
 def renamed(options: Any) -> Any:
-    """Options by the names that they have now."""
+    """Return options under their current names."""
     for (name, value), new in RENAMED.items():
         group, _, last = name.rpartition(".")
-        found = inside(options, group)
-        if not isinstance(found, dict) or last not in found or not is_same(found[last], value):
+        entries = inside(options, group)
+        if not isinstance(entries, dict) or last not in entries or not is_same(entries[last], value):
             continue
-        had = found.pop(last)
-        if not found:  # that was the last one of its group
-            taken(options, group)
+        old_value = entries.pop(last)
+        if not entries:  # the group is empty now
+            remove(options, group)
         if new is not None:
-            set_inside(options, new[0], had if new[1] is ANY else new[1])
+            set_inside(options, new[0], old_value if new[1] is ANY else new[1])
     return options
 
 
-def is_same(had: Any, value: Any) -> bool:
-    """Whether a run had a value; 0 is not False."""
-    return value is ANY or had == value and type(had) is type(value)
+def is_same(actual: Any, value: Any) -> bool:
+    """Return True if `actual` is `value`, of the same type: 0 is not False."""
+    return value is ANY or actual == value and type(actual) is type(value)
 
 
 def set_inside(options: Any, name: str, value: Any) -> None:
-    """Give an option by its dotted name a value; groups that are not there are made."""
+    """Set an option by its dotted name; create missing groups."""
     *groups, last = name.split(".")
     for group in groups:
         options = options.setdefault(group, {})
     options[last] = value
 
 
-def taken(options: Any, name: str) -> bool:
-    """Take an option out; whether it was there."""
+def remove(options: Any, name: str) -> bool:
+    """Remove an option; return True if it existed."""
     group, _, last = name.rpartition(".")
-    found = inside(options, group)
-    if not isinstance(found, dict) or last not in found:
+    entries = inside(options, group)
+    if not isinstance(entries, dict) or last not in entries:
         return False
-    del found[last]
+    del entries[last]
     return True
 
 
 def inside(options: Any, group: str) -> Any:
-    """The options in a dotted group."""
+    """Return the options in a dotted group, None if there is no such group."""
     for part in group.split(".") if group else ():
         options = options.get(part) if isinstance(options, dict) else None
     return options
 
 
 def is_in(name: str, groups: tuple[str, ...]) -> bool:
-    """Whether an option is one of those, or in one of those groups."""
+    """Return True if an option is one of `groups`, or in one of them."""
     return any(name == group or name.startswith(f"{group}.") for group in groups)
 
 
 @functools.cache
-def tell(said: str) -> None:
-    """Say a thing once, on one rank."""
+def tell(message: str) -> None:
+    """Print a line once per process, on one rank."""
     if os.environ.get("RANK", "0") == "0":
-        print(said, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)

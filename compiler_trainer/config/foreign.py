@@ -1,35 +1,40 @@
-"""What other trainers call their options, and what this one has instead: said where such a name is refused.
+"""Answers to option names of other trainers, shown when such a name is refused.
 
-Names are as transformers' TrainingArguments, trl, peft, torchtitan, Megatron-LM, Lightning, axolotl and accelerate have
-them. An answer is a whole sentence: the option that does it and a value, or that there is none and what there is.
+The names are those of transformers' TrainingArguments, trl, peft, torchtitan, Megatron-LM, Lightning, axolotl and
+accelerate. An answer is a full sentence: it names the option and a value, or says that there is none and what there is
+instead.
 """
 
 from __future__ import annotations
 
 ACCUMULATION = "gradient accumulation is train.microbatches: parts of train.global_batch_size, or auto"
-ROWS = "train.global_batch_size counts the rows of a step on all ranks, train.microbatches accumulates them in parts"
+ROWS = "train.global_batch_size is the sequences of a step over all ranks; train.microbatches computes them in parts"
 MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
 NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
 NO_BLOCKS = "there is no MXFP8 and no NVFP4; float8 is passes.cast.float8=rowwise or tensorwise"
-NO_GROUPED = "products of experts are not taken in float8; passes.cast.float8=rowwise or tensorwise is of linear layers"
+NO_GROUPED = (
+    "matmuls of experts are not computed in float8; passes.cast.float8=rowwise or tensorwise is for linear layers"
+)
 LENGTH = "the length of a run is train.steps: a number of steps, or epochs as in train.steps=3epochs"
 LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[{_target_: compiler_trainer.WandB}], or MLflow"
 CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
-PREFERENCES = "preference pairs are trained on with recipe=dpo, or loss=dpo data.pairs=true data.chat=true"
-EMA = "averages of weights are train.ema=0.999"
+PREFERENCES = "training on preference pairs is recipe=dpo, or loss=dpo data.pairs=true data.chat=true"
+EMA = "an average of the weights (EMA) is train.ema=0.999"
 CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"
 SHARDING = "parameters are sharded over mesh.dp_shard (FSDP, ZeRO-3; ZeRO-2 with passes.remat.regather=false)"
-ATTENTION = "kernels are chosen automatically: SDPA and FlexAttention calls of the model are taken as they are"
-DATA = "text and conversations are data=text data.files=[...], a dataset of the hub data=hf_dataset data.path=NAME"
-MODEL = "model=hf model.path=FOLDER takes what transformers saved, model.path=ORGANIZATION/NAME a model of the hub"
+ATTENTION = "kernels are chosen automatically: the model's calls of SDPA and FlexAttention stay as they are"
+DATA = "text and conversations are data=text data.files=[...]; a dataset on the hub is data=hf_dataset data.path=NAME"
+MODEL = "model=hf model.path=FOLDER loads what transformers saved, model.path=ORGANIZATION/NAME a model on the hub"
 LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora"
 STOPPING = "early stopping is eval.patience=3: evaluations without a lower loss; checkpoint.keep_best keeps the best"
-EVALUATION = "held-out loss is every eval.interval steps over eval.batches batches"
-VALIDATION = "data.eval_fraction of the text is held out; compiler-trainer eval RUN data=text takes other text"
+EVALUATION = "validation loss is computed every eval.interval steps over eval.batches batches"
+VALIDATION = (
+    "data.eval_fraction of the text is for validation; compiler-trainer eval RUN data=text evaluates other text"
+)
 PIPELINE = "pipeline parallelism is mesh.pp, with at least as many train.microbatches (docs/guides/pipeline.md)"
 REPLICAS = "data parallelism is mesh.dp_shard (sharded, FSDP) and mesh.dp_replicate (replicated, DDP)"
 DEVICE = "a GPU is used if there is one; CUDA_VISIBLE_DEVICES says which, and none if it is empty"
-BUILT = "torch.compile is not called: each job is compiled, by lower.backend=inductor or, not compiled, eager"
+BUILT = "torch.compile is not called: lower.backend=inductor compiles each job, lower.backend=eager none"
 
 ANSWERS = {
     # batch and accumulation
@@ -44,7 +49,7 @@ ANSWERS = {
     "local_batch_size": ROWS,
     "train_batch_size": ROWS,
     "batch_size": ROWS,
-    "per_device_eval_batch_size": "evaluation takes batches as training does: train.global_batch_size rows",
+    "per_device_eval_batch_size": "evaluation uses the batch size of training: train.global_batch_size",
     # precision
     "bf16": MIXED,
     "bfloat16": MIXED,
@@ -57,7 +62,7 @@ ANSWERS = {
     "fp16": NO_FP16,
     "float16": NO_FP16,
     "half": NO_FP16,
-    "tf32": "products of float32 are not taken in TF32; use passes.cast.param_dtype=bfloat16",
+    "tf32": "matmuls of float32 are not computed in TF32; use passes.cast.param_dtype=bfloat16",
     "fp8": "float8 is passes.cast.float8=rowwise or tensorwise",
     "mxfp8": NO_BLOCKS,
     "nvfp4": NO_BLOCKS,
@@ -94,7 +99,7 @@ ANSWERS = {
     "optimizer": "the optimizer is optim=adamw|adamw8bit|adamwfp8|muon|sgd|custom",
     "early_stopping_patience": STOPPING,
     "early_stopping": STOPPING,
-    "load_best_model_at_end": "checkpoint.keep_best=1 keeps the best checkpoint beside the latest",
+    "load_best_model_at_end": "checkpoint.keep_best=1 keeps the best checkpoint next to the latest",
     # memory
     "gradient_checkpointing": CHECKPOINTING,
     "activation_checkpointing": CHECKPOINTING,
@@ -131,17 +136,17 @@ ANSWERS = {
     "device": DEVICE,
     "no_cuda": DEVICE,
     "use_cpu": DEVICE,
-    "devices": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; mesh says what they do",
-    "num_gpus": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; a plan or dry run is for cluster.gpus",
+    "devices": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; mesh divides the work among them",
+    "num_gpus": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; cluster.gpus is for a plan or dry run",
     "strategy": "mesh says how ranks divide a model and its data; mesh=auto plans it",
     # sequences, model, data
-    "context_length": "the length of a row is train.seq_len",
-    "max_seq_length": "the length of a row is train.seq_len",
-    "max_length": "the length of a row is train.seq_len",
-    "sequence_len": "the length of a row is train.seq_len",
-    "seq_length": "the length of a row is train.seq_len",
-    "seq_len": "the length of a row is train.seq_len",
-    "block_size": "the length of a row is train.seq_len",
+    "context_length": "the sequence length is train.seq_len",
+    "max_seq_length": "the sequence length is train.seq_len",
+    "max_length": "the sequence length is train.seq_len",
+    "sequence_len": "the sequence length is train.seq_len",
+    "seq_length": "the sequence length is train.seq_len",
+    "seq_len": "the sequence length is train.seq_len",
+    "block_size": "the sequence length is train.seq_len",
     "attn_implementation": ATTENTION,
     "flash_attention": ATTENTION,
     "use_flash_attention_2": ATTENTION,
@@ -170,26 +175,26 @@ ANSWERS = {
     "validation_file": VALIDATION,
     "eval_dataset": VALIDATION,
     "val_set_size": VALIDATION,
-    "packing": "documents are packed: end to end and cut, or whole with data.packing=fit, as conversations are",
+    "packing": "documents are packed: joined and cut, or whole with data.packing=fit, the default for conversations",
     "streaming": "text is tokenized once into a cache on disk (data.cache) and read from there",
-    "assistant_only_loss": "with data.chat=true the loss counts what the assistant says, and nothing else",
-    "train_on_inputs": "with data.chat=true the loss counts what the assistant says, and nothing else",
-    "num_workers": "a thread makes the next batch; text is tokenized by all cores",
-    "dataloader_num_workers": "a thread makes the next batch; text is tokenized by all cores",
+    "assistant_only_loss": "with data.chat=true only the assistant's answers count in the loss",
+    "train_on_inputs": "with data.chat=true only the assistant's answers count in the loss",
+    "num_workers": "a thread prepares the next batch; all cores tokenize text",
+    "dataloader_num_workers": "a thread prepares the next batch; all cores tokenize text",
     # what is written
     "eval_steps": EVALUATION,
     "eval_interval": EVALUATION,
     "eval_strategy": EVALUATION,
     "evaluation_strategy": EVALUATION,
-    "save_steps": "a checkpoint is taken every checkpoint.interval steps",
-    "save_interval": "a checkpoint is taken every checkpoint.interval steps",
-    "save_strategy": "a checkpoint is taken every checkpoint.interval steps",
+    "save_steps": "a checkpoint is written every checkpoint.interval steps",
+    "save_interval": "a checkpoint is written every checkpoint.interval steps",
+    "save_strategy": "a checkpoint is written every checkpoint.interval steps",
     "enabled": "null turns it off: checkpoint.interval=null, eval.interval=null, passes.segment.max_nodes=null",
     "save_total_limit": "the newest checkpoint.keep checkpoints are kept",
     "output_dir": "the run folder is run.dir",
-    "resume_from_checkpoint": "go on with: compiler-trainer resume RUN, or checkpoint.resume=latest|auto|PATH",
-    "logging_steps": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that renews itself",
-    "log_interval": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that renews itself",
+    "resume_from_checkpoint": "resume with: compiler-trainer resume RUN, or checkpoint.resume=latest|auto|PATH",
+    "logging_steps": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that is updated",
+    "log_interval": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that is updated",
     "wandb": LOGGERS,
     "report_to": LOGGERS,
     "logger": LOGGERS,
@@ -202,22 +207,23 @@ ANSWERS = {
     "callbacks": CALLBACKS,
     "ema_decay": EMA,
     "use_ema": EMA,
-    "push_to_hub": "there is none: compiler-trainer export RUN FOLDER writes what `hf upload` takes",
+    "push_to_hub": "there is none: compiler-trainer export RUN FOLDER writes a folder for `hf upload`",
     "hub_model_id": MODEL,
-    "seed": "the seed is train.seed; of the order of data data.seed",
+    "seed": "the seed is train.seed; data.seed is the seed of the order of data",
     "dpo": PREFERENCES,
     "ref_model": "the reference is the weights that training starts from; its log-probabilities are computed once",
-    "rlhf": "there is no reinforcement learning; preference pairs are trained on with recipe=dpo",
-    "grpo": "there is no reinforcement learning; preference pairs are trained on with recipe=dpo",
+    "rlhf": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
+    "grpo": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
     "loss_type": "a loss of your own is loss._target_=package.function",
 }
-VALUES = {  # of an option: what to say of a value that is none of its choices
+VALUES = {  # option -> hint for a value that is not one of its choices
     "passes.cast.float8": NO_BLOCKS,
-    "passes.moe.dispatch": "counts of rows stay on the device, so that buffers have a size that no count decides",
-    "train.dtype": "it is of the master weights; mixed precision is passes.cast.param_dtype=bfloat16 over float32 ones",
+    "passes.moe.dispatch": "counts of rows stay on the device, so buffer sizes cannot depend on them",
+    "train.dtype": "it is the dtype of master weights; mixed precision is passes.cast.param_dtype=bfloat16 over "
+    "float32 ones",
 }
 
 
 def answer(name: str) -> str | None:
-    """What to say of an option by another trainer's name, whatever group it is in; None where the name is no such."""
+    """Return the answer for another trainer's option, whatever its group; None if the name is unknown."""
     return ANSWERS.get(name.rpartition(".")[2].lower().replace("-", "_"))

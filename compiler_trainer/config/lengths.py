@@ -1,4 +1,4 @@
-"""Lengths of training as they are written in options: steps, epochs or tokens."""
+"""Lengths of training in options: steps, epochs or tokens."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ PATTERN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KMBT]?tokens|epochs?)")
 SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def is_length(given: str) -> bool:
-    """Whether it is a number above 0 of epochs or tokens, as `3epochs` or `1.5Btokens`."""
-    found = PATTERN.fullmatch(given)
-    return found is not None and float(found[1]) > 0
+def is_length(text: str) -> bool:
+    """Return True for a number above 0 of epochs or tokens, as `3epochs` or `1.5Btokens`."""
+    match = PATTERN.fullmatch(text)
+    return match is not None and float(match[1]) > 0
 
 
 def steps_of(
-    given: str, rows: int, rows_a_step: int, tokens_a_row: float, done: int = 0, rows_done: int = 0
+    length: str, rows: int, rows_per_step: int, tokens_per_row: float, done: int = 0, rows_done: int = 0
 ) -> int:
-    """The least number of steps in which so many epochs of `rows`, or so many tokens, are trained on.
+    """Return the least number of steps for a length in epochs of `rows` sequences, or in tokens.
 
-    `done` of them are over, in which `rows_done` rows were trained on, maybe of another number a step.
+    `done` steps are over, in which `rows_done` sequences were trained on, maybe with another number per step.
     """
-    number, unit = PATTERN.fullmatch(given).groups()  # type: ignore[union-attr]
+    number, unit = PATTERN.fullmatch(length).groups()  # type: ignore[union-attr]
     if unit.startswith("epoch"):
-        wanted = float(number) * rows
+        sequences = float(number) * rows
     else:
-        wanted = float(number) * SIZES[unit.removesuffix("tokens")] / tokens_a_row
-    return max(1, done + max(0, math.ceil(round((wanted - rows_done) / rows_a_step, 9))))
+        sequences = float(number) * SIZES[unit.removesuffix("tokens")] / tokens_per_row
+    return max(1, done + max(0, math.ceil(round((sequences - rows_done) / rows_per_step, 9))))

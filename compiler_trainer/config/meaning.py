@@ -1,4 +1,4 @@
-"""What options mean, as the schema says it: the comments behind its fields, and the docstrings of its groups."""
+"""The descriptions of options for `--help`: comments after fields and docstrings of groups in the schema."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = {"None": "null", "Any": "anything", **{kind.__name__: words for kind, wo
 
 
 class Option(NamedTuple):
-    """One option: its dotted name, what may stand there, its default, and what it means (may be empty)."""
+    """An option: its dotted name, the values it takes, its default, and its description (may be empty)."""
 
     name: str
     takes: str
@@ -33,7 +33,7 @@ class Option(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Options that belong together, and what they are about."""
+    """A group of options, and its description."""
 
     name: str
     about: str
@@ -41,7 +41,7 @@ class Group(NamedTuple):
 
 
 def groups(cls: type = schema.Config, prefix: str = "", in_default_job: bool = True) -> Iterator[Group]:
-    """Yield every group of options below a dataclass of the schema, itself first.
+    """Yield every group of options below a dataclass of the schema, the dataclass's own group first.
 
     Defaults are those of the default job, or of the schema for a choice that the default job does not make.
     """
@@ -61,35 +61,37 @@ def groups(cls: type = schema.Config, prefix: str = "", in_default_job: bool = T
 
 
 def parts_of(annotation: str) -> tuple[type, ...]:
-    """Return the dataclasses of options that an annotation names, that of the default job first."""
+    """Return the dataclasses of options that an annotation names, the default job's first."""
     first = annotation.split("|")[0].strip()
-    named = {"Model": ("ModelConfig", "FolderConfig"), "Loss": ("DpoConfig",)}.get(first, (first,))
-    return tuple(part for part in map(meant, named) if dataclasses.is_dataclass(part) and isinstance(part, type))
+    names = {"Model": ("ModelConfig", "FolderConfig"), "Loss": ("DpoConfig",)}.get(first, (first,))
+    return tuple(
+        part for part in map(schema_object, names) if dataclasses.is_dataclass(part) and isinstance(part, type)
+    )
 
 
-def meant(name: str) -> Any:
-    """What an annotation's name stands for, None if it is none of the options'."""
+def schema_object(name: str) -> Any:
+    """Return the object with an annotation's name in the schema, None if there is none."""
     return next((vars(module)[name] for module in (schema, cluster) if name in vars(module)), None)
 
 
 def source_of(cls: type) -> dict[str, str]:
-    """Field -> its annotation, as the schema writes it, there or in a class it inherits from."""
-    found: dict[str, str] = {}
+    """Return field -> its annotation in words, as written in the class or one that it inherits from."""
+    annotations: dict[str, str] = {}
     for owner in owners(cls):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         assert isinstance(tree, ast.ClassDef)
         fields = [line for line in tree.body if isinstance(line, ast.AnnAssign)]
-        found |= {ast.unparse(field.target): words(field.annotation) for field in fields}
-    return found
+        annotations |= {ast.unparse(field.target): words(field.annotation) for field in fields}
+    return annotations
 
 
 def owners(cls: type) -> list[type]:
-    """The dataclasses whose fields a dataclass has, itself last."""
+    """Return the dataclasses whose fields a dataclass has, the dataclass itself last."""
     return [owner for owner in reversed(cls.__mro__) if dataclasses.is_dataclass(owner)]
 
 
 def words(annotation: ast.expr) -> str:
-    """An annotation in the words of a command line: the values themselves where they are listed."""
+    """Return an annotation in the words of a command line; listed values are given as they are."""
     if isinstance(annotation, ast.BinOp):
         return f"{words(annotation.left)} | {words(annotation.right)}"
     if isinstance(annotation, ast.Subscript):
@@ -99,7 +101,7 @@ def words(annotation: ast.expr) -> str:
 
 
 def words_of_several(kind: str, inner: list[ast.expr]) -> str:
-    """`Literal["a", "b"]`, `tuple[str, ...]`, `tuple[int, int]` or `dict[str, int]` in words."""
+    """Return `Literal["a", "b"]`, `tuple[str, ...]`, `tuple[int, int]` or `dict[str, int]` in words."""
     if kind == "Literal":
         return " | ".join(map(ast.literal_eval, inner))
     if kind == "dict":
@@ -109,38 +111,38 @@ def words_of_several(kind: str, inner: list[ast.expr]) -> str:
 
 
 def words_of_each(annotation: ast.expr) -> str:
-    """What each of several is, in words: of options that belong together, their names."""
-    group = meant(ast.unparse(annotation))
+    """Return the type of a list's or table's elements in words; for a group of options, their names."""
+    group = schema_object(ast.unparse(annotation))
     if dataclasses.is_dataclass(group):
         return f"{{{', '.join(field.name for field in dataclasses.fields(group))}}}"
     return words(annotation)
 
 
 def words_of_name(name: str) -> str:
-    """What a name in an annotation stands for, in words: `Positive` is `a whole number, at least 1`."""
-    alias = meant(name)
+    """Return the words for a name in an annotation: `Positive` is `a whole number, at least 1`."""
+    alias = schema_object(name)
     if get_origin(alias) is Literal:
         return " | ".join(get_args(alias))
     kind, *marks = get_args(alias) or (None,)
-    said = [mark.words for mark in marks if isinstance(mark, Chosen) and mark.words]
-    said += [mark.be.removeprefix("be ").removeprefix("have ") for mark in marks if isinstance(mark, Must)]
+    phrases = [mark.words for mark in marks if isinstance(mark, Chosen) and mark.words]
+    phrases += [mark.be.removeprefix("be ").removeprefix("have ") for mark in marks if isinstance(mark, Must)]
     if kind in (int, float, str) and not isinstance(marks[0], Chosen):
-        said.insert(0, SCALARS[kind])
-    return ", ".join(said) or PLAIN.get(name, name)
+        phrases.insert(0, SCALARS[kind])
+    return ", ".join(phrases) or PLAIN.get(name, name)
 
 
 def comments(cls: type) -> dict[str, str]:
-    """Field -> the comment behind it."""
-    found: dict[str, str] = dict.fromkeys((field.name for field in dataclasses.fields(cls)), "")
+    """Return field -> the comment after it."""
+    texts: dict[str, str] = dict.fromkeys((field.name for field in dataclasses.fields(cls)), "")
     for line in (line for owner in owners(cls) for line in inspect.getsource(owner).splitlines()):
-        name, _, rest = line.strip().partition(":")
-        if name in found and "  # " in rest:
-            found[name] = rest.rpartition("  # ")[2]
-    return found
+        name, _, annotation = line.strip().partition(":")
+        if name in texts and "  # " in annotation:
+            texts[name] = annotation.rpartition("  # ")[2]
+    return texts
 
 
 def shown(field: dataclasses.Field[Any], name: str) -> str:
-    """Return an option's default as one would write it: the default job's value, else the schema's."""
+    """Return an option's default as on a command line: the default job's value, otherwise the schema's."""
     if name in default_job():
         return spelled(default_job()[name])
     if field.default is field.default_factory is dataclasses.MISSING:
@@ -148,43 +150,50 @@ def shown(field: dataclasses.Field[Any], name: str) -> str:
     return spelled(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
 
 
-def explain(asked: str, out: Console) -> None:
-    """Print a group of options, one, or those about a word, also another trainer's; raises UserError otherwise."""
-    every = list(groups())
-    chosen = [group for group in every if asked in ("", group.name) or group.name.startswith(f"{asked}.")]
-    chosen = chosen or having(every, lambda option: option.name == asked)
-    said = None if chosen else foreign.answer(asked)
-    if said:
-        out.print(f"{asked}: {said}", markup=False)
-    chosen = chosen or about(every, asked)
-    if not chosen and not said:
-        names = [group.name for group in every] + [option.name for group in every for option in group.options]
-        near = difflib.get_close_matches(asked, names, 1, 0.5)
-        raise UserError(asked, f"no option is called so or about it{f'; did you mean {near[0]!r}?' if near else ''}")
+def explain(query: str, out: Console) -> None:
+    """Print a group of options, a single option, or the options about a word, which may be another trainer's.
+
+    Raises UserError if there are none.
+    """
+    all_groups = list(groups())
+    chosen = [group for group in all_groups if query in ("", group.name) or group.name.startswith(f"{query}.")]
+    chosen = chosen or having(all_groups, lambda option: option.name == query)
+    answer = None if chosen else foreign.answer(query)
+    if answer:
+        out.print(f"{query}: {answer}", markup=False)
+    chosen = chosen or about(all_groups, query)
+    if not chosen and not answer:
+        names = [group.name for group in all_groups] + [option.name for group in all_groups for option in group.options]
+        near = difflib.get_close_matches(query, names, 1, 0.5)
+        raise UserError(
+            query, f"no option has this name or is about it{f'; did you mean {near[0]!r}?' if near else ''}"
+        )
     for group in chosen:
         show(group, out)
 
 
-def having(every: list[Group], fits: Callable[[Option], bool]) -> list[Group]:
-    """The groups with those of their options that fit, where there are any."""
-    chosen = [group._replace(options=[option for option in group.options if fits(option)]) for group in every]
+def having(all_groups: list[Group], predicate: Callable[[Option], bool]) -> list[Group]:
+    """Return the groups that have options for which `predicate` is True, with these options only."""
+    chosen = [group._replace(options=[option for option in group.options if predicate(option)]) for group in all_groups]
     return [group for group in chosen if group.options]
 
 
-def about(every: list[Group], asked: str) -> list[Group]:
-    """Options whose name or meaning has all words that are asked for, and whole groups that are about them."""
-    words = asked.lower().replace("_", " ").split()
+def about(all_groups: list[Group], query: str) -> list[Group]:
+    """Return the options whose name or description has all the words, and whole groups whose description has them."""
+    words = query.lower().replace("_", " ").split()
 
     def says(text: str) -> bool:
-        """Whether a text has the words."""
+        """Return True if a text has all the words."""
         return all(word in text.lower().replace("_", " ") for word in words)
 
-    of = {group.name: says(group.about) for group in every}
-    found = [
-        group if of[group.name] else group._replace(options=[o for o in group.options if says(f"{o.name} {o.meaning}")])
-        for group in every
+    is_about = {group.name: says(group.about) for group in all_groups}
+    matches = [
+        group
+        if is_about[group.name]
+        else group._replace(options=[o for o in group.options if says(f"{o.name} {o.meaning}")])
+        for group in all_groups
     ]
-    return [group for group in found if group.options]
+    return [group for group in matches if group.options]
 
 
 def show(group: Group, out: Console) -> None:

@@ -1,4 +1,4 @@
-"""Mappings to typed dataclasses: nothing unknown, nothing converted that would change what was written."""
+"""The conversion of mappings to typed dataclasses: unknown options are refused, and values are not coerced."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from compiler_trainer.config.errors import UserError
 
 T = TypeVar("T")
 MOST_SHOWN = 200  # characters of a value in an error
-LARGEST = 2**63 - 1  # whole numbers, which int64 holds
+LARGEST = 2**63 - 1  # of int64
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 class Unknown(UserError):
-    """An option that there is not."""
+    """An unknown option."""
 
 
 def start_lr(init: str, lora: Any) -> float:
-    """`${start_lr:weights,null}`: the learning rate that a folder's weights take, trained whole or by LoRA, or anew."""
+    """Return the learning rate of `${start_lr:weights,null}`: random weights, LoRA, or all pretrained weights."""
     return 1e-3 if init == "random" else 2e-4 if lora else 1e-5
 
 
@@ -36,7 +36,7 @@ OmegaConf.register_new_resolver("start_lr", start_lr, replace=True)
 
 @dataclass(frozen=True)
 class Must:
-    """What a value of an annotated type has to satisfy: `be` completes the sentence "it must ..."."""
+    """The condition on a value of an annotated type; `be` completes the sentence "it must ..."."""
 
     be: str
     holds: Callable[[Any], bool]
@@ -44,21 +44,21 @@ class Must:
 
 @dataclass(frozen=True)
 class Chosen:
-    """How the kind of an annotated value is chosen: `kind(value)` is what it has to be, `words` say so to a reader."""
+    """The choice of a type by the value: `kind(value)` is the type, `words` describe all types to a reader."""
 
     kind: Callable[[Any], Any]
     words: str = ""
 
 
 def spelled(value: Any) -> str:
-    """An option's value as a command line takes it: null for None, and quotes around no text."""
+    """Return an option's value as a command line takes it: JSON, but text as it is."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def build(cls: type[T], mapping: Any, where: str = "") -> T:
-    """An instance of the dataclass `cls`, its nested ones built alike; raises UserError naming the option at fault.
+    """Return an instance of the dataclass `cls`, and of its nested ones; raise UserError naming the option at fault.
 
-    `where` is the dotted name of the group. Options left out keep their defaults.
+    `where` is the dotted name of the group. Options that are left out keep their defaults.
     """
     if isinstance(mapping, cls):
         return mapping
@@ -76,7 +76,7 @@ def build(cls: type[T], mapping: Any, where: str = "") -> T:
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
-    """`value` as the annotation `kind`; raises UserError if it is something else."""
+    """Return `value` as the annotation `kind`; raise UserError if it is something else."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return build(kind, value, where)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def convert_list(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    """`value` as a tuple of `kinds`, where (X, ...) is any number of X."""
+    """Return `value` as a tuple of `kinds`; (X, ...) is any number of X."""
     if not isinstance(value, list | tuple):
         raise UserError(where, f"{shown(value)} is not a list; write [{shown(value, str)}]")
     if kinds[1:] == (...,):
@@ -109,14 +109,14 @@ def convert_list(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, .
 
 
 def convert_dict(kinds: tuple[Any, ...], value: Any, where: str) -> dict[Any, Any]:
-    """`value` as a dict of a key type and a value type."""
+    """Return `value` as a dict of a key type and a value type."""
     if not isinstance(value, Mapping):
         raise UserError(where, f"{shown(value)} is not a mapping of names to values")
     return {convert(kinds[0], key, where): convert(kinds[1], entry, join(where, key)) for key, entry in value.items()}
 
 
 def scalar(kind: Any, value: Any, where: str) -> Any:
-    """`value` if it is of `kind`; a whole number also serves as a float."""
+    """Return `value` if it is of `kind`; a whole number also serves as a float."""
     if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
@@ -128,21 +128,21 @@ def scalar(kind: Any, value: Any, where: str) -> Any:
 
 
 def one_of(choices: tuple[str, ...], value: Any, where: str) -> Any:
-    """`value` if it is one of `choices`."""
+    """Return `value` if it is one of `choices`."""
     if value not in choices:
         raise UserError(where, "; ".join([not_one_of(choices, value), *filter(None, [foreign.VALUES.get(where)])]))
     return value
 
 
 def satisfying(must: Must, value: Any, where: str) -> Any:
-    """`value` if it satisfies `must`."""
+    """Return `value` if it satisfies `must`."""
     if not must.holds(value):
         raise UserError(where, f"{shown(value, str)} must {must.be}")
     return value
 
 
 def shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
-    """A value as an error shows it: on one line, its beginning where it is long."""
+    """Return a value as text for an error: on one line, cut if it is long."""
     try:
         text = " ".join(as_text(value).split())
     except (RecursionError, ValueError):  # nested too deep, or a number of thousands of digits
@@ -151,7 +151,7 @@ def shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def tables(options: Any) -> Iterator[str]:
-    """Dotted names of the tables (options of any names) in an instance of a dataclass, its nested ones included."""
+    """Yield the dotted names of the tables (options of any names) in a dataclass, nested ones included."""
     for option in fields(options):
         value = getattr(options, option.name)
         if isinstance(value, Mapping):
@@ -161,29 +161,29 @@ def tables(options: Any) -> Iterator[str]:
 
 
 def option_names(cls: Any) -> list[str]:
-    """Names of the options of a dataclass, in order; none for any other type."""
+    """Return the names of a dataclass's options, in order; none for any other type."""
     return [option.name for option in fields(cls)] if is_dataclass(cls) else []
 
 
 def not_one_of(choices: Iterable[str], value: Any) -> str:
-    """What to say of a `value` that is none of `choices`."""
+    """Return the message for a `value` that is not one of `choices`."""
     return f"{shown(value)} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
 
 
 def unknown(key: Any, names: list[str]) -> str:
-    """What to say of an unknown `key`: what another trainer's is called here, the nearest name, else all of them."""
-    if found := foreign.answer(str(key)):
-        return f"no such option; {found}"
-    known = f"; there are {', '.join(names)}" if names else ""
-    return "no such option" + (did_you_mean(key, names) or known)
+    """Return the message for an unknown `key`, with another trainer's answer, the nearest name, or all names."""
+    if answer := foreign.answer(str(key)):
+        return f"no such option; {answer}"
+    all_names = f"; there are {', '.join(names)}" if names else ""
+    return "no such option" + (did_you_mean(key, names) or all_names)
 
 
 def did_you_mean(value: Any, names: Iterable[str]) -> str:
-    """A closing half-sentence with the nearest of `names`, empty if none is near."""
+    """Return a clause with the nearest of `names`, empty if none is near."""
     near = difflib.get_close_matches(str(value), list(names), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def join(where: str, key: Any) -> str:
-    """Dotted name of `key` in the group `where`."""
+    """Return the dotted name of `key` in the group `where`."""
     return f"{where}.{key}" if where else str(key)

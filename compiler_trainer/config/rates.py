@@ -1,4 +1,4 @@
-"""Tables of what a cluster reaches, by size: `cluster.rates` holds them or names a file of them."""
+"""The tables of measured rates, by size, that `cluster.rates` holds or names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiler_trainer.config.options import Chosen, Must
 
 
 def are_points(points: tuple[tuple[float, float], ...]) -> bool:
-    """Whether [size, figure] pairs are above 0 and their sizes grow."""
+    """Return True if all numbers of [size, figure] pairs are above 0 and sizes increase."""
     return bool(points) and min(map(min, points)) > 0 and all(a < b for (a, _), (b, _) in zip(points, points[1:]))
 
 
@@ -22,7 +22,7 @@ Points = Annotated[
 
 @dataclass(frozen=True)
 class ProductRates:
-    """TFLOP/s of products of matrices, by their GFLOP; `grouped` ones, of experts, by the GFLOP of a group."""
+    """The TFLOP/s of matmuls, by their GFLOP; `grouped` ones, of experts, by the GFLOP of a group."""
 
     float32: Points
     bfloat16: Points
@@ -32,7 +32,7 @@ class ProductRates:
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """TFLOP/s of an attention kernel by the length of keys, a causal one counted by half."""
+    """The TFLOP/s of an attention kernel, by the number of keys. Causal attention counts half of the FLOPs."""
 
     kernel: str
     forward: Points
@@ -41,7 +41,7 @@ class AttentionRates:
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """NonNegativeFloat of a collective among so many ranks of a node, by MiB of the largest buffer of a rank."""
+    """The microseconds of a collective among `ranks` ranks of a node, by the MiB of the largest buffer of a rank."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"]
     ranks: Annotated[int, Must("be at least 2", lambda n: n >= 2)]
@@ -50,7 +50,7 @@ class CollectiveTimes:
 
 @dataclass(frozen=True)
 class ProtocolConfig:
-    """Microseconds before the first byte, of a hop inside a node and between nodes; the share of bandwidth reached."""
+    """The microseconds before the first byte and per hop, inside a node and between nodes; the share of bandwidth."""
 
     base_us: NonNegativeFloat
     intra_us: NonNegativeFloat
@@ -60,9 +60,9 @@ class ProtocolConfig:
 
 @dataclass(frozen=True)
 class RatesConfig:
-    """What was measured, by size: lists of [size, figure], sizes growing; between two, logarithms are interpolated.
+    """The measured rates: lists of [size, figure], sizes increasing, interpolated in logarithms.
 
-    `protocols` serve collectives of which there is no table, those between nodes among them.
+    `protocols` are for collectives without a table, among them those between nodes.
     """
 
     products: ProductRates
@@ -72,9 +72,9 @@ class RatesConfig:
     protocols: Annotated[tuple[ProtocolConfig, ...], Must("name at least one", bool)]
 
 
-def kind_of_rates(given: Any) -> Any:
-    """What the rates of a cluster are given as: tables, or the name of a file of tables."""
-    return RatesConfig if isinstance(given, Mapping) else str
+def kind_of_rates(value: Any) -> Any:
+    """Return the type of the rates of a cluster: tables, or the name of a file of tables."""
+    return RatesConfig if isinstance(value, Mapping) else str
 
 
 RatesOrName = Annotated[RatesConfig | str, Chosen(kind_of_rates, "name | tables")]

@@ -1,4 +1,4 @@
-"""A recipe in a file of one's own, `recipe=job.yaml` or `recipe=RUN/config.yaml`, as a choice that hydra finds."""
+"""A recipe in a user's file, as `recipe=job.yaml` or `recipe=RUN/config.yaml`, turned into a choice for hydra."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ SEARCH = "hydra.searchpath"
 
 
 def by_name(arguments: Sequence[str], scratch: Path) -> list[str]:
-    """Return the arguments with a recipe that is a path named as a choice; the file is copied into a folder of choices.
+    """Return the arguments, with a recipe's path replaced by the name of a choice.
 
-    Raises UserError if there is no such file, or it holds no options.
+    The file is copied into the folder `scratch`, which is added to hydra's search path. Raises UserError if there is no
+    such file, or if it holds no options.
     """
-    found = list(arguments)
+    replaced = list(arguments)
     for i, argument in enumerate(arguments):
         option, _, value = argument.partition("=")
         if option.lstrip("+") != GROUP or not value.endswith(ENDINGS):
@@ -29,9 +30,9 @@ def by_name(arguments: Sequence[str], scratch: Path) -> list[str]:
         yamls.check(path)
         folder = scratch / GROUP
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"of_{path.stem}"  # no choice that there is may be meant by its own name
+        name = f"of_{path.stem}"  # the prefix keeps it apart from existing choices
         text = path.read_text(encoding="utf-8")
         (folder / f"{name}.yaml").write_text(text if "@package" in text else ROOT + text, encoding="utf-8")
-        found[i] = f"{option}={name}"
-        found.append(f"{SEARCH}=[file://{scratch.resolve()}]")
-    return found
+        replaced[i] = f"{option}={name}"
+        replaced.append(f"{SEARCH}=[file://{scratch.resolve()}]")
+    return replaced

@@ -1,4 +1,4 @@
-"""What hydra and omegaconf refuse, in one line that names the option and the nearest valid name."""
+"""The errors of hydra and omegaconf in one line, with the option and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from compiler_trainer.config.defaults import defaults
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, unknown
 
-GOES_WITH = {  # options of a choice that is not made
-    "model._target_": "goes with model=custom, next to the arguments of what it names",
+GOES_WITH = {  # options that exist only with another choice of `model`
+    "model._target_": "goes with model=custom, next to the arguments of `_target_`",
     "model.path": "goes with model=hf: a folder that transformers saved, or ORGANIZATION/NAME of a model of the hub",
     "model.lora": "goes with model=hf, or recipe=lora",
 }
 INPUT_ERRORS = (UserError, HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # hydra raises the last
-LECTURES = ("See https://hydra.cc", "\n\n")  # where hydra goes on to explain its grammar
+LECTURES = ("See https://hydra.cc", "\n\n")  # begin hydra's explanation of its grammar
 
 
 @contextmanager
 def as_user_errors() -> Iterator[None]:
-    """Composing options inside raises UserError, whatever hydra raises."""
+    """Raise UserError for hydra's errors inside the context."""
     try:
         yield
     except INPUT_ERRORS as error:
@@ -33,7 +33,7 @@ def as_user_errors() -> Iterator[None]:
 
 
 def user_error(error: Exception) -> UserError:
-    """The error that a composing raised, as one line."""
+    """Return an error of composing as a UserError of one line."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, OverrideParseException):
@@ -49,38 +49,43 @@ def user_error(error: Exception) -> UserError:
         return UserError(cause.full_key, GOES_WITH.get(cause.full_key) or unknown(key, names_in(group)))
     if isinstance(cause, MissingMandatoryValue) and cause.full_key:
         name = cause.full_key
-        return UserError(name, f"must be given, as {name}=VALUE; compiler-trainer --help {name} says what it is")
+        return UserError(name, f"must be given, as {name}=VALUE; compiler-trainer --help {name} describes it")
     return UserError(cause.full_key or "config", str(cause).partition("\n")[0])
 
 
 def unreadable(error: OverrideParseException) -> str:
-    """Why an override cannot be read."""
+    """Return the reason why an override cannot be read."""
     if "=" not in error.override:
-        return "is no OPTION=VALUE; options alone train a model, and a verb stands first: compiler-trainer --help"
-    said = str(error)
+        return (
+            "is not of the form OPTION=VALUE; a verb comes first, options alone train a model: compiler-trainer --help"
+        )
+    message = str(error)
     for end in LECTURES:
-        said = said.partition(end)[0]
-    return one_line(said)
+        message = message.partition(end)[0]
+    return one_line(message)
 
 
 def several_values(error: Exception) -> UserError | None:
-    """What is said of an option with a comma in its value, where hydra gives three ways to write it."""
-    said = str(error)
-    if not said.startswith("Ambiguous value for argument '"):
+    """Return the error for an option with a comma in its value, None for any other error.
+
+    Hydra's own message gives three ways to write it.
+    """
+    message = str(error)
+    if not message.startswith("Ambiguous value for argument '"):
         return None
-    name, _, value = said.split("'")[1].partition("=")
+    name, _, value = message.split("'")[1].partition("=")
     number = value.replace(",", "")
     fix = f"write {number} for the number, " if number.isdigit() else f"write [{value}] for a list, "
     return UserError(name, f"{value} is several values; {fix}or -m to train once with each")
 
 
 def names_in(group: str) -> list[str]:
-    """Names of the options in a dotted group, none if there is no such group; all groups' for an empty name."""
+    """Return the names of the options in a dotted group; for an empty name, of all groups; none for an unknown one."""
     options = defaults()
-    found = OmegaConf.select(options, group) if group else options
-    return [str(name) for name in found] if OmegaConf.is_dict(found) else []
+    members = OmegaConf.select(options, group) if group else options
+    return [str(name) for name in members] if OmegaConf.is_dict(members) else []
 
 
 def one_line(text: str) -> str:
-    """A message on a single line."""
+    """Return a message on a single line."""
     return " ".join(text.split())

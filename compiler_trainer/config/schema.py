@@ -1,4 +1,7 @@
-"""Every option of a run: frozen dataclasses, one a group of `conf/`, and what must hold between them."""
+"""All options of a run: one frozen dataclass for each group of options.
+
+A class docstring and the comment after a field are the descriptions that `--help` and docs/reference/options.md show.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from compiler_trainer.config.kinds import (
     Text,
 )
 from compiler_trainer.config.lengths import is_length
-from compiler_trainer.config.options import Chosen, Must, build  # noqa: F401  # build: of what `Config` is in
+from compiler_trainer.config.options import Chosen, Must, build  # noqa: F401  # build: re-exported
 from passes.memory.policies import SAVE, Action, OfLayer, Policy
 from passes.precision.sensitive import OPS
 
@@ -46,345 +49,348 @@ EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwf
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of rotary wavelengths (arXiv:2407.21783); positions in tokens."""
+    """The scaling of rotary positions for longer sequences, as in Llama 3.1 (arXiv:2407.21783)."""
 
-    factor: PositiveFloat
-    low_freq_factor: PositiveFloat
-    high_freq_factor: PositiveFloat
-    original_max_position: Positive
+    factor: PositiveFloat  # divide low rotary frequencies by this
+    low_freq_factor: PositiveFloat  # frequencies with fewer turns in the original context are fully scaled
+    high_freq_factor: PositiveFloat  # frequencies with more turns in the original context stay
+    original_max_position: Positive  # the original context, in tokens
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Keys and values made of `kv_rank` features a token (DeepSeek-V2, arXiv:2405.04434); `_dim` is of a head."""
+    """The sizes of multi-head latent attention: keys and values are computed from few features.
 
-    kv_rank: Positive
-    nope_dim: Positive  # features of a query and key that do not rotate
-    rope_dim: Positive  # those that do; of a key, the same in all heads
-    v_dim: Positive
-    q_rank: Positive | None = None  # null: queries are made of the layer's input at once
+    Source: DeepSeek-V2, arXiv:2405.04434.
+    """
+
+    kv_rank: Positive  # features of a token that its keys and values are computed from
+    nope_dim: Positive  # features of a head's query and key without rotary positions
+    rope_dim: Positive  # features with rotary positions; those of the key are shared by all heads
+    v_dim: Positive  # features of a head's value
+    q_rank: Positive | None = None  # features that queries are computed from; null: the layer's input itself
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Feed-forward layers of which each token takes few (`compiler_trainer/models/experts.py`, `router.py`).
+    """A mixture of experts: each token goes through a few of many feed-forward layers.
 
-    Scores, normalized over the chosen experts or not, then scaled, weigh what an expert gives or is given.
+    The router's scores of the chosen experts, times `scale`, weight the outputs (or inputs) of these experts. The code
+    is in `compiler_trainer/models/experts.py` and `router.py`.
     """
 
-    count: Positive
-    top_k: Positive
-    width: Positive  # features inside one expert
-    shared: Count = 0  # further experts, which all tokens take
-    dense_layers: Count = 0  # layers before the first with experts
-    every: Positive = 1  # of the layers from there on, every n-th has experts
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    groups: Positive = 1  # of neighbours, among which `top_groups` are chosen first
-    top_groups: Positive = 1
-    normalize: bool = True
-    scale: PositiveFloat = 1.0
-    weigh: Literal["output", "input"] = "output"
-    balance_loss: NonNegativeFloat = 0.0  # times this, uneven shares are added to the training loss: 1 if they are even
-    bias_rate: NonNegativeFloat = 0.0  # how far a forward in training moves the correction of scores
+    count: Positive  # number of routed experts in a layer
+    top_k: Positive  # experts that each token goes through
+    width: Positive  # hidden features of one expert
+    shared: Count = 0  # additional experts that every token goes through
+    dense_layers: Count = 0  # number of first layers without experts
+    every: Positive = 1  # after these, every n-th layer has experts
+    score: Literal["softmax", "sigmoid"] = "softmax"  # function from router logits to scores
+    groups: Positive = 1  # groups of neighbouring experts; a token first chooses `top_groups` of them
+    top_groups: Positive = 1  # groups from which a token chooses its experts
+    normalize: bool = True  # divide the scores of the chosen experts by their sum
+    scale: PositiveFloat = 1.0  # factor of the scores
+    weigh: Literal["output", "input"] = "output"  # multiply the experts' outputs, or their inputs, by the scores
+    balance_loss: NonNegativeFloat = 0.0  # weight of the auxiliary loss against uneven load, which is 1 at even load
+    bias_rate: NonNegativeFloat = 0.0  # step of the load-balancing bias on scores in each training forward; 0: no bias
 
     def are_in(self, layer: int) -> bool:
-        """Whether the layer of that number, from 0, has experts."""
+        """Return True if layer number `layer`, counted from 0, has experts."""
         return layer >= self.dense_layers and (layer + 1 - self.dense_layers) % self.every == 0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder; the defaults are `llama_debug`, whose vocabulary is 256 bytes and the end of a document."""
+    """A decoder. The defaults are those of `llama_debug`; its vocabulary is 256 bytes and an end-of-document token."""
 
-    name: str = "llama_debug"
-    dim: Positive = 256
-    n_layers: Layers = 4
-    n_heads: Positive = 8
-    n_kv_heads: Positive = 4
-    ffn_dim: Positive = 768
-    vocab_size: Positive = 257
-    norm_eps: Epsilon = 1e-5
-    rope_theta: RopeBase = 10_000.0
+    name: str = "llama_debug"  # name of the shape, for reports
+    dim: Positive = 256  # features of a token (hidden size)
+    n_layers: Layers = 4  # number of layers
+    n_heads: Positive = 8  # attention heads
+    n_kv_heads: Positive = 4  # key-value heads; fewer than n_heads: grouped-query attention
+    ffn_dim: Positive = 768  # hidden features of the feed-forward layers
+    vocab_size: Positive = 257  # size of the vocabulary; at least the tokenizer's
+    norm_eps: Epsilon = 1e-5  # epsilon of the norms (RMSNorm)
+    rope_theta: RopeBase = 10_000.0  # base of the rotary positions (RoPE)
     rope_scaling: RopeScaling | None = None
-    tied: bool = False
-    attention: Literal["causal", "documents"] = "causal"  # over the whole row, or within each document of it
-    head_dim: Positive | None = None  # null: dim / n_heads
-    qk_norm: Literal["none", "learned", "plain"] = "none"  # RMSNorm of each head's query and key, plain without weights
-    nope_every: Positive | None = None  # every n-th layer knows no positions: neither rotation nor `qk_norm`
+    tied: bool = False  # use the token embedding as the output layer, too
+    attention: Literal["causal", "documents"] = "causal"  # causal over the sequence, or within each of its documents
+    head_dim: Positive | None = None  # features of a head; null: dim / n_heads
+    qk_norm: Literal["none", "learned", "plain"] = "none"  # RMSNorm of each head's query and key; plain: no weights
+    nope_every: Positive | None = None  # every n-th layer has neither rotary positions nor `qk_norm`; null: none
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """LoRA (arXiv:2106.09685): low-rank terms of linear layers, as `peft` builds them; nothing else is trained.
+    """The low-rank terms that are trained instead of the weights of linear layers (LoRA, arXiv:2106.09685; `peft`)."""
 
-    `targets` are names of layers, or `all-linear`; with none, those that peft knows for the kind of model.
-    """
-
-    rank: Positive = 8
-    alpha: PositiveFloat = 16.0  # a term is scaled by alpha / rank
-    dropout: OpenFraction = 0.0
-    targets: tuple[str, ...] = ()
+    rank: Positive = 8  # rank of the terms
+    alpha: PositiveFloat = 16.0  # a term is multiplied by alpha / rank
+    dropout: OpenFraction = 0.0  # dropout on the input of a term
+    targets: tuple[str, ...] = ()  # names of layers, or all-linear; none: peft's usual layers for this kind of model
 
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """`model=hf`: a causal language model as transformers writes it, with config.json, safetensors and a tokenizer.
+    """A causal language model in transformers' format, with config.json, safetensors and a tokenizer (`model=hf`).
 
-    `path` is a folder, one in a store (s3://bucket/folder), or a model of the hub (organization/name, with @revision).
-    With `documents`, positions start anew at each document of a row, and attention stays within it; with `causal` a
-    row is one text.
+    With `attention=documents`, positions start again at each document of a sequence, and attention stays within it.
+    With `causal`, a sequence is one text.
     """
 
-    path: str
-    name: str = "hf"
-    init: Literal["weights", "random"] = "weights"
-    attention: Literal["documents", "causal"] = "documents"
+    path: str  # a folder, also s3://bucket/folder, or a model of the hub: organization/name, with @revision
+    name: str = "hf"  # name of the model, for reports
+    init: Literal["weights", "random"] = "weights"  # load the folder's weights, or start from random ones
+    attention: Literal["documents", "causal"] = "documents"  # causal within each document of a sequence, or over all
     lora: LoraConfig | None = None
 
 
-def kind_of_time(given: Any) -> Any:
-    """What a time is given as."""
-    return float | None if isinstance(given, int | float) else str | None
+def kind_of_time(value: Any) -> Any:
+    """Return the type that a time must have: number or text."""
+    return float | None if isinstance(value, int | float) else str | None
 
 
 TimeLimit = Annotated[str | float | None, Chosen(kind_of_time, "seconds, or 2h30m | null")]
 
 
-def kind_of_model(given: Any) -> Any:
-    """What the options of `model` are: a module of one's own, a folder, or a decoder."""
-    keys = given if isinstance(given, Mapping) else ()
+def kind_of_model(value: Any) -> Any:
+    """Return the type of the options of `model`: a module of the user's, a folder, or a decoder."""
+    keys = value if isinstance(value, Mapping) else ()
     return Own if "_target_" in keys else FolderConfig if "path" in keys else ModelConfig
 
 
-def is_call(given: Any) -> bool:
-    """Whether options name what to call."""
-    return isinstance(given.get("_target_"), str)
+def is_call(value: Any) -> bool:
+    """Return True if the options name what to call."""
+    return isinstance(value.get("_target_"), str)
 
 
-def is_none_or_call(given: Any) -> bool:
-    """Whether options are none, or name what to call."""
-    return not given or is_call(given)
+def is_none_or_call(value: Any) -> bool:
+    """Return True if the options are empty, or name what to call."""
+    return not value or is_call(value)
 
 
 @dataclass(frozen=True)
 class DpoConfig:
-    """What is minimized: by default cross-entropy of the next token; with `loss._target_` a function of (model, batch).
+    """The training loss. By default it is the cross-entropy of the next token.
 
-    `loss=dpo` is direct preference optimization (arXiv:2305.18290) of `data.pairs`. Its reference are the weights that
-    training starts from.
+    `loss._target_` names another function of (model, batch). `loss=dpo` is direct preference optimization
+    (arXiv:2305.18290) on `data.pairs`; its reference model has the weights that training starts from.
     """
 
-    name: Literal["dpo"]
-    beta: PositiveFloat = 0.1  # what it costs to leave the reference
-    label_smoothing: OpenFraction = 0.0  # the share of pairs that are taken to be labelled the wrong way
+    name: Literal["dpo"]  # the built-in preference loss
+    beta: PositiveFloat = 0.1  # how strongly the model is held to the reference
+    label_smoothing: OpenFraction = 0.0  # assumed share of pairs whose labels are swapped
 
 
-def kind_of_loss(given: Any) -> Any:
-    """What the options of `loss` are: ours for preference pairs, or one's own."""
-    return DpoConfig if isinstance(given, Mapping) and "name" in given else OwnLoss
+def kind_of_loss(value: Any) -> Any:
+    """Return the type of the options of `loss`: the built-in DPO loss, or the user's own."""
+    return DpoConfig if isinstance(value, Mapping) and "name" in value else OwnLoss
 
 
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
 OwnLoss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
 Loss = Annotated[DpoConfig | Own, Chosen(kind_of_loss)]
-Called = Annotated[Own, Must("have a _target_, the dotted name of what to call", is_call)]
-Target = Annotated[str, Must("be the dotted name of what to call", bool)]
+Called = Annotated[Own, Must("have a _target_, the dotted name of a class or function", is_call)]
+Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Where documents come from. `files` are paths, folders and globs of .txt, .jsonl (.gz, .zst), .parquet and .arrow,
-    on a disk or in a store, as s3://bucket/folder.
+    """A source of documents: files, a dataset, token ids, or the user's own dataset.
 
-    A `.txt` is one document, or several between `document_separator`s; a record has its text, or the ids of its tokens,
-    in `text_column`. A `.bin`, with Megatron's `.idx` or alone, and a `.npy` hold ids. With `custom`, rows are those of
-    the dataset that `_target_` makes of its `arguments` (docs/guides/your-loop.md).
+    `files` are .txt, .jsonl (.gz, .zst), .parquet and .arrow, on disk or in an object store. A .txt file is one
+    document, or several between `document_separator`s. A record has its text, or its token ids, in `text_column`. A
+    .bin file, with Megatron's .idx or alone, and a .npy file hold token ids. With `custom`, samples are the items of
+    the dataset that `_target_` makes from `arguments` (docs/guides/your-loop.md).
     """
 
-    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "custom"] = "text"
-    files: tuple[str, ...] = ()
-    tokens: str | None = None  # of name=tokens: a folder that `compiler-trainer tokenize` wrote
-    document_separator: Text | None = None
-    text_column: str = "text"
-    path: str | None = None  # of hf_dataset: a folder, or the name of a dataset of the hub
-    configuration: str | None = None  # of a dataset that has several
-    split: str = "train"  # of a dataset
-    documents: Positive = 2000  # of the synthetic corpus
-    _target_: Target | None = None  # of custom: a dataset of one's own, whose items are rows
-    arguments: dict[str, Any] = field(default_factory=dict)  # what it is called with
+    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "custom"] = "text"  # kind of source
+    files: tuple[str, ...] = ()  # with data=text: files, folders and globs, on disk or in a store (s3://bucket/folder)
+    tokens: str | None = None  # with data=tokens: a folder that `compiler-trainer tokenize` wrote
+    document_separator: Text | None = None  # text between the documents of a .txt file; null: a file is one document
+    text_column: str = "text"  # field of a record with its text, or with its token ids
+    path: str | None = None  # with data=hf_dataset: a folder, or the name of a dataset on the hub
+    configuration: str | None = None  # configuration of the dataset, if it has several
+    split: str = "train"  # split of the dataset, or a part of it, as train[:10%]
+    documents: Positive = 2000  # number of documents of data=synthetic
+    _target_: Target | None = None  # with data=custom: your dataset, whose items are samples
+    arguments: dict[str, Any] = field(default_factory=dict)  # arguments of `_target_`
 
 
 @dataclass(frozen=True)
 class WeightedSource(SourceConfig):
-    """One of several sources: of all rows trained on it gives `weight` over the sum of weights."""
+    """One of several sources: its share of all trained sequences is `weight` over the sum of all weights."""
 
-    weight: PositiveFloat = 1.0
+    weight: PositiveFloat = 1.0  # share of the source, relative to the other weights
 
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    """What to train on: one source, or `sources`; `tokenizer` is `bytes` or the path of a `tokenizer.json`, which
-    transformers loads with the files beside it.
+    """The training data: one source, or several `sources` (docs/guides/your-data.md).
 
-    A recipe for a vocabulary of its own leaves `tokenizer` empty: it has to be named.
+    A `data.tokenizer` file is loaded by transformers, with the files next to it. With `model=hf` the tokenizer is the
+    one of the model's folder. Recipes for another vocabulary leave `data.tokenizer` empty, so you must set it.
 
-    For `model=hf` it is that of its folder. With `chat`, records hold `messages`, or `prompt` and `completion`: the
-    tokenizer's chat template writes them, and the loss counts what the assistant says.
+    With `data.chat`, records hold `messages`, or `prompt` and `completion`. The tokenizer's chat template turns them
+    into text.
     """
 
     name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "custom"] = "stdlib"
-    sources: tuple[WeightedSource, ...] = ()
-    validation: tuple[WeightedSource, ...] = ()  # what to evaluate on; nothing else is held out then
-    tokenizer: str = "bytes"
-    eos_token: Text | None = None  # the token that closes a document; null: the tokenizer's own eos_token
-    add_bos_token: bool | None = None  # begin texts with the bos_token; null: as the tokenizer does
-    chat: bool = False
-    pairs: bool = False  # with `chat`: records hold `chosen` and `rejected` answers to a `prompt`, a row each
-    packing: Literal["auto", "cut", "fit"] = "auto"  # documents end to end, cut; or whole ones, padded: with `chat`
-    bad_records: Literal["stop", "skip"] = "stop"
-    eval_fraction: OpenFraction = 0.05  # of each source's documents, held out where there is no validation set
-    seed: Seed = 0
-    cache: str | None = None  # of tokens and copies; null: compiler-trainer/tokens in $XDG_CACHE_HOME or ~/.cache
-    cache_gib: PositiveFloat = 256.0  # above it the cache loses tokens unused for 30 days, copies unread for 10 minutes
+    sources: tuple[WeightedSource, ...] = ()  # with data=mixture: several sources, each with a weight
+    validation: tuple[WeightedSource, ...] = ()  # validation data; if empty, `eval_fraction` of the training data
+    tokenizer: str = "bytes"  # `bytes`, or the path of a tokenizer.json
+    eos_token: Text | None = None  # token at the end of a document; null: the tokenizer's own eos_token
+    add_bos_token: bool | None = None  # start each text with the bos_token; null: as the tokenizer does
+    chat: bool = False  # records are conversations; only the assistant's answers count in the loss
+    pairs: bool = False  # with `chat`: a record has a `prompt`, a `chosen` and a `rejected` answer, all in one sequence
+    packing: Literal["auto", "cut", "fit"] = "auto"  # cut documents to length, or fit whole ones; auto: fit if chat
+    bad_records: Literal["stop", "skip"] = "stop"  # stop at a record that cannot be used, or skip it
+    eval_fraction: OpenFraction = 0.05  # share of each source's documents for validation, if `validation` is empty
+    seed: Seed = 0  # seed of the order of the data
+    cache: str | None = None  # tokens and copies; null: compiler-trainer/tokens in $XDG_CACHE_HOME or ~/.cache
+    cache_gib: PositiveFloat = 256.0  # above it, tokens unused for 30 days and copies unread for 10 minutes are deleted
 
     @property
     def packs(self) -> Literal["cut", "fit", "pairs", "short pairs"]:
-        """How documents are packed: conversations whole, so that no answer is parted from its question."""
+        """The packing of documents. Conversations stay whole, so that no answer is separated from its question."""
         if self.pairs:
             return "short pairs" if self.bad_records == "skip" else "pairs"
         return self.packing if self.packing != "auto" else "fit" if self.chat else "cut"
 
     @property
     def read(self) -> tuple[SourceConfig, ...]:
-        """The sources that documents to train on are read from."""
+        """The sources of training documents."""
         return self.sources or (self,)
 
     @property
     def listed(self) -> tuple[SourceConfig, ...]:
-        """Every source that is stated."""
+        """All sources in the options: the main one, `sources` and `validation`."""
         return (self, *self.sources, *self.validation)
 
     @property
     def held_out(self) -> float:
-        """The share of documents to train on that is held out."""
+        """The share of training documents that is used for validation instead."""
         return 0.0 if self.validation else self.eval_fraction
 
 
-def kind_of_microbatches(given: Any) -> Any:
-    """What a number of microbatches is given as."""
-    return Literal["auto"] if isinstance(given, str) else Positive
+def kind_of_microbatches(value: Any) -> Any:
+    """Return the type that `train.microbatches` must have."""
+    return Literal["auto"] if isinstance(value, str) else Positive
 
 
 Microbatches = Annotated[int, Chosen(kind_of_microbatches, "a whole number, at least 1 | auto")]
-AUTOMATIC: Any = "auto"  # what `train.microbatches` is until it is planned
+AUTOMATIC: Any = "auto"  # value of `train.microbatches` until it is planned
 
 
 Length = Annotated[str, Must("be a number of steps, or epochs or tokens as 3epochs or 20Btokens", is_length)]
 
 
-def kind_of_steps(given: Any) -> Any:
-    """What a length of training is given as."""
-    return Length if isinstance(given, str) else Positive
+def kind_of_steps(value: Any) -> Any:
+    """Return the type that `train.steps` must have."""
+    return Length if isinstance(value, str) else Positive
 
 
 Steps = Annotated[int, Chosen(kind_of_steps, "a whole number, at least 1 | 3epochs | 20Btokens")]
-LONGEST = 2**62  # steps that stand for epochs or tokens until the data are read
+LONGEST = 2**62  # placeholder for a length in epochs or tokens until the data are read
 
 
 def lasting(cfg: Config, steps: int) -> Config:
-    """`cfg` with so many steps."""
+    """Return `cfg` with `steps` as its number of steps."""
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps))
 
 
 @dataclass(frozen=True)
 class ReplicaCheckConfig:
-    """Ranks that hold copies of parameters and moments compare them every `interval` steps and before each checkpoint.
+    """A check for silent data corruption: ranks compare their copies of parameters and moments.
 
-    Where a bit differs `stop` ends the run, naming rank and tensor; `repair` copies what most ranks hold, if most do.
+    They do so every `interval` steps and before each checkpoint. If a bit differs, `stop` ends the run and names rank
+    and tensor; `repair` copies the value that most ranks hold, if there is a majority.
     """
 
-    interval: Interval | None = 100  # null: they are never compared
-    action: Literal["stop", "repair"] = "stop"  # where copies differ: silent data corruption
+    interval: Interval | None = 100  # steps between comparisons; null: never
+    action: Literal["stop", "repair"] = "stop"  # what to do if copies differ
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How much to train; `dtype` is that of the master weights.
+    """The length, batch and precision of training.
 
-    `microbatches` is the number of steps of gradient accumulation; with `auto` it is as small as memory allows.
+    The sequences of a step may be computed in several `microbatches`, one after the other, which needs less memory
+    (gradient accumulation).
     """
 
-    steps: Steps = 80  # optimizer steps, or what epochs or tokens come to: 3epochs, 20Btokens
-    seq_len: RowLength = 256  # tokens a row
-    global_batch_size: Positive = 16  # sequences a step, all ranks together
-    microbatches: Microbatches = 1  # parts of a step's rows, in turn: gradient accumulation; auto: planned
-    seed: Seed = 0  # of initial weights and dropout
-    deterministic: bool = False  # the same bits in every run, at some speed
-    dtype: Dtype = "float32"  # of the master weights; mixed precision: passes.cast.param_dtype
-    nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # at a NaN: end, omit the update, or go back and past it
+    steps: Steps = 80  # optimizer steps, or a length in epochs or tokens: 3epochs, 20Btokens
+    seq_len: RowLength = 256  # tokens per sequence
+    global_batch_size: Positive = 16  # sequences per step, over all ranks
+    microbatches: Microbatches = 1  # gradient accumulation: parts of a step's sequences; auto: as few as fit in memory
+    seed: Seed = 0  # seed of initial weights and dropout
+    deterministic: bool = False  # give the same bits in every run, at some loss of speed
+    dtype: Dtype = "float32"  # dtype of the master weights; mixed precision: passes.cast.param_dtype
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # at NaN: end, skip the update, or reload and skip the data
     replica_check: ReplicaCheckConfig = field(default_factory=ReplicaCheckConfig)
-    ema: OpenFraction | None = None  # keep averages of weights, of which a step leaves so much; null: none
-    callbacks: tuple[Called, ...] = ()  # told of steps, evaluations, checkpoints and the end (docs/guides/your-loop.md)
+    ema: OpenFraction | None = None  # decay of an exponential moving average of the weights, as 0.999; null: no average
+    callbacks: tuple[Called, ...] = ()  # run at steps, evaluations, checkpoints and the end (docs/guides/your-loop.md)
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """Parameters that are updated otherwise: those of some kinds, and those named like some patterns."""
+    """A parameter group: parameters of some kinds, or with names that match a pattern, and how they are updated."""
 
-    kinds: tuple[Literal["vector", "embedding", "head"], ...] = ()  # of one dim or none; looked up; the last product
-    names: tuple[str, ...] = ()  # patterns of names, e.g. `layers.*.norm.weight`
-    lr: NonNegativeFloat = 1.0  # times optim.lr
+    kinds: tuple[Literal["vector", "embedding", "head"], ...] = ()  # at most one dim; embeddings; the last linear layer
+    names: tuple[str, ...] = ()  # patterns of parameter names, as `layers.*.norm.weight`
+    lr: NonNegativeFloat = 1.0  # factor of optim.lr
     weight_decay: NonNegativeFloat | None = None  # null: optim.weight_decay
-    optimizer: Literal["adamw"] | None = None  # with optim=muon: the other one
+    optimizer: Literal["adamw"] | None = None  # with optim=muon: use AdamW instead
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The update; what is left unset here is plain: no decay, no momentum, no clip (`max_norm` null).
+    """The optimizer. Options that neither conf/optim nor you set are off: weight decay, momentum, gradient clipping.
 
-    With `custom`, `_target_` makes the optimizer of its `arguments` (docs/guides/your-loop.md).
+    With `custom`, `_target_` makes the optimizer from `arguments` (docs/guides/your-loop.md).
     """
 
     name: Literal["adamw", "adamw8bit", "adamwfp8", "muon", "sgd", "custom"] = "adamw"  # 8bit, fp8: formats of torchao
-    lr: NonNegativeFloat = 1e-3  # the learning rate at its highest
-    betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.999)  # adamw's
-    eps: Epsilon = 1e-8  # adamw's
-    momentum: OpenFraction = 0.0  # sgd's and muon's
-    weight_decay: NonNegativeFloat = 0.0  # decoupled, times the learning rate
-    max_norm: PositiveFloat | None = None  # gradients are clipped to this norm; null: they are not
-    state: Dtype | None = None  # of moments; null: that of the parameters
-    block: Positive = 256  # entries that share a scale, where moments are in eight bits
-    stochastic_rounding: bool = False  # of updated bf16 parameters
-    groups: dict[str, GroupConfig] = field(default_factory=dict)  # by a name of one's own; the first that fits counts
-    _target_: Target | None = None  # of custom: a class with `moments`, `scalars` and `update`
-    arguments: dict[str, Any] = field(default_factory=dict)  # what it is called with
+    lr: NonNegativeFloat = 1e-3  # peak learning rate
+    betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.999)  # AdamW's beta1 and beta2
+    eps: Epsilon = 1e-8  # AdamW's epsilon
+    momentum: OpenFraction = 0.0  # momentum of SGD and Muon
+    weight_decay: NonNegativeFloat = 0.0  # decoupled weight decay, multiplied by the learning rate
+    max_norm: PositiveFloat | None = None  # clip gradients to this norm; null: no clipping
+    state: Dtype | None = None  # dtype of moments; null: the parameters' dtype
+    block: Positive = 256  # entries of an 8-bit moment that share a scale
+    stochastic_rounding: bool = False  # stochastic rounding of updated bf16 parameters
+    groups: dict[str, GroupConfig] = field(default_factory=dict)  # parameter groups by name; the first match counts
+    _target_: Target | None = None  # with optim=custom: a class with `moments`, `scalars` and `update`
+    arguments: dict[str, Any] = field(default_factory=dict)  # arguments of `_target_`
 
 
 @dataclass(frozen=True)
 class LrScheduleConfig:
-    """Linear warm-up to `optim.lr`, then down to `min_ratio * optim.lr` in the last `decay_steps` of `train.steps`.
+    """The learning rate: linear warm-up to `optim.lr`, then decay to `min_ratio * optim.lr` at the end.
 
-    Fractions are of `train.steps`, so that a run that is resumed for more or fewer steps keeps its shape. With
-    `custom`, the rate is `optim.lr` times what the function `_target_` gives.
+    The decay is in the last `decay_steps` of `train.steps`. Fractions are of `train.steps`, so a run that is resumed
+    for more or fewer steps keeps the shape. With `custom`, the learning rate is `optim.lr` times the result of the
+    function `_target_`.
     """
 
     name: Literal["constant", "cosine", "linear", "wsd", "custom"] = "constant"  # wsd: warm-up, stable, decay
-    warmup_steps: Count | None = None  # null: warmup_fraction of train.steps
-    min_ratio: Fraction = 0.0  # of optim.lr, where the decay ends, one step after the last
-    decay_steps: Count | None = None  # null: decay_fraction of train.steps
-    warmup_fraction: Fraction = 0.0
-    decay_fraction: Fraction | None = None  # null: all after the warm-up
-    _target_: Target | None = None  # of custom: a function of (step, steps), steps counted from 1
-    arguments: dict[str, Any] = field(default_factory=dict)  # what it is given beside, by name
+    warmup_steps: Count | None = None  # steps of the warm-up; null: warmup_fraction of train.steps
+    min_ratio: Fraction = 0.0  # learning rate at the end of the decay (one step after the last), as a share of optim.lr
+    decay_steps: Count | None = None  # steps of the decay; null: decay_fraction of train.steps
+    warmup_fraction: Fraction = 0.0  # warm-up as a share of train.steps
+    decay_fraction: Fraction | None = None  # decay as a share of train.steps; null: all steps after the warm-up
+    _target_: Target | None = None  # with lr_schedule=custom: a function of (step, steps); step counts from 1
+    arguments: dict[str, Any] = field(default_factory=dict)  # further arguments of `_target_`, by name
 
     def warmup(self, steps: int) -> int:
-        """Steps of warm-up in a run of so many."""
+        """Return the number of warm-up steps in a run of `steps` steps."""
         return int(self.warmup_fraction * steps) if self.warmup_steps is None else self.warmup_steps
 
     def decay(self, steps: int) -> int | None:
-        """Steps of decay in a run of so many; None: all after the warm-up."""
+        """Return the number of decay steps in a run of `steps` steps; None: all after the warm-up."""
         if self.decay_steps is not None or self.decay_fraction is None:
             return self.decay_steps
         return int(self.decay_fraction * steps)
@@ -392,35 +398,35 @@ class LrScheduleConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Ranks along each axis; -1: the ranks that the others leave. Several -1 are planned, `mesh=auto` plans all.
+    """The number of ranks along each axis; -1: all ranks that the other axes leave.
 
-    `ep` counts no further ranks: among so many of `dp_shard` and `cp` (or of these and all of `tp`) experts are spread.
+    If several axes are -1, they are planned. `mesh=auto` plans them all.
     """
 
-    pp: AxisSize = 1
-    dp_replicate: AxisSize = 1  # data parallelism that replicates parameters (DDP; with dp_shard HSDP)
-    dp_shard: AxisSize = -1  # data parallelism that shards parameters (FSDP, ZeRO)
+    pp: AxisSize = 1  # pipeline parallelism: each rank has some of the layers
+    dp_replicate: AxisSize = 1  # data parallelism with replicated parameters (DDP; with dp_shard HSDP)
+    dp_shard: AxisSize = -1  # data parallelism with sharded parameters (FSDP, ZeRO)
     cp: AxisSize = 1  # context parallelism: the sequence is sharded
     tp: AxisSize = 1  # tensor parallelism: weights are split
-    ep: Positive = 1  # expert parallelism
+    ep: Positive = 1  # expert parallelism over ranks of dp_shard and cp, or all of dp_shard, cp and tp; adds no ranks
 
 
-AUTO = MeshConfig(dp_replicate=-1, dp_shard=-1, cp=-1, tp=-1)  # what `mesh=auto` stands for until a plan is made
+AUTO = MeshConfig(dp_replicate=-1, dp_shard=-1, cp=-1, tp=-1)  # value of `mesh=auto` until a plan is made
 PLANNED = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 def open_axes(mesh: MeshConfig) -> list[str]:
-    """The axes that take what others leave."""
+    """Return the axes that are -1 and can be planned."""
     return [axis for axis in PLANNED if getattr(mesh, axis) == -1]
 
 
 def is_open(cfg: Config) -> bool:
-    """Whether something of how a job runs is to be planned: several axes of its mesh, or its microbatches."""
+    """Return True if the mesh (several axes of -1) or the number of microbatches has to be planned."""
     return len(open_axes(cfg.mesh)) > 1 or cfg.train.microbatches == AUTOMATIC
 
 
 def closed(cfg: Config) -> Config:
-    """`cfg` with stand-ins for what is to be planned, so that all else can be checked."""
+    """Return `cfg` with placeholders for planned options, so that all other options can be checked."""
     mesh = MeshConfig() if len(open_axes(cfg.mesh)) > 1 else cfg.mesh
     microbatches = 1 if cfg.train.microbatches == AUTOMATIC else cfg.train.microbatches
     return dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, microbatches=microbatches))
@@ -428,148 +434,138 @@ def closed(cfg: Config) -> Config:
 
 @dataclass(frozen=True)
 class CastConfig:
-    """Mixed precision: dtypes of parameters in use and of reduced gradients; null keeps the master weights' own.
+    """The dtypes of parameters in compute and of reduced gradients (mixed precision); null: the master weights' dtype.
 
-    With `param_dtype=auto` that is bfloat16 on a GPU, and gradients are then reduced in float32, and null on a CPU.
-    `ops` are patterns of operators and the least dtype they compute in, `modules` of modules and theirs.
+    `param_dtype=auto` is null on a CPU, and bfloat16 on a GPU, with gradients reduced in float32. Keys of `ops` and
+    `modules` are patterns of names.
     """
 
-    param_dtype: Literal["auto", "float32", "bfloat16"] | None = "auto"
-    reduce_dtype: Dtype | None = None
-    output_dtype: Dtype | None = None  # of what the model hands to the loss
-    ops: dict[str, Dtype] = field(default_factory=OPS.copy)
-    modules: dict[str, Dtype] = field(default_factory=dict)
-    float8: Literal["tensorwise", "rowwise"] | None = None  # how linear layers are scaled, if they are in float8
-    float8_skip: tuple[str, ...] = ()  # modules that are not
-    float8_min_size: Positive = 16  # of both dims of a weight
-    float8_head: bool = False  # whether the last linear layer is
+    param_dtype: Literal["auto", "float32", "bfloat16"] | None = "auto"  # dtype of parameters in compute
+    reduce_dtype: Dtype | None = None  # dtype of gradient reductions
+    output_dtype: Dtype | None = None  # dtype of the model's output, the loss's input
+    ops: dict[str, Dtype] = field(default_factory=OPS.copy)  # least dtype of operators
+    modules: dict[str, Dtype] = field(default_factory=dict)  # dtype of modules
+    float8: Literal["tensorwise", "rowwise"] | None = None  # scaling of float8 linear layers; null: no float8
+    float8_skip: tuple[str, ...] = ()  # patterns of modules without float8
+    float8_min_size: Positive = 16  # float8 only for weights whose dims are both at least this
+    float8_head: bool = False  # float8 for the last linear layer, too
 
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """How parameters are sharded; `plan` maps a pattern of parameter names to {axis: dim}."""
+    """The sharding of parameters and activations."""
 
-    plan: dict[str, dict[str, int]] | None = None
-    sequence_parallel: bool = True
-    strict: bool = False
-    min_shard_elements: Positive = 1  # a smaller parameter stays whole on dp_shard and cp
+    plan: dict[str, dict[str, int]] | None = None  # overrides by pattern of parameter names: {axis: dim}
+    sequence_parallel: bool = True  # shard activations along the sequence between tensor-parallel layers
+    strict: bool = False  # refuse operators without a sharding rule, instead of gathering their operands
+    min_shard_elements: Positive = 1  # smaller parameters are not sharded over dp_shard and cp
 
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """How rows get to experts that `mesh.ep` spreads over ranks (`passes/sharding/dispatch.py`).
+    """The exchange of tokens with experts that `mesh.ep` spreads over ranks (docs/guides/experts.md).
 
-    A `bounded` buffer has room for `capacity_factor` even shares; rows beyond that are dropped. Rows that are sent
-    travel in `chunks`: one travels while another is computed.
+    A `bounded` buffer has room for `capacity_factor` times an even share of the tokens; tokens beyond that are dropped.
+    With several `chunks`, one chunk travels while another is computed.
     """
 
-    dispatch: Literal["auto", "all_gather", "dropless", "bounded"] = "auto"
-    capacity_factor: PositiveFloat = 1.25
-    chunks: Positive = 1
+    dispatch: Literal["auto", "all_gather", "dropless", "bounded"] = "auto"  # how ranks exchange tokens and results
+    capacity_factor: PositiveFloat = 1.25  # with dispatch=bounded: size of a buffer, in even shares
+    chunks: Positive = 1  # parts in which tokens are sent
 
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """How attention runs over a sequence that `mesh.cp` shards; auto: what sends least (`passes/context`).
+    """Attention over a sequence that `mesh.cp` shards (docs/guides/long-sequences.md).
 
-    `load_balance` says which tokens a rank has: a run (none), a chunk from the front and one from the back (head_tail),
-    or blocks of at most `block` tokens, shared out for each batch by the work that its documents make; auto: blocks
-    where documents decide what attention sees (`passes/context/sequence_layout.py`). With `skip_steps`, steps of a ring
-    at which no rank sees anything in a batch send nothing.
+    `method=auto` takes the method with the least communication cost. `load_balance` decides which tokens a rank holds:
+    a contiguous run (none), a chunk from the front and one from the back (head_tail), or blocks of at most `block`
+    tokens, assigned for each batch by the work in its documents (blocks); auto: blocks if attention stays within
+    documents (`passes/context/sequence_layout.py`).
     """
 
-    method: Literal["auto", "ring", "all_gather", "ulysses", "hybrid"] = "auto"
-    load_balance: Literal["auto", "head_tail", "blocks", "none"] = "auto"
-    block: Positive = 128
-    skip_steps: bool = True
+    method: Literal["auto", "ring", "all_gather", "ulysses", "hybrid"] = "auto"  # how ranks exchange keys and values
+    load_balance: Literal["auto", "head_tail", "blocks", "none"] = "auto"  # which tokens a rank holds
+    block: Positive = 128  # most tokens of a block, with load_balance=blocks
+    skip_steps: bool = True  # send nothing in ring steps in which no rank attends to anything
 
 
 @dataclass(frozen=True)
 class ChunkLossConfig:
-    """In how many `chunks` of a rank's tokens head and loss are taken; null: one while logits are within `logits_mib`,
-    else as many as keep those of a chunk within it.
-    """
+    """The head and the loss are computed in chunks of a rank's tokens, so that logits take less memory."""
 
-    chunks: Positive | None = None  # 1: logits are whole
-    logits_mib: PositiveFloat = 1024.0
+    chunks: Positive | None = None  # number of chunks; null: as many as keep the logits of a chunk within logits_mib
+    logits_mib: PositiveFloat = 1024.0  # most memory for the logits of a chunk, with chunks=null
 
 
 @dataclass(frozen=True)
 class RematConfig:
-    """What the backward recomputes (activation checkpointing).
+    """The recomputation in the backward pass (activation checkpointing; docs/guides/out-of-memory.md).
 
-    With `regather` parameters are gathered again for it (ZeRO-3, else ZeRO-2).
-
-    `save` lists the operators whose results `selective` keeps; `layers` gives some layers another policy, `modules` and
-    `ops` say otherwise of single values, all by patterns.
+    Keys of `layers`, `modules` and `ops` are patterns of names; `layers` gives some layers another policy, `modules`
+    and `ops` decide on single values.
     """
 
-    policy: Policy = "selective"
-    regather: bool = True
-    save: tuple[str, ...] = SAVE
-    every_n: Positive = 2  # `every_n` recomputes every n-th layer
-    budget_gib: PositiveFloat | None = None  # peak memory of a rank, state included
-    headroom: OpenFraction = 0.04  # share of it left free: Inductor's buffers come out up to 3 % above the estimate
-    layers: dict[str, OfLayer] = field(default_factory=dict)
-    modules: dict[str, Action] = field(default_factory=dict)
-    ops: dict[str, Action] = field(default_factory=dict)
+    policy: Policy = "selective"  # what is kept for the backward
+    regather: bool = True  # gather parameters again for the backward (ZeRO-3) instead of keeping them (ZeRO-2)
+    save: tuple[str, ...] = SAVE  # operators whose results are kept with policy=selective
+    every_n: Positive = 2  # with policy=every_n: recompute every n-th layer
+    budget_gib: PositiveFloat | None = None  # with policy=budget: peak memory of a rank, state included
+    headroom: OpenFraction = 0.04  # share of the budget left free: Inductor's buffers exceed the estimate by up to 3 %
+    layers: dict[str, OfLayer] = field(default_factory=dict)  # policy by pattern of layers
+    modules: dict[str, Action] = field(default_factory=dict)  # action by pattern of modules
+    ops: dict[str, Action] = field(default_factory=dict)  # action by pattern of operators
 
 
 @dataclass(frozen=True)
 class CommunicationConfig:
-    """How collectives are merged (0 MiB: none are), and how many layers early they start (0: the order stays).
+    """The merging of collectives, and their overlap with compute.
 
-    With `async_tp`, products run in pieces beside the steps of a ring instead of after a gather or before a reduction:
-    all that can, or with `auto` those by which the step predicted on `cluster` is shorter.
-    With `batch_overlap`, so many of a step's microbatches are computed in turns by one program: while one waits for
-    other ranks, another is computed (two-batch overlap).
+    `async_tp` computes matmuls in pieces that overlap the steps of a ring, instead of after an all-gather or before a
+    reduction: `all` does so wherever possible, `auto` only if the step predicted on `cluster` gets shorter.
+    `batch_overlap` computes several microbatches in turns in one program: while one waits for other ranks, another
+    computes (two-batch overlap).
     """
 
-    bucket_mib: NonNegativeFloat = 25.0
-    prefetch: Count = 1
-    async_tp: Literal["none", "auto", "all"] = "none"
-    batch_overlap: Positive = 1  # microbatches in one program; `train.microbatches` is a multiple of it
+    bucket_mib: NonNegativeFloat = 25.0  # merge collectives up to this size; 0: merge none
+    prefetch: Count = 1  # start collectives this many layers early; 0: keep their order
+    async_tp: Literal["none", "auto", "all"] = "none"  # overlap matmuls with tensor-parallel collectives
+    batch_overlap: Positive = 1  # microbatches per program; a divisor of train.microbatches
 
 
 @dataclass(frozen=True)
 class SegmentConfig:
-    """How the finished program is cut for compilation: where layers begin, and before a piece exceeds `max_nodes`."""
+    """The cuts in the finished program for compilation: at layer boundaries, and before a piece exceeds `max_nodes`."""
 
-    max_nodes: Positive | None = 1000  # null: the whole program is compiled as one
+    max_nodes: Positive | None = 1000  # most nodes of a piece; null: compile the whole program at once
 
 
 @dataclass(frozen=True)
 class AccumulateConfig:
-    """What a step in microbatches does once, or for each: gather sharded parameters, reduce gradients.
+    """The work that a step with several microbatches does once per step, or once per microbatch.
 
-    Once costs less communication and keeps weights, or gradients, whole in memory as long as a step; auto: once where
-    `mesh.pp` is more than 1. Gradients are added up in `dtype` or their own, whichever is wider; null: in their own,
-    which with `train.dtype=bfloat16` rounds away small terms of many microbatches.
+    Once per step needs less communication, but keeps full weights, or full gradients, in memory for the whole step.
+    auto: once per step if `mesh.pp` is more than 1. Gradients are added up in `dtype` or in their own, whichever is
+    wider; null: in their own, which with `train.dtype=bfloat16` rounds away small terms of many microbatches.
     """
 
-    gather: Literal["auto", "step", "microbatch"] = "auto"
-    reduce: Literal["auto", "step", "microbatch"] = "auto"
-    dtype: Dtype | None = "float32"
+    gather: Literal["auto", "step", "microbatch"] = "auto"  # gather sharded parameters once per step, or microbatch
+    reduce: Literal["auto", "step", "microbatch"] = "auto"  # reduce gradients once per step, or microbatch
+    dtype: Dtype | None = "float32"  # least dtype of accumulated gradients; null: their own
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How pipeline stages are cut and scheduled, where `mesh.pp` is more than 1.
+    """The stages of a pipeline and their schedule, if `mesh.pp` is more than 1 (docs/guides/pipeline.md)."""
 
-    `schedule` is the name of one, or a file with a table. With `interleaved` a rank has `chunks` stages.
-    """
-
-    schedule: str = "1f1b"
-    stages: tuple[int, ...] = ()  # how many layers each stage has; none: as even as can be
-    chunks: Positive = 2  # stages of a rank, of an interleaved schedule
+    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble, zbv, auto, or a file with a table
+    stages: tuple[int, ...] = ()  # number of layers of each stage; empty: as even as possible
+    chunks: Positive = 2  # with schedule=interleaved: stages per rank
 
 
 @dataclass(frozen=True)
 class PassesConfig:
-    """Options of each pass, and how much of its result is verified.
-
-    With `fold_layers`, one layer stands for those that are like it while passes run.
-    """
+    """The compiler passes, and the verification of their results."""
 
     cast: CastConfig = field(default_factory=CastConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
@@ -581,15 +577,15 @@ class PassesConfig:
     accumulate: AccumulateConfig = field(default_factory=AccumulateConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     segment: SegmentConfig = field(default_factory=SegmentConfig)
-    extra: tuple[Called, ...] = ()  # passes of one's own, each put where its stage is (docs/guides/write-a-pass.md)
-    rules: tuple[str, ...] = ()  # modules to import, which add rules for operators (docs/guides/add-a-rule.md)
-    fold_layers: bool = True
-    verify: Literal["none", "spec", "numeric"] = "spec"
+    extra: tuple[Called, ...] = ()  # your own passes, inserted by stage (docs/guides/write-a-pass.md)
+    rules: tuple[str, ...] = ()  # modules to import that add rules for operators (docs/guides/add-a-rule.md)
+    fold_layers: bool = True  # run the passes on one of several equal layers, and copy the result
+    verify: Literal["none", "spec", "numeric"] = "spec"  # check after each pass; numeric also runs the program
 
 
-def kind_of_cudagraphs(given: Any) -> Any:
-    """What `lower.cudagraphs` is given as."""
-    return Literal["auto"] if isinstance(given, str) else bool
+def kind_of_cudagraphs(value: Any) -> Any:
+    """Return the type that `lower.cudagraphs` must have."""
+    return Literal["auto"] if isinstance(value, str) else bool
 
 
 CudaGraphs = Annotated[bool, Chosen(kind_of_cudagraphs, "true or false | auto")]
@@ -597,80 +593,76 @@ CudaGraphs = Annotated[bool, Chosen(kind_of_cudagraphs, "true or false | auto")]
 
 @dataclass(frozen=True)
 class LowerConfig:
-    """What runs the final graph; with `cudagraphs` its launches are recorded once, on CUDA, and replayed.
+    """The compilation and execution of the final graph.
 
-    With `cudagraphs=true` a step of which something cannot be recorded is refused, with `auto` that is started as
-    without, and the run says what it is.
-
-    A start reads the programs that an earlier one made of the same captured graph, options and versions.
-    With `fast_start` C++ kernels are built
-    several at a time, in ways of PyTorch that may change with a version; without, Inductor builds them by itself.
+    With `cudagraphs`, the launches of a step are recorded once, on CUDA, and replayed: `true` refuses a step that
+    cannot be recorded, `auto` runs it without and logs the reason. A start reuses the programs that an earlier start
+    compiled for the same captured graph, options and versions. `fast_start` uses PyTorch internals that may change with
+    its version.
     """
 
-    backend: Literal["inductor", "eager"] = "inductor"
-    cudagraphs: CudaGraphs = False
-    programs: str | None = None  # a folder of `compiler-trainer compile`, whose program is run, and no other
-    fast_start: bool = True
+    backend: Literal["inductor", "eager"] = "inductor"  # compile with Inductor, or run each operator by itself
+    cudagraphs: CudaGraphs = False  # record the launches of a step and replay them
+    programs: str | None = None  # a folder from `compiler-trainer compile`: run its program, and no other
+    fast_start: bool = True  # build several C++ kernels at a time, instead of leaving them to Inductor
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """A checkpoint every `interval` steps and after the last; `resume` is a checkpoint folder, `latest` or `auto`.
+    """A checkpoint every `interval` steps and after the last.
 
-    Each is copied to `store`, a folder of an object store (s3://bucket/runs), where a run on another machine finds it.
-
-    `auto` is the latest one if there is any, else the beginning. What is kept are the newest `keep`, those of every
-    `keep_every`-th step, and the `keep_best` of the lowest held-out loss.
+    `resume=auto` starts from the latest checkpoint, or from the beginning if there is none. Each checkpoint is copied
+    to `store`, where a run on another machine finds it.
     """
 
-    interval: Interval | None = 500  # null: nothing is saved, not at the end either
-    keep: Positive = 2
-    keep_every: Interval | None = None
-    keep_best: Count = 0
-    dir: str | None = None  # null: checkpoints/ in the run folder
-    store: str | None = None  # null: they are on the disk alone
-    resume: str | None = None
-    allow: tuple[str, ...] = ()  # options, or groups of them, that may differ from those of the run that is resumed
-    frozen: bool = True  # whether parameters that are not trained are stored; else they are read where they came from
+    interval: Interval | None = 500  # steps between checkpoints; null: none are written, not at the end either
+    keep: Positive = 2  # keep this many of the newest checkpoints
+    keep_every: Interval | None = None  # also keep the checkpoint of every n-th step; null: no more
+    keep_best: Count = 0  # also keep this many checkpoints with the lowest validation loss
+    dir: str | None = None  # folder of checkpoints; null: checkpoints/ in the run folder
+    store: str | None = None  # folder of an object store to copy them to (s3://bucket/runs); null: no copies
+    resume: str | None = None  # start from a checkpoint: a folder, latest, or auto; null: start from the beginning
+    allow: tuple[str, ...] = ()  # options, or groups, that may differ from those of the resumed run
+    frozen: bool = True  # also store parameters that are not trained; false: read them from their origin again
 
     @property
     def saves(self) -> bool:
-        """Whether checkpoints are taken."""
+        """Return True if the run writes checkpoints."""
         return self.interval is not None
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Held-out loss over `batches` global batches every `interval` steps and at the end.
+    """The validation loss over `batches` global batches, every `interval` steps and at the end.
 
-    There the model also adds `sample_tokens` to each of `prompts`, or, with `data.chat`, answers it.
+    At each evaluation the model also continues each of `prompts`, or answers it with `data.chat`.
     """
 
-    interval: Interval | None = 50  # null: never, and data.eval_fraction may be 0
-    batches: Positive | None = 4  # the same each time; null: every held-out row once
-    patience: Positive | None = None  # early stopping: end after so many evaluations without a lower loss; null: never
-    prompts: tuple[Text, ...] = ()  # samples while training, written to samples.jsonl; none: no samples
-    sample_tokens: Positive = 64  # most that is added to one
+    interval: Interval | None = 50  # steps between evaluations; null: never (data.eval_fraction may be 0)
+    batches: Positive | None = 4  # number of batches, the same each time; null: all validation data once
+    patience: Positive | None = None  # early stopping: end after n evaluations without a lower loss; null: never
+    prompts: tuple[Text, ...] = ()  # samples while training: texts to continue, written to samples.jsonl
+    sample_tokens: Positive = 64  # most tokens added to a prompt
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where the run's files go, by default a new folder named by the local time, and what is written there.
+    """The run folder, what is written there, and when a run ends.
 
-    `profile` records steps 3 to 5: rank 0 as trace.json.gz, to be opened in Perfetto, and where each rank's time went.
-    With `memory_snapshot` the GPU's allocations are memory_RANK.pickle. The step in which `time_limit` ends is the
-    last, and a checkpoint is taken; reading data and compiling are part of the time.
+    `profile` writes trace.json.gz of rank 0, for Perfetto, and a summary of each rank's time. `memory_snapshot` writes
+    memory_RANK.pickle. When `time_limit` is over, the run finishes its step, writes a checkpoint and ends; reading data
+    and compiling count.
     """
 
-    dir: str = field(default_factory=lambda: datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
-    dump_graphs: bool = True
-    profile: bool = False
-    memory_snapshot: bool = False  # for pytorch.org/memory_viz, also of a run that is out of memory
-    loggers: tuple[Called, ...] = ()  # beside metrics.jsonl and TensorBoard (docs/guides/your-loop.md)
-    time_limit: TimeLimit = None  # seconds, or as `2h30m`
-    pace_interval: Interval | None = 100  # every so many steps ranks compare how long they compute and wait
-    timeout_s: PositiveFloat = 600.0  # a rank that does not move for so long while training ends the job
-    dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
+    dir: str = field(default_factory=lambda: datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))  # the run folder
+    dump_graphs: bool = True  # write the graph after each pass to graphs/
+    profile: bool = False  # profile steps 3 to 5
+    memory_snapshot: bool = False  # record GPU allocations for pytorch.org/memory_viz, also of a run out of memory
+    loggers: tuple[Called, ...] = ()  # loggers in addition to metrics.jsonl and TensorBoard (docs/guides/your-loop.md)
+    time_limit: TimeLimit = None  # end after this time, with a checkpoint
+    pace_interval: Interval | None = 100  # ranks compare compute and waiting times every n steps; null: never
+    timeout_s: PositiveFloat = 600.0  # end the job if a rank makes no progress for this many seconds while training
+    dry: bool = False  # compile for the mesh and predict the step on `cluster`; train nothing
 
 
 Recompute = Literal["none", "selective", "attention", "full"]
@@ -679,17 +671,17 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What `compiler-trainer plan` and `mesh=auto` may choose, and how thoroughly they look (docs/guides/plan.md).
+    """The choices of `compiler-trainer plan` and `mesh=auto`, and the number of settings that they compile.
 
-    What is stated on the command line is kept. `recompute` lists what `passes.remat.policy` may become; where one of
-    them does not fit, another may take some of the layers.
+    See docs/guides/plan.md. Options on the command line are kept. `recompute` lists the values that
+    `passes.remat.policy` may take; if one of them does not fit in memory, another may replace it in some of the layers.
     """
 
-    compile: Positive = 6  # the number of settings to compile: those that closed forms rank best
-    recompute: tuple[Recompute, ...] = RECOMPUTE
-    float8: bool = False  # whether products in float8 may be chosen, where others are in bfloat16
-    processes: Positive | None = None  # that compile side by side; null: one a core
-    suggest: bool = True  # whether a run says at its start that another mesh is predicted to be faster
+    compile: Positive = 6  # number of settings to compile: the best by closed-form estimates
+    recompute: tuple[Recompute, ...] = RECOMPUTE  # policies of recomputation to consider
+    float8: bool = False  # consider float8 for linear layers that compute in bfloat16 otherwise
+    processes: Positive | None = None  # processes that compile in parallel; null: one per core
+    suggest: bool = True  # log at the start of a run if another mesh is predicted to be faster
 
 
 @dataclass(frozen=True)
@@ -713,7 +705,7 @@ class Config:
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is a function that is plugged in."""
+        """Return True if the loss is a function of the user's."""
         return bool(self.loss) and not isinstance(self.loss, DpoConfig)
 
 
@@ -721,11 +713,11 @@ PLAIN_HEADS = (None, "none", None)
 
 
 def save(cfg: Config, path: Path, head: str = "") -> None:
-    """Write `cfg` as YAML that `load` reads back, under a comment."""
+    """Write `cfg` to `path` as YAML that `load` reads back, after the comment `head`."""
     put(path, head + OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
 
 
-# Groups that every run has written; of one that is newer, a run that went before has the defaults.
+# The groups that every run writes. Groups added later may be missing in files of earlier runs: they have the defaults.
 WRITTEN = (
     "model", "loss", "data", "train", "optim", "lr_schedule", "mesh", "passes", "lower", "checkpoint", "eval", "run",
     "cluster", "plan",
@@ -733,7 +725,7 @@ WRITTEN = (
 
 
 def load(path: Path) -> Config:
-    """The config saved at `path`; raises UserError naming the file and the option at fault."""
+    """Return the config saved at `path`; raise UserError naming the file and the option at fault."""
     options = yamls.load(path)
     try:
         cfg = understood(Config, options, str(path))

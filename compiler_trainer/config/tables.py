@@ -1,4 +1,4 @@
-"""The schedule of pipeline stages that a configuration asks for: one by its name, or a table in a file."""
+"""The schedule of pipeline stages: built by name, or read from a file."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from passes.pipeline.tables import (
 
 
 def build_table(pipeline: PipelineConfig, pp: int, microbatches: int, costs: TaskCosts = unit) -> Table:
-    """The schedule that a configuration asks for; that of `auto` follows from what each task costs."""
-    known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
+    """Return the schedule that the options name; `auto` depends on the cost of each task."""
+    builders = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
     if pipeline.schedule == "auto":
         return auto(pp, microbatches, costs)
     if pipeline.schedule == "interleaved":
         return interleaved(pp, microbatches, pipeline.chunks)
-    if pipeline.schedule in known:
-        return known[pipeline.schedule](pp, microbatches)
+    if pipeline.schedule in builders:
+        return builders[pipeline.schedule](pp, microbatches)
     return read_table(Path(pipeline.schedule), pp, microbatches)
 
 
 def read_table(path: Path, pp: int, microbatches: int) -> Table:
-    """The schedule in a file; raises UserError naming what is wrong with it."""
+    """Return the schedule in a file; raise UserError naming the problem."""
     if not path.exists():
         raise UserError("passes.pipeline.schedule", f"{not_one_of(SCHEDULES, str(path))}, nor a file")
     try:
@@ -44,7 +44,7 @@ def read_table(path: Path, pp: int, microbatches: int) -> Table:
     except ValueError as error:
         raise UserError(str(path), f"{error}") from error
     sizes = {"mesh.pp": (pp, table.ranks), "train.microbatches": (microbatches, table.microbatches)}
-    for option, (wanted, found) in sizes.items():
-        if wanted != found:
-            raise UserError(str(path), f"is a table for {option}={found}, not {wanted}")
+    for option, (configured, in_table) in sizes.items():
+        if configured != in_table:
+            raise UserError(str(path), f"is a table for {option}={in_table}, not {configured}")
     return table

@@ -1,6 +1,7 @@
-"""What is plugged in: `_target_` names what to call, and its arguments stand beside it, as hydra has it.
+"""Functions and classes of the user's: `_target_` names one, its arguments are the keys next to it, as in hydra.
 
-What a `Trainer` is handed in Python stands in its options as a target, too: one that finds it again in that process.
+An object that a `Trainer` gets in Python also becomes a `_target_` option, which finds the object again in the same
+process.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from hydra.utils import get_method, instantiate
 from compiler_trainer.config.errors import UserError
 
 RULES = "compiler_trainer.rules"  # the group of entry points
-HANDED: dict[str, Any] = {}  # what the `Trainer` that is at work was handed, by what it is called
+HANDED: dict[str, Any] = {}  # name -> object of the running `Trainer`
 
 
 def given(what: str) -> Any:
-    """What a `Trainer` was handed; raises UserError in any other process."""
+    """Return an object that a `Trainer` got; raise UserError in any other process."""
     if what not in HANDED:
-        raise UserError(what, "was handed to a Trainer in Python; go on with the script that did so")
+        raise UserError(what, "was passed to a Trainer in Python; resume with the script that did so")
     return HANDED[what]
 
 
@@ -33,28 +34,28 @@ GIVEN = f"{__name__}.{given.__name__}"
 
 
 def is_given(own: Mapping[str, Any]) -> bool:
-    """Whether options stand for what was handed over."""
+    """Return True if the options stand for an object that a `Trainer` got."""
     return own.get("_target_") == GIVEN
 
 
 def name_of(own: Mapping[str, Any]) -> str:
-    """What to call what is plugged in."""
+    """Return the name of the user's object."""
     return str(own["what"]).partition(": ")[2] if is_given(own) and "what" in own else str(own["_target_"])
 
 
 @contextmanager
-def handed(what: Mapping[str, Any]) -> Iterator[None]:
-    """Have what was handed over found inside."""
-    HANDED.update(what)
+def handed(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Register the objects of a `Trainer` while the context lasts."""
+    HANDED.update(objects)
     try:
         yield
     finally:
-        for name in what:
+        for name in objects:
             del HANDED[name]
 
 
 def called(own: Mapping[str, Any], where: str) -> Any:
-    """What `_target_` makes of its arguments; raises UserError with what went wrong."""
+    """Call `_target_` with its arguments; raise UserError with the cause of a failure."""
     try:
         return instantiate(dict(own), _convert_="all")
     except InstantiationException as error:
@@ -62,36 +63,36 @@ def called(own: Mapping[str, Any], where: str) -> Any:
 
 
 def function(own: Mapping[str, Any], where: str) -> Callable[..., Any]:
-    """The function that `_target_` names, its arguments given to it by name; raises UserError."""
+    """Return the function that `_target_` names, with its arguments bound by name; raise UserError."""
     if is_given(own):
         return given(own["what"])
     arguments = {key: value for key, value in own.items() if key != "_target_"}
     try:
-        found: Callable[..., Any] = get_method(own["_target_"])
+        target: Callable[..., Any] = get_method(own["_target_"])
     except (ImportError, ValueError) as error:
         raise refusal(error, where, own) from error
-    return partial(found, **arguments) if arguments else found
+    return partial(target, **arguments) if arguments else target
 
 
-def import_rules(named: Sequence[str]) -> list[ModuleType]:
-    """The modules that add rules for operators, imported: those that are named, and those of installed packages.
+def import_rules(names: Sequence[str]) -> list[ModuleType]:
+    """Import and return the modules that add rules for operators: those in `names`, and those of installed packages.
 
-    A package names its own as an entry point of the group `compiler_trainer.rules`. Raises UserError.
+    A package names its module as an entry point of the group `compiler_trainer.rules`. Raises UserError.
     """
-    installed = sorted({each.module for each in entry_points(group=RULES)})
-    found = []
-    for name in (*installed, *named):
-        where = "passes.rules" if name in named else f"the entry point {name} of {RULES}"
+    installed = sorted({entry.module for entry in entry_points(group=RULES)})
+    modules = []
+    for name in (*installed, *names):
+        where = "passes.rules" if name in names else f"the entry point {name} of {RULES}"
         try:
-            found.append(import_module(name))
+            modules.append(import_module(name))
         except ImportError as error:
             hint = "; put its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
             raise UserError(where, f"{name} cannot be imported: {error}{hint}") from error
-    return found
+    return modules
 
 
 def refusal(error: Exception, where: str, own: Mapping[str, Any]) -> UserError:
-    """What went wrong at first, on a single line, without hydra's advice; a module not found has to be looked for."""
+    """Return the first cause of an error on one line, without hydra's advice; a missing module gets a hint."""
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, UserError):
         cause = cause.__cause__
@@ -99,5 +100,5 @@ def refusal(error: Exception, where: str, own: Mapping[str, Any]) -> UserError:
         return cause
     hint = "; put the folder of its file on PYTHONPATH" if isinstance(cause, ModuleNotFoundError) else ""
     if own["_target_"].startswith("__main__."):
-        hint = f"; {own['_target_']} is of a script: go on with that script, or move it into a module"
+        hint = f"; {own['_target_']} is defined in a script: resume with that script, or move it into a module"
     return UserError(f"{where}._target_", f"{type(cause).__name__}: {' '.join(str(cause).split())}{hint}")

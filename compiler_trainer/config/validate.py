@@ -1,4 +1,4 @@
-"""Options that must hold together, and the ranks of each axis: what a configuration as a whole is checked for."""
+"""Checks of options against each other, and the number of ranks of each axis."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from compiler_trainer.config.times import is_time
 from passes.program.mesh import MeshError, spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
-LONG = 200  # characters of a path, from which on it is not shown as a whole
+LONG = 200  # characters of a path in an error
 
 
 def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Any], bool]:
-    """What must hold of a model's experts, if it has any."""
+    """Return a check of a model's experts that holds if the model has none."""
     return lambda cfg: cfg.model.experts is None or holds(cfg.model.experts)
 
 
 def evaluates_at_checkpoints(cfg: Config) -> bool:
-    """Whether every checkpoint has a held-out loss."""
+    """Return True if every checkpoint has a validation loss."""
     saves, evaluates = cfg.checkpoint.interval, cfg.eval.interval
     return saves is not None and evaluates is not None and saves % evaluates == 0
 
 
 def names(sources: tuple[SourceConfig, ...]) -> set[str]:
-    """The kinds of sources."""
+    """Return the kinds of the sources."""
     return {source.name for source in sources}
 
 
-# The option at fault, what must hold, what is said if it does not.
+# The option at fault, the condition, the message if it does not hold.
 DECODER_CHECKS: Checks = (
     (
         "model.n_heads",
@@ -80,7 +80,7 @@ DECODER_CHECKS: Checks = (
     (
         "model.latent",
         lambda c: c.model.latent is None or c.model.n_kv_heads == c.model.n_heads,
-        "every head has keys and values of its own, so model.n_kv_heads={c.model.n_kv_heads} means nothing; set it to "
+        "gives every head its own keys and values, so model.n_kv_heads={c.model.n_kv_heads} has no effect; set it to "
         "model.n_heads={c.model.n_heads}",
     ),
     (
@@ -91,7 +91,7 @@ DECODER_CHECKS: Checks = (
     (
         "model.experts.balance_loss",
         lambda c: not isinstance(c.loss, DpoConfig) or with_experts(lambda experts: not experts.balance_loss)(c),
-        "{c.model.experts.balance_loss} is no part of loss=dpo; set it to 0",
+        "{c.model.experts.balance_loss} is not part of loss=dpo; set it to 0",
     ),
     (
         "model.experts.groups",
@@ -107,7 +107,7 @@ DECODER_CHECKS: Checks = (
     (
         "model.experts.top_k",
         with_experts(lambda e: e.top_k <= e.top_groups * (e.count // e.groups)),
-        "{c.model.experts.top_k} is more than there are to choose from: model.experts.count={c.model.experts.count}, "
+        "{c.model.experts.top_k} is more than the experts to choose from: model.experts.count={c.model.experts.count}, "
         "in {c.model.experts.top_groups} of {c.model.experts.groups} groups; change either",
     ),
     (
@@ -118,31 +118,31 @@ DECODER_CHECKS: Checks = (
     (
         "model.experts.dense_layers",
         lambda c: with_experts(lambda e: any(map(e.are_in, range(c.model.n_layers))))(c),
-        "{c.model.experts.dense_layers}, and from there on every {c.model.experts.every} with experts, is none of "
-        "model.n_layers={c.model.n_layers}; change either",
+        "{c.model.experts.dense_layers} and model.experts.every={c.model.experts.every} leave no layer with experts in "
+        "model.n_layers={c.model.n_layers}; change one of them",
     ),
 )
 
 CHECKS: Checks = (
     ("run.dir", lambda c: c.run.dir.strip() != "", "is empty; name a folder, . for this one"),
     ("checkpoint.dir", lambda c: c.checkpoint.dir is None or c.checkpoint.dir.strip() != "", "is empty; name a folder"),
-    ("run.dir", lambda c: not is_remote(c.run.dir), "{c.run.dir} is in a store; name a folder of this machine"),
+    ("run.dir", lambda c: not is_remote(c.run.dir), "{c.run.dir} is in a store; name a folder on this machine"),
     (
         "checkpoint.dir",
         lambda c: not is_remote(c.checkpoint.dir or ""),
-        "{c.checkpoint.dir} is in a store; checkpoints are written to a disk, and copied with "
+        "{c.checkpoint.dir} is in a store; checkpoints are written to disk, and copied with "
         "checkpoint.store={c.checkpoint.dir}",
     ),
     (
         "checkpoint.store",
         lambda c: c.checkpoint.store is None or is_remote(c.checkpoint.store),
-        "{c.checkpoint.store} is no url; name a folder of a store as s3://bucket/runs/a, and one of a disk with "
+        "{c.checkpoint.store} is not a URL; name a folder of a store, as s3://bucket/runs/a, or one on disk with "
         "checkpoint.dir",
     ),
     (
         "data.sources",
         lambda c: bool(c.data.sources) == (c.data.name == "mixture") and "mixture" not in names(c.data.listed[1:]),
-        "{c.data.sources} with data={c.data.name}; they go with data=mixture, which needs some, none a mixture",
+        "{c.data.sources} with data={c.data.name}; sources go with data=mixture, which needs some; none is a mixture",
     ),
     (
         "data.files",
@@ -152,22 +152,22 @@ CHECKS: Checks = (
     (
         "data.path",
         lambda c: all(bool(s.path) == (s.name == "hf_dataset") for s in c.data.listed),
-        "goes with data=hf_dataset, which needs one; see what data.name, data.path and data.sources are",
+        "goes with data=hf_dataset, which needs one; check data.name, data.path and data.sources",
     ),
     (
         "data._target_",
         lambda c: all((s._target_ is not None) == (s.name == "custom") for s in c.data.listed),
-        "goes with data=custom, which needs one; so does that of a source",
+        "goes with data=custom, which needs one; the same holds for sources",
     ),
     (
         "data.tokens",
         lambda c: all((s.tokens is not None) == (s.name == "tokens") for s in c.data.listed),
-        "{c.data.tokens} with data={c.data.name}; they go with data=tokens, which needs some; so do those of a source",
+        "{c.data.tokens} with data={c.data.name}; it goes with data=tokens, which needs it; the same holds for sources",
     ),
     (
         "data.chat",
         lambda c: not c.data.chat or names((*c.data.read, *c.data.validation)) <= {"text", "hf_dataset", "tokens"},
-        "conversations are read with data=text and data=hf_dataset; set it to false",
+        "conversations come from data=text, hf_dataset or tokens; set it to false",
     ),
     (
         "data.chat",
@@ -177,7 +177,7 @@ CHECKS: Checks = (
     (
         "data.add_bos_token",
         lambda c: not c.data.chat or c.data.add_bos_token is None,
-        "is {c.data.add_bos_token} with data.chat=true, where the chat template writes the bos_token; leave it null",
+        "is {c.data.add_bos_token} with data.chat=true, and the chat template writes the bos_token; leave it null",
     ),
     (
         "data.pairs",
@@ -197,17 +197,17 @@ CHECKS: Checks = (
     (
         "data.packing",
         lambda c: not c.data.pairs or c.data.packing == "auto",
-        "{c.data.packing} with data.pairs, of which each is a row; leave it auto",
+        "{c.data.packing} with data.pairs, and each pair is one sequence; leave it auto",
     ),
     (
         "model.attention",
         lambda c: not c.data.pairs or getattr(c.model, "attention", "documents") == "documents",
-        "{c.model.attention} with data.pairs: both answers lie in a row and must not see each other; set documents",
+        "{c.model.attention} with data.pairs: both answers share a sequence and must not see each other; set documents",
     ),
     (
         "data.tokenizer",
         lambda c: c.data.tokenizer != "" or c.run.dry,
-        "is not named, and the model's vocabulary is not bytes; set data.tokenizer=FOLDER/tokenizer.json, as it "
+        "is empty, and the model's vocabulary is not bytes; set data.tokenizer=FOLDER/tokenizer.json, as it "
         "was downloaded with the model",
     ),
     (
@@ -224,12 +224,12 @@ CHECKS: Checks = (
     (
         "passes.remat.layers",
         lambda c: not c.passes.remat.layers or c.passes.remat.policy != "budget",
-        "say the policy of some layers, and a budget weighs all of them; use either",
+        "set the policy of some layers, but a budget decides for all layers; use either",
     ),
     (
         "optim.momentum",
         lambda c: c.optim.name in ("sgd", "muon") or c.optim.momentum == 0,
-        "{c.optim.momentum} means nothing to {c.optim.name}; use optim=sgd, optim=muon or leave it 0",
+        "{c.optim.momentum} has no effect on {c.optim.name}; use optim=sgd, optim=muon or leave it 0",
     ),
     (
         "optim._target_",
@@ -244,17 +244,17 @@ CHECKS: Checks = (
     (
         "optim.groups",
         lambda c: c.optim.name == "muon" or all(group.optimizer is None for group in c.optim.groups.values()),
-        "say optimizer=adamw, but the other one is {c.optim.name}; groups have one of their own with optim=muon alone",
+        "set optimizer=adamw with optim={c.optim.name}; only with optim=muon groups have an optimizer of their own",
     ),
     (
         "optim.groups",
         lambda c: all(group.kinds or group.names for group in c.optim.groups.values()),
-        "one of them has neither kinds nor names, and so holds no parameter; give it either",
+        "one of them has neither kinds nor names, so it has no parameters; set either",
     ),
     (
         "optim.state",
         lambda c: c.optim.state is None or c.optim.name not in EIGHT_BITS,
-        "{c.optim.state} with optim={c.optim.name}, which has its own; leave it null",
+        "{c.optim.state} with optim={c.optim.name}, which has its own format; leave it null",
     ),
     (
         "lr_schedule.warmup_steps",
@@ -282,28 +282,28 @@ CHECKS: Checks = (
     (
         "run.time_limit",
         lambda c: c.run.time_limit is None or is_time(c.run.time_limit),
-        "{c.run.time_limit} is no time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s",
+        "{c.run.time_limit} is not a time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s",
     ),
     (
         "eval.interval",
         lambda c: c.eval.interval is None or c.data.eval_fraction > 0 or bool(c.data.validation),
-        "{c.eval.interval}, but data.eval_fraction=0 holds nothing out; set eval.interval=null, a fraction, or "
+        "{c.eval.interval}, but data.eval_fraction=0 leaves no validation data; set eval.interval=null, a fraction, or "
         "data.validation",
     ),
     (
         "eval.patience",
         lambda c: c.eval.patience is None or c.eval.interval is not None,
-        "{c.eval.patience} counts evaluations, and eval.interval=null has none; set either",
+        "{c.eval.patience} counts evaluations, and eval.interval=null has none; change either",
     ),
     (
         "eval.prompts",
         lambda c: not c.eval.prompts or c.eval.interval is not None,
-        "are gone on with at evaluations, and eval.interval=null has none; set either",
+        "are continued at evaluations, and eval.interval=null has none; change either",
     ),
     (
         "eval.prompts",
         lambda c: not c.eval.prompts or c.data.name != "custom",
-        "are texts, and data=custom has rows without a tokenizer; generate in a callback of your own",
+        "are texts, and data=custom has no tokenizer; generate in a callback of your own",
     ),
     (
         "passes.remat.policy",
@@ -324,9 +324,9 @@ CHECKS: Checks = (
 
 
 def validate(cfg: Config, world_size: int) -> Config:
-    """`cfg` with the mesh resolved for `world_size` ranks; raises UserError where two options cannot hold together."""
-    known = cfg if isinstance(cfg.train.steps, int) else lasting(cfg, LONGEST)
-    check(known, (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())))
+    """Return `cfg` with its mesh resolved for `world_size` ranks; raise UserError for options that contradict."""
+    with_steps = cfg if isinstance(cfg.train.steps, int) else lasting(cfg, LONGEST)
+    check(with_steps, (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())))
     for where, path in (
         ("run.dir", cfg.run.dir),
         ("checkpoint.dir", cfg.checkpoint.dir),
@@ -337,24 +337,24 @@ def validate(cfg: Config, world_size: int) -> Config:
 
 
 def validate_data(cfg: Config) -> DataConfig:
-    """What is to be read; raises UserError where two options of `data` cannot hold together."""
-    check(cfg, tuple(each for each in CHECKS if each[0].startswith("data.")))
+    """Return the options of data; raise UserError if two of them contradict each other."""
+    check(cfg, tuple(entry for entry in CHECKS if entry[0].startswith("data.")))
     return cfg.data
 
 
 def check(cfg: Config, checks: Checks) -> None:
-    """Raise UserError where something does not hold."""
+    """Raise UserError for the first check that does not hold."""
     for where, holds, message in checks:
         if not holds(cfg):
             raise UserError(where, message.format(c=cfg))
 
 
 def check_path(where: str, path: str) -> None:
-    """Raise UserError where there is nothing and can be nothing."""
+    """Raise UserError if a path can be neither opened nor created."""
     try:
         os.stat(path)
     except OSError as error:
-        if isinstance(error, FileNotFoundError):  # it can be made, or is missed by who reads it
+        if isinstance(error, FileNotFoundError):  # it can be created, or its reader reports it
             return
         shown = path if len(path) < LONG else f"{path[:LONG]}..."
         act = "read" if where == "checkpoint.resume" else "written"
@@ -362,37 +362,37 @@ def check_path(where: str, path: str) -> None:
 
 
 def dry_world_size(cfg: Config) -> int:
-    """The ranks that a dry run is for: `cluster.gpus`, or the product of the mesh; raises UserError if neither says."""
+    """Return the ranks of a dry run: `cluster.gpus`, or the product of the mesh; raise UserError without either."""
     if cfg.cluster.gpus is not None:
         return cfg.cluster.gpus
     sizes = dataclasses.asdict(cfg.mesh)
     if len(open_axes(cfg.mesh)) > 1 and (product := stated(cfg.mesh)) > 1:
         return product
     if left := [axis for axis, size in sizes.items() if size == -1]:
-        fix = f"set mesh.{left[0]}, or cluster.gpus to how many there are"
-        raise UserError(f"mesh.{left[0]}", f"-1 takes the ranks that are left, and a dry run starts none; {fix}")
+        fix = f"set mesh.{left[0]}, or cluster.gpus to the number of GPUs"
+        raise UserError(f"mesh.{left[0]}", f"-1 takes the remaining ranks, and a dry run starts none; {fix}")
     return math.prod(size for axis, size in sizes.items() if axis != "ep")
 
 
 def stated(mesh: MeshConfig) -> int:
-    """The ranks of the axes that are stated."""
+    """Return the product of the axes that are given."""
     return math.prod(size for axis, size in dataclasses.asdict(mesh).items() if axis != "ep" and size != -1)
 
 
 def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
-    """`mesh` with its -1 filled in; raises UserError unless its sizes multiply to `world_size`."""
+    """Return `mesh` with its -1 filled in; raise UserError unless its sizes multiply to `world_size`."""
     sizes = dataclasses.asdict(mesh)
-    del sizes["ep"]  # a part of others
+    del sizes["ep"]  # its ranks are those of other axes
     left = [axis for axis, size in sizes.items() if size == -1]
     if len(left) > 1:
-        raise UserError(f"mesh.{left[1]}", f"-1, and so is mesh.{left[0]}; only one axis can take the rest")
+        raise UserError(f"mesh.{left[1]}", f"-1, and so is mesh.{left[0]}; only one axis can take the remaining ranks")
     product = math.prod(size for size in sizes.values() if size != -1)
-    fits = world_size % product == 0 if left else world_size == product
-    if not fits:
-        told = "*".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "every axis=1"
+    is_divisible = world_size % product == 0 if left else world_size == product
+    if not is_divisible:
+        shape = "*".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "every axis=1"
         largest = max(sizes, key=lambda axis: (sizes[axis], axis == "dp_shard"))
         needed = f"a multiple of {product} ranks" if left else f"{product} ranks"
-        raise UserError("mesh", f"{told} needs {needed}, not {world_size}; change mesh.{largest} or start {needed}")
+        raise UserError("mesh", f"{shape} needs {needed}, not {world_size}; change mesh.{largest} or start {needed}")
     mesh = dataclasses.replace(mesh, **{axis: world_size // product for axis in left})
     try:
         spread_experts(dataclasses.asdict(mesh))

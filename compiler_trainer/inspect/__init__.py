@@ -1,1 +1,1 @@
-"""Look into a run."""
+"""Tools to look into a run."""

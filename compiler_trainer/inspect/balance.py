@@ -1,4 +1,4 @@
-"""How evenly a run used its experts, of its metrics: the load of each layer along the steps, and what goes with it."""
+"""The balance of a run's experts, from its metrics: the load of each layer along the steps, and related metrics."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from compiler_trainer.inspect.dumps import Run
 
-LOAD = "expert_load/"  # how the metrics of a layer's load begin
+LOAD = "expert_load/"  # prefix of the metrics of a layer's load
 BESIDE = ("expert_load_max", "expert_load_mean", "expert_entropy", "balance_loss", "dropped_rows")
-SPANS = 400  # at most so many are shown
+SPANS = 400  # most spans that are shown
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The steps in `spans` (first, last), all of them in order; of each layer and metric one value a span.
+    """The load of experts over `spans` (first, last) of steps, in order; one value per span for each layer and metric.
 
-    `loads` are the busiest expert's rows over the mean, the most in a span; `beside` are means. What some steps lack,
-    as options may change when a run is resumed, is left out.
+    `loads` are the busiest expert's rows over the mean, the highest in a span; `beside` are means. Layers and metrics
+    that some steps lack are left out, because options may change when a run is resumed.
     """
 
     spans: list[tuple[int, int]]
@@ -26,7 +26,7 @@ class Balance:
 
 
 def balance(run: Run) -> Balance | None:
-    """The balance of a run, None where no layer had experts."""
+    """Return the balance of a run, None if no layer has experts."""
     records = [record for record in run.metrics if any(name.startswith(LOAD) for name in record)]
     if not records:
         return None
@@ -42,6 +42,6 @@ def balance(run: Run) -> Balance | None:
 
 
 def spans_of(count: int) -> Iterator[tuple[int, int]]:
-    """At most `SPANS` pieces (first, end) of so many records, of equal lengths but for rounding."""
+    """Return at most `SPANS` pieces (first, end) of `count` records, of equal lengths but for rounding."""
     pieces = min(count, SPANS)
     return ((i * count // pieces, (i + 1) * count // pieces) for i in range(pieces))

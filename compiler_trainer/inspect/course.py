@@ -1,4 +1,4 @@
-"""The course of a run: its metrics along the steps, what it ran on, how long it was compiled."""
+"""The course of a run: its metrics along the steps, its machine, and its time of compilation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from compiler_trainer.inspect.dumps import Run
 
 METRICS = {  # metric -> its name and unit
     "loss": ("Training loss", "nats a token"),
-    "eval_loss": ("Held-out loss", "nats a token"),
+    "eval_loss": ("Validation loss", "nats a token"),
     "tokens_per_s": ("Throughput of all ranks", "tokens/s"),
     "tflops": ("Model FLOPs of a rank, without recomputation", "TFLOP/s"),
     "mfu": ("MFU: model FLOPs over the GPU's peak", "%"),
     "step_ms": ("Time of a step", "ms"),
-    "data_ms": ("Waiting for data in a step", "ms"),
-    "wait_share": ("Part of a step that ranks wait for each other, mean", "%"),
+    "data_ms": ("Time waiting for data in a step", "ms"),
+    "wait_share": ("Share of a step in which ranks wait for each other, mean", "%"),
     "busy_ms_max": ("Working time in a step, slowest rank", "ms"),
     "busy_ms_median": ("Working time in a step, median rank", "ms"),
     "grad_norm": ("Gradient norm before clipping", ""),
@@ -33,7 +33,7 @@ METRICS = {  # metric -> its name and unit
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """Each metric as (step, value) points, means of spans where steps are many; facts as (what, value) pairs."""
+    """The metrics of a run as (step, value) points, means of spans if there are many steps; facts as (name, value)."""
 
     curves: dict[str, list[tuple[int, float]]]
     names: dict[str, tuple[str, str]]
@@ -43,7 +43,7 @@ class Course:
 
 
 def course(run: Run) -> Course:
-    """The course of a run; a dry run has no metrics."""
+    """Return the course of a run. A dry run has no metrics."""
     curves = {name: curve(run.metrics, name) for name in METRICS}
     return Course(
         {name: points for name, points in curves.items() if points},
@@ -55,50 +55,50 @@ def course(run: Run) -> Course:
 
 
 def curve(records: Sequence[Mapping[str, float]], name: str) -> list[tuple[int, float]]:
-    """The points of one metric, at most `SPANS`, each at the last step of its span."""
-    given = [(int(record["step"]), record[name]) for record in records if name in record]
-    return [(given[b - 1][0], statistics.fmean(value for _, value in given[a:b])) for a, b in spans_of(len(given))]
+    """Return the points of one metric, at most `SPANS`, each at the last step of its span."""
+    points = [(int(record["step"]), record[name]) for record in records if name in record]
+    return [(points[b - 1][0], statistics.fmean(value for _, value in points[a:b])) for a, b in spans_of(len(points))]
 
 
 def facts(run: Run) -> dict[str, str]:
-    """What one wants to know of a run at once."""
+    """Return an overview of a run: model, batch, data, progress, throughput and machine."""
     model, train = run.config.get("model", {}), run.config.get("train", {})
-    found = {"model": name_of(model) if "_target_" in model else str(model.get("name", "one of its own"))}
+    overview = {"model": name_of(model) if "_target_" in model else str(model.get("name", "your own"))}
     if run.trained:
         stage = run.trained[-1]
         shapes = [n.shape for n in stage.nodes if n.op == "parameter"]
-        found["parameters on a rank"] = f"{sum(map(math.prod, shapes)):,} in {len(shapes)} tensors"
+        overview["parameters on a rank"] = f"{sum(map(math.prod, shapes)):,} in {len(shapes)} tensors"
     rows, length = train.get("global_batch_size"), train.get("seq_len")
     if rows and length:
-        found["batch"] = f"{rows:,} rows of {length:,} tokens, {rows * length:,} tokens a step"
-    found |= {f"packing of {part['source']}": packing(part) for part in run.report.get("data", ())}
-    found["dtype"] = str(train.get("dtype", ""))
+        overview["batch"] = f"{rows:,} sequences of {length:,} tokens, {rows * length:,} tokens a step"
+    overview |= {f"packing of {part['source']}": packing(part) for part in run.report.get("data", ())}
+    overview["dtype"] = str(train.get("dtype", ""))
     if run.metrics:
         last, speeds = run.metrics[-1], [record["tokens_per_s"] for record in run.metrics if "tokens_per_s" in record]
-        found["steps done"] = f"{int(last['step']):,}" + (f" of {train['steps']:,}" if "steps" in train else "")
-        found["tokens seen"] = f"{int(last.get('tokens', 0)):,}"
+        overview["steps done"] = f"{int(last['step']):,}" + (f" of {train['steps']:,}" if "steps" in train else "")
+        overview["tokens seen"] = f"{int(last.get('tokens', 0)):,}"
         if speeds:
-            found["throughput"] = f"{statistics.median(speeds):,.0f} tokens/s (median)"
-    return {**found, **{key: str(value) for key, value in run.report.get("machine", {}).items()}}
+            overview["throughput"] = f"{statistics.median(speeds):,.0f} tokens/s (median)"
+    return {**overview, **{key: str(value) for key, value in run.report.get("machine", {}).items()}}
 
 
 def packing(part: Mapping[str, Any]) -> str:
-    """How well the rows of a source are packed."""
-    return f"{part['rows']:,} rows, {part['padding']:.2%} padding, {part['cut']:.1%} of documents cut"
+    """Return a description of the packing of a source."""
+    return f"{part['rows']:,} sequences, {part['padding']:.2%} padding, {part['cut']:.1%} of documents cut"
 
 
 def seconds(by_pass: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Seconds of compilation: following the model, the passes of each program, making kernels."""
+    """Return the seconds of compilation: capture, the passes of each program, and its kernels."""
     sums: dict[str, float] = {}
     for name, value in by_pass.items():
         program, _, step = name.partition(".")
-        what = f"{'kernels' if step == 'lower' else 'passes'} of {program}" if step else name
-        sums[what] = sums.get(what, 0.0) + value
+        label = f"{'kernels' if step == 'lower' else 'passes'} of {program}" if step else name
+        sums[label] = sums.get(label, 0.0) + value
     return list(sums.items())
 
 
 def changed(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Options that are not those of the default job, but for what a run finds out by itself."""
+    """Return the options that differ from the default job, without values that the run determined itself."""
     plain = dict(flat(default_job()))
     return [
         (name, value)
@@ -108,26 +108,26 @@ def changed(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def is_found(name: str, value: Any) -> bool:
-    """Whether an option has a value that the run found: its folder, the machine, an axis of one rank."""
+    """Return True if a run determined the option itself: its folder, the machine, an axis of one rank."""
     return name == "run.dir" or name.startswith("cluster.") or (name.startswith("mesh.") and value == 1)
 
 
 def alike(value: Any) -> Any:
-    """Sequences of any kind as lists."""
+    """Return sequences of any kind as lists."""
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
 def flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Options with dotted names."""
-    found: list[tuple[str, Any]] = []
+    """Return options with dotted names."""
+    flattened: list[tuple[str, Any]] = []
     for key, value in options.items():
         inside = isinstance(value, Mapping) and value
-        found += flat(value, f"{prefix}{key}.") if inside else [(f"{prefix}{key}", plain(value))]
-    return found
+        flattened += flat(value, f"{prefix}{key}.") if inside else [(f"{prefix}{key}", plain(value))]
+    return flattened
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it, as text where it has none such."""
+    """Return a value that JSON can hold, as text if necessary."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):

@@ -1,11 +1,11 @@
-"""A run read from its folder alone: options, report, metrics, and the program after each pass.
+"""A run, read from its folder alone: options, report, metrics, and the program after each pass.
 
     run = load("runs/2026-01-31_12-00-00")
     last = run.program("step")[-1]
     last.by_name["all_gather"].source
 
-Programs are read when first asked for: a stage of 100,000 nodes takes about five seconds. Runs of earlier versions have
-no programs that are read, only their text and reports.
+Programs are read on first use: a stage of 100,000 nodes takes about five seconds. Runs of earlier versions have only
+text and reports, no programs that can be read.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from passes.program.bodies import calls_of
 from passes.program.printer import Line, format_dtype, format_value, lines_of, name_of_call, place_of
 from passes.program.saved import Unreadable, names_of_calls, read_dump, reading
 
-CALLS = ("segment", "unfold")  # passes that leave calls of bodies
+CALLS = ("segment", "unfold")  # passes after which a program calls compiled regions
 CASTS = ("to.dtype", "to.device", "to.other", "to.dtype_layout", "_to_copy", "prims.convert_element_type")
 STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
-EARLIER = "is missing: the run is of an earlier version or lacks files; read its .txt, or make the run again"
+EARLIER = "is missing: an earlier version wrote the run, or files are missing; read its .txt, or run it again"
 SLOT = Must("be a task, F0.2 or U1", lambda name: re.fullmatch(r"[A-Z]\d{1,6}(\.\d{1,6})?", name) is not None)
-# what costs a node, and rows of which kinds have it
+# table of costs -> the types of its rows
 COSTS = {"collectives": (str, str, str, int), "flops": (str, int), "storages": (str, str, int, str)}
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a predicted timeline has of a node."""
+    """A node's entry in a predicted timeline."""
 
     program: str
     node: str
@@ -56,7 +56,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A table of pipeline stages: of each rank (task, from, to) in `unit`s, and the share of time that is idle."""
+    """A schedule of pipeline stages: for each rank (task, from, to) in `unit`s, and the share of idle time."""
 
     schedule: str
     unit: Literal["ms", "forwards"]
@@ -66,7 +66,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Border:
-    """What one pipeline rank sends another for a microbatch."""
+    """The values that one pipeline rank sends another for a microbatch."""
 
     source: int
     to: int
@@ -76,7 +76,7 @@ class Border:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a pipeline rank at its peak."""
+    """The bytes of a pipeline rank at its peak."""
 
     device_bytes: int
     bytes: int
@@ -86,7 +86,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Stages:
-    """What was predicted of pipeline stages; lists are by stage or by rank."""
+    """The prediction for pipeline stages; lists are by stage or by rank."""
 
     schedule: str
     idle: float
@@ -101,7 +101,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Dumped:
-    """What is in the `.json` of a stage."""
+    """The contents of a stage's `.json` file."""
 
     program: str
     name: str
@@ -112,7 +112,7 @@ class Dumped:
     errors: dict[str, float] = field(default_factory=dict)
 
 
-# what tools compute with, in the two files that hold more
+# the parts that tools use of config.yaml and report.json, and their types
 CONFIG = {"model": dict[str, Any], "train.global_batch_size": int, "train.seq_len": int, "train.steps": Steps}
 REPORT = {
     "seconds": dict[str, float],
@@ -127,11 +127,11 @@ REPORT = {
 class Node:
     """One node of a stage.
 
-    `op` is the operator or, of an input, its kind (`parameter`, `batch`, `moment`, ...), and `label` then the model's
-    own name for it. `value` is what it yields as text; `dtype` and `shape` are empty and `bytes` 0 unless that is one
-    tensor. `spec` is its placement as text, empty if none is known; `source` is `file:line`; `recomputed` says that the
-    backward computes here again what the forward did not keep. `graph` is the path of the graph that holds it, empty
-    for the program itself. `line` counts from 1, `text` is that line of the stage's text, and `node` is the node read.
+    `op` is the operator or, for an input, its kind (`parameter`, `batch`, `moment`, ...); `label` is then the model's
+    own name for it. `value` is the result as text; `dtype` and `shape` are empty and `bytes` 0 unless the result is one
+    tensor. `spec` is its placement as text, empty if unknown; `source` is `file:line`; `recomputed` is True if the
+    backward computes the node again. `graph` is the path of the graph that holds the node, empty for the program
+    itself. `line` counts from 1, `text` is that line of the stage's text, and `node` is the fx node.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Stage:
-    """The graph that one pass left: `number` in the order of all, `program` it is of (`step`), `name` of the pass."""
+    """The graph after one pass: its `number` among all stages, its `program` (`step`), and the `name` of the pass."""
 
     number: int
     program: str
@@ -169,33 +169,33 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """`06_step_joint`, the name of its files."""
+        """The name of the stage's files, as `06_step_joint`."""
         return self.path.stem
 
     @cached_property
     def report(self) -> dict[str, Any]:
-        """What the pass did and what its graph will cost."""
+        """The pass's report and the costs of its graph."""
         return json_of(self.path.with_suffix(".json"), Dumped)
 
     @cached_property
     def costs(self) -> dict[str, list[list[Any]]]:
-        """What each node costs: rows of `collectives`, `flops` and `storages` (`passes/cost/costs.py`)."""
+        """The costs of each node: rows of `collectives`, `flops` and `storages` (`passes/cost/costs.py`)."""
         path = self.path.with_suffix(".costs.json")
-        found = json_of(path, dict[str, tuple[Any, ...]])
+        costs = json_of(path, dict[str, tuple[Any, ...]])
         for name, kinds in COSTS.items():
-            for row in found.get(name, [None]):
+            for row in costs.get(name, [None]):
                 if not isinstance(row, list) or tuple(map(type, row)) != kinds or row[0] not in self.by_name:
-                    raise UserError(str(path), f"is not what a run writes: {name}: {row!r}")
-        return found
+                    raise UserError(str(path), f"is not in the format that a run writes: {name}: {row!r}")
+        return costs
 
     @cached_property
     def text(self) -> str:
-        """The whole text; raises UserError if it ends before the nodes that it says it has."""
+        """The text of the stage; raises UserError if it has fewer nodes than its head says."""
         text = text_of(self.path)
         _, _, nodes = f"\n{text}".partition("\n# nodes: ")
         count, lines = nodes.partition("\n")[0], nodes.count("\n") - 1
         if not (count.isdecimal() and len(count) < 10) or lines < int(count):
-            raise UserError(str(self.path), "is not whole: it lacks nodes, or how many there are; copy it again")
+            raise UserError(str(self.path), "is incomplete: nodes or their number are missing; copy it again")
         return text
 
     @property
@@ -215,7 +215,7 @@ class Stage:
 
     @cached_property
     def casts(self) -> int | None:
-        """How many operators ask for a dtype; None in a run of an earlier version."""
+        """The number of operators that cast; None in a run of an earlier version."""
         if not self.dump.exists():
             return None
         try:
@@ -233,22 +233,24 @@ class Stage:
             raise self.damaged(error) from error
 
     def damaged(self, error: Unreadable) -> UserError:
-        """The refusal of a program that cannot be read."""
-        return UserError(str(self.dump), f"is not what a run writes: {' '.join(str(error).split())[:200]}")
+        """Return the error for a program that cannot be read."""
+        return UserError(
+            str(self.dump), f"is not in the format that a run writes: {' '.join(str(error).split())[:200]}"
+        )
 
     @property
     def graph(self) -> ir.Program:
-        """The program, whose operators are known by name and whose values by layout."""
+        """The program, with operators by name and values by layout."""
         return self._read[0]
 
     @property
     def left_out(self) -> int:
-        """How many layers one stands for, itself not counted."""
+        """The number of layers that a folded layer stands for, itself not counted."""
         return self.graph.fold.left_out if self.graph.fold else 0
 
     @property
     def nodes(self) -> list[Node]:
-        """Inputs, then operators in order, then those of the graphs that operators call."""
+        """Inputs, then operators in order, then nodes of the graphs that operators call."""
         return self._read[1]
 
     @cached_property
@@ -259,16 +261,16 @@ class Stage:
     @cached_property
     def users(self) -> dict[str, list[Node]]:
         """The program's own nodes that read a node, by its name, in order."""
-        found: dict[str, list[Node]] = {name: [] for name in self.by_name}
+        users: dict[str, list[Node]] = {name: [] for name in self.by_name}
         for node in self.by_name.values():
             for operand in dict.fromkeys(node.operands):
-                found[operand].append(node)
-        return found
+                users[operand].append(node)
+        return users
 
 
 @dataclass(frozen=True)
 class Body:
-    """A piece of a program that is compiled once: how often it is `called`, its `nodes`, where the `first` is from."""
+    """A compiled region: how often it is `called`, its number of `nodes`, and the source of its `first` node."""
 
     name: str
     called: int
@@ -278,7 +280,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder: `config` and `report` as they were written, `metrics` a dict a step, the stages as `dumped`."""
+    """A run folder: `config` and `report` as written, `metrics` with a dict for each step, the stages as `dumped`."""
 
     folder: Path
     config: dict[str, Any]
@@ -288,16 +290,16 @@ class Run:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages in order, up to the calls of bodies."""
+        """The stages in order, without those that consist of calls of compiled regions."""
         return [stage for stage in self.dumped if stage.name not in CALLS]
 
     @cached_property
     def bodies(self) -> dict[str, list[Body]]:
-        """Those of each program's calls, by the program's name."""
+        """The compiled regions of each program, by the program's name."""
         return {stage.program: bodies_of(stage) for stage in self.dumped if stage.name in CALLS}
 
     def program(self, name: str) -> list[Stage]:
-        """The stages of one program (`forward`, `step`, `evaluate`) in order."""
+        """Return the stages of one program (`forward`, `step`, `evaluate`) in order."""
         return [stage for stage in self.stages if stage.program == name]
 
     @cached_property
@@ -308,7 +310,7 @@ class Run:
 
 
 def load(folder: str | Path) -> Run:
-    """The run in a folder; raises UserError naming the file that is missing or cannot be read."""
+    """Return the run in a folder; raise UserError naming the file that is missing or cannot be read."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(str(folder), "is not a folder; give a run folder (run.dir of a training run)")
@@ -322,21 +324,21 @@ def load(folder: str | Path) -> Run:
 
 
 def load_stages(graphs: str | Path) -> list[Stage]:
-    """The stages dumped in a folder, in order; raises UserError if there are none."""
+    """Return the stages dumped in a folder, in order; raise UserError if there are none."""
     graphs = Path(graphs)
-    found = [stage_at(path) for path in graphs.glob("*.txt") if STAGE.fullmatch(path.name)]
-    if not found:
+    unsorted = [stage_at(path) for path in graphs.glob("*.txt") if STAGE.fullmatch(path.name)]
+    if not unsorted:
         raise UserError(str(graphs), "holds no graphs; train with run.dump_graphs=true")
-    stages = sorted(found, key=lambda stage: stage.number)
+    stages = sorted(unsorted, key=lambda stage: stage.number)
     for number, stage in enumerate(stages):
         if stage.number != number:
             fix = "copy all graphs of the run"
-            raise UserError(str(stage.path), f"stands where graph {number} of the run belongs; {fix}")
+            raise UserError(str(stage.path), f"is in the place of graph {number} of the run; {fix}")
     return stages
 
 
 def bodies_of(stage: Stage) -> list[Body]:
-    """The bodies that a program of calls has, in the order of their first calls."""
+    """Return the compiled regions that a program calls, in the order of their first calls."""
     bodies = []
     for body, calls in calls_of(stage.graph).items():
         nodes = [node for node in body.graph.nodes if node.op not in ("placeholder", "output")]
@@ -346,29 +348,29 @@ def bodies_of(stage: Stage) -> list[Body]:
 
 
 def stage_at(path: Path) -> Stage:
-    """The stage of one file, `06_step_joint.txt`: its report says where the program's name ends."""
+    """Return the stage of a file, as `06_step_joint.txt`; its report says where the program's name ends."""
     report = json_of(path.with_suffix(".json"), Dumped)
     return Stage(int(path.stem.split("_")[0]), report["program"], report["name"], path)
 
 
 def read(path: Path, read_file: Callable[[Path], Any]) -> Any:
-    """What a file of a run holds; raises UserError naming it where it is missing."""
+    """Return the contents of a run's file; raise UserError if it is missing."""
     if not path.exists():
-        raise UserError(str(path), "is missing; is this a run folder, and was it written to the end?")
+        raise UserError(str(path), "is missing; check that this is the folder of a completed run")
     return read_file(path)
 
 
-def check_parts(found: Any, path: Path, kinds: Mapping[str, Any]) -> None:
-    """Raise UserError unless the parts of a mapping, by dotted names, are of their types where they are there."""
+def check_parts(contents: Any, path: Path, kinds: Mapping[str, Any]) -> None:
+    """Raise UserError unless the parts of a mapping, by dotted names, are of their types or missing."""
     try:
         for name, kind in kinds.items():
             group, _, key = name.rpartition(".")
-            part = found.get(group, {}) if group else found
+            part = contents.get(group, {}) if group else contents
             if key in convert(dict[str, Any], part, group):
                 convert(kind, part[key], name)
     except UserError as error:
         field = f"{error.where}: " if error.where else ""
-        raise UserError(str(path), f"is not what a run writes: {field}{error.message}") from error
+        raise UserError(str(path), f"is not in the format that a run writes: {field}{error.message}") from error
 
 
 # ---- nodes --------------------------------------------------------------------------------------------
@@ -382,22 +384,22 @@ def nodes_of(program: ir.Program) -> Iterator[Node]:
             yield node_of(line.node, number, line, inputs.get(line.node))
 
 
-def node_of(node: fx.Node, number: int, line: Line, given: ir.Input | None) -> Node:
+def node_of(node: fx.Node, number: int, line: Line, input_: ir.Input | None) -> Node:
     """Return a node as tools show it."""
-    value, spec, operands = ir.value(node), given.spec if given else ir.spec(node), list[str]()
+    value, spec, operands = ir.value(node), input_.spec if input_ else ir.spec(node), list[str]()
     fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda operand: operands.append(operand.name))
     is_tensor = isinstance(value, Tensor)
     return Node(
         node.name,
-        given.kind if given else name_of_call(node),
+        input_.kind if input_ else name_of_call(node),
         tuple(operands),
         format_value(value),
         format_dtype(value.dtype) if is_tensor else "",
         tuple(value.shape) if is_tensor else (),
         value.dtype.itemsize * math.prod(value.shape) if is_tensor else 0,
         "" if spec is None else str(spec),
-        *(("", "", "", False) if given else place_of(node)),
-        given.name if given else "",
+        *(("", "", "", False) if input_ else place_of(node)),
+        input_.name if input_ else "",
         line.graph,
         number,
         line.text,
@@ -406,6 +408,6 @@ def node_of(node: fx.Node, number: int, line: Line, given: ir.Input | None) -> N
 
 
 def matching(nodes: list[Node], key: Callable[[Node], str], pattern: str) -> Iterator[Node]:
-    """The nodes whose key matches a shell-like pattern; one without wildcards also matches inside of it."""
-    whole = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-    return (node for node in nodes if fnmatchcase(key(node), whole))
+    """Return the nodes whose key matches a shell-like pattern, or contains it if it has no wildcards."""
+    wildcard = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    return (node for node in nodes if fnmatchcase(key(node), wildcard))

@@ -1,4 +1,4 @@
-"""Which operator caused the largest reshard, what is alive at the peak of memory, which collective is exposed."""
+"""The largest reshard, the memory alive at the peak, and the most exposed collective of a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from compiler_trainer.inspect.dumps import Node, Run, Stage
 
-COMPUTE = "compute"  # the stream of a predicted timeline that is no mesh axis
+COMPUTE = "compute"  # the stream of computation in a predicted timeline; other streams are mesh axes
 WAITS = ("wait_tensor", "arrive")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Memory that a node makes: alive from line `born` to line `last` of the stage's text; `kind` is what it holds.
+    """Memory of a node's result: alive from line `born` to line `last` of the stage's text; `kind` is its content.
 
-    Where one layer stands for others it has a row for itself, and one for the layers left out, `times` as large.
+    A layer that stands for others has one row for itself, and one for the layers left out, `times` as large.
     """
 
     node: str
@@ -31,10 +31,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective; `line` is where it starts, `waited` where its first result is waited for.
+    """One collective; it starts at `line`, and its first result is waited for at `waited`.
 
-    Between the two lie `between` operators of `between_flops` FLOPs, which may hide it. `exposed_ms` is how long the
-    computation was predicted to wait for it, None where nothing was predicted.
+    Between the two lie `between` operators of `between_flops` FLOPs, which may hide it. `exposed_ms` is the predicted
+    time for which the computation waits for it, None without a prediction.
     """
 
     node: str
@@ -49,39 +49,39 @@ class Sent:
 
 
 def reshards(run: Run) -> list[dict[str, Any]]:
-    """Changes of placement by bytes sent, largest first, each with the `stage` (its number) that made it."""
-    found = [{**r, "stage": s.number} for s in run.program("forward") for r in s.report["report"].get("reshards", [])]
-    return sorted(found, key=lambda r: -r["sent_bytes"])
+    """Return changes of placement by bytes sent, largest first, each with the number of the `stage` that made it."""
+    changes = [{**r, "stage": s.number} for s in run.program("forward") for r in s.report["report"].get("reshards", [])]
+    return sorted(changes, key=lambda r: -r["sent_bytes"])
 
 
 # ---- memory -------------------------------------------------------------------------------------------
 
 
 def memory(stage: Stage) -> list[Stored]:
-    """The storages of a program in the order in which they are made; inputs live from the first line to the last."""
+    """Return the storages of a program in the order of their creation; inputs live from the first line to the last."""
     first, end = memory_span(stage)
     stored = []
     for name, last, size, kind in stage.costs["storages"]:
-        node, user = stage.by_name[name], stage.by_name.get(last)  # what is returned lives until "output"
+        node, user = stage.by_name[name], stage.by_name.get(last)  # a returned value lives until "output"
         born = first if node.is_input else node.line
         times = stage.left_out if size == stage.left_out * node.bytes else 1
         stored.append(Stored(name, born, user.line if user and not node.is_input else end, size, kind, times))
     return stored
 
 
-def held(stored: Stored, node: Node) -> str:
-    """What memory holds, as text: `f32[4, 8]`, of several layers `13 x f32[4, 8]`."""
+def content_text(stored: Stored, node: Node) -> str:
+    """Return a description of memory: `f32[4, 8]`, for several layers `13 x f32[4, 8]`."""
     return node.value if stored.times == 1 else f"{stored.times} x {node.value}"
 
 
 def memory_span(stage: Stage) -> tuple[int, int]:
-    """First and last line between which memory changes: those of the operators, one after for what is returned."""
+    """Return the first and last line between which memory changes: the operators, plus one line for the outputs."""
     lines = [node.line for node in stage.by_name.values() if not node.is_input]
     return (lines[0], lines[-1] + 1) if lines else (0, 1)
 
 
 def peak_line(stage: Stage) -> tuple[int, int]:
-    """The line at which most bytes are alive, and how many."""
+    """Return the line at which most bytes are alive, and the bytes."""
     change: dict[int, int] = defaultdict(int)
     for s in memory(stage):
         change[s.born] += s.bytes
@@ -93,7 +93,7 @@ def peak_line(stage: Stage) -> tuple[int, int]:
 
 
 def alive(stage: Stage, line: int) -> list[Stored]:
-    """What is alive at a line, largest first."""
+    """Return the memory alive at a line, largest first."""
     return sorted((s for s in memory(stage) if s.born <= line <= s.last), key=lambda s: (-s.bytes, s.born))
 
 
@@ -101,14 +101,14 @@ def alive(stage: Stage, line: int) -> list[Stored]:
 
 
 def collectives(run: Run, stage: Stage) -> list[Sent]:
-    """The collectives of a program, the most exposed first."""
+    """Return the collectives of a program, the most exposed first."""
     exposed = exposed_ms(run, stage)
     flops = dict(map(tuple, stage.costs["flops"]))
     operators = [node for node in stage.by_name.values() if not node.is_input]
     index = {node.name: i for i, node in enumerate(operators)}
     worked = list(itertools.accumulate((flops.get(node.name, 0) for node in operators), initial=0))
     busy = list(itertools.accumulate((hides(node) for node in operators), initial=0))
-    found = []
+    records = []
     for name, kind, axis, sent in stage.costs["collectives"]:
         start = index[name]
         wait = index.get(first_wait(stage, stage.by_name[name]), start)
@@ -116,40 +116,43 @@ def collectives(run: Run, stage: Stage) -> list[Sent]:
         between_flops = max(0, worked[wait] - worked[start + 1])
         ms = None if exposed is None else exposed.get(name, 0.0)
         at, until = operators[start].line, operators[wait].line
-        found.append(Sent(name, kind, axis, sent, at, until, between, between_flops, ms))
-    return sorted(found, key=bareness)
+        records.append(Sent(name, kind, axis, sent, at, until, between, between_flops, ms))
+    return sorted(records, key=bareness)
 
 
 def bareness(sent: Sent) -> tuple[float, bool, bool, int]:
-    """Sorts the most exposed first: by predicted time, else by whether nothing could hide it, then by bytes."""
+    """Return a sort key, most exposed first: predicted time, then whether nothing could hide it, then bytes."""
     return -(sent.exposed_ms or 0.0), sent.between_flops > 0, sent.between > 0, -sent.sent_bytes
 
 
 def hides(node: Node) -> bool:
-    """Whether a node is work that may hide communication: no communication, no wait, no part of a tuple."""
+    """Return True if a node is work that may hide communication: no collective, no wait, no part of a tuple."""
     return node.op not in (*WAITS, "getitem", "shift") and not node.op.startswith(("all_", "reduce_scatter"))
 
 
 def first_wait(stage: Stage, node: Node) -> str:
-    """The node that first waits for a collective, an empty string if none does."""
+    """Return the node that first waits for a collective, an empty string if none does."""
     for user in stage.users[node.name]:
-        found = user.name if user.op in WAITS else first_wait(stage, user) if user.op == "getitem" else ""
-        if found:
-            return found
+        wait = user.name if user.op in WAITS else first_wait(stage, user) if user.op == "getitem" else ""
+        if wait:
+            return wait
     return ""
 
 
 def exposed_ms(run: Run, stage: Stage) -> dict[str, float] | None:
-    """By collective, the milliseconds in which the computation waits for it; None where nothing was predicted."""
+    """Return the milliseconds for which the computation waits for each collective; None without a prediction."""
     events = [e for e in run.report.get("timeline", []) if e["program"] == stage.program]
     return dict(waits(events)) if events else None
 
 
 def waits(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Every gap of the computation, given to the communication in it that ends first, then to the next."""
+    """Yield each collective with the time for which the computation waits for it.
+
+    A gap of the computation counts for the collective in it that ends first, then for the next.
+    """
     computing = sorted((e["start_ms"], e["end_ms"]) for e in events if e["stream"] == COMPUTE)
     sending = sorted((e for e in events if e["stream"] != COMPUTE), key=lambda e: e["end_ms"])
-    found: dict[str, float] = defaultdict(float)
+    waiting_ms: dict[str, float] = defaultdict(float)
     free = [0.0, *(end for _, end in computing)]
     resumed = [*(start for start, _ in computing), max((e["end_ms"] for e in events), default=0.0)]
     at = 0
@@ -161,6 +164,6 @@ def waits(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
                 break
             start = max(begin, event["start_ms"])
             if event["end_ms"] > start:
-                found[event["node"]] += event["end_ms"] - start
+                waiting_ms[event["node"]] += event["end_ms"] - start
                 begin = event["end_ms"]
-    yield from found.items()
+    yield from waiting_ms.items()

@@ -1,4 +1,4 @@
-"""What each stage of a run adds up to: nodes, collectives, casts, masks, FLOPs, memory."""
+"""Totals of each stage of a run: nodes, collectives, casts, masks, FLOPs, memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compiler_trainer.inspect.dumps import Run, Stage
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a stage; bytes and FLOPs are of one rank once the program is local."""
+    """The sums over a stage; bytes and FLOPs are of one rank once the program is local."""
 
     nodes_before: int
     nodes_after: int
@@ -23,7 +23,7 @@ class Totals:
 
 
 def totals(stage: Stage) -> Totals:
-    """The sums of a stage; casts are operators that ask for a dtype, masks those that its pass put in."""
+    """Return the sums of a stage; casts are operators that change dtypes, masks those that its pass inserted."""
     costs = stage.report["accounting"]
     return Totals(
         stage.report["nodes_before"],
@@ -39,6 +39,6 @@ def totals(stage: Stage) -> Totals:
 
 
 def seconds_of(run: Run, stage: Stage) -> float | None:
-    """How long the pass took; capturing is reported of the whole run."""
+    """Return the seconds of the pass; those of capture are reported for the whole run."""
     key = "capture" if stage.name == "capture" else f"{stage.program}.{stage.name}"
     return run.report.get("seconds", {}).get(key)

@@ -1,6 +1,6 @@
-"""A run as one page: the sources in `page/` with the run's data in them, packed, and nothing fetched.
+"""A run as one page: the sources in `page/` with the run's data, compressed; the page fetches nothing.
 
-Texts are packed one by one, so that the page opens as fast for 100,000 nodes as for 100.
+Texts are compressed one by one, so the page opens as fast for 100,000 nodes as for 100.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from passes.program.mesh import SEQUENCE_AXIS
 PAGE = Path(__file__).parent / "page"
 TABS = ("course.js", "graph.js", "diff.js", "memory.js", "communication.js", "pipeline.js", "experts.js", "sharding.js")
 SCRIPTS = ("data.js", "list.js", *TABS, "page.js")
-ALIVE_SHOWN, LINES_SHOWN = 3, 4  # of the largest at the peak, on the first page
+ALIVE_SHOWN, LINES_SHOWN = 3, 4  # the largest at the peak, on the first tab
 
 
 def page(run: Run) -> str:
-    """The page as text."""
+    """Return the page as text."""
     title = html.escape(f"{run.folder.name}: {run.config.get('model', {}).get('name', 'run')}")
     texts = (f'<script type="text/plain" id="text-{stage.number}">{pack(stage.text)}</script>' for stage in run.dumped)
     parts = {
@@ -46,16 +46,16 @@ def page(run: Run) -> str:
 
 
 def pack(text: str) -> str:
-    """Text compressed, in letters that a page may hold; the same text gives the same letters."""
+    """Return text, compressed and in base64; equal texts give equal results."""
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """What the page knows before any text is unpacked."""
+    """Return the data that the page needs before it unpacks any text."""
     last = run.trained[-1] if run.trained else run.stages[-1]
     mesh, order, fold = last.graph.mesh, last.graph.order, run.stages[0].graph.fold
     changes = list(reshards(run))
-    used = balance(run)
+    experts = balance(run)
     return {
         "name": run.folder.name,
         "course": dataclasses.asdict(course(run)),
@@ -69,7 +69,7 @@ def summary(run: Run) -> dict[str, Any]:
         "programs": [program(run, stage) for stage in run.trained],
         "reshards": changes,
         "parameters": list(parameters(last)),
-        "experts": dataclasses.asdict(used) if used else None,
+        "experts": dataclasses.asdict(experts) if experts else None,
         "pipeline": run.report.get("pipeline"),
         "stages_of_ranks": run.report.get("prediction", {}).get("pipeline"),
         "glance": {
@@ -81,7 +81,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def stage_summary(run: Run, stage: Stage) -> dict[str, Any]:
-    """A row of the table of passes."""
+    """Return a row of the table of passes."""
     report = stage.report["report"]
     return {
         "number": stage.number,
@@ -89,28 +89,28 @@ def stage_summary(run: Run, stage: Stage) -> dict[str, Any]:
         "does": PASSES.get(stage.name, ""),
         "seconds": seconds_of(run, stage),
         **dataclasses.asdict(totals(stage)),
-        "counts": list(told(report["counts"])),
-        "notes": [*report["notes"], *report.get("remarks", ())],  # runs of earlier commits have none
+        "counts": list(described_counts(report["counts"])),
+        "notes": [*report["notes"], *report.get("remarks", ())],  # runs of earlier versions have no remarks
     }
 
 
 def title(stage: Stage) -> str:
-    """`06 step: joint`."""
+    """Return the title of a stage, as `06 step: joint`."""
     return f"{stage.number:02} {stage.program}: {stage.name}"
 
 
-def told(counts: dict[str, int]) -> Iterator[tuple[str, int | None, int]]:
-    """What a pass counted, in words: (what, before, now) with None where there is no before; zeros are left out."""
+def described_counts(counts: dict[str, int]) -> Iterator[tuple[str, int | None, int]]:
+    """Yield the counts of a pass: (description, before or None, now); zeros are left out."""
     for name, count in counts.items():
-        what, _, when = name.rpartition("_")
-        if when == "before" or not (count or counts.get(f"{what}_before")):
+        stem, _, when = name.rpartition("_")
+        if when == "before" or not (count or counts.get(f"{stem}_before")):
             continue
-        known, before = (what, counts.get(f"{what}_before")) if when == "after" else (name, None)
-        yield COUNTS.get(known, known.replace("_", " ")), before, count
+        key, before = (stem, counts.get(f"{stem}_before")) if when == "after" else (name, None)
+        yield COUNTS.get(key, key.replace("_", " ")), before, count
 
 
 def program(run: Run, stage: Stage) -> dict[str, Any]:
-    """A finished program: memory in columns, its collectives, and the predicted timeline if there is one."""
+    """Return the data of a finished program: memory in columns, its collectives, and its predicted timeline if any."""
     stored = glance.memory(stage)
     kinds = sorted({s.kind for s in stored})
     line, most = glance.peak_line(stage)
@@ -138,7 +138,7 @@ def program(run: Run, stage: Stage) -> dict[str, Any]:
 
 
 def reshards(run: Run) -> Iterator[dict[str, Any]]:
-    """Reshards by bytes, each with the line that shows it: its collective, or else the value as it was before."""
+    """Yield reshards by bytes, each with the line that shows it: its collective, otherwise the value before it."""
     for change in glance.reshards(run):
         after, before = run.stages[change["stage"]], run.stages[change["stage"] - 1]
         origin = before.by_name.get(change["node"])
@@ -155,14 +155,14 @@ def reshards(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def parameter_of(stage: Stage, node: Node) -> str:
-    """The model's name for the parameter that a node is, or is made of alone (cast, viewed); else an empty string."""
+    """Return the model's name of the parameter that a node is, or is computed from alone; otherwise an empty string."""
     while len(node.operands) == 1:
         node = stage.by_name[node.operands[0]]
     return node.label if node.op == "parameter" else ""
 
 
 def parameters(stage: Stage) -> Iterator[dict[str, Any]]:
-    """Every parameter as it is stored; bytes are those of a rank."""
+    """Yield every parameter as it is stored; bytes are per rank."""
     for node in stage.nodes:
         if node.op == "parameter":
             yield {"label": node.label, "value": node.value, "spec": node.spec, "bytes": node.bytes}
@@ -172,7 +172,7 @@ def parameters(stage: Stage) -> Iterator[dict[str, Any]]:
 
 
 def largest(changes: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The reshard that sends most, and how many send as much."""
+    """Return the reshard that sends most, and how many others send as much."""
     if not changes or not changes[0]["sent_bytes"]:
         return None
     first = changes[0]
@@ -180,7 +180,7 @@ def largest(changes: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def peak(programs: list[Stage]) -> dict[str, Any]:
-    """Most bytes alive in any program of a step, where, and the largest of what is alive there."""
+    """Return the highest peak of a step's programs, its line, and the largest memory alive there."""
     stage = max(programs, key=lambda s: s.report["accounting"]["peak_bytes"])
     line, most = glance.peak_line(stage)
     living = glance.alive(stage, line)
@@ -200,14 +200,14 @@ def peak(programs: list[Stage]) -> dict[str, Any]:
         "lines": by_line(stage, living)[:LINES_SHOWN],
         "alive": [
             {"line": n.line, **{key: getattr(s, key) for key in ("node", "bytes", "kind")}}
-            | {"value": glance.held(s, n), "source": n.source, "module": n.module}
+            | {"value": glance.content_text(s, n), "source": n.source, "module": n.module}
             for s, n in shown
         ],
     }
 
 
 def by_line(stage: Stage, living: list[glance.Stored]) -> list[tuple[str, int, int]]:
-    """(source line, bytes, how many) of what operators made, largest first."""
+    """Return (source line, bytes, count) of operators' results, largest first."""
     sizes, counts = Counter[str](), Counter[str]()
     for s in living:
         if source := stage.by_name[s.node].source:
@@ -217,11 +217,11 @@ def by_line(stage: Stage, living: list[glance.Stored]) -> list[tuple[str, int, i
 
 
 def exposed(run: Run) -> dict[str, Any] | None:
-    """The collective that computation waits for longest, or, unpredicted, the largest with nothing to hide behind."""
-    found = [(stage, sent) for stage in run.trained for sent in glance.collectives(run, stage)]
-    if not found:
+    """Return the collective with the longest predicted wait, or, without prediction, the largest that nothing hides."""
+    pairs = [(stage, sent) for stage in run.trained for sent in glance.collectives(run, stage)]
+    if not pairs:
         return None
-    stage, first = min(found, key=lambda pair: glance.bareness(pair[1]))
+    stage, first = min(pairs, key=lambda pair: glance.bareness(pair[1]))
     node = stage.by_name[first.node]
     return {
         **dataclasses.asdict(first),
@@ -229,7 +229,7 @@ def exposed(run: Run) -> dict[str, Any] | None:
         "source": node.source,
         "module": node.module,
         "phase": node.phase,
-        "count": len(found),
-        "bare": sum(sent.between == 0 for _, sent in found),
-        "all_ms": sum(sent.exposed_ms or 0.0 for _, sent in found),
+        "count": len(pairs),
+        "bare": sum(sent.between == 0 for _, sent in pairs),
+        "all_ms": sum(sent.exposed_ms or 0.0 for _, sent in pairs),
     }

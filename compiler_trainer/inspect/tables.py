@@ -1,4 +1,4 @@
-"""A run as tables: every pass, what one pass did, the nodes that match a pattern."""
+"""A run as tables: every pass, the work of one pass, the nodes that match a pattern."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 50  # of a table of nodes or reshards
 
 
 def write_page(run: Run, file: Path, out: Console) -> None:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     try:
         file.write_text(page(run), encoding="utf-8")
     except OSError as error:
@@ -31,24 +31,26 @@ def write_page(run: Run, file: Path, out: Console) -> None:
 
 
 def chosen(run: Run, name: str | None) -> list[Stage]:
-    """The stages of a pass, or the last of every program of a training step; raises UserError naming the nearest."""
+    """Return the stages of a pass, or the last of every program that trains; raise UserError naming the nearest."""
     if name is None:
         return run.trained or run.stages[-1:]
-    found = [s for s in run.dumped if name in (s.name, f"{s.program}_{s.name}", s.title, f"{s.number:02d}", s.program)]
-    if not found:
-        known = list(dict.fromkeys(s.name for s in run.dumped))
-        nearest = difflib.get_close_matches(name, [*known, *(s.title for s in run.dumped)], 1, 0)
+    matches = [
+        s for s in run.dumped if name in (s.name, f"{s.program}_{s.name}", s.title, f"{s.number:02d}", s.program)
+    ]
+    if not matches:
+        names = list(dict.fromkeys(s.name for s in run.dumped))
+        nearest = difflib.get_close_matches(name, [*names, *(s.title for s in run.dumped)], 1, 0)
         raise UserError(
-            "--pass", f"no pass is called {name!r}, did you mean {nearest[0]!r}? There are {', '.join(known)}"
+            "--pass", f"no pass is called {name!r}, did you mean {nearest[0]!r}? There are {', '.join(names)}"
         )
-    return found
+    return matches
 
 
 # ---- tables -------------------------------------------------------------------------------------------
 
 
 def show_run(run: Run, out: Console) -> None:
-    """All passes, then what is sent and the three answers."""
+    """Print all passes, the communication, and the largest reshard, peak and exposed collective."""
     heads = "pass|>seconds|>nodes in|>out|>collectives|>sent|>casts|>masks|>FLOPs|>recomputed|>peak"
     passes = table("", heads)
     for stage in run.dumped:
@@ -59,77 +61,77 @@ def show_run(run: Run, out: Console) -> None:
         passes.add_row(*words, flops(t.flops), flops(t.recomputed_flops), size(t.peak_bytes))
     out.print(passes)
     if (stored := run.report.get("program", {})).get("stored_as"):
-        came = f"read from {stored['from']}" if stored.get("from") else "made by this start"
+        came = f"read from {stored['from']}" if stored.get("from") else "compiled by this start"
         out.print(f"program {stored['stored_as']}, {came}")
     if not run.stages[0].dump.exists():
         return say(out, "graphs", f"{run.stages[0].dump.name} {EARLIER}")
     if fold := run.stages[0].graph.fold:
-        out.print(f"while passes ran, {fold}; costs are of all layers, nodes of those that stand")
+        out.print(f"while passes ran, {fold}; costs are of all layers, nodes of the remaining ones")
     for name, bodies in run.bodies.items():
         out.print(bodies_table(name, bodies))
     for stage in run.trained:
         show_traffic(stage, out)
         show_glance(run, stage, out)
-    if used := balance(run):
-        out.print(balance_table(used))
+    if experts := balance(run):
+        out.print(balance_table(experts))
 
 
-def balance_table(used: Balance) -> Table:
-    """How unevenly each layer used its experts, and the metrics beside that."""
-    found = table("experts: rows of the busiest over the mean", "layer|>first|>most|>last")
-    for layer, loads in used.loads.items():
-        found.add_row(layer, *(f"{load:.2f}" for load in (loads[0], max(loads), loads[-1])))
-    for name, values in used.beside.items():
-        found.add_row(Text(name, "dim"), *(f"{value:.4g}" for value in (values[0], max(values), values[-1])))
-    return found
+def balance_table(experts: Balance) -> Table:
+    """Return a table of how unevenly each layer used its experts, and of related metrics."""
+    listing = table("experts: load of the busiest over the mean", "layer|>first|>most|>last")
+    for layer, loads in experts.loads.items():
+        listing.add_row(layer, *(f"{load:.2f}" for load in (loads[0], max(loads), loads[-1])))
+    for name, values in experts.beside.items():
+        listing.add_row(Text(name, "dim"), *(f"{value:.4g}" for value in (values[0], max(values), values[-1])))
+    return listing
 
 
 def bodies_table(program: str, bodies: list[Body]) -> Table:
-    """What is compiled of a program, and how often it is called."""
-    found = table(f"bodies of {program}", "body|>called|>nodes|first")
+    """Return a table of a program's compiled regions and their calls."""
+    listing = table(f"bodies of {program}", "body|>called|>nodes|first")
     for body in bodies:
-        found.add_row(body.name, f"{body.called:,}", f"{body.nodes:,}", body.first)
-    return found
+        listing.add_row(body.name, f"{body.called:,}", f"{body.nodes:,}", body.first)
+    return listing
 
 
 def show_glance(run: Run, stage: Stage, out: Console) -> None:
-    """The largest reshard, what is alive at the peak, the exposed collective, a line each and a few rows."""
+    """Print the largest reshard, the memory alive at the peak, and the most exposed collective."""
     if changes := [r for r in glance.reshards(run) if r["sent_bytes"]]:
         r = changes[0]
-        what = f"{r['before']} -> {r['after']}: {r['reason']}"
-        say(out, "largest reshard", f"%{r['node']} ({r['source']}), {size(r['sent_bytes'])} sent, {what}")
+        details = f"{r['before']} -> {r['after']}: {r['reason']}"
+        say(out, "largest reshard", f"%{r['node']} ({r['source']}), {size(r['sent_bytes'])} sent, {details}")
     line, most = glance.peak_line(stage)
     at = next((node for node in stage.by_name.values() if node.line == line), None)
     place = f"%{at.name} ({at.source})" if at else "the end"
-    say(out, "peak", f"{size(most)} at {place}, line {line} of {stage.title}.txt; the largest of what is alive:")
+    say(out, "peak", f"{size(most)} at {place}, line {line} of {stage.title}.txt; the largest values alive there:")
     living = table("", ">bytes|holds|node|value|source|module")
     for s in glance.alive(stage, line)[:8]:
         node = stage.by_name[s.node]
-        living.add_row(size(s.bytes), s.kind, f"%{s.node}", glance.held(s, node), node.source, node.module)
+        living.add_row(size(s.bytes), s.kind, f"%{s.node}", glance.content_text(s, node), node.source, node.module)
     out.print(living)
-    if found := glance.collectives(run, stage):
-        first, node = found[0], stage.by_name[found[0].node]
-        why = (
+    if sent := glance.collectives(run, stage):
+        first, node = sent[0], stage.by_name[sent[0].node]
+        exposure = (
             f"{first.between:,} operators until the wait for it"
             if first.exposed_ms is None
             else f"{first.exposed_ms:.3f} ms"
         )
-        what = f"{first.kind} over {first.axis}, {size(first.sent_bytes)} sent"
-        say(out, "most exposed", f"%{first.node} ({node.source}), {what}, {why}")
+        details = f"{first.kind} over {first.axis}, {size(first.sent_bytes)} sent"
+        say(out, "most exposed", f"%{first.node} ({node.source}), {details}, {exposure}")
 
 
 def show_pass(run: Run, stage: Stage, out: Console) -> None:
-    """What one pass counted, noted and resharded, and what its graph sends."""
+    """Print the counts, notes and reshards of one pass, and the communication of its graph."""
     seconds, t = seconds_of(run, stage), totals(stage)
     took = "" if seconds is None else f", {seconds:.2f} s"
     say(out, stage.title, f"{t.nodes_before:,} -> {t.nodes_after:,} nodes{took}, peak {size(t.peak_bytes)}")
     report = stage.report["report"]
     say(out, "counts", ", ".join(f"{key} {n:,}" for key, n in report["counts"].items()) or "none")
     if changes := sorted(report["reshards"], key=lambda r: -r["sent_bytes"]):
-        found = table(f"reshards, {len(changes):,} in all", ">sent|node|source|from|to|reason")
+        listing = table(f"reshards, {len(changes):,} in all", ">sent|node|source|from|to|reason")
         for r in changes[:ROWS]:
-            found.add_row(size(r["sent_bytes"]), f"%{r['node']}", r["source"], r["before"], r["after"], r["reason"])
-        out.print(found)
+            listing.add_row(size(r["sent_bytes"]), f"%{r['node']}", r["source"], r["before"], r["after"], r["reason"])
+        out.print(listing)
     show_traffic(stage, out)
     resharded = {f"%{r['node']} ({r['source']}): {r['before']}" for r in changes}
     for note in (*report["notes"], *report.get("remarks", ())):
@@ -138,7 +140,7 @@ def show_pass(run: Run, stage: Stage, out: Console) -> None:
 
 
 def show_nodes(stages: Iterable[Stage], name: str | None, module: str | None, line: str | None, out: Console) -> None:
-    """The lines of the nodes that match all patterns; raises UserError if none does."""
+    """Print the lines of the nodes that match all patterns; raise UserError if none does."""
     shown = 0
     for stage in stages:
         nodes: list[Node] = stage.nodes
@@ -150,12 +152,12 @@ def show_nodes(stages: Iterable[Stage], name: str | None, module: str | None, li
         for node in nodes:
             out.print(Text(f"{node.line:6d}  {node.text}"), soft_wrap=True)
     if not shown:
-        asked = " ".join(f"{k} {v!r}" for k, v in (("--node", name), ("--module", module), ("--line", line)) if v)
-        raise UserError(asked, "matches no node; --pass names another stage, wildcards are * and ?")
+        patterns = " ".join(f"{k} {v!r}" for k, v in (("--node", name), ("--module", module), ("--line", line)) if v)
+        raise UserError(patterns, "matches no node; --pass names another stage, wildcards are * and ?")
 
 
 def show_traffic(stage: Stage, out: Console) -> None:
-    """What a rank sends, by kind and axis; nothing where it sends nothing."""
+    """Print the bytes that a rank sends, by kind and axis; nothing if it sends none."""
     if not stage.report["accounting"]["traffic"]:
         return
     sent = table("", "collective|axis|>calls|>bytes sent")
@@ -165,25 +167,25 @@ def show_traffic(stage: Stage, out: Console) -> None:
 
 
 def table(title: str, heads: str) -> Table:
-    """An empty table of the columns `a|b`; one that starts with > is aligned right."""
-    made = Table(title=title or None, title_justify="left", box=None, header_style="dim", pad_edge=False)
+    """Return an empty table with the columns `a|b`; a head that starts with > is aligned right."""
+    listing = Table(title=title or None, title_justify="left", box=None, header_style="dim", pad_edge=False)
     for head in heads.split("|"):
-        made.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
-    return made
+        listing.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
+    return listing
 
 
 def say(out: Console, label: str, words: Any) -> None:
-    """A line with its label."""
+    """Print a line with its label."""
     out.print(Text.assemble((f"{label}  ", "bold"), str(words)), soft_wrap=True)
 
 
 def count(n: int | None) -> str:
-    """`1,024`, empty if it is not known."""
+    """Return a number as `1,024`, empty if it is None."""
     return "" if n is None else f"{n:,}"
 
 
 def size(n: float) -> str:
-    """`1.5 MiB`."""
+    """Return bytes as `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:,.0f} B" if unit == "B" else f"{n:.3g} {unit}" if n < 999.5 else f"{n:,.0f} {unit}"
@@ -192,7 +194,7 @@ def size(n: float) -> str:
 
 
 def flops(n: float) -> str:
-    """`1.5 T`, empty for none."""
+    """Return FLOPs as `1.5 T`, empty for none."""
     for unit in ("", " K", " M", " G", " T", " P"):
         if n < 1000:
             return f"{n:.3g}{unit}" if n else ""

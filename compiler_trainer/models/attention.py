@@ -1,4 +1,4 @@
-"""Attention of one layer: heads of its own or shared, or keys and values in few features; rotary positions.
+"""Attention of one layer: grouped-query attention or latent attention, and rotary positions.
 
 Shapes: B sequences, T tokens, D = `dim`, H query heads of h features, K key-value heads.
 """
@@ -18,7 +18,7 @@ from compiler_trainer.config.schema import LatentConfig, ModelConfig
 class Attention(nn.Module):
     """Causal attention in which each of K key-value heads serves H / K query heads (arXiv:2305.13245).
 
-    Where it does not rotate (Llama 4's NoPE layers), order comes from the causal mask alone, and q and k have no norm.
+    If it does not rotate (Llama 4's NoPE layers), order comes from the causal mask alone, and q and k have no norm.
     """
 
     def __init__(self, cfg: ModelConfig, rotates: bool = True):
@@ -44,9 +44,9 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values are made of few features a token.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values are computed from few features.
 
-    Of a head's query and key some features rotate, and those of the key are the same in all heads.
+    Some features of a head's query and key have rotary positions; those of the key are the same in all heads.
     """
 
     def __init__(self, cfg: ModelConfig, latent: LatentConfig):
@@ -76,7 +76,7 @@ class LatentAttention(nn.Module):
 
 
 def head_dims(cfg: ModelConfig) -> tuple[int, int]:
-    """Features of a head's query and key, and of its value."""
+    """Return the number of features of a head's query and key, and of its value."""
     if cfg.latent is not None:
         return cfg.latent.nope_dim + cfg.latent.rope_dim, cfg.latent.v_dim
     head_dim = cfg.head_dim or cfg.dim // cfg.n_heads
@@ -84,14 +84,14 @@ def head_dims(cfg: ModelConfig) -> tuple[int, int]:
 
 
 def head_norm(cfg: ModelConfig, head_dim: int, rotates: bool) -> nn.RMSNorm | None:
-    """The norm of each head's query or key, if it has one."""
+    """Return the norm of each head's query or key, None if it has none."""
     if cfg.qk_norm == "none" or not rotates:
         return None
     return nn.RMSNorm(head_dim, eps=cfg.norm_eps, elementwise_affine=cfg.qk_norm == "learned")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:
-    """Causal attention of q [B, T, H, h] over k and v [B, T, K, h], what `mask` leaves out aside: [B, T, H h]."""
+    """Return causal attention of q [B, T, H, h] over k and v [B, T, K, h], restricted by `mask`, as [B, T, H h]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = k.shape[1] != q.shape[1]
     if mask is None:
@@ -102,7 +102,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:
 
 
 def within_documents(documents: Tensor) -> BlockMask:
-    """The mask of tokens that see those before them in their own document, int64 `documents` [B, T]."""
+    """Return the mask with which tokens see only earlier tokens of their own document, int64 `documents` [B, T]."""
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & (documents[b, i] == documents[b, j])
@@ -112,14 +112,14 @@ def within_documents(documents: Tensor) -> BlockMask:
 
 
 def rotary_tables(cfg: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, fp32 [B, T, 1, r/2], of the angles of r rotating features at int64 `positions` [B, T]."""
-    # Computed from constants, so the model has no buffer to place, no longest sequence and no table to shard.
+    """Return cosine and sine, fp32 [B, T, 1, r/2], of the angles of r rotary features at int64 `positions` [B, T]."""
+    # Computed from constants, so there is no buffer to place, no longest sequence and no table to shard.
     angles = positions[..., None, None] * inverse_frequencies(cfg, positions.device)
     return angles.cos(), angles.sin()
 
 
 def inverse_frequencies(cfg: ModelConfig, device: torch.device) -> Tensor:
-    """Rotary inverse frequencies, fp32 [r/2], stretched as in Llama 3.1 where `cfg.rope_scaling` is given."""
+    """Return rotary inverse frequencies, fp32 [r/2], scaled as in Llama 3.1 if `cfg.rope_scaling` is set."""
     rotating = cfg.latent.rope_dim if cfg.latent is not None else head_dims(cfg)[0]
     exponents = torch.arange(0, rotating, 2, dtype=torch.float32, device=device) / rotating
     frequencies = (cfg.rope_theta**exponents).reciprocal()
@@ -128,14 +128,15 @@ def inverse_frequencies(cfg: ModelConfig, device: torch.device) -> Tensor:
     # Turns within the original context: above `high` a frequency stays, below `low` it is divided by `factor`.
     turns = frequencies * (scaling.original_max_position / (2 * math.pi))
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads `x` [B, T, H, r]: feature i pairs with i + r/2, the rotate-half order of Hugging Face weights.
 
-    Weights in Meta's or DeepSeek's interleaved order (2i pairs with 2i + 1) need the rows that make q and k permuted.
+    Weights in Meta's or DeepSeek's interleaved order (2i pairs with 2i + 1) need the rows of the q and k weights
+    permuted.
     """
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

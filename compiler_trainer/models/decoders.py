@@ -1,9 +1,9 @@
-"""Our decoders as transformers has them: Llama, Qwen3, Mixtral, Qwen3-MoE and DeepSeek-V3.
+"""The conversion of our decoders to transformers: Llama, Qwen3, Mixtral, Qwen3-MoE and DeepSeek-V3.
 
     layers.3.attention.wq.weight          model.layers.3.self_attn.q_proj.weight
     layers.3.feed_forward.experts.w1, w3  model.layers.3.mlp.experts.gate_up_proj, one above the other
 
-Which form a decoder has its options say: latent attention is DeepSeek-V3's, norms of queries and keys are Qwen3's.
+The options of a decoder decide its form: latent attention is DeepSeek-V3's, norms of queries and keys are Qwen3's.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ NAMES = {
     "ffn_norm": "post_attention_layernorm",
     "norm": "model.norm",
     "output": "lm_head",
-}  # of our parts in all of these
-INNER_EPS = 1e-6  # of DeepSeek-V3's norms within attention, whatever its config.json says
-OF_TRAINING = ("load", "auxiliary")  # what a router holds for its own balance
+}  # our module -> the module of transformers, the same in all forms
+INNER_EPS = 1e-6  # of DeepSeek-V3's norms within attention, fixed in its code
+OF_TRAINING = ("load", "auxiliary")  # buffers of a router that only load balancing uses
 
 
 def form_of(cfg: ModelConfig) -> str:
-    """The form that computes what this decoder does; raises UserError naming the option that none has."""
+    """Return the form that computes the same as this decoder; raise UserError naming the option that no form has."""
     form = "Llama" if cfg.experts is None else "Mixtral"
     if cfg.qk_norm == "learned":
         form = "Qwen3" if cfg.experts is None else "Qwen3Moe"
     if cfg.latent is not None:
         form = "DeepseekV3"
     if unlike := next(beyond(cfg, form), None):
-        raise UserError(unlike, f"is of no form in which decoders are exported: {FORMS}")
+        raise UserError(unlike, f"has no equivalent in the forms in which decoders are exported: {FORMS}")
     return form
 
 
 def beyond(cfg: ModelConfig, form: str) -> Iterator[str]:
-    """The options of a decoder that a form does not have."""
+    """Yield the options of a decoder that a form does not have."""
     if cfg.nope_every is not None:
         yield "model.nope_every"
     if cfg.qk_norm == "plain" or cfg.latent is not None and cfg.qk_norm != "none":
@@ -78,7 +78,7 @@ def beyond(cfg: ModelConfig, form: str) -> Iterator[str]:
 
 
 def beyond_experts(experts: ExpertsConfig, form: str) -> Iterator[str]:
-    """The options of experts that a form does not have."""
+    """Yield the options of experts that a form does not have."""
     if experts.weigh != "output":
         yield "weigh"
     if experts.score != ("sigmoid" if form == "DeepseekV3" else "softmax"):
@@ -93,16 +93,16 @@ def beyond_experts(experts: ExpertsConfig, form: str) -> Iterator[str]:
 
 
 def as_transformers(cfg: ModelConfig, module: nn.Module) -> Any:
-    """transformers' model of the same sizes, with the weights of a decoder: the same memory where they are the same."""
+    """Return transformers' model with a decoder's weights. Tensors with the same layout share their memory."""
     form, transformers = form_of(cfg), library()
     config = getattr(transformers, f"{form}Config")(**sizes(cfg) | further_sizes(cfg, form))
     model = skeleton(lambda: getattr(transformers, f"{form}ForCausalLM")(config))
-    of_no_features = {n: torch.empty(p.shape) for n, p in model.named_parameters() if not p.numel()}  # shared experts
-    return fill(model, [*of_no_features.items(), *their_values(cfg, module.state_dict())])
+    empty = {n: torch.empty(p.shape) for n, p in model.named_parameters() if not p.numel()}  # shared experts
+    return fill(model, [*empty.items(), *their_values(cfg, module.state_dict())])
 
 
 def sizes(cfg: ModelConfig) -> dict[str, Any]:
-    """The options that all forms have."""
+    """Return the config options that all forms have."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
     if (scaling := cfg.rope_scaling) is not None:
         rope |= {
@@ -130,11 +130,11 @@ def sizes(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def further_sizes(cfg: ModelConfig, form: str) -> dict[str, Any]:
-    """Those that one form has, or has in another way."""
-    found: dict[str, Any] = {}
+    """Return the config options that only this form has, or has in another way."""
+    options: dict[str, Any] = {}
     dense = [n for n in range(cfg.n_layers) if cfg.experts is None or not cfg.experts.are_in(n)]
     if (latent := cfg.latent) is not None:
-        found |= {
+        options |= {
             "num_key_value_heads": cfg.n_heads,
             "head_dim": latent.rope_dim,
             "q_lora_rank": latent.q_rank,
@@ -145,37 +145,37 @@ def further_sizes(cfg: ModelConfig, form: str) -> dict[str, Any]:
             "first_k_dense_replace": len(dense),
         }
     if (experts := cfg.experts) is None:
-        return found
-    found["num_experts_per_tok"] = experts.top_k
+        return options
+    options["num_experts_per_tok"] = experts.top_k
     if form == "Mixtral":
-        return found | {"num_local_experts": experts.count, "intermediate_size": experts.width}
-    found |= {"moe_intermediate_size": experts.width, "norm_topk_prob": experts.normalize}
+        return options | {"num_local_experts": experts.count, "intermediate_size": experts.width}
+    options |= {"moe_intermediate_size": experts.width, "norm_topk_prob": experts.normalize}
     if form == "Qwen3Moe":
-        return found | {"num_experts": experts.count, "mlp_only_layers": dense}
+        return options | {"num_experts": experts.count, "mlp_only_layers": dense}
     groups = {"n_group": experts.groups, "topk_group": experts.top_groups}
     counts = {"n_routed_experts": experts.count, "n_shared_experts": experts.shared}
-    return found | groups | counts | {"routed_scaling_factor": experts.scale}
+    return options | groups | counts | {"routed_scaling_factor": experts.scale}
 
 
 def their_values(cfg: ModelConfig, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Names and values as transformers has them."""
+    """Yield names and values in transformers' layout."""
     for name, value in ours.items():
-        owner, _, own = name.rpartition(".")
-        if own in OF_TRAINING and owner.endswith(".router"):
+        owner, _, leaf = name.rpartition(".")
+        if leaf in OF_TRAINING and owner.endswith(".router"):
             continue
         if owner.endswith(".experts"):
-            if own != "w3":  # it comes with w1
-                gates = torch.cat([value, ours[f"{owner}.w3"]], -1) if own == "w1" else value
-                yield f"{their_name(owner)}.{'gate_up' if own == 'w1' else 'down'}_proj", gates.mT.contiguous()
-        elif own == "correction":
+            if leaf != "w3":  # w3 is stored with w1
+                gates = torch.cat([value, ours[f"{owner}.w3"]], -1) if leaf == "w1" else value
+                yield f"{their_name(owner)}.{'gate_up' if leaf == 'w1' else 'down'}_proj", gates.mT.contiguous()
+        elif leaf == "correction":
             yield f"{their_name(owner)}.e_score_correction_bias", value
         else:
             latent = cfg.latent if owner.startswith("layers.") else None
-            yield f"{their_name(owner)}.{own}", value if latent is None else in_pairs(cfg, latent, owner, value)
+            yield f"{their_name(owner)}.{leaf}", value if latent is None else in_pairs(cfg, latent, owner, value)
 
 
 def their_name(owner: str) -> str:
-    """`layers.3.attention.wq` -> `model.layers.3.self_attn.q_proj`."""
+    """Return a module's name in transformers: `layers.3.attention.wq` -> `model.layers.3.self_attn.q_proj`."""
     if not owner.startswith("layers."):
         return NAMES[owner]
     _, number, part = owner.split(".", 2)
@@ -183,7 +183,7 @@ def their_name(owner: str) -> str:
 
 
 def in_pairs(cfg: ModelConfig, latent: LatentConfig, owner: str, weight: Tensor) -> Tensor:
-    """A weight with its rotating features in DeepSeek's order, in which 2i and 2i + 1 turn together."""
+    """Return a weight with its rotary features in DeepSeek's order, in which 2i and 2i + 1 rotate together."""
     queries = "attention.wq" if latent.q_rank is None else "attention.wq.2"
     if not owner.endswith((queries, "attention.wkv_a")):
         return weight

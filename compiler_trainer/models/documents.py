@@ -1,7 +1,7 @@
-"""Ways to tell a model of transformers which tokens of a row are of one document.
+"""Ways to tell a transformers model which tokens of a sequence belong to one document.
 
-Most models make their masks of positions that begin again; others take masks that are made so. Which way a model takes
-`tried.py` finds out.
+Most models derive their masks from positions that restart at each document; others need the masks themselves.
+`tried.py` finds the way that a model needs.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ Inputs = dict[str, Any]
 
 
 def by_positions(config: Any, model: nn.Module, batch: Mapping[str, Tensor]) -> Inputs:
-    """Positions that begin again at each document."""
+    """Return positions that restart at each document."""
     return {"position_ids": batch["positions"]}
 
 
 def by_masks(config: Any, model: nn.Module, batch: Mapping[str, Tensor]) -> Inputs:
-    """The same, and masks made of them for each kind of layer."""
+    """Return these positions, and masks made from them for each kind of layer."""
     return by_positions(config, model, batch) | masks(config, model, batch, by_layer=True)
 
 
 def by_mask(config: Any, model: nn.Module, batch: Mapping[str, Tensor]) -> Inputs:
-    """The same, and one mask made of them for all layers."""
+    """Return these positions, and one mask made from them for all layers."""
     return by_positions(config, model, batch) | masks(config, model, batch, by_layer=False)
 
 
 def by_mask_alone(config: Any, model: nn.Module, batch: Mapping[str, Tensor]) -> Inputs:
-    """A mask, for models whose position in a row does not matter or that take none."""
+    """Return a mask, for models that take no positions or do not depend on them."""
     return masks(config, model, batch, by_layer=False)
 
 
 def masks(config: Any, model: nn.Module, batch: Mapping[str, Tensor], by_layer: bool) -> Inputs:
-    """Masks as transformers makes them of positions."""
+    """Return the masks that transformers makes from positions."""
     dtype = next(model.parameters()).dtype
     return {"attention_mask": masks_of(config, dtype, batch["positions"], by_layer)}
 
 
 Way = Callable[[Any, nn.Module, Mapping[str, Tensor]], Inputs]
-UNTRIED = "untried"  # by positions, in a model that cannot be made small
+UNTRIED = "untried"  # by positions, for a model that cannot be made small and tried
 WAYS: dict[str, Way] = {
     "positions": by_positions,
     "masks": by_masks,
@@ -53,5 +53,5 @@ WAYS: dict[str, Way] = {
 
 
 def inputs_of(way: str, config: Any, model: nn.Module, batch: Mapping[str, Tensor]) -> Inputs:
-    """The inputs of a model, next to tokens, that keep attention as `way` says; none of rows that are one text."""
+    """Return the inputs of a model, next to tokens, that keep documents apart in the given way; none for `causal`."""
     return {} if way == "causal" else WAYS.get(way, by_positions)(config, model, batch)

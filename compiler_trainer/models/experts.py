@@ -1,9 +1,9 @@
-"""Mixture of experts for one device: a router gives each token few of many feed-forward layers, the experts.
+"""Mixture of experts for one device: a router sends each token to a few of many feed-forward layers, the experts.
 
-    ids [N, k] -> sort -> rows by expert -> grouped products -> slots in their order again -> sum over a token's slots
+    ids [N, k] -> sort -> rows by expert -> grouped matmuls -> slots in original order -> sum over a token's slots
 
-Shapes: N tokens, D = `dim`, E experts of W = `width` features inside, k = `top_k` slots a token. All are static,
-however uneven the choice: no count is read by the host.
+Shapes: N tokens, D = `dim`, E experts with W = `width` hidden features, k = `top_k` slots of a token. All shapes are
+static, however uneven the choice: the host reads no count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from compiler_trainer.models.router import Router, like_linear
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts and, of the same width each, shared ones that every token takes (arXiv:2401.06066)."""
+    """Routed experts, and shared experts of the same width that every token goes through (arXiv:2401.06066)."""
 
     def __init__(self, dim: int, cfg: ExpertsConfig):
         super().__init__()
@@ -27,9 +27,9 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(dim, cfg.shared * cfg.width) if cfg.shared else None
 
     def forward(self, x: Tensor, is_real: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """[B, T, D] of `x` [B, T, D], and this layer's auxiliary loss, None in eval mode or without one.
+        """Return [B, T, D] for `x` [B, T, D], and this layer's auxiliary loss, None in eval mode or without one.
 
-        Tokens that are not real, bool [B, T], are padding, which does not count in what keeps shares even.
+        Tokens for which `is_real`, bool [B, T], is False are padding, which does not count in load balancing.
         """
         tokens = x.flatten(0, 1)
         ids, weights, balance = self.router(tokens, None if is_real is None else is_real.flatten())
@@ -48,7 +48,7 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(like_linear(torch.empty(cfg.count, dim, cfg.width), dim))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[N, D], the sum of what the experts int64 `ids` [N, k] make of tokens `x` [N, D], times `weights` [N, k]."""
+        """Return [N, D], the sum of the experts' outputs for `x` [N, D] by int64 `ids` and `weights`, each [N, k]."""
         k = ids.shape[1]
         experts, slots = torch.sort(ids.reshape(-1))
         rows, weight = x[slots // k], weights.reshape(-1)[slots].unsqueeze(1)
@@ -65,8 +65,8 @@ class Experts(nn.Module):
 
 
 def rows_by_expert(experts: Tensor, count: int) -> Tensor:
-    """How often each of `count` numbers is among the int64 `experts`, as a float or int32 tensor [count]."""
-    # The size of what bincount returns depends on the data. histc takes no integers on the CPU, and in deterministic
-    # mode no floats on CUDA.
+    """Return how often each of `count` numbers occurs in the int64 `experts`, as a float or int32 tensor [count]."""
+    # The size of bincount's result depends on the data. histc takes no integers on the CPU, and in deterministic mode
+    # no floats on CUDA.
     countable = experts.float() if experts.device.type == "cpu" else experts.int()
     return torch.histc(countable, bins=count, min=0, max=count - 1)

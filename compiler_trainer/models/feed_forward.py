@@ -1,4 +1,4 @@
-"""The feed-forward layer that every token takes."""
+"""The feed-forward layer that every token goes through."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x), `width` features inside (arXiv:2002.05202)."""
+    """SwiGLU: w2(silu(w1 x) * w3 x), with `width` hidden features (arXiv:2002.05202)."""
 
     def __init__(self, dim: int, width: int):
         super().__init__()

@@ -36,8 +36,8 @@ ADAPTED, INNER = "base_model.model.", re.compile(r"(\.base_layer)+\.")  # how pe
 
 
 def library(name: str = "transformers") -> Any:
-    """The module of that name; raises UserError where it is not installed."""
-    for chatty in ("torchao", "torch.utils._pytree"):  # kernels of other machines, and what torchao registers
+    """Return the module of that name; raise UserError if it is not installed."""
+    for chatty in ("torchao", "torch.utils._pytree"):  # of kernels for other machines, and of torchao's types
         logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
         return importlib.import_module(name)
@@ -46,40 +46,40 @@ def library(name: str = "transformers") -> Any:
 
 
 def config_of(cfg: FolderConfig) -> Any:
-    """The config.json of the folder; raises UserError where there is none or none of a causal language model."""
+    """Return the config.json of the folder; raise UserError unless it is of a causal language model."""
     transformers = library()
     if not Path(cfg.path, "config.json").is_file():
         raise UserError("model.path", f"{cfg.path} holds no config.json; name a folder that transformers wrote")
     try:
         config = transformers.AutoConfig.from_pretrained(cfg.path, trust_remote_code=False)
-    except Exception as error:  # of whatever kind: it is the file's
+    except Exception as error:  # any kind: the file is at fault
         raise UserError(f"{cfg.path}/config.json", " ".join(str(error).split())) from error
     config = config.get_text_config()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        what = f"is of a {config.model_type}, which transformers has no causal language model of"
-        raise UserError(f"{cfg.path}/config.json", what)
+        problem = f"is of a {config.model_type}, and transformers has no causal language model of that type"
+        raise UserError(f"{cfg.path}/config.json", problem)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{cfg.path}/config.json", "has quantized weights, which cannot be trained; dequantize them")
     if config.num_hidden_layers > MOST_LAYERS:
-        what = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
-        raise UserError(f"{cfg.path}/config.json", what)
+        problem = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
+        raise UserError(f"{cfg.path}/config.json", problem)
     return config
 
 
 def build_module(cfg: FolderConfig) -> nn.Module:
-    """The model of the folder, in training mode, with weights that mean nothing; with `lora`, inside peft's."""
+    """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model."""
     transformers = library()
     config = config_of(cfg)
     try:
         module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # of whatever kind: it is the file's
-        what = f"describes a model that cannot be built: {' '.join(str(error).split())}"
-        raise UserError(f"{cfg.path}/config.json", what) from error
+    except Exception as error:  # any kind: the file is at fault
+        problem = f"describes a model that cannot be built: {' '.join(str(error).split())}"
+        raise UserError(f"{cfg.path}/config.json", problem) from error
     return module.train() if cfg.lora is None else adapted(module, cfg.lora)
 
 
 def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
-    """The module inside peft's, which trains terms of low rank and nothing else."""
+    """Return the module inside peft's model, which trains low-rank terms and nothing else."""
     peft = library("peft")
     targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets) or None
     options = peft.LoraConfig(
@@ -90,7 +90,7 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        with warnings.catch_warnings():  # peft 0.21 asks for what transformers 5.2 renamed
+        with warnings.catch_warnings():  # peft 0.21 uses a name that transformers 5.2 renamed
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             return peft.get_peft_model(module, options).train()
     except ValueError as error:
@@ -98,7 +98,7 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
 
 
 def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    """All that the model gives; `way` is how it is told of the documents of a row (`documents.way_of`)."""
+    """Return all outputs of the model; `way` is how the model learns of documents (`documents.WAYS`)."""
     config = plain(model).config
     inputs = inputs_of(way, config, model, batch)
     if not getattr(config, "output_router_logits", False):
@@ -108,12 +108,12 @@ def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
 
 
 def logits(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Logits [B, T, V]."""
+    """Return logits [B, T, V]."""
     return outputs(way, model, batch).logits
 
 
 def loss_of(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the labels, as `cross_entropy`, and the terms that transformers adds to it."""
+    """Return the mean cross-entropy of the labels, as `cross_entropy`, plus the terms that transformers adds to it."""
     out = outputs(way, model, batch)
     loss = cross_entropy(out.logits, batch["labels"])
     for weight, term in further_terms(plain(model), out):
@@ -122,7 +122,7 @@ def loss_of(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
-    """Terms with their weights: the balance of routers (`output_router_logits`), and Bamba's z-loss."""
+    """Yield further terms of the loss with their weights: router balance (`output_router_logits`), Bamba's z-loss."""
     balance = getattr(out, "aux_loss", None)
     if isinstance(balance, Tensor):
         names = ("router_aux_loss_coef", "aux_loss_coef")
@@ -134,104 +134,105 @@ def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
 # ---- values -------------------------------------------------------------------------------------------
 
 
-def initial(kept: Mapping[str, Stored] | None, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
-    """Every parameter and buffer of a skeleton, as the folder has it, or drawn by name where none are `kept`.
+def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
+    """Yield every parameter and buffer of a skeleton: the folder's value, or one drawn by name if `stored` is None.
 
-    A parameter is drawn when some of it is first read. Only transformers knows how: a rank draws all of it or nothing.
+    A parameter is drawn when a part of it is first read. Only transformers knows how, so a rank draws all of it or
+    nothing.
     """
     for name, parameter in module.named_parameters():
-        own = unwrapped(name.removeprefix(ADAPTED))
-        if ".lora_" in name or kept is None:
+        original = unwrapped(name.removeprefix(ADAPTED))
+        if ".lora_" in name or stored is None:
             draw = cache(partial(drawn, module, name, parameter, seed))
             yield name, Made(tuple(parameter.shape), torch.float32, draw)
         else:
-            yield name, kept[own]
+            yield name, stored[original]
     for name, buffer in module.named_buffers():
-        own = unwrapped(name.removeprefix(ADAPTED))
-        yield name, kept[own] if kept is not None and own in kept else buffer
+        original = unwrapped(name.removeprefix(ADAPTED))
+        yield name, stored[original] if stored is not None and original in stored else buffer
 
 
 def plain(module: Any) -> Any:
-    """The model that transformers built, without what peft put around and into it."""
+    """Return the model that transformers built, without peft's wrappers."""
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | None:
-    """What the folder holds, by the names of parameters (the first of tied ones) and buffers; None with `init` random.
+    """Return the folder's values by the names of parameters (the first name of tied ones) and buffers.
 
-    Raises UserError naming tensors that the folder lacks, has beyond those, or has in another shape.
+    Returns None with `init` random. Raises UserError naming tensors that are missing, unexpected, or of another shape.
     """
     if cfg.init != "weights":
         return None
     model = plain(module)
-    folder, wanted = Path(cfg.path), wanted_of(model)
-    found = renamed(model, stored_in(folder), {alias: meta for alias, (_, meta) in wanted.items()})
+    folder, expected = Path(cfg.path), expected_of(model)
+    available = renamed(model, stored_in(folder), {alias: meta for alias, (_, meta) in expected.items()})
     values: dict[str, Stored] = {}
-    for alias, (name, meta) in wanted.items():
-        if alias in found:
-            values.setdefault(name, shaped(found.pop(alias), meta, f"{folder}: {alias}"))
+    for alias, (name, meta) in expected.items():
+        if alias in available:
+            values.setdefault(name, shaped(available.pop(alias), meta, f"{folder}: {alias}"))
     buffers = dict(model.named_buffers())
-    missing = [name for name, _ in wanted.values() if name not in values and name not in buffers]
-    refuse(folder, "lacks", list(dict.fromkeys(missing)), "the config.json is of another model")
-    beyond = [name for name in found if not any(re.search(pattern, name) for pattern in ignored(model))]
-    refuse(folder, "holds", beyond, "which the model of its config.json does not have")
+    missing = [name for name, _ in expected.values() if name not in values and name not in buffers]
+    refuse(folder, "lacks", list(dict.fromkeys(missing)), "the config.json belongs to another model")
+    unexpected = [name for name in available if not any(re.search(pattern, name) for pattern in ignored(model))]
+    refuse(folder, "holds", unexpected, "which the model of its config.json does not have")
     return values
 
 
-def wanted_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Every name of a parameter or buffer (tied ones have several) -> the first of its names, and the tensor."""
+def expected_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
+    """Return every name of a parameter or buffer (tied ones have several) -> its first name, and the tensor."""
     first: dict[int, str] = {}
     named = (*bare(model.named_parameters(remove_duplicate=False)), *bare(model.named_buffers(remove_duplicate=False)))
     return {name: (first.setdefault(id(tensor), name), tensor) for name, tensor in named}
 
 
 def bare(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Names as they were before peft, its own terms left out."""
+    """Yield names and tensors without peft's additions to names and without its own terms."""
     return ((unwrapped(name), tensor) for name, tensor in named if ".lora_" not in name)
 
 
 def unwrapped(name: str) -> str:
-    """The name of a parameter as it was before peft put layers around the one that has it, of experts two."""
+    """Return the name that a parameter had before peft wrapped its layer; it wraps layers of experts twice."""
     return INNER.sub(".", name)
 
 
-def refuse(folder: Path, what: str, names: list[str], why: str) -> None:
+def refuse(folder: Path, problem: str, names: list[str], hint: str) -> None:
     """Raise UserError naming tensors, if there are any."""
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        raise UserError(str(folder), f"{what} {', '.join(names[:SHOWN])}{more}; {why}")
+        raise UserError(str(folder), f"{problem} {', '.join(names[:SHOWN])}{more}; {hint}")
 
 
 def shaped(value: Stored, meta: Tensor, where: str) -> Stored:
-    """The value, if it has the shape of the parameter."""
+    """Return the value if it has the parameter's shape; raise UserError."""
     if tuple(value.shape) != tuple(meta.shape):
-        raise UserError(where, f"is of shape {list(value.shape)}, and of {list(meta.shape)} in its config.json's model")
+        raise UserError(where, f"has shape {list(value.shape)}, but {list(meta.shape)} in its config.json's model")
     return value
 
 
-def renamed(model: Any, stored: Mapping[str, InFile], wanted: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """What a folder holds by the names that the module has for it, several tensors as one where it has them so."""
+def renamed(model: Any, stored: Mapping[str, InFile], expected: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """Return the folder's tensors by the module's names, joined where the module has several as one."""
     conversion = conversion_of(model)
     by_pattern = {pattern: entry for entry in conversion.converters for pattern in entry.source_patterns}
-    found: dict[str, Stored] = {}
+    values: dict[str, Stored] = {}
     parts: dict[str, dict[str, list[InFile]]] = {}
     for name in in_order(stored):
-        target, pattern = conversion.target(name, model, wanted)
+        target, pattern = conversion.target(name, model, expected)
         if pattern is None:
-            found[target] = stored[name]
+            values[target] = stored[name]
         else:
             parts.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
     for target, by_source in parts.items():
         converter = by_pattern[next(iter(by_source))]
         ordered = {p: by_source[p] for p in converter.source_patterns if p in by_source}
-        found |= converted(converter, target, ordered, model, wanted)
-    return found
+        values |= converted(converter, target, ordered, model, expected)
+    return values
 
 
 def converted(
-    converter: Any, target: str, sources: Mapping[str, list[InFile]], model: Any, wanted: Mapping[str, Tensor]
+    converter: Any, target: str, sources: Mapping[str, list[InFile]], model: Any, expected: Mapping[str, Tensor]
 ) -> dict[str, Stored]:
-    """What a converter of transformers makes of stored tensors, by name; of stacks and joints slices can be read."""
+    """Return the tensors that a transformers converter makes, by name; stacks and joins can be read in slices."""
     kinds = [type(operation).__name__ for operation in converter.operations]
     merged: list[Stored] = [Stacked(tensors) for tensors in sources.values()]
     if kinds == ["MergeModulelist"] and converter.operations[0].dim == 0:
@@ -242,7 +243,7 @@ def converted(
         return {target: Joined([tensor for (tensor,) in sources.values()], converter.operations[0].dim)}
 
     def make(name: str) -> Tensor:
-        """All of it, made by transformers."""
+        """Return all of a tensor, computed by transformers."""
         tensors: Any = {pattern: [part[()] for part in parts] for pattern, parts in sources.items()}
         for operation in converter.operations:
             tensors = operation.convert(
@@ -253,42 +254,42 @@ def converted(
                 model=model,
                 config=model.config,
             )
-        made = {full_name(target, pattern, converter.target_patterns): tensor for pattern, tensor in tensors.items()}
-        return made[name][0] if isinstance(made[name], list) else made[name]
+        results = {full_name(target, pattern, converter.target_patterns): tensor for pattern, tensor in tensors.items()}
+        return results[name][0] if isinstance(results[name], list) else results[name]
 
     names = [full_name(target, pattern, converter.target_patterns) for pattern in converter.target_patterns]
     dtype = next(iter(sources.values()))[0].dtype
-    return {name: Made(tuple(wanted[name].shape), dtype, partial(make, name)) for name in names if name in wanted}
+    return {name: Made(tuple(expected[name].shape), dtype, partial(make, name)) for name in names if name in expected}
 
 
 def full_name(target: str, pattern: str, patterns: list[str]) -> str:
-    """The name of one of several targets, from that of the first."""
+    """Return the name of one of several targets, from the name of the first."""
     return target.replace(patterns[0], pattern)
 
 
 def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
-    """The value that the owner of a parameter starts it with, from random numbers keyed by `seed` and its name."""
-    path, _, own = name.rpartition(".")
+    """Return the initial value that a parameter's owner gives it, from random numbers keyed by `seed` and its name."""
+    path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if ".lora_" in name:
         return lora_start(name, parameter, seed)
-    held = {key: p for key, p in owner.named_parameters(recurse=False)}
-    for key, p in held.items():
+    parameters = {key: p for key, p in owner.named_parameters(recurse=False)}
+    for key, p in parameters.items():
         setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
     try:
         with seeded(seed, path):
             initialize(plain(module), owner)
-        value = getattr(owner, own).detach()
+        value = getattr(owner, leaf).detach()
     finally:
-        for key, p in held.items():
+        for key, p in parameters.items():
             setattr(owner, key, p)
     if value.isnan().any():
-        raise UserError(name, "transformers gives it no initial value; train from model.init=weights")
+        raise UserError(name, "transformers gives it no initial value; use model.init=weights")
     return value
 
 
 def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
-    """Kaiming-uniform for the first factor of a term and zeros for the second, so that it starts at zero."""
+    """Return Kaiming-uniform values for the first factor of a term, zeros for the second: the term starts at zero."""
     value = torch.zeros(parameter.shape, dtype=torch.float32)
     if ".lora_A." in name or ".lora_embedding_B" in name:
         with seeded(seed, name):
@@ -297,5 +298,5 @@ def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
 
 
 def build(cfg: FolderConfig, dtype: torch.dtype | None) -> nn.Module:
-    """The skeleton of the folder's model."""
+    """Return the skeleton of the folder's model."""
     return skeleton(partial(build_module, cfg), dtype)

@@ -1,7 +1,7 @@
 """Initial weights that depend on the seed and on a parameter's own name, never on the mesh or the order of creation.
 
-Each entry is a function of the seed, the name and the entry's index in the full tensor, so a rank draws the entries it
-stores and no others. PCG64DXSM can jump to any of its 64-bit numbers; number k makes entries 2k and 2k + 1.
+Each entry is a function of the seed, the name and the entry's index in the full tensor, so a rank draws only the
+entries that it stores. PCG64DXSM can jump to any of its 64-bit numbers; number k makes entries 2k and 2k + 1.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from passes.program.spec import Value
 
 STD = 0.02
 RESIDUAL_OUTPUTS = ("wo", "w2")
-CHUNK = 1 << 16  # entries that are drawn at a time: their arrays fit into the cache of a core
+CHUNK = 1 << 16  # entries drawn at a time: their arrays fit into the cache of a core
 Run = tuple[int, int]  # the first index in the flattened tensor, and the number of entries
 
 
 def initial_parameters(model: Llama, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Value]]:
-    """Yield the name and initial value of each parameter, of `dtype`, and each buffer in turn."""
+    """Yield the name and initial value of each parameter, of `dtype`, and then of each buffer."""
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, nn.RMSNorm):
@@ -44,14 +44,14 @@ def initial_parameters(model: Llama, seed: int, dtype: torch.dtype) -> Iterator[
 
 
 def initial_std(name: str, n_layers: int) -> float:
-    """0.02, and 0.02 / sqrt(2 n_layers) for the outputs a layer adds to the residual stream (GPT-2's scheme)."""
+    """Return 0.02, or 0.02 / sqrt(2 n_layers) for a layer's outputs to the residual stream (GPT-2's scheme)."""
     is_residual_output = name.removesuffix(".weight").split(".")[-1] in RESIDUAL_OUTPUTS
     return STD / math.sqrt(2 * n_layers) if is_residual_output else STD
 
 
 @dataclass(frozen=True)
 class Normal:
-    """The normal numbers of a tensor, drawn in float32 and cast to `dtype`; each slice is drawn alone.
+    """The normal random numbers of a tensor, drawn in float32 and cast to `dtype`; each slice can be drawn alone.
 
     An entry depends on `seed` and on its index in the full tensor.
     """
@@ -63,8 +63,8 @@ class Normal:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """Draw the entries of a rectangle, on the CPU cores of this rank."""
-        whole = [slice(None)] * (len(self.shape) - len(index))
-        places = [range(size)[cut] for size, cut in zip(self.shape, [*index, *whole])]
+        full_slices = [slice(None)] * (len(self.shape) - len(index))
+        places = [range(size)[cut] for size, cut in zip(self.shape, [*index, *full_slices])]
         drawn = torch.empty([len(place) for place in places], dtype=self.dtype)
         if not drawn.numel():
             return drawn
@@ -89,7 +89,7 @@ def fill_normal(seed: int, std: float, batch: Sequence[Run], into: Tensor) -> No
 
 
 def bits(seed: int, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
-    """The 64-bit numbers of a seed's generator within the spans, from `first` to `end` of each, uint64 [N]."""
+    """Return the 64-bit numbers of a seed's generator at the spans, from `first` to `end` of each, uint64 [N]."""
     source, at = np.random.PCG64DXSM(seed), 0
     generator = np.random.Generator(source)
     numbers = []
@@ -101,7 +101,7 @@ def bits(seed: int, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
 
 
 def box_muller(numbers: NDArray[np.uint64], std: float) -> NDArray[np.float32]:
-    """Return two independent normal numbers for each 64-bit number, by the upper 24 bits of its halves, fp32 [2 N].
+    """Return two independent normal numbers for each 64-bit number, from the upper 24 bits of its halves, fp32 [2 N].
 
     Box and Muller, A note on the generation of random normal deviates, 1958.
     """
@@ -123,12 +123,12 @@ def box_muller(numbers: NDArray[np.uint64], std: float) -> NDArray[np.float32]:
 def runs(shape: Sequence[int], places: Sequence[range]) -> Iterator[Run]:
     """Yield the contiguous runs of a rectangle, in order, each of at most `CHUNK` entries.
 
-    `places` are the indices that the rectangle has of each dim.
+    `places` are the rectangle's indices in each dim.
     """
-    whole = len(shape)
-    while whole and len(places[whole - 1]) == shape[whole - 1]:
-        whole -= 1
-    split = max(whole - 1, 0)  # the dims after it are whole
+    incomplete = len(shape)
+    while incomplete and len(places[incomplete - 1]) == shape[incomplete - 1]:
+        incomplete -= 1
+    split = max(incomplete - 1, 0)  # the dims after it are complete
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     count = math.prod(map(len, places[split:]))
     begin = places[split].start * strides[split] if shape else 0
@@ -150,19 +150,19 @@ def in_batches(of_slice: Iterable[Run]) -> Iterator[list[Run]]:
 
 
 def cores() -> int:
-    """The CPU cores of this rank: those of the process, divided among the ranks of its machine."""
+    """Return the CPU cores of this rank: those of the process, divided among the ranks of its machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def keyed(seed: int, name: str) -> int:
-    """A seed of 64 bits that depends on another one and a name alone."""
+    """Return a 64-bit seed that depends only on `seed` and `name`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
 
 
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
-    """PyTorch's own generator of the CPU keyed by `seed` and `name`; as it was afterwards."""
+    """Key PyTorch's CPU generator by `seed` and `name` in the context; restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed(seed, name))
         yield

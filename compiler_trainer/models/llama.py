@@ -1,4 +1,4 @@
-"""A decoder for one device: Llama, and what Mixtral, Qwen3, DeepSeek and Llama 4 make of its parts.
+"""A decoder for one device: Llama, and with other options Mixtral, Qwen3, DeepSeek and Llama 4.
 
 Shapes: B sequences, T tokens, D = `dim`, V = `vocab_size`.
 """
@@ -19,15 +19,15 @@ from compiler_trainer.models.skeleton import skeleton
 
 
 def build(cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> Llama:
-    """The model with parameters of `dtype` on the meta device, where they take no memory, and real buffers."""
+    """Return the model with parameters of `dtype` on the meta device, where they take no memory, and real buffers."""
     return skeleton(lambda: Llama(cfg), dtype)
 
 
 class Llama(nn.Module):
-    """Llama 3 decoder (arXiv:2407.21783), where `cfg` says so with experts or latent attention.
+    """A Llama 3 decoder (arXiv:2407.21783), with experts or latent attention if `cfg` has them.
 
-    Attention is causal over the whole row of T tokens or, with `cfg.attention` "documents", within each document of
-    it, as Llama 3 was trained.
+    Attention is causal over the whole sequence of T tokens or, with `cfg.attention` "documents", within each document
+    of it, as Llama 3 was trained.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -36,16 +36,16 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(cfg.vocab_size, cfg.dim)
         self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layers))
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        # Two names for one parameter would come apart when a meta model is given memory: a tied head has no module.
+        # Two names for one parameter would separate when a meta model gets memory, so a tied head has no module.
         self.output = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, T, V] of int64 `tokens` [B, T] standing at int64 `positions` of the `documents` numbered so.
+        """Return logits [B, T, V] for int64 `tokens`, `positions` and document numbers `documents`, each [B, T].
 
         Document -1 is padding, which experts do not count.
-        In training mode, with `cfg.experts.balance_loss`, also the sum of the layers' auxiliary losses.
+        In training mode, with `cfg.experts.balance_loss`, also return the sum of the layers' auxiliary losses.
         """
         x = self.tok_embeddings(tokens)
         cos, sin = rotary_tables(self.cfg, positions)
@@ -55,20 +55,20 @@ class Llama(nn.Module):
         for layer in self.layers:
             x, balance = layer(x, cos, sin, mask, is_real)
             if balance is not None:
-                total = balance if total is None else total + balance  # in turn: layers are read by the next one only
+                total = balance if total is None else total + balance  # in order: only the next layer reads a layer
         head = self.tok_embeddings if self.output is None else self.output
         logits = F.linear(self.norm(x), head.weight)
         return logits if total is None else (logits, total)
 
     def mask(self, documents: Tensor | None) -> BlockMask | None:
-        """What attention is told to leave out, beside what comes later; None where that is all."""
+        """Return the mask that attention needs in addition to causality, None if it needs no other."""
         if self.cfg.attention == "causal":
             return None
         assert documents is not None, "attention within documents needs their numbers"
         return within_documents(documents)
 
     def active_parameters(self) -> dict[str, int]:
-        """Entries of each parameter that one token uses: all of them, of routed experts those of `top_k`."""
+        """Return the entries of each parameter that one token uses: all, or `top_k` of `count` for routed experts."""
         experts = self.cfg.experts
         return {
             name: p.numel() * experts.top_k // experts.count if experts and ".experts." in name else p.numel()
@@ -96,7 +96,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | None, is_real: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, T, D], and the auxiliary loss of its experts, if they have one."""
+        """Return [B, T, D], and the auxiliary loss of the experts, None if the layer has none."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         if isinstance(self.feed_forward, FeedForward):
             return x + self.feed_forward(self.ffn_norm(x)), None

@@ -1,4 +1,4 @@
-"""A module and a loss of one's own: what `_target_` names, called with the arguments beside it."""
+"""A module and a loss of the user's: `_target_` names a class or function, which is called with the other options."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from compiler_trainer.models.loss import LossFn
 from compiler_trainer.models.skeleton import skeleton
 
 
-def build_module(given: Own) -> nn.Module:
-    """The module that `_target_` makes, a copy where it was handed over; raises UserError where it is none."""
-    module = called(given, "model")
+def build_module(options: Own) -> nn.Module:
+    """Return the module that `_target_` makes, a copy if a `Trainer` got it as an object; raise UserError."""
+    module = called(options, "model")
     if not isinstance(module, nn.Module):
-        raise UserError("model._target_", f"{name_of(given)} makes a {type(module).__name__}, no nn.Module")
-    return copy.deepcopy(module) if is_given(given) else module
+        raise UserError("model._target_", f"{name_of(options)} makes a {type(module).__name__}, not an nn.Module")
+    return copy.deepcopy(module) if is_given(options) else module
 
 
-def build(given: Own, dtype: torch.dtype | None) -> nn.Module:
-    """Its skeleton."""
-    return skeleton(partial(build_module, given), dtype)
+def build(options: Own, dtype: torch.dtype | None) -> nn.Module:
+    """Return the module's skeleton."""
+    return skeleton(partial(build_module, options), dtype)
 
 
-def initial(given: Own, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer as the module's constructor draws it, PyTorch's generator seeded with `seed`.
+def initial(options: Own, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer as the module's constructor draws it, PyTorch's generator seeded with `seed`.
 
-    One that was handed over begins as it is. The whole module is built in memory, for only its constructor knows; a
-    parameter is dropped once it is handed out.
+    A module that a `Trainer` got as an object keeps its values. The full module is built in memory, because only its
+    constructor knows the values; each parameter is dropped once it is yielded.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = build_module(given)
+        module = build_module(options)
     for name, parameter in module.named_parameters():
         yield name, parameter.detach()
         parameter.data = torch.empty(0, dtype=parameter.dtype)
     yield from module.named_buffers()
 
 
-def loss_of(given: Own) -> LossFn:
-    """The function of (model, batch) that `_target_` names, other arguments given to it by name."""
-    return function(given, "loss")
+def loss_of(options: Own) -> LossFn:
+    """Return the function of (model, batch) that `_target_` names, with its other arguments bound by name."""
+    return function(options, "loss")

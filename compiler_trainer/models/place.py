@@ -1,4 +1,4 @@
-"""Where the folder of a model is on this machine: a path, a copy of a store's, or what the hub's cache has of an id."""
+"""The local folder of a model: a path, a copy from an object store, or the hub cache's folder of a model name."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
 
 CONFIG = "config.json"
-BESIDE = ("*.json", "*token*", "*.jinja", "*.txt", "*.model")  # of a model, beside its weights
+BESIDE = ("*.json", "*token*", "*.jinja", "*.txt", "*.model")  # files of a model other than its weights
 WEIGHTS = ("model*.safetensors", INDEX)
 
 
 def folder_of(cfg: Config) -> FolderConfig:
-    """The options of a model with a folder of this machine as their path, which holds what `init` asks for."""
+    """Return the options of a model with a local folder as their path, which holds the files that `init` needs."""
     assert isinstance(cfg.model, FolderConfig)
     with_weights = cfg.model.init == "weights"
     patterns = BESIDE + (WEIGHTS if with_weights else ())
-    whole = has_weights if with_weights else has_config
-    path = folder_here("model.path", cfg.model.path, patterns, cache_of(cfg.data), whole)
+    is_complete = has_weights if with_weights else has_config
+    path = folder_here("model.path", cfg.model.path, patterns, cache_of(cfg.data), is_complete)
     return replace(cfg.model, path=str(path))
 
 
 def has_config(folder: Path) -> bool:
-    """Whether a folder says what its model is."""
+    """Return True if a folder holds the config of its model."""
     return (folder / CONFIG).is_file()
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has all of its model."""
+    """Return True if a folder holds the config and all weights of its model."""
     try:
         return has_config(folder) and all(file.is_file() for file in files_of(folder))
-    except UserError:  # of its index
+    except UserError:  # the index is damaged
         return False

@@ -1,6 +1,6 @@
-"""Losses of preference pairs. Shapes: B pairs, a row each, T tokens, V = vocabulary.
+"""Losses of preference pairs. Shapes: B pairs, one per sequence, T tokens, V = vocabulary.
 
-Document 0 of a row is the chosen answer with its prompt, document 1 the rejected one; labels are of answers alone.
+Document 0 of a sequence is the chosen answer with its prompt, document 1 the rejected one; only answers have labels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Logits = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 
 def log_probabilities(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities in nats, fp32 or fp64 [B], of the chosen and the rejected answers under logits [B, T, V]."""
+    """Return log-probabilities in nats, fp32 or fp64 [B], of chosen and rejected answers under logits [B, T, V]."""
     labels, documents = batch["labels"], batch["documents"]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     of_tokens = -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
@@ -25,26 +25,27 @@ def log_probabilities(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tens
 def dpo(
     logits: Logits, beta: float, label_smoothing: float, model: nn.Module, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean loss of pairs in nats (arXiv:2305.18290, equation 7; smoothed as in section 3 of Mitchell's cDPO note).
+    """Return the mean loss of pairs in nats, and metrics.
 
-    Rewards are `beta` times how much likelier than to the reference an answer is; `reward_accuracy` is the share of
-    pairs whose chosen answer has the higher one, `reward_margin` by how much.
+    The loss is equation 7 of arXiv:2305.18290, with labels smoothed as in section 3 of Mitchell's cDPO note. A reward
+    is `beta` times the log-probability ratio of an answer to the reference's; `reward_accuracy` is the share of pairs
+    whose chosen answer has the higher reward, `reward_margin` the difference.
     """
     chosen, rejected = log_probabilities(logits(model, batch), batch)
     chosen, rejected = beta * (chosen - batch["reference_chosen"]), beta * (rejected - batch["reference_rejected"])
     margin, pairs = chosen - rejected, batch["pairs"]
     losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    found = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": margin}
-    found["reward_accuracy"] = (margin > 0).float()
-    return mean(losses, pairs), {name: mean(values, pairs) for name, values in found.items()}
+    metrics = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": margin}
+    metrics["reward_accuracy"] = (margin > 0).float()
+    return mean(losses, pairs), {name: mean(values, pairs) for name, values in metrics.items()}
 
 
 def mean(values: Tensor, pairs: Tensor) -> Tensor:
-    """The mean of values [B] over rows that are pairs, and do not only fill the batch."""
+    """Return the mean of values [B] over real pairs, without those that only fill the batch."""
     return torch.where(pairs > 0, values, 0.0).sum() / pairs.sum()
 
 
 def reference(logits: Logits, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities of both answers by row, beside the mean of all of them as a loss."""
+    """Return the mean of all log-probabilities as a loss, and the log-probabilities of both answers of each pair."""
     chosen, rejected = log_probabilities(logits(model, batch), batch)
     return -(chosen + rejected).mean(), {"reference_chosen": chosen, "reference_rejected": rejected}

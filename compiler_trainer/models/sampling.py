@@ -1,4 +1,4 @@
-"""Tokens that a model goes on with: drawn by transformers where it has the model, else each from a forward of all."""
+"""Sampling: transformers draws tokens if it has the model, otherwise each token takes a forward of all tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from compiler_trainer.models.subject import Subject
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: at a `temperature` (0: the likeliest), of the `top_k` likeliest, of these of the likeliest
-    that together have `top_p`; at most `tokens` of them."""
+    """The settings of sampling: at most `tokens` tokens at a `temperature` (0: always the likeliest).
+
+    A token is drawn from the `top_k` likeliest, and of these from the likeliest with a total probability of `top_p`.
+    """
 
     tokens: int
     temperature: float = 0.8
@@ -33,29 +35,30 @@ class Sampling:
 
 
 def continued(
-    cfg: Config, trained: Subject, model: nn.Module, prompt: list[int], ends: Set[int], how: Sampling
+    cfg: Config, subject: Subject, model: nn.Module, prompt: list[int], ends: Set[int], sampling: Sampling
 ) -> list[int]:
-    """What `model`, the one that was `trained`, `in_use`, adds to a prompt of at least one token, up to an end.
+    """Return the tokens that `model`, made from `subject`'s model by `in_use`, adds to a prompt, up to an end.
 
-    With a cache it ends at its last position. Raises UserError where it does not take the prompt.
+    The prompt has at least one token. With a cache, sampling ends at the model's last position. Raises UserError if the
+    model cannot take the prompt.
     """
-    check_prompt(cfg, trained, prompt)
+    check_prompt(cfg, subject, prompt)
     drawn: Iterable[int]
     if why_uncached(cfg):
-        drawn = islice(one_by_one(trained, model, prompt, cfg.train.seq_len, how), how.tokens)
+        drawn = islice(one_by_one(subject, model, prompt, cfg.train.seq_len, sampling), sampling.tokens)
     else:
         ends = ends | (ends_answers(folder_of(cfg).path) if isinstance(cfg.model, FolderConfig) else set())
-        how = replace(how, tokens=min(how.tokens, positions(cfg, trained)[0] - len(prompt)))
-        drawn = by_transformers(folder.plain(model), prompt, ends, how)
+        sampling = replace(sampling, tokens=min(sampling.tokens, positions(cfg, subject)[0] - len(prompt)))
+        drawn = by_transformers(folder.plain(model), prompt, ends, sampling)
     return list(takewhile(lambda i: i not in ends, drawn))
 
 
 def why_uncached(cfg: Config) -> str:
-    """Why a model is sampled without a KV cache; empty where transformers has the model, and so one."""
+    """Return why a model is sampled without a KV cache; empty if transformers has the model, and so a cache."""
     if isinstance(cfg.model, FolderConfig):
         return ""
     if not isinstance(cfg.model, ModelConfig):
-        return "model: is a module of one's own"
+        return "model: is a module of your own"
     try:
         form_of(cfg.model)
         folder.library()
@@ -64,90 +67,94 @@ def why_uncached(cfg: Config) -> str:
     return ""
 
 
-def check_prompt(cfg: Config, trained: Subject, prompt: list[int]) -> None:
-    """Raise UserError where a prompt has tokens beyond the vocabulary, or none fits behind it."""
-    if trained.vocab_size is not None and max(prompt) >= trained.vocab_size:
-        what = f"gives the prompt token {max(prompt):,}, and the model's vocabulary has {trained.vocab_size:,}"
-        raise UserError("data.tokenizer", f"{what}; name the model's own")
-    most, option = positions(cfg, trained)
+def check_prompt(cfg: Config, subject: Subject, prompt: list[int]) -> None:
+    """Raise UserError if a prompt has tokens outside the vocabulary, or leaves no room for another token."""
+    if subject.vocab_size is not None and max(prompt) >= subject.vocab_size:
+        problem = f"turns the prompt into token {max(prompt):,}, but the model's vocabulary has {subject.vocab_size:,}"
+        raise UserError("data.tokenizer", f"{problem}; name the model's own")
+    most, option = positions(cfg, subject)
     if not why_uncached(cfg) and len(prompt) >= most:
-        what = f"has {len(prompt):,} tokens, and the model {most:,} positions ({option})"
-        raise UserError("prompt", f"{what}; shorten it")
+        problem = f"has {len(prompt):,} tokens, but the model has {most:,} positions ({option})"
+        raise UserError("prompt", f"{problem}; shorten it")
 
 
-def positions(cfg: Config, trained: Subject) -> tuple[int, str]:
-    """How many tokens a model is made for, and what says so; of some of transformers there is no bound."""
+def positions(cfg: Config, subject: Subject) -> tuple[int, str]:
+    """Return the number of positions of a model, and the option that sets it; some models have no bound."""
     if not isinstance(cfg.model, FolderConfig):
         return cfg.train.seq_len, "train.seq_len"
-    config, name = folder.plain(trained.module).config.get_text_config(), "max_position_embeddings"
+    config, name = folder.plain(subject.module).config.get_text_config(), "max_position_embeddings"
     return getattr(config, name, None) or 2**31, name
 
 
 @torch.no_grad()
-def by_transformers(model: Any, prompt: list[int], ends: Set[int], how: Sampling) -> list[int]:
-    """What transformers' `generate` adds, the first end among it."""
-    draws = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k or 0} if how.temperature else {}
+def by_transformers(model: Any, prompt: list[int], ends: Set[int], sampling: Sampling) -> list[int]:
+    """Return the tokens that transformers' `generate` adds, including the first end."""
+    draws = (
+        {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
+        if sampling.temperature
+        else {}
+    )
     settings = folder.library().GenerationConfig(
-        max_new_tokens=how.tokens,
-        do_sample=how.temperature > 0,
+        max_new_tokens=sampling.tokens,
+        do_sample=sampling.temperature > 0,
         eos_token_id=sorted(ends),
         pad_token_id=min(ends, default=0),
         **draws,
     )
     ids = torch.tensor([prompt], device=model.device)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(how.seed)
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return found[0, len(prompt) :].tolist()
+        torch.manual_seed(sampling.seed)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return output[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()
-def one_by_one(trained: Subject, model: nn.Module, prompt: list[int], window: int, how: Sampling) -> Iterator[int]:
-    """Tokens without end, each from a forward of the last `window` tokens."""
+def one_by_one(subject: Subject, model: nn.Module, prompt: list[int], window: int, sampling: Sampling) -> Iterator[int]:
+    """Yield tokens without end, each from a forward of the last `window` tokens."""
     ids, device = list(prompt), next(model.parameters()).device
-    generator = torch.Generator().manual_seed(how.seed)
+    generator = torch.Generator().manual_seed(sampling.seed)
     while True:
-        logits = trained.logits(model, row(ids[-window:], device))[0, -1].float().cpu()
-        ids.append(int(torch.multinomial(chances(logits, how), 1, generator=generator)))
+        logits = subject.logits(model, row(ids[-window:], device))[0, -1].float().cpu()
+        ids.append(int(torch.multinomial(chances(logits, sampling), 1, generator=generator)))
         yield ids[-1]
 
 
-def chances(logits: Tensor, how: Sampling) -> Tensor:
-    """How likely each token of a vocabulary is to be drawn, [V]."""
-    if not how.temperature:
+def chances(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the probability of each token of a vocabulary, [V]."""
+    if not sampling.temperature:
         return nn.functional.one_hot(logits.argmax(), len(logits)).float()
-    scores = logits / how.temperature
-    if how.top_k is not None:
-        scores[scores < scores.topk(min(how.top_k, len(scores))).values[-1]] = -torch.inf
+    scores = logits / sampling.temperature
+    if sampling.top_k is not None:
+        scores[scores < scores.topk(min(sampling.top_k, len(scores))).values[-1]] = -torch.inf
     likely, order = scores.softmax(0).sort(descending=True)
-    if how.top_p < 1:
-        likely[likely.cumsum(0) - likely >= how.top_p] = 0  # what stands before them is enough
+    if sampling.top_p < 1:
+        likely[likely.cumsum(0) - likely >= sampling.top_p] = 0  # the likelier tokens before them suffice
     return torch.zeros_like(likely).scatter(0, order, likely)
 
 
 def row(ids: list[int], device: torch.device) -> dict[str, Tensor]:
-    """A batch of one row that is one document."""
+    """Return a batch of one sequence that is one document."""
     tokens = torch.tensor([ids], device=device)
     positions = torch.arange(len(ids), device=device)[None]
     return {"tokens": tokens, "positions": positions, "documents": torch.zeros_like(tokens)}
 
 
 def in_use(cfg: Config, model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on a device; where it has a cache, as transformers has it, in the dtype that the run computes with."""
+    """Return the model on a device; if it can have a cache, as transformers' model in the run's compute dtype."""
     dtype, cached = cfg.passes.cast.param_dtype, not why_uncached(cfg)
     if cached and isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, model)
     if cached and dtype in ("float32", "bfloat16"):
-        for parameter in model.parameters():  # alone: rotary frequencies stay in float32
+        for parameter in model.parameters():  # not buffers: rotary frequencies stay in float32
             parameter.data = parameter.data.to(getattr(torch, dtype))
     return model.to(device).eval()
 
 
 def ends_answers(folder: str) -> set[int]:
-    """Tokens that end an answer of a folder's model, as its generation_config.json or config.json says."""
+    """Return the tokens that end an answer, from the folder's generation_config.json or config.json."""
     for name in ("generation_config.json", "config.json"):
         path = Path(folder, name)
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return set(found) if isinstance(found, list) else {found}
+        token_ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if token_ids is not None:
+            return set(token_ids) if isinstance(token_ids, list) else {token_ids}
     return set()

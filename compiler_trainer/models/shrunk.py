@@ -1,6 +1,7 @@
-"""A small model of the same kind as one of transformers: its layers, flags and masks, in few features and entries.
+"""A small model of the same kind as a transformers model: the same layers, flags and masks, with small sizes.
 
-Questions on a model's code, such as which tokens a logit sees, are then answered by value in a fraction of a second.
+Questions about a model's code, such as which tokens affect a logit, are then answered by values in a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 VOCAB, POSITIONS, WINDOW = 64, 64, 6
-LARGEST = 30_000_000  # parameters of a model that is still small
+LARGEST = 30_000_000  # most parameters of a small model
 SIZES: dict[int, str] = {
     32: """hidden_size d_model n_embd embedding_size word_embed_proj_dim embedding_dim emb_dim attention_hidden_size
         lru_width input_embedding_size output_embedding_size""",
@@ -36,12 +37,12 @@ SIZES: dict[int, str] = {
     WINDOW: "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
-PATTERNS = ("period", "interval", "pattern", "every", "group_size", "first_k_dense")  # in names of numbers of layers
+PATTERNS = ("period", "interval", "pattern", "every", "group_size", "first_k_dense")  # in names of layer counts
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 
 def shrunk(config: Any) -> Any:
-    """A config of a model of the same kind, with few features, and as many layers as there are kinds of layers."""
+    """Return a config of a model of the same kind, with small sizes, and one layer or more of each kind."""
     small = copy.deepcopy(config)
     heads = vars(config).get("num_attention_heads")
     for name, value in list(vars(config).items()):
@@ -55,7 +56,7 @@ def shrunk(config: Any) -> Any:
 
 
 def cut_layers(config: Any) -> None:
-    """Leave the first layers, such that each kind of layer is among them."""
+    """Keep the first layers, such that each kind of layer is among them."""
     entries = dict(vars(config))
     name = next((name for name in LAYERS if isinstance(entries.get(name), int)), None)
     if name is None:
@@ -63,17 +64,17 @@ def cut_layers(config: Any) -> None:
     count = entries[name]
     lists = {key: value for key, value in entries.items() if isinstance(value, list) and len(value) == count}
     kinds = [str([value[i] for value in lists.values()]) for i in range(count)]
-    seen = next((i for i in range(1, count) if len({*kinds[:i]}) == len({*kinds})), count)
-    kept = min(count, max([2, seen, *patterns(entries)]))
-    setattr(config, name, kept)
+    enough = next((i for i in range(1, count) if len({*kinds[:i]}) == len({*kinds})), count)
+    new_count = min(count, max([2, enough, *patterns(entries)]))
+    setattr(config, name, new_count)
     if "num_kv_shared_layers" in entries:
         config.num_kv_shared_layers = 0
     for key, value in lists.items():
-        setattr(config, key, value[:kept])
+        setattr(config, key, value[:new_count])
 
 
 def patterns(entries: dict[str, Any]) -> Iterator[int]:
-    """Numbers of layers after which a pattern of them begins again."""
+    """Yield the numbers of layers after which a pattern of layers repeats."""
     for name, value in entries.items():
         if isinstance(value, int) and not isinstance(value, bool) and any(part in name for part in PATTERNS):
             yield value

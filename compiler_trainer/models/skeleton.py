@@ -24,21 +24,22 @@ DRAWS = {
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """What `torch.empty` makes, as modules make their weights, lies on the meta device; what is computed is real.
+    """A mode in which `torch.empty`, with which modules make their weights, uses the meta device.
 
-    Nothing is drawn there: PyTorch would import its compiler to do so.
+    Results of other functions are real. Random fills of meta tensors are skipped: PyTorch would import its compiler for
+    them.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = kwargs["tensor"] if "tensor" in kwargs else args[0] if args else None
-        if isinstance(given, Tensor) and given.is_meta and func in DRAWS:
-            return given
+        tensor = kwargs["tensor"] if "tensor" in kwargs else args[0] if args else None
+        if isinstance(tensor, Tensor) and tensor.is_meta and func in DRAWS:
+            return tensor
         return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
 
 
 def fill(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
-    """A skeleton with values, by name, in place of its empty parameters and in its buffers; parameters stay tied."""
+    """Put values, by name, in place of a skeleton's empty parameters and in its buffers; tied ones stay tied."""
     first = {name: parameter for name, parameter in module.named_parameters()}
     real: dict[int, nn.Parameter] = {}
     for name, value in values:
@@ -53,18 +54,18 @@ def fill(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
 
 
 def skeleton(build: Callable[[], M], dtype: torch.dtype | None = None) -> M:
-    """What `build` builds, its parameters on the meta device, floating ones of `dtype` (None: their own).
+    """Return the result of `build`, with its parameters on the meta device, floating ones of `dtype` (None: their own).
 
-    Parameters that are one stay one. Buffers keep the values they are computed with.
+    Tied parameters stay tied. Buffers keep the values they are computed with.
     """
     with EmptyOnMeta():
         module = build()
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
+            if id(parameter) not in parameters:
                 kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
                 empty = torch.empty_strided(parameter.shape, parameter.stride(), device="meta", dtype=kind)
-                made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-            setattr(owner, name, made[id(parameter)])
+                parameters[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            setattr(owner, name, parameters[id(parameter)])
     return module

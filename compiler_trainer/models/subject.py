@@ -1,4 +1,4 @@
-"""What a run trains: one of our decoders, a folder that transformers wrote, or a module of one's own."""
+"""The model that a run trains: one of our decoders, a folder that transformers wrote, or a user's module."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from passes.program.spec import Value
 
 @dataclass(frozen=True)
 class Subject:
-    """A module whose parameters take no memory, its loss, and where the values of parameters and buffers come from.
+    """A model to train: a module whose parameters take no memory, its loss, and the source of its initial values.
 
-    `initial` gives each by name in turn; `logits` what a module with values gives for a batch, [B, T, V];
-    `flops_per_token` what a token of a row of T tokens takes. `vocab_size` is None where only the module knows. A model
-    that `has_weights` was trained before. `remarks` are lines for the start of a run.
+    `initial` yields the names and values of parameters and buffers; `logits` computes [B, T, V] for a batch with a
+    module that has values; `flops_per_token` gives the FLOPs of a token in a sequence of T tokens. `vocab_size` is None
+    if only the module knows it. A model that `has_weights` was trained before. `remarks` are lines for the start of a
+    run.
     """
 
     name: str
@@ -43,42 +44,44 @@ class Subject:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Parameters that are not trained, by the names that a checkpoint has for them."""
+        """The parameters that are not trained, by their names in a checkpoint."""
         return frozenset(f"model.{name}" for name, p in self.module.named_parameters() if not p.requires_grad)
 
 
 def named(model: Any) -> str:
-    """What to call a model by its options."""
+    """Return the name of a model from its options."""
     return name_of(model) if isinstance(model, Mapping) else getattr(model, "path", model.name)
 
 
 def subject(cfg: Config) -> Subject:
-    """What `cfg` trains, with parameters of `train.dtype`; raises UserError where it cannot be found or built."""
+    """Return the model that `cfg` trains, with parameters of `train.dtype`; raise UserError if it cannot be built."""
     dtype: torch.dtype = getattr(torch, cfg.train.dtype)
     if isinstance(cfg.model, ModelConfig):
-        found = of_decoder(cfg.model, dtype, cfg.train.seed)
+        base = of_decoder(cfg.model, dtype, cfg.train.seed)
     elif isinstance(cfg.model, FolderConfig):
-        found = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss)
+        base = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss)
     else:
-        found = of_ones_own(cfg.model, dtype, cfg.train.seed)
+        base = of_ones_own(cfg.model, dtype, cfg.train.seed)
     if isinstance(cfg.loss, DpoConfig):
-        check_no_balance(found.module)
-        return replace(found, loss=partial(dpo, found.logits, cfg.loss.beta, cfg.loss.label_smoothing))
-    return replace(found, loss=own.loss_of(cfg.loss)) if cfg.loss else found
+        check_no_balance(base.module)
+        return replace(base, loss=partial(dpo, base.logits, cfg.loss.beta, cfg.loss.label_smoothing))
+    return replace(base, loss=own.loss_of(cfg.loss)) if cfg.loss else base
 
 
 def check_no_balance(module: nn.Module) -> None:
     """Raise UserError if the config of a folder asks for an auxiliary loss, which the loss of pairs does not have."""
     if getattr(getattr(folder.plain(module), "config", None), "output_router_logits", False):
-        what = "dpo has no auxiliary loss of routers, which output_router_logits of the model's config.json asks for"
-        raise UserError("loss", f"{what}; set that to false")
+        problem = (
+            "dpo has no auxiliary loss for routers, but output_router_logits of the model's config.json asks for one"
+        )
+        raise UserError("loss", f"{problem}; set it to false")
 
 
 def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
-    """One of our own decoders, its weights drawn by their names."""
+    """Return one of our own decoders, with weights drawn by name."""
     try:
         module = llama.build(cfg, dtype)
-    except RuntimeError as error:  # of sizes that no memory is addressed with
+    except RuntimeError as error:  # sizes beyond any address space
         raise UserError("model", f"cannot be built: {str(error).splitlines()[0]}") from error
     return Subject(
         name=cfg.name,
@@ -91,37 +94,37 @@ def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
     )
 
 
-def of_folder(cfg: FolderConfig, called: str, dtype: torch.dtype, seed: int, is_our_loss: bool = True) -> Subject:
-    """A folder that transformers wrote, and what it is called; its loss may be another than ours."""
+def of_folder(cfg: FolderConfig, label: str, dtype: torch.dtype, seed: int, is_our_loss: bool = True) -> Subject:
+    """Return the model of a folder that transformers wrote, under the name `label`."""
     module = folder.build(cfg, dtype)
-    config, kept = folder.plain(module).config, folder.stored_values(cfg, module)
+    config, stored = folder.plain(module).config, folder.stored_values(cfg, module)
     way = way_of(cfg.attention, config, is_our_loss)
     return Subject(
-        name=f"{config.model_type} in {called}",
+        name=f"{config.model_type} in {label}",
         module=module,
         loss=partial(folder.loss_of, way),
         logits=partial(folder.logits, way),
-        initial=lambda: folder.initial(kept, module, seed),
+        initial=lambda: folder.initial(stored, module, seed),
         flops_per_token=partial(flops.of_folder, config, module),
         vocab_size=config.vocab_size,
-        has_weights=kept is not None,
+        has_weights=stored is not None,
         remarks=tuple(filter(None, [remark_on(way, config)])),
     )
 
 
-def of_ones_own(given: Own, dtype: torch.dtype, seed: int) -> Subject:
-    """A module of one's own."""
-    module = own.build(given, dtype)
+def of_ones_own(options: Own, dtype: torch.dtype, seed: int) -> Subject:
+    """Return a user's module."""
+    module = own.build(options, dtype)
     return Subject(
-        name=name_of(given),
+        name=name_of(options),
         module=module,
         loss=loss_of_logits,
         logits=plain_logits,
-        initial=lambda: own.initial(given, seed),
+        initial=lambda: own.initial(options, seed),
         flops_per_token=lambda seq_len: flops.of_weights(module),
     )
 
 
 def plain_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """What a model gives for tokens, and for what else of the batch its `forward` names."""
+    """Return a model's logits for tokens, and for the other batch entries that its `forward` names."""
     return logits_of(outputs(model, batch))

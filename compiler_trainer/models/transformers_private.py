@@ -1,4 +1,4 @@
-"""The internals of transformers that are used: how it renames and joins tensors, initializes, masks and balances.
+"""The internals of transformers that we use: renaming and joining of tensors, initialization, masks and load balancing.
 
 Checked with transformers 5.23; pyproject.toml bounds the version.
 """
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 
 
 class Conversion(NamedTuple):
-    """How a model has its stored tensors: names to replace, and several tensors as one."""
+    """The conversion of a model's stored tensors: names to replace, and tensors to join."""
 
     renamings: list[Any]
     converters: list[Any]
 
-    def target(self, name: str, model: Any, wanted: Mapping[str, Tensor]) -> tuple[str, str | None]:
-        """The module's name of a stored tensor, and the pattern of the converter that takes it, if one does."""
+    def target(self, name: str, model: Any, expected: Mapping[str, Tensor]) -> tuple[str, str | None]:
+        """Return the module's name of a stored tensor, and the pattern of its converter, None if it has none."""
         rename = import_module("transformers.core_model_loading").rename_source_key
-        return rename(name, self.renamings, self.converters, model.base_model_prefix, wanted)
+        return rename(name, self.renamings, self.converters, model.base_model_prefix, expected)
 
 
 def masks_of(config: Any, dtype: torch.dtype, positions: Tensor, by_layer: bool) -> Any:
-    """A causal mask [B, 1, T, T] within the documents that positions [B, T] count from 0, as attention takes it.
+    """Return a causal mask [B, 1, T, T] within documents, whose positions [B, T] count from 0.
 
-    With `by_layer`, one for each kind of layer that the config has, windows included.
+    With `by_layer`, return one for each kind of layer that the config has, windows included.
     """
     masks = import_module("transformers.masking_utils")
     make = masks.create_masks_for_generate if by_layer else masks.create_causal_mask
@@ -40,40 +40,40 @@ def masks_of(config: Any, dtype: torch.dtype, positions: Tensor, by_layer: bool)
 
 @contextmanager
 def balance_of_real_tokens(model: Any, is_real: Tensor) -> Iterator[None]:
-    """Let the auxiliary loss of a model's routers leave padding out, where `is_real`, bool [B, T], is false.
+    """Make the auxiliary loss of a model's routers ignore padding, for which `is_real`, bool [B, T], is False.
 
-    The models take it from their attention mask, of which most need none and some a mask of another form.
+    The models derive padding from their attention mask, but most get none here, and some a mask of another form.
     """
     module, name = import_module(type(model).__module__), "load_balancing_loss_func"
-    own = getattr(module, name, None)
-    if own is None:  # some configs have the field, and the model no such loss
+    original = getattr(module, name, None)
+    if original is None:  # some configs have the field, but their models no such loss
         yield
         return
 
     def without_padding(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
-        return own(gate_logits, num_experts, top_k, is_real)
+        return original(gate_logits, num_experts, top_k, is_real)
 
     with patch.object(module, name, without_padding):
         yield
 
 
 def conversion_of(model: Any) -> Conversion:
-    """The conversion of a model that transformers built."""
+    """Return the conversion of a model that transformers built."""
     kind = import_module("transformers.core_model_loading").WeightConverter
     entries = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     return Conversion([e for e in entries if not isinstance(e, kind)], [e for e in entries if isinstance(e, kind)])
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of stored tensors as transformers sorts them, numbers by value."""
+    """Return names of stored tensors as transformers sorts them, numbers by value."""
     return sorted(names, key=import_module("transformers.core_model_loading").dot_natural_key)
 
 
 def ignored(model: Any) -> list[str]:
-    """Patterns of stored names that a model leaves out."""
+    """Return patterns of stored names that a model ignores."""
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def initialize(model: Any, owner: nn.Module) -> None:
-    """Give the parameters of a module of the model the values that they start with."""
+    """Set the parameters of a model's module to their initial values."""
     model._init_weights(owner)

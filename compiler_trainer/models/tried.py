@@ -1,9 +1,9 @@
-"""Questions on a model of transformers, answered by value on a small model of the same kind.
+"""Questions about a transformers model, answered by values of a small model of the same kind.
 
-- Does a token see tokens that come later? Then labels are no predictions.
-- Which way of telling it of documents (`documents.WAYS`) gives the second of two documents in a row the logits that it
-  has alone, whatever the first one is?
-- Is the loss of transformers the one that we compute, auxiliary terms included?
+- Does a token see later tokens? Then labels are no predictions. - With which way of passing documents
+(`documents.WAYS`) does the second of two documents in a sequence have the
+  logits that it has alone, whatever the first one is?
+- Is transformers' loss the one that we compute, including auxiliary terms?
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from compiler_trainer.models.folder import library, logits, loss_of
 from compiler_trainer.models.loss import IGNORED_LABEL
 from compiler_trainer.models.shrunk import LARGEST, VOCAB, shrunk
 
-LENGTH, FIRST = 24, 12  # tokens of the row that is tried, and of its first document
-NEAR = 1e-3  # of the spread of logits, or of a loss: fp32 rounds to less, and what is seen moves them by more
+LENGTH, FIRST = 24, 12  # tokens of the sequence that is tried, and of its first document
+NEAR = 1e-3  # of the spread of logits, or of a loss: fp32 rounding is smaller, the effect of a visible token larger
 
 
 def way_of(attention: str, config: Any, is_our_loss: bool = True) -> str:
-    """The way in which a model is told of documents, or "causal".
+    """Return the way in which a model learns of documents, or "causal".
 
     Raises UserError naming the model if there is none, if a token sees later ones and, with `is_our_loss`, if
     transformers adds terms to the loss that we do not have.
@@ -34,15 +34,15 @@ def way_of(attention: str, config: Any, is_our_loss: bool = True) -> str:
 
 
 def remark_on(way: str, config: Any) -> str:
-    """A line for the start of a run whose model could not be tried; empty for others."""
+    """Return a line for the start of a run whose model could not be tried; empty for others."""
     if way != UNTRIED:
         return ""
-    what = f"whether documents of a row see each other in a {config.model_type} could not be tried on a small model"
-    return f"{what}; it is given their positions. With model.attention=causal a row is one text"
+    problem = f"no small {config.model_type} could be built to test if documents of a sequence see each other"
+    return f"{problem}; it gets their positions. With model.attention=causal a sequence is one text"
 
 
 class Described:
-    """A config, equal to another one of the same text."""
+    """A config that equals any other config with the same text."""
 
     def __init__(self, config: Any, text: str):
         self.config, self.text = config, text
@@ -56,30 +56,30 @@ class Described:
 
 @lru_cache(maxsize=64)
 def tried(attention: str, is_our_loss: bool, described: Described) -> str:
-    """The answer of `way_of`."""
+    """Return the answer of `way_of`."""
     config = described.config
     try:
         trial = Trial(small_model(config))
         sees_later = trial.sees_later()
-    except Exception:  # of whatever kind: it is the library's, of a model that cannot be made small
+    except Exception:  # any kind: the library cannot make this model small
         return UNTRIED if attention == "documents" else "causal"
     if sees_later:
-        what = f"is of a {config.model_type} in which a token sees those after it, so that labels are no predictions"
-        raise UserError("model.path", f"{what}; use a decoder (is_decoder=true in its config.json)")
+        problem = f"is of a {config.model_type} in which tokens see later tokens, so labels are no predictions"
+        raise UserError("model.path", f"{problem}; use a decoder (is_decoder=true in its config.json)")
     if is_our_loss and not trial.has_our_loss():
-        what = f"is of a {config.model_type}, to whose loss transformers adds terms that are not known here"
-        raise UserError("model.path", f"{what}; give a loss of your own (loss._target_)")
+        problem = f"is of a {config.model_type}, to whose loss transformers adds terms that we do not have"
+        raise UserError("model.path", f"{problem}; give a loss of your own (loss._target_)")
     if attention != "documents":
         return attention
     for way in WAYS:
         if trial.keeps_apart(way):
             return way
-    what = f"documents, but neither positions nor masks keep documents of a row apart in a {config.model_type}"
-    raise UserError("model.attention", f"{what}; set model.attention=causal, with which a row is one text")
+    problem = f"documents, but neither positions nor masks separate documents of a sequence in a {config.model_type}"
+    raise UserError("model.attention", f"{problem}; set model.attention=causal, with which a sequence is one text")
 
 
 def small_model(config: Any) -> Any:
-    """A small model of the kind, with random weights."""
+    """Return a small model of the kind, with random weights."""
     transformers, small = library(), shrunk(config)
     with torch.device("meta"):
         size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(small).parameters())
@@ -95,7 +95,7 @@ def small_model(config: Any) -> Any:
 
 
 class Trial:
-    """A small model and a row of two documents."""
+    """A small model and a sequence of two documents."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -104,28 +104,28 @@ class Trial:
 
     @torch.no_grad()
     def logits(self, way: str, tokens: Tensor) -> Tensor:
-        """Logits [T, V] of tokens [1, T] in documents of FIRST tokens."""
+        """Return logits [T, V] for tokens [1, T] in documents of FIRST tokens each."""
         at = torch.arange(tokens.shape[1])[None]
         batch = {"tokens": tokens, "positions": at % FIRST, "documents": at // FIRST}
         return logits(way, self.model, batch)[0].float()
 
     def sees_later(self) -> bool:
-        """Whether logits of the first tokens depend on later ones."""
+        """Return True if logits of the first tokens depend on later tokens."""
         changed = torch.cat([self.tokens[:, :FIRST], self.others[:, FIRST:]], 1)
         return differ(self.logits("causal", self.tokens)[:FIRST], self.logits("causal", changed)[:FIRST])
 
     def keeps_apart(self, way: str) -> bool:
-        """Whether logits of the second document are those of that document alone, whatever the first is."""
+        """Return True if logits of the second document are those of that document alone, whatever the first is."""
         changed = torch.cat([self.others[:, :FIRST], self.tokens[:, FIRST:]], 1)
-        alone = self.logits("causal", self.tokens[:, FIRST:])
+        logits_alone = self.logits("causal", self.tokens[:, FIRST:])
         try:
-            return not any(differ(self.logits(way, tokens)[FIRST:], alone) for tokens in (self.tokens, changed))
-        except Exception:  # of whatever kind: the model does not take such inputs
+            return not any(differ(self.logits(way, tokens)[FIRST:], logits_alone) for tokens in (self.tokens, changed))
+        except Exception:  # any kind: the model does not take such inputs
             return False
 
     @torch.no_grad()
     def has_our_loss(self) -> bool:
-        """Whether transformers' loss is ours, of labels that it shifts or, in a few models, takes as they are."""
+        """Return True if transformers' loss is ours, with labels that it shifts or, in a few models, does not."""
         theirs = self.model(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
         shifted = torch.cat([self.tokens[:, 1:], torch.full((1, 1), IGNORED_LABEL)], 1)
         batch = {"tokens": self.tokens, "documents": torch.zeros_like(self.tokens)}
@@ -134,5 +134,5 @@ class Trial:
 
 
 def differ(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether logits differ by more than rounding, or are not finite."""
+    """Return True if logits differ by more than rounding, or are not finite."""
     return not bool((ours - theirs).abs().max() < NEAR * theirs.std())

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read as far as they are sliced; several of them as one."""
+"""Tensors in safetensors files, of which only the requested slices are read; several of them as one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InFile:
     dtype: torch.dtype
 
     def __getitem__(self, index: Index) -> Tensor:
-        with safe_open(self.path, "pt") as file:  # closed at once: what was read of the file then takes no memory
+        with safe_open(self.path, "pt") as file:  # closed at once, so that its cached pages take no memory
             return file.get_slice(self.name)[index] if index else file.get_tensor(self.name)
 
 
@@ -57,7 +57,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors as one, along a dim that they have."""
+    """Tensors as one, along an existing dim."""
 
     parts: Sequence[Stored]
     dim: int
@@ -74,19 +74,19 @@ class Joined:
     def __getitem__(self, index: Index) -> Tensor:
         index = index or tuple(map(slice, self.shape))
         first, last, _ = index[self.dim].indices(self.shape[self.dim])
-        found, begin = [], 0
+        slices, begin = [], 0
         for part in self.parts:
             size = part.shape[self.dim]
             low, high = max(first - begin, 0), min(last - begin, size)
             if low < high or not size:
-                found.append(part[(*index[: self.dim], slice(low, high), *index[self.dim + 1 :])])
+                slices.append(part[(*index[: self.dim], slice(low, high), *index[self.dim + 1 :])])
             begin += size
-        return torch.cat(found, self.dim)
+        return torch.cat(slices, self.dim)
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that has to be made as a whole, each time some of it is asked for."""
+    """A tensor that is computed as a whole each time a slice is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -97,7 +97,7 @@ class Made:
 
 
 def stored_in(folder: Path) -> dict[str, InFile]:
-    """Every tensor of a folder, by its name there, with nothing read but headers.
+    """Return every tensor of a folder by its name there; only headers are read.
 
     Raises UserError naming the file that is missing, broken, or shorter than its header says.
     """
@@ -105,26 +105,28 @@ def stored_in(folder: Path) -> dict[str, InFile]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files with the weights of a folder, as its index has them, or the only one; raises UserError."""
+    """Return the files with the weights of a folder: those of its index, or the only one; raise UserError."""
     index = folder / INDEX
     if not index.is_file():
         return [folder / ONE_FILE]
     try:
         return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(str(index), f"is no index of safetensors files: {error}") from error
+        raise UserError(str(index), f"is not an index of safetensors files: {error}") from error
 
 
 def headers(path: Path) -> dict[str, InFile]:
-    """The tensors of one file, nothing of them read."""
+    """Return the tensors of one file; only its header is read."""
     if not path.is_file():
-        raise UserError(str(path), "no such file; weights are read of safetensors, and model.init=random needs none")
+        raise UserError(str(path), "no such file; weights are read from safetensors, and model.init=random needs none")
     try:
         with safe_open(path, "pt") as file:
-            found = {name: file.get_slice(name) for name in file.keys()}
-            return {name: InFile(path, name, tuple(s.get_shape()), DTYPES[s.get_dtype()]) for name, s in found.items()}
+            tensors = {name: file.get_slice(name) for name in file.keys()}
+            return {
+                name: InFile(path, name, tuple(s.get_shape()), DTYPES[s.get_dtype()]) for name, s in tensors.items()
+            }
     except (SafetensorError, OSError) as error:
-        raise UserError(str(path), f"is no safetensors file: {error}") from error
+        raise UserError(str(path), f"is not a safetensors file: {error}") from error
     except KeyError as error:
-        known = ", ".join(DTYPES)
-        raise UserError(str(path), f"holds numbers of {error}, and weights are read of {known}") from error
+        dtypes = ", ".join(DTYPES)
+        raise UserError(str(path), f"holds numbers of type {error}; weights can be {dtypes}") from error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compiler_trainer.models.attention import rotate
 
 ROPE_THETA = 10_000.0
-FULL_EVERY = 4  # layers: one of them sees the whole sequence, as does the last
+FULL_EVERY = 4  # every fourth layer and the last see the whole sequence
 LOGIT_CAP = 15.0
 
 
@@ -72,7 +72,7 @@ class Layer(nn.Module):
         return x + self.w2(F.relu(self.w1(normalize(x))).square())
 
     def attend(self, x: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """Return attention of `x` [B, T, D], causal and within the window unless the layer sees everything."""
+        """Return attention of `x` [B, T, D], causal, and within the window unless `is_full`."""
         heads = (*x.shape[:2], -1, self.head_dim)
         v = self.wv(x) if self.values is None else self.wv(x) + self.values(tokens)
         q, k = (normalize(rotate(weight(x).view(heads), cos, sin)).transpose(1, 2) for weight in (self.wq, self.wk))
@@ -90,7 +90,7 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return the mask, bool [T, T], of tokens that see the last `window` tokens, themselves among them."""
+    """Return the mask, bool [T, T], with which tokens see the last `window` tokens, themselves included."""
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
     return (distance >= 0) & (distance < window)

@@ -142,7 +142,7 @@ def test_a_loss_of_ones_own_is_trained(tmp_path):
 
 def test_a_part_of_a_script_is_named_where_it_is_lost(tmp_path):
     job = trainer(tmp_path / "run", callbacks=[{"_target_": "__main__.Notes"}])
-    with pytest.raises(ct.UserError, match=r"^train.callbacks\[0\]._target_: .*; __main__.Notes is of a script: go on with that"):
+    with pytest.raises(ct.UserError, match=r"^train.callbacks\[0\]._target_: .*; __main__.Notes is defined in a script: resume with that"):
         job.train()
 
 
@@ -155,8 +155,8 @@ def test_a_run_of_named_parts_resumes_by_command(fake, tmp_path):
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        ({"model": torch.nn.Embedding(257, 257)}, "error: model: Embedding: was handed to a Trainer in Python; go on with the script"),
-        ({"callbacks": [Notes()]}, r"error: train.callbacks[0]: Notes: was handed to a Trainer"),
+        ({"model": torch.nn.Embedding(257, 257)}, "error: model: Embedding: was passed to a Trainer in Python; resume with the script"),
+        ({"callbacks": [Notes()]}, r"error: train.callbacks[0]: Notes: was passed to a Trainer"),
     ],
 )
 def test_a_run_of_objects_resumes_by_its_script_alone(part, said, fake, tmp_path, capsys):

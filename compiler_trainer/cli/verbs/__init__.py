@@ -1,1 +1,1 @@
-"""A file a verb: its arguments, and what it prints."""
+"""The verbs, one per file: their arguments and their output."""

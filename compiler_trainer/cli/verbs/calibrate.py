@@ -1,7 +1,7 @@
-"""`calibrate`: measure this machine, and write it as a cluster that dry runs and plans predict for.
+"""`calibrate`: measure this machine, and write it as a cluster for dry runs and plans.
 
-    compiler-trainer calibrate --out FOLDER/cluster/NAME.yaml --ranks 2
-    compiler-trainer --config-dir FOLDER cluster=NAME run.dry=true ...
+compiler-trainer calibrate --out FOLDER/cluster/NAME.yaml --ranks 2
+compiler-trainer --config-dir FOLDER cluster=NAME run.dry=true ...
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from compiler_trainer.cli.table import parser
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, print a table, write the file."""
-    takes = parser("calibrate")
-    takes.add_argument("--out", type=Path, required=True, help="FOLDER/cluster/NAME.yaml; NAME is the cluster's")
-    takes.add_argument("--ranks", type=int, default=1, help="how many ranks measure at once, as many as will train")
-    takes.add_argument("--threads", type=int, default=1, help="threads of a rank, on a CPU")
-    takes.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: what a rank computes, waiting left out")
-    given = takes.parse_args(arguments)
-    calibrate(given.out, given.ranks, given.threads, given.clock)
+    """Measure, print a table, and write the file."""
+    arg_parser = parser("calibrate")
+    arg_parser.add_argument("--out", type=Path, required=True, help="FOLDER/cluster/NAME.yaml; NAME is the cluster's")
+    arg_parser.add_argument("--ranks", type=int, default=1, help="ranks that measure at once: as many as will train")
+    arg_parser.add_argument("--threads", type=int, default=1, help="threads of a rank, on a CPU")
+    arg_parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: CPU time of a rank, without waiting")
+    args = arg_parser.parse_args(arguments)
+    calibrate(args.out, args.ranks, args.threads, args.clock)

@@ -1,4 +1,4 @@
-"""`check`: read every byte of the checkpoints in a folder; exits with 2 where one is not what was written."""
+"""`check`: read every byte of the checkpoints in a folder; exit with 2 if one is damaged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiler_trainer.runs.saved import best
 
 
 def chosen(folder: Path, which: str | None) -> Path:
-    """The folder to check, or the one checkpoint of it that is named."""
+    """Return the folder to check, or its checkpoint `which`."""
     if which is None:
         return folder
     inside = folder if complete(folder) else folder / "checkpoints"
@@ -21,16 +21,18 @@ def chosen(folder: Path, which: str | None) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line for each checkpoint."""
-    takes = parser("check")
-    takes.add_argument("folder", type=Path, help="a run folder, a folder of checkpoints, or a checkpoint")
-    takes.add_argument("--checkpoint", metavar="best|latest|PATH", help="check one of a run folder, not all")
-    given = takes.parse_args(arguments)
-    if given.checkpoint is None:
-        for path in aside(given.folder):
+    """Print a line for each checkpoint; return the exit code."""
+    arg_parser = parser("check")
+    arg_parser.add_argument("folder", type=Path, help="a run folder, a folder of checkpoints, or a checkpoint")
+    arg_parser.add_argument(
+        "--checkpoint", metavar="best|latest|PATH", help="check one checkpoint of a run folder, not all"
+    )
+    args = arg_parser.parse_args(arguments)
+    if args.checkpoint is None:
+        for path in aside(args.folder):
             print(f"{path}: set aside as {path.suffix[1:]}, no command reads it", flush=True)
     damaged = False
-    for path, said, is_whole in check_all(chosen(given.folder, given.checkpoint)):
-        print(f"{path}: {'whole' if is_whole else 'damaged'}, {said}", flush=True)
+    for path, message, is_whole in check_all(chosen(args.folder, args.checkpoint)):
+        print(f"{path}: {'whole' if is_whole else 'damaged'}, {message}", flush=True)
         damaged = damaged or not is_whole
     return 2 if damaged else 0

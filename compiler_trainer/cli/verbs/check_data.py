@@ -1,10 +1,10 @@
-"""`check-data`: a record as the model will see it, token by token, beside transformers' own text, and what is not used.
+"""`check-data`: print a record as the model will see it, next to transformers' own text, and list unused fields.
 
     compiler-trainer check-data chats.jsonl model.path=qwen
     compiler-trainer check-data notes.jsonl model.path=qwen --record 3 data.text_column=body
     compiler-trainer check-data data=hf_dataset data.path=FOLDER model.path=qwen
 
-Exit codes: 0 text and tokens are those of transformers, 1 they differ, or a record is bad; 2 it is refused.
+Exit codes: 0 text and tokens are those of transformers, 1 they differ, or a record is bad; 2 the input is refused.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from compiler_trainer.data.shown import KINDS, Reader, Shown, table
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a record, and counts of the first ones; the exit code."""
-    takes = parser("check-data")
-    takes.add_argument(
+    """Print a record, and counts of the first records; return the exit code."""
+    arg_parser = parser("check-data")
+    arg_parser.add_argument(
         "overrides", nargs="*", metavar="FILE | OPTION=VALUE", help="the data, and its model or tokenizer"
     )
-    takes.add_argument("--record", type=int, default=1, metavar="N", help="the record to print, from 1 (default 1)")
-    takes.add_argument(
-        "--tokens", type=int, default=400, metavar="COUNT", help="most tokens to print of it (default 400)"
+    arg_parser.add_argument(
+        "--record", type=int, default=1, metavar="N", help="the record to print, from 1 (default 1)"
     )
-    takes.add_argument("--records", type=int, default=1000, metavar="COUNT", help="how many to read (default 1,000)")
-    flags = takes.parse_intermixed_args(arguments)
+    arg_parser.add_argument(
+        "--tokens", type=int, default=400, metavar="COUNT", help="most tokens of it to print (default 400)"
+    )
+    arg_parser.add_argument(
+        "--records", type=int, default=1000, metavar="COUNT", help="records to read (default 1,000)"
+    )
+    flags = arg_parser.parse_intermixed_args(arguments)
     for flag in ("record", "tokens", "records"):
         if getattr(flags, flag) < 1:
             raise UserError(f"--{flag}", f"{getattr(flags, flag)} must be at least 1")
-    names = {each.partition("=")[0] for each in flags.overrides if "=" in each}
+    names = {override.partition("=")[0] for override in flags.overrides if "=" in override}
     cfg = config_of(flags.overrides, names)
-    is_said = names & {"data.chat", "data.pairs"}
-    reader = Reader(cfg, [{"chat": cfg.chat, "pairs": cfg.pairs}] if is_said else KINDS)
+    sets_kind = names & {"data.chat", "data.pairs"}
+    reader = Reader(cfg, [{"chat": cfg.chat, "pairs": cfg.pairs}] if sets_kind else KINDS)
     is_same = show(reader, flags.record, flags.tokens)
     counts = reader.scan(flags.records)
     print("\n".join(counts.lines()))
@@ -52,10 +56,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def config_of(overrides: Sequence[str], names: set[str]) -> DataConfig:
-    """The data that the arguments name; raises UserError."""
-    options, files = [each for each in overrides if "=" in each], [each for each in overrides if "=" not in each]
+    """Return the data options that the arguments name; raise UserError."""
+    options, files = [item for item in overrides if "=" in item], [item for item in overrides if "=" not in item]
     if files and "data.files" in names:
-        raise UserError("data.files", f"is set, and {files[0]} is named, too; leave either out")
+        raise UserError("data.files", f"is set, and {files[0]} is given, too; leave one of them out")
     if files:
         options = [
             *([] if "data" in names else ["data=text"]),
@@ -74,12 +78,12 @@ def config_of(overrides: Sequence[str], names: set[str]) -> DataConfig:
 
 
 def quoted(path: str) -> str:
-    """A path as hydra's grammar takes any."""
+    """Return a path quoted for hydra's grammar."""
     return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def show(reader: Reader, number: int, most: int) -> bool:
-    """Print a record; whether it is as transformers has it."""
+    """Print a record; return True if its text and tokens are those of transformers."""
     record = next(itertools.islice(reader.records(), number - 1, None), None)
     if record is None:
         raise UserError("--record", f"{number} is beyond the last record; name a lower one")
@@ -93,13 +97,13 @@ def show(reader: Reader, number: int, most: int) -> bool:
     for place, shown in enumerate(documents, 1):
         print(f"\nsample {place} of {len(documents)}: {len(shown.tokens):,} tokens, {sum(shown.labels):,} labels")
         print("\n".join(table(shown, reader.tokenizer, most)))
-        print(said(shown))
+        print(comparison(shown))
     print("\n".join(["", *(f"note: {note}" for note in dict.fromkeys(notes)), ""]).rstrip("\n") + "\n")
     return all(shown.is_same for shown in documents)
 
 
-def said(shown: Shown) -> str:
-    """Transformers' text of a sample, and whether text and tokens are the same."""
+def comparison(shown: Shown) -> str:
+    """Return transformers' text of a sample, and whether text and tokens are the same."""
     if shown.theirs is None:
         return "as the tokenizer writes it by itself" if shown.is_same else "the tokenizer itself gives other tokens"
     same = "the same tokens" if shown.is_same else "OTHER tokens"

@@ -1,9 +1,9 @@
-"""`check-model`: whether a model trains on a mesh, with the options given, as eager PyTorch trains it on one device.
+"""`check-model`: compare a model's training on a mesh, with the given options, with eager PyTorch on one device.
 
     compiler-trainer check-model my_package.Model model.width=64 mesh.tp=2 mesh.cp=2
     compiler-trainer check-model model=hf model.path=FOLDER mesh.dp_shard=4 passes.remat.policy=full
 
-Exit codes: 0 it does, 1 it does not or the step crashes, 2 it is refused.
+Exit codes: 0 they are the same, 1 they differ or the step crashes, 2 the model is refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from compiler_trainer.parity.of_config import SMALL, check, ranks_of
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train both ways for three steps and print how far apart they are; the exit code."""
-    takes = parser("check-model")
-    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; the first may name a class")
-    overrides = takes.parse_args(arguments).overrides
+    """Train both ways for three steps and print the difference; return the exit code."""
+    arg_parser = parser("check-model")
+    arg_parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; the first may name a class")
+    overrides = arg_parser.parse_args(arguments).overrides
     if overrides and "=" not in overrides[0]:
         overrides[:1] = ["model=custom", f"model._target_={overrides[0]}"]
     cfg = settled(typed(compose([*SMALL, *overrides])), on_gpu=False)

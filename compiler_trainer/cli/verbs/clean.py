@@ -1,4 +1,4 @@
-"""`clean`: how much the compiler's cache holds, programs and kernels, and no more than it may."""
+"""`clean`: bound the size of the compile cache, programs and kernels, and print it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from passes.program.torch_private import compiler_folder
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Delete what is too much, the longest unused first, and print what there is."""
-    takes = parser("clean")
-    takes.add_argument("--gib", type=float, default=MOST_BYTES / 2**30, help="how much may stay (20)")
-    given, folder = takes.parse_args(arguments), compiler_folder()
-    if said := bound(folder, int(given.gib * 2**30)):
-        print(said)
+    """Delete the least recently used entries beyond the limit, and print the size that is left."""
+    arg_parser = parser("clean")
+    arg_parser.add_argument("--gib", type=float, default=MOST_BYTES / 2**30, help="size that may stay (default 20)")
+    args, folder = arg_parser.parse_args(arguments), compiler_folder()
+    if message := bound(folder, int(args.gib * 2**30)):
+        print(message)
     sizes = {name: sum(size for _, size, _ in files_in(folder / name)) for name in ("", "programs")}
-    held = f"{sizes[''] / 2**20:,.0f} MiB, {sizes['programs'] / 2**20:,.0f} of them programs"
-    print(f"{folder} holds {held}; at most {given.gib:g} GiB stay, and what was used within a day")
+    size_text = f"{sizes[''] / 2**20:,.0f} MiB, {sizes['programs'] / 2**20:,.0f} of them programs"
+    print(f"{folder} holds {size_text}; at most {args.gib:g} GiB stay, and entries used within a day")

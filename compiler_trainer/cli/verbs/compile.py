@@ -1,4 +1,4 @@
-"""`compile`: make a job's programs ahead of it, on any machine, for ranks and GPUs that are not there."""
+"""`compile`: compile a job's programs ahead of time, on any machine, for ranks and GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -23,36 +23,40 @@ from passes.lower import trace_cuda
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make the programs of the job that the options say, and say what to start it with."""
-    takes = parser("compile")
-    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job, with its mesh and its cluster")
-    takes.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that lower.programs names")
-    given = takes.parse_intermixed_args(arguments)
+    """Compile the programs of a job, and print the option that uses them."""
+    arg_parser = parser("compile")
+    arg_parser.add_argument(
+        "overrides", nargs="*", metavar="OPTION=VALUE", help="the job, with its mesh and its cluster"
+    )
+    arg_parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder for lower.programs")
+    args = arg_parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        cfg = typed(compose(recipes.by_name(given.overrides, Path(scratch))))
+        cfg = typed(compose(recipes.by_name(args.overrides, Path(scratch))))
     if is_open(cfg):
-        raise UserError("mesh", "is to be planned; plan first, and compile what the plan says")
+        raise UserError("mesh", "has to be planned; run `compiler-trainer plan` first, and compile its result")
     if needs_cuda(cfg):
         return again_for_cuda(arguments)
     with Working(sys.stderr) as tell:
-        said = compile_ahead(cfg, given.out, tell)
-    print(f"{said}\nstart the job with lower.programs={given.out}")
+        message = compile_ahead(cfg, args.out, tell)
+    print(f"{message}\nstart the job with lower.programs={args.out}")
     return 0
 
 
 def needs_cuda(cfg: Config) -> bool:
-    """Whether the job's devices are CUDA's, which this process cannot trace for."""
+    """Return True if the job's devices are CUDA GPUs, and this process cannot trace for them."""
     return not described(cfg.cluster).host_computes and not trace_cuda.is_possible()
 
 
 def again_for_cuda(arguments: Sequence[str]) -> int:
-    """Do it in a process with what lets PyTorch trace for CUDA, to be loaded before it; its exit code.
+    """Run the command in a process that preloads a library with which PyTorch traces for CUDA; return its exit code.
 
-    Raises UserError where nothing lets it.
+    Raises UserError if this build of PyTorch cannot do that.
     """
     if torch.version.cuda is not None:
-        fix = "compile where one is, or with PyTorch's CPU build"
-        raise UserError("cluster", f"is of GPUs, and this build of PyTorch traces only where there is one; {fix}")
+        fix = "compile there, or with PyTorch's CPU build"
+        raise UserError(
+            "cluster", f"has GPUs, and this build of PyTorch traces for them only on a machine with one; {fix}"
+        )
     environment = os.environ | {"LD_PRELOAD": str(trace_cuda.library())}
     command = [sys.executable, "-m", "compiler_trainer", "compile", *arguments]
     return subprocess.run(command, env=environment).returncode

@@ -1,4 +1,4 @@
-"""`diff`: what differs between two runs; exits with 0 if nothing does, 1 if something."""
+"""`diff`: show the differences between two runs; exit with 0 if there are none, otherwise with 1."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from compiler_trainer.inspect.dumps import load
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the differences."""
-    takes = parser("diff")
-    takes.add_argument("a", metavar="RUN", help="a run folder")
-    takes.add_argument("b", metavar="OTHER", help="another")
-    given = takes.parse_args(arguments)
-    return int(show(load(given.a), load(given.b), tabular()))
+    """Print the differences; return the exit code."""
+    arg_parser = parser("diff")
+    arg_parser.add_argument("a", metavar="RUN", help="a run folder")
+    arg_parser.add_argument("b", metavar="OTHER", help="another")
+    args = arg_parser.parse_args(arguments)
+    return int(show(load(args.a), load(args.b), tabular()))

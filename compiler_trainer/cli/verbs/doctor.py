@@ -1,10 +1,10 @@
-"""`doctor`: what this machine is, and what of ours works on it, a small step a feature.
+"""`doctor`: describe this machine, and try each feature of the trainer with a small step.
 
     compiler-trainer doctor                # features of one device
-    compiler-trainer doctor --ranks 8      # those of several: FSDP, tensor, context, expert and pipeline parallelism
-    compiler-trainer doctor --only float8  # the features that a pattern names
+    compiler-trainer doctor --ranks 8      # features of several: FSDP, tensor, context, expert and pipeline parallelism
+    compiler-trainer doctor --only float8  # features whose names match a pattern
 
-Exit codes: 0 all of it works, 1 something does not.
+Exit codes: 0 all features work, 1 a feature fails.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ HEAD = ("feature", "", "seconds", "worst error", "allowed", "options", "what to 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Say what there is and try each feature; the exit code."""
-    takes = parser("doctor")
-    takes.add_argument("--ranks", type=int, default=1, help="how many ranks of this machine to start (1)")
-    takes.add_argument("--only", default="*", metavar="PATTERN", help="features to try, 'C*' for instance (all)")
-    given = takes.parse_args(arguments)
-    if given.ranks > 1 and "RANK" not in os.environ:
-        return started([f"--nproc-per-node={given.ranks}", "-m", "compiler_trainer", "doctor", "--only", given.only])
+    """Print the machine and try each feature; return the exit code."""
+    arg_parser = parser("doctor")
+    arg_parser.add_argument("--ranks", type=int, default=1, help="ranks to start on this machine (default 1)")
+    arg_parser.add_argument("--only", default="*", metavar="PATTERN", help="features to try, as 'C*' (default all)")
+    args = arg_parser.parse_args(arguments)
+    if args.ranks > 1 and "RANK" not in os.environ:
+        return started([f"--nproc-per-node={args.ranks}", "-m", "compiler_trainer", "doctor", "--only", args.only])
     ranks = start_ranks()
-    chosen = [probe for probe in probes(ranks) if fnmatch(probe.name, given.only)]
+    chosen = [probe for probe in probes(ranks) if fnmatch(probe.name, args.only)]
     if not chosen:
-        raise UserError("--only", f"{given.only!r} names none of {', '.join(probe.name for probe in probes(ranks))}")
+        raise UserError("--only", f"{args.only!r} matches none of {', '.join(probe.name for probe in probes(ranks))}")
     try:
         return examined(ranks, chosen)
     finally:
@@ -53,25 +53,25 @@ def examined(ranks: int, chosen: Sequence[Probe]) -> int:
         for fact in facts():
             table.add_row(fact.name, fact.said, fact.fix)
         console.print(table)
-    began, found = time.perf_counter(), []
+    began, results = time.perf_counter(), []
     for probe in chosen:
         console.print(f"{probe.name} ...")
-        found.append(tried(probe, ranks))
-        console.print(f"  {'works' if found[-1].works else 'FAILS'}, {found[-1].seconds:.1f} s")
-    console.print(shown(found))
-    works = sum(each.works for each in found)
-    console.print(f"{works} of {len(found)} features work, ranks: {ranks}, {time.perf_counter() - began:.0f} s")
-    return 0 if works == len(found) else 1
+        results.append(tried(probe, ranks))
+        console.print(f"  {'works' if results[-1].works else 'FAILS'}, {results[-1].seconds:.1f} s")
+    console.print(shown(results))
+    works = sum(result.works for result in results)
+    console.print(f"{works} of {len(results)} features work, ranks: {ranks}, {time.perf_counter() - began:.0f} s")
+    return 0 if works == len(results) else 1
 
 
-def shown(found: Sequence[Tried]) -> Table:
-    """A row a feature; what fails in the same way as one before it is that one's fault."""
-    table, known = Table(*HEAD), dict[str, str]()
-    for each in found:
-        probe, says = each.probe, "" if each.works else "; ".join(filter(None, (each.why, each.probe.fix)))
-        says = f"as {known[each.why]}" if each.why in known else says
-        if each.why:
-            known.setdefault(each.why, probe.name)
-        figures = f"{each.seconds:.1f}", f"{each.error:.0e}", f"{probe.allowed:.0e}"
-        table.add_row(probe.name, "works" if each.works else "FAILS", *figures, " ".join(probe.options), says)
+def shown(results: Sequence[Tried]) -> Table:
+    """Return a table with a row for each feature. A failure like an earlier one refers to that one."""
+    table, first_by_reason = Table(*HEAD), dict[str, str]()
+    for result in results:
+        probe, advice = result.probe, "" if result.works else "; ".join(filter(None, (result.why, result.probe.fix)))
+        advice = f"as {first_by_reason[result.why]}" if result.why in first_by_reason else advice
+        if result.why:
+            first_by_reason.setdefault(result.why, probe.name)
+        figures = f"{result.seconds:.1f}", f"{result.error:.0e}", f"{probe.allowed:.0e}"
+        table.add_row(probe.name, "works" if result.works else "FAILS", *figures, " ".join(probe.options), advice)
     return table

@@ -1,4 +1,4 @@
-"""`eval`: loss and perplexity on the batches that training evaluates, or on the text that data=... names."""
+"""`eval`: loss and perplexity on the validation batches of training, or on the text of data=..."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from compiler_trainer.runs.saved import at_checkpoint, options_of
 
 OTHER_TEXT = ("data.files", "data.sources", "data.path", "data.split")
 HOW_MUCH = (
-    "Held-out text is measured as in training, in eval.batches batches; of other text (data=text data.files=[FILE]) "
-    "all is. eval.batches=N takes so many batches, eval.batches=null all text."
+    "Validation data is evaluated as in training, in eval.batches batches; other text (data=text data.files=[FILE]) "
+    "in full. eval.batches=N evaluates N batches, eval.batches=null all text."
 )
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print them on a line."""
-    takes = run_parser("eval", overrides=True)
-    takes.epilog = HOW_MUCH
-    given = takes.parse_intermixed_args(arguments)
-    said = evaluate(*asked(given.run, given.overrides, given.checkpoint))
+    """Print loss and perplexity on a line."""
+    arg_parser = run_parser("eval", overrides=True)
+    arg_parser.epilog = HOW_MUCH
+    args = arg_parser.parse_intermixed_args(arguments)
+    message = evaluate(*evaluated_config(args.run, args.overrides, args.checkpoint))
     if RANK == 0:
-        print(said)
+        print(message)
 
 
-def asked(run: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, bool]:
-    """The options of a run to evaluate, by default on one device, and whether on other text than it held out."""
+def evaluated_config(run: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, bool]:
+    """Return the options of a run to evaluate, and True if they name other text than the run's validation data.
+
+    The mesh is one device unless the options set it.
+    """
     cfg = at_checkpoint(options_of(run, overrides), checkpoint)
     names = [override.lstrip("+").partition("=")[0] for override in overrides]
     if not any(name.startswith("mesh.") for name in names):
@@ -40,5 +43,7 @@ def asked(run: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[
     if other and "eval.batches" not in names:
         cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, batches=None))
     if not other and cfg.data.eval_fraction == 0:
-        raise UserError("data.eval_fraction", "is 0, so that nothing is held out; name a text, as in data.files=[FILE]")
+        raise UserError(
+            "data.eval_fraction", "is 0, so there is no validation data; name a text, as in data.files=[FILE]"
+        )
     return cfg, other

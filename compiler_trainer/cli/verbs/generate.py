@@ -1,4 +1,4 @@
-"""`generate`: a prompt, and what the model continues it with."""
+"""`generate`: sample a continuation of a prompt from the model."""
 
 from __future__ import annotations
 
@@ -19,35 +19,41 @@ from compiler_trainer.step.ranks import local_device
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the text."""
-    takes = run_parser("generate")
-    takes.add_argument("--prompt", default="", help="where the text begins")
-    takes.add_argument("--chat", action="store_true", help="say the prompt as a user, and print the answer alone")
-    takes.add_argument("--tokens", type=int, default=200, help="most tokens to add (default 200)")
-    takes.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    takes.add_argument("--top-k", type=int, help="sample among the K likeliest tokens only")
-    takes.add_argument("--top-p", type=float, default=1.0, help="and among those that together have P (default 1)")
-    takes.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default 0)")
-    takes.add_argument("--ema", action="store_true", help="with the averages of weights (train.ema)")
-    given = takes.parse_args(arguments)
-    how = Sampling(given.tokens, given.temperature, given.top_p, given.top_k, given.seed)
-    check(how)
-    cfg = settled(at_checkpoint(options_of(given.run, []), given.checkpoint), torch.cuda.is_available())
+    """Print the prompt and its continuation; with `--chat`, the answer alone."""
+    arg_parser = run_parser("generate")
+    arg_parser.add_argument("--prompt", default="", help="beginning of the text")
+    arg_parser.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user's message, and print the answer alone"
+    )
+    arg_parser.add_argument("--tokens", type=int, default=200, help="most tokens to add (default 200)")
+    arg_parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default 0.8)"
+    )
+    arg_parser.add_argument("--top-k", type=int, help="sample among the K likeliest tokens only")
+    arg_parser.add_argument(
+        "--top-p", type=float, default=1.0, help="then among those with a total probability of P (default 1)"
+    )
+    arg_parser.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default 0)")
+    arg_parser.add_argument("--ema", action="store_true", help="use the averages of weights (train.ema)")
+    args = arg_parser.parse_args(arguments)
+    sampling = Sampling(args.tokens, args.temperature, args.top_p, args.top_k, args.seed)
+    check(sampling)
+    cfg = settled(at_checkpoint(options_of(args.run, []), args.checkpoint), torch.cuda.is_available())
     tokenizer = tokenizer_of(cfg.data)
-    prompt = prompt_of(given.prompt, given.chat, tokenizer)
-    found, model = trained_model(cfg, given.ema)
-    most, option = positions(cfg, found)
-    if why := why_uncached(cfg):
-        say(f"without a KV cache, each token from the whole text: {why}", sys.stderr)
-    elif 0 < (room := most - len(prompt.ids)) < how.tokens:
+    prompt = prompt_of(args.prompt, args.chat, tokenizer)
+    subject, model = trained_model(cfg, args.ema)
+    most, option = positions(cfg, subject)
+    if reason := why_uncached(cfg):
+        say(f"without a KV cache, each token from the whole text: {reason}", sys.stderr)
+    elif 0 < (room := most - len(prompt.ids)) < sampling.tokens:
         say(f"at most {room} tokens: the model has {most:,} positions ({option})", sys.stderr)
-    ids = continued(cfg, found, in_use(cfg, model, local_device()), prompt.ids, prompt.ends, how)
-    print(("" if given.chat else given.prompt) + tokenizer.decode(ids))
+    ids = continued(cfg, subject, in_use(cfg, model, local_device()), prompt.ids, prompt.ends, sampling)
+    print(("" if args.chat else args.prompt) + tokenizer.decode(ids))
 
 
-def check(how: Sampling) -> None:
-    """Raise UserError where a flag is out of its range."""
-    if how.tokens < 1 or how.temperature < 0 or (how.top_k is not None and how.top_k < 1):
+def check(sampling: Sampling) -> None:
+    """Raise UserError if a flag is out of its range."""
+    if sampling.tokens < 1 or sampling.temperature < 0 or (sampling.top_k is not None and sampling.top_k < 1):
         raise UserError("generate", "--tokens and --top-k must be at least 1, --temperature 0 or more")
-    if not 0 < how.top_p <= 1:
-        raise UserError("generate", f"--top-p is {how.top_p:g}; it must be above 0, at most 1")
+    if not 0 < sampling.top_p <= 1:
+        raise UserError("generate", f"--top-p is {sampling.top_p:g}; it must be above 0, at most 1")

@@ -1,10 +1,10 @@
-"""`inspect`: what each pass did to the graph of a run, in the terminal or as a page.
+"""`inspect`: show what each pass did to the graph of a run, in the terminal or as a page.
 
-    compiler-trainer inspect runs/1                              # every pass: time, nodes, communication, memory
-    compiler-trainer inspect runs/1 --pass shard                 # what one pass did
-    compiler-trainer inspect runs/1 --node 'all_gather*' --line llama.py:71 --module layers.0
-    compiler-trainer inspect runs/1 --parameter '*.wq.weight'    # where a weight is stored, gathered, used, updated
-    compiler-trainer inspect runs/1 --html                       # runs/1/inspect.html
+compiler-trainer inspect runs/1                              # every pass: time, nodes, communication, memory
+compiler-trainer inspect runs/1 --pass shard                 # what one pass did
+compiler-trainer inspect runs/1 --node 'all_gather*' --line llama.py:71 --module layers.0
+compiler-trainer inspect runs/1 --parameter '*.wq.weight'    # where a weight is stored, gathered, used, updated
+compiler-trainer inspect runs/1 --html                       # runs/1/inspect.html
 """
 
 from __future__ import annotations
@@ -20,25 +20,31 @@ from compiler_trainer.inspect.tables import chosen, show_nodes, show_pass, show_
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print or write what is asked for."""
-    takes = parser("inspect")
-    takes.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    takes.add_argument("--pass", dest="name", help="a pass (shard, joint), also as 05, step_joint or 06_step_joint")
-    takes.add_argument("--node", help="nodes whose name matches; * and ? are wildcards")
-    takes.add_argument("--module", help="nodes of modules that match")
-    takes.add_argument("--line", help="nodes of a line of the model's source, FILE:LINE")
-    takes.add_argument("--parameter", metavar="PATTERN", help="where parameters that match are stored, gathered, used")
-    takes.add_argument("--html", nargs="?", const="", metavar="FILE", help="write a page, by default RUN/inspect.html")
-    given = takes.parse_args(arguments)
-    out, run = tabular(), load(given.run)
-    if given.html is not None:
-        write_page(run, Path(given.html or given.run / "inspect.html"), out)
-    elif given.parameter:
-        show_parameters(run, given.parameter, out)
-    elif given.node or given.module or given.line:
-        show_nodes(chosen(run, given.name), given.node, given.module, given.line, out)
-    elif given.name:
-        for stage in chosen(run, given.name):
+    """Print the tables, or write the page."""
+    arg_parser = parser("inspect")
+    arg_parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    arg_parser.add_argument(
+        "--pass", dest="name", help="a pass (shard, joint), also as 05, step_joint or 06_step_joint"
+    )
+    arg_parser.add_argument("--node", help="nodes whose name matches; * and ? are wildcards")
+    arg_parser.add_argument("--module", help="nodes of modules that match")
+    arg_parser.add_argument("--line", help="nodes of a line of the model's source, FILE:LINE")
+    arg_parser.add_argument(
+        "--parameter", metavar="PATTERN", help="show where matching parameters are stored, gathered, used"
+    )
+    arg_parser.add_argument(
+        "--html", nargs="?", const="", metavar="FILE", help="write a page, by default RUN/inspect.html"
+    )
+    args = arg_parser.parse_args(arguments)
+    out, run = tabular(), load(args.run)
+    if args.html is not None:
+        write_page(run, Path(args.html or args.run / "inspect.html"), out)
+    elif args.parameter:
+        show_parameters(run, args.parameter, out)
+    elif args.node or args.module or args.line:
+        show_nodes(chosen(run, args.name), args.node, args.module, args.line, out)
+    elif args.name:
+        for stage in chosen(run, args.name):
             show_pass(run, stage, out)
     else:
         show_run(run, out)

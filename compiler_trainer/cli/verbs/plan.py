@@ -1,4 +1,4 @@
-"""`plan`: the fastest mesh, microbatches and recomputation for a model on a cluster, and a recipe of it."""
+"""`plan`: find the fastest mesh, microbatches and recomputation for a model on a cluster, and write a recipe."""
 
 from __future__ import annotations
 
@@ -22,40 +22,44 @@ from compiler_trainer.planning.plan import Question, plan, plan_all
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Plan for the job that the options say, or for each value of `--vary`."""
-    takes = parser("plan")
-    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; what is stated is kept")
-    takes.add_argument("--vary", action="append", default=[], metavar="OPTION=V1,V2", help="plan for each value")
-    takes.add_argument("--config-dir", type=Path, help="a folder of your own choices")
-    given = takes.parse_intermixed_args(arguments)
+    """Plan for the job of the options, or for each value of `--vary`."""
+    arg_parser = parser("plan")
+    arg_parser.add_argument(
+        "overrides", nargs="*", metavar="OPTION=VALUE", help="the job; options that you set are kept"
+    )
+    arg_parser.add_argument("--vary", action="append", default=[], metavar="OPTION=V1,V2", help="plan for each value")
+    arg_parser.add_argument("--config-dir", type=Path, help="a folder of your own choices")
+    args = arg_parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        overrides = recipes.by_name(given.overrides, Path(scratch))
-        if given.config_dir is not None:
-            check_folders([str(flag) for flag in ("--config-dir", given.config_dir)])
-            overrides.append(f"hydra.searchpath=[file://{given.config_dir.resolve()},file://{scratch}]")
-        questions = [question(overrides, given.overrides, values) for values in varied_values(given.vary)]
-    if given.vary:
+        overrides = recipes.by_name(args.overrides, Path(scratch))
+        if args.config_dir is not None:
+            check_folders([str(flag) for flag in ("--config-dir", args.config_dir)])
+            overrides.append(f"hydra.searchpath=[file://{args.config_dir.resolve()},file://{scratch}]")
+        questions = [question(overrides, args.overrides, values) for values in varied_values(args.vary)]
+    if args.vary:
         plan_all(questions)
     else:
         plan(questions[0])
 
 
 def question(overrides: Sequence[str], stated: Sequence[str], values: dict[str, Any]) -> Question:
-    """What to plan for: the default job with overrides, and some values otherwise."""
+    """Return the question to plan for: the default job with overrides, and with `values`."""
     changed = [f"{name}={value}" for name, value in values.items()]
     groups = frozenset(path.name for path in CONF.iterdir() if path.is_dir())
     return Question(for_predicting(typed(compose([*overrides, *changed]))), [*stated, *changed], groups, values)
 
 
-def varied_values(given: Sequence[str]) -> list[dict[str, Any]]:
-    """Every combination of the values of `--vary`; raises UserError where one has no list of them."""
+def varied_values(variations: Sequence[str]) -> list[dict[str, Any]]:
+    """Return every combination of the values of `--vary`; raise UserError if one is not a list of values."""
     lists: list[list[tuple[str, Any]]] = []
     reader = OverridesParser.create()
     with as_user_errors():
-        for one in reader.parse_overrides(list(given)):
-            if not one.is_discrete_sweep():
-                raise UserError("--vary", f"{one.input_line} is one value; give several, as train.seq_len=8192,32768")
-            name = one.get_key_element().lstrip("+")
-            texts = [f"{name}={text}" for text in one.sweep_string_iterator()]
+        for variation in reader.parse_overrides(list(variations)):
+            if not variation.is_discrete_sweep():
+                raise UserError(
+                    "--vary", f"{variation.input_line} is one value; give several, as train.seq_len=8192,32768"
+                )
+            name = variation.get_key_element().lstrip("+")
+            texts = [f"{name}={text}" for text in variation.sweep_string_iterator()]
             lists.append([(name, value.value()) for value in reader.parse_overrides(texts)])
     return [dict(values) for values in itertools.product(*lists)]

@@ -1,8 +1,8 @@
-"""`profile`: where the time of a step goes, measured beside predicted, and what to change.
+"""`profile`: show where the time of a step goes, measured next to predicted, and what to change.
 
-    compiler-trainer profile RUN                           # a run that was trained with run.profile=true
-    compiler-trainer profile recipe=llama3_8b ...          # a few steps of a job, with nothing saved
-    compiler-trainer launch -n 8 profile mesh.dp_shard=8   # on several ranks
+compiler-trainer profile RUN                           # a run that was trained with run.profile=true
+compiler-trainer profile recipe=llama3_8b ...          # a few steps of a job, with nothing saved
+compiler-trainer launch -n 8 profile mesh.dp_shard=8   # on several ranks
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compiler_trainer.training.callbacks import Callback, Run
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.trace import STEPS, WARM_UP
 
-QUIET = {  # nothing saved, nothing evaluated, and nothing that needs either
+QUIET = {  # no checkpoints, no evaluations, and no options that need them
     "checkpoint": {"interval": None, "keep_best": 0, "store": None},
     "eval": {"interval": None, "patience": None},
     "run": {"profile": True},
@@ -35,36 +35,38 @@ QUIET = {  # nothing saved, nothing evaluated, and nothing that needs either
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print what a profile says, and write it into the run folder."""
-    takes = parser("profile")
-    takes.add_argument("job", nargs="*", metavar="RUN | OPTION=VALUE", help="a run folder, or the options of a job")
-    takes.add_argument("--config-dir", type=Path, help="a folder of your own choices")
-    given = takes.parse_intermixed_args(arguments)
-    folders = [each for each in given.job[:1] if "=" not in each]
-    run = Path(folders[0]) if folders else trained(given.job, given.config_dir)
+    """Print a profile, and write it into the run folder."""
+    arg_parser = parser("profile")
+    arg_parser.add_argument(
+        "job", nargs="*", metavar="RUN | OPTION=VALUE", help="a run folder, or the options of a job"
+    )
+    arg_parser.add_argument("--config-dir", type=Path, help="a folder of your own choices")
+    args = arg_parser.parse_intermixed_args(arguments)
+    folders = [argument for argument in args.job[:1] if "=" not in argument]
+    run = Path(folders[0]) if folders else trained(args.job, args.config_dir)
     if RANK == 0:
-        tell(options_of(run, given.job[len(folders) :] if folders else []))
+        tell(options_of(run, args.job[len(folders) :] if folders else []))
 
 
 def tell(cfg: Config) -> None:
     """Print the profile of a run, and write it."""
-    found, console = profile(cfg), wide(highlight=False, markup=False)
-    for table in tables(found):
+    measured, console = profile(cfg), wide(highlight=False, markup=False)
+    for table in tables(measured):
         console.print(table)
-    for line in lines(found):
+    for line in lines(measured):
         say(line)
-    write(found, folder := Path(cfg.run.dir))
+    write(measured, folder := Path(cfg.run.dir))
     say(f"the same in {folder / FILE}")
 
 
 def trained(overrides: Sequence[str], config_dir: Path | None) -> Path:
-    """Run as many steps of a job as a profile needs; its run folder."""
+    """Run as many steps of a job as a profile needs; return its run folder."""
     with tempfile.TemporaryDirectory() as scratch:
-        named = recipes.by_name(overrides, Path(scratch))
+        with_recipe = recipes.by_name(overrides, Path(scratch))
         if config_dir is not None:
             check_folders([str(flag) for flag in ("--config-dir", config_dir)])
-            named.append(f"hydra.searchpath=[file://{config_dir.resolve()},file://{scratch}]")
-        cfg = replaced(typed(compose(named)), QUIET)
+            with_recipe.append(f"hydra.searchpath=[file://{config_dir.resolve()},file://{scratch}]")
+        cfg = replaced(typed(compose(with_recipe)), QUIET)
     if cfg.train.nonfinite == "rollback":
         cfg = replaced(cfg, {"train": {"nonfinite": "stop"}})
     ends = Ends()
@@ -74,13 +76,11 @@ def trained(overrides: Sequence[str], config_dir: Path | None) -> Path:
 
 
 class Ends(Callback):
-    """Ends a run once enough of it is recorded; keeps where it is."""
+    """A callback that ends a run after the profiled steps, and keeps its folder."""
 
     def on_start(self, run: Run) -> None:
-        """Keep its folder."""
         self.folder, self.last = run.folder, run.done + WARM_UP + STEPS
 
     def on_step(self, run: Run, record: Record) -> None:
-        """End it."""
         if record["step"] == self.last:
             run.stop("that is enough for a profile")

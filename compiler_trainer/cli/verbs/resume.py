@@ -1,4 +1,4 @@
-"""`resume`: continue from the newest checkpoint, or from the beginning where there is none yet, to train.steps."""
+"""`resume`: train up to train.steps from the newest checkpoint, or from the beginning if there is none."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from compiler_trainer.runs.saved import at_checkpoint, going_on, options_of
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train on."""
-    given = run_parser("resume", overrides=True).parse_intermixed_args(arguments)
-    outcome(going_on(at_checkpoint(options_of(given.run, given.overrides), given.checkpoint), "auto"))
+    """Resume training."""
+    args = run_parser("resume", overrides=True).parse_intermixed_args(arguments)
+    outcome(going_on(at_checkpoint(options_of(args.run, args.overrides), args.checkpoint), "auto"))

@@ -1,4 +1,4 @@
-"""`sweep`: the table, plots and files of a sweep, made again from its points."""
+"""`sweep`: write the table, plots and files of a sweep again, from its points."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from compiler_trainer.sweep.render import render
 
 def main(arguments: Sequence[str]) -> None:
     """Render the sweep in a folder."""
-    takes = parser("sweep")
-    takes.add_argument("folder", type=Path, metavar="DIR", help="the run.dir of a multirun")
-    render(takes.parse_args(arguments).folder)
+    arg_parser = parser("sweep")
+    arg_parser.add_argument("folder", type=Path, metavar="DIR", help="the run.dir of a multirun")
+    render(arg_parser.parse_args(arguments).folder)

@@ -1,4 +1,4 @@
-"""`tokenize`: make the tokens of a job's data ahead of it, on any machine, by several processes and nodes."""
+"""`tokenize`: tokenize a job's data ahead of time, on any machine, with several processes and nodes."""
 
 from __future__ import annotations
 
@@ -17,32 +17,38 @@ from compiler_trainer.data.stored import Share
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Tokenize what the options name, and say what to train with."""
-    takes = parser("tokenize")
-    takes.add_argument(
+    """Tokenize the data of the options, and print how to train with it."""
+    arg_parser = parser("tokenize")
+    arg_parser.add_argument(
         "overrides", nargs="*", metavar="OPTION=VALUE", help="the data and its tokenizer, as in training"
     )
-    takes.add_argument("--out", type=Path, required=True, metavar="DIR", help="where tokens go; a later start goes on")
-    takes.add_argument("--shard", default="0/1", metavar="I/N", help="the share of node I, from 0, of N nodes")
-    takes.add_argument("--processes", type=int, metavar="COUNT", help="how many tokenize here (one a core)")
-    given = takes.parse_intermixed_args(arguments)
+    arg_parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the tokens; a later start continues there"
+    )
+    arg_parser.add_argument("--shard", default="0/1", metavar="I/N", help="the share of node I, from 0, of N nodes")
+    arg_parser.add_argument(
+        "--processes", type=int, metavar="COUNT", help="processes on this machine (default: one per core)"
+    )
+    args = arg_parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        cfg = validate_data(typed(compose(recipes.by_name(given.overrides, Path(scratch)))))
-    tokens = write(cfg, given.out, share_of(given.shard, given.processes))
+        cfg = validate_data(typed(compose(recipes.by_name(args.overrides, Path(scratch)))))
+    tokens = write(cfg, args.out, share_of(args.shard, args.processes))
     if tokens is None:
-        print(f"share {given.shard} is done; the last share that ends joins all, and writes {given.out / FILE}")
+        print(
+            f"share {args.shard} is done; the share that finishes last joins all shares, and writes {args.out / FILE}"
+        )
         return
     holds = tokens.holds
-    said = f", {holds.skipped:,} bad records skipped, the first is {holds.first_skipped}" if holds.skipped else ""
-    print(f"{holds.tokens:,} tokens of {holds.documents:,} documents in {given.out}, digest {holds.digest}{said}")
+    skipped = f", {holds.skipped:,} bad records skipped, the first is {holds.first_skipped}" if holds.skipped else ""
+    print(f"{holds.tokens:,} tokens of {holds.documents:,} documents in {args.out}, digest {holds.digest}{skipped}")
     chat = " data.chat=true" if cfg.chat else ""
-    print(f"train with: compiler-trainer data=tokens data.tokens={given.out} data.tokenizer={cfg.tokenizer}{chat}")
+    print(f"train with: compiler-trainer data=tokens data.tokens={args.out} data.tokenizer={cfg.tokenizer}{chat}")
 
 
 def share_of(shard: str, processes: int | None) -> Share:
-    """What `--shard` and `--processes` say; raises UserError."""
-    if not re.fullmatch(r"\d{1,6}/\d{1,6}", shard) or not (found := Share(*map(int, shard.split("/")))).is_one:
-        raise UserError("--shard", f"{shard} is no share; give I/N, I from 0 to N - 1, as 0/4")
+    """Return the share of `--shard` and `--processes`; raise UserError."""
+    if not re.fullmatch(r"\d{1,6}/\d{1,6}", shard) or not (share := Share(*map(int, shard.split("/")))).is_one:
+        raise UserError("--shard", f"{shard} is not a share; give I/N, I from 0 to N - 1, as 0/4")
     if processes is not None and processes < 1:
         raise UserError("--processes", f"{processes} must be at least 1")
-    return found._replace(processes=processes)
+    return share._replace(processes=processes)

@@ -1,4 +1,4 @@
-// What ranks send: by axis and kind, collective by collective, and along the predicted timeline.
+// The communication of ranks: by axis and kind, by collective, and along the predicted timeline.
 
 const STREAM = 110; // pixels left of the timeline
 const timeline = { events: [], from: 0, to: 1, streams: [] };
@@ -35,7 +35,7 @@ function sentRow(of, text, c) {
 function drawTimeline(of) {
   const place = document.getElementById("timeline");
   if (!of.timeline.length) {
-    place.innerHTML = '<p class="quiet hint">This run holds no predicted times. Compile the same options with <code>run.dry=true cluster=h100</code> and inspect that folder to see each collective beside the computation that hides it.</p>';
+    place.innerHTML = '<p class="quiet hint">This run holds no predicted times. Compile the same options with <code>run.dry=true cluster=h100</code> and inspect that folder to see each collective next to the computation that hides it.</p>';
     return;
   }
   timeline.events = of.timeline;

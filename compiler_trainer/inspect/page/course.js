@@ -1,4 +1,4 @@
-// The run: its loss, what went with it, what it ran on, how long it was compiled, which options were set.
+// The run: its loss and other metrics, its machine, its time of compilation, and the options that were set.
 
 function showRun() {
   const { curves, names, facts, seconds, changed } = run.course;
@@ -16,7 +16,7 @@ function startRun() {
   new ResizeObserver(drawLoss).observe(document.getElementById("run"));
 }
 
-/** The loss as wide as the window, so that its letters keep their size. */
+/** Draw the loss as wide as the window, so that its labels keep their size. */
 function drawLoss() {
   const place = document.getElementById("loss"), { loss, eval_loss } = run.course.curves;
   if (loss && place?.clientWidth) place.innerHTML = lossPlot(loss, eval_loss ?? [], place.clientWidth - 34);
@@ -38,7 +38,7 @@ function compiled(seconds) {
   return `<h2>Compiled in ${all.toFixed(1)} s</h2><table id="compiled">${rows.join("")}</table>`;
 }
 
-/** Loss over steps with both axes, the held-out loss as points on a line. */
+/** Return the loss over steps with both axes, the validation loss as points on a line. */
 function lossPlot(loss, held, width) {
   const height = 300, left = 46, right = 12, top = 14, bottom = 34;
   const all = [...loss, ...held], values = all.map(([, v]) => v), last = Math.max(...all.map(([s]) => s)), first = Math.min(...all.map(([s]) => s));
@@ -48,16 +48,16 @@ function lossPlot(loss, held, width) {
   const line = (points, name) => `<polyline class="${name}" points="${points.map(([s, v]) => `${x(s).toFixed(1)},${y(v).toFixed(1)}`).join(" ")}"/>`;
   const grid = rows.map((v) => `<line class="grid-line" x1="${left}" x2="${width - right}" y1="${y(v)}" y2="${y(v)}"/><text x="${left - 8}" y="${y(v) + 4}" text-anchor="end">${short(v)}</text>`).join("");
   const foot = columns.map((s) => `<text x="${x(s)}" y="${height - 14}" text-anchor="middle">${number(s)}</text>`).join("");
-  const points = held.map(([s, v]) => `<circle cx="${x(s)}" cy="${y(v)}" r="3.5"><title>held out, step ${number(s)}: ${short(v)}</title></circle>`).join("");
+  const points = held.map(([s, v]) => `<circle cx="${x(s)}" cy="${y(v)}" r="3.5"><title>validation, step ${number(s)}: ${short(v)}</title></circle>`).join("");
   const alone = held.length === 1 ? `<line class="held-out alone" x1="${left}" x2="${width - right}" y1="${y(held[0][1])}" y2="${y(held[0][1])}"/>` : "";
-  const end = `<b>${short(loss[loss.length - 1][1])}</b>${held.length ? `, held out <b>${short(held[held.length - 1][1])}</b>` : ""}`;
-  return `<div><i class="dot" style="background:var(--bar)"></i>loss${held.length ? ` &nbsp; <i class="dot" style="background:#d9655b"></i>held out` : ""} <span class="quiet">in nats a token, by step; at the end ${end}</span></div>` +
+  const end = `<b>${short(loss[loss.length - 1][1])}</b>${held.length ? `, validation <b>${short(held[held.length - 1][1])}</b>` : ""}`;
+  return `<div><i class="dot" style="background:var(--bar)"></i>loss${held.length ? ` &nbsp; <i class="dot" style="background:#d9655b"></i>validation` : ""} <span class="quiet">in nats per token, by step; at the end ${end}</span></div>` +
     `<svg width="${width}" height="${height}" role="img" aria-label="loss by step">${grid}${foot}${alone}${line(loss, "loss")}${line(held, "held-out")}${points}</svg>`;
 }
 
 const short = (v) => Number(v.toPrecision(4)).toLocaleString("en-US", { maximumSignificantDigits: 4 });
 
-/** Four to eight round numbers that hold an interval. */
+/** Return four to eight round numbers that cover an interval. */
 function ticks(low, high) {
   const rough = (high - low || Math.abs(high) || 1) / 6, power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((m) => m * power >= rough), found = [];
@@ -67,7 +67,7 @@ function ticks(low, high) {
   }
 }
 
-/** A line over steps, with its smallest and largest value and its last. */
+/** Return a line over steps, with its smallest, largest and last value. */
 function chart(name, steps, values, of = short) {
   const low = Math.min(...values), high = Math.max(...values);
   const x = (i) => (300 * i) / Math.max(1, values.length - 1), y = (n) => 72 - (64 * (n - low)) / (high - low || 1);

@@ -1,5 +1,5 @@
 "use strict";
-// What the page holds: a summary, read at once, and the text of each stage, unpacked when first shown.
+// The data of the page: a summary, read at once, and the text of each stage, unpacked when first shown.
 
 let run; // the summary, as compiler_trainer/inspect/render.py writes it
 const opened = new Map();
@@ -11,7 +11,7 @@ async function unpack(id) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
 
-/** The text of a stage, with where its lines start; opened once. */
+/** Return the text of a stage, with the starts of its lines; it is unpacked once. */
 function openStage(number) {
   if (!opened.has(number)) opened.set(number, unpack(`text-${number}`).then((text) => new Text(text, number)));
   return opened.get(number);
@@ -24,16 +24,16 @@ class Text {
     this.number = number;
     const starts = [0];
     for (let at = text.indexOf("\n"); at >= 0; at = text.indexOf("\n", at + 1)) starts.push(at + 1);
-    this.starts = starts; // of every line, and the end
+    this.starts = starts; // the start of every line, and the end
     this.count = starts.length - 1;
   }
 
-  /** Line `n`, counting from 1. */
+  /** Return line `n`, counting from 1. */
   line(n) {
     return this.text.slice(this.starts[n - 1], this.starts[n] - 1);
   }
 
-  /** The line that holds a position, not before line `from`. */
+  /** Return the line that contains a position, not before line `from`. */
   lineAt(position, from = 1) {
     let low = from, high = this.count;
     while (low < high) {
@@ -44,7 +44,7 @@ class Text {
     return low;
   }
 
-  /** Numbers of the lines that hold every word of a query, in any case. */
+  /** Return the numbers of the lines that contain every word of a query, in any case. */
   search(query) {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean).sort((a, b) => b.length - a.length);
     const found = [];
@@ -60,7 +60,7 @@ class Text {
     return found;
   }
 
-  /** The line that defines each node, by name; later definitions are those of graphs that operators call. */
+  /** Return the line that defines each node, by name; later definitions belong to graphs that operators call. */
   get definitions() {
     if (!this.defined) {
       this.defined = new Map();
@@ -74,7 +74,7 @@ class Text {
     return this.defined;
   }
 
-  /** Lines that read a node. */
+  /** Return the lines that read a node. */
   users(name) {
     const found = [];
     for (let at = this.text.indexOf(`%${name}`); at >= 0; at = this.text.indexOf(`%${name}`, at + 1)) {
@@ -86,7 +86,7 @@ class Text {
   }
 }
 
-/** The parts of a line: `%name = call : value spec   # source module phase`. */
+/** Return the parts of a line: `%name = call : value spec   # source module phase`. */
 function parts(line) {
   const hash = line.lastIndexOf("   # ");
   const body = hash < 0 ? line : line.slice(0, hash), words = hash < 0 ? [] : line.slice(hash + 5).split(" ");

@@ -1,7 +1,7 @@
 // Two stages compared. Nodes have names, so the longest common part is a longest increasing run of positions.
 
 const diff = { rows: [], list: null };
-const AROUND = 3; // unchanged lines shown about a change
+const AROUND = 3; // unchanged lines shown around a change
 
 function startDiff() {
   for (const id of ["diff-a", "diff-b"]) fillStages(id, () => go(`diff/${document.getElementById("diff-a").value}/${document.getElementById("diff-b").value}`));
@@ -23,12 +23,12 @@ async function showDiff(a, b) {
   diff.list.show(rows.length);
 }
 
-/** Entries of a stage by what names them: a node, or the whole line of a heading. */
+/** Return the entries of a stage by key: the name of a node, or the text of a heading. */
 function entries(text) {
   const found = [], seen = new Map();
   for (let n = 1; n <= text.count; n++) {
     const line = text.line(n), own = line[0] === "%" ? line.slice(0, line.indexOf(" ")) : line.split(" = ")[0];
-    const times = seen.get(own) ?? 0; // graphs that operators call may use a name again
+    const times = seen.get(own) ?? 0; // graphs that operators call may reuse a name
     seen.set(own, times + 1);
     found.push({ key: times ? `${own} ${times}` : own, line, n });
   }
@@ -61,7 +61,7 @@ function compare(before, after) {
   return { rows: folded(all), counts };
 }
 
-/** Indices of a longest increasing subsequence. */
+/** Return the indices of a longest increasing subsequence. */
 function rising(values) {
   const tails = [], previous = new Int32Array(values.length);
   values.forEach((value, i) => {
@@ -79,7 +79,7 @@ function rising(values) {
   return found.reverse();
 }
 
-/** Changes with a few lines about them. */
+/** Return the changes with a few lines around them. */
 function folded(rows) {
   const near = new Uint8Array(rows.length);
   rows.forEach((row, i) => row[0] && near.fill(1, Math.max(0, i - AROUND), i + AROUND + 1));

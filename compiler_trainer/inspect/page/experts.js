@@ -1,4 +1,4 @@
-// Experts: how unevenly each layer used them, step by step, and the metrics that go with it.
+// Experts: the load of each layer, step by step, and related metrics.
 
 const ROW = 22, LABELS = 230; // pixels: a layer's row, the names at the left
 
@@ -21,7 +21,7 @@ const heat = (load, most) => `hsl(${45 - 45 * (load - 1) / (most - 1)} 85% ${80 
 function showExperts() {
   const most = busiest(), stops = [0, 0.25, 0.5, 0.75, 1].map((t) => heat(1 + t * (most - 1), most));
   document.getElementById("experts-legend").innerHTML =
-    `<span class="quiet">Rows of the busiest expert over the mean of its layer, a column ${run.experts.spans.some(([a, b]) => a !== b) ? "the most in a few steps" : "a step"}:</span>` +
+    `<span class="quiet">Load of the busiest expert over the mean of its layer; a column is ${run.experts.spans.some(([a, b]) => a !== b) ? "the highest in a few steps" : "a step"}:</span>` +
     `<span>1.00 <i class="ramp" style="background:linear-gradient(90deg,${stops.join(",")})"></i> ${most.toFixed(2)}</span>`;
   drawLoads();
   document.getElementById("experts-beside").innerHTML = Object.entries(run.experts.beside).map(([name, values]) => chart(name, run.experts.spans.map(([, last]) => last), values)).join("");

@@ -1,4 +1,4 @@
-// The text of a stage: searched, walked from node to node.
+// The text of a stage, with search and links from node to node.
 
 const graph = { text: null, found: null, words: [], line: 0, list: null };
 const rowLine = (i) => (graph.found ? graph.found[i] : i + 1);
@@ -32,7 +32,7 @@ function graphKey(event) {
   event.preventDefault();
 }
 
-/** Show only the lines that hold all words, or all lines. */
+/** Show only the lines that contain all words, or all lines. */
 function find(query) {
   const began = performance.now();
   graph.words = query.toLowerCase().split(/\s+/).filter(Boolean);
@@ -44,10 +44,10 @@ function find(query) {
   const found = document.getElementById("found");
   found.textContent = graph.found ? `${number(graph.found.length)} of ${number(graph.text.count)} lines` : `${number(graph.text.count)} lines`;
   found.dataset.ms = took;
-  if (!kept) setTimeout(() => choose(graph.line)); // the lines first, then what is known of the first of them
+  if (!kept) setTimeout(() => choose(graph.line)); // first the lines, then the details of the first line
 }
 
-/** Go to a line of this stage in its surroundings. */
+/** Go to a line of this stage, among all lines. */
 function visit(line) {
   if (line) go(`graph/${graph.text.number}/${line}`);
 }
@@ -62,7 +62,7 @@ async function showGraph(n, line) {
   choose(graph.line);
 }
 
-/** Mark a line and tell what is known of its node. */
+/** Mark a line and show the details of its node. */
 function choose(line) {
   graph.line = line;
   graph.list.draw();

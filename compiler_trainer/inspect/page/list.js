@@ -1,4 +1,4 @@
-// A list of any length of which only the rows in sight exist.
+// A list of any length, in which only the visible rows exist.
 
 class List {
   /** `row(i)` gives the HTML of row i, 20 pixels high. */
@@ -22,7 +22,7 @@ class List {
     this.draw();
   }
 
-  /** Scroll so that a row is in sight, in the middle if it was not. */
+  /** Scroll so that a row is visible, in the middle if it was not. */
   reach(i, anew = false) {
     const top = 20 * i, height = this.place.clientHeight;
     if (anew || top < this.place.scrollTop || top > this.place.scrollTop + height - 40)
@@ -39,7 +39,7 @@ class List {
   }
 }
 
-/** One line of a graph as HTML, the words of a query marked. */
+/** Return one line of a graph as HTML, with the words of a query marked. */
 function lineHtml(text, words = []) {
   if (text.startsWith("#")) return escapeHtml(text);
   const hash = text.lastIndexOf("   # ");

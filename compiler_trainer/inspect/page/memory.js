@@ -1,4 +1,4 @@
-// Memory over the lines of a program: what kind, how much, and what is alive at one line.
+// Memory over the lines of a program, by kind, and the values alive at one line.
 
 const memory = { of: null, line: 0, total: [] };
 const SHOWN = 100, MARGIN = 84; // rows of a table, pixels left of the drawing
@@ -25,7 +25,7 @@ async function showMemory(n, line) {
   await tellAlive();
 }
 
-/** Bytes alive at every line, by kind. */
+/** Return the bytes alive at every line, by kind. */
 function livingBytes({ memory: m, kinds }, first, end) {
   const byKind = kinds.map(() => new Float64Array(end - first + 2));
   m.bytes.forEach((size, i) => {
@@ -62,7 +62,7 @@ function drawMemory() {
       sum += s[at];
     });
   }
-  let free = 0; // where the name before ends
+  let free = 0; // the end of the previous name
   for (const [phase, line] of of.phases) {
     context.fillStyle = style("--quiet");
     context.fillRect(x(line), 10, 1, floor - 10);
@@ -75,7 +75,7 @@ function drawMemory() {
   context.fillRect(x(memory.line) - 1, 4, 2, floor);
 }
 
-/** Round numbers of bytes, up to the most. */
+/** Return round numbers of bytes, up to the maximum. */
 function byteTicks(most) {
   const unit = 1024 ** Math.floor(Math.log(Math.max(1, most)) / Math.log(1024));
   return ticks(0, most / unit).map((n) => n * unit).filter((n) => n <= most);
@@ -102,12 +102,12 @@ async function tellAlive() {
   document.getElementById("memory-alive").innerHTML = `<table id="alive"><thead><tr><th class="n">bytes</th><th>holds</th><th>node</th><th>value</th><th>source</th><th>module</th><th class="n">line</th></tr></thead><tbody>${rows.join("")}</tbody></table>`;
 }
 
-/** Kinds with their colours, largest first. */
+/** Return the kinds with their colours, largest first. */
 function legend(sums, format) {
   return [...sums].sort((a, b) => b[1] - a[1]).map(([kind, n]) => `<span><b style="background:${colour(kind)}"></b>${escapeHtml(kind)} <span class="quiet">${format(n)}</span></span>`).join("");
 }
 
-/** A canvas as many pixels as the screen has. */
+/** Return a canvas with the resolution of the screen. */
 function sharp(canvas) {
   const width = canvas.clientWidth, height = canvas.clientHeight, ratio = devicePixelRatio || 1;
   canvas.width = width * ratio;

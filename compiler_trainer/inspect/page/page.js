@@ -3,7 +3,7 @@
 const TABS = { run: showRun, overview: showOverview, graph: showGraph, diff: showDiff, reshards: showReshards, memory: showMemory, communication: showCommunication, pipeline: showPipeline, experts: showExperts, sharding: showSharding };
 const main = () => run.programs[run.programs.length - 1] ?? run.stages[run.stages.length - 1];
 
-/** Let a select hold stages. */
+/** Fill a select with stages. */
 function fillSelect(id, stages, chosen) {
   const select = document.getElementById(id);
   select.innerHTML = stages.map((s) => `<option value="${s.number}">${escapeHtml(s.title)}</option>`).join("");
@@ -16,7 +16,7 @@ function go(address) {
   location.hash = address;
 }
 
-/** Show what the address says: a tab, then numbers or a name. */
+/** Show the tab in the address, which is followed by numbers or a name. */
 async function route() {
   const [tab, ...rest] = decodeURIComponent(location.hash.slice(1)).split("/");
   const name = TABS[tab] ? tab : "run";
@@ -66,10 +66,10 @@ function exposedCard(e) {
     const text = e.exposed_ms ? `the computation waits <b>${ms(e.exposed_ms)}</b> of ${ms(e.all_ms)} exposed in all` : "the computation never waits";
     return card("glance-exposed", question, e.exposed_ms ? `%${escapeHtml(e.node)}` : "none", [`${what}: ${text}, as predicted. <span class="quiet">${from}</span>`], links);
   }
-  const hidden = e.between ? `only ${number(e.between)} operators lie between it and the wait for it` : "the wait for it comes at once, so nothing hides it";
+  const hidden = e.between ? `only ${number(e.between)} operators are between it and the wait for it` : "the wait for it comes at once, so nothing hides it";
   return card("glance-exposed", question, `%${escapeHtml(e.node)}`, [
     `<b>${what}</b>: ${hidden}. <span class="quiet">${from}</span>`,
-    `<span class="quiet">As the graph orders them ${number(e.bare)} of ${number(e.count)} collectives have nothing to hide behind. Times are predicted by a dry run (<code>run.dry=true cluster=h100</code>).</span>`,
+    `<span class="quiet">In the order of the graph, ${number(e.bare)} of ${number(e.count)} collectives have nothing to overlap with. Times are predicted by a dry run (<code>run.dry=true cluster=h100</code>).</span>`,
   ], links);
 }
 
@@ -89,7 +89,7 @@ function passesHtml() {
     `<div class="table"><table id="passes"><thead><tr><th>pass</th><th>what it does, and how often</th><th class="n">seconds</th><th></th>${heads}</tr></thead><tbody>${rows.join("")}</tbody></table></div>`;
 }
 
-/** What a pass counted: `view 12`, `all gather 97 → 31`. */
+/** Return the counts of a pass: `view 12`, `all gather 97 → 31`. */
 function countHtml([what, before, now]) {
   const of = /saved|offloaded/.test(what) ? bytes : number;
   return `${escapeHtml(what)} ${before === null ? "" : `${of(before)} → `}${of(now)}`;

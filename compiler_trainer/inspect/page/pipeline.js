@@ -1,4 +1,4 @@
-// Pipeline stages: which task each rank runs when, and what the ranks take, keep and send.
+// Pipeline stages: the tasks of each rank over time, and the layers, memory and messages of the ranks.
 
 const SLOT_ROW = 30, SLOT_LEFT = 70; // pixels: a rank's row, the names at the left
 const SLOTS = { A: ["parameters gathered", "#a58bd0"], F: ["forward", "#5b8fd9"], B: ["backward", "#5fa777"], I: ["backward of inputs", "#5fb3a1"], W: ["backward of weights", "#e0a04a"], G: ["gradients reduced", "#d0899b"], U: ["update", "#9aa5b1"] };
@@ -15,14 +15,14 @@ const inUnit = (n) => (run.pipeline.unit === "ms" ? ms(n) : `${short(n)} forward
 function showPipeline() {
   const { schedule, idle, unit, slots } = run.pipeline, used = new Set(slots.flat().map(([name]) => slotKind(name[0])));
   const legend = Object.entries(SLOTS).filter(([kind]) => used.has(kind)).map(([, [what, colour]]) => `<span><b style="background:${colour}"></b>${what}</span>`);
-  const times = unit === "ms" ? "Times are predicted." : "A backward is drawn as two forwards; a dry run (<code>run.dry=true cluster=h100</code>) predicts what each takes.";
+  const times = unit === "ms" ? "Times are predicted." : "A backward is drawn as two forwards; a dry run (<code>run.dry=true cluster=h100</code>) predicts the time of each.";
   document.getElementById("pipeline").innerHTML = `<h2>${escapeHtml(schedule)} on ${number(slots.length)} pipeline ranks: idle ${(100 * idle).toFixed(1)} %</h2>` +
-    `<p class="quiet">A row a rank, time to the right; numbers are microbatches, of stages beyond a rank's first in paler colours. ${times} Click a task for its graph.</p>` +
+    `<p class="quiet">Each row is a rank, time goes to the right; numbers are microbatches; stages beyond a rank's first are paler. ${times} Click a task for its graph.</p>` +
     `<div class="legend">${legend.join("")}</div><div id="slots"></div>${run.stages_of_ranks ? ranksHtml(run.stages_of_ranks) : ""}`;
   drawSlots();
 }
 
-/** The table as wide as the window. */
+/** Draw the table as wide as the window. */
 function drawSlots() {
   const { slots } = run.pipeline, place = document.getElementById("slots"), width = place?.clientWidth;
   if (!width) return;

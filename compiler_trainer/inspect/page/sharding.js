@@ -1,4 +1,4 @@
-// Which slice of a parameter each rank holds, worked out from its placement.
+// The slice of a parameter that each rank holds, computed from its placement.
 
 const sharding = { list: null, shown: [], chosen: null };
 const LARGEST_GRID = 64, SHOWN_OF_AXIS = 4;
@@ -28,7 +28,7 @@ function showSharding(label) {
   if (sharding.chosen) document.getElementById("slices").innerHTML = slicesHtml(sharding.chosen);
 }
 
-/** `[4@tp*64, 256] replicate(cp)` as dims of factors. */
+/** Return `[4@tp*64, 256] replicate(cp)` as dims of factors. */
 function placement(spec) {
   const inside = /^\[([^\]]*)\]/.exec(spec)?.[1] ?? "";
   return inside.split(", ").filter(Boolean).map((dim) => dim.split("*").map((factor) => {
@@ -43,11 +43,11 @@ const place = (axis, at) => over(axis).reduce((k, a) => k * run.mesh[a] + at[a],
 const chunks = (axis) => run.zigzag.includes(axis) ? 2 : run.blocks[axis] ?? 1;
 const pieces = (axis) => ranks(axis) * chunks(axis);
 const share = (size, axis) => Math.ceil(size / pieces(axis)) * chunks(axis);
-/** The numbers of the chunks that a rank holds; of blocks, which each batch deals anew, as where work rises evenly. */
+/** Return the numbers of a rank's chunks; for blocks, which are assigned per batch, those of evenly rising work. */
 const held = (axis, k) => Array.from({ length: chunks(axis) }, (_, i) => i * ranks(axis) + (i % 2 ? ranks(axis) - 1 - k : k));
 const local = (factor) => factor.axes.reduce(share, factor.size);
 
-/** [first index in the full factor, first local index, length] of the runs that a rank holds. */
+/** Return [first index in the full factor, first local index, length] of the runs that a rank holds. */
 function runsOf(factor, at) {
   let runs = [[0, 0, factor.size]], size = factor.size;
   for (const axis of factor.axes) {
@@ -64,7 +64,7 @@ function runsOf(factor, at) {
   return runs;
 }
 
-/** [start, length] of a dim's runs of entries that a rank holds. */
+/** Return [start, length] of a dim's runs of entries that a rank holds. */
 function segments(factors, at) {
   if (!factors.length) return [[0, 1]];
   const [head, ...tail] = factors, inner = tail.reduce((n, f) => n * f.size, 1), own = runsOf(head, at);
@@ -75,7 +75,7 @@ function segments(factors, at) {
   return found;
 }
 
-/** The runs in each dim that the rank at these coordinates holds; empty in some dim if it holds padding only. */
+/** Return the runs in each dim that the rank at these coordinates holds; empty in a dim if it holds only padding. */
 const slices = (spec, at) => placement(spec).map((dim) => segments(dim, at));
 
 function slicesHtml(parameter) {
@@ -101,7 +101,7 @@ function slicesHtml(parameter) {
 
 const rankOf = (at) => Object.keys(run.mesh).reduce((rank, axis) => rank * run.mesh[axis] + at[axis], 0);
 
-/** A tensor's first two dims as a rectangle, with what a rank holds filled. */
+/** Return a tensor's first two dims as a rectangle, with a rank's entries filled. */
 function sliceSvg(shape, held, colours, rank) {
   const key = JSON.stringify(held), [rows = 1, columns = 1] = shape;
   if (!colours.has(key)) colours.set(key, `hsl(${(210 + 137.5 * colours.size) % 360} 45% 55%)`);

@@ -1,4 +1,4 @@
-"""The command line up to the trainer, which is replaced: what is composed, what is refused, what is left behind."""
+"""The command line up to the trainer, which is replaced: composed options, refusals, leftover files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS = [group.name for group in dataclasses.fields(Config)]
 
 
 class Trainer:
-    """Stands in for the trainer and keeps the configs it is called with."""
+    """A replacement of the trainer that keeps the configs it is called with."""
 
     def __init__(self):
         self.configs: list[Config] = []
@@ -51,7 +51,7 @@ NO_DECAY = {"no_decay": GroupConfig(kinds=("vector",), weight_decay=0.0)}
 
 @pytest.fixture
 def command(monkeypatch, trainer):
-    """Runs the command line and returns the configs that reached the trainer."""
+    """Return a function that runs the command line and returns the configs that reached the trainer."""
 
     def run(*arguments: str) -> list[Config]:
         monkeypatch.setattr(sys, "argv", ["compiler-trainer", *arguments])
@@ -137,11 +137,11 @@ def test_a_table_takes_entries_on_the_command_line(command, argument, table, exp
     assert table(cfg) == expected
 
 
-@pytest.mark.parametrize(("given", "wanted"), [("2h30m", 9000), ("45s", 45), ("90m", 5400), ("90", 90), ("0.5", 0.5)])
+@pytest.mark.parametrize(("text", "expected"), [("2h30m", 9000), ("45s", 45), ("90m", 5400), ("90", 90), ("0.5", 0.5)])
 @pytest.mark.sample(2)
-def test_a_time_is_hours_minutes_and_seconds_or_seconds(command, given, wanted):
-    (cfg,) = command(f"run.time_limit={given}")
-    assert seconds(cfg.run.time_limit) == wanted
+def test_a_time_is_hours_minutes_and_seconds_or_seconds(command, text, expected):
+    (cfg,) = command(f"run.time_limit={text}")
+    assert seconds(cfg.run.time_limit) == expected
 
 
 @pytest.mark.full
@@ -190,14 +190,14 @@ REFUSED = [
     (["optim.lr=abc"], "optim.lr: 'abc' is not a number"),
     (["train.steps=abc"], "train.steps: abc must be a number of steps, or epochs or tokens as 3epochs or 20Btokens"),
     (["train.steps=${nowhere}"], "train.steps: Interpolation key 'nowhere' not found"),
-    (["data=text", 'data.files=[""]', "data.document_separator=''"], "data.document_separator:  must be at least a character"),
+    (["data=text", 'data.files=[""]', "data.document_separator=''"], "data.document_separator:  must be at least one character"),
     (["data.packing=best"], "data.packing: 'best' is not one of auto, cut, fit"),
     (["train.seq_len=-1"], "train.seq_len: -1 must be at least 2, a token and the one it predicts"),
-    (["run.time_limit=soon"], "run.time_limit: soon is no time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s"),
-    (["run.time_limit=0"], "run.time_limit: 0.0 is no time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s"),
+    (["run.time_limit=soon"], "run.time_limit: soon is not a time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s"),
+    (["run.time_limit=0"], "run.time_limit: 0.0 is not a time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s"),
     (["checkpoint.keep_best=1", "checkpoint.interval=75"], "checkpoint.keep_best: 1 needs an evaluation with every checkpoint; set eval.interval (50) to a divisor of checkpoint.interval (75)"),
     (["checkpoint.keep_best=1", "eval.interval=null"], "checkpoint.keep_best: 1 needs an evaluation with every checkpoint; set eval.interval (None) to a divisor of checkpoint.interval (500)"),
-    (["run.dir=???"], "run.dir: must be given, as run.dir=VALUE; compiler-trainer --help run.dir says what it is"),
+    (["run.dir=???"], "run.dir: must be given, as run.dir=VALUE; compiler-trainer --help run.dir describes it"),
     (["data=mixture", "data.sources=[{fils:[a.txt]}]"], "data.sources[0].fils: no such option; did you mean 'files'?"),
     (["-m", "optim.lr=1,abc"], "optim.lr: 'abc' is not a number"),
     (["-m", "optim=sgd,adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, custom, muon, sgd; did you mean 'adamw'?"),
@@ -263,7 +263,7 @@ def test_any_other_error_keeps_its_traceback_and_exits_with_1(command, trainer, 
 
 
 def start(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """A real Python process, run to its end in `folder`."""
+    """Run a real Python process in `folder` to its end."""
     env = {**os.environ, "PYTHONPATH": str(CONF.parent)}
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True)
 
@@ -278,6 +278,6 @@ def test_as_a_module_it_exits_with_2(tmp_path):
 def test_on_two_ranks_it_is_said_once(tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *AS_MODULE, "mesh.dp_shard=3"]
     done = start(launch, tmp_path)
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said == ["error: mesh: dp_shard=3 needs 3 ranks, not 2; change mesh.dp_shard or start 3 ranks"]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == ["error: mesh: dp_shard=3 needs 3 ranks, not 2; change mesh.dp_shard or start 3 ranks"]
     assert done.returncode != 0 and not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""`check-data`: a record token by token, beside transformers' text, and what of the data is not used."""
+"""`check-data` prints a record token by token, next to transformers' text, and unused fields."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ def shown(folder, capsys, *records, arguments=(), code=0):
     return capsys.readouterr().out
 
 
-def labels(said):
-    return re.findall(r"^ *\d+ +\d+ label  '(.*)'", said, re.MULTILINE)
+def labels(output):
+    return re.findall(r"^ *\d+ +\d+ label  '(.*)'", output, re.MULTILINE)
 
 
 def test_a_conversation_is_shown_with_its_labels_and_what_is_not_used(folder, capsys):
-    said = shown(folder, capsys, {"messages": [{**U, "name": "Ann"}, A], "id": 1}, {"messages": [U, A, U, A]})
-    assert said.startswith(f"{folder}/a.jsonl:1\n\nsample 1 of 1: 26 tokens, 4 labels\n     0      257        '<|im_start|>'\n")
-    assert labels(said) == ["y", "o", "<|im_end|>", "\\n"] and "closes the document" in said
-    assert "apply_chat_template gives the same tokens, of this text:\n<|im_start|>user\nhi<|im_end|>\n" in said
-    assert "note: fields not used: id\n" in said and 'note: "name" of messages of role user is not used' in said
-    assert "2 records read: 2 samples\n" in said and said.endswith("train on it with: data=text data.chat=true\n")
+    output = shown(folder, capsys, {"messages": [{**U, "name": "Ann"}, A], "id": 1}, {"messages": [U, A, U, A]})
+    assert output.startswith(f"{folder}/a.jsonl:1\n\nsample 1 of 1: 26 tokens, 4 labels\n     0      257        '<|im_start|>'\n")
+    assert labels(output) == ["y", "o", "<|im_end|>", "\\n"] and "closes the document" in output
+    assert "apply_chat_template gives the same tokens, of this text:\n<|im_start|>user\nhi<|im_end|>\n" in output
+    assert "note: fields not used: id\n" in output and 'note: "name" of messages of role user is not used' in output
+    assert "2 records read: 2 samples\n" in output and output.endswith("train on it with: data=text data.chat=true\n")
 
 
 def test_texts_and_pairs_are_told_from_conversations(folder, capsys):
-    said = shown(folder, capsys, {"text": "hi"})
-    assert labels(said) == ["i", "<|endoftext|>"] and said.endswith("train on it with: data=text\n")
-    said = shown(folder, capsys, {"prompt": "hi", "chosen": "yo", "rejected": "no"})
-    assert "sample 2 of 2" in said and labels(said)[4:6] == ["n", "o"] and said.endswith("data.chat=true data.pairs=true\n")
+    output = shown(folder, capsys, {"text": "hi"})
+    assert labels(output) == ["i", "<|endoftext|>"] and output.endswith("train on it with: data=text\n")
+    output = shown(folder, capsys, {"prompt": "hi", "chosen": "yo", "rejected": "no"})
+    assert "sample 2 of 2" in output and labels(output)[4:6] == ["n", "o"] and output.endswith("data.chat=true data.pairs=true\n")
 
 
 def test_another_record_and_bad_ones_are_shown(folder, capsys):
     records = [{"messages": [U, A]}, {"messages": [U]}, {"messages": [U, {**A, "content": "so"}]}]
-    said = shown(folder, capsys, *records, arguments=("--record", "3", "--tokens", "5"), code=1)
-    assert said.startswith(f"{folder}/a.jsonl:3\n") and "21 tokens more" in said
-    assert f"bad: there is no answer: no message has the role assistant (first: {folder}/a.jsonl:2; 1 in all)" in said
+    output = shown(folder, capsys, *records, arguments=("--record", "3", "--tokens", "5"), code=1)
+    assert output.startswith(f"{folder}/a.jsonl:3\n") and "21 tokens more" in output
+    assert f"bad: there is no answer: no message has the role assistant (first: {folder}/a.jsonl:2; 1 in all)" in output
     assert "bad: there is no answer" in shown(folder, capsys, records[1], arguments=("data.chat=true",), code=1)
 
 
 def test_a_template_that_differs_by_turn_is_shown_by_sample(folder, capsys):
     write_template(folder, CHATML.replace("message['content']", "message['content'] + ('!' if loop.last and message.role == 'assistant' else '')"))
-    said = shown(folder, capsys, {"messages": [U, A, U, A]})
-    assert "sample 2 of 2" in said and "each answer of such a conversation is a sample" in said
-    assert said.count("gives the same tokens") == 2
+    output = shown(folder, capsys, {"messages": [U, A, U, A]})
+    assert "sample 2 of 2" in output and "each answer of such a conversation becomes a sample" in output
+    assert output.count("gives the same tokens") == 2
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_template_that_differs_by_turn_is_shown_by_sample(folder, capsys):
         (["--tokens", "0"], "error: --tokens: 0 must be at least 1"),
         (["data.files=[b]"], "error: data.files: is set, and "),
         (["data=stdlib"], "error: data.files: "),
-        (["data.chat=true", "data.text_column=x", "data.eos_token=nope"], "error: data.eos_token: nope is no token"),
+        (["data.chat=true", "data.text_column=x", "data.eos_token=nope"], "error: data.eos_token: nope is not a token"),
     ],
     ids=range(5),
 )

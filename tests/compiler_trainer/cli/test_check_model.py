@@ -1,4 +1,4 @@
-"""`check-model`: a model of one's own against eager PyTorch, on the mesh and with the options given."""
+"""`check-model` compares a user's model with eager PyTorch, on the mesh and with the options given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL = ("check-model", "strangers.Reader", "model.width=6", "model.vocabulary=1
 
 
 class Counting(nn.Module):
-    """Scales by how often it was called, a number that a compiled step keeps as it was."""
+    """A module that scales by the number of its calls, which a compiled step keeps constant."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Counting(nn.Module):
 
 
 class OfOneDevice(nn.Module):
-    """Branches on a value."""
+    """A module that branches on a value."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class OfOneDevice(nn.Module):
 
 
 def half_precision_only(**_):
-    """A module that no fp64 goes through."""
+    """Return a module that does not take fp64."""
 
     class Half(nn.Module):
         def __init__(self):
@@ -68,9 +68,9 @@ def test_a_decoder_with_experts_is_compared_by_options_alone(capsys):
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [("mesh.dp_shard=2", "mesh.ep=2"), ("mesh.dp_shard=2", "mesh.tp=2")], ids="_".join)
 def test_experts_of_transformers_are_compared_and_adapted_by_lora_as_other_layers(mesh, capsys):
-    """peft puts two layers around them, one a weight."""
-    given = ("check-model", "model=hf", f"model.path={folders.folder('mixtral')}")
-    assert call(*given, "+model.lora.rank=4", "model.lora.targets=[all-linear]", *mesh) == 0
+    """peft wraps such a layer twice, once for each of its weights."""
+    arguments = ("check-model", "model=hf", f"model.path={folders.folder('mixtral')}")
+    assert call(*arguments, "+model.lora.rank=4", "model.lora.targets=[all-linear]", *mesh) == 0
     assert "right, off by " in capsys.readouterr().out
 
 
@@ -80,7 +80,7 @@ def test_a_wrong_model_names_what_is_off(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("test_check_model.OfOneDevice", "mesh.tp=2"), "error: model"),
         (("strangers.Reader", "model.width=6", "mesh.dp_shard=-1"), "error: mesh.dp_shard: is what other axes leave of the ranks, and here are none; give it\n"),
@@ -91,7 +91,7 @@ def test_a_wrong_model_names_what_is_off(capsys):
     ],
 )
 @pytest.mark.sample(2)
-def test_what_cannot_be_compared_is_one_line(arguments, said, capsys):
+def test_what_cannot_be_compared_is_one_line(arguments, message, capsys):
     assert call("check-model", *arguments) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith(said) and shown.err.count("\n") == 1, shown.err
+    assert shown.out == "" and shown.err.startswith(message) and shown.err.count("\n") == 1, shown.err

@@ -1,4 +1,4 @@
-"""What a process imports is never searched for garbage; what comes later is."""
+"""Garbage collection skips the objects of imports, but not later objects."""
 
 from __future__ import annotations
 

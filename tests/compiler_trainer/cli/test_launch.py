@@ -1,4 +1,4 @@
-"""Several ranks by `launch`: what goes to the launcher and what to the ranks, and how a failure ends."""
+"""`launch` splits its arguments between launcher and ranks, and ends with a failed rank's exit code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from compiler_trainer.cli.verbs.launch import split
 
 
-@pytest.mark.parametrize(("given", "flags", "job"), [
+@pytest.mark.parametrize(("arguments", "flags", "job"), [
     (["-n", "2", "optim.lr=1", "--cfg", "job"], ["-n", "2"], ["optim.lr=1", "--cfg", "job"]),
     (["-n", "2", "--nnodes=2", "resume", "RUN"], ["-n", "2", "--nnodes=2"], ["resume", "RUN"]),
     (["-n", "2"], ["-n", "2"], []),
 ])
-def test_flags_are_the_launchers_up_to_the_first_option_or_verb(given, flags, job):
-    assert split(given) == (flags, job)
+def test_flags_are_the_launchers_up_to_the_first_option_or_verb(arguments, flags, job):
+    assert split(arguments) == (flags, job)
 
 
 @pytest.mark.full

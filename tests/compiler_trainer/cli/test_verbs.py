@@ -1,4 +1,4 @@
-"""The command's verbs: how they are listed, found and refused."""
+"""The command's verbs are listed, found and refused."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_a_verb_says_what_it_takes(verb, capsys):
     assert capsys.readouterr().out.startswith(f"usage: compiler-trainer {verb} ")
 
 
-@pytest.mark.parametrize(("word", "said"), [
+@pytest.mark.parametrize(("word", "message"), [
     ("train", "error: train: is not a verb: options alone train, as in compiler-trainer optim.lr=1e-4\n"),
     ("inspekt", "error: inspekt: no such verb (options alone train, as in compiler-trainer optim.lr=1e-4); did you mean 'inspect'?\n"),
 ])
-def test_a_word_that_is_no_verb_gets_one_line(word, said, capsys):
+def test_a_word_that_is_no_verb_gets_one_line(word, message, capsys):
     assert call(word, "optim.lr=1e-4") == 2
-    assert capsys.readouterr() == ("", said)
+    assert capsys.readouterr() == ("", message)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
@@ -54,7 +54,7 @@ def test_a_process_that_tokenizes_imports_no_torch_and_no_pass():
     script = "import sys, compiler_trainer.data.worker; print(sorted(m for m in sys.modules if m.partition('.')[0] in ('passes', 'torch')))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     words = ["passes", "passes.memory", "passes.memory.policies", "passes.precision", "passes.precision.sensitive"]
-    assert done.stdout == f"{words}\n"  # names of policies and operators, which options are made of
+    assert done.stdout == f"{words}\n"  # names of policies and operators, for options
 
 
 def test_a_process_that_writes_conversations_imports_no_torch():
@@ -71,11 +71,11 @@ def test_a_warning_of_ours_is_a_line_and_others_name_their_line(monkeypatch):
     assert command.warnings.formatwarning("old", FutureWarning, "/usr/model.py", 7, "f()").startswith("/usr/model.py:7: FutureWarning: old")
 
 
-@pytest.mark.parametrize(("given", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)])
-def test_waiting_threads_give_up_their_core_unless_the_user_says_otherwise(given, spins, monkeypatch):
+@pytest.mark.parametrize(("environment", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)])
+def test_waiting_threads_give_up_their_core_unless_the_user_says_otherwise(environment, spins, monkeypatch):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(command.sys, "argv", ["compiler-trainer", "--version"])
     monkeypatch.setattr(command.warnings, "formatwarning", command.USUAL)

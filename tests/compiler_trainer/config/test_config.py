@@ -1,4 +1,4 @@
-"""Options: each is checked where it stands, nothing unknown passes, and a saved config comes back the same."""
+"""Options are checked by type and against each other, unknown ones are refused, and a saved config loads unchanged."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ LATENT = {"kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "v_dim": 6}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A choice of model without hydra's own key."""
+    """Return a choice of model without hydra's own key."""
     return {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "defaults"}
 
 
-def leaves(options: dict[str, Any], where: str = "") -> Iterator[str]:
-    """Dotted names of all options."""
+def leaves(options: dict[str, Any], option: str = "") -> Iterator[str]:
+    """Yield the dotted names of all options."""
     for key, value in options.items():
         if isinstance(value, dict):
-            yield from leaves(value, f"{where}{key}.")
+            yield from leaves(value, f"{option}{key}.")
         else:
-            yield f"{where}{key}"
+            yield f"{option}{key}"
 
 
-def nested(where: str, value: Any) -> dict[str, Any]:
-    """The mapping that sets one dotted option."""
-    for key in reversed(where.split(".")):
+def nested(option: str, value: Any) -> dict[str, Any]:
+    """Return the mapping that sets one dotted option."""
+    for key in reversed(option.split(".")):
         value = {key: value}
     return value
 
 
-def with_value(where: str, value: Any) -> dict[str, Any]:
-    """All options, one dotted option set."""
+def with_value(option: str, value: Any) -> dict[str, Any]:
+    """Return all options, one of them set."""
     options = group = dataclasses.asdict(Config())
-    *groups, name = where.split(".")
+    *groups, name = option.split(".")
     for key in groups:
         group = group[key]
     group[name] = value
@@ -65,22 +65,22 @@ def published_model(name: str) -> ModelConfig:
     return build(ModelConfig, read(MODELS / f"{name}.yaml"))
 
 
-FREE_NAMES = "passes.cast.ops."  # patterns, not options
-LEAVES = [where for where in leaves(dataclasses.asdict(Config())) if not where.startswith(FREE_NAMES)]
+FREE_NAMES = "passes.cast.ops."  # keys are patterns, not options
+LEAVES = [option for option in leaves(dataclasses.asdict(Config())) if not option.startswith(FREE_NAMES)]
 
 
-@pytest.mark.parametrize("where", LEAVES)
-def test_a_value_of_the_wrong_type_is_refused_at_its_own_option(where):
+@pytest.mark.parametrize("option", LEAVES)
+def test_a_value_of_the_wrong_type_is_refused_at_its_own_option(option):
     with pytest.raises(UserError) as caught:
-        build(Config, with_value(where, [object()]))
-    assert re.fullmatch(re.escape(where) + r"(\[0\])?", caught.value.where)
+        build(Config, with_value(option, [object()]))
+    assert re.fullmatch(re.escape(option) + r"(\[0\])?", caught.value.where)
 
 
-@pytest.mark.parametrize("where", LEAVES)
-def test_a_misspelt_option_is_refused_with_the_right_one(where):
-    with pytest.raises(UserError, match=f"did you mean {where.rpartition('.')[2]!r}") as caught:
-        build(Config, nested(where + "x", 1))
-    assert caught.value.where == where + "x"
+@pytest.mark.parametrize("option", LEAVES)
+def test_a_misspelt_option_is_refused_with_the_right_one(option):
+    with pytest.raises(UserError, match=f"did you mean {option.rpartition('.')[2]!r}") as caught:
+        build(Config, nested(option + "x", 1))
+    assert caught.value.where == option + "x"
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
 
 
 @pytest.mark.parametrize(
-    ("where", "value", "message"),
+    ("option", "value", "message"),
     [
         ("data.eval_fraction", 1.0, "1.0 must be 0 or more and below 1"),
         ("data.files", "a.txt", "'a.txt' is not a list; write [a.txt]"),
-        ("mesh.dp_shard", 0, "0 must be at least 1, or -1 for the rest"),
+        ("mesh.dp_shard", 0, "0 must be at least 1, or -1 for the remaining ranks"),
         ("model", 3, "3 is not a group of options; it has name, dim"),
         ("model.experts", {"count": 8, "top_k": 2}, "is missing and has no default"),
         ("model.experts", {**EXPERTS, "count": 0}, "0 must be at least 1"),
@@ -123,10 +123,10 @@ def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
         ("train.steps", True, "True is not a whole number"),
     ],
 )
-def test_a_bad_value_is_refused_with_the_way_out(where, value, message):
+def test_a_bad_value_is_refused_with_the_way_out(option, value, message):
     with pytest.raises(UserError, match=re.escape(message)) as caught:
-        build(Config, nested(where, value))
-    assert caught.value.where.startswith(where)
+        build(Config, nested(option, value))
+    assert caught.value.where.startswith(option)
 
 
 def test_a_partial_mapping_keeps_the_other_defaults():
@@ -136,21 +136,21 @@ def test_a_partial_mapping_keeps_the_other_defaults():
 
 
 @pytest.mark.parametrize(
-    ("options", "where"),
+    ("options", "option"),
     [
         ({"model": {"dim": 100}}, "model.n_heads"),
-        ({"model": {"dim": 40}}, "model.n_heads"),  # heads of 5, which rotary pairs do not fill
+        ({"model": {"dim": 40}}, "model.n_heads"),  # 5 features per head, which is odd: rotary features come in pairs
         ({"model": {"n_kv_heads": 3}}, "model.n_kv_heads"),
         ({"model": {"head_dim": 33}}, "model.head_dim"),
-        ({"model": {"latent": LATENT}}, "model.latent"),  # whose heads share no keys
+        ({"model": {"latent": LATENT}}, "model.latent"),  # its heads share no keys
         ({"model": {"latent": LATENT, "n_kv_heads": 8, "head_dim": 32}}, "model.latent"),
         ({"model": {"latent": LATENT, "n_kv_heads": 8, "qk_norm": "plain"}}, "model.latent"),
         ({"model": {"latent": LATENT, "n_kv_heads": 8, "nope_every": 4}}, "model.latent"),
         ({"model": {"latent": {**LATENT, "rope_dim": 7}, "n_kv_heads": 8}}, "model.latent.rope_dim"),
         ({"model": {"experts": {**EXPERTS, "top_k": 9}}}, "model.experts.top_k"),
-        ({"model": {"experts": {**EXPERTS, "groups": 4, "top_k": 3}}}, "model.experts.top_k"),  # of 2 in the best group
+        ({"model": {"experts": {**EXPERTS, "groups": 4, "top_k": 3}}}, "model.experts.top_k"),  # of 2 experts in the best group
         ({"model": {"experts": {**EXPERTS, "groups": 3}}}, "model.experts.groups"),
-        ({"model": {"experts": {**EXPERTS, "groups": 8}}}, "model.experts.groups"),  # of one
+        ({"model": {"experts": {**EXPERTS, "groups": 8}}}, "model.experts.groups"),  # of one expert
         ({"model": {"experts": {**EXPERTS, "groups": 2, "top_groups": 3}}}, "model.experts.top_groups"),
         ({"model": {"experts": {**EXPERTS, "top_k": 1}}}, "model.experts.normalize"),
         ({"model": {"experts": {**EXPERTS, "dense_layers": 4}}}, "model.experts.dense_layers"),
@@ -168,10 +168,10 @@ def test_a_partial_mapping_keeps_the_other_defaults():
         ({"checkpoint": {"dir": " "}}, "checkpoint.dir"),
     ],
 )
-def test_options_that_cannot_hold_together_are_refused(options, where):
+def test_options_that_cannot_hold_together_are_refused(options, option):
     with pytest.raises(UserError) as caught:
         validate(build(Config, options), world_size=1)
-    assert caught.value.where == where
+    assert caught.value.where == option
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_resolved_mesh_multiplies_to_the_ranks_and_resolves_to_itself(world_si
         ({"dp_replicate": 3}, "mesh: dp_replicate=3 needs a multiple of 3 ranks, not 2; change mesh.dp_replicate"),
         ({"dp_shard": 3}, "mesh: dp_shard=3 needs 3 ranks, not 2; change mesh.dp_shard or start 3 ranks"),
         ({"dp_shard": 1}, "mesh: every axis=1 needs 1 ranks, not 2; change mesh.dp_shard"),
-        ({"dp_replicate": -1}, "mesh.dp_shard: -1, and so is mesh.dp_replicate; only one axis can take the rest"),
+        ({"dp_replicate": -1}, "mesh.dp_shard: -1, and so is mesh.dp_replicate; only one axis can take the remaining ranks"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(mesh, message):
@@ -263,7 +263,7 @@ def test_a_config_that_was_cut_short_is_refused(tmp_path):
 def test_a_config_is_written_over_pipes_and_broken_links_and_through_no_link(tmp_path):
     path, other = tmp_path / "config.yaml", tmp_path / "other"
     other.write_text("a: 1")
-    config = Config()  # its folder has the time in its name
+    config = Config()  # the name of its folder contains the time
     for make in (lambda: os.mkfifo(path), lambda: path.symlink_to(path), lambda: path.symlink_to(other)):
         make()
         save(config, path)
@@ -271,7 +271,7 @@ def test_a_config_is_written_over_pipes_and_broken_links_and_through_no_link(tmp
         path.unlink()
     assert other.read_text() == "a: 1"
     path.mkdir()
-    with pytest.raises(UserError, match="config.yaml: cannot be written: Is a directory; move away what is there"):
+    with pytest.raises(UserError, match="config.yaml: cannot be written: Is a directory; move the file of that name away"):
         save(Config(), path)
 
 
@@ -282,7 +282,7 @@ def test_a_missing_config_is_refused_by_its_path(tmp_path):
 
 
 def parameters(m: ModelConfig) -> int:
-    """Parameters of a Llama, counted by hand: two norms a layer, no biases."""
+    """Return the parameters of a Llama, counted by hand: two norms per layer, no biases."""
     head_dim = m.dim // m.n_heads
     attention = m.dim * head_dim * (2 * m.n_heads + 2 * m.n_kv_heads)
     layer = attention + 3 * m.dim * m.ffn_dim + 2 * m.dim

@@ -1,4 +1,4 @@
-"""What is `auto` until the device is known: the cluster, and the dtype of parameters in use."""
+"""`auto` is resolved when the device is known: the cluster, and the dtype of parameters in compute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ON_CPU, ON_GPU = (None, None), ("bfloat16", "float32")
 
 @pytest.fixture
 def on(monkeypatch):
-    """Makes this a machine with a GPU of some name; without a name, one without a GPU."""
+    """Simulate a machine with a GPU of that name; without a name, one without a GPU."""
 
     def become(name=None):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
@@ -41,7 +41,7 @@ def outcome(cfg):
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H100 PCIe", None),  # another GPU of the same name, and another that has a name in its own
+        ("NVIDIA H100 PCIe", None),  # a different GPU whose name contains the name of another
         ("NVIDIA GH200 480GB", None),
         (None, "cpu"),
     ],
@@ -72,7 +72,7 @@ def test_what_is_named_is_predicted_whatever_the_device(on):
 @pytest.mark.parametrize("name", [None, "NVIDIA H100 PCIe"])
 def test_without_a_known_gpu_a_prediction_needs_a_name(on, name):
     on(name)
-    with pytest.raises(UserError, match="^cluster: auto, but no cluster describes a GPU here .*; name one, cluster=h100, say$"):
+    with pytest.raises(UserError, match="^cluster: auto, but no cluster describes a GPU here .*; name one, as cluster=h100$"):
         for_predicting(job())
 
 
@@ -85,7 +85,7 @@ def test_a_mesh_is_planned_for_a_known_device_alone(on):
 
 
 def test_a_figure_goes_with_a_name():
-    with pytest.raises(UserError, match="^cluster.throttle: is of a cluster with a name; set cluster=h100 beside it, say$"):
+    with pytest.raises(UserError, match="^cluster.throttle: goes with a named cluster; set cluster=h100, too, for example$"):
         job("cluster.throttle=0.5")
     assert job("cluster=h100", "cluster.throttle=0.5").cluster.throttle == 0.5
 
@@ -98,10 +98,10 @@ def test_what_is_stated_stays():
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_step_computes_as_its_device_does(monkeypatch, on_gpu):
-    batch, asked = {"x": torch.tensor([[0, 1], [2, 3]])}, []
+    batch, calls = {"x": torch.tensor([[0, 1], [2, 3]])}, []
 
-    def told(passes, of_device):
-        asked.append(of_device)
+    def record(passes, of_device):
+        calls.append(of_device)
         return passes_on(passes, on_gpu)
 
     def first_loss(**how):
@@ -111,5 +111,5 @@ def test_a_step_computes_as_its_device_does(monkeypatch, on_gpu):
 
     stated = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if on_gpu else {"param_dtype": None}
     expected = first_loss(passes={"cast": stated})
-    monkeypatch.setattr("compiler_trainer.step.compile.passes_on", told)
-    assert first_loss() == expected and asked == [False]
+    monkeypatch.setattr("compiler_trainer.step.compile.passes_on", record)
+    assert first_loss() == expected and calls == [False]

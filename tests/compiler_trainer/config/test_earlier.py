@@ -1,4 +1,4 @@
-"""Options that are gone: those that give stored numbers no meaning are passed over, which is said."""
+"""Removed options are ignored with a message, unless stored numbers depend on them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def written(**changes):
     options = yaml.safe_load(yaml.safe_dump(plain(dataclasses.asdict(Config()))))
     for name, value in changes.items():
         group, _, last = name.rpartition("__")
-        found = options
+        entries = options
         for part in group.split("__") if group else ():
-            found = found[part]
-        found[last] = value
+            entries = entries[part]
+        entries[last] = value
     return options
 
 
@@ -35,11 +35,11 @@ def test_options_without_meaning_for_stored_numbers_are_said_once_and_passed_ove
     tell.cache_clear()
     options = written(plan__headroom=0.1, cluster__hbm_efficiency=0.9, passes__shard__old=1, gone={"a": 1})
     for _ in range(2):
-        found = understood(Config, options, "config.yaml")
-    assert found == dataclasses.replace(Config(), run=found.run)
-    said = capsys.readouterr().err.splitlines()
+        cfg = understood(Config, options, "config.yaml")
+    assert cfg == dataclasses.replace(Config(), run=cfg.run)
+    lines = capsys.readouterr().err.splitlines()
     names = ["plan.headroom", "cluster.hbm_efficiency", "passes.shard.old", "gone"]
-    assert sorted(said) == sorted(f"config.yaml: {name} is no option any more, and is passed over" for name in names)
+    assert sorted(lines) == sorted(f"config.yaml: {name} is no longer an option and is ignored" for name in names)
 
 
 @pytest.mark.parametrize("name", ["model__depth", "optim__epsilon2"])
@@ -68,8 +68,8 @@ def test_a_renamed_option_has_its_new_name_and_value(monkeypatch):
     ("train", {"replica_check": {"interval": 0}}, {"replica_check": ReplicaCheckConfig(None)}),
 ])
 def test_off_has_one_word_now_and_runs_that_went_before_keep_theirs(group, options, now, capsys):
-    found = getattr(understood(Config, {group: options}, "x"), group)
-    assert {name: getattr(found, name) for name in now} == now and not capsys.readouterr().err
+    loaded = getattr(understood(Config, {group: options}, "x"), group)
+    assert {name: getattr(loaded, name) for name in now} == now and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["eval.interval", "checkpoint.interval", "checkpoint.keep_every", "run.pace_interval", "train.replica_check.interval"])

@@ -1,4 +1,4 @@
-"""Names of other trainers: each is answered, with options that there are."""
+"""Option names of other trainers get an answer that names existing options."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ GROUPS = (
     "plan",
 )
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(GROUPS)})\.[a-z_][a-z_.0-9]*[a-z_0-9](?![\w/]|\()")
-NO_OPTIONS = {  # a name in the state or in a model, a file, a function, an option of an earlier version
+NO_OPTIONS = {  # names of state, parameters, files, functions, and options of earlier versions
     "optim.step", "model.safetensors.index", "model.embed_tokens", "model.norm", "model.layers",
     "passes.program.ir", "passes.rules.add_rule", "checkpoint.enabled", "passes.segment.enabled", "passes.roll",
     "passes.schedule.bucket_mib", "passes.schedule.ahead",
 }  # fmt: skip
 FILES = (".yaml", ".json", ".jsonl", ".html", ".js", ".md", ".py", ".safetensors")
-DENIALS = re.compile(r"there is (?:no|none)\b[^;,:]*|[^;,:]* (?:is|are) not (?:taken|called)[^;,:]*")
-REFUSED = {  # by the beginning of a denial: an option that asks for what is denied
+DENIALS = re.compile(r"there is (?:no|none)\b[^;,:]*|[^;,:]* (?:is|are) not (?:computed|called)[^;,:]*")
+REFUSED = {  # beginning of a denial -> options that ask for the denied feature
     "there is no fp16": ["passes.cast.param_dtype=float16"],
     "there is no MXFP8 and no NVFP4": ["passes.cast.float8=mxfp8"],
-    "products of experts are not taken in float8": ["passes.moe.fp8_grouped_mm=true"],
+    "matmuls of experts are not computed in float8": ["passes.moe.fp8_grouped_mm=true"],
     "there is no quantized training": ["train.load_in_4bit=true"],
     "there is no quantized LoRA": ["model=hf", "model.path=FOLDER", "model.lora.bits=4"],
-    "products of float32 are not taken in TF32": ["train.tf32=true"],
+    "matmuls of float32 are not computed in TF32": ["train.tf32=true"],
     "torch.compile is not called": ["train.torch_compile=true"],
     "there is none": ["run.push_to_hub=true"],
     "there is no reinforcement learning": ["loss=grpo"],
@@ -63,7 +63,7 @@ def options() -> set[str]:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Yield the strings of the program that are no docstrings, with their places."""
+    """Yield the strings of the program that are not docstrings, with their places."""
     root = Path(compiler_trainer.__file__).parents[1]
     for path in sorted([*root.glob("compiler_trainer/**/*.py"), *root.glob("passes/**/*.py")]):
         tree = ast.parse(path.read_text())
@@ -75,14 +75,14 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def test_every_option_that_a_message_names_exists():
-    known = options()
+    existing = options()
     missing = [
         (place, name)
         for place, text in messages()
         for name in NAMED.findall(text)
         if not name.endswith(FILES)
-        and name not in known | NO_OPTIONS
-        and not any(option.startswith(f"{name}.") for option in known)
+        and name not in existing | NO_OPTIONS
+        and not any(option.startswith(f"{name}.") for option in existing)
     ]
     assert not missing
 
@@ -91,16 +91,16 @@ def test_every_option_that_a_message_names_exists():
     "denial", sorted({d for said in {*ANSWERS.values(), *VALUES.values()} for d in DENIALS.findall(said)})
 )
 def test_what_an_answer_denies_is_refused_and_no_feature(denial):
-    """An answer outlives what it says: there was no pipeline parallelism once."""
-    (refused,) = (asked for beginning, asked in REFUSED.items() if denial.startswith(beginning))
+    """Answers must not become outdated: one denied pipeline parallelism after it had been added."""
+    (refused_overrides,) = (overrides for beginning, overrides in REFUSED.items() if denial.startswith(beginning))
     with pytest.raises(UserError):
-        validate(settled(typed(compose(refused)), on_gpu=True), 1)
+        validate(settled(typed(compose(refused_overrides)), on_gpu=True), 1)
     features = {feature.name.partition(" (")[0].lower() for row in FEATURES.values() for feature in row}
     assert denial.lower().removeprefix("there is no ") not in features
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("mapping", "message"),
     [
         (
             {"train": {"gradient_accumulation_steps": 4}},
@@ -116,14 +116,14 @@ def test_what_an_answer_denies_is_refused_and_no_feature(denial):
         ({"model": {"attn_implementation": "sdpa"}}, "kernels are chosen automatically"),
         (
             {"train": {"dtype": "bf16"}},
-            "did you mean 'bfloat16'?; it is of the master weights; mixed precision is passes.cast.param_dtype",
+            "did you mean 'bfloat16'?; it is the dtype of master weights; mixed precision is passes.cast.param_dtype",
         ),
         (
             {"passes": {"cast": {"float8": "mxfp8"}}},
             "'mxfp8' is not one of tensorwise, rowwise; there is no MXFP8 and no NVFP4",
         ),
         ({"passes": {"cast": {"nvfp4": True}}}, "passes.cast.nvfp4: no such option; there is no MXFP8 and no NVFP4"),
-        ({"passes": {"moe": {"fp8_grouped_mm": True}}}, "no such option; products of experts are not taken in float8"),
+        ({"passes": {"moe": {"fp8_grouped_mm": True}}}, "no such option; matmuls of experts are not computed in float8"),
         (
             {"passes": {"moe": {"dispatch": "exact"}}},
             "'exact' is not one of auto, all_gather, dropless, bounded; counts of rows stay",
@@ -131,10 +131,10 @@ def test_what_an_answer_denies_is_refused_and_no_feature(denial):
         ({"train": {"stepz": 4}}, "train.stepz: no such option; did you mean 'steps'?"),
     ],
 )
-def test_a_name_of_another_trainer_is_answered_where_it_is_refused(given, said):
+def test_a_name_of_another_trainer_is_answered_where_it_is_refused(mapping, message):
     with pytest.raises(UserError) as refused:
-        build(Config, given)
-    assert said in str(refused.value)
+        build(Config, mapping)
+    assert message in str(refused.value)
 
 
 def test_case_hyphens_and_groups_do_not_matter():

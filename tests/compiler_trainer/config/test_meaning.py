@@ -1,4 +1,4 @@
-"""What `--help GROUP` prints is what the schema says, of every option."""
+"""`--help GROUP` prints the schema's description of every option."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
 
 
-def said(asked: str) -> str:
+def help_text(query: str) -> str:
     out = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    explain(asked, out)
+    explain(query, out)
     return out.export_text()
 
 
 def test_every_option_is_there_with_its_default():
-    found = {option.name: option for group in groups() for option in group.options}
+    options = {option.name: option for group in groups() for option in group.options}
     for group in ("train", "optim", "mesh", "checkpoint", "eval", "run", "lr_schedule"):
         names = {f"{group}.{field.name}" for field in dataclasses.fields(getattr(Config(), group))}
-        assert names <= found.keys() | {inner.name for inner in groups()}
-    assert found["optim.betas"].default == "[0.9, 0.95]" and found["optim.max_norm"].default == "1.0"
-    assert found["train.steps"].default == "400" and found["lr_schedule.name"].default == "cosine"
-    assert found["passes.remat.policy"].takes.startswith("none | full") and found["optim.state"].takes == "float32 | bfloat16 | null"
-    assert found["train.steps"].takes == "a whole number, at least 1 | 3epochs | 20Btokens"
+        assert names <= options.keys() | {inner.name for inner in groups()}
+    assert options["optim.betas"].default == "[0.9, 0.95]" and options["optim.max_norm"].default == "1.0"
+    assert options["train.steps"].default == "400" and options["lr_schedule.name"].default == "cosine"
+    assert options["passes.remat.policy"].takes.startswith("none | full") and options["optim.state"].takes == "float32 | bfloat16 | null"
+    assert options["train.steps"].takes == "a whole number, at least 1 | 3epochs | 20Btokens"
 
 
 def test_what_an_option_takes_is_in_words():
-    found = {option.name: option.takes for group in groups() for option in group.options}
-    wanted = {
+    takes_of = {option.name: option.takes for group in groups() for option in group.options}
+    expected = {
         "optim.betas": "list of 2, each a number, 0 or more and below 1",
         "optim.groups": "by name: {kinds, names, lr, weight_decay, optimizer}",
         "passes.cast.ops": "by name: float32 | bfloat16",
         "plan.recompute": "list of none | selective | attention | full",
         "data.files": "list of text",
-        "data.document_separator": "text, at least a character | null",
+        "data.document_separator": "text, at least one character | null",
         "data.chat": "true or false",
         "run.time_limit": "seconds, or 2h30m | null",
     }
-    assert {name: found[name] for name in wanted} == wanted
-    assert not [name for name, takes in found.items() if not takes or re.search(r"[A-Z][a-z]+[A-Z]|tuple|dict\[|str\b|bool|None", takes)]
+    assert {name: takes_of[name] for name in expected} == expected
+    assert not [name for name, takes in takes_of.items() if not takes or re.search(r"[A-Z][a-z]+[A-Z]|tuple|dict\[|str\b|bool|None", takes)]
 
 
 def test_a_group_an_option_and_all_of_them():
-    assert "choices: adamw, adamw8bit" in said("optim") and "of updated bf16 parameters" in said("optim")
-    alone = said("optim.eps")
-    assert "optim.eps" in alone and "optim.lr" not in alone
-    assert "passes.remat.policy" in said("passes") and "mesh.tp" in said("")
+    assert "choices: adamw, adamw8bit" in help_text("optim") and "of updated bf16 parameters" in help_text("optim")
+    of_eps = help_text("optim.eps")
+    assert "optim.eps" in of_eps and "optim.lr" not in of_eps
+    assert "passes.remat.policy" in help_text("passes") and "mesh.tp" in help_text("")
 
 
 def test_every_default_that_is_shown_is_that_of_the_job():
@@ -66,7 +66,7 @@ def test_every_default_that_is_shown_is_that_of_the_job():
             assert option.default == (value if isinstance(value, str) else json.dumps(value, default=vars)), option.name
 
 
-@pytest.mark.parametrize(("asked", "name"), [
+@pytest.mark.parametrize(("query", "name"), [
     ("accumulation", "train.microbatches"),
     ("gradient accumulation", "train.microbatches"),
     ("gradient_accumulation", "train.microbatches"),
@@ -77,21 +77,21 @@ def test_every_default_that_is_shown_is_that_of_the_job():
     ("epochs", "train.steps"),
 ])
 @pytest.mark.sample(2)
-def test_options_are_found_by_the_words_of_the_field(asked, name):
-    assert name in said(asked)
+def test_options_are_found_by_the_words_of_the_field(query, name):
+    assert name in help_text(query)
 
 
-@pytest.mark.parametrize(("asked", "says"), [
+@pytest.mark.parametrize(("query", "message"), [
     ("bf16", "bf16: mixed precision is passes.cast.param_dtype=bfloat16"), ("wandb", "wandb: metrics go to metrics.jsonl, TensorBoard and run.loggers="),
     ("gradient_accumulation_steps", "gradient_accumulation_steps: gradient accumulation is train.microbatches"),
 ])
 @pytest.mark.sample(2)
-def test_another_trainers_word_is_answered(asked, says):
-    assert says in " ".join(said(asked).split())
+def test_another_trainers_word_is_answered(query, message):
+    assert message in " ".join(help_text(query).split())
 
 
 def test_an_option_of_training_shows_its_type_default_and_meaning():
-    assert "gradient accumulation" in said("train.microbatches") and "a whole number, at least 1 | auto" in said("train.microbatches")
+    assert "gradient accumulation" in help_text("train.microbatches") and "a whole number, at least 1 | auto" in help_text("train.microbatches")
     plain = [o.name for g in groups() if g.name in ("train", "optim", "lr_schedule", "mesh") for o in g.options if not o.meaning]
     assert set(plain) <= {"mesh.pp", "lr_schedule.warmup_fraction"}
 

@@ -1,4 +1,4 @@
-"""A file of options is a recipe as it is, and help knows the options of every choice."""
+"""A file of options works as a recipe, and help knows the options of every choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiler_trainer.config.errors import UserError
 @pytest.mark.parametrize("head", ["", "# @package _global_\n"])
 @pytest.mark.parametrize("name", ["job.yaml", "job.yml"])
 def test_a_plain_file_of_options_is_a_recipe(head, name, tmp_path, capfd):
-    """As a run's own config.yaml is; without its package, hydra looks for an option called recipe."""
+    """A run's own config.yaml is one; without its package line, hydra looks for an option called recipe."""
     path = tmp_path / name
     path.write_text(f"{head}train:\n  steps: 7\n")
     assert not call(f"recipe={path}", "--cfg", "job")

@@ -1,4 +1,4 @@
-"""Recipes: what every one of them must say, and that a stranger's command line trains what it names."""
+"""Recipes set the options that each of them must set, and a command line with one trains the named model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiler_trainer.models.windowed import WindowedDecoder
 
 RECIPES = sorted(path.stem for path in Path(CONF, "recipe").glob("*.yaml"))
 TUNING = ("finetune", "lora", "dpo")
-ONE_GPU = ("windowed_50m",)  # whose batch, split and learning rate are stated
+ONE_GPU = ("windowed_50m",)  # these set batch, split and learning rate themselves
 SHAPED = [name for name in RECIPES if name not in (*TUNING, *ONE_GPU, "pretrain")]
 
 
@@ -35,7 +35,7 @@ def test_each_computes_as_the_device_can_and_plans_its_accumulation(name):
 @pytest.mark.parametrize("name", [*SHAPED, *ONE_GPU, "pretrain"])
 @pytest.mark.sample(2)
 def test_pretraining_needs_a_tokenizer_and_a_dry_run_does_not(name):
-    with pytest.raises(UserError, match="^data.tokenizer: is not named, .* set data.tokenizer=FOLDER/tokenizer.json"):
+    with pytest.raises(UserError, match="^data.tokenizer: is empty, .* set data.tokenizer=FOLDER/tokenizer.json"):
         validate(closed(job(name)), 8)
     validate(closed(job(name, "run.dry=true")), 8)
     validate(closed(job(name, "data=text", "data.files=[books]", "data.tokenizer=TOK")), 8)

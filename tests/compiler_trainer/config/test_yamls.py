@@ -1,4 +1,4 @@
-"""Configs as files: what is none, and what is endless, is refused by name."""
+"""Config files that are not YAML, or endless, are refused by name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from compiler_trainer.config.yamls import check, check_folders
 
 @pytest.mark.parametrize(("content", "says"), [
     (b"caf\xe9: 1\n", "is not UTF-8"),
-    (b"a: [1, ", "is no YAML"),
+    (b"a: [1, ", "is not valid YAML"),
     (b"5\n", "holds no options"),
-    (b"a: &a {b: *a}\n", "within itself"),
+    (b"a: &a {b: *a}\n", "contains itself"),
     (b"[" * 5000, "nested too deep"),
-    (b"a: 1\nb: " + b"9" * 5000, "line 2: 99999999999999999999... has 5,000 digits, which is more"),
+    (b"a: 1\nb: " + b"9" * 5000, "line 2: 99999999999999999999... has 5,000 digits, more than"),
     (b"a: &a [x, x, x, x, x, x, x, x, x, x]\n" + b"".join(b"%c: &%c [%s]\n" % (k, k, b", ".join([b"*%c" % (k - 1)] * 10)) for k in range(98, 104)),
      "stands for 12,"),
 ])

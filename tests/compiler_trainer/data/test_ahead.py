@@ -205,7 +205,7 @@ def test_what_ahead_is_no_job_for_is_refused(tmp_path):
 def test_the_verb_says_what_to_train_with(tmp_path, capsys):
     path = text(tmp_path).files[0]
     call("tokenize", "data=text", f"data.files=[{path}]", "--out", str(tmp_path / "out"), "--shard", "0/2")
-    assert capsys.readouterr().out.startswith("share 0/2 is done; the last share that ends joins all")
+    assert capsys.readouterr().out.startswith("share 0/2 is done; the share that finishes last joins all")
     call("tokenize", "data=text", f"data.files=[{path}]", "--out", str(tmp_path / "out"), "--shard", "1/2", "--processes", "1")
     count, digest = sum(len(line.encode()) + 1 for line in LINES), ahead.read(tmp_path / "out").digest
     assert capsys.readouterr().out.splitlines()[-2:] == [
@@ -217,7 +217,7 @@ def test_the_verb_says_what_to_train_with(tmp_path, capsys):
 @pytest.mark.parametrize("shard", ["2/2", "1", "0/0", "-1/2", "a/b"])
 def test_a_share_that_there_is_not_is_refused(shard, tmp_path, capsys):
     assert call("tokenize", f"--out={tmp_path}", f"--shard={shard}") == 2
-    assert capsys.readouterr().err == f"error: --shard: {shard} is no share; give I/N, I from 0 to N - 1, as 0/4\n"
+    assert capsys.readouterr().err == f"error: --shard: {shard} is not a share; give I/N, I from 0 to N - 1, as 0/4\n"
 
 
 def test_those_that_share_keep_out_who_makes_all(tmp_path):

@@ -141,7 +141,7 @@ def test_the_options_are_refused_where_they_mean_nothing(tmp_path):
     with pytest.raises(UserError, match="data.eos_token: is set, but data.tokenizer=bytes has no such token"):
         build_tokenizer("bytes", "<eos>")
     cfg = typed(compose(["data=text", "data.files=[a]", "data.chat=true", f"data.tokenizer={path}", "data.add_bos_token=true"]))
-    with pytest.raises(UserError, match="data.add_bos_token: is True with data.chat=true, where the chat template writes"):
+    with pytest.raises(UserError, match="data.add_bos_token: is True with data.chat=true, and the chat template writes"):
         validate_data(cfg)
 
 

@@ -1,4 +1,4 @@
-"""What the page tells first: curves, facts, seconds and the options that were set."""
+"""The first tab of the page: curves, facts, seconds and the options that were set."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def test_a_metric_of_some_steps_is_a_curve_of_those():
 
 
 def test_seconds_are_of_following_the_model_the_passes_and_the_kernels():
-    given = {"capture": 1.0, "forward.cast": 0.5, "forward.shard": 0.25, "step.joint": 2.0, "step.lower": 4.0}
-    assert seconds(given) == [("capture", 1.0), ("passes of forward", 0.75), ("passes of step", 2.0), ("kernels of step", 4.0)]
+    by_pass = {"capture": 1.0, "forward.cast": 0.5, "forward.shard": 0.25, "step.joint": 2.0, "step.lower": 4.0}
+    assert seconds(by_pass) == [("capture", 1.0), ("passes of forward", 0.75), ("passes of step", 2.0), ("kernels of step", 4.0)]
 
 
 def test_facts_and_what_differs_from_the_defaults():
     run = load(run_folder())
-    found = course(replace(run, report=run.report | {"machine": {"processor": "any"}, "data": [PACKED]}, config={"optim": {"name": "sgd", "eps": 1e-8}}))
-    facts, options = dict(found.facts), dict(found.changed)
+    actual = course(replace(run, report=run.report | {"machine": {"processor": "any"}, "data": [PACKED]}, config={"optim": {"name": "sgd", "eps": 1e-8}}))
+    facts, options = dict(actual.facts), dict(actual.changed)
     assert facts["parameters on a rank"].endswith("in 5 tensors") and facts["processor"] == "any"
-    assert facts["packing of books"] == "1,200 rows, 0.41% padding, 12.5% of documents cut"
+    assert facts["packing of books"] == "1,200 sequences, 0.41% padding, 12.5% of documents cut"
     assert options["optim.name"] == "sgd" and "optim.eps" not in options
 
 

@@ -1,4 +1,4 @@
-"""What differs between two runs: each planted difference is told, and nothing else."""
+"""The differences between two runs: each planted difference is shown, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from passes.program.printer import Printed
 
 @pytest.fixture
 def other(tmp_path) -> Path:
-    """A copy of the run, to be changed."""
+    """Return a copy of the run, to be changed."""
     return Path(shutil.copytree(run_folder(), tmp_path / "other"))
 
 
 def differing(a: Path, b: Path) -> dict[str, list[tuple[str, ...]]]:
-    """The tables that are not empty, by title."""
+    """Return the tables that are not empty, by title."""
     return {title: rows for title, _, rows in diff.sections(load(a), load(b)) if rows}
 
 
@@ -60,9 +60,9 @@ def test_names_and_lines_are_no_difference(other):
 
 def test_a_constant_changes_its_own_node_only(other):
     rewrite(other, other_epsilon)
-    found = differing(run_folder(), other)
-    assert found.keys() == {"graph of step", "first changes of step"}
-    assert found["graph of step"] == [("add.Scalar", "norm", "", "", "1")]
+    tables = differing(run_folder(), other)
+    assert tables.keys() == {"graph of step", "first changes of step"}
+    assert tables["graph of step"] == [("add.Scalar", "norm", "", "", "1")]
 
 
 def test_an_operator_added_is_told_with_what_reads_it(other):
@@ -81,11 +81,11 @@ def test_an_operator_added_is_told_with_what_reads_it(other):
 
 
 def test_another_mesh_differs_in_everything():
-    found = differing(run_folder(), run_folder(tp=1))
-    assert found["options"] == [("mesh.tp", "2", "1")]
-    assert ("reduce_scatter over tp, calls", "1", "0", "-1") in found["communication of a step"]
-    assert found["bytes at the peak of memory"][0][0] == "peak"
-    assert "graph of step" in found
+    tables = differing(run_folder(), run_folder(tp=1))
+    assert tables["options"] == [("mesh.tp", "2", "1")]
+    assert ("reduce_scatter over tp, calls", "1", "0", "-1") in tables["communication of a step"]
+    assert tables["bytes at the peak of memory"][0][0] == "peak"
+    assert "graph of step" in tables
 
 
 def test_options_and_losses(other):
@@ -96,9 +96,9 @@ def test_options_and_losses(other):
     steps[1]["loss"] += 0.25
     steps[2]["loss"] += 0.5
     (other / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    found = differing(run_folder(), other)
-    assert found.keys() == {"options", "loss"} and [row[0] for row in found["options"]] == ["optim.lr"]
-    assert [(row[0], row[3]) for row in found["loss"]] == [
+    tables = differing(run_folder(), other)
+    assert tables.keys() == {"options", "loss"} and [row[0] for row in tables["options"]] == ["optim.lr"]
+    assert [(row[0], row[3]) for row in tables["loss"]] == [
         ("first difference, step 2", "0.25"),
         ("largest difference, step 3", "0.5"),
     ]

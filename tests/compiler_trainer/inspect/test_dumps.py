@@ -1,4 +1,4 @@
-"""Run folders read back: every node of every stage, and what is missing named."""
+"""Run folders are read back: every node of every stage; missing files are named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTHING = Accounting((), {}, 0, 0, 0, "x", "", {})
 
 
 def read(program: ir.Program, folder: Path) -> dumps.Stage:
-    """The stage that a dump of a program is read as."""
+    """Return the stage read from the dump of a program."""
     Dumper(folder)(program, PassRecord("step", "joint", 0.0, 0, 0, Report(), NOTHING, {}, Costs((), (), ())))
     return dumps.load_stages(folder)[0]
 
@@ -52,11 +52,11 @@ def test_every_part_of_a_line_is_read(tmp_path):
 def test_every_node_comes_back(tmp_path):
     program = joint({"dp_shard": 2, "tp": 2})
     stage, text = read(program, tmp_path), print_program(program)
-    found = {node.name: node for node in stage.nodes}
+    read_nodes = {node.name: node for node in stage.nodes}
     nodes = [node for node in program.graph.nodes if node.op != "output"]
-    assert found.keys() == {node.name for node in nodes} and stage.text == text == print_program(stage.graph)
+    assert read_nodes.keys() == {node.name for node in nodes} and stage.text == text == print_program(stage.graph)
     for node in nodes:
-        read_node = found[node.name]
+        read_node = read_nodes[node.name]
         assert list(dict.fromkeys(read_node.operands)) == [n.name for n in node.all_input_nodes]
         assert read_node.value == format_value(ir.value(node))
         assert read_node.is_input or read_node.op == op_name(node.target)
@@ -64,18 +64,18 @@ def test_every_node_comes_back(tmp_path):
 
 
 def test_graphs_that_a_program_holds_have_paths(tmp_path):
-    """The program of a count, and a graph that an operator calls."""
+    """The program counts, and an operator calls a graph."""
     small, program = linear_program()
     child = LazyGraphModule(nn.Module(), small.builder.graph)
     scalar = replace(program.inputs[1], kind="scalar", count=ir.Count(program, 2))
-    whole = replace(program, module=LazyGraphModule(nn.Module(), program.graph), inputs=(program.inputs[0], scalar))
-    whole.module.add_module("inner", child)
-    nodes = read(whole, tmp_path).nodes
+    two_inputs = replace(program, module=LazyGraphModule(nn.Module(), program.graph), inputs=(program.inputs[0], scalar))
+    two_inputs.module.add_module("inner", child)
+    nodes = read(two_inputs, tmp_path).nodes
     assert Counter(node.graph for node in nodes) == {"": 6, "x": 6, "inner": 6}
 
 
 def test_what_has_no_form_is_read_as_it_prints(tmp_path):
-    """An operator of this process alone, a constant of an unknown type, and strings that look like operands."""
+    """Covers an unknown operator, a constant of an unknown type, and strings that look like operands."""
     small, program = linear_program()
     last = program.results()[0]
     last.target, last.args = Printed("local.mine"), (last.args[0], object(), '%c ) : #', float("-inf"), torch.float32)
@@ -88,7 +88,7 @@ def test_a_run_of_an_earlier_version_is_refused_by_what_reads_its_programs(tmp_p
     stage = read(linear_program()[1], tmp_path)
     stage.dump.unlink()
     assert stage.casts is None and stage.report["program"] == "step" and stage.text
-    with pytest.raises(UserError, match=r"00_step_joint.graph.json: is missing: the run is of an earlier version"):
+    with pytest.raises(UserError, match=r"00_step_joint.graph.json: is missing: an earlier version wrote the run"):
         _ = stage.nodes
 
 
@@ -98,7 +98,7 @@ def test_a_run_of_an_earlier_version_is_refused_by_what_reads_its_programs(tmp_p
 def test_a_damaged_program_is_refused(tmp_path, damage):
     stage = read(linear_program()[1], tmp_path)
     stage.dump.write_text(damage)
-    with pytest.raises(UserError, match="00_step_joint.graph.json: (is not what a run writes|cannot be read)"):
+    with pytest.raises(UserError, match="00_step_joint.graph.json: (is not in the format that a run writes|cannot be read)"):
         _ = stage.nodes
 
 
@@ -118,9 +118,9 @@ def test_a_program_with_another_part_is_refused_or_read(tmp_path, old, new):
 def test_a_text_that_ends_too_early_is_refused(tmp_path):
     path = dump(tmp_path).path
     lines = path.read_text().splitlines(keepends=True)
-    for kept in (0, 1, len(lines) // 2, len(lines) - 1):
-        path.write_text("".join(lines[:kept]))
-        with pytest.raises(UserError, match="00_step_joint.txt: is not whole: it lacks nodes"):
+    for count in (0, 1, len(lines) // 2, len(lines) - 1):
+        path.write_text("".join(lines[:count]))
+        with pytest.raises(UserError, match="00_step_joint.txt: is incomplete: nodes or their number are missing"):
             _ = dumps.load_stages(tmp_path)[0].text
 
 
@@ -136,7 +136,7 @@ def test_memory_of_layers_that_one_stands_for_is_so_many_times_its_value(tmp_pat
     rows = [[node.name, "output", times * size, "parameters"] for times in (1, 4)]
     stage.path.with_suffix(".costs.json").write_text(json.dumps({"collectives": [], "flops": [], "storages": rows}))
     (stage,) = dumps.load_stages(tmp_path)
-    assert [glance.held(stored, node) for stored in glance.memory(stage)] == [node.value, f"4 x {node.value}"]
+    assert [glance.content_text(stored, node) for stored in glance.memory(stage)] == [node.value, f"4 x {node.value}"]
 
 
 def test_where_nothing_is_sent_there_is_no_table_of_it(tmp_path, capsys):
@@ -156,10 +156,10 @@ def test_stages_know_their_users(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, r"config.yaml: is missing; is this a run folder"),
+        ({}, r"config.yaml: is missing; check that this is the folder"),
         ({"config.yaml": "a: 1"}, r"report.json: is missing"),
-        ({"config.yaml": "a: [", "report.json": "{}"}, r"config.yaml: is no YAML"),
-        ({"config.yaml": "a: 1", "report.json": "[]"}, r"report.json: is not what a run writes: \[\] is not a mapping"),
+        ({"config.yaml": "a: [", "report.json": "{}"}, r"config.yaml: is not valid YAML"),
+        ({"config.yaml": "a: 1", "report.json": "[]"}, r"report.json: is not in the format that a run writes: \[\] is not a mapping"),
         ({"config.yaml": "a: 1", "report.json": "{"}, r"report.json: cannot be read"),
         ({"config.yaml": "a: 1", "report.json": "{}"}, r"graphs: holds no graphs; train with run.dump_graphs=true"),
     ],

@@ -1,4 +1,4 @@
-"""The life of a parameter as its dumps tell it: every gather, use, reduction and update, and nothing of another's."""
+"""The life of a parameter from its dumps: every gather, use, reduction and update, and none of another parameter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from compiler_trainer.inspect import parameter
 from compiler_trainer.inspect.dumps import load
 
 
-def told(name: str, **options) -> list[tuple[str, str]]:
-    """What happens, and how, in order."""
+def events(name: str, **options) -> list[tuple[str, str]]:
+    """Return the events and their details, in order."""
     run = load(run_folder(**options))
     return [(e.what, e.detail) for stage in parameter.chosen(run) for e in parameter.life(stage, name)]
 
@@ -29,12 +29,12 @@ def told(name: str, **options) -> list[tuple[str, str]]:
 def test_a_sharded_weight_is_gathered_twice_and_its_gradient_reduced_once(name, stored, gathered):
     use = "by mm" if name == "down.weight" else "by mul.Tensor"
     again = [("gathered again", gathered), ("used in the backward", use)]
-    made = "by mm" if name == "down.weight" else "by sum.dim_IntList"
-    assert told(name) == [
+    producer = "by mm" if name == "down.weight" else "by sum.dim_IntList"
+    assert events(name) == [
         ("stored", stored),
         ("gathered", gathered),
         ("used", use),
-        *([("gradient computed", made), *again] if name == "down.weight" else [*again, ("gradient computed", made)]),
+        *([("gradient computed", producer), *again] if name == "down.weight" else [*again, ("gradient computed", producer)]),
         ("gradient reduced", "by reduce_scatter over dp_shard in f64"),
         ("updated", "by copy_"),
     ]
@@ -43,7 +43,7 @@ def test_a_sharded_weight_is_gathered_twice_and_its_gradient_reduced_once(name, 
 @pytest.mark.parametrize("name", ["embed.weight", "up.weight", "down.weight"])
 @pytest.mark.sample(2)
 def test_reductions_of_activations_over_tp_are_no_reductions_of_a_gradient(name):
-    over = [detail for what, detail in told(name, max_norm=1.0) if what == "gradient reduced"]
+    over = [detail for event, detail in events(name, max_norm=1.0) if event == "gradient reduced"]
     assert over == ["by reduce_scatter over dp_shard in f64"]
 
 
@@ -67,8 +67,8 @@ def test_each_gradient_is_reduced_by_a_collective_of_its_own():
 
 
 def test_a_cast_is_told():
-    told_of = told("up.weight", tp=1, param_dtype="bfloat16")
-    assert ("gathered", "cast to bf16, over dp_shard to bf16[5, 6] [5, 6] replicate(dp_shard)") in told_of
+    bf16_events = events("up.weight", tp=1, param_dtype="bfloat16")
+    assert ("gathered", "cast to bf16, over dp_shard to bf16[5, 6] [5, 6] replicate(dp_shard)") in bf16_events
 
 
 def test_a_pattern_names_each_and_one_that_matches_none_the_nearest():

@@ -1,4 +1,4 @@
-"""Questions to a run folder: answered as the passes count, in tables, and refused in one line."""
+"""Questions about a run folder get tables with the passes' counts; bad questions are refused in one line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_costs_add_up_to_the_report(run):
 
 
 def test_bodies_and_how_often_they_are_called(run, capsys):
-    """All operators of a program that compute are in its bodies, as often as these are called; views may stand outside."""
+    """All computing operators are in compiled regions, as often as these are called; views may be outside."""
     views = {"view", "t", "movedim.int", "reshape", "narrow", "getitem", "split_with_sizes", "expand", "unsqueeze"}
     for stage in run.trained:
         bodies = run.bodies[stage.program]
@@ -49,11 +49,11 @@ def test_bodies_and_how_often_they_are_called(run, capsys):
 
 
 def test_the_largest_reshard(run):
-    first, *rest = glance.reshards(run)
-    assert first["sent_bytes"] >= max(r["sent_bytes"] for r in rest)
+    first, *others = glance.reshards(run)
+    assert first["sent_bytes"] >= max(r["sent_bytes"] for r in others)
     stage = run.stages[first["stage"]]
     by_name = {name: sent for name, _, _, sent in stage.costs["collectives"]}
-    for r in (first, *rest):
+    for r in (first, *others):
         assert r["sent_bytes"] == sum(by_name[name] for name in r["collectives"])
     notes = stage.report["report"]["notes"]
     assert any(f"%{first['node']} " in n and f"{first['sent_bytes']:,} bytes sent" in n for n in notes)
@@ -105,12 +105,12 @@ def test_of_a_run_of_an_earlier_version_passes_and_reports_are_shown(run, tmp_pa
         path.unlink()
     earlier = load(folder)
     out = shown(earlier, capsys)
-    assert all(stage.title in out for stage in run.dumped) and "graph.json is missing: the run is of an earlier version" in out
+    assert all(stage.title in out for stage in run.dumped) and "graph.json is missing: an earlier version wrote the run" in out
     assert "reshards" in shown(earlier, capsys, "--pass", "shard")
     for arguments in (["--node", "mm*"], ["--parameter", "*"], ["--html"]):
         assert call("inspect", folder, *arguments) == 2
         err = capsys.readouterr().err
-        assert "graph.json: is missing: the run is of an earlier version" in err and err.count("\n") == 1
+        assert "graph.json: is missing: an earlier version wrote the run" in err and err.count("\n") == 1
 
 
 def test_one_pass(run, capsys):

@@ -1,4 +1,4 @@
-"""Whatever strings a run folder or a sweep holds, its page has the elements that it has for harmless ones, and no more."""
+"""Strings in a run folder or a sweep never add elements to its page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STUB = Path(__file__).parents[2] / "support" / "page_in_node.js"
 
 
 class Elements(HTMLParser):
-    """Counts the tags and attributes of a text; `scripts` by their ids are what stands in them."""
+    """A parser that counts the tags and attributes of a text; `scripts` holds the contents of scripts by id."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -63,16 +63,16 @@ def plain(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def harmless(plain, tmp_path_factory) -> Counter[str]:
-    """The elements that scripts put into a page of harmless strings."""
+    """Return the elements that scripts put into a page of harmless strings."""
     place = tmp_path_factory.mktemp("harmless")
     texts = written(marked(plain, place, HARMLESS), HARMLESS, place)
-    found = Elements("\n".join(texts)).found
-    assert sum(HARMLESS in text for text in texts) > 20 and found["td"] > 100
-    return found
+    elements = Elements("\n".join(texts)).found
+    assert sum(HARMLESS in text for text in texts) > 20 and elements["td"] > 100
+    return elements
 
 
 def marked(plain: Path, place: Path, word: str) -> Path:
-    """A copy of a run with a word in every string that tools read."""
+    """Return a copy of a run with a word in every string that tools read."""
     name = word.replace("/", "")
     folder = place / f"run {name}"
     shutil.copytree(plain, folder)
@@ -93,7 +93,7 @@ def marked(plain: Path, place: Path, word: str) -> Path:
 
 
 def mark_stage(stage: Stage, word: str) -> None:
-    """The word in a stage's graph, report and costs."""
+    """Put the word into a stage's graph, report and costs."""
     inputs = [ir.Input(word, "parameter", Spec.whole((2,))), ir.Input(word, word, Spec((), ((word, "sum"),)))]
     value, origin = torch.empty(2), Origin(word, (word, word))
 
@@ -127,7 +127,8 @@ def mark_stage(stage: Stage, word: str) -> None:
 
 
 def written(folder: Path, word: str, place: Path) -> list[str]:
-    """All HTML that the scripts of a run's page put into it, on every tab and for lines of its last stage, the odd ones among them."""
+    """Return all HTML that the page's scripts write, on every tab and for lines of the last stage, odd ones included.
+    """
     run = load(folder)
     scripts = Elements(page(run)).scripts
     last = run.trained[-1]
@@ -139,8 +140,8 @@ def written(folder: Path, word: str, place: Path) -> list[str]:
     assert NODE is not None
     done = subprocess.run([NODE, STUB, file], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout)
-    return found
+    html: list[str] = json.loads(done.stdout)
+    return html
 
 
 @pytest.mark.parametrize("word", HOSTILE)
@@ -155,7 +156,7 @@ def test_the_file_has_the_elements_of_a_harmless_one(plain, tmp_path, word):
 @pytest.mark.sample(2)
 def test_what_scripts_put_into_the_page_has_no_other_kinds_of_elements(plain, harmless, tmp_path, word):
     hostile = Elements("\n".join(written(marked(plain, tmp_path, word), word, tmp_path))).found
-    assert not hostile.keys() - harmless.keys()  # how many of each depends on how a line of a graph comes apart
+    assert not hostile.keys() - harmless.keys()  # the number of each depends on how a line of a graph is split
 
 
 POINT: dict[str, Any] = {
@@ -165,14 +166,14 @@ POINT: dict[str, Any] = {
 
 
 def sweep(folder: Path, word: str) -> Path:
-    """A sweep of two points with a word in every string."""
+    """Return a sweep of two points with a word in every string."""
     for number, status in enumerate(("failed", "done")):
         place = folder / f"sweep {word.replace('/', '')}" / str(number)
         place.mkdir(parents=True)
-        found = POINT | {"point": number, "status": status, "error": word, "traceback": word, "started": word}
-        found |= {"overrides": {word: f"{word}{number}", "list": [word, number]}, "config": {word: word}}
-        found |= {"environment": dict.fromkeys(("ranks", "device", "cores", "torch", "commit", word), word)}
-        (place / "point.json").write_text(json.dumps(found))
+        result = POINT | {"point": number, "status": status, "error": word, "traceback": word, "started": word}
+        result |= {"overrides": {word: f"{word}{number}", "list": [word, number]}, "config": {word: word}}
+        result |= {"environment": dict.fromkeys(("ranks", "device", "cores", "torch", "commit", word), word)}
+        (place / "point.json").write_text(json.dumps(result))
         (place / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, word: 1.0}) + "\n")
     return place.parent
 
@@ -180,12 +181,12 @@ def sweep(folder: Path, word: str) -> Path:
 @pytest.mark.parametrize("word", HOSTILE)
 @pytest.mark.sample(2)
 def test_a_sweeps_page_has_the_elements_of_a_harmless_one(tmp_path, word):
-    found = {}
+    by_word = {}
     for w in (word, HARMLESS):
         folder = sweep(tmp_path, w)
         sweep_page.write(points(folder), folder)
-        found[w] = Elements((folder / sweep_page.FILE).read_text()).found
+        by_word[w] = Elements((folder / sweep_page.FILE).read_text()).found
         plots = (sweep_page.over_options(points(folder), "loss", [word]), sweep_page.bars(points(folder), "loss", 1))
-        said = [str((line.hovertext, line.x, line.y, line.name)) for plot in plots for line in plot.data]
-        assert said and ("<" not in w or all(w not in text for text in said))
-    assert found[word] == found[HARMLESS]
+        texts = [str((line.hovertext, line.x, line.y, line.name)) for plot in plots for line in plot.data]
+        assert texts and ("<" not in w or all(w not in text for text in texts))
+    assert by_word[word] == by_word[HARMLESS]

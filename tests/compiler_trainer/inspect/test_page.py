@@ -1,4 +1,4 @@
-"""The page of a run, opened in Chromium without a display: fast, silent, and its answers those of Python."""
+"""The page of a run, opened in headless Chromium: it is fast, logs nothing, and agrees with Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(tmp_path_factory) -> Run:
 
 
 def show(browser, run: Run, file: Path, width: int = 1300, scheme: str = "light"):
-    """The page of a run, ready."""
+    """Return the page of a run, loaded."""
     file.write_text(page(run), encoding="utf-8")
     shown = opened(browser, file, width, scheme)
     shown.wait_for_selector("body[data-ready]")
@@ -51,7 +51,7 @@ def test_the_run_comes_first(browser, run, tmp_path):
     metrics = [{"step": i + 1, "loss": 5.0 - i, "lr": 0.5, "tokens": 8 * i, "tokens_per_s": 100.0 + i} for i in range(4)]
     metrics[-1]["eval_loss"] = 2.25
     shown = show(browser, replace(run, metrics=metrics, config={"optim": {"name": "sgd"}}), tmp_path / "page.html")
-    assert "at the end 2, held out 2.25" in text(shown, "#loss") and shown.locator("#loss circle").count() == 1
+    assert "at the end 2, validation 2.25" in text(shown, "#loss") and shown.locator("#loss circle").count() == 1
     assert shown.locator("#loss svg text").all_text_contents() == ["2", "2.5", "3", "3.5", "4", "4.5", "5", "1", "2", "3", "4"]  # both axes
     assert "101.5" not in text(shown, "#facts") and "102 tokens/s (median)" in text(shown, "#facts")
     assert "optim.name" in text(shown, "#changed") and shown.locator("#compiled tr").count() > 1
@@ -79,8 +79,8 @@ def test_the_table_of_pipeline_stages_is_a_picture(browser, run, tmp_path):
     assert "1f1b on 2 pipeline ranks: idle 25.0 %" in text(shown, "#pipeline h2 >> nth=0") and "pp 2" in text(shown, "#mesh")
     assert shown.locator("#slots rect[fill]").count() == sum(map(len, SLOTS))
     assert shown.locator("#slots text.slot").all_text_contents() == ["0", "1", "0", "1", "0", "0", "1", "1"]
-    said = shown.locator("#slots rect[fill] title").all_text_contents()
-    assert said[0] == "F0.0: forward of microbatch 0 in stage 0, 1.00 ms from 0.00 µs on" and said[4].startswith("U0: update, 500 µs")
+    titles = shown.locator("#slots rect[fill] title").all_text_contents()
+    assert titles[0] == "F0.0: forward of microbatch 0 in stage 0, 1.00 ms from 0.00 µs on" and titles[4].startswith("U0: update, 500 µs")
     boxes = [shown.locator("#slots rect[fill]").nth(i).bounding_box() for i in (2, 3)]
     assert boxes[0]["width"] == pytest.approx(boxes[1]["width"], abs=1) and boxes[1]["x"] > boxes[0]["x"] + 1.4 * boxes[0]["width"]
     assert "layers.0 to layers.1 (2)" in text(shown, "#ranks") and "does not fit" in text(shown, "#ranks tr >> nth=2")
@@ -118,8 +118,8 @@ def test_a_single_held_out_loss_is_a_dashed_line(browser, run, tmp_path):
 def test_nothing_is_cut(browser, run, tmp_path, width, scheme):
     names = [name for name, *_ in run.trained[-1].costs["collectives"]]
     events = [{**e, "node": names[0], "program": "step"} for e in EVENTS]
-    whole = replace(run, metrics=METRICS, report=run.report | {"timeline": events})
-    shown = show(browser, whole, tmp_path / "page.html", width, scheme)
+    complete = replace(run, metrics=METRICS, report=run.report | {"timeline": events})
+    shown = show(browser, complete, tmp_path / "page.html", width, scheme)
     tabs = shown.evaluate("Object.keys(TABS)")
     assert len(tabs) == 9
     for address in (*tabs, f"graph/{run.trained[-1].number}/30"):
@@ -200,9 +200,9 @@ def test_the_load_of_experts_is_drawn(browser, run, tmp_path):
     assert "5.00" in text(shown, "#experts-legend") and "28" in text(shown, "#experts-beside .big")
     canvas = shown.locator("#experts-canvas")
     last = canvas.bounding_box()["width"] - 30
-    for row, said in enumerate(("layers.0, step 5: 1.50 times the mean", "layers.1, step 5: 5.00 times the mean")):
+    for row, title in enumerate(("layers.0, step 5: 1.50 times the mean", "layers.1, step 5: 5.00 times the mean")):
         canvas.hover(position={"x": last, "y": 22 * row + 11})
-        assert canvas.get_attribute("title") == said
+        assert canvas.get_attribute("title") == title
     assert shown.errors == []
 
     shown = show(browser, run, tmp_path / "page.html")
@@ -233,8 +233,8 @@ def test_slices_are_those_of_the_specs(browser, run, tmp_path):
             for place in mesh:
                 drawn = shown.evaluate(f"slices({str(spec)!r}, {json.dumps(place)})")
                 cells = {cell for start, length in drawn[0] for cell in range(start, start + length)}
-                own = {cell for box in boxes(spec, mesh, place) if box.size for cell in range(box.offset[0], box.offset[0] + box.size[0])}
-                assert cells == own, (str(spec), place)
+                expected = {cell for box in boxes(spec, mesh, place) if box.size for cell in range(box.offset[0], box.offset[0] + box.size[0])}
+                assert cells == expected, (str(spec), place)
     assert shown.errors == []
 
 
@@ -254,7 +254,7 @@ def test_a_predicted_timeline_is_drawn(browser, run, tmp_path):
 
 
 def grow(folder: Path, run: Run) -> Run:
-    """A run whose last stage has 100,000 nodes: its forward written a thousand times over."""
+    """Return a run whose last stage has 100,000 nodes: its forward, repeated a thousand times."""
     shutil.copytree(run.folder, folder)
     copied = load(folder).trained[-1]
     nodes = [node for node in copied.graph.graph.nodes if node.op == "call_function"][:100]
@@ -287,7 +287,7 @@ def test_a_hundred_thousand_nodes(browser, run, tmp_path, record_property):
     shown.wait_for_function("document.body.dataset.shown.split('/').length === 3")
     assert f"%{name} =" in text(shown, ".row.on") and name in text(shown, "#node h3")
     assert shown.errors == []
-    record_property("counted", "page of 100,000 nodes, ms: " + ", ".join(f"{what} {ms:.0f}" for what, ms in took.items()))
+    record_property("counted", "page of 100,000 nodes, ms: " + ", ".join(f"{part} {ms:.0f}" for part, ms in took.items()))
 
 
 def test_the_page_is_the_same_for_the_same_run(run):

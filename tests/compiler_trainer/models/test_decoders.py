@@ -1,4 +1,4 @@
-"""Our decoders in the forms of transformers compute the same; what has no form is refused by its option."""
+"""Our decoders compute the same in transformers' forms; options that no form has are refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OF_NONE = {
 
 
 def decoder(cfg: ModelConfig) -> Llama:
-    """The model with weights and buffers that are all unlike."""
+    """Return the model with weights and buffers that all differ."""
     torch.manual_seed(0)
     model = Llama(cfg).eval()
     with torch.no_grad():
@@ -66,10 +66,10 @@ def test_a_form_has_the_logits_of_the_decoder(name, tmp_path):
     as_transformers(cfg, ours).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with torch.no_grad():
-        wanted = ours(tokens, torch.arange(13).expand(2, -1))
-        found = theirs(tokens).logits
+        expected = ours(tokens, torch.arange(13).expand(2, -1))
+        actual = theirs(tokens).logits
     assert type(theirs).__name__ == f"{form_of(cfg)}ForCausalLM"
-    assert (found - wanted).abs().max() < 3e-6 * wanted.abs().max()
+    assert (actual - expected).abs().max() < 3e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -77,20 +77,20 @@ def test_the_likeliest_tokens_are_the_same_with_a_cache(name):
     cfg, how = Config(model=FORMS[name], train=TrainConfig(seq_len=24)), Sampling(30, temperature=0.0)
     trained, ours, prompt = subject(cfg), decoder(FORMS[name]), [5, 60, 7, 7]
     with torch.no_grad():
-        for weight in ours.layers.parameters():  # so that what a tied head repeats is not the likeliest
+        for weight in ours.layers.parameters():  # so that a tied head does not just repeat the last token
             weight.mul_(4)
-    model, seen = in_use(cfg, ours, torch.device("cpu")), []
-    model.register_forward_pre_hook(lambda m, args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
+    model, lengths = in_use(cfg, ours, torch.device("cpu")), []
+    model.register_forward_pre_hook(lambda m, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
     cached = continued(cfg, trained, model, prompt, frozenset(), how)
-    assert seen == [4] + 19 * [1] and len(cached) == 20  # to the last position
+    assert lengths == [4] + 19 * [1] and len(cached) == 20  # up to the last position
     assert cached == [*islice(one_by_one(trained, ours, prompt, 24, how), 20)] and len({*cached}) > 4
 
 
 @pytest.mark.parametrize("option", OF_NONE)
 def test_what_has_no_form_is_refused_by_its_option(option):
-    with pytest.raises(UserError, match=f"{option}: is of no form in which decoders are exported"):
+    with pytest.raises(UserError, match=f"{option}: has no equivalent in the forms in which decoders are exported"):
         form_of(OF_NONE[option])
-    assert why_uncached(Config(model=OF_NONE[option])).startswith(f"{option}: is of no form")
+    assert why_uncached(Config(model=OF_NONE[option])).startswith(f"{option}: has no equivalent")
 
 
 def test_a_form_has_the_memory_of_its_decoder():

@@ -1,4 +1,4 @@
-"""Routers against formulas written out for one token, experts against loops, and what keeps their shares even."""
+"""Routers agree with formulas for single tokens, experts with loops; loss and correction even out the load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ each_router = pytest.mark.parametrize("cfg", ROUTERS.values(), ids=ROUTERS.keys(
 
 @pytest.fixture
 def any_dtype(monkeypatch):
-    """`F.grouped_mm` takes fp64 as well."""
+    """Let `F.grouped_mm` take fp64 as well."""
     monkeypatch.setattr(F, "grouped_mm", sliced_products)
 
 
@@ -42,26 +42,27 @@ def randn(*shape, seed=1):
 
 
 def mixture(cfg, seed=0):
-    """In fp64, with scores far from each other and from 1, and a correction that changes the choice."""
+    """Return a mixture in fp64, with scores far from each other and from 1, and a correction that changes the choice.
+    """
     torch.manual_seed(seed)
-    made = MixtureOfExperts(D, cfg).double()
+    layer = MixtureOfExperts(D, cfg).double()
     with torch.no_grad():
-        made.router.weight.copy_(randn(cfg.count, D, seed=2) / 3)
-        if made.router.correction is not None:
-            made.router.correction.copy_(randn(cfg.count, seed=3) / 3)
-    return made
+        layer.router.weight.copy_(randn(cfg.count, D, seed=2) / 3)
+        if layer.router.correction is not None:
+            layer.router.correction.copy_(randn(cfg.count, seed=3) / 3)
+    return layer
 
 
 def route_one(cfg, logits, correction):
-    """(expert, weight) of one token, best first, as the papers have it."""
+    """Return (expert, weight) of one token, best first, by the papers' formulas."""
     exps = [z.exp() for z in logits]
     scores = [e / sum(exps) if cfg.score == "softmax" else 1 / (1 + 1 / e) for e in exps]
-    wanted = [s.item() + c for s, c in zip(scores, correction)]
+    corrected = [s.item() + c for s, c in zip(scores, correction)]
     size = cfg.count // cfg.groups
     groups = [range(g * size, (g + 1) * size) for g in range(cfg.groups)]
-    groups.sort(key=lambda group: -sum(sorted(wanted[e] for e in group)[-2:]))
+    groups.sort(key=lambda group: -sum(sorted(corrected[e] for e in group)[-2:]))
     candidates = [e for group in groups[: cfg.top_groups] for e in group]
-    chosen = sorted(candidates, key=lambda e: -wanted[e])[: cfg.top_k]
+    chosen = sorted(candidates, key=lambda e: -corrected[e])[: cfg.top_k]
     total = sum(scores[e] for e in chosen) if cfg.normalize else 1.0
     return [(e, cfg.scale * scores[e] / total) for e in chosen]
 
@@ -70,14 +71,14 @@ def route_one(cfg, logits, correction):
 def test_each_token_goes_where_the_formulas_send_it(cfg):
     router, x = mixture(cfg).router.eval(), randn(N, D)
     correction = [0.0] * cfg.count if router.correction is None else router.correction.tolist()
-    wanted = [route_one(cfg, token, correction) for token in x @ router.weight.T]
+    routes = [route_one(cfg, token, correction) for token in x @ router.weight.T]
     ids, weights, _ = router(x)
-    assert ids.tolist() == [[e for e, _ in slots] for slots in wanted]
-    wanted_weights = torch.stack([torch.stack([w for _, w in slots]) for slots in wanted])
-    torch.testing.assert_close(weights, wanted_weights, atol=1e-12, rtol=1e-12)
+    assert ids.tolist() == [[e for e, _ in slots] for slots in routes]
+    expected_weights = torch.stack([torch.stack([w for _, w in slots]) for slots in routes])
+    torch.testing.assert_close(weights, expected_weights, atol=1e-12, rtol=1e-12)
     ups = randn(N, cfg.top_k, seed=4)
-    found, expected = (torch.autograd.grad((w * ups).sum(), router.weight)[0] for w in (weights, wanted_weights))
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    actual, expected = (torch.autograd.grad((w * ups).sum(), router.weight)[0] for w in (weights, expected_weights))
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_the_correction_changes_the_choice_and_not_the_weight():
@@ -114,10 +115,10 @@ def test_grouped_products_equal_a_loop_over_experts(any_dtype, ids, weigh):
     x, weights, ups = randn(6, D), randn(*ids.shape, seed=2).abs(), randn(6, D, seed=3)
     outs, grads = [], []
     for module in (experts, loop):
-        given = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-        out = module(given[0], ids, given[1])
+        inputs = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        out = module(inputs[0], ids, inputs[1])
         outs.append(out)
-        grads.append(torch.autograd.grad((out * ups).sum(), (*given, module.w1, module.w2, module.w3)))
+        grads.append(torch.autograd.grad((out * ups).sum(), (*inputs, module.w1, module.w2, module.w3)))
     torch.testing.assert_close(*outs, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(*grads, atol=1e-12, rtol=1e-12)
     idle = [e for e in range(5) if e not in ids]
@@ -130,10 +131,10 @@ def test_pytorchs_grouped_products_give_the_same(dtype):
     experts, ids = Experts(D, cfg).to(dtype), CHOICES["one has none"]
     x, weights = randn(6, D).to(dtype), randn(6, 2, seed=2).to(dtype)
     out = experts(x, ids, weights)
-    wanted = LoopedExperts(experts.double())(x.double(), ids, weights.double())
+    expected = LoopedExperts(experts.double())(x.double(), ids, weights.double())
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_rows_are_counted_for_experts_without_any():
@@ -145,14 +146,14 @@ def test_a_layer_is_the_sum_of_its_experts_and_the_shared_one(any_dtype, cfg):
     grouped = mixture(cfg).eval()
     loop = looped(grouped)
     x, ups = randn(2, 5, D), randn(2, 5, D, seed=2)
-    (out, none), (wanted, _) = grouped(x), loop(x)
+    (out, none), (loop_out, _) = grouped(x), loop(x)
     assert out.shape == x.shape and none is None
-    torch.testing.assert_close(out, wanted, atol=1e-12, rtol=1e-12)
-    found, expected = (
+    torch.testing.assert_close(out, loop_out, atol=1e-12, rtol=1e-12)
+    actual, expected = (
         torch.autograd.grad((value * ups).sum(), list(module.parameters()))
-        for value, module in ((out, grouped), (wanted, loop))
+        for value, module in ((out, grouped), (loop_out, loop))
     )
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
     if cfg.shared:
         torch.testing.assert_close(out - grouped.shared(x), mixture(dataclasses.replace(cfg, shared=0)).eval()(x)[0])
 
@@ -168,10 +169,10 @@ def test_the_auxiliary_loss_is_that_of_the_paper():
     x = torch.tensor([[2.0, 1.0], [3.0, -4.0]], dtype=F64, requires_grad=True)
     scores = torch.sigmoid(torch.stack([x[:, 0], x[:, 1], -x.sum(-1)], -1))  # choices {0, 1} and {0, 2}
     probability = (scores / scores.sum(-1, keepdim=True)).mean(0)
-    wanted = 0.5 * 3 * (0.5 * probability[0] + 0.25 * probability[1] + 0.25 * probability[2])
-    _, _, found = router(x)
-    torch.testing.assert_close(found, wanted, atol=1e-14, rtol=1e-14)
-    torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(wanted, x), atol=1e-14, rtol=1e-14)
+    expected = 0.5 * 3 * (0.5 * probability[0] + 0.25 * probability[1] + 0.25 * probability[2])
+    _, _, actual = router(x)
+    torch.testing.assert_close(actual, expected, atol=1e-14, rtol=1e-14)
+    torch.testing.assert_close(torch.autograd.grad(actual, x), torch.autograd.grad(expected, x), atol=1e-14, rtol=1e-14)
     assert router.load.tolist() == [0.5, 0.25, 0.25]
 
 
@@ -189,12 +190,12 @@ def test_each_forward_in_training_moves_the_correction_against_the_shares():
     router = Router(4, cfg).double()
     with torch.no_grad():
         router.weight.copy_(torch.eye(4))
-    x = torch.eye(4, dtype=F64)[[0, 0, 0, 1]]  # counts 3, 1, 0, 0 of a mean of 1
+    x = torch.eye(4, dtype=F64)[[0, 0, 0, 1]]  # counts 3, 1, 0, 0; the mean is 1
     steps = torch.tensor([-1.0, 0.0, 1.0, 1.0], dtype=F64)
     router(x)
     torch.testing.assert_close(router.correction, 0.25 * (steps - 0.25), atol=1e-15, rtol=0)
     before = router.correction.clone()
-    ids, *_ = router(x)  # scores 0.73 and 0.5 elsewhere: by now 2 is corrected past 0
+    ids, *_ = router(x)  # scores are 0.73 and 0.5 elsewhere: by now the correction puts 2 before 0
     assert ids.flatten().tolist() == [2, 2, 2, 2]
     torch.testing.assert_close(router.correction, before + 0.25 * (torch.tensor([1, 1, -1, 1.0]) - 0.5).double())
 
@@ -204,23 +205,23 @@ def test_an_expert_with_the_mean_share_keeps_its_correction():
     with torch.no_grad():
         router.weight.copy_(torch.eye(10))
     tokens = torch.eye(10).repeat(7, 1)
-    tokens[0] = tokens[1]  # 6, 8 and eight times 7: a tenth each, of which the mean is not a tenth, rounded
+    tokens[0] = tokens[1]  # 6, 8 and eight times 7: in floats, the mean of ten tenths is not a tenth
     router(tokens)
     torch.testing.assert_close(router.correction, torch.tensor([0.1, -0.1, *[0.0] * 8]), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_padding_counts_in_nothing_that_keeps_shares_even(score):
-    """In loads, the correction and the auxiliary loss, with its gradient, as though the real tokens were alone."""
+    """Loads, the correction and the auxiliary loss, with its gradient, are those of the real tokens alone."""
     routers = [Router(D, ExpertsConfig(8, 2, 12, score=score, bias_rate=0.25, balance_loss=0.5)).double() for _ in range(2)]
     routers[1].load_state_dict(routers[0].state_dict())
     x, gradients = randn(N, D), []
     padded, is_real = torch.cat([x[:4], torch.ones(9, D, dtype=F64), x[4:]]), torch.ones(N + 9, dtype=torch.bool)
     is_real[4:13] = False
-    for router, given in zip(routers, ((x,), (padded, is_real))):
-        ids, _, balance = router(*given)
+    for router, arguments in zip(routers, ((x,), (padded, is_real))):
+        ids, _, balance = router(*arguments)
         gradients.append(torch.autograd.grad(balance, router.weight)[0])
-    assert len(ids) == N + 9  # padding has experts, too
+    assert len(ids) == N + 9  # padding is routed, too
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-14, rtol=1e-14)
     for name, value in routers[0].state_dict().items():
         torch.testing.assert_close(routers[1].state_dict()[name], value, atol=1e-14, rtol=1e-14)
@@ -267,7 +268,7 @@ def test_the_loss_includes_the_layers_auxiliary_losses_in_training_only(any_dtyp
     torch.manual_seed(0)
     model, data, noted = models.Llama(cfg).double(), batch(), []
     for layer in model.layers[1::2]:
-        layer.feed_forward.router.register_forward_hook(lambda router, given, out: noted.append(out[2]))
+        layer.feed_forward.router.register_forward_hook(lambda router, args, out: noted.append(out[2]))
     loss = models.loss_fn(model, data)
     auxiliary = sum(noted)
     assert len(noted) == 2 and all(balance > 0.1 for balance in noted)
@@ -300,7 +301,7 @@ ONE_LAYER = dataclasses.replace(TINY, n_layers=1, experts=ExpertsConfig(4, 2, 8,
 
 @pytest.fixture(scope="module")
 def training():
-    """One layer, captured as it trains, in the dtype that PyTorch's fake kernel takes."""
+    """Return one layer, captured as it trains, in a dtype that PyTorch's fake kernel takes."""
     model = models.build(ONE_LAYER, torch.bfloat16)
     return capture(model, models.loss_fn, batch(), torch.device("cpu"))[0]
 
@@ -330,7 +331,7 @@ def test_evaluation_is_captured_in_eval_mode_with_an_auxiliary_loss_alone(traini
 # ---- sizes and weights ------------------------------------------------------------------------------
 
 MODELS = Path(__file__).parents[3] / "conf" / "model"
-SIZES = {  # parameters of the checkpoint, and in billions what the paper says a token uses
+SIZES = {  # parameters of the checkpoint, and the paper's billions of parameters that a token uses
     "mixtral_8x7b": (46_702_792_704, 12.9),
     "qwen3_30b_a3b": (30_532_122_624, 3.35),
     "deepseek_v3_16b": (15_706_484_224, 2.66),  # the paper's 2.4 leaves out the embedding, 0.21
@@ -364,10 +365,10 @@ def test_experts_start_as_linear_layers_of_their_own_size():
 def test_initial_values_are_there_for_experts_and_buffers():
     cfg = dataclasses.replace(TINY, dim=64, n_layers=8, experts=ExpertsConfig(4, 2, 128, shared=1, bias_rate=0.1))
     model = models.build(cfg, torch.bfloat16)
-    found = {name: value[()] for name, value in models.initial_parameters(model, 3, torch.bfloat16)}
-    assert found.keys() == model.state_dict().keys()
-    assert all(found[name].dtype == value.dtype for name, value in model.state_dict().items())
-    assert all(found[name].eq(0).all() for name, _ in model.named_buffers())
+    values = {name: value[()] for name, value in models.initial_parameters(model, 3, torch.bfloat16)}
+    assert values.keys() == model.state_dict().keys()
+    assert all(values[name].dtype == value.dtype for name, value in model.state_dict().items())
+    assert all(values[name].eq(0).all() for name, _ in model.named_buffers())
     for part, std in (("experts.w1", 0.02), ("experts.w2", 0.02 / 4), ("experts.w3", 0.02), ("router.weight", 0.02)):
-        value = found[f"layers.3.feed_forward.{part}"].float()
+        value = values[f"layers.3.feed_forward.{part}"].float()
         assert (value.std((-2, -1)) / std - 1).abs().max() < 0.1, part

@@ -1,4 +1,4 @@
-"""The decoder's experts on meshes: losses, updates, corrections and shares are those of a loop on one device."""
+"""Decoders with experts on meshes: losses, updates, corrections and shares equal those of a loop on one device."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ EXPERTS = (
 
 
 def loss(model, batch):
-    """`loss_fn` in the model's own dtype."""
-    found = model(batch["tokens"], batch["positions"], batch["documents"])
-    logits, auxiliary = found if isinstance(found, tuple) else (found, 0.0)
+    """Return `loss_fn` in the model's own dtype."""
+    out = model(batch["tokens"], batch["positions"], batch["documents"])
+    logits, auxiliary = out if isinstance(out, tuple) else (out, 0.0)
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + auxiliary
 
 
 def data_of():
-    """Batches of rows that end in padding, each in another place."""
-    found = batches(rows=3)
-    for batch in found:
+    """Return batches of sequences that end in padding, each at another position."""
+    data = batches(rows=3)
+    for batch in data:
         length = batch["tokens"].shape[1]
         is_real = torch.arange(length) < torch.tensor([[length], [length // 3], [length - 1]])
         batch |= {"documents": torch.where(is_real, 0, -1), "labels": batch["labels"].masked_fill(~is_real, -100)}
-    return found
+    return data
 
 
 @pytest.mark.parametrize(("mesh", "cfg"), in_turn(MESHES, EXPERTS))
@@ -44,11 +44,11 @@ def test_three_updates(mesh, cfg):
     model, data = llama(experts=cfg), data_of()
     metrics, state = train_plainly(looped(model), loss, data)
     step = compile_lockstep(model, loss, data[0], mesh)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, EXACT)
+    for actual, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same(actual, expected, EXACT)
     assert_same(step.state_dict(), state, EXACT)
     counts = [p["report"]["counts"] for p in step.report["passes"] if p["name"] == "experts"]
-    assert counts and all(found == {"sorted by expert": 1} for found in counts)
+    assert counts and all(actual == {"sorted by expert": 1} for actual in counts)
 
 
 SPREAD = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"cp": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 2},
@@ -59,10 +59,10 @@ SPREAD = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"cp": 2, "dp_shard": 2, "ep": 2}, 
     itertools.product(SPREAD, EXPERTS[:2], ("dropless", "all_gather"), ({}, None)), 0, 15, 32))
 @pytest.mark.full
 def test_three_updates_of_layers_whose_experts_are_spread(mesh, cfg, dispatch, plan):
-    """Two layers: the second's attention gets what the first's experts leave, over whichever axes."""
+    """Two layers, so that attention also reads values that experts left sharded over any axis."""
     model, data = llama(n_layers=2, experts=cfg), data_of()
     metrics, state = train_plainly(looped(model), loss, data)
     step = compile_lockstep(model, loss, data[0], mesh, passes={"moe": {"dispatch": dispatch}, "shard": {"plan": plan}})
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, EXACT)
+    for actual, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same(actual, expected, EXACT)
     assert_same(step.state_dict(), state, EXACT)

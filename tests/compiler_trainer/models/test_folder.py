@@ -1,4 +1,4 @@
-"""Models of folders that transformers wrote: which module, which weights, what is read, what is refused."""
+"""Models of folders that transformers wrote: module, weights, reads and refusals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from compiler_trainer.models.subject import subject
 
 MESH = {"dp_shard": 2, "tp": 2}
 SGD = {"name": "sgd", "momentum": 0.9}
-LOSSES, WEIGHTS = 2e-6, 2e-6  # norms and the router compute in fp32 whatever the dtype of the model
+LOSSES, WEIGHTS = 2e-6, 2e-6  # norms and the router compute in fp32, whatever the model's dtype
 LORA = LoraConfig(rank=3, targets=("all-linear",))
 
 
 def values_of(cfg, module, seed=0):
-    """The initial values of a skeleton, by name."""
+    """Return the initial values of a skeleton, by name."""
     return models_of_folders.initial(models_of_folders.stored_values(cfg, module), module, seed)
 
 
@@ -37,7 +37,7 @@ def of(kind: str, **options) -> FolderConfig:
 
 
 def batches(count: int = 3, length: int = 13):
-    """Rows of two documents each."""
+    """Return sequences of two documents each."""
     generator = torch.Generator().manual_seed(1)
     positions = torch.cat((torch.arange(5), torch.arange(length - 5))).expand(3, length).contiguous()
     for _ in range(count):
@@ -45,14 +45,14 @@ def batches(count: int = 3, length: int = 13):
         yield {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": positions}
 
 
-def whole(cfg: FolderConfig):
-    """The skeleton in fp64, its values, and its loss."""
+def in_fp64(cfg: FolderConfig):
+    """Return the skeleton in fp64, its values, and its loss."""
     module = models_of_folders.build(cfg, torch.float64)
     return module, values_of(cfg, module), partial(models_of_folders.loss_of, cfg.attention)
 
 
 def exactly(loss):
-    """A loss whose cross-entropy is in the dtype of the logits."""
+    """Return a loss whose cross-entropy is in the dtype of the logits."""
     def in_fp64(attention, model, batch):
         logits = models_of_folders.logits(attention, model, batch)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
@@ -62,15 +62,15 @@ def exactly(loss):
 @pytest.mark.parametrize(("kind", "attention"), quick([*((kind, "documents") for kind in folders.CONFIGS), ("llama", "causal")], 2, 4, 5))
 @pytest.mark.sample(1)
 def test_a_folder_trains_as_what_transformers_loads_of_it(kind, attention):
-    module, initial, loss = whole(of(kind, attention=attention))
+    module, initial, loss = in_fp64(of(kind, attention=attention))
     data, loss = list(batches()), exactly(loss)
     reference = folders.loaded(folders.folder(kind))
     metrics, final = train_plainly(reference, loss, data, SGD)
     step = compile_lockstep(module, loss, data[0], MESH, SGD, initial=initial)
     assert [m["loss"] for m in train_step(step, data)] == pytest.approx([m["loss"] for m in metrics], abs=LOSSES)
-    found, tied = step.state_dict(), {"lm_head.weight"} & set(getattr(reference, "all_tied_weights_keys", ()))
-    wanted = {name: value for name, value in final.items() if name not in tied}
-    assert_same({name: found[name] for name in wanted}, wanted, WEIGHTS)
+    actual, tied = step.state_dict(), {"lm_head.weight"} & set(getattr(reference, "all_tied_weights_keys", ()))
+    expected = {name: value for name, value in final.items() if name not in tied}
+    assert_same({name: actual[name] for name in expected}, expected, WEIGHTS)
 
 
 def test_documents_do_not_see_each_other_and_a_causal_row_is_one_text():
@@ -86,10 +86,10 @@ def test_documents_do_not_see_each_other_and_a_causal_row_is_one_text():
 def test_every_weight_is_the_folders_own(kind):
     module = models_of_folders.build(of(kind), None)
     assert all(p.is_meta for p in module.parameters())
-    wanted = dict(folders.loaded(folders.folder(kind), torch.float32).named_parameters())
-    found = {name: value[()] for name, value in values_of(of(kind), module)}
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    assert found.keys() - wanted.keys() == dict(module.named_buffers()).keys()
+    expected = dict(folders.loaded(folders.folder(kind), torch.float32).named_parameters())
+    actual = {name: value[()] for name, value in values_of(of(kind), module)}
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert actual.keys() - expected.keys() == dict(module.named_buffers()).keys()
 
 
 @pytest.mark.full
@@ -101,10 +101,10 @@ def test_a_rank_reads_no_more_than_it_owns(monkeypatch):
         return value
     whole_of = weights.InFile.__getitem__
     monkeypatch.setattr(weights.InFile, "__getitem__", reading)
-    module, initial, loss = whole(of("mixtral"))
+    module, initial, loss = in_fp64(of("mixtral"))
     step = compile_lockstep(module, loss, next(batches()), MESH, initial=initial)
-    held = sum(t.numel() for name, s in step.state.items() if name.startswith("model.") for t in s.local.values())
-    assert sum(read) <= held
+    owned = sum(t.numel() for name, s in step.state.items() if name.startswith("model.") for t in s.local.values())
+    assert sum(read) <= owned
 
 
 def test_peft_builds_without_a_warning(recwarn):
@@ -114,7 +114,7 @@ def test_peft_builds_without_a_warning(recwarn):
 
 @pytest.mark.full
 def test_peft_adds_its_terms_and_trains_nothing_else():
-    module, initial, loss = whole(of("llama", lora=LORA))
+    module, initial, loss = in_fp64(of("llama", lora=LORA))
     initial, data, loss = list(initial), list(batches()), exactly(loss)
     reference = peft.get_peft_model(folders.loaded(folders.folder("llama")), peft.LoraConfig(
         r=3, lora_alpha=16, task_type="CAUSAL_LM", target_modules="all-linear")).double().train()
@@ -126,11 +126,11 @@ def test_peft_adds_its_terms_and_trains_nothing_else():
     metrics, final = train_plainly(reference, loss, data, SGD)
     step = compile_lockstep(module, loss, data[0], MESH, SGD, initial=initial)
     assert [m["loss"] for m in train_step(step, data)] == pytest.approx([m["loss"] for m in metrics], abs=LOSSES)
-    found = step.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in before.items())
-    assert_same({name: found[name] for name in final if ".lora_" in name},
+    state = step.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    assert_same({name: state[name] for name in final if ".lora_" in name},
                 {name: value for name, value in final.items() if ".lora_" in name}, WEIGHTS)
-    assert sum(value.abs().sum() for name, value in found.items() if ".lora_B." in name) > 0
+    assert sum(value.abs().sum() for name, value in state.items() if ".lora_B." in name) > 0
 
 
 def test_random_weights_depend_on_names_alone():
@@ -146,7 +146,7 @@ def test_random_weights_depend_on_names_alone():
 def test_random_weights_are_drawn_once_and_only_if_they_are_read(monkeypatch):
     cfg, drawn = of("qwen3", init="random"), []
     draw = models_of_folders.drawn
-    monkeypatch.setattr(models_of_folders, "drawn", lambda *given: drawn.append(given[1]) or draw(*given))
+    monkeypatch.setattr(models_of_folders, "drawn", lambda *args: drawn.append(args[1]) or draw(*args))
     for name, value in values_of(cfg, models_of_folders.build(cfg, None)):
         if "layers.1." in name:
             assert torch.equal(value[:1], value[()][:1])
@@ -158,7 +158,7 @@ def test_random_weights_are_drawn_once_and_only_if_they_are_read(monkeypatch):
 
 @pytest.fixture
 def broken(tmp_path):
-    """A copy of the folder of Llama, to be broken."""
+    """Return a copy of the Llama folder, to be broken."""
     return shutil.copytree(folders.folder("llama"), tmp_path / "folder")
 
 
@@ -183,7 +183,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
 
 def test_a_config_of_no_language_model_is_refused(broken):
     (broken / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    assert "which transformers has no causal language model of" in refused(broken)
+    assert "and transformers has no causal language model of" in refused(broken)
 
 
 def test_a_missing_file_is_refused(broken):
@@ -195,7 +195,7 @@ def test_a_missing_file_is_refused(broken):
 def test_a_file_cut_short_is_refused(broken):
     file = sorted(broken.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-8])
-    assert refused(broken).startswith(f"{file}: is no safetensors file")
+    assert refused(broken).startswith(f"{file}: is not a safetensors file")
 
 
 def test_a_missing_tensor_is_refused(broken):
@@ -213,7 +213,7 @@ def test_a_tensor_of_another_shape_is_refused(broken):
         name = max(tensors, key=lambda name: tensors[name].dim())
         tensors[name] = tensors[name][:-1].contiguous()
     changed(broken, cut)
-    assert "is of shape [" in refused(broken)
+    assert "has shape [" in refused(broken)
 
 
 def test_layers_that_are_not_there_get_no_terms(broken):
@@ -238,7 +238,7 @@ def test_slices_of_several_tensors_are_those_of_the_whole(tmp_path):
 
 
 def test_a_subject_of_a_folder_has_its_sizes():
-    found = subject(Config(model=of("llama")))
-    assert found.vocab_size == 300 and found.frozen == frozenset()
+    model = subject(Config(model=of("llama")))
+    assert model.vocab_size == 300 and model.frozen == frozenset()
     layer = 24 * 24 * 2 + 2 * 24 * 12 + 3 * 24 * 36 + 2 * 24
-    assert found.flops_per_token(8) == 6 * (2 * layer + 24 + 300 * 24) + 12 * 2 * 4 * 6 * 8
+    assert model.flops_per_token(8) == 6 * (2 * layer + 24 + 300 * 24) + 12 * 2 * 4 * 6 * 8

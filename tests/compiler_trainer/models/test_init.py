@@ -1,4 +1,4 @@
-"""Initial weights: any slice is what the full tensor has there, and a rank draws the entries it stores alone."""
+"""Initial weights: each slice equals that of the full tensor, and a rank draws only the entries it stores."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def test_numbers_are_normal_and_independent():
 
 
 def test_the_numbers_of_a_seed_stay_the_same():
-    wanted = torch.tensor([0.691625476, -0.957200766, -1.384391665, -0.494517028, 0.260684133])
-    torch.testing.assert_close(normal((5,), std=1.0, seed=0)[()], wanted, rtol=0, atol=1e-6)
+    expected = torch.tensor([0.691625476, -0.957200766, -1.384391665, -0.494517028, 0.260684133])
+    torch.testing.assert_close(normal((5,), std=1.0, seed=0)[()], expected, rtol=0, atol=1e-6)
 
 
 def test_threads_change_nothing(monkeypatch):
     value = normal((700, 401))
-    alone = value[()]
+    single = value[()]
     monkeypatch.setattr(init, "cores", lambda: 5)
-    assert torch.equal(value[()], alone)
+    assert torch.equal(value[()], single)
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How many entries were drawn so far, two for each number of a generator."""
+    """Count the entries drawn so far, two for each number of a generator."""
     drawn, bits = [0], init.bits
 
     def counting(seed, spans):
@@ -101,7 +101,7 @@ CASES = {
 
 
 def step_on(mesh, cfg):
-    """A step whose ranks drew their weights."""
+    """Return a step whose ranks drew their weights."""
     batch = {key: torch.zeros(8, 8, dtype=torch.int64) for key in models.INPUTS}
     initial = models.initial_parameters(models.build(cfg), 3, torch.float32)
     return compile_lockstep(models.build(cfg), models.loss_fn, batch, mesh, initial=initial, microbatches=2)
@@ -111,9 +111,9 @@ def step_on(mesh, cfg):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_the_same_on_any_mesh(case):
     mesh, cfg = CASES[case]
-    found = step_on(mesh, cfg).state_dict()
+    state = step_on(mesh, cfg).state_dict()
     for name, value in models.initial_parameters(models.build(cfg), 3, torch.float32):
-        assert torch.equal(found[name], value[()]), name
+        assert torch.equal(state[name], value[()]), name
 
 
 def test_a_rank_draws_nothing_of_other_stages(monkeypatch, counted):

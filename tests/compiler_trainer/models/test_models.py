@@ -1,4 +1,4 @@
-"""The Llama against transformers' own, published sizes, and the properties a decoder must have."""
+"""Our Llama equals transformers', has the published sizes, and has the properties of a decoder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HF_NAMES = {
 
 
 def materialized(cfg, seed=0):
-    """A model with random weights, none of them 1 (the norms' initial value)."""
+    """Return a model with random weights, none of them 1 (the norms' initial value)."""
     model = models.build(cfg).to_empty(device="cpu")
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_loss_is_the_mean_over_labels_that_count():
 
 
 def drawn_values(cfg, seed=3, dtype=torch.float32):
-    """The full initial values of a model, by name."""
+    """Return the full initial values of a model, by name."""
     return {name: value[()] for name, value in models.initial_parameters(models.build(cfg), seed, dtype)}
 
 
@@ -178,7 +178,7 @@ def test_initial_values_follow_the_scheme():
 
 def test_initial_values_depend_on_seed_and_name_alone():
     first = drawn_values(TINY)
-    torch.manual_seed(99)  # the global generator has no say
+    torch.manual_seed(99)  # the global generator has no effect
     for name, value in drawn_values(dataclasses.replace(TINY, n_layers=1)).items():
         scale = 2**0.5 if name.endswith(("wo.weight", "w2.weight")) else 1.0
         torch.testing.assert_close(value, first[name] * scale)

@@ -1,4 +1,4 @@
-"""Modules and losses of one's own, by their names."""
+"""Modules and losses of the user's, by dotted name."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def of(model, **options):
 
 def test_the_constructor_draws_the_weights_with_the_seed_of_the_run():
     torch.manual_seed(5)
-    wanted = strangers.Reader(6, 61)
-    found = dict(of(READER, train={"seed": 5}).initial())
-    assert found.keys() == {"embed.weight", "mix.weight", "mix.bias", "scale", "decays"}
-    assert all(torch.equal(found[name], value) for name, value in wanted.state_dict().items() if name in found)
+    expected = strangers.Reader(6, 61)
+    actual = dict(of(READER, train={"seed": 5}).initial())
+    assert actual.keys() == {"embed.weight", "mix.weight", "mix.bias", "scale", "decays"}
+    assert all(torch.equal(actual[name], value) for name, value in expected.state_dict().items() if name in actual)
 
 
 def test_it_is_built_without_memory_for_its_parameters_and_with_its_buffers():
@@ -53,18 +53,18 @@ def test_it_trains_like_one_device():
         return torch.nn.functional.cross_entropy(model(batch["tokens"], batch["positions"]).flatten(0, 1),
                                                  batch["labels"].flatten(), ignore_index=-100)
     model, data = strangers.Reader(6, 61).double(), batches()
-    _, wanted = train_plainly(model, loss, data)
+    _, expected = train_plainly(model, loss, data)
     step = compile_lockstep(model, loss, data[0], {"dp_shard": 2, "tp": 2})
     train_step(step, data)
-    del wanted["head.weight"]  # one with embed.weight
-    assert_same(step.state_dict(), wanted, EXACT)
+    del expected["head.weight"]  # one with embed.weight
+    assert_same(step.state_dict(), expected, EXACT)
 
 
 def test_a_loss_of_ones_own_gets_its_arguments():
-    found, plain = of(READER, loss={"_target_": "strangers.scaled", "by": 3.0}), of(READER)
-    model = fill(found.module, found.initial())
+    scaled, plain = of(READER, loss={"_target_": "strangers.scaled", "by": 3.0}), of(READER)
+    model = fill(scaled.module, scaled.initial())
     batch = batches()[0]
-    assert float(found.loss(model, batch).detach()) == pytest.approx(3 * float(plain.loss(model, batch).detach()))
+    assert float(scaled.loss(model, batch).detach()) == pytest.approx(3 * float(plain.loss(model, batch).detach()))
     assert plain.loss is loss_of_logits
 
 
@@ -76,7 +76,7 @@ def test_parameters_that_are_not_trained_are_told():
     ({"model": {"_target_": "strangers.Nothing"}}, r"model._target_: .*Nothing"),
     ({"model": {"_target_": "no_such_package.Model"}}, r"model._target_: .*No module named 'no_such_package'; put the folder of its file on PYTHONPATH"),
     ({"model": READER | {"widht": 3}}, r"model._target_: .*unexpected keyword argument 'widht'"),
-    ({"model": {"_target_": "strangers.no_module"}}, r"model._target_: strangers.no_module makes a int, no nn.Module"),
+    ({"model": {"_target_": "strangers.no_module"}}, r"model._target_: strangers.no_module makes a int, not an nn.Module"),
     ({"model": READER, "loss": {"_target_": "strangers.nothing"}}, r"loss._target_: .*nothing"),
 ])
 def test_what_cannot_be_called_is_refused(options, says):

@@ -1,4 +1,4 @@
-"""Decoders with experts against those of `transformers`, small and with random weights, forward and in fp32."""
+"""Decoders with experts equal those of `transformers`, small and with random weights, in forwards in fp32."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ LLAMA4 = {"mlp": "feed_forward", "gate.weight": "router.weight", "shared_experts
 
 
 def their_weights(cfg, ours):
-    """Our state by their names: expert weights joined and, but for Llama 4, transposed; no load."""
+    """Return our state by their names: expert weights joined and, except for Llama 4, transposed; no load."""
     is_llama4, state = cfg.nope_every is not None, {}
     for name, value in ours.state_dict().items():
         for mine, their in (*NAMES.items(), *(LLAMA4.items() if is_llama4 else ())):
@@ -101,6 +101,6 @@ def test_logits_equal_those_of_transformers(make):
     tokens = torch.randint(VOCAB, (2, T))
     positions = torch.arange(T).expand(2, -1).contiguous()
     with torch.no_grad():
-        found, wanted = ours(tokens, positions), theirs.eval()(tokens, position_ids=positions).logits
-    assert wanted.std() > 0.1
-    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+        actual, expected = ours(tokens, positions), theirs.eval()(tokens, position_ids=positions).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)

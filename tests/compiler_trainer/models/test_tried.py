@@ -1,4 +1,4 @@
-"""Every causal model of transformers: documents of a row are kept apart or refused, and its loss is the library's."""
+"""Every causal model of transformers keeps documents of a sequence apart or is refused, and has the library's loss."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from compiler_trainer.models.documents import UNTRIED
 from compiler_trainer.models.subject import subject
 from compiler_trainer.models.tried import small_model, way_of
 
-# Models whose attention takes no mask of documents or that carry a state, positions that begin elsewhere than at 0, or none
+# Models whose attention takes no mask of documents, that carry a state, or whose positions are absent or start above 0
 APART_IN_NO_WAY = set("""bailing_hybrid bamba bart bigbird_pegasus blenderbot blenderbot-small bloom camembert data2vec-text
     deepseek_v4 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm3 mamba mamba2 marian mbart minimax
     mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
     recurrent_gemma roberta roberta-prelayernorm roformer rwkv trocr xlm-roberta xlm-roberta-xl xlstm zaya""".split())
 SEE_LATER = {"cpmant", "xlm", "xlnet"}
 OTHER_LOSS = {"prophetnet"}
-# Their defaults are no model, or parts of other kinds: mostly multimodal, or with sizes that only a published config has
+# Configs whose defaults give no model: mostly multimodal, or with sizes that only a published config has
 NOT_TRIED = set("""blt cohere_compass_text dbrx deepseek_v2 dots1 emu3 falcon_h1 gemma4_assistant git hunyuan_v1_dense hunyuan_v1_moe
     lfm2_moe ministral mllama musicgen musicgen_melody nemotron phi4_multimodal qwen4_exp qwen4_exp_text reformer xmod zamba
     zamba2""".split())
@@ -35,7 +35,7 @@ KINDS = sorted({kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}.i
 
 
 def config_of(kind):
-    """The default config, as that of a decoder, with each auxiliary loss that it knows."""
+    """Return the default config, as that of a decoder, with each auxiliary loss that it has."""
     config = kind().get_text_config()
     for name, value in (("is_decoder", True), ("output_router_logits", True), ("router_aux_loss_coef", 5.0), ("aux_loss_coef", 5.0),
                         ("z_loss_coefficient", 5.0)):
@@ -66,9 +66,9 @@ def test_documents_of_each_model_are_those_alone_or_refused_by_name(name, kind):
     documents = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None]
     with torch.no_grad():
         together = folder.logits(way, model, {"tokens": tokens, "positions": positions, "documents": documents})
-        for part, found in zip(tokens.split(lengths, 1), together.split(lengths, 1)):
-            alone = model(input_ids=part, use_cache=False).logits
-            assert (found - alone).abs().max() < 1e-3 * alone.std()
+        for part, actual in zip(tokens.split(lengths, 1), together.split(lengths, 1)):
+            expected = model(input_ids=part, use_cache=False).logits
+            assert (actual - expected).abs().max() < 1e-3 * expected.std()
 
 
 VARIANTS = {
@@ -85,13 +85,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(("config", "wanted"), VARIANTS.values(), ids=VARIANTS.keys())
-def test_flags_of_a_config_decide(config, wanted):
+@pytest.mark.parametrize(("config", "expected"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_flags_of_a_config_decide(config, expected):
     try:
-        found = way_of("documents", config)
+        actual = way_of("documents", config)
     except UserError as error:
-        found = error.where
-    assert found == wanted
+        actual = error.where
+    assert actual == expected
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Folders of models by kind."""
+    """Return folders of models by kind."""
     def of(kind):
         path = tmp_path_factory.mktemp(kind)
         torch.manual_seed(0)
@@ -118,7 +118,7 @@ def saved(tmp_path_factory):
 
 
 def rows(length=12):
-    """Two rows: documents of 5 and 7 tokens, and one of 8 before padding."""
+    """Return two sequences: documents of 5 and 7 tokens, and one of 8 before padding."""
     generator = torch.Generator().manual_seed(0)
     tokens, other = (torch.randint(4, 300, (2, length), generator=generator) for _ in range(2))
     at = torch.arange(length)
@@ -133,42 +133,42 @@ def rows(length=12):
 @pytest.mark.parametrize("kind", ["gpt_oss", "opt"])
 @pytest.mark.sample(1)
 def test_a_compiled_step_keeps_documents_apart(kind, mesh, saved):
-    """The logits of a GPT-OSS moved by 0.18 where their spread was 0.11."""
+    """A defect moved the logits of a GPT-OSS by 0.18, with a spread of 0.11."""
     path = saved(kind)
-    found = subject(Config(model=FolderConfig(path=str(path))))
+    trained = subject(Config(model=FolderConfig(path=str(path))))
     batch, other = rows()
-    step = compile_lockstep(found.module, found.loss, batch, mesh, evaluate=True, initial=found.initial())
+    step = compile_lockstep(trained.module, trained.loss, batch, mesh, evaluate=True, initial=trained.initial())
     changed = batch | {"tokens": torch.where(batch["documents"] == 1, batch["tokens"], other)}
     of_second = batch["labels"].where(batch["documents"] == 1, torch.tensor(-100))
     assert step.evaluate(batch | {"labels": of_second}) == pytest.approx(step.evaluate(changed | {"labels": of_second}), rel=1e-5)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = theirs(batch["tokens"][:1, 5:], use_cache=False).logits[0]
-    alone = torch.nn.functional.cross_entropy(logits, batch["labels"][0, 5:])
-    assert step.evaluate(batch | {"labels": of_second}) == pytest.approx(alone.item(), rel=1e-5)
+    expected = torch.nn.functional.cross_entropy(logits, batch["labels"][0, 5:])
+    assert step.evaluate(batch | {"labels": of_second}) == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 @pytest.mark.sample(1)
 def test_the_auxiliary_loss_of_a_folder_is_trained_without_padding(mesh, saved):
-    """Of a Mixtral with a coefficient of 5 the loss was 6.0040, and is 16.0662 in transformers."""
+    """A defect gave a Mixtral with a coefficient of 5 the loss 6.0040, and 16.0662 in transformers."""
     path = saved("mixtral")
-    found = subject(Config(model=FolderConfig(path=str(path))))
+    trained = subject(Config(model=FolderConfig(path=str(path))))
     batch, _ = rows()
-    step = compile_lockstep(found.module, found.loss, batch, mesh, initial=found.initial())
+    step = compile_lockstep(trained.module, trained.loss, batch, mesh, initial=trained.initial())
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     out = theirs(batch["tokens"], position_ids=batch["positions"], use_cache=False)
     balance = load_balancing_loss_func(out.router_logits, 3, 2, batch["documents"] >= 0)
-    wanted = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].flatten()) + 5 * balance
-    assert step(batch)["loss"] == pytest.approx(wanted.item(), rel=1e-5) and 5 * balance > 4
+    expected = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].flatten()) + 5 * balance
+    assert step(batch)["loss"] == pytest.approx(expected.item(), rel=1e-5) and 5 * balance > 4
 
 
 @pytest.mark.full
 def test_a_mamba_folder_is_tuned_as_one_text_and_refused_in_documents(saved, tmp_path, capsys):
-    """Its config has no attention heads, of which FLOPs were counted before anything else."""
+    """Its config has no attention heads, which the count of FLOPs needed."""
     job = ["model=hf", f"model.path={saved('mamba')}", "data.tokenizer=bytes", "data=synthetic", "data.documents=20", "train.steps=2",
            "train.seq_len=16", "train.global_batch_size=2", "eval.interval=null", "lower.backend=eager", "run.dump_graphs=false"]
     assert call(*job, f"run.dir={tmp_path / 'refused'}") == 2
-    assert "error: model.attention: documents, but neither positions nor masks keep documents" in capsys.readouterr().err
+    assert "error: model.attention: documents, but neither positions nor masks separate documents" in capsys.readouterr().err
     assert call(*job, "model.attention=causal", f"run.dir={tmp_path / 'run'}") == 0
     assert len([json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]) == 2

@@ -214,7 +214,7 @@ def test_eval_says_how_much_it_read_and_how_far_it_is(trained, capsys, monkeypat
 
 def test_a_run_that_held_nothing_out_has_no_loss_of_it(run, trained):
     said = run("eval", trained("decoder"), "data.eval_fraction=0")
-    assert said.startswith("error: data.eval_fraction: is 0, so that nothing is held out; name a text")
+    assert said.startswith("error: data.eval_fraction: is 0, so there is no validation data; name a text")
 
 
 # Sampling
@@ -260,7 +260,7 @@ def test_a_model_of_transformers_ends_at_its_last_position(run, trained):
     said = run("generate", trained("folder"), "--prompt", 60 * "a", "--temperature", 9, "--top-p", 0.99)
     assert said.startswith(60 * "a") and len(said.encode("latin", "replace")) <= 60 + 4 + 1
     refused = run("generate", trained("folder"), "--prompt", 64 * "a")
-    assert refused == "error: prompt: has 64 tokens, and the model 64 positions (max_position_embeddings); shorten it\n"
+    assert refused == "error: prompt: has 64 tokens, but the model has 64 positions (max_position_embeddings); shorten it\n"
 
 
 def test_a_decoder_without_a_form_is_sampled_without_a_cache_and_that_is_said(trained, capsys, tmp_path):
@@ -269,13 +269,13 @@ def test_a_decoder_without_a_form_is_sampled_without_a_cache_and_that_is_said(tr
     capsys.readouterr()
     assert call("generate", path, "--prompt", "ab", "--tokens", 20) == 0  # beyond train.seq_len too
     shown, said = capsys.readouterr()
-    assert shown.startswith("ab") and said.startswith("without a KV cache, each token from the whole text: model.nope_every: is of no form")
+    assert shown.startswith("ab") and said.startswith("without a KV cache, each token from the whole text: model.nope_every: has no equivalent")
     assert call("generate", trained("decoder"), "--prompt", 15 * "a") == 0
     assert capsys.readouterr().err == "at most 1 tokens: the model has 16 positions (train.seq_len)\n"
     assert call("generate", trained("decoder"), "--prompt", "ab", "--tokens", 14) == 0
     assert capsys.readouterr().err == ""
     assert call("generate", trained("decoder"), "--prompt", 16 * "a") == 2
-    assert capsys.readouterr().err == "error: prompt: has 16 tokens, and the model 16 positions (train.seq_len); shorten it\n"
+    assert capsys.readouterr().err == "error: prompt: has 16 tokens, but the model has 16 positions (train.seq_len); shorten it\n"
 
 
 @pytest.mark.parametrize(("how", "kept"), [
@@ -443,7 +443,7 @@ def test_to_resume_a_run_that_has_all_its_steps_is_no_error(run, trained):
 
 def test_a_decoder_that_transformers_does_not_have_is_not_exported(run, tmp_path):
     run(*FEW, *SMALL, "model.qk_norm=plain", f"run.dir={tmp_path / 'run'}")
-    assert run("export", tmp_path / "run", tmp_path / "out").startswith("error: model.qk_norm: is of no form in which")
+    assert run("export", tmp_path / "run", tmp_path / "out").startswith("error: model.qk_norm: has no equivalent in")
     assert not (tmp_path / "out").exists()
 
 

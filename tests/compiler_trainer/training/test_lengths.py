@@ -32,7 +32,7 @@ def fake(monkeypatch):
 @pytest.mark.parametrize(("length", "steps"), [
     ("1epoch", 25), ("2epochs", 50), ("0.5epochs", 13), ("0.001epochs", 1), ("800tokens", 10), ("801tokens", 11), ("1.6Ktokens", 20), ("2Mtokens", 25_000)])
 def test_lengths_by_hand(length, steps):
-    assert steps_of(length, rows=100, rows_a_step=4, tokens_a_row=20.0) == steps
+    assert steps_of(length, rows=100, rows_per_step=4, tokens_per_row=20.0) == steps
 
 
 @pytest.mark.parametrize("given", ["many", "0epochs", "-1epochs", "1e9tokens", "3 epochs", "2Xtokens", "12"])
@@ -160,14 +160,14 @@ def test_a_run_that_goes_on_counts_on(fake, tmp_path, monkeypatch):
 
 
 def test_patience_without_evaluations_is_refused():
-    with pytest.raises(UserError, match="^eval.patience: 3 counts evaluations, and eval.interval=null has none; set either"):
+    with pytest.raises(UserError, match="^eval.patience: 3 counts evaluations, and eval.interval=null has none; change either"):
         validate(Config(eval=EvalConfig(interval=None, patience=3)), 1)
 
 
 @pytest.mark.parametrize(("before", "after", "rows"), [((3, 12), 2, 58), ((20, 40), 4, 60), ((29, 58), 2, 58), ((0, 0), 2, 58), ((15, 60), 2, 60)])
 def test_epochs_after_a_resume_with_another_batch_size_count_rows(before, after, rows):
     done, rows_done = before
-    steps = steps_of("3epochs", rows=19, rows_a_step=after, tokens_a_row=1.0, done=done, rows_done=rows_done)
+    steps = steps_of("3epochs", rows=19, rows_per_step=after, tokens_per_row=1.0, done=done, rows_done=rows_done)
     assert rows_done + (steps - done) * after == rows  # 57 or the next multiple
 
 

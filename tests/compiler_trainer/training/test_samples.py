@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_has_each_line_once(tmp_path):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"eval": {"interval": None}}, "^eval.prompts: .*eval.interval=null has none"),
-    ({"data": {"name": "custom", "_target_": "x.Y"}}, "^eval.prompts: .*data=custom has rows without a tokenizer"),
+    ({"data": {"name": "custom", "_target_": "x.Y"}}, "^eval.prompts: .*data=custom has no tokenizer"),
     ({"data": {"tokenizer": "nowhere.json"}}, "nowhere.json: no such file"),
 ])
 def test_what_cannot_be_sampled_is_refused_before_anything_is_written(change, message, tmp_path, monkeypatch):
@@ -93,6 +93,6 @@ def test_what_cannot_be_sampled_is_refused_before_anything_is_written(change, me
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(UserError, match=r"^prompt: has 64 tokens, and the model 64 positions \(max_position"):
+    with pytest.raises(UserError, match=r"^prompt: has 64 tokens, but the model has 64 positions \(max_position"):
         trainer.train(sampling(options(tmp_path / "run", model=FOLDER), prompts=(64 * "a",)))
     assert not (tmp_path / "run").exists()

@@ -181,8 +181,8 @@ def test_a_checkpoint_of_the_store_is_named_and_a_model_is_exported_there(tmp_pa
 
 @pytest.mark.parametrize(("option", "value", "message"), [
     ("checkpoint", {"dir": "s3://bucket/a"}, "checkpoint.dir: s3://bucket/a is in a store; .*checkpoint.store=s3://bucket/a"),
-    ("checkpoint", {"store": "runs/a"}, "checkpoint.store: runs/a is no url"),
-    ("run", {"dir": "s3://bucket/a"}, "run.dir: s3://bucket/a is in a store; name a folder of this machine"),
+    ("checkpoint", {"store": "runs/a"}, "checkpoint.store: runs/a is not a URL"),
+    ("run", {"dir": "s3://bucket/a"}, "run.dir: s3://bucket/a is in a store; name a folder on this machine"),
 ])
 def test_what_does_not_go_there_is_refused(option, value, message, tmp_path):
     cfg = options(tmp_path / "run")

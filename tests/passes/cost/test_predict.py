@@ -467,7 +467,7 @@ def test_model_flops_are_those_of_the_experts_that_a_token_takes_and_of_heads_of
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"mesh": MeshConfig(tp=2)}, r"^mesh.dp_shard: -1 takes the ranks that are left.*set mesh.dp_shard, or cluster.gpus"),
+        ({"mesh": MeshConfig(tp=2)}, r"^mesh.dp_shard: -1 takes the remaining ranks.*set mesh.dp_shard, or cluster.gpus"),
         ({"cluster": ClusterConfig(gpus=12)}, "^mesh: dp_shard=8.*needs 64 ranks, not 12"),
         ({"passes": PassesConfig(remat=RematConfig(policy="offload"))}, "^passes.remat.policy: offload with run.dry=true"),
     ],
@@ -511,7 +511,7 @@ def test_a_dry_run_is_one_process(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(app, "WORLD_SIZE", 2)
     assert call("run.dry=true", "mesh.dp_shard=2") == 2
-    assert "error: run.dry: is one process, and 2 were started" in capsys.readouterr().err
+    assert "error: run.dry: runs in one process, and 2 were started" in capsys.readouterr().err
 
 
 NAMES = sorted({path.stem for path in (CONF / "cluster").glob("*.yaml")} - {"auto"})
