@@ -1,4 +1,4 @@
-"""What runs is plain tensors: training works where no DTensor can be made or dispatched."""
+"""Compiled steps hold plain tensors only: training works when no DTensor can be created or dispatched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 @pytest.fixture
 def no_dtensor(monkeypatch):
-    """Any DTensor that is made or meets an operator raises."""
+    """Raise for any DTensor that is created or reaches an operator."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("a DTensor")

@@ -1,4 +1,4 @@
-"""The wheel: what it installs, and that what it holds is all that the sources need."""
+"""The wheel installs the right packages and contains everything that the sources need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
-    """Paths of the files in the wheel."""
+    """Return the paths of the files in the wheel."""
     sources = tmp_path_factory.mktemp("sources")
     for name in ("compiler_trainer", "passes", "conf", "tools"):
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -105,7 +105,7 @@ class Piece:
 def cut_out(
     nodes: Sequence[fx.Node], results: Sequence[fx.Node], held: Sequence[fx.Node] = (), views: Sequence[fx.Node] = ()
 ) -> Piece:
-    """Return the piece of these nodes; it also reads the values `held`, which must not be freed before it is done."""
+    """Return the piece of these nodes. It also reads `extra_reads`, which must not be freed before it is done."""
     inside = set(nodes)
     held = sorted(held, key=lambda node: describe_layout(ir.value(node)))  # equal pieces have the same order
     operands = (operand for node in nodes for operand in node.all_input_nodes if operand not in inside)

@@ -853,7 +853,7 @@ def flex_attention(
 def flex_attention_backward(
     given: Sequence[Tensor], change: Callable, joint: Callable, mask: Any, scale: float, read: tuple, bounds: tuple
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, from `given`: these, out, its lse in base 2 and its gradient.
+    """Return the gradients of q, k and v from `tensors`: q, k, v, out, its lse in base 2 and its gradient.
 
     `joint(score, b, h, i, j, gradient, *read)` returns a gradient or None for each argument but the sixth.
     """

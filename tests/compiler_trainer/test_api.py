@@ -1,4 +1,4 @@
-"""The trainer from Python is the command line's: the same options, the same run, found again by name or refused."""
+"""The Python trainer equals the command line: same options, same run; parts are stored by name or refused."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SMALL = {
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The loop around `FakeStep`."""
+    """Replace the compiled step with `FakeStep`."""
     monkeypatch.setattr(training, "compile_step", FakeStep)
 
 
 def doubled(model, batch):
-    """A loss of one's own."""
+    """Return twice the loss."""
     return 2 * loss_of_logits(model, batch)
 
 
@@ -125,7 +125,7 @@ def test_a_module_begins_with_the_weights_that_it_has_and_stays_as_it_is(tmp_pat
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     trained = of_module.state_dict()
     assert trained.keys() == begun[0].keys() and not torch.equal(trained["embed.weight"], before["embed.weight"])
-    by_name = trainer(tmp_path / "name", model=READER, train=SMALL["train"] | {"seed": 7})  # draws the same
+    by_name = trainer(tmp_path / "name", model=READER, train=SMALL["train"] | {"seed": 7})  # draws the same weights
     by_name.train()
     assert all(torch.equal(trained[name], value) for name, value in by_name.state_dict().items())
 

@@ -1,4 +1,4 @@
-"""Passes of one's own are put where their stage is, in each program once, and refused where there is no place."""
+"""User passes run at their stage, once in each program, and are refused if no position fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from passes.update.optimizers import SGD
 
 @dataclass(frozen=True)
 class Look(ir.Pass):
-    """Changes nothing."""
+    """A pass that changes nothing."""
 
     takes: tuple[Stage, ...] = (Stage.JOINT,)
     after: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Look(ir.Pass):
 
 
 class Turns(Look):
-    """Would change the stage."""
+    """A pass that would change the stage."""
 
     gives = Stage.STEP
 
@@ -48,7 +48,7 @@ def made(*extra, microbatches=1, pp=1, once="auto"):
 
 
 def orders(pipeline: Pipeline) -> dict[str, list[str]]:
-    """The names of the passes that each program sees, whose order holds."""
+    """Return the names of the passes of each program; check their order."""
     steps = {row.name: pipeline.lineage(row.name) for row in pipeline.rows if not row.shared}
     for each in steps.values():
         check_order(each, Stage.CAPTURED)
@@ -56,7 +56,7 @@ def orders(pipeline: Pipeline) -> dict[str, list[str]]:
 
 
 def behind(order: list[str], name: str = "look") -> str | None:
-    """The pass in whose place a pass stands: that before it."""
+    """Return the pass directly before another one."""
     return order[order.index(name) - 1] if name in order and order.index(name) else None
 
 
@@ -125,11 +125,11 @@ def test_one_that_changes_nothing_changes_no_number_and_is_reported(mesh):
     assert [each["report"]["counts"]["nodes"] > 10 for each in step.report["passes"] if each["name"] == "look"] == [True]
 
 
-# An optimizer of one's own
+# A user's optimizer
 
 
 class Plain:
-    """No dataclass."""
+    """An optimizer that is not a dataclass."""
 
     moments = ()
     scalars = update = None

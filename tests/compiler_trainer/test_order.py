@@ -1,4 +1,4 @@
-"""Orders of the passes: a pass in another place is refused by name, or changes no number."""
+"""Orders of the passes: a swapped pass is refused by name, or changes no number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HARMLESS = {
     ("simplify", "cse"): "either finds less where the other has not been",
     ("cse", "reassociate"): "either finds less where the other has not been",
 }
-Order = tuple[Passes, Passes]  # of the forward, and of what follows
+Order = tuple[Passes, Passes]  # the passes of the forward, and those after it
 
 
 def programs(pipeline: Pipeline) -> dict[str, Order]:
@@ -42,7 +42,7 @@ def swapped(steps: Passes, at: int) -> Passes:
 
 
 def refused(steps: Passes) -> str:
-    """What checking the order of a whole program says, empty if it is taken."""
+    """Return the error of checking a full order, or "" if it is accepted."""
     try:
         check_order(steps, Stage.CAPTURED)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Configuration in, passes out: what each option adds or leaves out, in an order that holds."""
+"""The pipeline of a config: the passes that each option adds or removes, in a valid order."""
 
 from __future__ import annotations
 

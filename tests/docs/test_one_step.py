@@ -1,4 +1,4 @@
-"""The page that follows one step names functions, in few files, each of which calls the next."""
+"""The page docs/internals/one-step.md names functions in few files, and each calls the next."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_stop_calls_the_next():
 
 
 def test_each_section_begins_where_another_stop_calls_it():
-    """The trainer makes the step, and takes its steps."""
+    """The trainer compiles the step and runs its steps."""
     assert "compile_step" in called(function("compiler_trainer/training/trainer.py", "build_step"))
     assert "records" in called(function("compiler_trainer/training/trainer.py", "run"))
     assert "run" in called(function("compiler_trainer/training/trainer.py", "train"))

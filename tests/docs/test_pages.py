@@ -1,4 +1,4 @@
-"""What README and docs/ say of options, files and metrics is so."""
+"""README and docs/ name existing options, files, links, metrics and imports, with the right defaults."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tests.nightly.parity.models.kind import MEANS
 named = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 OPTION = re.compile(r"(?<![\w./-])([a-z][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)+)(?:=(.*))?$")
-OF_RUN = ("run.stop", "run.state_dict", "run.step", "run.step.measure", "run.cfg", "run.folder", "run.rank", "run.done")  # a callback's
-OPEN = ("model.width", "loss.weight", "loss._target_", "model._target_")  # arguments of one's own module or loss
+OF_RUN = ("run.stop", "run.state_dict", "run.step", "run.step.measure", "run.cfg", "run.folder", "run.rank", "run.done")  # attributes of a callback's argument
+OPEN = ("model.width", "loss.weight", "loss._target_", "model._target_")  # arguments of a user's module or loss
 ENDINGS = (".py", ".md", ".yaml", ".html", ".json", ".jsonl", ".csv", ".safetensors")
 FILE = re.compile(r"^[\w*-]+(?:/[\w*.-]+)*/[\w*.-]*\.(?:py|md|yaml|js|txt)$|^(?:compiler_trainer|passes|tests|tools|conf)/[\w/*.-]*$")
 
 
 @cache
 def options() -> frozenset[str]:
-    """The dotted names of all options and of their groups."""
+    """Return the dotted names of all options and of their groups."""
     names = {option.name for group in groups() for option in group.options} | {group.name for group in groups()}
     parts = {"model.lora": LoraConfig, "model.experts": ExpertsConfig, "model.latent": LatentConfig, "model.rope_scaling": RopeScaling}
     inner = {f"{name}.{field.name}" for name, part in parts.items() for field in dataclasses.fields(part)}
@@ -44,7 +44,7 @@ def options() -> frozenset[str]:
 
 
 def option_names(text: str) -> list[str]:
-    """The options that a text names between backticks."""
+    """Return the options that a text names between backticks."""
     first = {name.partition(".")[0] for name in options()}
     words = [word.strip("',()") for _, code in spans(text) for word in code.split()]
     found = [match[1] for word in words if (match := OPTION.match(word))]
@@ -52,7 +52,7 @@ def option_names(text: str) -> list[str]:
 
 
 def is_option(name: str) -> bool:
-    """Whether there is such an option, or it is an entry of a table."""
+    """Return True if the option exists, or is an entry of an option that takes a mapping."""
     owners = {name.rpartition(".")[0], name.rpartition(".")[0].rpartition(".")[0]}
     return name in options() or bool(owners & {"optim.arguments", "lr_schedule.arguments", "data.arguments", "optim.groups", "optim.groups.no_decay", "hydra.launcher", "hydra.sweeper", "passes.remat.ops"})
 
@@ -63,7 +63,7 @@ def test_options_that_a_page_names_are_there(page):
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name is that of a package or of what it holds."""
+    """Return True if a dotted name belongs to a package of this repository or to torch."""
     return (ROOT / name.split(".")[0]).is_dir() or name.split(".")[0] in ("torch",)
 
 
@@ -73,7 +73,7 @@ def test_a_misspelt_option_is_found():
 
 @named
 def test_values_after_an_option_are_its_defaults(page):
-    """`passes.context.block` (128) says that 128 is the default."""
+    """A page that writes `passes.context.block` (128) states the default 128."""
     kept = " ".join(page.read_text().split())
     for name, value in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)` \(([\d.,]+) ?(?:%|s|steps)?\)", kept):
         if name in options():
@@ -86,7 +86,7 @@ def test_values_after_an_option_are_its_defaults(page):
 def test_choices_that_a_page_names_are_there(page):
     kinds = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__"]
     for group, choice in re.findall(rf"(?<![\w.=])({'|'.join(kinds)})=([a-z0-9_]+)\b(?![./])", page.read_text()):
-        own = {"desk", "reader", "hf", "decoder", "auto", "rows", *MEANS}  # the last are losses of parity's own
+        own = {"desk", "reader", "hf", "decoder", "auto", "rows", *MEANS}  # MEANS are losses of the parity tool
         assert choice in own or (CONF / group / f"{choice}.yaml").exists(), f"{page.name}: {group}={choice}"
 
 
@@ -114,7 +114,7 @@ def test_files_that_a_page_names_are_there(page):
 
 
 def test_the_page_of_metrics_has_every_key_that_a_run_may_write(tmp_path):
-    """Those that the trainer keeps for itself, and what writes into a record writes none but these."""
+    """The page lists the trainer's reserved keys, and nothing else writes other keys into a record."""
     page = (ROOT / "docs/reference/metrics.md").read_text()
     keys = [key for row in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)]
     assert {key.partition("/")[0] for key in keys} >= RESERVED and len(set(keys)) == len(keys)
@@ -145,7 +145,7 @@ IMPORTS = re.compile(r"^ *from ((?:passes|compiler_trainer|tools)[\w.]*) import 
 
 
 def test_what_examples_import_is_there():
-    """But for the file that a guide has its reader write."""
+    """Every import of an example exists, except the file that a guide asks its reader to write."""
     shown = {(module, name.strip()) for page in PAGES for module, names in IMPORTS.findall(page.read_text()) for name in names.split(",")}
     missing = []
     for module, name in sorted(shown - {("passes.autograd.fold_scales", "FoldScales")}):

@@ -1,4 +1,4 @@
-"""What is made from the code is current, and what it says of support is so."""
+"""Pages generated from the code are current, and the table of support is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command that README and docs/ show does what the page says: it is composed, dry-run, or run in little."""
+"""Every command in README and docs/ works: it composes, passes a dry run, or runs at a small size."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from compiler_trainer.planning.space import Left
 from compiler_trainer.training.trainer import train
 
 ALL = commands()
-LARGE = 8  # ranks from which on a page means GPUs
+LARGE = 8  # number of ranks from which a page means GPUs
 GIB = 2**30
 
 
 def of_kind(*kinds: str) -> list[Command]:
-    """Commands of some kinds, each once, whichever pages have it."""
+    """Return the distinct commands of some kinds, from all pages."""
     return list({command.words: command for command in ALL if command.kind in kinds}.values())
 
 
@@ -55,7 +55,7 @@ def named(command: Command) -> str:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """The folder that all commands of this file are given in."""
+    """Create the folder in which all commands of this file run."""
     folder = tmp_path_factory.mktemp("places")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch, served() as store:
         furnish(folder)
@@ -67,7 +67,7 @@ def places(tmp_path_factory):
 
 
 def configs(command: Command, scratch: Path) -> list[Config]:
-    """The jobs that a command composes, checked for the ranks it starts."""
+    """Compose the jobs of a command and validate them for the ranks it starts."""
     folder = command.flag("--config-dir")
     scratch = scratch / "recipes"
     overrides = recipes.by_name(command.options, scratch)
@@ -83,7 +83,7 @@ def configs(command: Command, scratch: Path) -> list[Config]:
 
 
 def points(overrides: list[str]) -> list[list[str]]:
-    """The first and the last point of a sweep, without what a launcher is told."""
+    """Return the first and the last point of a sweep, without the launcher's options."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     lists = []
@@ -95,7 +95,7 @@ def points(overrides: list[str]) -> list[list[str]]:
     return [every[0], every[-1]]
 
 
-# ---- every command is of a kind that is tested ---------------------------------------------------
+# ---- every command has a tested kind -------------------------------------------------------------
 
 
 def test_each_command_is_of_a_kind_that_is_tested(record_property):
@@ -142,7 +142,7 @@ def test_commands_are_found_wherever_they_stand():
 
 
 def on_gpus(command: Command) -> bool:
-    """Whether a page means GPUs."""
+    """Return True if the page runs the command on GPUs."""
     named = {option for option in command.options if option.startswith("cluster=")} - {"cluster=cpu"}
     return bool(named) and "run.dry=true" in command.options or command.ranks >= LARGE
 
@@ -153,7 +153,7 @@ def test_composes(places, tmp_path, command):
 
 
 def asked(cfg: Config, ranks: int) -> Config:
-    """The job on H100s, where no other cluster is named."""
+    """Return the job with an H100 cluster unless it names a cluster."""
     h100 = typed(compose(["cluster=h100"])).cluster
     cluster = cfg.cluster if cfg.cluster.gpus else dataclasses.replace(h100, gpus=ranks)
     return dataclasses.replace(cfg, cluster=cluster)
@@ -165,7 +165,7 @@ def ranks_of(command: Command, cfg: Config) -> int:
 
 
 def in_stages(command: Command) -> bool:
-    """Whether it asks for pipeline stages, which closed forms know nothing of: it is compiled."""
+    """Return True if the command has pipeline stages; closed forms do not cover them, so it must be compiled."""
     return any(option.startswith("mesh.pp=") for option in command.options)
 
 
@@ -180,7 +180,7 @@ def test_fits_by_closed_forms(places, tmp_path, command):
 
 
 def agree(stated: MeshConfig, mesh: MeshConfig) -> bool:
-    """Whether a mesh has the sizes that are stated; -1 is any."""
+    """Return True if a mesh has the stated sizes; -1 matches any size."""
     return all(size in (-1, getattr(mesh, axis)) for axis, size in dataclasses.asdict(stated).items())
 
 
@@ -223,7 +223,7 @@ SMALL = [c for c in of_kind("job") if not on_gpus(c) and c.ranks == 1 and not {"
 
 
 def first_group(command: Command) -> str:
-    """The group, or the choice of model or recipe, of a job's first option."""
+    """Return the group of a job's first option, or its full text if it chooses a model or a recipe."""
     first = next(iter(command.options), "")
     return first if first.startswith(("model=", "recipe=")) else first.partition("=")[0].partition(".")[0]
 
@@ -265,13 +265,13 @@ VERB_LINES = [c for c in of_kind("verb") if c.arguments[1:] and c.arguments[0] n
 
 
 def use_of(command: Command) -> tuple[str, ...]:
-    """A verb with its flags, and whether options follow."""
+    """Return a verb with its flags, and "True" if options follow."""
     words = command.arguments
     return (words[0], *(w for w in words if w.startswith("--")), str(any("=" in w for w in words)))
 
 
 def given(command: Command, tmp_path: Path) -> list[str]:
-    """The arguments of a verb, with runs in little, and files in a folder of this test."""
+    """Return the arguments of a verb, with small runs and with files in this test's folder."""
     words, verb = list(command.arguments), command.arguments[0]
     for i, word in enumerate(words[1:], 1):
         if word in RUNS:
@@ -282,11 +282,11 @@ def given(command: Command, tmp_path: Path) -> list[str]:
         elif word.startswith("train.steps="):
             words[i] = "train.steps=5"
         elif verb == "compile" and word == "cluster=h100":
-            words[i] = "cluster=cpu"  # else a library is built first
+            words[i] = "cluster=cpu"  # otherwise a library is built first
         elif verb == "check-export" and i == 2:
             words[i] = str(tmp_path / word)
             assert call("export", words[1], words[i], *(word for word in words if word == "--ema")) == 0
-        elif word == "fold_scales":  # the pass that the page writes
+        elif word == "fold_scales":  # the page asks its reader to write this pass
             words[i] = "simplify"
         elif verb == "export" and i == 2 and "://" not in word or words[i - 1] == "--out" and verb == "compile":
             words[i] = str(tmp_path / word)
@@ -316,13 +316,13 @@ def test_help_knows_the_word(command, capsys):
     assert call(*command.arguments) == 0 and capsys.readouterr().out
 
 
-# ---- what is not ours ----------------------------------------------------------------------------
+# ---- commands of other programs ------------------------------------------------------------------
 
 STARTERS = ("tools.gpu_day.ranks",)
 
 @pytest.mark.parametrize("command", of_kind("tool"), ids=named)
 def test_tools_take_these_flags(command):
-    if command.words[2] in STARTERS:  # what they start has flags of its own
+    if command.words[2] in STARTERS:  # the started command has its own flags
         verb = next(word for word in command.words if word in VERBS)
         assert tool_takes(f"compiler_trainer.cli.verbs.{verb}") >= flags_in(command), str(command)
         return
@@ -336,7 +336,7 @@ def flags_in(command: Command) -> set[str]:
 
 
 def tool_takes(module: str) -> set[str]:
-    """The flags that a tool's source declares."""
+    """Return the flags that a tool's source declares."""
     found = importlib.util.find_spec(module)
     assert found is not None and found.origin is not None, module
     path = Path(found.origin)
@@ -359,6 +359,6 @@ def test_extras_are_in_pyproject(command):
 
 @pytest.mark.parametrize("command", of_kind("pytest"), ids=named)
 def test_test_files_are_there(command):
-    written = "tests/passes/autograd/test_fold_scales.py"  # by the page itself
+    written = "tests/passes/autograd/test_fold_scales.py"  # the page asks its reader to write it
     for word in command.words:
         assert not word.startswith("tests/") or word == written or (ROOT / word).exists(), str(command)

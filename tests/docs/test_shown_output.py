@@ -1,4 +1,4 @@
-"""What README and the guides show as printed is what the command prints."""
+"""README and the guides show the output that the command prints."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ SHORTENED = re.compile(r"_default|_tensor|\.Tensor|p_model_layers_0_feed_forward
 
 
 def shown(command: Command) -> list[str]:
-    """The lines that a page shows below a command."""
+    """Return the lines that a page shows below a command."""
     lines = (ROOT / command.page).read_text().splitlines()[command.line - 1 :]
     below = itertools.islice(itertools.dropwhile(lambda line: line.endswith("\\"), lines), 1, None)
     return list(itertools.takewhile(lambda line: not line.startswith(("```", "$ ")), below))
 
 
 def printed(command: Command, folder: Path) -> list[str]:
-    """The lines that a command prints."""
+    """Run a command and return the lines it prints."""
     words = [sys.executable, "-m", "compiler_trainer", *command.words[1:], f"run.dir={folder / 'run'}"]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     return done.stdout.splitlines()
 
 
 def cells(line: str) -> list[str]:
-    """What a row of a table says, column by column."""
+    """Return the cells of a table row."""
     return [part.strip() for part in re.split(r"[│┃]|  +", line) if part.strip()]
 
 
 def count_of_settings(options: list[str]) -> str:
-    """How many settings `plan` looks at."""
+    """Return the number of settings that `plan` searches."""
     asked = question(options, options, {}).asked
     return f"{len(all_forms(asked, sizes_of(asked.cfg, subject(asked.cfg).module), Left())):,}"
 
@@ -82,7 +82,7 @@ def test_readme_and_guide_show_what_a_run_prints(tmp_path):
 
 
 def shape(line: str) -> str:
-    """A line without its numbers."""
+    """Replace the numbers of a line with #."""
     return re.sub(r"[\d.,:e+-]*\d", "#", line)
 
 

@@ -1,4 +1,4 @@
-"""Every example of docs/guides/your-loop.md runs, and does what the page says, by value."""
+"""Every example of docs/guides/your-loop.md runs and gives the values that the page states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUIET = {"lower": {"backend": "eager"}, "checkpoint": {"interval": None}, "eval"
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """The page's modules, in a folder that has what pages name."""
+    """Import the page's modules in a folder with all files that the pages name."""
     folder = tmp_path_factory.mktemp("loop")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         furnish(folder)
@@ -40,7 +40,7 @@ def parts(tmp_path_factory):
 
 
 def trained(folder, steps=4, **options):
-    """The records of a small run, and its trainer."""
+    """Train a small run; return its records and its trainer."""
     train = {"steps": steps, "seq_len": 32, "global_batch_size": 4}
     given = {"model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 24}, "data": "synthetic", "train": train}
     trainer = ct.Trainer(**given | QUIET | {"run": {"dir": str(folder), "dump_graphs": False}} | options)
@@ -191,7 +191,7 @@ def test_the_rule_lets_its_operator_run_on_shards(parts):
 
     step = compile_lockstep(model, doubled, data[0], {"dp_shard": 2, "tp": 2}, passes={"rules": ["my_rules"]}, observe=observe)
     (call,) = [line for line in lines if "= local.double" in line]
-    assert "f64[3, 7, 31] [5@dp_shard, 7, 61@tp]" in call  # without the rule f64[5, 7, 61] [5, 7, 61]
+    assert "f64[3, 7, 31] [5@dp_shard, 7, 61@tp]" in call  # without the rule: f64[5, 7, 61] [5, 7, 61]
     with torch.no_grad():
         logits = 2 * model(data[0]["tokens"], data[0]["positions"])
         wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[0]["labels"].flatten(), ignore_index=-100)

@@ -1,4 +1,4 @@
-"""Rows of whole documents on one rank, and from a checkpoint of it on two: the same losses over the same tokens."""
+"""Rows packed with whole documents give the same losses and tokens on one rank and resumed on two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = (
 
 
 def run(ranks: int, *arguments: str) -> None:
-    """Run the command on so many ranks; raises CalledProcessError where it fails."""
+    """Run the command on a number of ranks; raise CalledProcessError if it fails."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *start, "-m", "compiler_trainer", *arguments]

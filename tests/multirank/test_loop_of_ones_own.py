@@ -1,4 +1,4 @@
-"""The trainer from Python on two processes: one rank's callback ends all, and both have the weights of one process."""
+"""The Python trainer on two processes: one rank's callback ends all, and both have the weights of one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print("weights", sum(float(value.double().abs().sum()) for value in trainer.stat
 
 
 def trained(folder: Path, ranks: int) -> tuple[list[float], list[float], str]:
-    """Losses, sums of each rank's weights, and what was printed."""
+    """Run the script; return the losses, the sum of each rank's weights, and the output."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Real processes over gloo: the same numbers as in lockstep, one artifact, and no hang when one of them fails."""
+"""Real processes over gloo: the numbers of lockstep, one artifact, and no hang if a rank fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = WORKER.parents[2]
 
 
 def launch(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE_S) -> tuple[int, str]:
-    """Run checks in a torchrun job: its exit code and stderr; raises TimeoutExpired if it takes too long."""
+    """Run checks in a torchrun job; return its exit code and stderr; raise TimeoutExpired after the deadline."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     job = subprocess.Popen([*command, str(WORKER), str(folder), *checks], env=env, stderr=subprocess.PIPE, text=True,
@@ -46,13 +46,13 @@ def launch(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE_
 
 
 def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE_S) -> dict[str, list]:
-    """What each rank got of each check."""
+    """Run checks in a job; return each rank's results by check."""
     code, stderr = launch(ranks, folder, *checks, deadline_s=deadline_s)
     assert code == 0, stderr[-4000:]
     return {check: [torch.load(folder / f"{check}.{rank}.pt") for rank in range(ranks)] for check in checks}
 
 
-JOBS = {  # name -> ranks, and the checks that one job runs
+JOBS = {  # name -> ranks, and the checks of that job
     "two": (2, ("shard2", "inductor2", "stages2", "recorded2", "rings2", "turns2", "disagree", "flipped")),
     "four": (4, ("hybrid4", "context4", "stages4", "recorded4")),
     "two more": (2, ("replicate2", "memory2")),
@@ -63,7 +63,7 @@ full = partial(pytest.param, marks=pytest.mark.full)
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What each rank got in a job, which is run when first asked for."""
+    """Return a function that runs a named job on its first call and returns each rank's results."""
 
     @functools.cache
     def job(name: str) -> dict[str, list]:
@@ -75,7 +75,7 @@ def jobs(tmp_path_factory):
 
 @functools.cache
 def lockstep(mesh: tuple[tuple[str, int], ...]) -> SimpleNamespace:
-    """The same training with all ranks in this process."""
+    """Run the same training with all ranks in this process."""
     data = batches(rows=6)
     step = compile_lockstep(llama(dtype=torch.float32), llama_loss, data[0], dict(mesh), NO_DECAY, evaluate=True)
     metrics = train_step(step, data)
@@ -83,7 +83,7 @@ def lockstep(mesh: tuple[tuple[str, int], ...]) -> SimpleNamespace:
 
 
 def assert_equal(found: dict, wanted: SimpleNamespace, tolerance: float) -> None:
-    """Metrics, evaluation and parameters are those of the lockstep run."""
+    """Compare metrics, evaluation and parameters with the lockstep run."""
     for ours, theirs in zip(found["metrics"], wanted.metrics, strict=True):
         assert_same(ours, theirs, tolerance)
     assert found["evaluation"] == pytest.approx(wanted.evaluation, rel=tolerance, abs=tolerance)
@@ -108,13 +108,13 @@ def test_two_processes_are_lockstep_bit_for_bit(jobs, job, check, mesh):
 ])
 @pytest.mark.full
 def test_four_processes_are_lockstep_but_for_the_order_of_sums(jobs, job, check, mesh, groups):
-    """An axis has a second group where gradients travel beside something else."""
+    """An axis has a second group if its gradients are sent while other collectives run."""
     ranks = jobs(job)[check]
     for found in ranks:
         assert_equal(found, lockstep(mesh), 1e-6)
         assert set(found["groups"]) == groups and found["differences"] == []
     assert all(found["metrics"] == ranks[0]["metrics"] for found in ranks)
-    assert len({tuple(found["groups"]) for found in ranks}) == 1  # made in one order
+    assert len({tuple(found["groups"]) for found in ranks}) == 1  # created in the same order
 
 
 @pytest.mark.full
@@ -133,7 +133,7 @@ def test_microbatches_side_by_side_are_lockstep_of_the_whole_batch(jobs):
 
 
 def of_stages(mesh: dict[str, int], schedule: str, layers: int, **model: object) -> SimpleNamespace:
-    """A step of pipeline stages with all ranks in this process."""
+    """Run a step of pipeline stages with all ranks in this process."""
     data, passes = batches(rows=6), {"pipeline": {"schedule": schedule}}
     model = llama(layers, dtype=torch.float32, **model)
     options = {"microbatches": 3, "passes": passes, "evaluate": True}
@@ -163,7 +163,7 @@ def test_recorded_stages_of_processes_have_the_bits_of_others(jobs, job, check):
 
 @pytest.mark.full
 def test_memory_of_pipeline_ranks_is_as_a_dry_run_predicts(jobs, record_property):
-    """To the byte, but for numbers that are no tensors of a program; it does not depend on how many microbatches there are."""
+    """Exact to the byte, except for scalars that no program holds; independent of the number of microbatches."""
     numbers = 8 * 16  # bytes
     for rank, found in enumerate(jobs("two more")["memory2"]):
         for case, peak in found.items():
@@ -190,13 +190,13 @@ def test_two_processes_with_inductor_are_one_device(jobs):
 def test_ranks_share_out_the_bodies_and_take_each_others(jobs):
     first, second = (found["bodies"] for found in jobs("two")["inductor2"])
     assert min(first["compiled"], second["compiled"]) > 0
-    assert first["compiled"] == second["loaded"] and second["compiled"] == first["loaded"]  # none is compiled twice
+    assert first["compiled"] == second["loaded"] and second["compiled"] == first["loaded"]  # no body is compiled twice
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["dp", "tp", "cp", "float8", "remat", "microbatches", "turns"])
 def test_segments_under_inductor_train_as_the_whole(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "1")  # or what is fused differently is rounded so
+    monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "1")  # otherwise different fusions round differently
     for segments, whole in outcome(2, tmp_path, f"cut_{name}", deadline_s=550)[f"cut_{name}"]:
         for ours, theirs in zip(segments, whole, strict=True):
             assert_same(ours, theirs, 1e-6)

@@ -1,4 +1,4 @@
-"""torchrun starts ranks again after one was killed, on all its nodes, and the run goes on by itself to the same bits."""
+"""torchrun restarts the ranks on all nodes after a kill, and the run resumes by itself to the same bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 200
 
 
 def torchruns(folder: Path, nodes: int) -> list[subprocess.Popen]:
-    """A job of two ranks on one or two nodes, whose ranks may be started again twice."""
+    """Start a job of two ranks on one or two nodes that may restart its ranks twice."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"]
@@ -38,14 +38,14 @@ def torchruns(folder: Path, nodes: int) -> list[subprocess.Popen]:
 
 
 def ended(jobs: list[subprocess.Popen]) -> str:
-    """What a job said that ended well."""
+    """Wait for a job, require that it succeeds, and return its stderr."""
     said = [job.communicate(timeout=DEADLINE_S)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(said)[-4000:]
     return "\n".join(said)
 
 
 def steps_of(folder: Path) -> int:
-    """How many steps a run has recorded."""
+    """Return the number of steps that a run has recorded."""
     path = folder / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 

@@ -1,11 +1,11 @@
-"""Train twice what should, or need not, come out the same to the bit, and say whether it does.
+"""Train pairs of runs that should, or may not, have the same bits, and report whether they do.
 
-    python -m tests.nightly.bits                                   # a line a comparison
-    python -m tests.nightly.bits --write docs/measured/bits.md     # and the table of the page
+    python -m tests.nightly.bits                                   # prints one line per comparison
+    python -m tests.nightly.bits --write docs/measured/bits.md     # also updates the table of the page
 
-Each comparison is of two settings that differ in one thing, over three steps of a decoder and of one with experts, in
-fp32 and with a bf16 cast: losses, gradient norms, parameters and moments. Exit codes: 0 what is promised holds, 1 it
-does not.
+The two runs of a comparison differ in one setting. Both take three steps, with a decoder and with one with experts, in
+fp32 and with a bf16 cast. Compared are losses, gradient norms, parameters and moments. Exit codes: 0 every promise
+holds, 1 one is broken.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Bits = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Setting:
-    """How the model is trained, beside what both settings of a comparison share."""
+    """The settings of a run, in addition to those that both runs of a comparison share."""
 
     passes: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mapping[str, int] | None = None  # None: the comparison's
@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Gate:
-    """A comparison: what differs, whether the same bits are promised, and on which meshes it is made."""
+    """A comparison: two settings, whether the same bits are promised, and the meshes to compare them on."""
 
     name: str
     one: Setting
@@ -76,7 +76,7 @@ GATES = (
 
 
 def train(model: str, dtype: str, mesh: Mapping[str, int], setting: Setting, layers: int, microbatches: int) -> Bits:
-    """What each step leaves."""
+    """Return metrics, parameters and optimizer moments, by name, after each step."""
     subject = Case.parse(f"{MODELS[model]} layers={layers}").subject()
     batches = [{name: narrow(value) for name, value in batch.items()} for batch in subject.batches]
     if setting.reverse:
@@ -101,18 +101,18 @@ def train(model: str, dtype: str, mesh: Mapping[str, int], setting: Setting, lay
 
 
 def narrow(value: Tensor) -> Tensor:
-    """A batch's entry in fp32."""
+    """Cast a floating-point tensor to fp32; return other tensors unchanged."""
     return value.float() if value.is_floating_point() else value
 
 
 def off(one: Bits, other: Bits) -> float:
-    """The largest difference of two entries over the largest of the value; 0 if all bits are the same."""
+    """Return the largest difference of two entries, relative to the value's largest entry; 0 if all bits are equal."""
     pairs = [(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a]
     return max(0.0 if torch.equal(x, y) else difference(x, y) or sys.float_info.min for x, y in pairs)
 
 
 def measured() -> Iterator[tuple[Gate, str, str, float]]:
-    """Each comparison with model, dtype, mesh, and how far the two are from each other."""
+    """Yield each comparison with its model and dtype, its mesh, and the relative difference of the two runs."""
     for gate in GATES:
         for model in MODELS:
             for dtype in DTYPES:
@@ -124,7 +124,7 @@ def measured() -> Iterator[tuple[Gate, str, str, float]]:
 
 
 def table(found: Sequence[tuple[Gate, str, str, float]]) -> str:
-    """Markdown, a row a comparison: promised or not, how many pairs had the same bits, and the worst that had not."""
+    """Return a Markdown table: per comparison the promise, pairs, pairs with equal bits, and the worst difference."""
     lines = ["| the two | promised | pairs | same bits | worst, of a value's largest entry |", "|---|---|---|---|---|"]
     for gate in GATES:
         errors = [error for g, _, _, error in found if g is gate]
@@ -134,7 +134,7 @@ def table(found: Sequence[tuple[Gate, str, str, float]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, show and write; the exit code."""
+    """Run all comparisons, print them, update the page if asked, and return the exit code."""
     takes = argparse.ArgumentParser("python -m tests.nightly.bits", description=(__doc__ or "").splitlines()[0])
     takes.add_argument("--write", type=Path, help="the page whose table is renewed")
     given = takes.parse_args(arguments)

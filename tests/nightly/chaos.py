@@ -1,10 +1,10 @@
-"""Kill training at random moments and let it go on: it has to end with the bits of a run that nothing disturbed.
+"""Kill training at random moments and resume it: it must end with the bits of an undisturbed run.
 
     python -m tests.nightly.chaos --trials 40 --ranks 2
 
-In each trial, once or twice, one of DISTURBANCES happens, whatever the ranks are at: a step, a copy, a file, a rename.
-Every checkpoint there is has to be whole then. Now and then a byte of the token cache changes, its time kept. Then the
-same job starts again, with `checkpoint.resume=auto`.
+Each trial applies one or two of DISTURBANCES, whatever the ranks are doing: a step, a copy, a file, a rename. Every
+complete checkpoint must then be intact. In some trials a byte of the token cache changes too, with its file's time
+kept. Then the same job starts again, with `checkpoint.resume=auto`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from compiler_trainer.training.pace import RANKS
 from compiler_trainer.training.trainer import train
 
 STEPS = 24
-SAID = 4000  # characters of a rank's log that are shown
-PATIENCE_S = 120.0  # for ranks to end once one of them is gone
-MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # differ from run to run
-FORK = multiprocessing.get_context("fork")  # imports take longer than the runs
+SAID = 4000  # characters of a rank's log to print
+PATIENCE_S = 120.0  # for ranks to end after one of them is gone
+MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # metrics that differ from run to run
+FORK = multiprocessing.get_context("fork")  # saves the imports, which take longer than the runs
 
 
 @dataclass
 class Tally:
-    """What was seen."""
+    """The counts of all trials."""
 
     happened: Counter[str] = field(default_factory=Counter)
     in_a_save: int = 0
@@ -73,7 +73,7 @@ class Tally:
 
 
 def main() -> None:
-    """Run the trials; exits with 1 if one ends with other bits."""
+    """Run the trials; exit with 1 if one ends with other bits."""
     takes = argparse.ArgumentParser("python -m tests.nightly.chaos", description=__doc__)
     takes.add_argument("--trials", type=int, default=10)
     takes.add_argument("--ranks", type=int, default=2)
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def job(folder: Path, stages: int = 1, once: bool = False) -> Config:
-    """A small run with a checkpoint after each step."""
+    """Return the config of a small run with a checkpoint after each step."""
     accumulate = AccumulateConfig("step", "step") if once else AccumulateConfig()
     return Config(
         model=ModelConfig(dim=256, n_layers=stages, n_heads=2, n_kv_heads=1, ffn_dim=512),
@@ -126,11 +126,11 @@ def job(folder: Path, stages: int = 1, once: bool = False) -> Config:
 
 
 def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Random, tally: Tally) -> dict[str, str]:
-    """Start, disturb, and start again until it may end: what happened, and what was wrong at once, empty if nothing."""
+    """Start, disturb and restart a run until it ends; return each disturbance with the error it caused, or ""."""
     seen = {}
     for _ in range(draw.choice((1, 2))):
         processes = start(cfg, ranks, folder)
-        if draw.random() < 0.9:  # else before the first step
+        if draw.random() < 0.9:  # otherwise disturb before the first step
             wait_for_steps(folder, processes)
         time.sleep(draw.uniform(0.0, 1.0) * took)
         name = draw.choice([*DISTURBANCES])
@@ -148,27 +148,27 @@ def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Rando
     return seen
 
 
-# Disturbances: each takes the ranks, their job, the seconds that a run takes and a source of chance, and says
-# what was wrong at once, if anything was.
+# Disturbances: each takes the ranks, their job, the seconds of a full run and a random source, and returns the error it
+# caused, or "".
 
 
 def kill_all(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """SIGKILL to all ranks."""
+    """Send SIGKILL to all ranks."""
     return send(processes, signal.SIGKILL)
 
 
 def kill_one(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """SIGKILL to one of them."""
+    """Send SIGKILL to one rank."""
     return send([draw.choice(processes)], signal.SIGKILL)
 
 
 def stop_one(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """SIGTERM to one of them."""
+    """Send SIGTERM to one rank."""
     return send([draw.choice(processes)], signal.SIGTERM)
 
 
 def stop_all_twice(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """SIGTERM to all and, within moments, again, as of a scheduler and of torchrun."""
+    """Send SIGTERM to all ranks twice within moments, as a scheduler and torchrun together do."""
     folder = Path(cfg.run.dir)
     was_taken = taken(folder)
     send(processes, signal.SIGTERM)
@@ -180,7 +180,7 @@ def stop_all_twice(processes: list[BaseProcess], cfg: Config, took: float, draw:
 
 
 def start_another(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """The same job once more in the same folder: it has to be refused while the first is there."""
+    """Start the same job in the same folder: it must be refused while the first one runs."""
     folder = Path(cfg.run.dir)
     others = start(cfg, len(processes), folder, patience_s=0.1)
     finish(others, folder)
@@ -189,7 +189,7 @@ def start_another(processes: list[BaseProcess], cfg: Config, took: float, draw: 
 
 
 def fill_disk(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """No file may grow for a while, in any of the ranks."""
+    """Forbid all ranks to grow any file for a while."""
     for limit in (0, resource.RLIM_INFINITY):
         for process in (p for p in processes if p.is_alive()):
             with suppress(ProcessLookupError):
@@ -209,7 +209,7 @@ DISTURBANCES: dict[str, Callable[[list[BaseProcess], Config, float, random.Rando
 
 
 def send(processes: list[BaseProcess], number: int) -> str:
-    """Send a signal to those that are alive."""
+    """Send a signal to the processes that are alive."""
     for process in processes:
         if process.is_alive():
             os.kill(process.pid or 0, number)
@@ -217,7 +217,7 @@ def send(processes: list[BaseProcess], number: int) -> str:
 
 
 def alter(cache: Path, draw: random.Random) -> str:
-    """Change a byte of a cached corpus, its time kept."""
+    """Flip one bit in a file of the token cache and keep the file's time."""
     path = draw.choice(sorted(p for p in cache.glob("*/*") if p.suffix in (".bin", ".json") and p.stat().st_size))
     at, content = path.stat(), bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
@@ -230,19 +230,19 @@ def alter(cache: Path, draw: random.Random) -> str:
 
 
 def wait_for_steps(folder: Path, processes: list[BaseProcess]) -> None:
-    """Wait until steps are taken, or until there is nothing to wait for."""
+    """Wait until a step is recorded or a rank ends."""
     before = taken(folder)
     while taken(folder) == before and all(process.is_alive() for process in processes):
         time.sleep(0.005)
 
 
 def taken(folder: Path) -> int:
-    """How many steps are recorded."""
+    """Return the number of recorded steps."""
     return len(read(folder / FILE)) if (folder / FILE).exists() else 0
 
 
 def start(cfg: Config, ranks: int, folder: Path, patience_s: float = owner.PATIENCE_S) -> list[BaseProcess]:
-    """The ranks of a job, as processes, which wait so long for a folder that another job holds."""
+    """Start the ranks of a job as processes; they wait `patience_s` seconds for a folder that another job holds."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     given = [(cfg, r, ranks, port, folder, patience_s) for r in range(ranks)]
@@ -254,15 +254,15 @@ def start(cfg: Config, ranks: int, folder: Path, patience_s: float = owner.PATIE
 
 def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s: float) -> None:
     """Train as one rank."""
-    with open(log_of(folder, rank), "ab") as log:  # written by another process, whose disk is never full
+    with open(log_of(folder, rank), "ab") as log:  # written by another process, whose disk never fills up
         said = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True).stdin
     assert said is not None
     os.dup2(said.fileno(), 1)
     os.dup2(said.fileno(), 2)
     said.close()
     owner.PATIENCE_S = patience_s
-    next(phases.runs)  # seconds count from now, not from imports before the fork
-    faulthandler.enable()  # for a rank that hangs
+    next(phases.runs)  # count seconds from now, not from the imports before the fork
+    faulthandler.enable()  # SIGABRT prints the stack traces of a rank that hangs
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
@@ -273,7 +273,7 @@ def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s:
 
 
 def finish(processes: list[BaseProcess], folder: Path) -> None:
-    """Wait for ranks; raises TimeoutError if one of them hangs, with what it was doing."""
+    """Wait for the ranks; raise TimeoutError with their stack traces if any of them hangs."""
     for process in processes:
         process.join(PATIENCE_S)
     hanging = [r for r, process in enumerate(processes) if process.is_alive()]
@@ -286,29 +286,29 @@ def finish(processes: list[BaseProcess], folder: Path) -> None:
 
 
 def log_of(folder: Path, rank: int) -> Path:
-    """What a rank says goes to a file beside the run folder."""
+    """Return the path of a rank's log, next to the run folder."""
     return folder.with_name(f"{folder.name}.{rank}.log")
 
 
 def last_words(folder: Path, rank: int) -> str:
-    """The end of what a rank said; several threads that fail at once may cut each other's characters."""
+    """Return the end of a rank's log. Threads that fail at once may cut each other's UTF-8, hence errors="replace"."""
     return log_of(folder, rank).read_text(errors="replace")[-SAID:]
 
 
 def restarted(scratch: Path) -> str:
-    """How long ranks that started again took to their first step, imports apart: a fork has them."""
+    """Report the seconds from a restart to its first step, without imports, which the fork inherits."""
     said = "".join(log.read_text(errors="replace") for log in scratch.glob("*.0.log"))
     seconds = [float(found) for found in re.findall(r"^restarted in ([\d.]+) s", said, re.MULTILINE)] or [0.0]
     return f"{len(seconds)} restarts: median {median(seconds):.1f} s to the first step, at most {max(seconds):.1f} s"
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a run took its last step and saved it."""
+    """Return True if a run took and saved its last step."""
     return any(checkpoint.number_of(path) == STEPS for path in checkpoint.complete(folder / "checkpoints"))
 
 
 def differences(whole: Path, other: Path) -> list[str]:
-    """In what a run differs from another one: its records, where it stands, the bits of its state."""
+    """List the differences between two runs: records, position in the data, names of values with other bits."""
     if not is_done(other):
         return ["it did not end"]
     found = []
@@ -322,12 +322,12 @@ def differences(whole: Path, other: Path) -> list[str]:
 
 
 def where(stored: checkpoint.Checkpoint) -> tuple[int, int, dict[str, Any]]:
-    """Where training and its data stand."""
+    """Return the position of training and of its data."""
     return stored.index.step, stored.index.tokens, stored.index.data
 
 
 def records(run: Path) -> list[dict[str, float]]:
-    """What each step measured, but for times and memory."""
+    """Return each step's metrics without times and memory."""
     return [{name: v for name, v in record.items() if name not in MEASURED} for record in read(run / FILE)]
 
 

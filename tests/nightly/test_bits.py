@@ -1,4 +1,4 @@
-"""What is promised to have the same bits has, and a setting that changes numbers is told from one that does not."""
+"""The promised pairs have the same bits, and the comparison detects a setting that changes numbers."""
 
 from __future__ import annotations
 

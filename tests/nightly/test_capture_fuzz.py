@@ -1,4 +1,4 @@
-"""Random models are captured as eager PyTorch runs them; a fault of capture is heard and made small."""
+"""Random models are captured as eager PyTorch runs them; a planted fault of capture is found and shrunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed and started again, a run ends with the bits of one that nothing disturbed; one with other bits is told."""
+"""A run that is killed and restarted ends with the bits of an undisturbed one; other bits are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole jobs by random options: what the tool draws, how it judges, and some of them."""
+"""The tool that runs whole jobs with random options: its draws, its verdicts, and a few jobs."""
 
 from __future__ import annotations
 

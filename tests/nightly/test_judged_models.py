@@ -1,4 +1,4 @@
-"""The tool that trains models of others tells right from wrong, and what refuses, crashes or takes too long."""
+"""The tool that judges models of other libraries tells right, wrong, refused, crash and time-out apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Odd commands: a few of the hundreds, and that what is wrong is seen."""
+"""Odd commands: a few of the hundreds, and the detection of wrong reactions."""
 
 from __future__ import annotations
 

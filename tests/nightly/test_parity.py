@@ -1,4 +1,4 @@
-"""Random cases train as eager PyTorch does, or are refused; what fails is heard, made smaller and shown."""
+"""Random cases train as eager PyTorch does or are refused; failures are detected, shrunk and printed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_ambiguous_is_not_drawn():
 
 
 def changed(subject, change):
-    """The subject, whose eager training sees another model."""
+    """Return the subject with a change to the model that trains in eager PyTorch."""
 
     def eager(model):
         model = subject.eager(model)
@@ -88,24 +88,24 @@ def test_a_wrong_gradient_is_heard_though_no_parameter_moves():
 
 @pytest.mark.full
 def test_what_rounding_moves_is_not_compared():
-    """Softmax does not see the bias of keys: AdamW divides what rounding makes of its gradient by its own size."""
+    """Softmax ignores the bias of keys: AdamW divides the rounding error that is its gradient by its own size."""
     subject = Case.parse("bert seed=294 rows=3").subject()
     key = "bert.encoder.layer.0.attention.self.key.bias"
     with torch.no_grad():
         subject.model.get_parameter(key).zero_()
     adamw = Settings({"tp": 2}, {"name": "adamw", "eps": 1e-12})
     first = oracle.train(subject, adamw)[0]
-    gradient = first[f"optim.exp_avg.{key}"].abs().max() * 10  # of betas 0.9
+    gradient = first[f"optim.exp_avg.{key}"].abs().max() * 10  # beta 0.9
     assert 0 < gradient < 1e-16 < first["grad_norm"] and first[f"chance.{key}"].any()
     assert sum(int(entries.sum()) for name, entries in first.items() if name.startswith("chance.")) <= 16
     assert compare(subject, adamw).verdict == "right"
     moved = changed(subject, lambda model: model.get_parameter(key)[1].add_(1e-3))
-    assert key in compare(moved, Settings({"tp": 2})).value  # under SGD it is
+    assert key in compare(moved, Settings({"tp": 2})).value  # under SGD it is compared
 
 
 @pytest.mark.full
 def test_what_eager_pytorch_makes_of_the_last_bit_is_allowed_and_no_more():
-    """AdamW divides small gradients by their size, and three steps of a deep model multiply what rounding makes."""
+    """AdamW divides small gradients by their size, and three steps of a deep model multiply rounding errors."""
     case = Case.parse("decoder seed=6 rows=1 layers=3 heads=3 latent=true labels=all optim.name=adamw optim.eps=1e-06")
     subject, how = case.subject(), case.settings()
     wanted = oracle.train(subject, how)
@@ -151,7 +151,7 @@ def test_dropout_is_compared_with_a_step_of_one_rank():
 
 
 def fails_with(*needed):
-    """A run that is wrong where a case has all of some options, and no case where it has less than three rows."""
+    """Return a fake run: wrong if a case has all of some options; it raises for less than three rows."""
 
     def run(case):
         if case.given.get("rows", 2) < 3:
@@ -195,7 +195,7 @@ def test_the_tool_runs_a_case_stores_it_and_writes_the_page(tmp_path, capsys):
     assert main(given) == 0
     assert "right, off by" in capsys.readouterr().out
     assert [str(r.case) for r in load(store)] == ["perceptron rows=3 mesh.dp_shard=2"]
-    assert main(given) == 0 and "right, off by" not in capsys.readouterr().out  # it is known
+    assert main(given) == 0 and "right, off by" not in capsys.readouterr().out  # it is in the store
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "| dp_shard | 1 | 1 |" in text
 
@@ -231,7 +231,7 @@ def test_a_planted_fault_is_heard(capfd):
 
 
 class Dropping(torch.nn.Module):
-    """Random numbers, so that steps are compared with a compiled step, and a statistic of a cast that changes nothing."""
+    """A model with random numbers, compared with a compiled step, and a statistic of a cast that changes nothing."""
 
     def __init__(self):
         super().__init__()

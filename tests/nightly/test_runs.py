@@ -1,4 +1,4 @@
-"""Damaged run folders: a few of the hundreds, and that what is wrong is seen."""
+"""Damaged run folders: a few of the hundreds, and the detection of a wrong reaction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GONE, TEXT = Damage("missing", put("")), Damage("a number", put("5"))
 
 @pytest.mark.full
 def test_damaged_runs_are_passed_over_or_refused_in_a_line():
-    given = [sys.executable, "-m", "tests.nightly.odd", "--runs", "--count", "17"]  # one of each file; a process that forks
+    given = [sys.executable, "-m", "tests.nightly.odd", "--runs", "--count", "17"]  # one damage per file; a process that forks
     done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("17 commands: ")
@@ -73,4 +73,4 @@ def test_a_config_is_damaged_in_ways_that_differ(tmp_path):
 
 
 def test_verbs_are_of_the_command():
-    assert {verb.arguments[0] for verb in VERBS} >= set(KNOWN) - {"plan", "calibrate", "sweep", "launch", "check-model", "check-export", "check-data", "tokenize", "doctor", "compile", "clean", "profile"}  # which take no run, or one that measured itself
+    assert {verb.arguments[0] for verb in VERBS} >= set(KNOWN) - {"plan", "calibrate", "sweep", "launch", "check-model", "check-export", "check-data", "tokenize", "doctor", "compile", "clean", "profile"}  # these take no run, or a run with measurements

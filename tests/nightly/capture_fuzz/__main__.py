@@ -1,10 +1,11 @@
 """Compare the captured programs of random models with eager PyTorch: loss, gradients and buffers.
 
-    python -m tests.nightly.capture_fuzz --cases 2000               # counts; each case that is wrong or crashes, made smaller
-    python -m tests.nightly.capture_fuzz --case 0:17                # one case again, with its source
-    python -m tests.nightly.capture_fuzz --cases 2000 --refused     # the reasons of refusals, too
+    python -m tests.nightly.capture_fuzz --cases 2000               # counts; shrinks each case that is wrong or crashes
+    python -m tests.nightly.capture_fuzz --case 0:17                # runs one case again and prints its source
+    python -m tests.nightly.capture_fuzz --cases 2000 --refused     # also prints the reasons of refusals
 
-Cases that eager PyTorch itself cannot run are drawn again. Exit codes: 0 none is wrong or crashes, 1 one is.
+Cases that eager PyTorch itself cannot run are skipped and not counted. Exit codes: 0 no case is wrong or crashes, 1 one
+does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FAILS = ("wrong", "crash")
 
 
 def outcomes(seed: int, first: int = 0) -> Iterator[tuple[Case, Outcome]]:
-    """Random cases that eager PyTorch can run, without end, with their outcomes."""
+    """Yield random cases that eager PyTorch can run, without end, with their outcomes."""
     for number in count(first):
         drawn = case(seed, number)
         outcome = run(drawn)
@@ -34,7 +35,7 @@ def outcomes(seed: int, first: int = 0) -> Iterator[tuple[Case, Outcome]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run cases; the exit code."""
+    """Run cases; return the exit code."""
     options = argparse.ArgumentParser("python -m tests.nightly.capture_fuzz", description=(__doc__ or "").splitlines()[0])
     options.add_argument("--cases", type=int, default=200)
     options.add_argument("--from", type=int, default=0, dest="first", help="the number of the first case")

@@ -1,11 +1,11 @@
-"""Give the command hundreds of odd configurations: each has to train, or to be refused in one line.
+"""Run the command with hundreds of odd configurations: each must train or be refused in one line.
 
     python -m tests.nightly.odd --count 500 --seed 0
     python -m tests.nightly.odd --runs --count 300      # damaged run folders, for resume, eval, ..., inspect, ...
 
-What is damaged may be passed over where something else serves, as an older checkpoint, or where it is not read.
-None may end in a traceback, take longer than a minute, leave a folder where it was refused, or run what a file says.
-Exit codes: 0 all did, 1 one did not.
+A damaged file may be passed over if the command has a substitute, such as an older checkpoint, or does not read it.
+No command may end in a traceback, take longer than a minute, leave files after a refusal, or run code from a file.
+Exit codes: 0 all commands passed, 1 one did not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENDS = {False: ("trained", "ended", "refused"), True: ("done", "ended", "refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the trials; the exit code."""
+    """Run the trials; return the exit code."""
     takes = argparse.ArgumentParser("python -m tests.nightly.odd", description=(__doc__ or "").splitlines()[0])
     takes.add_argument("--count", type=int, default=500)
     takes.add_argument("--seed", type=int, default=0)
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def of_options(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple[str, Outcome]]:
-    """(what was odd, what became of it) of commands with odd options and hostile files."""
+    """Yield (odd arguments, outcome) of commands with odd options and hostile files."""
     files = make(scratch / "files")
     for number, case in enumerate(cases(count, files, draw)):
         outcome = tried(case, scratch / str(number))
@@ -60,7 +60,7 @@ def of_options(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple
 
 
 def of_runs(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple[str, Outcome]]:
-    """(what was damaged and which command was given it, what became of it) of run folders."""
+    """Yield (trial, outcome) of commands on damaged run folders."""
     run = trained(scratch / "trained")
     for number, trial in enumerate(trials(count, run, draw)):
         yield str(trial), damaged_then(trial, run, scratch / str(number))

@@ -1,4 +1,4 @@
-"""A file of a run, damaged: every way in which it can be no longer what was written."""
+"""Damage a file of a run in every way that it may differ from the written one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Act = Callable[[Path], object]
 BRACKETS = "[" * DEEP + "]" * DEEP
 PICKLE = b"\x80\x04cposix\nsystem\n(S'touch RAN'\ntR."
 GONE, MARK = "", "a value to be replaced"
-VALUES = (  # as JSON, which is YAML too
+VALUES = (  # as JSON, which is also YAML
     GONE, "null", "true", "0", "-1", "1.5", "1e300", "1e999", "NaN", "-Infinity", str(10**12), str(2**63), "9" * DIGITS,
     '""', '"x"', '"../../x"', '"/dev/zero"', '"<script>alert(1)</script>"', '"a\\nb"', '"\\ud800"', '"${model.dim}"',
     '"???"', f'"{"x" * 100_000}"', "[]", "{}", "[1, 2]", '{"a": 1}', '[{"a": [null]}]', BRACKETS,
@@ -41,7 +41,7 @@ YAMLS = {
 
 
 class Damage(NamedTuple):
-    """A way to damage a file: its name, what does it, and whether nothing is left that could serve."""
+    """A way to damage a file: its name, the action, and True if nothing usable is left."""
 
     name: str
     act: Act
@@ -49,7 +49,7 @@ class Damage(NamedTuple):
 
 
 def damages(path: Path, draw: random.Random) -> Iterator[Damage]:
-    """Ways to damage the file at a path, which is whole."""
+    """Yield ways to damage the intact file at a path."""
     yield from whole()
     if path.name == FILE:
         yield from (Damage(name, put(text)) for name, text in TEXTS.items())
@@ -58,7 +58,7 @@ def damages(path: Path, draw: random.Random) -> Iterator[Damage]:
         yield from (Damage(f"{name}, signed", put(signed(text)), False) for name, text in changed(body, draw, 120))
     elif path.suffix == ".safetensors":
         for name, header, size in headers(path, draw):
-            yield Damage(name, headed(header, size), "optim." not in name)  # which not all read
+            yield Damage(name, headed(header, size), "optim." not in name)  # not every command reads these
     elif path.suffix == ".yaml":
         yield from (Damage(name, put(text)) for name, text in (TEXTS | YAMLS).items())
         options = yaml.safe_load(path.read_text())
@@ -76,7 +76,7 @@ def damages(path: Path, draw: random.Random) -> Iterator[Damage]:
 
 
 def whole() -> Iterator[Damage]:
-    """Ways to damage a file of any kind."""
+    """Yield ways to damage a file of any kind."""
     yield from gone()
     yield Damage("empty", put(""))
     yield Damage("cut", lambda path: os.truncate(path, path.stat().st_size // 2))
@@ -86,7 +86,7 @@ def whole() -> Iterator[Damage]:
 
 
 def gone() -> Iterator[Damage]:
-    """Ways to put something else in the place of a file or folder, or nothing."""
+    """Yield ways to remove a file or folder, or to replace it with something else."""
     yield Damage("missing", remove)
     yield Damage("a folder", instead(Path.mkdir))
     yield Damage("a FIFO", instead(os.mkfifo))
@@ -96,7 +96,7 @@ def gone() -> Iterator[Damage]:
 
 
 def folders() -> Iterator[Damage]:
-    """Ways to damage a checkpoint as a folder, and the folder that it is in."""
+    """Yield ways to damage a checkpoint folder and its parent folder."""
     names = {
         "a file": "step_00000007", "17 digits": "step_" + "9" * 17, "other digits": "step_0000000\u0663",
         "markup": "step_<script>", "a newline": "step_00000007\nerror: x", "half a name": "step_",
@@ -125,12 +125,12 @@ def folders() -> Iterator[Damage]:
 
 
 def put(content: str | bytes) -> Act:
-    """Writes other content."""
+    """Replace the content."""
     return lambda path: path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def instead(make: Act) -> Act:
-    """Makes something else in its place."""
+    """Replace the file or folder with a new one."""
 
     def act(path: Path) -> None:
         remove(path)
@@ -140,33 +140,33 @@ def instead(make: Act) -> Act:
 
 
 def linked(path: Path) -> None:
-    """A link to itself."""
+    """Create a link to itself."""
     path.symlink_to(path)
 
 
 def copied(path: Path) -> None:
-    """A copy of the newest checkpoint."""
+    """Copy the newest checkpoint."""
     shutil.copytree(path.with_name("step_00000002"), path)
 
 
 def without_index(path: Path) -> None:
-    """Takes the indices of all checkpoints away."""
+    """Remove the index of every checkpoint."""
     for file in path.glob(f"*/{FILE}"):
         file.unlink()
 
 
 def beside(name: str, make: Act) -> Act:
-    """Makes something in the same folder."""
+    """Create a file or folder with a name in the same folder."""
     return lambda path: make(path.with_name(name))
 
 
 def in_parent(act: Act) -> Act:
-    """Does it to the folder that the path is in."""
+    """Apply the action to the parent folder."""
     return lambda path: act(path.parent)
 
 
 def odd_line(number: int, value: str) -> Act:
-    """Puts a value in place of the second half of a line, or takes the line away."""
+    """Replace the second half of a line with a value, or remove the line."""
 
     def act(path: Path) -> None:
         lines = path.read_text().splitlines(keepends=True)
@@ -178,7 +178,7 @@ def odd_line(number: int, value: str) -> Act:
 
 
 def headed(header: bytes, size: int) -> Act:
-    """Gives a file of pieces another header, said to be of a size, and the index the digest of it."""
+    """Replace the header of a file of pieces, with a declared size, and record its digest in the index."""
 
     def act(path: Path) -> None:
         content = path.read_bytes()
@@ -197,7 +197,7 @@ def headed(header: bytes, size: int) -> Act:
 
 
 def headers(path: Path, draw: random.Random) -> Iterator[tuple[str, bytes, int]]:
-    """(name, header, how long it is said to be) of a file of pieces."""
+    """Yield (name, header, declared length) of a file of pieces."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     for said in (0, 1, size - 1, size + 1, 2**31, 2**40):
@@ -207,7 +207,7 @@ def headers(path: Path, draw: random.Random) -> Iterator[tuple[str, bytes, int]]
 
 
 def changed(document: Any, draw: random.Random, count: int) -> Iterator[tuple[str, str]]:
-    """(name, text) of a JSON document with one field that is odd, of all its outermost fields alike."""
+    """Yield (name, text) of a JSON document with one odd field, evenly over the outermost fields."""
     places: dict[Any, list[tuple[Any, ...]]] = {}
     for place in fields(document):
         places.setdefault(place[0], []).append(place)
@@ -226,7 +226,7 @@ def changed(document: Any, draw: random.Random, count: int) -> Iterator[tuple[st
 
 
 def fields(document: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where every field of a document is, by keys and numbers."""
+    """Yield the path of every field of a document, as keys and indices."""
     if isinstance(document, dict | list):
         for key, value in document.items() if isinstance(document, dict) else enumerate(document):
             yield (*where, key)
@@ -234,5 +234,5 @@ def fields(document: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 
 
 def signed(body: str) -> bytes:
-    """An index whose digest is right, whatever it says."""
+    """Return an index with a correct digest of any body."""
     return TEXT % (sha256(body.encode()).encode(), body.encode())

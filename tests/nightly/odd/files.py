@@ -1,4 +1,4 @@
-"""Hostile files, made once and given to many commands."""
+"""Hostile files, written once and passed to many commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def make(folder: Path) -> dict[str, list[str]]:
-    """Write them; paths by what they are given for: text, tokenizer, folder (of a model), yaml, place (to write to)."""
+    """Write the files; return paths by purpose: text, tokenizer, folder (of a model), yaml, place (to write to)."""
     folder.mkdir(parents=True)
     return {
         "text": texts(folder),
@@ -32,7 +32,7 @@ def make(folder: Path) -> dict[str, list[str]]:
 
 
 def texts(folder: Path) -> list[str]:
-    """Files that are no text, none that ends, none at all."""
+    """Return paths of files that are not text, never end, or do not exist."""
     contents = {
         "empty.txt": b"",
         "one.txt": b"x",
@@ -62,7 +62,7 @@ def texts(folder: Path) -> list[str]:
 
 
 def tokenizers(folder: Path) -> list[str]:
-    """Tokenizers without words, with too many, and what is none."""
+    """Return paths of tokenizers without words or with a huge id, and of files that are not tokenizers."""
     contents: dict[str, object] = {
         "no_words.json": WORDS | {"model": {"type": "BPE", "vocab": {}, "merges": []}},
         "no_unknown.json": WORDS | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
@@ -77,7 +77,7 @@ def tokenizers(folder: Path) -> list[str]:
 
 
 def models(folder: Path) -> list[str]:
-    """Folders of models that are damaged, far too large, or ask for code to be run."""
+    """Return model folders that are damaged, far too large, or ask to run code."""
     llama = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 257}
     configs: dict[str, object] = {
         "keyless": {},
@@ -114,7 +114,7 @@ def models(folder: Path) -> list[str]:
 
 
 def yamls(folder: Path) -> list[str]:
-    """Folders with a config `odd.yaml` that is none, or takes for ever to read."""
+    """Return config folders whose `odd.yaml` is invalid or takes forever to read."""
     contents = {
         "bomb": BOMB.encode(),
         "latin": "# @package _global_\nrun: {dir: caf\xe9}\n".encode("latin-1"),
@@ -134,12 +134,12 @@ def yamls(folder: Path) -> list[str]:
 
 
 def places(folder: Path) -> list[str]:
-    """Where nothing can be written."""
+    """Return paths that cannot be written."""
     return [str(folder / "one.txt"), str(folder / "one.txt/below"), "/proc/x", "/dev/null/x", "/sys/x", "''",
             str(folder / ("y" * 300)), str(folder / "loop.txt/x"), "/" + "z/" * 3000]  # fmt: skip
 
 
 def written(path: Path, content: bytes) -> str:
-    """Its path, with the content in it."""
+    """Write a file and return its path."""
     path.write_bytes(content)
     return str(path)

@@ -1,4 +1,4 @@
-"""Damaged run folders, given to what reads them: each has to be passed over, or refused in one line."""
+"""Run commands on damaged run folders: each must pass the damage over or be refused in one line."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ INDEX, PIECES = f"{NEWEST}/index.json", f"{NEWEST}/rank_00000.safetensors"
 GRAPHS = ("graphs/00_forward_capture.txt", "graphs/00_forward_capture.json", "graphs/09_forward_shard.json",
           *(f"graphs/19_step_overlap.{ending}" for ending in ("txt", "costs.json", "graph.json")))  # fmt: skip
 AT_LEAST = {METRICS: ("missing", "empty", "cut"), REPORT: ("no keys", "other keys"),
-            NEWEST: ("all renamed",)}  # what is left there serves
-TO_TOOLS = {CONFIG: ("no keys", "other keys", "cut", "itself", "numbers as names")}  # which show what there is
+            NEWEST: ("all renamed",)}  # enough is left to use
+TO_TOOLS = {CONFIG: ("no keys", "other keys", "cut", "itself", "numbers as names")}  # these commands show partial data
 LOOKS = ("bisect", "inspect", "diff")
 READ_TOKENS = ("resume", "eval")
-HARMLESS = ("a file more",)  # to all but a check
+HARMLESS = ("a file more",)  # to all commands but check
 
 
 class Verb(NamedTuple):
-    """A command on the run folder `run`, and what it cannot do without; `falls_back` to the checkpoint before."""
+    """A command on the folder `run`, and the files it needs; `falls_back`: it can use the previous checkpoint."""
 
     arguments: tuple[str, ...]
     needs: tuple[str, ...]
@@ -56,7 +56,7 @@ VERBS = (
 
 
 class Trial(NamedTuple):
-    """A damage to a file of a run, and the command that is given the run then."""
+    """A damaged file of a run, and the command to run on it."""
 
     file: str
     damage: Damage
@@ -67,7 +67,7 @@ class Trial(NamedTuple):
 
 
 def trained(folder: Path) -> Path:
-    """A run of two steps with a checkpoint after each, and the cache of its tokens beside it."""
+    """Train a run of two steps with a checkpoint after each; its token cache lies next to it."""
     said = tried((*SMALL, *DECODER, "checkpoint.interval=1", "data.cache=cache"), folder)
     if said.code != 0:
         raise RuntimeError(f"the run that is to be damaged cannot be trained: {said.said}")
@@ -75,7 +75,7 @@ def trained(folder: Path) -> Path:
 
 
 def trials(count: int, run: Path, draw: random.Random) -> Iterator[Trial]:
-    """So many damages, of all files alike, each for a command that needs the file or, now and then, for another."""
+    """Yield `count` damages, evenly over the files, mostly with a command that needs the file."""
     files = {path: [*damages(run / path, draw)] for path in (CONFIG, METRICS, REPORT, INDEX, PIECES, *GRAPHS)}
     files |= {f"../{path.relative_to(run.parent)}": [*whole()] for path in sorted((run.parent / "cache").glob("*/*.*"))}
     files[NEWEST] = [*folders()]
@@ -92,7 +92,7 @@ def trials(count: int, run: Path, draw: random.Random) -> Iterator[Trial]:
 
 
 def damaged_then(trial: Trial, run: Path, folder: Path) -> Outcome:
-    """What a command did with the damaged run."""
+    """Damage a copy of the run and return the outcome of the command on it."""
     for name in ("run", "cache"):
         shutil.copytree(run.parent / name, folder / name)
     (folder / "whole").symlink_to(run)
@@ -102,9 +102,9 @@ def damaged_then(trial: Trial, run: Path, folder: Path) -> Outcome:
 
 
 def judged(trial: Trial, outcome: Outcome) -> str:
-    """What is wrong with how a command ended."""
+    """Return the fault in a command's ending, or ""."""
     if outcome.code == 1 and not outcome.said and trial.verb.arguments[0] in ("diff", "bisect"):
-        return ""  # they tell so that something differs
+        return ""  # the exit code 1 means: something differs
     verb = trial.verb.arguments[0]
     serves = (*AT_LEAST.get(trial.file, ()), *(TO_TOOLS.get(trial.file, ()) if verb in LOOKS else ()))
     serves = (*serves, *(HARMLESS if verb != "check" else ()))

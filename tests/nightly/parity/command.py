@@ -1,14 +1,14 @@
 """Train random models on random meshes with random options, and compare each step with eager PyTorch's in fp64.
 
-    python -m tests.nightly.parity --cases 200 --seed 0                   # counts; each case that fails, made smaller
-    python -m tests.nightly.parity --case 'decoder rows=3 mesh.tp=2'      # one case again
+    python -m tests.nightly.parity --cases 200 --seed 0                   # counts; shrinks each case that fails
+    python -m tests.nightly.parity --case 'decoder rows=3 mesh.tp=2'      # runs one case again
     python -m tests.nightly.parity --cases 2000 --jobs 2 --store parity.jsonl --write docs/measured/parity.md
-    python -m tests.nightly.parity --cases 0 --store parity.jsonl --write docs/measured/parity.md      # the page anew
-    python -m tests.nightly.parity --cases 200 --fault copies_not_replicate  # how many it takes to hear a fault of tools.faults
+    python -m tests.nightly.parity --cases 0 --store parity.jsonl --write docs/measured/parity.md    # page only
+    python -m tests.nightly.parity --cases 200 --fault copies_not_replicate    # cases needed to detect the fault
 
 A case is right (loss, gradient norm, parameters, buffers and moments agree after each of three steps), refused with a
-reason, a crash, or wrong. What the store holds as right or refused is not run again. Exit codes: 0 none is wrong or
-crashes, 1 one is, 2 bad input.
+reason, a crash, or wrong. `--fault` takes a fault of `tools.faults`. Cases that the store lists as right or refused are
+not run again. Exit codes: 0 no case is wrong or crashes, 1 one does, 2 bad input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAILS = ("crash", "wrong")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run cases; the exit code."""
+    """Run cases; return the exit code."""
     takes = argparse.ArgumentParser("python -m tests.nightly.parity", description=(__doc__ or "").splitlines()[0])
     takes.add_argument("--cases", type=int, default=100)
     takes.add_argument("--from", type=int, default=0, dest="first", help="the number of the first case")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(drawn: Sequence[Case], given: argparse.Namespace) -> Counter[str]:
-    """Run, show and store cases; how many there are of each verdict."""
+    """Run, print and store cases; return the number of cases per verdict."""
     counts, began = Counter[str](), time.perf_counter()
     for number, record in enumerate(run_all(drawn, given.jobs), 1):
         counts[record.outcome.verdict] += 1
@@ -87,7 +87,7 @@ def run(drawn: Sequence[Case], given: argparse.Namespace) -> Counter[str]:
 
 
 def with_fault(given: argparse.Namespace) -> int:
-    """Run the cases in a copy of the tree with a fault in it, up to the first that is wrong; the exit code is that."""
+    """Run the cases in a copy of the tree with a planted fault, up to the first failure; return its exit code."""
     fault = next((fault for fault in FAULTS if fault.name == given.fault), None)
     if fault is None:
         print(f"error: --fault: tools.faults has none called {given.fault!r}", file=sys.stderr)

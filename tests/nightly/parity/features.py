@@ -1,4 +1,4 @@
-"""What a case has: the rows and columns of the page."""
+"""The features of a case: the rows and columns of the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Asks = Callable[[dict[str, Any]], bool]
 
 
 def has(name: str, *values: Any) -> Asks:
-    """Whether an option is given, as one of some values if there are any."""
+    """Return a predicate that is true if an option is set, to one of some values if there are any."""
     return lambda given: name in given and (not values or given[name] in values)
 
 
@@ -61,7 +61,7 @@ OPTIONS: dict[str, Asks] = {
 
 
 def features(case: Case) -> frozenset[str]:
-    """The axes that the case has, the family of its model, options that are not by default, and what is uneven."""
+    """Return the case's axes, model family, non-default options and uneven sizes."""
     given, mesh = case.given, case.mesh
     found = {axis for axis in AXES if mesh.get(axis, 1) > 1} or {"one rank"}
     found |= {case.kind.family} | {name for name, asks in OPTIONS.items() if asks(given)}

@@ -1,4 +1,4 @@
-"""The page of what was compared: by axis, model and option, and by pairs of them."""
+"""Write the page of compared cases: by axis, model and option, and by pairs of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERDICTS: tuple[Verdict, ...] = ("right", "refused", "wrong", "crash")
 
 
 def write(records: Sequence[Record], path: Path) -> None:
-    """Renew what the tool made of the page."""
+    """Replace the generated part of the page."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     made = "\n".join((BEGIN, *lines(records), END))
@@ -26,7 +26,7 @@ def write(records: Sequence[Record], path: Path) -> None:
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """The tables."""
+    """Yield the lines of the tables."""
     known = {record: features(record.case) for record in records}
     seconds = sum(record.outcome.seconds for record in records)
     counts = Counter(record.outcome.verdict for record in records)
@@ -59,12 +59,12 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 
 
 def order(name: str) -> tuple[int, str]:
-    """Axes first."""
+    """Return the sort key of a name: axes first."""
     return (AXES.index(name), "") if name in AXES else (len(AXES), name)
 
 
 def row(name: str, of: Sequence[Record], verdicts: Sequence[Verdict]) -> str:
-    """A line of the first table."""
+    """Return a row of the first table."""
     counts = Counter(record.outcome.verdict for record in of)
     exact = [r.outcome.error for r in of if r.outcome.verdict == "right" and r.outcome.allowed < 1e-6]
     worst = f"{max(exact):.0e}" if exact else ""
@@ -72,7 +72,7 @@ def row(name: str, of: Sequence[Record], verdicts: Sequence[Verdict]) -> str:
 
 
 def cell(of: Sequence[Record]) -> str:
-    """How many are right of those that run."""
+    """Return the number of right cases among those that were not refused."""
     right = sum(record.outcome.verdict == "right" for record in of)
     ran = sum(record.outcome.verdict != "refused" for record in of)
     if not of:
@@ -81,7 +81,7 @@ def cell(of: Sequence[Record]) -> str:
 
 
 def gaps(records: Sequence[Record], known: dict[Record, frozenset[str]], names: Sequence[str]) -> Iterator[str]:
-    """The pairs of which no case is right, by the first of them: never drawn, or refused each time."""
+    """Yield the pairs without a right case, by their first name: never drawn, or refused each time."""
     drawn, right = Counter[frozenset[str]](), Counter[frozenset[str]]()
     for record in records:
         pairs = [frozenset(pair) for pair in combinations(known[record], 2)]
@@ -95,7 +95,7 @@ def gaps(records: Sequence[Record], known: dict[Record, frozenset[str]], names: 
 
 
 def reasons(refused: Iterable[Record]) -> Iterator[str]:
-    """Refusals that say the same but for names and numbers, the most frequent first."""
+    """Yield refusals, grouped if they are equal except for names and numbers, the most frequent first."""
     alike: dict[str, list[Record]] = {}
     for record in refused:
         alike.setdefault(NAMES.sub("_", record.outcome.reason)[:80], []).append(record)
@@ -105,5 +105,5 @@ def reasons(refused: Iterable[Record]) -> Iterator[str]:
 
 
 def shown(text: str) -> str:
-    """Text in a cell of a table."""
+    """Truncate and escape text for a table cell."""
     return text[:300].replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Make a failing case smaller for as long as it fails in the same way."""
+"""Shrink a failing case as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from compiler_trainer.parity.compare import Outcome
 from tests.nightly.parity.case import SMALLEST, Case
 
-BELOW = {"rows": 1, "length": 1, "seed": 0}  # how far these may shrink
+BELOW = {"rows": 1, "length": 1, "seed": 0}  # lower bounds of these
 
 
 def shrunk(case: Case, outcome: Outcome, run: Callable[[Case], Outcome] = Case.run, tries: int = 60) -> Case:
-    """The smallest case found that fails as this one does, in at most so many runs."""
+    """Return the smallest case with the same verdict, found in at most `tries` runs."""
     left, tried = tries, {str(case)}
 
     def still_fails(candidate: Case) -> bool:
@@ -24,7 +24,7 @@ def shrunk(case: Case, outcome: Outcome, run: Callable[[Case], Outcome] = Case.r
         left -= 1
         try:
             return run(candidate).verdict == outcome.verdict
-        except Exception:  # no case: its model cannot be built, or eager PyTorch not train it
+        except Exception:  # invalid case: its model cannot be built, or eager PyTorch cannot train it
             return False
 
     while (smaller := next(filter(still_fails, simpler(case)), None)) is not None:
@@ -33,7 +33,7 @@ def shrunk(case: Case, outcome: Outcome, run: Callable[[Case], Outcome] = Case.r
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases with one option less, or one that is smaller."""
+    """Yield cases with one option less, or with one smaller option."""
     for at in range(len(case.options)):
         yield replace(case, options=case.options[:at] + case.options[at + 1 :])
     for at, (name, value) in enumerate(case.options):
@@ -45,7 +45,7 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def less(name: str, value: Any) -> Iterator[Any]:
-    """Smaller values of an option."""
+    """Yield smaller values of an option."""
     if isinstance(value, int) and not isinstance(value, bool):
         least = BELOW.get(name, 2)
         yield from sorted({least, (value + least) // 2, value - 1} & set(range(least, value)))

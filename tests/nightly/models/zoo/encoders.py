@@ -1,4 +1,4 @@
-"""Encoders, and encoders with decoders, of `transformers`."""
+"""Encoders and encoder-decoders of `transformers`."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ T5 |= {"pad_token_id": 0, "decoder_start_token_id": 0}
 
 
 def masked(generator: torch.Generator) -> Batch:
-    """Tokens of which some, at the ends of rows, are padding."""
+    """Return tokens with padding at the ends of some rows."""
     lengths = torch.tensor([13, 9, 4])
     return tokens(generator) | {"attention_mask": (torch.arange(13) < lengths[:, None]).long()}
 
 
 def masked_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of the logits of every position."""
+    """Return the cross-entropy of the logits at every position."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def pairs(generator: torch.Generator) -> Batch:
-    """Ids of a source and of a target."""
+    """Return ids of a source and of a target."""
     return tokens(generator) | {"decoder_input_ids": ids(generator, VOCAB, 3, 7), "labels": ids(generator, VOCAB, 3, 7)}
 
 
 def translated(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of the decoder's logits."""
+    """Return the cross-entropy of the decoder's logits."""
     logits = model(input_ids=batch["input_ids"], decoder_input_ids=batch["decoder_input_ids"]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def only_ids(generator: torch.Generator) -> Batch:
-    """Ids alone."""
+    """Return ids without labels."""
     return {"input_ids": ids(generator, VOCAB, 3, 13)}
 
 

@@ -1,4 +1,4 @@
-"""Decoders, and encoders with decoders, that came to `transformers` late."""
+"""Decoders and encoder-decoders that `transformers` added recently."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ PLAIN: dict[str, Any] = SIZES | {"depth": 2, "heads": 4, "mlp_dim": 40}
 
 
 def spoken(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of the logits of every position."""
+    """Return the cross-entropy of the logits at every position."""
     return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
 def x_transformer(kind: str, **options: Any) -> Case:
-    """A language model of x-transformers whose layers are `kind`."""
+    """Build a language model of x-transformers with layers of type `kind`."""
     module = import_module("x_transformers")
     torch.manual_seed(0)
     layers = getattr(module, kind)(dim=24, depth=2, heads=4, attn_dim_head=6, **options)

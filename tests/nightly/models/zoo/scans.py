@@ -20,34 +20,34 @@ def volume(name: str, kind: str, **options: Any) -> Entry:
 
 
 def noised(generator: torch.Generator) -> Batch:
-    """Images and times."""
+    """Return images and times."""
     times = torch.randint(0, 100, (3,), generator=generator)
     return {"x": normal(generator, 3, 3, 16, 16), "t": times}
 
 
 def denoised(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of images and times."""
+    """Return the loss of a model of images and times."""
     return squares(model(batch["x"], batch["t"]))
 
 
 def captioned(generator: torch.Generator) -> Batch:
-    """Images and tokens, of which none are padding."""
+    """Return images, and tokens without padding."""
     return {"image": normal(generator, 3, 3, 16, 16), "text": ids(generator, VOCAB, 3, 8)}
 
 
 def paired(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of images against texts."""
+    """Return the cross-entropy of images against texts."""
     logits, _ = model(batch["image"], batch["text"])
     return nn.functional.cross_entropy(logits, torch.arange(3))
 
 
 def own(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's own loss of texts against images."""
+    """Return the model's own loss of texts against images."""
     return model(batch["text"], batch["image"], return_loss=True)
 
 
 def efficient() -> Case:
-    """The smallest EfficientNet, narrow and without dropped paths."""
+    """Build the smallest EfficientNet, narrow and without dropped paths."""
     module = import_module("efficientnet_pytorch")
     torch.manual_seed(0)
     model = module.EfficientNet.from_name("efficientnet-b0", width_coefficient=0.2, depth_coefficient=0.2,

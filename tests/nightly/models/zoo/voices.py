@@ -18,7 +18,7 @@ NARROW = [8, 8, 8, 8, 16]
 
 
 def separated(name: str, kind: str, **options: Any) -> Entry:
-    """A model of asteroid that parts two speakers."""
+    """A model of asteroid that separates two speakers."""
     return other(name, "asteroid", "asteroid.models", kind, vectors(96), of_x, n_src=2, **FILTERS, **options)
 
 
@@ -28,17 +28,17 @@ def brain(name: str, module: str, kind: str, data: Any, loss: Any = of_x, **opti
 
 
 def said(generator: torch.Generator) -> Batch:
-    """Frames, and the tokens that are said."""
+    """Return frames and the spoken tokens."""
     return {"x": normal(generator, 3, 13, 10), "tokens": ids(generator, VOCAB, 3, 7)}
 
 
 def recognised(model: nn.Module, batch: Batch) -> Tensor:
-    """The decoder's output."""
+    """Return the loss of the decoder's output."""
     return squares(model(batch["x"], batch["tokens"])[1])
 
 
 def codec() -> Case:
-    """The encoder and the decoder of encodec, without what rounds between them."""
+    """Build the encoder and the decoder of encodec, without the quantizer between them."""
     module = import_module("encodec.modules")
     sizes: dict[str, Any] = {"dimension": 8, "n_filters": 4, "ratios": [2, 2], "lstm": 0, "norm": "none"}
     torch.manual_seed(0)

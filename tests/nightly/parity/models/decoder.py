@@ -50,7 +50,7 @@ EXPERTS: dict[str, tuple[Any, ...]] = {
 def build(
     layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, frozen: Any, **given: Any
 ) -> Llama:
-    """A decoder; `frozen` are parts of names of parameters that are not trained."""
+    """Build a decoder; `frozen` lists substrings of the names of parameters that are not trained."""
     latent = LatentConfig(5, 4, 2, 3, 6 if given["latent"] == "queries" else None) if given["latent"] else None
     of_experts = {
         "count": given["experts"], "balance_loss": given["balance_loss"], "bias_rate": given["bias_rate"],
@@ -81,7 +81,7 @@ def terms(loss: str, **_: Any) -> Terms:
 
 
 def batch(generator: torch.Generator, rows: int, length: int, documents: bool, vocab: int, **given: Any) -> Batch:
-    """With `documents`, rows of several; positions start anew in each."""
+    """Return a batch; with `documents`, each row holds several, and positions restart at each."""
     made = labelled(generator, rows, length, **given)
     if documents:
         begins = torch.rand(rows, length, generator=generator) < 0.3
@@ -93,7 +93,7 @@ def batch(generator: torch.Generator, rows: int, length: int, documents: bool, v
 
 
 def fits(options: Options) -> bool:
-    """Whether heads share keys evenly, and experts are enough for groups."""
+    """Return True if heads share keys evenly and the experts divide into the groups."""
     latent, experts = options.get("latent"), options.get("experts")
     if latent and any(name in options for name in ("qk_norm", "kv_heads", "nope_every", "head_dim")):
         return False
