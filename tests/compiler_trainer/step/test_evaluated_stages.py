@@ -62,7 +62,7 @@ def test_a_buffer_that_only_training_reads_is_of_its_stage_alone():
     ],
 )
 def test_state_that_training_has_elsewhere_is_heard(module, left_out, says, monkeypatch):
-    monkeypatch.setattr(module, left_out, lambda given, *rest: given)
+    monkeypatch.setattr(module, left_out, lambda first, *rest: first)
     with pytest.raises(ir.CompileError, match=says):
         if module is pipeline:
             case = Case.parse(ROUTED)

@@ -99,8 +99,8 @@ def test_only_the_residual_stream_its_gradient_and_the_norm_are_sent():
 @pytest.mark.full
 def test_stages_have_the_layers_that_are_told():
     step, _ = decoder(2, {"stages": [1, 4]})
-    held = {name for name, state in step.state.items() if state.stages == (1,)}
-    assert {f"model.layers.{n}.attention.wq.weight" for n in (1, 2, 3, 4)} <= held
+    names = {name for name, state in step.state.items() if state.stages == (1,)}
+    assert {f"model.layers.{n}.attention.wq.weight" for n in (1, 2, 3, 4)} <= names
     assert step.state["model.layers.0.attention.wq.weight"].stages == (0,)
     with pytest.raises(UserError, match=r"passes.pipeline.stages: \[2, 2\] are not 2 numbers of layers.*add up to 5"):
         decoder(2, {"stages": [2, 2]})
