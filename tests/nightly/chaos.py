@@ -56,7 +56,7 @@ from compiler_trainer.training.pace import RANKS
 from compiler_trainer.training.trainer import train
 
 STEPS = 24
-SAID = 4000  # characters of a rank's log to print
+LOG_CHARACTERS = 4000  # characters of a rank's log to print
 PATIENCE_S = 120.0  # for ranks to end after one of them is gone
 MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # metrics that differ from run to run
 FORK = multiprocessing.get_context("fork")  # saves the imports, which take longer than the runs
@@ -74,36 +74,36 @@ class Tally:
 
 def main() -> None:
     """Run the trials; exit with 1 if one ends with other bits."""
-    takes = argparse.ArgumentParser("python -m tests.nightly.chaos", description=__doc__)
-    takes.add_argument("--trials", type=int, default=10)
-    takes.add_argument("--ranks", type=int, default=2)
-    takes.add_argument("--stages", type=int, default=1, help="of a pipeline, among which the ranks are divided")
-    takes.add_argument("--once", action="store_true", help="gather and reduce once a step, of two microbatches")
-    takes.add_argument("--seed", type=int, default=0, help="of the moments")
-    given = takes.parse_args()
-    draw, tally = random.Random(given.seed), Tally()
-    how = given.stages, given.once
+    parser = argparse.ArgumentParser("python -m tests.nightly.chaos", description=__doc__)
+    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages; the ranks are split evenly among them")
+    parser.add_argument("--once", action="store_true", help="use two microbatches; gather and reduce once per step")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
+    args = parser.parse_args()
+    draw, tally = random.Random(args.seed), Tally()
+    layout = args.stages, args.once
     with tempfile.TemporaryDirectory() as scratch:
-        whole = Path(scratch, "whole")
-        processes = start(job(whole, *how), given.ranks, whole)
-        wait_for_steps(whole, processes)
+        undisturbed = Path(scratch, "whole")
+        processes = start(job(undisturbed, *layout), args.ranks, undisturbed)
+        wait_for_steps(undisturbed, processes)
         began = time.monotonic()
-        finish(processes, whole)
-        took = time.monotonic() - began
-        print(f"undisturbed: {STEPS} steps on {given.ranks} ranks in {took:.1f} s", flush=True)
-        for number in range(given.trials):
+        finish(processes, undisturbed)
+        seconds = time.monotonic() - began
+        print(f"undisturbed: {STEPS} steps on {args.ranks} ranks in {seconds:.1f} s", flush=True)
+        for number in range(args.trials):
             folder = Path(scratch, str(number))
-            seen = trial(job(folder, *how), folder, given.ranks, took, draw, tally)
-            wrong = [*filter(None, seen.values()), *differences(whole, folder)]
+            errors = trial(job(folder, *layout), folder, args.ranks, seconds, draw, tally)
+            wrong = [*filter(None, errors.values()), *differences(undisturbed, folder)]
             tally.wrong += bool(wrong)
-            print(f"trial {number}, {', '.join(seen)}: {'; '.join(wrong) or 'the same bits'}", flush=True)
+            print(f"trial {number}, {', '.join(errors)}: {'; '.join(wrong) or 'the same bits'}", flush=True)
             if wrong:
-                said = (last_words(folder, r) for r in range(given.ranks))
-                print(*said, sep="\n----\n", flush=True)
+                logs = (last_words(folder, r) for r in range(args.ranks))
+                print(*logs, sep="\n----\n", flush=True)
         restarts = restarted(Path(scratch))
-    counts = ", ".join(f"{count} {what}" for what, count in tally.happened.items())
-    counts = f"{counts}; {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
-    print(f"{given.trials} trials, {counts}: {tally.wrong} with other bits")
+    counts = ", ".join(f"{count} {name}" for name, count in tally.happened.items())
+    counts = f"{counts}; {tally.in_a_save} during a save, all ranks saved and stopped {tally.stops} times"
+    print(f"{args.trials} trials, {counts}: {tally.wrong} with other bits")
     print(restarts)
     sys.exit(1 if tally.wrong else 0)
 
@@ -127,14 +127,14 @@ def job(folder: Path, stages: int = 1, once: bool = False) -> Config:
 
 def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Random, tally: Tally) -> dict[str, str]:
     """Start, disturb and restart a run until it ends; return each disturbance with the error it caused, or ""."""
-    seen = {}
+    errors = {}
     for _ in range(draw.choice((1, 2))):
         processes = start(cfg, ranks, folder)
         if draw.random() < 0.9:  # otherwise disturb before the first step
             wait_for_steps(folder, processes)
         time.sleep(draw.uniform(0.0, 1.0) * took)
         name = draw.choice([*DISTURBANCES])
-        seen[name] = DISTURBANCES[name](processes, cfg, took, draw)
+        errors[name] = DISTURBANCES[name](processes, cfg, took, draw)
         finish(processes, folder)
         tally.happened[name] += 1
         tally.stops += {process.exitcode for process in processes} == {STOPPED}
@@ -142,10 +142,10 @@ def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Rando
         for path in checkpoint.complete(folder / "checkpoints"):
             checkpoint.check(path)
         if draw.random() < 0.3:
-            seen["a byte of the token cache"] = alter(folder.parent / "tokens", draw)
+            errors["a byte of the token cache"] = alter(folder.parent / "tokens", draw)
     if not is_done(folder):
         finish(start(cfg, ranks, folder), folder)
-    return seen
+    return errors
 
 
 # Disturbances: each takes the ranks, their job, the seconds of a full run and a random source, and returns the error it
@@ -176,7 +176,7 @@ def stop_all_twice(processes: list[BaseProcess], cfg: Config, took: float, draw:
     send(processes, signal.SIGTERM)
     finish(processes, folder)
     lost = was_taken and not is_done(folder) and {p.exitcode for p in processes} != {STOPPED}
-    return f"two signals ended it with {[p.exitcode for p in processes]}" if lost else ""
+    return f"two signals ended the run with exit codes {[p.exitcode for p in processes]}" if lost else ""
 
 
 def start_another(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
@@ -243,10 +243,10 @@ def taken(folder: Path) -> int:
 
 def start(cfg: Config, ranks: int, folder: Path, patience_s: float = owner.PATIENCE_S) -> list[BaseProcess]:
     """Start the ranks of a job as processes; they wait `patience_s` seconds for a folder that another job holds."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    given = [(cfg, r, ranks, port, folder, patience_s) for r in range(ranks)]
-    processes: list[BaseProcess] = [FORK.Process(target=run, args=each) for each in given]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    arguments = [(cfg, r, ranks, port, folder, patience_s) for r in range(ranks)]
+    processes: list[BaseProcess] = [FORK.Process(target=run, args=args) for args in arguments]
     for process in processes:
         process.start()
     return processes
@@ -255,11 +255,11 @@ def start(cfg: Config, ranks: int, folder: Path, patience_s: float = owner.PATIE
 def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s: float) -> None:
     """Train as one rank."""
     with open(log_of(folder, rank), "ab") as log:  # written by another process, whose disk never fills up
-        said = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True).stdin
-    assert said is not None
-    os.dup2(said.fileno(), 1)
-    os.dup2(said.fileno(), 2)
-    said.close()
+        pipe = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True).stdin
+    assert pipe is not None
+    os.dup2(pipe.fileno(), 1)
+    os.dup2(pipe.fileno(), 2)
+    pipe.close()
     owner.PATIENCE_S = patience_s
     next(phases.runs)  # count seconds from now, not from the imports before the fork
     faulthandler.enable()  # SIGABRT prints the stack traces of a rank that hangs
@@ -281,8 +281,8 @@ def finish(processes: list[BaseProcess], folder: Path) -> None:
         os.kill(processes[r].pid or 0, signal.SIGABRT)
         processes[r].join()
     if hanging:
-        said = "\n".join(last_words(folder, r) for r in hanging)
-        raise TimeoutError(f"ranks {hanging} hang:\n{said}")
+        logs = "\n".join(last_words(folder, r) for r in hanging)
+        raise TimeoutError(f"ranks {hanging} hang:\n{logs}")
 
 
 def log_of(folder: Path, rank: int) -> Path:
@@ -292,13 +292,13 @@ def log_of(folder: Path, rank: int) -> Path:
 
 def last_words(folder: Path, rank: int) -> str:
     """Return the end of a rank's log. Threads that fail at once may cut each other's UTF-8, hence errors="replace"."""
-    return log_of(folder, rank).read_text(errors="replace")[-SAID:]
+    return log_of(folder, rank).read_text(errors="replace")[-LOG_CHARACTERS:]
 
 
 def restarted(scratch: Path) -> str:
     """Report the seconds from a restart to its first step, without imports, which the fork inherits."""
-    said = "".join(log.read_text(errors="replace") for log in scratch.glob("*.0.log"))
-    seconds = [float(found) for found in re.findall(r"^restarted in ([\d.]+) s", said, re.MULTILINE)] or [0.0]
+    logs = "".join(log.read_text(errors="replace") for log in scratch.glob("*.0.log"))
+    seconds = [float(number) for number in re.findall(r"^restarted in ([\d.]+) s", logs, re.MULTILINE)] or [0.0]
     return f"{len(seconds)} restarts: median {median(seconds):.1f} s to the first step, at most {max(seconds):.1f} s"
 
 
@@ -307,21 +307,21 @@ def is_done(folder: Path) -> bool:
     return any(checkpoint.number_of(path) == STEPS for path in checkpoint.complete(folder / "checkpoints"))
 
 
-def differences(whole: Path, other: Path) -> list[str]:
+def differences(run: Path, other: Path) -> list[str]:
     """List the differences between two runs: records, position in the data, names of values with other bits."""
     if not is_done(other):
-        return ["it did not end"]
-    found = []
-    if records(whole) != records(other):
-        found.append("other records")
-    first, second = (checkpoint.opened(path / f"checkpoints/step_{STEPS:08}") for path in (whole, other))
-    if where(first) != where(second):
-        found.append("it stands elsewhere")
+        return ["the run did not end"]
+    names = []
+    if records(run) != records(other):
+        names.append("other records")
+    first, second = (checkpoint.opened(path / f"checkpoints/step_{STEPS:08}") for path in (run, other))
+    if position(first) != position(second):
+        names.append("other position in the data")
     digests = [{piece.key: piece.sha256 for of in one.pieces.values() for piece in of} for one in (first, second)]
-    return found + sorted(key for key in digests[0] | digests[1] if digests[0].get(key) != digests[1].get(key))
+    return names + sorted(key for key in digests[0] | digests[1] if digests[0].get(key) != digests[1].get(key))
 
 
-def where(stored: checkpoint.Checkpoint) -> tuple[int, int, dict[str, Any]]:
+def position(stored: checkpoint.Checkpoint) -> tuple[int, int, dict[str, Any]]:
     """Return the position of training and of its data."""
     return stored.index.step, stored.index.tokens, stored.index.data
 

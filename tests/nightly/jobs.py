@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.nightly.jobs", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     counts = Counter[str]()
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch, "library")
         write_library(library)
-        for number in range(given.cases):
-            options, ranks = drawn(random.Random(f"{given.seed} {number}"), library)
+        for number in range(args.cases):
+            options, ranks = drawn(random.Random(f"{args.seed} {number}"), library)
             print(f"{number}: {ranks} ranks, {shlex.join(options)}", flush=True)
             for command, verdict in job(options, ranks, Path(scratch, str(number))):
                 counts[verdict.split(":")[0]] += 1
@@ -73,13 +73,13 @@ def write_library(folder: Path) -> None:
     rng = random.Random(0)
     folder.mkdir()
 
-    def said(most: int) -> str:
+    def words(most: int) -> str:
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(2, most)))
 
     records = {
-        "text": lambda n: {"text": said(n)},
-        "chat": lambda n: {"messages": [{"role": role, "content": said(n)} for role in ("user", "assistant")]},
-        "pairs": lambda n: {name: said(n) for name in ("prompt", "chosen", "rejected")},
+        "text": lambda n: {"text": words(n)},
+        "chat": lambda n: {"messages": [{"role": role, "content": words(n)} for role in ("user", "assistant")]},
+        "pairs": lambda n: {name: words(n) for name in ("prompt", "chosen", "rejected")},
     }
     for kind, most in TEXTS.items():
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(records[kind](most)) + "\n" for _ in range(200)))
@@ -99,8 +99,8 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"chat_template": CHATML, "eos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"chat_template": CHATML, "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def drawn(rng: random.Random, library: Path) -> tuple[list[str], int]:
@@ -192,19 +192,19 @@ def called(*arguments: str | Path) -> str:
     command = [sys.executable, "-m", "compiler_trainer", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    said = (done.stdout + done.stderr).strip().splitlines()
+    output = (done.stdout + done.stderr).strip().splitlines()
     if done.returncode == 0:
         return "right"
     if "Traceback" in done.stdout + done.stderr:
-        return f"crash: {said[-1]}"
-    return next((f"refused: {line}" for line in reversed(said) if "error:" in line), f"crash: {said[-1:]}")
+        return f"crash: {output[-1]}"
+    return next((f"refused: {line}" for line in reversed(output) if "error:" in line), f"crash: {output[-1:]}")
 
 
 def agreeing(run: Path, other: Path) -> str:
     """Return "right" if the losses of two runs agree to `CLOSE`, otherwise "wrong" with the difference."""
     ours, theirs = losses(run), losses(other)
     if ours.keys() != theirs.keys():
-        return f"wrong: {len(ours)} steps and {len(theirs)}"
+        return f"wrong: {len(ours)} and {len(theirs)} steps"
     off = max(abs(ours[step] - loss) / abs(loss) for step, loss in theirs.items())
     return "right" if off < CLOSE else f"wrong: losses differ by {off:.1e}"
 

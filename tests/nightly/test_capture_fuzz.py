@@ -29,7 +29,7 @@ def test_random_models_have_the_gradients_of_eager_pytorch():
 
 def test_a_cast_taken_for_a_new_value_is_heard(monkeypatch):
     monkeypatch.setattr(grad_modes, "same_value", lambda node: None)
-    drawn, outcome = next(found for found in outcomes(seed=7) if found[1].verdict == "wrong")
+    drawn, outcome = next(pair for pair in outcomes(seed=7) if pair[1].verdict == "wrong")
     smaller = shrunk(drawn, outcome)
     assert run(smaller).verdict == "wrong" and len(smaller.source()) <= len(drawn.source())
 

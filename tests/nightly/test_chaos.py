@@ -30,8 +30,8 @@ def test_other_bits_are_told(tmp_path):
     shutil.copytree(whole, other)
     assert chaos.differences(whole, other) == []
     shutil.rmtree(other)
-    assert chaos.differences(whole, other) == ["it did not end"]
+    assert chaos.differences(whole, other) == ["the run did not end"]
     cfg = chaos.job(other)
     chaos.train(chaos.replace(cfg, train=chaos.replace(cfg.train, seed=1)))
-    found = chaos.differences(whole, other)
-    assert found[0] == "other records" and "model.tok_embeddings.weight@0,0" in found and "optim.step@" not in found
+    names = chaos.differences(whole, other)
+    assert names[0] == "other records" and "model.tok_embeddings.weight@0,0" in names and "optim.step@" not in names

@@ -28,8 +28,8 @@ def test_losses_that_differ_are_wrong(tmp_path):
         (tmp_path / name).mkdir()
         rows = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(values, 1))
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows))
-    found = [jobs.agreeing(tmp_path / "a", tmp_path / other) for other in "bcd"]
-    assert found == ["right", "wrong: losses differ by 9.1e-02", "wrong: 2 steps and 1"]
+    verdicts = [jobs.agreeing(tmp_path / "a", tmp_path / other) for other in "bcd"]
+    assert verdicts == ["right", "wrong: losses differ by 9.1e-02", "wrong: 2 and 1 steps"]
 
 
 @pytest.mark.parametrize(("option", "verdict"), [("optim.lr=x", "refused: error: optim.lr"), ("data=nothing", "refused: error: data")])

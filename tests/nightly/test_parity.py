@@ -35,8 +35,8 @@ def test_a_random_case_trains_as_eager_pytorch_does(number):
 @pytest.mark.full
 @pytest.mark.parametrize("block", range(FULL // BLOCK))
 def test_two_thousand_random_cases_train_as_eager_pytorch_does(block):
-    found = map(judged, itertools.islice(cases(FULL, seed=0), block * BLOCK, (block + 1) * BLOCK))
-    assert not [f"{r.case}: {r.outcome}" for r in found if r.outcome.verdict not in ("right", "refused")]
+    records = map(judged, itertools.islice(cases(FULL, seed=0), block * BLOCK, (block + 1) * BLOCK))
+    assert not [f"{r.case}: {r.outcome}" for r in records if r.outcome.verdict not in ("right", "refused")]
 
 
 def test_a_line_is_the_case_that_it_was_printed_of():
@@ -55,7 +55,7 @@ def test_what_is_ambiguous_is_not_drawn():
     assert settled("experts", {}, {}, {"name": "sgd"}, {"passes.cast.param_dtype": "float32"}) == {}
     bounded = settled("experts", {}, {"dp_shard": 3, "ep": 3}, {"name": "sgd"}, {"passes.moe.dispatch": "bounded"})
     assert bounded["passes.moe.capacity_factor"] == 9.0
-    assert not any(c.given["optim.name"] == "muon" for c in cases(300, seed=4) if not c.kind.muon)
+    assert not any(c.named_options["optim.name"] == "muon" for c in cases(300, seed=4) if not c.kind.muon)
 
 
 def changed(subject, change):
@@ -154,9 +154,9 @@ def fails_with(*needed):
     """Return a fake run: wrong if a case has all of some options; it raises for less than three rows."""
 
     def run(case):
-        if case.given.get("rows", 2) < 3:
+        if case.named_options.get("rows", 2) < 3:
             raise ValueError("no case")
-        return Outcome("wrong" if set(needed) <= case.given.keys() else "right")
+        return Outcome("wrong" if set(needed) <= case.named_options.keys() else "right")
 
     return run
 
@@ -191,30 +191,30 @@ def test_the_page_counts_cases_pairs_gaps_and_reasons():
 def test_the_tool_runs_a_case_stores_it_and_writes_the_page(tmp_path, capsys):
     store, page = tmp_path / "found.jsonl", tmp_path / "parity.md"
     page.write_text("before\n<!-- parity -->\nold\n<!-- end of parity -->\nafter\n")
-    given = ["--case", "perceptron rows=3 mesh.dp_shard=2", "--store", str(store), "--write", str(page)]
-    assert main(given) == 0
+    arguments = ["--case", "perceptron rows=3 mesh.dp_shard=2", "--store", str(store), "--write", str(page)]
+    assert main(arguments) == 0
     assert "right, off by" in capsys.readouterr().out
     assert [str(r.case) for r in load(store)] == ["perceptron rows=3 mesh.dp_shard=2"]
-    assert main(given) == 0 and "right, off by" not in capsys.readouterr().out  # it is in the store
+    assert main(arguments) == 0 and "right, off by" not in capsys.readouterr().out  # it is in the store
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "| dp_shard | 1 | 1 |" in text
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        ("novel rows=3", "'novel' is no model; the models are decoder, "),
+        ("novel rows=3", "model 'novel' does not exist; use one of decoder, "),
         ("perceptron heads=3", "perceptron has no option heads; it has norm, loss"),
     ],
 )
-def test_what_is_no_case_is_said(line, said, capsys):
+def test_what_is_no_case_is_said(line, message, capsys):
     assert main(["--case", line]) == 2
-    assert f"error: case: {said}" in capsys.readouterr().err
+    assert f"error: case: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["--fault", "nothing_like_it"], "tools.faults has none called 'nothing_like_it'"),
-    (["--fault", "copies_not_replicate", "--store", "x"], "--fault takes --cases, --from and --seed alone"),
+    (["--fault", "nothing_like_it"], "--fault: 'nothing_like_it' is not a fault of tools.faults"),
+    (["--fault", "copies_not_replicate", "--store", "x"], "--fault: takes only --cases, --from and --seed"),
 ])
 def test_a_fault_is_one_of_the_table_and_nothing_given_beside_it_is_ignored(arguments, says, capsys):
     try:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--case", help="SEED:NUMBER of a case to run again")
     options.add_argument("--refused", action="store_true", help="print the reasons of refusals")
-    options.add_argument("--no-shrink", action="store_true", help="leave failing cases as they are")
+    options.add_argument("--no-shrink", action="store_true", help="do not shrink failing cases")
     chosen = options.parse_args(arguments)
     torch.set_num_threads(1)
     if chosen.case:
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.refused:
         for reason, times in reasons.most_common():
             print(f"{times:5} refused: {reason}")
-    told = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
-    print(f"{counts.total()} cases in {time.perf_counter() - began:.0f} s: {told}")
+    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
+    print(f"{counts.total()} cases in {time.perf_counter() - began:.0f} s: {verdicts}")
     return int(any(counts[verdict] for verdict in FAILS))
 
 

@@ -148,8 +148,8 @@ def ends(body: Sequence[Line]) -> str:
 def assigned(line: Line) -> list[int]:
     """Return the numbers of the values that a line assigns."""
     first = line.text.split(" = ")[0]
-    own = [int(first[1:])] if first[0] == "v" and first[1:].isdigit() else []
-    return own + [i for inner in line.inside for i in assigned(inner)]
+    numbers = [int(first[1:])] if first[0] == "v" and first[1:].isdigit() else []
+    return numbers + [i for inner in line.inside for i in assigned(inner)]
 
 
 def case(seed: int, number: int) -> Case:
@@ -163,7 +163,7 @@ class Drawing:
     """The state of a drawing: the random source and the number of values assigned so far."""
 
     def __init__(self, draw: random.Random):
-        self.draw, self.made = draw, 0
+        self.draw, self.count = draw, 0
 
     def lines(self, count: int, around: tuple[str, ...] = ()) -> tuple[Line, ...]:
         """Draw `count` statements inside the regions `around`; a region counts as one."""
@@ -175,10 +175,10 @@ class Drawing:
         kinds = [(texts, weight) for texts, weight in KINDS if texts not in left_out]
         texts = self.draw.choices([texts for texts, _ in kinds], [weight for _, weight in kinds])[0]
         text = self.draw.choice(texts)
-        x, y = (self.draw.randint(max(0, self.made - 4), self.made) for _ in range(2))
+        x, y = (self.draw.randint(max(0, self.count - 4), self.count) for _ in range(2))
         flag = self.draw.random() < 0.5
         if texts is REGIONS:
             return Line(text.format(flag=flag), self.lines(self.draw.randint(1, 4), (*around, text)))
         if "{new}" in text:
-            self.made += 1
-        return Line(text.format(new=f"v{self.made}", x=f"v{x}", y=f"v{y}", flag=flag))
+            self.count += 1
+        return Line(text.format(new=f"v{self.count}", x=f"v{x}", y=f"v{y}", flag=flag))

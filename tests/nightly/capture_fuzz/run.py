@@ -75,12 +75,12 @@ def run(case: Case) -> Outcome:
         if not all(value.isfinite().all() for value in expected.values()):
             return Outcome("invalid", "is not finite")
         try:
-            found = captured_difference(model, loss_of, batch)
+            difference = captured_difference(model, loss_of, batch)
         except UserError as error:
             return Outcome("refused", str(error))
         except Exception as error:
             return Outcome("crash", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    return Outcome("wrong", found) if found else Outcome("right")
+    return Outcome("wrong", difference) if difference else Outcome("right")
 
 
 def shrunk(case: Case, outcome: Outcome) -> Case:

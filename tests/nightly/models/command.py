@@ -34,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table: list[Entry] = import_module(options.table).MODELS
     chosen = [entry for entry in table if fnmatchcase(entry.name, options.only)]
     if not chosen:
-        print(f"--only: no model is named like {options.only!r}", file=sys.stderr)
+        print(f"--only: no model name matches {options.only!r}", file=sys.stderr)
         return 2
     known = read(options.results)
     if options.again:
         known = {key: record for key, record in known.items() if not fnmatchcase(key[0], options.only)}
     for entry in chosen:
-        asked = [mesh for mesh in entry.meshes if fnmatchcase(mesh, options.mesh)]
-        missing = [mesh for mesh in asked if (entry.name, mesh) not in known]
+        meshes = [mesh for mesh in entry.meshes if fnmatchcase(mesh, options.mesh)]
+        missing = [mesh for mesh in meshes if (entry.name, mesh) not in known]
         for record in judged(options.table, entry, missing, options.limit):
             known[entry.name, record["mesh"]] = record
             with options.results.open("a") as file:
@@ -55,25 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.nightly.models", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="models named so")
-    parser.add_argument("--mesh", default="*", metavar="PATTERN", help=f"on meshes named so: {', '.join(MESHES)}")
-    parser.add_argument("--again", action="store_true", help="judge these again, known or not")
-    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for a model on one mesh")
-    parser.add_argument("--results", type=Path, default=Path("docs/measured/models.jsonl"), help="where they are kept")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="a table of what is known, in Markdown")
-    parser.add_argument("--table", default="tests.nightly.models.table", metavar="MODULE", help="whose MODELS are judged")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="models whose names match")
+    parser.add_argument("--mesh", default="*", metavar="PATTERN", help=f"meshes whose names match: {', '.join(MESHES)}")
+    parser.add_argument("--again", action="store_true", help="judge these models again even if they have results")
+    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="time limit for a model on one mesh")
+    parser.add_argument("--results", type=Path, default=Path("docs/measured/models.jsonl"), help="file of results")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write all results as a Markdown page")
+    parser.add_argument("--table", default="tests.nightly.models.table", metavar="MODULE", help="module with the MODELS to judge")
     return parser.parse_args(arguments)
 
 
 def judged(table: str, entry: Entry, meshes: Sequence[str], limit_seconds: float) -> Iterator[Record]:
     """Yield the model's record on each mesh; start a new process after a time-out or a crash."""
-    left = list(meshes)
-    while left:
-        command = [sys.executable, "-m", "tests.nightly.models.judge", table, entry.name, *left]
+    remaining = list(meshes)
+    while remaining:
+        command = [sys.executable, "-m", "tests.nightly.models.judge", table, entry.name, *remaining]
         paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=paths) as process:
-            for mesh in tuple(left):
-                left.remove(mesh)
+            for mesh in tuple(remaining):
+                remaining.remove(mesh)
                 record, alive = next_record(process, limit_seconds)
                 yield {"model": entry.name, "mesh": mesh} | record
                 if not alive:
@@ -97,7 +97,7 @@ def next_record(process: subprocess.Popen[bytes], limit_seconds: float) -> tuple
         return json.loads(line), True
     if late.is_set():
         return {"verdict": "time-out", "why": f"after {limit_seconds:.0f} s"}, False
-    return {"verdict": "crash", "why": f"the process ends with code {process.wait()}"}, False
+    return {"verdict": "crash", "why": f"the process ended with code {process.wait()}"}, False
 
 
 def read(path: Path) -> Known:

@@ -28,12 +28,12 @@ from compiler_trainer.step.step import Step
 from tests.nightly.models.case import MESHES, PASSES, Case, Entry
 
 Record = dict[str, Any]
-Found = list[dict[str, Tensor]]  # per step: metrics and the state after it, by name
+Results = list[dict[str, Tensor]]  # per step: metrics and the state after it, by name
 LRS = (1e-2, 5e-3)
 ADAMW: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 NOISE = 0.02  # added to all parameters: many libraries start with zeros, which hide errors
 EXACT, ROUNDED, SINGLE = 1e-8, 1e-5, 1e-4  # tolerances: in fp64; with parts in fp32 (norms, rotations); all in fp32
-HALF, HALF_SAYS = 5e-2, ("loss", "grad_norm")  # in bf16, only for these, against the plain model's
+HALF, HALF_NAMES = 5e-2, ("loss", "grad_norm")  # in bf16, only for these, against the plain model's
 ROUNDINGS = 4
 AS_PLAIN = -1.0  # means: at most twice the error of eager PyTorch with the model in bf16
 
@@ -44,13 +44,13 @@ def judge(entry: Entry, meshes: Iterable[str]) -> Iterator[Record]:
     try:
         case, plain, tolerances = reference(entry)
     except Exception as error:
-        yield from ({"mesh": mesh, "verdict": "unbuilt", "why": said(error)} for mesh in meshes)
+        yield from ({"mesh": mesh, "verdict": "unbuilt", "why": first_line(error)} for mesh in meshes)
         return
     for mesh in meshes:
         yield {"mesh": mesh} | on_mesh(case, mesh, plain, (HALF,) if mesh in PASSES else tolerances)
 
 
-def reference(entry: Entry) -> tuple[Case, Found, tuple[float, ...]]:
+def reference(entry: Entry) -> tuple[Case, Results, tuple[float, ...]]:
     """Return the case, its plain training in fp64 (or fp32 if fp64 is not supported), and tolerances to try."""
     try:
         case = prepared(entry.build(), torch.float64)
@@ -76,23 +76,23 @@ def prepared(case: Case, dtype: torch.dtype) -> Case:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
-    return given_in(dtype, replace(case, model=model))
+    return cast_batches(dtype, replace(case, model=model))
 
 
-def given_in(dtype: torch.dtype, case: Case) -> Case:
+def cast_batches(dtype: torch.dtype, case: Case) -> Case:
     """Cast the floating-point entries of the case's batches."""
     cast = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in case.batches]
     return replace(case, batches=cast)
 
 
-def trained_plainly(case: Case) -> Found:
+def trained_plainly(case: Case) -> Results:
     """Train a copy of the model in eager PyTorch; raise ValueError for random draws or infinite gradients."""
     if draws(subject_of(case)):
-        raise ValueError("it draws random numbers, which differ from ours; build it without")
+        raise ValueError("the model draws random numbers, which differ from ours; build it without them")
     model = copy.deepcopy(case.model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **ADAMW)
-    found: Found = []
+    results: Results = []
     for batch, lr in zip(case.batches, LRS, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -101,10 +101,10 @@ def trained_plainly(case: Case) -> Found:
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in trained if p.grad is not None]).norm()
         if not norm.isfinite():
-            raise ValueError("its gradients are not finite")
+            raise ValueError("the gradients are not finite")
         optimizer.step()
-        found.append({"loss": loss.detach(), "grad_norm": norm, **state_of(model)})
-    return found
+        results.append({"loss": loss.detach(), "grad_norm": norm, **state_of(model)})
+    return results
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -113,37 +113,37 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in named}
 
 
-def on_mesh(case: Case, mesh: str, plain: Found, tolerances: Sequence[float]) -> Record:
+def on_mesh(case: Case, mesh: str, plain: Results, tolerances: Sequence[float]) -> Record:
     """Return the model's record on a mesh."""
-    case = given_in(torch.bfloat16, case) if mesh in PASSES else case
+    case = cast_batches(torch.bfloat16, case) if mesh in PASSES else case
     try:
         with quiet():
-            how: dict[str, Any] = {"mesh": MESHES[mesh], "passes": PASSES.get(mesh), "ranks": "lockstep"}
-            how |= {"optim": {"name": "adamw", **ADAMW}}
-            step = ct.compile_step(copy.deepcopy(case.model), case.loss, case.batches[0], **how)
-            found = trained(step, case)
+            options: dict[str, Any] = {"mesh": MESHES[mesh], "passes": PASSES.get(mesh), "ranks": "lockstep"}
+            options |= {"optim": {"name": "adamw", **ADAMW}}
+            step = ct.compile_step(copy.deepcopy(case.model), case.loss, case.batches[0], **options)
+            results = trained(step, case)
     except Exception as error:
         outcome = failed(error)
-        return {"verdict": outcome.verdict, "why": said(error), "trace": outcome.trace}
+        return {"verdict": outcome.verdict, "why": first_line(error), "trace": outcome.trace}
     facts = {"share": share(step), "gathered": gathered(step)}
     for tolerance in tolerances:
-        if not (differs := difference(found, plain, tolerance, HALF_SAYS if tolerance == HALF else ())):
+        if not (differs := difference(results, plain, tolerance, HALF_NAMES if tolerance == HALF else ())):
             return {"verdict": "right", "why": "", "tolerance": tolerance} | facts
-    if mesh in PASSES and not difference(found, plain, 2 * plainly_rounded(case, plain), HALF_SAYS):
+    if mesh in PASSES and not difference(results, plain, 2 * plainly_rounded(case, plain), HALF_NAMES):
         return {"verdict": "right", "why": "", "tolerance": AS_PLAIN} | facts
     return {"verdict": "wrong", "why": differs} | facts
 
 
-def plainly_rounded(case: Case, plain: Found) -> float:
+def plainly_rounded(case: Case, plain: Results) -> float:
     """Return eager PyTorch's worst relative error with the whole model in bf16; 0 if it cannot run.
 
     One rounding is random: each parameter is first moved by up to its last bit, in several ways.
     """
     try:
-        found = [trained_plainly(replace(case, model=moved(case.model, seed).bfloat16())) for seed in range(ROUNDINGS)]
+        runs = [trained_plainly(replace(case, model=moved(case.model, seed).bfloat16())) for seed in range(ROUNDINGS)]
     except Exception:
         return 0.0
-    pairs = [(ours[n], theirs[n]) for run in found for ours, theirs in zip(run, plain) for n in HALF_SAYS]
+    pairs = [(ours[n], theirs[n]) for run in runs for ours, theirs in zip(run, plain) for n in HALF_NAMES]
     return max(abs(float(a) - float(b)) / (1 + abs(float(b))) for a, b in pairs)
 
 
@@ -157,19 +157,19 @@ def moved(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def trained(step: Step, case: Case) -> Found:
+def trained(step: Step, case: Case) -> Results:
     """Return metrics and state after each compiled step."""
-    found = []
+    results = []
     for batch, lr in zip(case.batches, LRS, strict=True):
         metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in step(batch, lr).items()}
-        found.append(metrics | {name: value.clone() for name, value in step.state_dict().items()})
-    return found
+        results.append(metrics | {name: value.clone() for name, value in step.state_dict().items()})
+    return results
 
 
-def difference(ours: Found, theirs: Found, tolerance: float, names: Sequence[str] = ()) -> str:
+def difference(ours: Results, theirs: Results, tolerance: float, names: Sequence[str] = ()) -> str:
     """Describe the first difference of the values with these names, or of all; return "" if there is none."""
     for number, (mine, plain) in enumerate(zip(ours, theirs, strict=True), 1):
-        for name in names or (*HALF_SAYS, *mine):
+        for name in names or (*HALF_NAMES, *mine):
             a, b = mine[name], plain[name].to(mine[name].dtype)
             if not torch.allclose(a, b, rtol=tolerance, atol=tolerance):
                 return f"step {number}: {name} differs by {float((a - b).abs().max()):.1e}"
@@ -193,17 +193,17 @@ def gathered(step: Step) -> list[str]:
     """List operators that gather activations over a data axis, so that all its ranks repeat the same work."""
     records = (r for r in step.report["passes"] if (r["program"], r["name"]) == ("forward", "shard"))
     changes = [change for record in records for change in record["report"]["reshards"]]
-    found = [change["reason"] for change in changes if any(same(change, axis) for axis in ("dp_shard", "cp"))]
-    return sorted({re.sub(r"_\d+$", "", reason.removeprefix("for ")) for reason in found})
+    reasons = [change["reason"] for change in changes if any(is_replicated(change, axis) for axis in ("dp_shard", "cp"))]
+    return sorted({re.sub(r"_\d+$", "", reason.removeprefix("for ")) for reason in reasons})
 
 
-def same(change: dict[str, Any], axis: str) -> bool:
+def is_replicated(change: dict[str, Any], axis: str) -> bool:
     """Return True if the change replicates an activation that an axis sharded, with the same use on all its ranks."""
     before, after, is_weight = change["before"], change["after"], change["node"].startswith("p_")
     return not is_weight and before.count(f"@{axis}") > after.count(f"@{axis}") and f"replicate({axis})" not in after
 
 
-def said(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error; prefix its type unless it is a UserError."""
     line = (str(error) or type(error).__name__).splitlines()[0]
     return line if isinstance(error, ct.UserError) else f"{type(error).__name__}: {line}"

@@ -44,8 +44,8 @@ def page(table: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> str
     seldom = [mesh for mesh in MESHES if 0 < count[mesh] <= FEW * len(judged)]
     lines = [HEAD, *totals(judged, known), "", *libraries(judged), "", *verdicts(judged, known, usual)]
     if seldom:
-        some = [entry for entry in judged if any((entry.name, mesh) in known for mesh in seldom)]
-        lines += ["", "Meshes on which few were run:", "", *verdicts(some, known, seldom)]
+        entries = [entry for entry in judged if any((entry.name, mesh) in known for mesh in seldom)]
+        lines += ["", "Meshes on which few were run:", "", *verdicts(entries, known, seldom)]
     return "\n".join([*lines, *reasons(judged, known)]) + "\n"
 
 
@@ -69,9 +69,9 @@ def totals(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> 
 def libraries(judged: Sequence[Entry]) -> list[str]:
     """Return the libraries with versions as a pip command."""
     names = sorted({entry.library for entry in judged})
-    found = [f"{name}=={number}" for name in names if (number := installed(name))]
-    apart = "Their demands exclude each other: pip takes them one by one with `--no-deps`, after what they need."
-    return ["    pip install " + " ".join(found), "", apart]
+    pins = [f"{name}=={number}" for name in names if (number := installed(name))]
+    note = "Their demands exclude each other: pip takes them one by one with `--no-deps`, after what they need."
+    return ["    pip install " + " ".join(pins), "", note]
 
 
 def installed(library: str) -> str:
@@ -100,12 +100,12 @@ def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
 
 def reasons(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
     """Return the reasons of verdicts other than right: one row per reason, with its models."""
-    found: dict[tuple[str, str], dict[str, None]] = {}
+    models: dict[tuple[str, str], dict[str, None]] = {}
     for entry in judged:
         for mesh in entry.meshes:
             record = known.get((entry.name, mesh))
             if record and record["verdict"] != "right":
                 key = record["verdict"], record["why"].replace("|", "\\|")
-                found.setdefault(key, {})[entry.name] = None
-    rows = [f"| {verdict} | {why} | {', '.join(names)} |" for (verdict, why), names in sorted(found.items())]
+                models.setdefault(key, {})[entry.name] = None
+    rows = [f"| {verdict} | {why} | {', '.join(names)} |" for (verdict, why), names in sorted(models.items())]
     return ["", "## Why not", "", "| verdict | reason | where |", "|---|---|---|", *rows] if rows else []

@@ -32,13 +32,13 @@ SKIPPED = (  # valid values of these take long, or forever
 
 def cases(count: int, files: Mapping[str, Sequence[str]], draw: random.Random) -> Iterator[tuple[str, ...]]:
     """Yield the arguments of `count` commands: every file once, then options in turn, some two or three at once."""
-    found = [*with_files(files)]
+    drawn = [*with_files(files)]
     options = [option for group in groups() for option in group.options if not option.name.startswith(SKIPPED)]
-    draw.shuffle(found)
-    while len(found) < count:
+    draw.shuffle(drawn)
+    while len(drawn) < count:
         draw.shuffle(options)
-        found += [tuple(odd(option, draw) for option in some(options, at, draw)) for at in range(len(options))]
-    for changes in found[:count]:
+        drawn += [tuple(odd(option, draw) for option in some(options, at, draw)) for at in range(len(options))]
+    for changes in drawn[:count]:
         yield (*SMALL, *(DECODER if "model=hf" not in changes else ()), *changes)
 
 

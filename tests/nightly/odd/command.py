@@ -29,22 +29,22 @@ ENDS = {False: ("trained", "ended", "refused"), True: ("done", "ended", "refused
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trials; return the exit code."""
-    takes = argparse.ArgumentParser("python -m tests.nightly.odd", description=(__doc__ or "").splitlines()[0])
-    takes.add_argument("--count", type=int, default=500)
-    takes.add_argument("--seed", type=int, default=0)
-    takes.add_argument("--runs", action="store_true", help="give damaged run folders to what reads them")
-    takes.add_argument("--all", action="store_true", help="show what every command said")
-    given = takes.parse_args(arguments)
-    seen: Counter[str] = Counter()
+    parser = argparse.ArgumentParser("python -m tests.nightly.odd", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", action="store_true", help="run commands that read run folders on damaged ones")
+    parser.add_argument("--all", action="store_true", help="print the output of every command")
+    args = parser.parse_args(arguments)
+    endings: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
-        found = of_runs if given.runs else of_options
-        for number, (shown, outcome) in enumerate(found(given.count, Path(scratch), random.Random(given.seed))):
-            seen["wrong" if outcome.wrong else ENDS[given.runs][outcome.code or 0]] += 1
-            if outcome.wrong or given.all:
-                print(f"{number}: {shown}\n    {(outcome.wrong or outcome.said)[:300]}", flush=True)
-    counts = ", ".join(f"{count} {what}" for what, count in seen.items())
-    print(f"{given.count} commands: {counts}")
-    return 1 if seen["wrong"] else 0
+        outcomes = of_runs if args.runs else of_options
+        for number, (shown, outcome) in enumerate(outcomes(args.count, Path(scratch), random.Random(args.seed))):
+            endings["wrong" if outcome.wrong else ENDS[args.runs][outcome.code or 0]] += 1
+            if outcome.wrong or args.all:
+                print(f"{number}: {shown}\n    {(outcome.wrong or outcome.stderr)[:300]}", flush=True)
+    counts = ", ".join(f"{count} {ending}" for ending, count in endings.items())
+    print(f"{args.count} commands: {counts}")
+    return 1 if endings["wrong"] else 0
 
 
 def of_options(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple[str, Outcome]]:
@@ -53,7 +53,7 @@ def of_options(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple
     for number, case in enumerate(cases(count, files, draw)):
         outcome = tried(case, scratch / str(number))
         if any(scratch.rglob("RAN")):
-            outcome = outcome._replace(wrong="runs what a file says")
+            outcome = outcome._replace(wrong="runs code from a file")
         odd = [arg for arg in case if arg not in (*SMALL, *DECODER)]
         yield shlex.join(arg if len(arg) < 200 else f"{arg[:80]}..." for arg in odd), outcome
     (scratch / "files/closed").chmod(0o700)

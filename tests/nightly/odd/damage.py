@@ -101,8 +101,8 @@ def folders() -> Iterator[Damage]:
         "a file": "step_00000007", "17 digits": "step_" + "9" * 17, "other digits": "step_0000000\u0663",
         "markup": "step_<script>", "a newline": "step_00000007\nerror: x", "half a name": "step_",
     }  # fmt: skip
-    for what, name in names.items():
-        yield Damage(f"beside it {what}", beside(name, Path.touch), False)
+    for kind, name in names.items():
+        yield Damage(f"with {kind} next to it", beside(name, Path.touch), False)
     for number in ("00000007", "00000002.tmp", "00000007.tmp", "00000002.old.tmp", "00000002.damaged"):
         at = f"step_{number}"
         yield Damage(f"{at} a file", beside(at, Path.touch), False)
@@ -115,10 +115,10 @@ def folders() -> Iterator[Damage]:
     yield Damage("a file more", lambda path: (path / "evil.py").touch())
     yield Damage("all without an index", in_parent(without_index))
     yield Damage("all renamed", lambda path: path.parent.rename(path.parent.with_name("<b>")))
-    makes: dict[str, Act] = {"file": Path.touch, "FIFO": os.mkfifo, "loop": linked}
-    for what, make in makes.items():
-        yield Damage(f"a {what}", instead(make))
-        yield Damage(f"all of them a {what}", in_parent(instead(make)))
+    replacements: dict[str, Act] = {"file": Path.touch, "FIFO": os.mkfifo, "loop": linked}
+    for kind, make in replacements.items():
+        yield Damage(f"a {kind}", instead(make))
+        yield Damage(f"all of them a {kind}", in_parent(instead(make)))
 
 
 # ---- acts ---------------------------------------------------------------------------------------------
@@ -182,12 +182,12 @@ def headed(header: bytes, size: int) -> Act:
 
     def act(path: Path) -> None:
         content = path.read_bytes()
-        rest = content[8 + int.from_bytes(content[:8], "little") :]
+        pieces = content[8 + int.from_bytes(content[:8], "little") :]
         start = struct.pack("<Q", size) + header
-        path.write_bytes(start + rest)
+        path.write_bytes(start + pieces)
         index = path.parent / FILE
         body = json.loads(PATTERN.fullmatch(index.read_bytes())[2])  # type: ignore[index]
-        body["files"][path.name] = {"bytes": len(start + rest), "header_sha256": sha256((start + rest)[: 8 + size])}
+        body["files"][path.name] = {"bytes": len(start + pieces), "header_sha256": sha256((start + pieces)[: 8 + size])}
         index.write_bytes(signed(json.dumps(body)))
 
     return act
@@ -200,8 +200,8 @@ def headers(path: Path, draw: random.Random) -> Iterator[tuple[str, bytes, int]]
     """Yield (name, header, declared length) of a file of pieces."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
-    for said in (0, 1, size - 1, size + 1, 2**31, 2**40):
-        yield f"header of {said:,} bytes", content[8 : 8 + size], said
+    for declared in (0, 1, size - 1, size + 1, 2**31, 2**40):
+        yield f"header of {declared:,} bytes", content[8 : 8 + size], declared
     for name, text in (*TEXTS.items(), *changed(json.loads(content[8 : 8 + size]), draw, 60)):
         yield f"header {name}", text.encode(), len(text.encode())
 
@@ -225,12 +225,12 @@ def changed(document: Any, draw: random.Random, count: int) -> Iterator[tuple[st
         yield f"{'.'.join(map(str, place))}={value[:30] or 'gone'}", json.dumps(other).replace(f'"{MARK}"', value)
 
 
-def fields(document: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def fields(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every field of a document, as keys and indices."""
     if isinstance(document, dict | list):
         for key, value in document.items() if isinstance(document, dict) else enumerate(document):
-            yield (*where, key)
-            yield from fields(value, (*where, key))
+            yield (*path, key)
+            yield from fields(value, (*path, key))
 
 
 def signed(body: str) -> bytes:

@@ -68,9 +68,9 @@ class Trial(NamedTuple):
 
 def trained(folder: Path) -> Path:
     """Train a run of two steps with a checkpoint after each; its token cache lies next to it."""
-    said = tried((*SMALL, *DECODER, "checkpoint.interval=1", "data.cache=cache"), folder)
-    if said.code != 0:
-        raise RuntimeError(f"the run that is to be damaged cannot be trained: {said.said}")
+    outcome = tried((*SMALL, *DECODER, "checkpoint.interval=1", "data.cache=cache"), folder)
+    if outcome.code != 0:
+        raise RuntimeError(f"the run to damage cannot be trained: {outcome.stderr}")
     return folder / "run"
 
 
@@ -80,14 +80,14 @@ def trials(count: int, run: Path, draw: random.Random) -> Iterator[Trial]:
     files |= {f"../{path.relative_to(run.parent)}": [*whole()] for path in sorted((run.parent / "cache").glob("*/*.*"))}
     files[NEWEST] = [*folders()]
     files["graphs"] = files["."] = [*gone()]
-    left: dict[str, list[Damage]] = {path: [] for path in files}
+    remaining: dict[str, list[Damage]] = {path: [] for path in files}
     for number in range(count):
         path = [*files][number % len(files)]
-        if not left[path]:
-            left[path] = draw.sample(files[path], len(files[path]))
-        damage = left[path].pop()
-        reads = [verb for verb in VERBS if path in verb.needs or "cache" in path and verb.arguments[0] in READ_TOKENS]
-        fit = [verb for verb in reads if verb.arguments[0] != "bisect" or damage.is_total]
+        if not remaining[path]:
+            remaining[path] = draw.sample(files[path], len(files[path]))
+        damage = remaining[path].pop()
+        readers = [verb for verb in VERBS if path in verb.needs or "cache" in path and verb.arguments[0] in READ_TOKENS]
+        fit = [verb for verb in readers if verb.arguments[0] != "bisect" or damage.is_total]
         yield Trial(path, damage, draw.choice(fit if fit and draw.random() < 0.8 else VERBS[:-5]))
 
 
@@ -98,12 +98,12 @@ def damaged_then(trial: Trial, run: Path, folder: Path) -> Outcome:
     (folder / "whole").symlink_to(run)
     trial.damage.act(folder / "run" / trial.file)
     outcome = tried(trial.verb.arguments, folder)
-    return outcome._replace(wrong="runs what a file says" if (folder / "RAN").exists() else judged(trial, outcome))
+    return outcome._replace(wrong="runs code from a file" if (folder / "RAN").exists() else judged(trial, outcome))
 
 
 def judged(trial: Trial, outcome: Outcome) -> str:
     """Return the fault in a command's ending, or ""."""
-    if outcome.code == 1 and not outcome.said and trial.verb.arguments[0] in ("diff", "bisect"):
+    if outcome.code == 1 and not outcome.stderr and trial.verb.arguments[0] in ("diff", "bisect"):
         return ""  # the exit code 1 means: something differs
     verb = trial.verb.arguments[0]
     serves = (*AT_LEAST.get(trial.file, ()), *(TO_TOOLS.get(trial.file, ()) if verb in LOOKS else ()))
@@ -112,5 +112,5 @@ def judged(trial: Trial, outcome: Outcome) -> str:
     if outcome.wrong or outcome.code != 0 or not trial.damage.is_total or not is_needed:
         return outcome.wrong
     if trial.file in STORED and trial.verb.falls_back:
-        return "" if FALLBACK in outcome.said else "goes on in silence"
-    return "takes it as it is"
+        return "" if FALLBACK in outcome.stderr else "continues silently"
+    return "accepts the damage"

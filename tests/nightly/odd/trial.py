@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     """A command's exit code (None: killed), its stderr, and its fault, empty if there is none."""
 
     code: int | None
-    said: str
+    stderr: str
     wrong: str
 
 
@@ -35,16 +35,16 @@ def tried(arguments: Sequence[str], folder: Path) -> Outcome:
     if child == 0:
         act(arguments, folder)
     code = waited(child)
-    said, shown = (folder.with_suffix(end).read_text(encoding="utf-8", errors="replace") for end in (".err", ".out"))
-    return Outcome(code, said, judged(code, said, shown, listing(folder) != before))
+    stderr, stdout = (folder.with_suffix(end).read_text(encoding="utf-8", errors="replace") for end in (".err", ".out"))
+    return Outcome(code, stderr, judged(code, stderr, stdout, listing(folder) != before))
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Return mode, size and mtime of everything in a folder, by path; for folders only the mode."""
-    found = ((path, os.lstat(path)) for path in folder.rglob("*"))
+    entries = ((path, os.lstat(path)) for path in folder.rglob("*"))
     return {
-        str(path): (at.st_mode, 0, 0) if stat.S_ISDIR(at.st_mode) else (at.st_mode, at.st_size, at.st_mtime_ns)
-        for path, at in found
+        str(path): (status.st_mode, 0, 0) if stat.S_ISDIR(status.st_mode) else (status.st_mode, status.st_size, status.st_mtime_ns)
+        for path, status in entries
     }
 
 
@@ -86,22 +86,22 @@ def waited(child: int) -> int | None:
     return None
 
 
-def judged(code: int | None, said: str, shown: str, has_changed: bool) -> str:
+def judged(code: int | None, stderr: str, stdout: str, has_changed: bool) -> str:
     """Return the fault in a command's ending, from exit code, stderr, stdout and changes in its folder; "" if none."""
-    lines = [line for line in said.splitlines() if FALLBACK not in line]
+    lines = [line for line in stderr.splitlines() if FALLBACK not in line]
     errors = [line for line in lines if line.startswith("error: ")]
     if code is None:
         return f"hangs for {LIMIT_S:.0f} s"
-    if "Traceback" in said or code not in (0, 1, 2):
+    if "Traceback" in stderr or code not in (0, 1, 2):
         return f"ends with {code}: {(lines or ['nothing'])[-1]}"
     if code == 2 and has_changed:
-        return "is refused and leaves files"
-    if code == 2 and not lines and DAMAGED in shown:  # check reports each checkpoint on stdout
+        return "is refused but leaves files"
+    if code == 2 and not lines and DAMAGED in stdout:  # check reports each checkpoint on stdout
         return ""
     if code != 0 and len(errors) != 1:
-        return f"says {len(errors)} lines of error"
+        return f"prints {len(errors)} error lines"
     if code == 2 and lines != errors:
-        return "says more than the error"
+        return "prints more than the error"
     if errors and errors[0].startswith(("error: :", "error:  ")):
-        return "names nothing"
+        return "the error names no place"
     return ""

@@ -36,7 +36,7 @@ class Case:
         """Parse a line; raise UserError if its model does not exist."""
         model, *options = shlex.split(line) or [""]
         if model not in KINDS:
-            raise UserError("case", f"{model!r} is no model; the models are {', '.join(KINDS)}")
+            raise UserError("case", f"model {model!r} does not exist; use one of {', '.join(KINDS)}")
         return Case(model, tuple((name, value_of(text)) for name, _, text in (o.partition("=") for o in options)))
 
     @property
@@ -44,7 +44,7 @@ class Case:
         return KINDS[self.model]
 
     @property
-    def given(self) -> dict[str, Any]:
+    def named_options(self) -> dict[str, Any]:
         """Return the options by name."""
         return dict(self.options)
 
@@ -75,7 +75,7 @@ class Case:
 
     def run(self) -> Outcome:
         """Train the case and compare it with eager PyTorch."""
-        return compare(self.subject(), self.settings(), alone=bool(self.given.get("dropout")))
+        return compare(self.subject(), self.settings(), alone=bool(self.named_options.get("dropout")))
 
 
 def value_of(text: str) -> Any:
@@ -89,5 +89,5 @@ def value_of(text: str) -> Any:
 def case_of(model: str, options: Mapping[str, Any]) -> Case:
     """Return the case with the non-default ones of some options, with tuples as lists."""
     defaults = {name: values[0] for name, values in KINDS[model].space.items()} | SMALLEST
-    kept = {name: value for name, value in options.items() if name not in defaults or defaults[name] != value}
-    return Case(model, tuple((name, json.loads(json.dumps(value))) for name, value in kept.items()))
+    changed = {name: value for name, value in options.items() if name not in defaults or defaults[name] != value}
+    return Case(model, tuple((name, json.loads(json.dumps(value))) for name, value in changed.items()))

@@ -111,11 +111,11 @@ def some(pool: dict[str, tuple[Any, ...]], draw: random.Random, share: float = 0
 def model_options(kind: Kind, draw: random.Random) -> dict[str, Any]:
     """Draw options of a model that fit together, about half of them at their defaults."""
     while True:
-        found = {name: draw.choice(values) for name, values in kind.space.items() if draw.random() < 0.5}
+        options = {name: draw.choice(values) for name, values in kind.space.items() if draw.random() < 0.5}
         if "function" in kind.space:
-            found |= {name: draw.choice(kind.space[name]) for name in ("function", "place")}
-        if kind.fits({name: value for name, value in found.items() if value != kind.space[name][0]}):
-            return found
+            options |= {name: draw.choice(kind.space[name]) for name in ("function", "place")}
+        if kind.fits({name: value for name, value in options.items() if value != kind.space[name][0]}):
+            return options
 
 
 def mesh_for(kind: Kind, family: str, draw: random.Random) -> dict[str, int]:
@@ -123,8 +123,8 @@ def mesh_for(kind: Kind, family: str, draw: random.Random) -> dict[str, int]:
     axes = [axis for axis in AXES if kind.sequence or axis != "cp"]
     mesh: dict[str, int] = {}
     for axis in draw.sample(axes, min(len(axes), draw.choice((0, 1, 1, 2, 2, 2, 2, 3, 3)))):
-        left = RANKS // math.prod(mesh.values())
-        if fitting := [size for size in SIZES if size <= min(left, STAGES if axis == "pp" else left)]:
+        available = RANKS // math.prod(mesh.values())
+        if fitting := [size for size in SIZES if size <= min(available, STAGES if axis == "pp" else available)]:
             mesh[axis] = draw.choice(fitting)
     if family == "experts" and draw.random() < 0.7:
         spread = [ep for ep in range(2, RANKS + 1) if is_mesh(mesh | {"ep": ep})]

@@ -13,7 +13,7 @@ Asks = Callable[[dict[str, Any]], bool]
 
 def has(name: str, *values: Any) -> Asks:
     """Return a predicate that is true if an option is set, to one of some values if there are any."""
-    return lambda given: name in given and (not values or given[name] in values)
+    return lambda options: name in options and (not values or options[name] in values)
 
 
 OPTIONS: dict[str, Asks] = {
@@ -62,10 +62,10 @@ OPTIONS: dict[str, Asks] = {
 
 def features(case: Case) -> frozenset[str]:
     """Return the case's axes, model family, non-default options and uneven sizes."""
-    given, mesh = case.given, case.mesh
-    found = {axis for axis in AXES if mesh.get(axis, 1) > 1} or {"one rank"}
-    found |= {case.kind.family} | {name for name, asks in OPTIONS.items() if asks(given)}
-    sizes = SMALLEST | {name: values[0] for name, values in case.kind.space.items()} | given
+    named_options, mesh = case.named_options, case.mesh
+    names = {axis for axis in AXES if mesh.get(axis, 1) > 1} or {"one rank"}
+    names |= {case.kind.family} | {name for name, asks in OPTIONS.items() if asks(named_options)}
+    sizes = SMALLEST | {name: values[0] for name, values in case.kind.space.items()} | named_options
     rows = sizes["rows"] // sizes.get("train.microbatches", 1)
     tp = mesh.get("tp", 1)
     uneven = {
@@ -76,4 +76,4 @@ def features(case: Case) -> frozenset[str]:
         "uneven width": sizes.get("ffn", tp) % tp,
         "uneven experts": sizes.get("experts", 0) % mesh.get("ep", 1),
     }
-    return frozenset(found | {name for name, rest in uneven.items() if rest})
+    return frozenset(names | {name for name, remainder in uneven.items() if remainder})

@@ -19,10 +19,10 @@ VERDICTS: tuple[Verdict, ...] = ("right", "refused", "wrong", "crash")
 
 def write(records: Sequence[Record], path: Path) -> None:
     """Replace the generated part of the page."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    made = "\n".join((BEGIN, *lines(records), END))
-    path.write_text(before + made + after, encoding="utf-8")
+    before, _, remainder = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = remainder.partition(END)
+    tables = "\n".join((BEGIN, *lines(records), END))
+    path.write_text(before + tables + after, encoding="utf-8")
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
@@ -37,7 +37,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
     yield "Worst error: of right cases in fp64, the largest difference of two entries over the value's largest entry.\n"
     verdicts = [verdict for verdict in VERDICTS if counts[verdict]]
     yield f"| with | cases | {' | '.join(verdicts)} | worst error |\n|---|---|{'---|' * len(verdicts)}---|"
-    names = sorted({name for found in known.values() for name in found}, key=order)
+    names = sorted({name for features_of_case in known.values() for name in features_of_case}, key=order)
     for name in names:
         yield row(name, [record for record in records if name in known[record]], verdicts)
     yield "\n## By pair of an axis and anything else\n"

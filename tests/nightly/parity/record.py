@@ -37,8 +37,8 @@ class Record(NamedTuple):
 
 def load(path: Path) -> list[Record]:
     """Read the last record of each case from a file."""
-    found = map(Record.loaded, path.read_text(encoding="utf-8").splitlines())
-    return list({record.case: record for record in found}.values())
+    records = map(Record.loaded, path.read_text(encoding="utf-8").splitlines())
+    return list({record.case: record for record in records}.values())
 
 
 def judged(case: Case) -> Record:

@@ -14,14 +14,14 @@ BELOW = {"rows": 1, "length": 1, "seed": 0}  # lower bounds of these
 
 def shrunk(case: Case, outcome: Outcome, run: Callable[[Case], Outcome] = Case.run, tries: int = 60) -> Case:
     """Return the smallest case with the same verdict, found in at most `tries` runs."""
-    left, tried = tries, {str(case)}
+    runs_left, tried = tries, {str(case)}
 
     def still_fails(candidate: Case) -> bool:
-        nonlocal left
-        if str(candidate) in tried or left == 0:
+        nonlocal runs_left
+        if str(candidate) in tried or runs_left == 0:
             return False
         tried.add(str(candidate))
-        left -= 1
+        runs_left -= 1
         try:
             return run(candidate).verdict == outcome.verdict
         except Exception:  # invalid case: its model cannot be built, or eager PyTorch cannot train it
@@ -39,7 +39,7 @@ def simpler(case: Case) -> Iterator[Case]:
     for at, (name, value) in enumerate(case.options):
         for smaller in less(name, value):
             yield replace(case, options=(*case.options[:at], (name, smaller), *case.options[at + 1 :]))
-    for name in SMALLEST.keys() - {"seed"} - case.given.keys():
+    for name in SMALLEST.keys() - {"seed"} - case.named_options.keys():
         for smaller in less(name, SMALLEST[name]):
             yield replace(case, options=(*case.options, (name, smaller)))
 

@@ -104,8 +104,8 @@ def denoised_by_class(model: nn.Module, batch: Batch) -> Tensor:
 def pooled_text(model: nn.Module, batch: Batch) -> Tensor:
     """Return the loss of a model of latents, times, a text and its mean."""
     text = batch["text"]
-    given = {"timestep": batch["t"], "encoder_hidden_states": text, "pooled_projections": text.mean(1)}
-    return squares(model(batch["x"], **given).sample)
+    inputs = {"timestep": batch["t"], "encoder_hidden_states": text, "pooled_projections": text.mean(1)}
+    return squares(model(batch["x"], **inputs).sample)
 
 
 def lengths_too(model: nn.Module, batch: Batch) -> Tensor:
@@ -130,7 +130,7 @@ def diffusion(name: str, kind: str, data: Any, loss: Loss, **options: Any) -> En
     return other(name, "diffusers", "diffusers", kind, data, loss, **options)
 
 
-def sure(entry: Entry) -> Entry:
+def without_label_dropout(entry: Entry) -> Entry:
     """Return the entry of a diffusers model with label dropout off, for which it has no argument."""
 
     def build() -> Case:
@@ -150,9 +150,9 @@ def audio(name: str, kind: str, data: Any, loss: Loss, **options: Any) -> Entry:
 
 def segmented(name: str, kind: str, **options: Any) -> Entry:
     """A model of segmentation_models_pytorch with a small encoder."""
-    given = {"encoder_name": "mobilenet_v2", "encoder_weights": None, "classes": 3, **options}
+    arguments = {"encoder_name": "mobilenet_v2", "encoder_weights": None, "classes": 3, **options}
     library = "segmentation-models-pytorch"
-    return other(name, library, "segmentation_models_pytorch", kind, vectors(3, 32, 32), of_x, encoder_depth=3, **given)
+    return other(name, library, "segmentation_models_pytorch", kind, vectors(3, 32, 32), of_x, encoder_depth=3, **arguments)
 
 
 def clip(kind: str, **options: Any) -> Case:
@@ -191,9 +191,10 @@ MODELS: list[Entry] = [
     diffusion("autoencoder_kl", "AutoencoderKL", vectors(3, 16, 16), of_x, block_out_channels=(8, 16),
               norm_num_groups=4,
               down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, sample_size=16),
-    sure(diffusion("dit", "DiTTransformer2DModel", noised, denoised_by_class, num_attention_heads=4,
-                   attention_head_dim=6, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
-                   num_embeds_ada_norm=100, norm_num_groups=4)),
+    without_label_dropout(
+        diffusion("dit", "DiTTransformer2DModel", noised, denoised_by_class, num_attention_heads=4,
+                  attention_head_dim=6, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
+                  num_embeds_ada_norm=100, norm_num_groups=4)),
     diffusion("sd3", "SD3Transformer2DModel", noised, pooled_text, sample_size=8, patch_size=2, in_channels=4,
               num_layers=2,
               attention_head_dim=6, num_attention_heads=4, joint_attention_dim=12, caption_projection_dim=24,

@@ -52,9 +52,9 @@ def penalised(model: nn.Module, batch: Batch) -> Tensor:
 
 def clicked(generator: torch.Generator) -> Batch:
     """Return a user, an item, the user's earlier items (0: none), and a number."""
-    made = {name: torch.randint(1, 9, (3,), generator=generator) for name in ("user", "item")}
+    ids = {name: torch.randint(1, 9, (3,), generator=generator) for name in ("user", "item")}
     seen = torch.randint(0, 9, (3, 6), generator=generator)
-    return made | {"seen": seen, "age": normal(generator, 3)}
+    return ids | {"seen": seen, "age": normal(generator, 3)}
 
 
 def ranked(model: nn.Module, batch: Batch) -> Tensor:
@@ -68,9 +68,9 @@ def ranker(kind: str, **options: Any) -> Case:
     sparse = {name: features.SparseFeature(name, 9, 6) for name in ("user", "item")}
     seen = features.SequenceFeature("seen", 9, 6, pooling="concat", shared_with="item", padding_idx=0)
     known = {**sparse, "seen": seen, "age": features.DenseFeature("age")}
-    given = {key: [known[n] for n in value] if key.endswith("features") else value for key, value in options.items()}
+    arguments = {key: [known[n] for n in value] if key.endswith("features") else value for key, value in options.items()}
     torch.manual_seed(0)
-    return Case(getattr(import_module("torch_rechub.models.ranking"), kind)(**given), ranked, batches(clicked))
+    return Case(getattr(import_module("torch_rechub.models.ranking"), kind)(**arguments), ranked, batches(clicked))
 
 
 def clicks(name: str, kind: str, **options: Any) -> Entry:

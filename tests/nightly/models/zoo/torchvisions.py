@@ -18,8 +18,8 @@ SWIN: dict[str, Any] = {"patch_size": [2, 2], "embed_dim": 12, "depths": [2, 1],
 
 def vision(name: str, kind: str, size: int = 32, **options: Any) -> Entry:
     """A model of torchvision with its options."""
-    given = {"num_classes": 5, **options}
-    return other(name, "torchvision", "torchvision.models", kind, vectors(3, size, size), of_x, **given)
+    arguments = {"num_classes": 5, **options}
+    return other(name, "torchvision", "torchvision.models", kind, vectors(3, size, size), of_x, **arguments)
 
 
 def resnet() -> Case:

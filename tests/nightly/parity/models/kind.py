@@ -38,9 +38,9 @@ class Kind:
     narrow: bool = False  # computes parts in fp32 whatever the dtype of its weights
     muon: bool = True  # no matrix has a zero gradient, whose rounding error Muon would make a direction
 
-    def subject(self, seed: int, rows: int, length: int, given: Options) -> Subject:
+    def subject(self, seed: int, rows: int, length: int, chosen: Options) -> Subject:
         """Return the model in fp64 with random weights, and one batch per step."""
-        options = {name: values[0] for name, values in self.space.items()} | dict(given)
+        options = {name: values[0] for name, values in self.space.items()} | dict(chosen)
         torch.manual_seed(seed)
         model = self.build(**options).double().train()
         generators = (torch.Generator().manual_seed(seed + 1 + step) for step in range(STEPS))

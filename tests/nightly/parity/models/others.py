@@ -97,8 +97,8 @@ class Towers(nn.Module):
 def contrasted(**_: Any) -> Terms:
     def of(model: nn.Module, batch: Batch) -> Any:
         logits = model(batch["x"], batch["y"])
-        own = torch.arange(logits.shape[0])
-        return None, (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2
+        targets = torch.arange(logits.shape[0])
+        return None, (F.cross_entropy(logits, targets) + F.cross_entropy(logits.t(), targets)) / 2
 
     return of
 

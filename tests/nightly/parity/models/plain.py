@@ -265,7 +265,7 @@ def distilled(**_: Any) -> Terms:
     return of
 
 
-def features(generator: torch.Generator, rows: int, length: int, **given: Any) -> Batch:
+def features(generator: torch.Generator, rows: int, length: int, **options: Any) -> Batch:
     """Return features of width WIDTH, and tokens."""
     return {**labelled(generator, rows, length, "all"), "x": normal(generator, rows, length, WIDTH)}
 
@@ -297,13 +297,13 @@ class Skips(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x, held = self.tokens(tokens) + (positions % 3)[..., None], list[Tensor]()
+        x, outputs = self.tokens(tokens) + (positions % 3)[..., None], list[Tensor]()
         for number, layer in enumerate(self.layers):
             if number >= len(self.layers) - len(self.layers) // 2:
-                x = x + held.pop()
+                x = x + outputs.pop()
             x = x + torch.tanh(layer(x))
             if number < len(self.layers) // 2:
-                held.append(x)
+                outputs.append(x)
         return self.head(x)
 
 

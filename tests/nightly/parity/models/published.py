@@ -43,8 +43,8 @@ def terms(**_: Any) -> Terms:
 
 
 def kind(name: str, sizes: dict[str, Any], **changes: Any) -> Kind:
-    made: Callable[..., nn.Module] = partial(build, name, sizes)
-    return Kind("transformers", made, terms, labelled, {"labels": ("some", "all", "uneven")}, **changes)
+    builder: Callable[..., nn.Module] = partial(build, name, sizes)
+    return Kind("transformers", builder, terms, labelled, {"labels": ("some", "all", "uneven")}, **changes)
 
 
 KINDS = {
