@@ -40,19 +40,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (mark := item.get_closest_marker("sample")) and not item.get_closest_marker("full"):
             cases.setdefault((item.nodeid.partition("[")[0], *mark.args), []).append(item)
-    for (_, count), found in cases.items():
-        for item in set(found) - set(spread(found, count)):
+    for (_, count), group in cases.items():
+        for item in set(group) - set(spread(group, count)):
             item.add_marker(pytest.mark.full)
     if part := config.getoption("--part"):
         number, parts = map(int, part.split("/"))
         items[:] = [item for at, item in enumerate(items) if at % parts == number - 1]
 
 
-def spread(found: list[pytest.Item], count: int) -> list[pytest.Item]:
+def spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
     """Return `count` items at equal distances, including the first and the last."""
-    if count >= len(found):
-        return found
-    return [found[round(at * (len(found) - 1) / max(count - 1, 1))] for at in range(count)]
+    if count >= len(items):
+        return items
+    return [items[round(at * (len(items) - 1) / max(count - 1, 1))] for at in range(count)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -165,8 +165,8 @@ def test_every_room_has_a_floor():
 
 def test_no_source_is_ignored_by_git():
     files = [relative(path) for room in ("compiler_trainer", "passes", "tools", "tests") for path in ROOT.glob(f"{room}/**/*.py")]
-    said = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input="\n".join(files), text=True, capture_output=True)
-    assert said.stdout == ""
+    ignored = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input="\n".join(files), text=True, capture_output=True)
+    assert ignored.stdout == ""
 
 
 def test_no_arrow_runs_up():

@@ -27,8 +27,8 @@ def test_the_guard_is_set(no_dtensor):
 def test_training_makes_no_dtensor(no_dtensor):
     data = batches()
     step = compile_lockstep(llama(), llama_loss, data[0], {"dp_shard": 2})
-    found = train_step(step, data)
+    ours = train_step(step, data)
     metrics, state = train_plainly(llama(), llama_loss, data)
-    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics])
+    assert [m["loss"] for m in ours] == pytest.approx([m["loss"] for m in metrics])
     assert_same(step.state_dict(), state, 1e-10)
     assert {type(local) for s in step.state.values() for local in s.local.values()} == {torch.Tensor}

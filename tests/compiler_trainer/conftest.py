@@ -24,5 +24,5 @@ def store() -> Iterator:
     """Serve an object store to this process and those that it starts."""
     from object_store import served  # importing moto takes half a second
 
-    with served() as found:
-        yield found
+    with served() as server:
+        yield server

@@ -57,7 +57,7 @@ def undated(cfg):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({}, []),
         ({"model": "llama3_8b"}, ["model=llama3_8b"]),
@@ -78,12 +78,12 @@ def undated(cfg):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_options_are_those_of_the_command_line(given, words):
-    assert undated(ct.Trainer(**given).cfg) == undated(typed(compose(words)))
+def test_options_are_those_of_the_command_line(options, words):
+    assert undated(ct.Trainer(**options).cfg) == undated(typed(compose(words)))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"optim": {"lrr": 1}}, "^optim.lrr: no such option; did you mean 'lr'"),
         ({"optimizer": {"lr": 1}}, "^optimizer: no such option; the optimizer is optim="),
@@ -93,9 +93,9 @@ def test_options_are_those_of_the_command_line(given, words):
         ({"callbacks": [type("Local", (ct.Callback,), {})]}, "Local is not found by that name; define the class at the top"),
     ],
 )
-def test_what_is_no_option_is_refused_by_name(given, said):
-    with pytest.raises(ct.UserError, match=said):
-        ct.Trainer(**given)
+def test_what_is_no_option_is_refused_by_name(options, message):
+    with pytest.raises(ct.UserError, match=message):
+        ct.Trainer(**options)
 
 
 def test_a_run_is_that_of_the_command_line(fake, tmp_path):
@@ -153,19 +153,19 @@ def test_a_run_of_named_parts_resumes_by_command(fake, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ({"model": torch.nn.Embedding(257, 257)}, "error: model: Embedding: was handed to a Trainer in Python; go on with the script"),
         ({"callbacks": [Notes()]}, r"error: train.callbacks[0]: Notes: was handed to a Trainer"),
     ],
 )
-def test_a_run_of_objects_resumes_by_its_script_alone(part, said, fake, tmp_path, capsys):
+def test_a_run_of_objects_resumes_by_its_script_alone(part, message, fake, tmp_path, capsys):
     script = trainer(tmp_path / "run", **{"model": READER} | part)
     script.train()
     assert schema.load(tmp_path / "run/config.yaml") == script.run.cfg
     capsys.readouterr()
     assert call("resume", tmp_path / "run", "train.steps=6") == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     again = {"train": SMALL["train"] | {"steps": 6}, "checkpoint": {"interval": 2, "resume": "auto"}}
     trainer(tmp_path / "run", **{"model": READER} | part | again).train()
     assert [each["step"] for each in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

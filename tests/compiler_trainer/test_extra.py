@@ -42,7 +42,7 @@ def looking(*stages, after=(), name="look"):
     return {**LOOK, "takes": [{"_target_": "passes.program.stages.Stage", "_args_": [int(stage)]} for stage in stages], "after": list(after), "name": name}
 
 
-def made(*extra, microbatches=1, pp=1, once="auto"):
+def build(*extra, microbatches=1, pp=1, once="auto"):
     cfg = PassesConfig(CastConfig(None), extra=extra, accumulate=AccumulateConfig(once, once))
     return pipeline_of(cfg, pp, microbatches=microbatches)
 
@@ -66,7 +66,7 @@ KINDS = [{}, {"microbatches": 3}, {"microbatches": 3, "once": "step"}, {"microba
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("stage", list(Stage)[:-1], ids=str)
 def test_every_stage_has_a_place_in_each_program_at_most_once(kind, stage):
-    with_it, without = orders(made(looking(stage), **kind)), orders(made(**kind))
+    with_it, without = orders(build(looking(stage), **kind)), orders(build(**kind))
     for name, order in with_it.items():
         assert order.count("look") <= 1
         assert [each for each in order if each != "look"] == without[name]
@@ -90,23 +90,23 @@ def test_every_stage_has_a_place_in_each_program_at_most_once(kind, stage):
     ],
 )
 def test_it_comes_as_early_as_it_may(stages, after, before):
-    assert behind(orders(made(looking(*stages, after=after)))["step"]) == before
+    assert behind(orders(build(looking(*stages, after=after)))["step"]) == before
 
 
 def test_several_keep_their_order_but_for_what_they_come_after():
     two = [looking(Stage.JOINT, name=name) for name in ("first", "second")]
-    order = orders(made(*two))["step"]
+    order = orders(build(*two))["step"]
     assert order.index("second") == order.index("first") + 1
-    order = orders(made(looking(Stage.JOINT, after=("second",), name="first"), two[1]))["step"]
+    order = orders(build(looking(Stage.JOINT, after=("second",), name="first"), two[1]))["step"]
     assert order.index("second") < order.index("first")
 
 
 def test_layers_are_all_there_with_a_pass_of_ones_own():
-    assert made().folding is not None and made(LOOK).folding is None
+    assert build().folding is not None and build(LOOK).folding is None
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         (looking(Stage.CAPTURED, after=("remat",)), "^passes.extra: look takes a captured program after remat: there is none"),
         ({"_target_": "test_extra.Turns"}, r"^passes.extra\[0\]: look gives a step program; leave `gives` out"),
@@ -114,9 +114,9 @@ def test_layers_are_all_there_with_a_pass_of_ones_own():
         ({"_target_": "test_extra.Lost"}, r"^passes.extra\[0\]._target_: .*Lost"),
     ],
 )
-def test_what_has_no_place_is_refused(extra, said):
-    with pytest.raises(UserError, match=said):
-        made(extra)
+def test_what_has_no_place_is_refused(extra, message):
+    with pytest.raises(UserError, match=message):
+        build(extra)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "tp": 2}])
@@ -136,7 +136,7 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("optim", "said"),
+    ("optim", "message"),
     [
         ({"name": "custom"}, "^optim._target_: is null with optim=custom"),
         ({"_target_": "collections.Counter"}, "^optim._target_: collections.Counter returned an object without `moments`"),
@@ -145,9 +145,9 @@ class Plain:
          "^optim.groups.none.weight_decay: 0.0, but Plain is no dataclass with a field weight_decay"),
     ],
 )  # fmt: skip
-def test_what_is_no_optimizer_is_refused(optim, said):
+def test_what_is_no_optimizer_is_refused(optim, message):
 
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         pipeline_of(optim=optim)
 
 

@@ -16,10 +16,10 @@ def function(file: str, name: str) -> ast.FunctionDef:
     """Return the definition of a function or method; fail if the file has none of that name."""
     body = ast.parse((ROOT / file).read_text()).body
     for part in name.split("."):
-        (found,) = [each for each in body if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == part]
-        body = found.body
-    assert isinstance(found, ast.FunctionDef)
-    return found
+        (node,) = [item for item in body if isinstance(item, ast.FunctionDef | ast.ClassDef) and item.name == part]
+        body = node.body
+    assert isinstance(node, ast.FunctionDef)
+    return node
 
 
 def called(stop: ast.FunctionDef) -> set[str]:

@@ -101,7 +101,7 @@ def points(overrides: list[str]) -> list[list[str]]:
 def test_each_command_is_of_a_kind_that_is_tested(record_property):
     kinds = Counter(command.kind for command in ALL)
     composed = len(of_kind("job", "plan", "sweep"))
-    small, large = len(SMALL), len([c for c in of_kind("job") if on_gpus(c)])
+    small, large = len(SMALL), len([c for c in of_kind("job") if is_on_gpus(c)])
     record_property("counted", f"commands of the pages: {sum(kinds.values())} ({dict(kinds.most_common())}); "
                     f"{composed} different ones composed, {large} and {len(PLANS)} plans fit, "
                     f"{small} and {len(VERB_LINES)} verbs run in little")
@@ -133,15 +133,15 @@ def test_a_line_that_no_test_knows_fails(line):
 
 def test_commands_are_found_wherever_they_stand():
     text = "Do `make test` now.\n\n    torchrun --nproc-per-node 2 -m compiler_trainer \\\n        a.b=1\n\n```console\n$ compiler-trainer c=2 \\\n    d=3\nout\n```\n"
-    found = list(commands_of(text, "page.md"))
-    assert [(c.line, c.kind, c.options, c.ranks) for c in found] == [
+    commands_found = list(commands_of(text, "page.md"))
+    assert [(c.line, c.kind, c.options, c.ranks) for c in commands_found] == [
         (3, "job", ["a.b=1"], 2), (7, "job", ["c=2", "d=3"], 1), (1, "make", [], 1)]
 
 
 # ---- jobs ----------------------------------------------------------------------------------------
 
 
-def on_gpus(command: Command) -> bool:
+def is_on_gpus(command: Command) -> bool:
     """Return True if the page runs the command on GPUs."""
     named = {option for option in command.options if option.startswith("cluster=")} - {"cluster=cpu"}
     return bool(named) and "run.dry=true" in command.options or command.ranks >= LARGE
@@ -152,7 +152,7 @@ def test_composes(places, tmp_path, command):
     assert configs(command, tmp_path)
 
 
-def asked(cfg: Config, ranks: int) -> Config:
+def on_h100(cfg: Config, ranks: int) -> Config:
     """Return the job with an H100 cluster unless it names a cluster."""
     h100 = typed(compose(["cluster=h100"])).cluster
     cluster = cfg.cluster if cfg.cluster.gpus else dataclasses.replace(h100, gpus=ranks)
@@ -164,18 +164,18 @@ def ranks_of(command: Command, cfg: Config) -> int:
         size for axis, size in dataclasses.asdict(cfg.mesh).items() if axis != "ep")
 
 
-def in_stages(command: Command) -> bool:
+def has_stages(command: Command) -> bool:
     """Return True if the command has pipeline stages; closed forms do not cover them, so it must be compiled."""
     return any(option.startswith("mesh.pp=") for option in command.options)
 
 
-@pytest.mark.parametrize("command", [c for c in of_kind("job") if on_gpus(c) and not in_stages(c)], ids=named)
+@pytest.mark.parametrize("command", [c for c in of_kind("job") if is_on_gpus(c) and not has_stages(c)], ids=named)
 def test_fits_by_closed_forms(places, tmp_path, command):
     (cfg,) = configs(command, tmp_path)
-    wanted = asked_of(asked(cfg, ranks_of(command, cfg)), ranks_of(command, cfg))
+    wanted = asked_of(on_h100(cfg, ranks_of(command, cfg)), ranks_of(command, cfg))
     forms = all_forms(wanted, sizes_of(wanted.cfg, subject(wanted.cfg).module), Left())
-    own = [form for form in forms if agree(cfg.mesh, form.candidate.mesh)]
-    least = min((form.bytes for form in own), default=math.inf)
+    matches = [form for form in forms if agree(cfg.mesh, form.candidate.mesh)]
+    least = min((form.bytes for form in matches), default=math.inf)
     assert least <= 1.05 * room(wanted), f"{command}: {least / GIB:.1f} of {room(wanted) / GIB:.1f} GiB"
 
 
@@ -185,10 +185,10 @@ def agree(stated: MeshConfig, mesh: MeshConfig) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", [c for c in of_kind("job") if on_gpus(c)], ids=named)
+@pytest.mark.parametrize("command", [c for c in of_kind("job") if is_on_gpus(c)], ids=named)
 def test_fits_when_compiled(places, tmp_path, command):
     (cfg,) = configs(command, tmp_path)
-    cfg = asked(cfg, ranks_of(command, cfg))
+    cfg = on_h100(cfg, ranks_of(command, cfg))
     cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dry=True, dump_graphs=False, dir=str(tmp_path / "dry")))
     from compiler_trainer.planning.auto import settled
 
@@ -209,17 +209,17 @@ def test_plans(places, tmp_path, command):
 
 def first_of_each(commands: list[Command], key, always_full: tuple[str, ...] = ()) -> list:
     """Return commands as parameters of a test; `make test` runs the first of a kind that a guide shows."""
-    seen, found = set(), []
+    seen, parameters = set(), []
     for command in commands:
         late = key(command) in seen or command.arguments[0] in always_full or "measured/" in named(command)
         seen |= set() if late else {key(command)}
-        found.append(pytest.param(command, marks=[pytest.mark.full] if late else [], id=named(command)))
-    return found
+        parameters.append(pytest.param(command, marks=[pytest.mark.full] if late else [], id=named(command)))
+    return parameters
 
 
 # ---- small jobs train ----------------------------------------------------------------------------
 
-SMALL = [c for c in of_kind("job") if not on_gpus(c) and c.ranks == 1 and not {"--cfg", "--config-dir"} & set(c.words)]
+SMALL = [c for c in of_kind("job") if not is_on_gpus(c) and c.ranks == 1 and not {"--cfg", "--config-dir"} & set(c.words)]
 
 
 def first_group(command: Command) -> str:
@@ -253,9 +253,9 @@ def test_every_export_loads_as_its_page_says(places, capsys):
     assert capsys.readouterr().out.endswith("\n")
     logits = []
     for block in (merged, adapter):
-        exec(block, made := {})
-        ids = made["tokenizer"].apply_chat_template([{"role": "user", "content": "hi"}], return_tensors="pt", return_dict=True)
-        logits.append(made["model"].eval()(**ids).logits)
+        exec(block, names := {})
+        ids = names["tokenizer"].apply_chat_template([{"role": "user", "content": "hi"}], return_tensors="pt", return_dict=True)
+        logits.append(names["model"].eval()(**ids).logits)
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
@@ -270,7 +270,7 @@ def use_of(command: Command) -> tuple[str, ...]:
     return (words[0], *(w for w in words if w.startswith("--")), str(any("=" in w for w in words)))
 
 
-def given(command: Command, tmp_path: Path) -> list[str]:
+def arguments_of(command: Command, tmp_path: Path) -> list[str]:
     """Return the arguments of a verb, with small runs and with files in this test's folder."""
     words, verb = list(command.arguments), command.arguments[0]
     for i, word in enumerate(words[1:], 1):
@@ -299,11 +299,11 @@ def given(command: Command, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect", "check-export")))
 def test_does_what_the_verb_says(places, tmp_path, command):
     assert command.arguments[0] in VERBS, str(command)
-    arguments = given(command, tmp_path)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    arguments = arguments_of(command, tmp_path)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = call(*arguments)
-    assert code == 0, f"{command}: {shlex.join(arguments)}: {said.getvalue()[-2000:]}"
+    assert code == 0, f"{command}: {shlex.join(arguments)}: {output.getvalue()[-2000:]}"
 
 
 def test_verbs_that_are_only_named_are_there():
@@ -324,9 +324,9 @@ STARTERS = ("tools.gpu_day.ranks",)
 def test_tools_take_these_flags(command):
     if command.words[2] in STARTERS:  # the started command has its own flags
         verb = next(word for word in command.words if word in VERBS)
-        assert tool_takes(f"compiler_trainer.cli.verbs.{verb}") >= flags_in(command), str(command)
+        assert flags_of_tool(f"compiler_trainer.cli.verbs.{verb}") >= flags_in(command), str(command)
         return
-    assert tool_takes(command.words[2]) >= flags_in(command), str(command)
+    assert flags_of_tool(command.words[2]) >= flags_in(command), str(command)
     if options := [option for option in command.options if option != command.flag("--case")]:
         compose(options)
 
@@ -335,11 +335,11 @@ def flags_in(command: Command) -> set[str]:
     return {word for word in command.words[3:] if word.startswith("--")}
 
 
-def tool_takes(module: str) -> set[str]:
+def flags_of_tool(module: str) -> set[str]:
     """Return the flags that a tool's source declares."""
-    found = importlib.util.find_spec(module)
-    assert found is not None and found.origin is not None, module
-    path = Path(found.origin)
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    path = Path(spec.origin)
     files = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
     return set(re.findall(r'"(--[a-z-]+)"', "".join(file.read_text() for file in files)))
 
@@ -353,12 +353,12 @@ def test_targets_are_in_the_makefile(command):
 @pytest.mark.parametrize("command", of_kind("pip"), ids=named)
 def test_extras_are_in_pyproject(command):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked_for = re.findall(r"(?:\.|compiler-trainer)\[([a-z,]+)\]", " ".join(command.words))
-    assert {extra for group in asked_for for extra in group.split(",")} <= set(extras), str(command)
+    groups = re.findall(r"(?:\.|compiler-trainer)\[([a-z,]+)\]", " ".join(command.words))
+    assert {extra for group in groups for extra in group.split(",")} <= set(extras), str(command)
 
 
 @pytest.mark.parametrize("command", of_kind("pytest"), ids=named)
 def test_test_files_are_there(command):
-    written = "tests/passes/autograd/test_fold_scales.py"  # the page asks its reader to write it
+    reader_file = "tests/passes/autograd/test_fold_scales.py"  # the page asks its reader to write it
     for word in command.words:
-        assert not word.startswith("tests/") or word == written or (ROOT / word).exists(), str(command)
+        assert not word.startswith("tests/") or word == reader_file or (ROOT / word).exists(), str(command)

@@ -48,8 +48,8 @@ def cells(line: str) -> list[str]:
 
 def count_of_settings(options: list[str]) -> str:
     """Return the number of settings that `plan` searches."""
-    asked = question(options, options, {}).asked
-    return f"{len(all_forms(asked, sizes_of(asked.cfg, subject(asked.cfg).module), Left())):,}"
+    job = question(options, options, {}).asked
+    return f"{len(all_forms(job, sizes_of(job.cfg, subject(job.cfg).module), Left())):,}"
 
 
 def test_the_number_of_settings_is_that_of_the_plan():
@@ -68,16 +68,16 @@ def test_the_number_of_settings_of_a_large_plan():
 def test_readme_shows_what_plan_prints(tmp_path):
     rows = [cells(line) for line in printed(PLAN, tmp_path)]
     for line in shown(PLAN):
-        found = [cell for cell in cells(line) if cell != "..."]
-        assert any(found == row[: len(found)] for row in rows), line
+        columns = [cell for cell in cells(line) if cell != "..."]
+        assert any(columns == row[: len(columns)] for row in rows), line
 
 
 @pytest.mark.full
 def test_readme_and_guide_show_what_a_run_prints(tmp_path):
     lines = printed(RUN, tmp_path)
-    said, steps = lines[: lines.index("compiling (inductor)") + 1], {shape(line) for line in lines}
+    opening, steps = lines[: lines.index("compiling (inductor)") + 1], {shape(line) for line in lines}
     for line in shown(RUN):
-        assert line == "..." or line in said or line.startswith("step ") and shape(line) in steps, line
+        assert line == "..." or line in opening or line.startswith("step ") and shape(line) in steps, line
     assert {shape(line) for line in shown(TUNE) if line.startswith("step ")} <= steps
 
 
@@ -88,11 +88,11 @@ def shape(line: str) -> str:
 
 def test_readme_shows_what_shard_makes():
     cfg = settled(Config(mesh=MeshConfig(dp_shard=2, tp=2)), on_gpu=False)
-    found: list[str] = []
-    compile_dry(cfg, lambda program, record: found.append(print_program(program)) if record.name == "shard" else None)
-    lines = [" ".join(SHORTENED.sub("", line).split()) for line in found[0].splitlines()]
+    programs: list[str] = []
+    compile_dry(cfg, lambda program, record: programs.append(print_program(program)) if record.name == "shard" else None)
+    lines = [" ".join(SHORTENED.sub("", line).split()) for line in programs[0].splitlines()]
     block = README[README.index("One file a pass.") :].split("\n\n")[1].splitlines()
     assert len(block) == 6
     for line in block:
         wanted = re.compile(re.escape(" ".join(line.split())).replace(r"\.\.\.", ".*"))
-        assert any(wanted.match(each) for each in lines), line
+        assert any(wanted.match(candidate) for candidate in lines), line

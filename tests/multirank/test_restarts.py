@@ -28,8 +28,8 @@ DEADLINE_S = 200
 
 def torchruns(folder: Path, nodes: int) -> list[subprocess.Popen]:
     """Start a job of two ranks on one or two nodes that may restart its ranks twice."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"]
     start += ["--max-restarts=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -39,9 +39,9 @@ def torchruns(folder: Path, nodes: int) -> list[subprocess.Popen]:
 
 def ended(jobs: list[subprocess.Popen]) -> str:
     """Wait for a job, require that it succeeds, and return its stderr."""
-    said = [job.communicate(timeout=DEADLINE_S)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(said)[-4000:]
-    return "\n".join(said)
+    outputs = [job.communicate(timeout=DEADLINE_S)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(outputs)[-4000:]
+    return "\n".join(outputs)
 
 
 def steps_of(folder: Path) -> int:
@@ -66,5 +66,5 @@ def test_a_killed_rank_costs_steps_and_nothing_else(nodes, tmp_path):
     assert timeless(metrics(cut)) == timeless(metrics(whole))
     for of_whole, of_cut in zip(complete(whole / "checkpoints"), complete(cut / "checkpoints"), strict=True):
         for rank in ("rank_00000", "rank_00001"):
-            found, wanted = (load_file(path / f"{rank}.safetensors") for path in (of_cut, of_whole))
-            assert found.keys() == wanted.keys() and all((found[n] == wanted[n]).all() for n in wanted)
+            stored, wanted = (load_file(path / f"{rank}.safetensors") for path in (of_cut, of_whole))
+            assert stored.keys() == wanted.keys() and all((stored[n] == wanted[n]).all() for n in wanted)

@@ -74,9 +74,9 @@ def flipped():
     name, (_, local) = next((n, t) for n, t in step.tensors().items() if n.endswith("weight"))
     if dist.get_rank() == last:
         local[last].detach().view(torch.int32)[0, 0] ^= 1 << 26
-    found = differences(step)
+    before = differences(step)
     step.runtime.send(local, 0, (last,), step.state[name].like)
-    return name, [(each.name, each.right, each.wrong) for each in found], len(differences(step))
+    return name, [(difference.name, difference.right, difference.wrong) for difference in before], len(differences(step))
 
 
 CUT = {  # name -> mesh and options of jobs compiled as one program and in segments
@@ -101,38 +101,38 @@ def cut(name):
     """Return metrics of each step under Inductor, in segments and as one program."""
     mesh, passes, options = CUT[name]
     model, data = wide_llama() if name == "float8" else llama(2, dtype=F32), batches(rows=4)
-    found = []
+    results = []
     for enabled in (True, False):
         step = compile_step(model, llama_loss, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": "inductor"},
                             passes={**passes, "verify": "none", "segment": {} if enabled else {"max_nodes": None}}, **options)
-        found.append(train_step(step, data))
-    return found
+        results.append(train_step(step, data))
+    return results
 
 
 def recorded(mesh, layers, backend, schedule):
     """Return metrics and parameters, without and with played CUDA graphs, each with the number of recordings."""
-    how = {"mesh": mesh, "optim": NO_DECAY, "microbatches": 4, "lower": {"backend": backend, "cudagraphs": "auto"},
+    options = {"mesh": mesh, "optim": NO_DECAY, "microbatches": 4, "lower": {"backend": backend, "cudagraphs": "auto"},
            "passes": {"verify": "none", "pipeline": {"schedule": schedule}}}
-    found = []
-    for here in (nullcontext(), patch("compiler_trainer.step.runtime.why_nothing_is_recorded", lambda device: "")):
-        with played_cuda() as done, here:
+    results = []
+    for context in (nullcontext(), patch("compiler_trainer.step.runtime.why_nothing_is_recorded", lambda device: "")):
+        with played_cuda() as done, context:
             data = batches(rows=8)
-            step = compile_step(llama(layers, tied=True, dtype=F32), llama_loss, data[0], **how)
+            step = compile_step(llama(layers, tied=True, dtype=F32), llama_loss, data[0], **options)
             metrics = [step(data[i % len(data)]) for i in range(5)]
-            found.append(((metrics, {name: t.tolist() for name, t in step.state_dict().items()}), done.count("record")))
-    return found
+            results.append(((metrics, {name: t.tolist() for name, t in step.state_dict().items()}), done.count("record")))
+    return results
 
 
 def memory(schedule, microbatches):
     """Return this pipeline rank's peak bytes in a step: measured, and as a dry run predicts them."""
-    chosen = {
+    options = {
         "model": {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": VOCAB},
         "train": {"seq_len": 64, "global_batch_size": microbatches, "microbatches": microbatches},
         "passes": {"cast": {"param_dtype": None}, "verify": "none", "pipeline": {"schedule": schedule}},
         "mesh": {"pp": 2, "dp_shard": 1},
         "lower": {"backend": "eager"},
     }
-    cfg = validate(build(Config, chosen), 2)
+    cfg = validate(build(Config, options), 2)
     model = models.build(cfg.model, F32).to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
