@@ -14,22 +14,22 @@ VERDICTS = ("right", "refused", "wrong", "crash", "time-out", "unbuilt")
 HEAD = f"""# Models of others
 
 `python -m tests.nightly.models --write docs/measured/models.md` trains each of these models, with random weights and tiny
-sizes, for two AdamW steps on each mesh, all ranks in one process, beside a plain loop of eager PyTorch on one device,
-in fp64.
+sizes, for two AdamW steps on each mesh, all ranks in one process. It compares the results with a plain loop of eager
+PyTorch on one device, in fp64.
 
 - right: loss, gradient norm, all parameters and buffers agree after each step to {EXACT:.0e}, absolutely or
-  relatively; to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the
-  model takes no fp64 ("s"). In bf16 (`passes.cast.param_dtype`, and what batches have of floating numbers) loss and
-  gradient norm agree to {HALF:.0e} with those of the plain model, or are at most twice as far off as eager PyTorch's
-  with all of the model in bf16 ("h": batch norm of three rows, gradients of thousands). A percentage stands for right:
-  it is the share of its parameters that a rank stores.
-- wrong: they do not. refused: an error that names a field, a node or a line of the model. crash: any other. time-out:
-  a limit of time was passed. unbuilt: the model or its plain training fails by itself, or its library is missing.
-- gathered: operators for which activations that the ranks of an axis of the data share out are gathered, so that every
-  rank does all of their work. The numbers are right, the cost is that of one device.
+  relatively; to {ROUNDED:.0e} if the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} if PyTorch or the
+  model does not support fp64 ("s"). In bf16 (`passes.cast.param_dtype`, and floating-point tensors of batches) loss
+  and gradient norm agree to {HALF:.0e} with those of the plain model, or are at most twice as far off as eager
+  PyTorch's with the whole model in bf16 ("h": batch norm over three samples, gradients in the thousands). A percentage
+  means right: it is the share of its parameters that a rank stores.
+- wrong: the results do not agree. refused: an error that names a field, a node or a line of the model. crash: any other
+  error. time-out: over the time limit. unbuilt: the model or its plain training fails, or its library is missing.
+- gathered: operators whose activations are gathered although an axis of the data shards them, so that every
+  rank does all of their work. The numbers are right, at the cost of one device.
 
-Batches have three rows, sequences mostly thirteen tokens, so that shards have padding. Models run in train mode without
-dropout; {NOISE} times normal noise is added to all parameters, for many libraries begin with zeros.
+Batches have three samples, and most sequences thirteen tokens, so that shards have padding. Models run in train mode
+without dropout; {NOISE} times normal noise is added to all parameters, because many libraries start with zeros.
 Empty cells were not run.
 """
 
@@ -70,7 +70,7 @@ def libraries(judged: Sequence[Entry]) -> list[str]:
     """Return the libraries with versions as a pip command."""
     names = sorted({entry.library for entry in judged})
     pins = [f"{name}=={number}" for name in names if (number := installed(name))]
-    note = "Their demands exclude each other: pip takes them one by one with `--no-deps`, after what they need."
+    note = "Their requirements conflict: install their dependencies first, then each with `--no-deps`."
     return ["    pip install " + " ".join(pins), "", note]
 
 

@@ -34,21 +34,21 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
         f"{counts[verdict]:,} {verdict}" for verdict in VERDICTS
     ) + "."
     yield "\n## By axis, model and option\n"
-    yield "Worst error: of right cases in fp64, the largest difference of two entries over the value's largest entry.\n"
+    yield "Worst error of right cases in fp64: the largest difference, relative to the largest entry of the value.\n"
     verdicts = [verdict for verdict in VERDICTS if counts[verdict]]
     yield f"| with | cases | {' | '.join(verdicts)} | worst error |\n|---|---|{'---|' * len(verdicts)}---|"
     names = sorted({name for features_of_case in known.values() for name in features_of_case}, key=order)
     for name in names:
         yield row(name, [record for record in records if name in known[record]], verdicts)
-    yield "\n## By pair of an axis and anything else\n"
-    yield "Right cases of all that are not refused; `-` where there is none, `refused` where all are.\n"
+    yield "\n## By pair of an axis and another feature\n"
+    yield "Right cases among those that are not refused; `-`: no case, `refused`: all are refused.\n"
     axes = [axis for axis in AXES if axis in names]
     yield f"| with | {' | '.join(axes)} |\n|---|{'---|' * len(axes)}"
     for name in names:
         cells = (cell([r for r in records if {axis, name} <= known[r]]) if axis != name else "" for axis in axes)
         yield f"| {name} | {' | '.join(cells)} |"
     yield "\n## Pairs without a right case\n"
-    yield "In brackets how many cases there are, none of them right; without, none was drawn.\n"
+    yield "In brackets: the number of cases, none of them right. Without brackets: no case was drawn.\n"
     yield from gaps(records, known, names)
     yield "\n## Refused, by reason\n"
     yield "| cases | reason | for example |\n|---|---|---|"
