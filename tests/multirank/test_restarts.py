@@ -37,7 +37,7 @@ def torchruns(folder: Path, nodes: int) -> list[subprocess.Popen]:
     return [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(nodes)]
 
 
-def ended(jobs: list[subprocess.Popen]) -> str:
+def wait_for_success(jobs: list[subprocess.Popen]) -> str:
     """Wait for a job, require that it succeeds, and return its stderr."""
     outputs = [job.communicate(timeout=DEADLINE_S)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(outputs)[-4000:]
@@ -54,7 +54,7 @@ def steps_of(folder: Path) -> int:
 @pytest.mark.parametrize("nodes", (1, 2))
 def test_a_killed_rank_costs_steps_and_nothing_else(nodes, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    ended(torchruns(whole, nodes))
+    wait_for_success(torchruns(whole, nodes))
     jobs, deadline = torchruns(cut, nodes), time.monotonic() + DEADLINE_S
     while steps_of(cut) < 35:
         assert time.monotonic() < deadline and all(job.poll() is None for job in jobs)
@@ -62,7 +62,7 @@ def test_a_killed_rank_costs_steps_and_nothing_else(nodes, tmp_path):
     ranks = [p for job in jobs for p in psutil.Process(job.pid).children() if "compiler_trainer" in p.cmdline()]
     assert len(ranks) == 2
     os.kill(ranks[1].pid, signal.SIGKILL)
-    assert "exitcode: -9" in ended(jobs)
+    assert "exitcode: -9" in wait_for_success(jobs)
     assert timeless(metrics(cut)) == timeless(metrics(whole))
     for of_whole, of_cut in zip(complete(whole / "checkpoints"), complete(cut / "checkpoints"), strict=True):
         for rank in ("rank_00000", "rank_00001"):

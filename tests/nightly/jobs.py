@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         library = Path(scratch, "library")
         write_library(library)
         for number in range(args.cases):
-            options, ranks = drawn(random.Random(f"{args.seed} {number}"), library)
+            options, ranks = draw_job(random.Random(f"{args.seed} {number}"), library)
             print(f"{number}: {ranks} ranks, {shlex.join(options)}", flush=True)
             for command, verdict in job(options, ranks, Path(scratch, str(number))):
                 counts[verdict.split(":")[0]] += 1
@@ -103,7 +103,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def drawn(rng: random.Random, library: Path) -> tuple[list[str], int]:
+def draw_job(rng: random.Random, library: Path) -> tuple[list[str], int]:
     """Draw the options of a job and its number of ranks."""
     kind, data, ranks = rng.choice(KINDS), rng.choice([*TEXTS, "synthetic"]), rng.choice((2, 3, 4))
     microbatches = rng.choice((1, 2, 4))
@@ -170,24 +170,24 @@ def job(options: list[str], ranks: int, folder: Path) -> Iterator[tuple[str, str
     """Yield each command of a job with its verdict."""
     folder.mkdir()
     run, out = folder / "mesh", folder / "export"
-    verdict = called("launch", "-n", str(ranks), *options, "train.steps=6", f"run.dir={run}")
+    verdict = run_command("launch", "-n", str(ranks), *options, "train.steps=6", f"run.dir={run}")
     yield "train", verdict
     if verdict != "right":
         return
     alone = [o for o in options if not o.startswith(("mesh.", "passes.pipeline"))]
-    verdict = called(*alone, *ALONE, "train.steps=6", f"run.dir={folder / 'one'}")
-    yield "train on one rank", agreeing(run, folder / "one") if verdict == "right" else verdict
+    verdict = run_command(*alone, *ALONE, "train.steps=6", f"run.dir={folder / 'one'}")
+    yield "train on one rank", compare_losses(run, folder / "one") if verdict == "right" else verdict
     allowed = "checkpoint.allow=[train.steps,mesh,passes]"
-    yield "continue on one rank", called("resume", run, "train.steps=8", allowed, *ALONE)
-    yield "eval", called("eval", run)
-    verdict = called("export", run, out)
+    yield "continue on one rank", run_command("resume", run, "train.steps=8", allowed, *ALONE)
+    yield "eval", run_command("eval", run)
+    verdict = run_command("export", run, out)
     yield "export", verdict
     if verdict == "right":
-        yield "check-export", called("check-export", run, out)
-    yield "generate", called("generate", run, "--prompt", "the cat", "--tokens", "8")
+        yield "check-export", run_command("check-export", run, out)
+    yield "generate", run_command("generate", run, "--prompt", "the cat", "--tokens", "8")
 
 
-def called(*arguments: str | Path) -> str:
+def run_command(*arguments: str | Path) -> str:
     """Run a command and return its verdict: right, refused or crash, with the reason."""
     command = [sys.executable, "-m", "compiler_trainer", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -200,7 +200,7 @@ def called(*arguments: str | Path) -> str:
     return next((f"refused: {line}" for line in reversed(output) if "error:" in line), f"crash: {output[-1:]}")
 
 
-def agreeing(run: Path, other: Path) -> str:
+def compare_losses(run: Path, other: Path) -> str:
     """Return "right" if the losses of two runs agree to `CLOSE`, otherwise "wrong" with the difference."""
     ours, theirs = losses(run), losses(other)
     if ours.keys() != theirs.keys():

@@ -70,10 +70,10 @@ class Outcome(NamedTuple):
 
 def main() -> None:
     """Print one line per template."""
-    takes = argparse.ArgumentParser("python -m tests.nightly.templates", description="Compare templates with transformers.")
-    takes.add_argument("folders", nargs="+", type=Path, help="folders with .jinja files")
-    takes.add_argument("--verbose", action="store_true", help="print each reason and note")
-    arguments = takes.parse_args()
+    parser = argparse.ArgumentParser("python -m tests.nightly.templates", description="Compare templates with transformers.")
+    parser.add_argument("folders", nargs="+", type=Path, help="folders with .jinja files")
+    parser.add_argument("--verbose", action="store_true", help="print each reason and note")
+    arguments = parser.parse_args()
     for file in sorted(file for folder in arguments.folders for file in folder.rglob("*.jinja")):
         with tempfile.TemporaryDirectory() as folder:
             outcomes = compare(file.read_text(encoding="utf-8"), Path(folder))
@@ -130,14 +130,14 @@ def outcome_of(record: dict[str, Any], chats: Chats, theirs: Any) -> Outcome:
 
 
 def differences(
-    record: dict[str, Any], chat: Conversation, made: list[tuple[Sample, Tokens]], chats: Chats, theirs: Any
+    record: dict[str, Any], chat: Conversation, samples: list[tuple[Sample, Tokens]], chats: Chats, theirs: Any
 ) -> Iterator[str]:
     """Yield each difference between the samples and transformers."""
     messages, tools, labelled = record["messages"], record.get("tools"), list(chat.labelled)
-    last = max(sample.upto for sample, _ in made)
+    last = max(sample.upto for sample, _ in samples)
     if last < len(messages):
         yield f"{len(messages) - last} messages at the end are in no sample"
-    for sample, tokens in made:
+    for sample, tokens in samples:
         upto = messages[: sample.upto]
         ids = theirs.apply_chat_template(upto, tools=tools)["input_ids"]
         ours = [int(i) for i in tokens.ids] + [chats.tokenizer.end_of_document] * (len(ids) > len(tokens.ids))
@@ -150,19 +150,19 @@ def differences(
             _, places = chats.tokenizer.encode_placed(sample.text)
             for i in range(1, len(expected)):  # theirs ends at the first token of a character that has several
                 expected[i] |= expected[i - 1] and places[i] == places[i - 1]
-            for number in set(roles(messages)) - set(labelled):
+            for number in set(assistant_indices(messages)) - set(labelled):
                 ends = [theirs.apply_chat_template(messages[: number + n], tools=tools)["input_ids"] for n in (0, 2)]
-                expected[parting(ends[0], ids) : parting(ends[1], ids)] = False
+                expected[common_prefix_length(ends[0], ids) : common_prefix_length(ends[1], ids)] = False
             if counted.tolist() != expected.tolist():
                 yield "labels differ from transformers' masks"
             labelled = []
             continue
-        mine = labelled if len(made) == 1 else labelled[:1]
+        mine = labelled if len(samples) == 1 else labelled[:1]
         expected = np.zeros(len(ids), bool)
         for number in mine:
             prompt = theirs.apply_chat_template(messages[:number], tools=tools, add_generation_prompt=True)["input_ids"]
             through = theirs.apply_chat_template(messages[: number + 1], tools=tools)["input_ids"]
-            expected[parting(prompt, through) : len(through)] = True
+            expected[common_prefix_length(prompt, through) : len(through)] = True
         labelled = labelled[len(mine) :]
         if (counted != expected).any():
             yield f"labels differ in {np.sum(counted != expected)} of {len(ids)} tokens"
@@ -170,12 +170,12 @@ def differences(
         yield f"answers {labelled} are in no sample"
 
 
-def parting(a: list[int], b: list[int]) -> int:
+def common_prefix_length(a: list[int], b: list[int]) -> int:
     """Return the length of the common prefix of two lists."""
     return next((i for i, (one, other) in enumerate(zip(a, b)) if one != other), min(len(a), len(b)))
 
 
-def roles(messages: list[dict[str, Any]]) -> list[int]:
+def assistant_indices(messages: list[dict[str, Any]]) -> list[int]:
     """Return the indices of the assistant's messages."""
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 

@@ -38,8 +38,8 @@ def test_an_error_that_names_nothing_is_a_crash(monkeypatch):
 
 
 def test_one_rank_that_is_a_little_off_is_wrong(monkeypatch):
-    trained = judge.trained
-    monkeypatch.setattr(judge, "trained", lambda *args: [r | {"layer.bias": r["layer.bias"] + 1e-6} for r in trained(*args)])
+    trained = judge.train
+    monkeypatch.setattr(judge, "train", lambda *args: [r | {"layer.bias": r["layer.bias"] + 1e-6} for r in trained(*args)])
     (record,) = judge.judge(BY_NAME["right"], [BOTH])
     assert record["verdict"] == "wrong" and record["why"] == "step 1: layer.bias differs by 1.0e-06"
 

@@ -9,7 +9,7 @@ import pytest
 from tests.nightly.odd import command
 from tests.nightly.odd.cases import cases
 from tests.nightly.odd.files import make
-from tests.nightly.odd.trial import judged, listing
+from tests.nightly.odd.trial import find_fault, listing
 
 
 @pytest.mark.full
@@ -38,7 +38,7 @@ def test_there_are_as_many_cases_as_asked_for_and_every_file_is_given(tmp_path):
     (2, "error: : no such file\n", "", False, "the error names no place"),
 ])
 def test_how_a_command_has_to_end(code, stderr, stdout, changes, wrong):
-    assert judged(code, stderr, stdout, changes) == wrong
+    assert find_fault(code, stderr, stdout, changes) == wrong
 
 
 def test_what_changes_in_a_folder_is_seen(tmp_path):

@@ -14,12 +14,12 @@ from compiler_trainer.parity.compare import Outcome, compare, spread
 from compiler_trainer.parity.subject import Settings, Subject
 from tests.nightly.parity.case import Case, case_of
 from tests.nightly.parity.command import main
-from tests.nightly.parity.draw import cases, settled
+from tests.nightly.parity.draw import cases, without_ambiguity
 from tests.nightly.parity.features import features
 from tests.nightly.parity.models import KINDS
 from tests.nightly.parity.page import lines
-from tests.nightly.parity.record import Record, judged, load
-from tests.nightly.parity.shrink import shrunk
+from tests.nightly.parity.record import Record, load, run_case
+from tests.nightly.parity.shrink import shrink_case
 
 SHORT, FULL, BLOCK = 10, 2000, 25
 
@@ -28,14 +28,14 @@ SHORT, FULL, BLOCK = 10, 2000, 25
 @pytest.mark.sample(3)
 def test_a_random_case_trains_as_eager_pytorch_does(number):
     case = next(itertools.islice(cases(SHORT, seed=7), number, None))
-    outcome = judged(case).outcome
+    outcome = run_case(case).outcome
     assert outcome.verdict in ("right", "refused"), f"{case}: {outcome}"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("block", range(FULL // BLOCK))
 def test_two_thousand_random_cases_train_as_eager_pytorch_does(block):
-    records = map(judged, itertools.islice(cases(FULL, seed=0), block * BLOCK, (block + 1) * BLOCK))
+    records = map(run_case, itertools.islice(cases(FULL, seed=0), block * BLOCK, (block + 1) * BLOCK))
     assert not [f"{r.case}: {r.outcome}" for r in records if r.outcome.verdict not in ("right", "refused")]
 
 
@@ -52,8 +52,8 @@ def test_the_same_seed_draws_the_same_cases_and_reaches_every_model_and_axis():
 
 
 def test_what_is_ambiguous_is_not_drawn():
-    assert settled("experts", {}, {}, {"name": "sgd"}, {"passes.cast.param_dtype": "float32"}) == {}
-    bounded = settled("experts", {}, {"dp_shard": 3, "ep": 3}, {"name": "sgd"}, {"passes.moe.dispatch": "bounded"})
+    assert without_ambiguity("experts", {}, {}, {"name": "sgd"}, {"passes.cast.param_dtype": "float32"}) == {}
+    bounded = without_ambiguity("experts", {}, {"dp_shard": 3, "ep": 3}, {"name": "sgd"}, {"passes.moe.dispatch": "bounded"})
     assert bounded["passes.moe.capacity_factor"] == 9.0
     assert not any(c.named_options["optim.name"] == "muon" for c in cases(300, seed=4) if not c.kind.muon)
 
@@ -117,7 +117,7 @@ def test_what_eager_pytorch_makes_of_the_last_bit_is_allowed_and_no_more():
 
 def test_microbatches_that_change_buffers_are_evaluated_without_each_other():
     case = Case.parse("teacher rows=3 length=1 train.microbatches=3 eval.interval=1")
-    assert judged(case).outcome.verdict == "right"
+    assert run_case(case).outcome.verdict == "right"
     subject, how = case.subject(), case.settings()
     assert oracle.evaluate(subject, 3) != oracle.train(subject, how)[0]["loss"]
 
@@ -165,7 +165,7 @@ def test_a_failing_case_is_made_small():
     case = case_of(
         "decoder", {"rows": 12, "length": 9, "layers": 3, "mesh.tp": 6, "mesh.cp": 2, "optim.name": "adamw", "tied": True}
     )
-    smaller = shrunk(case, Outcome("wrong"), fails_with("mesh.tp", "tied"))
+    smaller = shrink_case(case, Outcome("wrong"), fails_with("mesh.tp", "tied"))
     assert str(smaller) == "decoder rows=3 mesh.tp=2 tied=true length=1"
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from compiler_trainer.cli.table import VERBS as KNOWN
 from compiler_trainer.config import schema
-from tests.nightly.odd.damage import Damage, changed, damages, gone, put
-from tests.nightly.odd.runs import CONFIG, INDEX, METRICS, NEWEST, VERBS, Trial, judged
+from tests.nightly.odd.damage import Damage, change_one_field, damages, removals, replace_content
+from tests.nightly.odd.runs import CONFIG, INDEX, METRICS, NEWEST, VERBS, Trial, find_fault_in_trial
 from tests.nightly.odd.trial import Outcome
 
 ROOT = __file__.rpartition("/tests/")[0]
 RESUMES = VERBS[0]
 INSPECTS = next(verb for verb in VERBS if verb.arguments[0] == "inspect")
-GONE, TEXT = Damage("missing", put("")), Damage("a number", put("5"))
+GONE, TEXT = Damage("missing", replace_content("")), Damage("a number", replace_content("5"))
 
 
 @pytest.mark.full
@@ -46,14 +46,14 @@ def test_many_damaged_runs():
     (INDEX, TEXT, INSPECTS, (0, ""), ""),
 ])
 def test_what_becomes_of_a_damage(file, damage, verb, outcome, wrong):
-    assert judged(Trial(file, damage, verb), Outcome(*outcome, "")) == wrong
+    assert find_fault_in_trial(Trial(file, damage, verb), Outcome(*outcome, "")) == wrong
 
 
 def test_every_value_is_put_somewhere_and_everything_goes(tmp_path):
-    texts = {text for _, text in changed({"a": [1, {"b": 2}]}, random.Random(0), 600)}
+    texts = {text for _, text in change_one_field({"a": [1, {"b": 2}]}, random.Random(0), 600)}
     assert {'{"a": [1, {"b": null}]}', '{"a": [1, {}]}', "{}"} <= texts
     assert max(map(len, texts)) > 100_000
-    for number, damage in enumerate(gone()):
+    for number, damage in enumerate(removals()):
         path = tmp_path / str(number)
         path.write_text("a")
         damage.act(path)

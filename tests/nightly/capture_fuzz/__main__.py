@@ -20,7 +20,7 @@ from itertools import count, islice
 import torch
 
 from tests.nightly.capture_fuzz.draw import Case, case
-from tests.nightly.capture_fuzz.run import Outcome, run, shrunk
+from tests.nightly.capture_fuzz.run import Outcome, run, shrink_case
 
 FAILS = ("wrong", "crash")
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if outcome.verdict == "refused":
             reasons[outcome.why.split(" ", 2)[-1]] += 1
         if outcome.verdict in FAILS:
-            smaller = drawn if chosen.no_shrink else shrunk(drawn, outcome)
+            smaller = drawn if chosen.no_shrink else shrink_case(drawn, outcome)
             show(smaller, run(smaller))
     if chosen.refused:
         for reason, times in reasons.most_common():

@@ -83,7 +83,7 @@ def run(case: Case) -> Outcome:
     return Outcome("wrong", difference) if difference else Outcome("right")
 
 
-def shrunk(case: Case, outcome: Outcome) -> Case:
+def shrink_case(case: Case, outcome: Outcome) -> Case:
     """Return a case with fewer lines and the same verdict: remove lines one by one as long as the verdict stays."""
     while smaller := next((s for s in without_a_line(case) if run(s).verdict == outcome.verdict), None):
         case = smaller

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for entry in chosen:
         meshes = [mesh for mesh in entry.meshes if fnmatchcase(mesh, options.mesh)]
         missing = [mesh for mesh in meshes if (entry.name, mesh) not in known]
-        for record in judged(options.table, entry, missing, options.limit):
+        for record in judge_entry(options.table, entry, missing, options.limit):
             known[entry.name, record["mesh"]] = record
             with options.results.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def judged(table: str, entry: Entry, meshes: Sequence[str], limit_seconds: float) -> Iterator[Record]:
+def judge_entry(table: str, entry: Entry, meshes: Sequence[str], limit_seconds: float) -> Iterator[Record]:
     """Yield the model's record on each mesh; start a new process after a time-out or a crash."""
     remaining = list(meshes)
     while remaining:

@@ -53,11 +53,11 @@ def judge(entry: Entry, meshes: Iterable[str]) -> Iterator[Record]:
 def reference(entry: Entry) -> tuple[Case, Results, tuple[float, ...]]:
     """Return the case, its plain training in fp64 (or fp32 if fp64 is not supported), and tolerances to try."""
     try:
-        case = prepared(entry.build(), torch.float64)
-        return case, trained_plainly(case), (EXACT, ROUNDED) if rounds(subject_of(case)) else (EXACT,)
+        case = prepare(entry.build(), torch.float64)
+        return case, train_plainly(case), (EXACT, ROUNDED) if rounds(subject_of(case)) else (EXACT,)
     except Exception:
-        case = prepared(entry.build(), torch.float32)
-        return case, trained_plainly(case), (SINGLE,)
+        case = prepare(entry.build(), torch.float32)
+        return case, train_plainly(case), (SINGLE,)
 
 
 def subject_of(case: Case) -> Subject:
@@ -65,7 +65,7 @@ def subject_of(case: Case) -> Subject:
     return Subject(case.model, lambda model, batch: (None, case.loss(model, batch)), case.batches)
 
 
-def prepared(case: Case, dtype: torch.dtype) -> Case:
+def prepare(case: Case, dtype: torch.dtype) -> Case:
     """Return the case in a dtype, in train mode, without dropout, with noise added to every parameter."""
     generator = torch.Generator().manual_seed(0)
     model = case.model.train()
@@ -85,13 +85,13 @@ def cast_batches(dtype: torch.dtype, case: Case) -> Case:
     return replace(case, batches=cast)
 
 
-def trained_plainly(case: Case) -> Results:
+def train_plainly(case: Case) -> Results:
     """Train a copy of the model in eager PyTorch; raise ValueError for random draws or infinite gradients."""
     if draws(subject_of(case)):
         raise ValueError("the model draws random numbers, which differ from ours; build it without them")
     model = copy.deepcopy(case.model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **ADAMW)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, **ADAMW)
     results: Results = []
     for batch, lr in zip(case.batches, LRS, strict=True):
         for group in optimizer.param_groups:
@@ -99,7 +99,7 @@ def trained_plainly(case: Case) -> Results:
         loss = case.loss(model, batch)
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.stack([p.grad.norm() for p in trained if p.grad is not None]).norm()
+        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
         if not norm.isfinite():
             raise ValueError("the gradients are not finite")
         optimizer.step()
@@ -121,26 +121,26 @@ def on_mesh(case: Case, mesh: str, plain: Results, tolerances: Sequence[float]) 
             options: dict[str, Any] = {"mesh": MESHES[mesh], "passes": PASSES.get(mesh), "ranks": "lockstep"}
             options |= {"optim": {"name": "adamw", **ADAMW}}
             step = ct.compile_step(copy.deepcopy(case.model), case.loss, case.batches[0], **options)
-            results = trained(step, case)
+            results = train(step, case)
     except Exception as error:
         outcome = failed(error)
         return {"verdict": outcome.verdict, "why": first_line(error), "trace": outcome.trace}
-    facts = {"share": share(step), "gathered": gathered(step)}
+    facts = {"share": stored_share(step), "gathered": gathering_operators(step)}
     for tolerance in tolerances:
         if not (differs := difference(results, plain, tolerance, HALF_NAMES if tolerance == HALF else ())):
             return {"verdict": "right", "why": "", "tolerance": tolerance} | facts
-    if mesh in PASSES and not difference(results, plain, 2 * plainly_rounded(case, plain), HALF_NAMES):
+    if mesh in PASSES and not difference(results, plain, 2 * rounding_error(case, plain), HALF_NAMES):
         return {"verdict": "right", "why": "", "tolerance": AS_PLAIN} | facts
     return {"verdict": "wrong", "why": differs} | facts
 
 
-def plainly_rounded(case: Case, plain: Results) -> float:
+def rounding_error(case: Case, plain: Results) -> float:
     """Return eager PyTorch's worst relative error with the whole model in bf16; 0 if it cannot run.
 
     One rounding is random: each parameter is first moved by up to its last bit, in several ways.
     """
     try:
-        runs = [trained_plainly(replace(case, model=moved(case.model, seed).bfloat16())) for seed in range(ROUNDINGS)]
+        runs = [train_plainly(replace(case, model=perturb(case.model, seed).bfloat16())) for seed in range(ROUNDINGS)]
     except Exception:
         return 0.0
     pairs = [(ours[n], theirs[n]) for run in runs for ours, theirs in zip(run, plain) for n in HALF_NAMES]
@@ -148,7 +148,7 @@ def plainly_rounded(case: Case, plain: Results) -> float:
 
 
 @torch.no_grad()
-def moved(model: nn.Module, seed: int) -> nn.Module:
+def perturb(model: nn.Module, seed: int) -> nn.Module:
     """Return a copy whose parameters differ by up to the last bit of bf16."""
     generator, model = torch.Generator().manual_seed(seed), copy.deepcopy(model)
     for parameter in model.parameters():
@@ -157,7 +157,7 @@ def moved(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def trained(step: Step, case: Case) -> Results:
+def train(step: Step, case: Case) -> Results:
     """Return metrics and state after each compiled step."""
     results = []
     for batch, lr in zip(case.batches, LRS, strict=True):
@@ -176,20 +176,20 @@ def difference(ours: Results, theirs: Results, tolerance: float, names: Sequence
     return ""
 
 
-def share(step: Step) -> float:
+def stored_share(step: Step) -> float:
     """Return the share of all parameters that the first rank stores."""
-    stored = {name: (spec, local) for name, (spec, local) in step.tensors().items() if name in weights(step)}
+    stored = {name: (spec, local) for name, (spec, local) in step.tensors().items() if name in trained_names(step)}
     whole = sum(torch.Size(spec.shape).numel() for spec, _ in stored.values())
     return sum(local[step.ranks[0]].numel() for _, local in stored.values()) / whole
 
 
-def weights(step: Step) -> set[str]:
+def trained_names(step: Step) -> set[str]:
     """Return the names of the trained parameters in the step's state."""
     programs = (compiled.program for compiled in step.train.values())
     return {f"model.{i.name}" for program in programs for i in program.inputs if i.kind == "parameter"}
 
 
-def gathered(step: Step) -> list[str]:
+def gathering_operators(step: Step) -> list[str]:
     """List operators that gather activations over a data axis, so that all its ranks repeat the same work."""
     records = (r for r in step.report["passes"] if (r["program"], r["name"]) == ("forward", "shard"))
     changes = [change for record in records for change in record["report"]["reshards"]]

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from tests.nightly.odd.cases import DECODER, SMALL, cases
 from tests.nightly.odd.files import make
-from tests.nightly.odd.runs import damaged_then, trained, trials
-from tests.nightly.odd.trial import Outcome, tried
+from tests.nightly.odd.runs import run_damaged, train_run, trials
+from tests.nightly.odd.trial import Outcome, run_command
 
 ENDS = {False: ("trained", "ended", "refused"), True: ("done", "ended", "refused")}
 
@@ -51,7 +51,7 @@ def of_options(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple
     """Yield (odd arguments, outcome) of commands with odd options and hostile files."""
     files = make(scratch / "files")
     for number, case in enumerate(cases(count, files, draw)):
-        outcome = tried(case, scratch / str(number))
+        outcome = run_command(case, scratch / str(number))
         if any(scratch.rglob("RAN")):
             outcome = outcome._replace(wrong="runs code from a file")
         odd = [arg for arg in case if arg not in (*SMALL, *DECODER)]
@@ -61,7 +61,7 @@ def of_options(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple
 
 def of_runs(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple[str, Outcome]]:
     """Yield (trial, outcome) of commands on damaged run folders."""
-    run = trained(scratch / "trained")
+    run = train_run(scratch / "trained")
     for number, trial in enumerate(trials(count, run, draw)):
-        yield str(trial), damaged_then(trial, run, scratch / str(number))
+        yield str(trial), run_damaged(trial, run, scratch / str(number))
         shutil.rmtree(scratch / str(number))

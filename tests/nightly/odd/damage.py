@@ -50,49 +50,49 @@ class Damage(NamedTuple):
 
 def damages(path: Path, draw: random.Random) -> Iterator[Damage]:
     """Yield ways to damage the intact file at a path."""
-    yield from whole()
+    yield from damages_of_any_file()
     if path.name == FILE:
-        yield from (Damage(name, put(text)) for name, text in TEXTS.items())
-        yield from (Damage(f"{name}, signed", put(signed(text))) for name, text in TEXTS.items())
+        yield from (Damage(name, replace_content(text)) for name, text in TEXTS.items())
+        yield from (Damage(f"{name}, signed", replace_content(sign(text))) for name, text in TEXTS.items())
         body = json.loads(PATTERN.fullmatch(path.read_bytes())[2])  # type: ignore[index]
-        yield from (Damage(f"{name}, signed", put(signed(text)), False) for name, text in changed(body, draw, 120))
+        yield from (Damage(f"{name}, signed", replace_content(sign(text)), False) for name, text in change_one_field(body, draw, 120))
     elif path.suffix == ".safetensors":
         for name, header, size in headers(path, draw):
-            yield Damage(name, headed(header, size), "optim." not in name)  # not every command reads these
+            yield Damage(name, set_header(header, size), "optim." not in name)  # not every command reads these
     elif path.suffix == ".yaml":
-        yield from (Damage(name, put(text)) for name, text in (TEXTS | YAMLS).items())
+        yield from (Damage(name, replace_content(text)) for name, text in (TEXTS | YAMLS).items())
         options = yaml.safe_load(path.read_text())
-        yield from (Damage(name, put(text), False) for name, text in changed(options, draw, 250))
+        yield from (Damage(name, replace_content(text), False) for name, text in change_one_field(options, draw, 250))
     elif path.suffix == ".jsonl":
-        yield from (Damage(name, put(text)) for name, text in TEXTS.items() if text.endswith("\n"))
+        yield from (Damage(name, replace_content(text)) for name, text in TEXTS.items() if text.endswith("\n"))
         first, *others = path.read_text().splitlines(keepends=True)
-        for name, text in changed(json.loads(first), draw, 40):
-            yield Damage(name, put(text + "\n" + "".join(others)), False)
+        for name, text in change_one_field(json.loads(first), draw, 40):
+            yield Damage(name, replace_content(text + "\n" + "".join(others)), False)
     elif path.suffix == ".json":
-        yield from (Damage(name, put(text)) for name, text in TEXTS.items())
-        yield from (Damage(name, put(text), False) for name, text in changed(json.loads(path.read_text()), draw, 40))
+        yield from (Damage(name, replace_content(text)) for name, text in TEXTS.items())
+        yield from (Damage(name, replace_content(text), False) for name, text in change_one_field(json.loads(path.read_text()), draw, 40))
     else:
         yield from (Damage(f"line {at} odd", odd_line(at, draw.choice(VALUES)), False) for at in range(0, 100, 7))
 
 
-def whole() -> Iterator[Damage]:
+def damages_of_any_file() -> Iterator[Damage]:
     """Yield ways to damage a file of any kind."""
-    yield from gone()
-    yield Damage("empty", put(""))
+    yield from removals()
+    yield Damage("empty", replace_content(""))
     yield Damage("cut", lambda path: os.truncate(path, path.stat().st_size // 2))
-    yield Damage("zeros", put("\0" * 1000))
-    yield Damage("a pickle", put(PICKLE))
+    yield Damage("zeros", replace_content("\0" * 1000))
+    yield Damage("a pickle", replace_content(PICKLE))
     yield Damage("not UTF-8", lambda path: path.write_bytes(b"a: \xff\n" + path.read_bytes()))
 
 
-def gone() -> Iterator[Damage]:
+def removals() -> Iterator[Damage]:
     """Yield ways to remove a file or folder, or to replace it with something else."""
     yield Damage("missing", remove)
-    yield Damage("a folder", instead(Path.mkdir))
-    yield Damage("a FIFO", instead(os.mkfifo))
-    yield Damage("a loop", instead(linked))
-    yield Damage("a link to nothing", instead(lambda path: path.symlink_to("nothing")))
-    yield Damage("a link to /dev/zero", instead(lambda path: path.symlink_to("/dev/zero")))
+    yield Damage("a folder", replace_with(Path.mkdir))
+    yield Damage("a FIFO", replace_with(os.mkfifo))
+    yield Damage("a loop", replace_with(link_to_itself))
+    yield Damage("a link to nothing", replace_with(lambda path: path.symlink_to("nothing")))
+    yield Damage("a link to /dev/zero", replace_with(lambda path: path.symlink_to("/dev/zero")))
 
 
 def folders() -> Iterator[Damage]:
@@ -102,34 +102,34 @@ def folders() -> Iterator[Damage]:
         "markup": "step_<script>", "a newline": "step_00000007\nerror: x", "half a name": "step_",
     }  # fmt: skip
     for kind, name in names.items():
-        yield Damage(f"with {kind} next to it", beside(name, Path.touch), False)
+        yield Damage(f"with {kind} next to it", create_next_to(name, Path.touch), False)
     for number in ("00000007", "00000002.tmp", "00000007.tmp", "00000002.old.tmp", "00000002.damaged"):
         at = f"step_{number}"
-        yield Damage(f"{at} a file", beside(at, Path.touch), False)
-        yield Damage(f"{at} a folder", beside(at, Path.mkdir), False)
-        yield Damage(f"{at} a FIFO", beside(at, os.mkfifo), False)
-        yield Damage(f"{at} a loop", beside(at, linked), False)
-        yield Damage(f"{at} a copy", beside(at, copied), False)
+        yield Damage(f"{at} a file", create_next_to(at, Path.touch), False)
+        yield Damage(f"{at} a folder", create_next_to(at, Path.mkdir), False)
+        yield Damage(f"{at} a FIFO", create_next_to(at, os.mkfifo), False)
+        yield Damage(f"{at} a loop", create_next_to(at, link_to_itself), False)
+        yield Damage(f"{at} a copy", create_next_to(at, copy_checkpoint), False)
     yield Damage("no UTF-8", lambda path: os.mkdir(os.fsencode(path.parent) + b"/step_0000\xff"), False)
     yield Damage("renamed", lambda path: path.rename(path.with_name("step_00000009")))
     yield Damage("a file more", lambda path: (path / "evil.py").touch())
-    yield Damage("all without an index", in_parent(without_index))
+    yield Damage("all without an index", in_parent(remove_indices))
     yield Damage("all renamed", lambda path: path.parent.rename(path.parent.with_name("<b>")))
-    replacements: dict[str, Act] = {"file": Path.touch, "FIFO": os.mkfifo, "loop": linked}
+    replacements: dict[str, Act] = {"file": Path.touch, "FIFO": os.mkfifo, "loop": link_to_itself}
     for kind, make in replacements.items():
-        yield Damage(f"a {kind}", instead(make))
-        yield Damage(f"all of them a {kind}", in_parent(instead(make)))
+        yield Damage(f"a {kind}", replace_with(make))
+        yield Damage(f"all of them a {kind}", in_parent(replace_with(make)))
 
 
 # ---- acts ---------------------------------------------------------------------------------------------
 
 
-def put(content: str | bytes) -> Act:
+def replace_content(content: str | bytes) -> Act:
     """Replace the content."""
     return lambda path: path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def instead(make: Act) -> Act:
+def replace_with(make: Act) -> Act:
     """Replace the file or folder with a new one."""
 
     def act(path: Path) -> None:
@@ -139,23 +139,23 @@ def instead(make: Act) -> Act:
     return act
 
 
-def linked(path: Path) -> None:
+def link_to_itself(path: Path) -> None:
     """Create a link to itself."""
     path.symlink_to(path)
 
 
-def copied(path: Path) -> None:
+def copy_checkpoint(path: Path) -> None:
     """Copy the newest checkpoint."""
     shutil.copytree(path.with_name("step_00000002"), path)
 
 
-def without_index(path: Path) -> None:
+def remove_indices(path: Path) -> None:
     """Remove the index of every checkpoint."""
     for file in path.glob(f"*/{FILE}"):
         file.unlink()
 
 
-def beside(name: str, make: Act) -> Act:
+def create_next_to(name: str, make: Act) -> Act:
     """Create a file or folder with a name in the same folder."""
     return lambda path: make(path.with_name(name))
 
@@ -177,7 +177,7 @@ def odd_line(number: int, value: str) -> Act:
     return act
 
 
-def headed(header: bytes, size: int) -> Act:
+def set_header(header: bytes, size: int) -> Act:
     """Replace the header of a file of pieces, with a declared size, and record its digest in the index."""
 
     def act(path: Path) -> None:
@@ -188,7 +188,7 @@ def headed(header: bytes, size: int) -> Act:
         index = path.parent / FILE
         body = json.loads(PATTERN.fullmatch(index.read_bytes())[2])  # type: ignore[index]
         body["files"][path.name] = {"bytes": len(start + pieces), "header_sha256": sha256((start + pieces)[: 8 + size])}
-        index.write_bytes(signed(json.dumps(body)))
+        index.write_bytes(sign(json.dumps(body)))
 
     return act
 
@@ -202,11 +202,11 @@ def headers(path: Path, draw: random.Random) -> Iterator[tuple[str, bytes, int]]
     size = int.from_bytes(content[:8], "little")
     for declared in (0, 1, size - 1, size + 1, 2**31, 2**40):
         yield f"header of {declared:,} bytes", content[8 : 8 + size], declared
-    for name, text in (*TEXTS.items(), *changed(json.loads(content[8 : 8 + size]), draw, 60)):
+    for name, text in (*TEXTS.items(), *change_one_field(json.loads(content[8 : 8 + size]), draw, 60)):
         yield f"header {name}", text.encode(), len(text.encode())
 
 
-def changed(document: Any, draw: random.Random, count: int) -> Iterator[tuple[str, str]]:
+def change_one_field(document: Any, draw: random.Random, count: int) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of a JSON document with one odd field, evenly over the outermost fields."""
     places: dict[Any, list[tuple[Any, ...]]] = {}
     for place in fields(document):
@@ -233,6 +233,6 @@ def fields(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
             yield from fields(value, (*path, key))
 
 
-def signed(body: str) -> bytes:
+def sign(body: str) -> bytes:
     """Return an index with a correct digest of any body."""
     return TEXT % (sha256(body.encode()).encode(), body.encode())

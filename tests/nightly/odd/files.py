@@ -48,14 +48,14 @@ def texts(folder: Path) -> list[str]:
         "torn.parquet": b"PAR1" + bytes(50) + b"PAR1",
         "torn.json": b"{",
     }
-    paths = [written(folder / name, content) for name, content in contents.items()]
+    paths = [write_file(folder / name, content) for name, content in contents.items()]
     pq.write_table(pa.table({"text": pa.array([1, 2, 3])}), folder / "numbers.parquet")
     pq.write_table(pa.table({"other": pa.array(["a"])}), folder / "other.parquet")
     os.mkfifo(folder / "pipe.txt")
     (folder / "loop.txt").symlink_to(folder / "loop.txt")
     (folder / "nothing").mkdir()
     (folder / "closed").mkdir()
-    written(folder / "closed/text.txt", b"text")
+    write_file(folder / "closed/text.txt", b"text")
     os.chmod(folder / "closed", 0)
     named = ["numbers.parquet", "other.parquet", "pipe.txt", "loop.txt", "nothing", "closed", "gone.txt", "x" * 300]
     return [*paths, *(str(folder / name) for name in named), "/dev/zero", "/dev/null", "/", "''"]
@@ -71,8 +71,8 @@ def tokenizers(folder: Path) -> list[str]:
         "a_number.json": 5,
         "other.json": {"model": {"type": "pickle"}},
     }
-    paths = [written(folder / name, json.dumps(content).encode()) for name, content in contents.items()]
-    paths.append(written(folder / "torn_words.json", b'{"version"'))
+    paths = [write_file(folder / name, json.dumps(content).encode()) for name, content in contents.items()]
+    paths.append(write_file(folder / "torn_words.json", b'{"version"'))
     return [*paths, str(folder / "gone.json"), str(folder), "/dev/zero"]
 
 
@@ -93,8 +93,8 @@ def models(folder: Path) -> list[str]:
     paths = []
     for name, config in configs.items():
         (folder / name).mkdir()
-        written(folder / name / "config.json", json.dumps(config).encode())
-        written(folder / name / "evil.py", f"open({str(folder / 'RAN')!r}, 'w').close()".encode())
+        write_file(folder / name / "config.json", json.dumps(config).encode())
+        write_file(folder / name / "evil.py", f"open({str(folder / 'RAN')!r}, 'w').close()".encode())
         paths.append(str(folder / name))
     weights = {
         "no_weights": None,
@@ -105,10 +105,10 @@ def models(folder: Path) -> list[str]:
     }
     for name, content in weights.items():
         (folder / name).mkdir()
-        written(folder / name / "config.json", json.dumps(llama).encode())
+        write_file(folder / name / "config.json", json.dumps(llama).encode())
         if content is not None:
             file = "pytorch_model.bin" if name == "pickled" else "model.safetensors"
-            written(folder / name / file, content)
+            write_file(folder / name / file, content)
         paths.append(str(folder / name))
     return [*paths, str(folder / "gone"), str(folder / "one.txt"), "/proc/self", "''"]
 
@@ -128,7 +128,7 @@ def yamls(folder: Path) -> list[str]:
     paths = []
     for name, content in contents.items():
         (folder / "yaml" / name / "odd").mkdir(parents=True)
-        written(folder / "yaml" / name / "odd/odd.yaml", content)
+        write_file(folder / "yaml" / name / "odd/odd.yaml", content)
         paths.append(str(folder / "yaml" / name))
     return paths
 
@@ -139,7 +139,7 @@ def places(folder: Path) -> list[str]:
             str(folder / ("y" * 300)), str(folder / "loop.txt/x"), "/" + "z/" * 3000]  # fmt: skip
 
 
-def written(path: Path, content: bytes) -> str:
+def write_file(path: Path, content: bytes) -> str:
     """Write a file and return its path."""
     path.write_bytes(content)
     return str(path)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.nightly.odd.cases import DECODER, SMALL
-from tests.nightly.odd.damage import Damage, damages, folders, gone, whole
-from tests.nightly.odd.trial import FALLBACK, Outcome, tried
+from tests.nightly.odd.damage import Damage, damages, damages_of_any_file, folders, removals
+from tests.nightly.odd.trial import FALLBACK, Outcome, run_command
 
 CONFIG, METRICS, REPORT = "config.yaml", "metrics.jsonl", "report.json"
 NEWEST = "checkpoints/step_00000002"
@@ -66,9 +66,9 @@ class Trial(NamedTuple):
         return f"{self.file}: {self.damage.name}: {' '.join(self.verb.arguments)}"
 
 
-def trained(folder: Path) -> Path:
+def train_run(folder: Path) -> Path:
     """Train a run of two steps with a checkpoint after each; its token cache lies next to it."""
-    outcome = tried((*SMALL, *DECODER, "checkpoint.interval=1", "data.cache=cache"), folder)
+    outcome = run_command((*SMALL, *DECODER, "checkpoint.interval=1", "data.cache=cache"), folder)
     if outcome.code != 0:
         raise RuntimeError(f"the run to damage cannot be trained: {outcome.stderr}")
     return folder / "run"
@@ -77,9 +77,9 @@ def trained(folder: Path) -> Path:
 def trials(count: int, run: Path, draw: random.Random) -> Iterator[Trial]:
     """Yield `count` damages, evenly over the files, mostly with a command that needs the file."""
     files = {path: [*damages(run / path, draw)] for path in (CONFIG, METRICS, REPORT, INDEX, PIECES, *GRAPHS)}
-    files |= {f"../{path.relative_to(run.parent)}": [*whole()] for path in sorted((run.parent / "cache").glob("*/*.*"))}
+    files |= {f"../{path.relative_to(run.parent)}": [*damages_of_any_file()] for path in sorted((run.parent / "cache").glob("*/*.*"))}
     files[NEWEST] = [*folders()]
-    files["graphs"] = files["."] = [*gone()]
+    files["graphs"] = files["."] = [*removals()]
     remaining: dict[str, list[Damage]] = {path: [] for path in files}
     for number in range(count):
         path = [*files][number % len(files)]
@@ -91,17 +91,17 @@ def trials(count: int, run: Path, draw: random.Random) -> Iterator[Trial]:
         yield Trial(path, damage, draw.choice(fit if fit and draw.random() < 0.8 else VERBS[:-5]))
 
 
-def damaged_then(trial: Trial, run: Path, folder: Path) -> Outcome:
+def run_damaged(trial: Trial, run: Path, folder: Path) -> Outcome:
     """Damage a copy of the run and return the outcome of the command on it."""
     for name in ("run", "cache"):
         shutil.copytree(run.parent / name, folder / name)
     (folder / "whole").symlink_to(run)
     trial.damage.act(folder / "run" / trial.file)
-    outcome = tried(trial.verb.arguments, folder)
-    return outcome._replace(wrong="runs code from a file" if (folder / "RAN").exists() else judged(trial, outcome))
+    outcome = run_command(trial.verb.arguments, folder)
+    return outcome._replace(wrong="runs code from a file" if (folder / "RAN").exists() else find_fault_in_trial(trial, outcome))
 
 
-def judged(trial: Trial, outcome: Outcome) -> str:
+def find_fault_in_trial(trial: Trial, outcome: Outcome) -> str:
     """Return the fault in a command's ending, or ""."""
     if outcome.code == 1 and not outcome.stderr and trial.verb.arguments[0] in ("diff", "bisect"):
         return ""  # the exit code 1 means: something differs

@@ -27,16 +27,16 @@ class Outcome(NamedTuple):
     wrong: str
 
 
-def tried(arguments: Sequence[str], folder: Path) -> Outcome:
+def run_command(arguments: Sequence[str], folder: Path) -> Outcome:
     """Run a command in a folder, which is created if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     before = listing(folder)
     child = os.fork()
     if child == 0:
         act(arguments, folder)
-    code = waited(child)
+    code = wait(child)
     stderr, stdout = (folder.with_suffix(end).read_text(encoding="utf-8", errors="replace") for end in (".err", ".out"))
-    return Outcome(code, stderr, judged(code, stderr, stdout, listing(folder) != before))
+    return Outcome(code, stderr, find_fault(code, stderr, stdout, listing(folder) != before))
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -73,7 +73,7 @@ def act(arguments: Sequence[str], folder: Path) -> None:
         os._exit(code)
 
 
-def waited(child: int) -> int | None:
+def wait(child: int) -> int | None:
     """Return the exit code, or None if the process took too long and was killed."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
@@ -86,7 +86,7 @@ def waited(child: int) -> int | None:
     return None
 
 
-def judged(code: int | None, stderr: str, stdout: str, has_changed: bool) -> str:
+def find_fault(code: int | None, stderr: str, stdout: str, has_changed: bool) -> str:
     """Return the fault in a command's ending, from exit code, stderr, stdout and changes in its folder; "" if none."""
     lines = [line for line in stderr.splitlines() if FALLBACK not in line]
     errors = [line for line in lines if line.startswith("error: ")]

@@ -25,8 +25,8 @@ from compiler_trainer.config.errors import UserError
 from tests.nightly.parity.case import Case
 from tests.nightly.parity.draw import cases
 from tests.nightly.parity.page import write
-from tests.nightly.parity.record import Record, judged, load, run_all
-from tests.nightly.parity.shrink import shrunk
+from tests.nightly.parity.record import Record, load, run_all, run_case
+from tests.nightly.parity.shrink import shrink_case
 from tools.faults.plant import planted
 from tools.faults.table import FAULTS
 
@@ -75,7 +75,7 @@ def run(drawn: Sequence[Case], args: argparse.Namespace) -> Counter[str]:
         counts[record.outcome.verdict] += 1
         if args.store:
             with args.store.open("a", encoding="utf-8") as stored:
-                stored.write(record.dumped() + "\n")
+                stored.write(record.dumps() + "\n")
         if args.all or args.case or record.outcome.verdict in FAILS:
             show(number, record, shrink=not args.no_shrink)
         if args.stop and record.outcome.verdict in FAILS:
@@ -102,5 +102,5 @@ def show(number: int, record: Record, shrink: bool) -> None:
     """Print a case, and a smaller one that fails alike."""
     print(f"{number}: {record.case}\n    {record.outcome}", flush=True)
     if shrink and record.outcome.verdict in FAILS:
-        smaller = judged(shrunk(record.case, record.outcome))
+        smaller = run_case(shrink_case(record.case, record.outcome))
         print(f"    smaller: {smaller.case}\n    {smaller.outcome}", flush=True)

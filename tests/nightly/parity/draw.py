@@ -62,10 +62,10 @@ OF_AXIS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 def cases(count: int, seed: int) -> Iterator[Case]:
     """Yield `count` cases, each drawn from its own number."""
-    return (one(random.Random(f"{seed} {number}")) for number in range(count))
+    return (draw_case(random.Random(f"{seed} {number}")) for number in range(count))
 
 
-def one(draw: random.Random) -> Case:
+def draw_case(draw: random.Random) -> Case:
     """Draw a case."""
     family = draw.choices(list(FAMILIES), list(FAMILIES.values()))[0]
     model = draw.choice([name for name, kind in KINDS.items() if kind.family == family])
@@ -78,13 +78,13 @@ def one(draw: random.Random) -> Case:
         optim["groups"] = {"vectors": NO_DECAY | {"lr": 0.5}} | optim.get("groups", {})
         if optim["name"] == "muon":
             optim["groups"]["vectors"] = OPTIMIZERS[-1]["groups"]["vectors"] | {"lr": 0.5}
-    options = some(OPTIONS, draw)
+    options = draw_options(OPTIONS, draw)
     if draw.random() < 0.6:  # takes a third of the time; values also show what the verifier would refuse
         options["passes.verify"] = "none"
     for axis in mesh:
-        options |= some(OF_AXIS.get(axis, {}), draw, 0.5)
+        options |= draw_options(OF_AXIS.get(axis, {}), draw, 0.5)
     of_model = model_options(kind, draw)
-    options = settled(model, of_model, mesh, optim, options)
+    options = without_ambiguity(model, of_model, mesh, optim, options)
     sizes = {"seed": draw.randrange(1000), "length": draw.randint(2, 13)}
     sizes["rows"] = options.get("train.microbatches", 1) * draw.choice((1, 1, 2, 2, 3, 5))
     if "tp" in mesh and draw.random() < 0.4:  # drawn last, so that earlier seeds draw the same cases
@@ -103,7 +103,7 @@ def one(draw: random.Random) -> Case:
     )
 
 
-def some(pool: dict[str, tuple[Any, ...]], draw: random.Random, share: float = 0.18) -> dict[str, Any]:
+def draw_options(pool: dict[str, tuple[Any, ...]], draw: random.Random, share: float = 0.18) -> dict[str, Any]:
     """Draw some of the options, each with one of its values."""
     return {name: draw.choice(values) for name, values in pool.items() if draw.random() < share}
 
@@ -140,7 +140,7 @@ def is_mesh(sizes: dict[str, int]) -> bool:
         return False
 
 
-def settled(
+def without_ambiguity(
     model: str, of_model: dict[str, Any], mesh: dict[str, int], optim: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
     """Remove the options that are ambiguous together with the others."""

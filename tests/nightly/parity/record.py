@@ -24,12 +24,12 @@ class Record(NamedTuple):
     case: Case
     outcome: Outcome
 
-    def dumped(self) -> str:
+    def dumps(self) -> str:
         """Return the record as a line of JSON."""
         return json.dumps({"case": str(self.case), **dataclasses.asdict(self.outcome)})
 
     @staticmethod
-    def loaded(line: str) -> Record:
+    def loads(line: str) -> Record:
         """Parse the record of a line."""
         fields = json.loads(line)
         return Record(Case.parse(fields.pop("case")), Outcome(**fields))
@@ -37,11 +37,11 @@ class Record(NamedTuple):
 
 def load(path: Path) -> list[Record]:
     """Read the last record of each case from a file."""
-    records = map(Record.loaded, path.read_text(encoding="utf-8").splitlines())
+    records = map(Record.loads, path.read_text(encoding="utf-8").splitlines())
     return list({record.case: record for record in records}.values())
 
 
-def judged(case: Case) -> Record:
+def run_case(case: Case) -> Record:
     """Run a case with one thread and without warnings."""
     torch.set_num_threads(1)
     with warnings.catch_warnings():
@@ -52,7 +52,7 @@ def judged(case: Case) -> Record:
 def run_all(cases: Iterable[Case], jobs: int) -> Iterator[Record]:
     """Yield records as cases end, with `jobs` processes in parallel."""
     if jobs == 1:
-        yield from map(judged, cases)
+        yield from map(run_case, cases)
         return
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=TASKS) as pool:
-        yield from pool.imap_unordered(judged, cases)
+        yield from pool.imap_unordered(run_case, cases)

@@ -12,7 +12,7 @@ from tests.nightly.parity.case import SMALLEST, Case
 BELOW = {"rows": 1, "length": 1, "seed": 0}  # lower bounds of these
 
 
-def shrunk(case: Case, outcome: Outcome, run: Callable[[Case], Outcome] = Case.run, tries: int = 60) -> Case:
+def shrink_case(case: Case, outcome: Outcome, run: Callable[[Case], Outcome] = Case.run, tries: int = 60) -> Case:
     """Return the smallest case with the same verdict, found in at most `tries` runs."""
     runs_left, tried = tries, {str(case)}
 
@@ -37,14 +37,14 @@ def simpler(case: Case) -> Iterator[Case]:
     for at in range(len(case.options)):
         yield replace(case, options=case.options[:at] + case.options[at + 1 :])
     for at, (name, value) in enumerate(case.options):
-        for smaller in less(name, value):
+        for smaller in smaller_values(name, value):
             yield replace(case, options=(*case.options[:at], (name, smaller), *case.options[at + 1 :]))
     for name in SMALLEST.keys() - {"seed"} - case.named_options.keys():
-        for smaller in less(name, SMALLEST[name]):
+        for smaller in smaller_values(name, SMALLEST[name]):
             yield replace(case, options=(*case.options, (name, smaller)))
 
 
-def less(name: str, value: Any) -> Iterator[Any]:
+def smaller_values(name: str, value: Any) -> Iterator[Any]:
     """Yield smaller values of an option."""
     if isinstance(value, int) and not isinstance(value, bool):
         least = BELOW.get(name, 2)

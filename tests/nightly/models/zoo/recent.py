@@ -14,9 +14,9 @@ from tests.nightly.models.zoo.transformer import (
     VOCAB,
     WIDTH,
     entry,
-    fitted,
     make,
-    predicted,
+    next_token_loss,
+    ramp_loss,
 )
 from tests.nightly.models.zoo.transformer import tokens as both
 
@@ -49,12 +49,12 @@ def unclipped(**sizes: Any) -> Case:
     for module in model.modules():
         if hasattr(module, "config") and hasattr(module.config, "altup_coef_clip"):
             object.__setattr__(module.config, "altup_coef_clip", None)
-    return Case(model, predicted, batches(both))
+    return Case(model, next_token_loss, batches(both))
 
 
 def encoder(name: str, model: str, **sizes: Any) -> Any:
     """An encoder without a head."""
-    return entry(name, model, tokens, fitted, **SIZES, **sizes)
+    return entry(name, model, tokens, ramp_loss, **SIZES, **sizes)
 
 
 MODELS = [

@@ -19,11 +19,11 @@ GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
 TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 
 
-def undropped(config: Any) -> Any:
+def without_dropout(config: Any) -> Any:
     """Disable dropout, layer drop and input masking in a config and those inside it."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
-            undropped(value)
+            without_dropout(value)
         elif isinstance(value, float) and ("drop" in name or name in ("mask_time_prob", "mask_feature_prob")):
             setattr(config, name, 0.0)
     return config
@@ -34,7 +34,7 @@ def make(model: str, **sizes: Any) -> nn.Module:
     transformers = import_module("transformers")
     torch.manual_seed(0)
     kind = getattr(transformers, model)
-    return kind(undropped(kind.config_class(**sizes)))
+    return kind(without_dropout(kind.config_class(**sizes)))
 
 
 def tokens(generator: torch.Generator) -> Batch:
@@ -44,23 +44,23 @@ def tokens(generator: torch.Generator) -> Batch:
     return {"input_ids": ids(generator, VOCAB, 3, LENGTH), "labels": labels}
 
 
-def predicted(model: nn.Module, batch: Batch) -> Tensor:
+def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the cross-entropy of the logits at every position."""
     logits = model(input_ids=batch["input_ids"]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def fitted(model: nn.Module, batch: Batch) -> Tensor:
+def ramp_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the first output's distance to a ramp."""
     return squares(model(**batch))
 
 
-def entry(name: str, model: str, data: Any = tokens, loss: Loss = predicted, **sizes: Any) -> Entry:
+def entry(name: str, model: str, data: Any = tokens, loss: Loss = next_token_loss, **sizes: Any) -> Entry:
     """A model of `transformers`, on data whose dim 1 is a sequence."""
     return Entry(name, "transformers", partial(case, model, data, loss, sizes), sequence=True)
 
 
-def image_entry(name: str, model: str, data: Any, loss: Loss = fitted, **sizes: Any) -> Entry:
+def image_entry(name: str, model: str, data: Any, loss: Loss = ramp_loss, **sizes: Any) -> Entry:
     """A model of `transformers` on data without a sequence."""
     return Entry(name, "transformers", partial(case, model, data, loss, sizes))
 

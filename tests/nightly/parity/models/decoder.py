@@ -11,7 +11,7 @@ from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, ModelCon
 from compiler_trainer.models import Llama
 from compiler_trainer.parity.one_device import on_one_device
 from compiler_trainer.parity.subject import Batch, Terms
-from tests.nightly.parity.models.kind import MEANS, Kind, Options, labelled, mean_over
+from tests.nightly.parity.models.kind import MEANS, Kind, Options, mean_over, token_batch
 
 WIDTH = 12
 SPACE: dict[str, tuple[Any, ...]] = {
@@ -82,7 +82,7 @@ def terms(loss: str, **_: Any) -> Terms:
 
 def batch(generator: torch.Generator, rows: int, length: int, documents: bool, vocab: int, **options: Any) -> Batch:
     """Return a batch; with `documents`, each row holds several, and positions restart at each."""
-    entries = labelled(generator, rows, length, **options)
+    entries = token_batch(generator, rows, length, **options)
     if documents:
         begins = torch.rand(rows, length, generator=generator) < 0.3
         begins[:, 0] = True

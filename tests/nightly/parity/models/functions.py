@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiler_trainer.parity.subject import Batch, Terms
-from tests.nightly.parity.models.kind import VOCAB, Kind, labelled, mean_over
+from tests.nightly.parity.models.kind import VOCAB, Kind, mean_over, token_batch
 
 WIDTH = 10
 
@@ -160,4 +160,4 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "place": PLACES[:-1],
     "labels": ("some", "all", "uneven"),
 }
-KINDS = {"functions": Kind("functions", Net, terms, labelled, SPACE)}
+KINDS = {"functions": Kind("functions", Net, terms, token_batch, SPACE)}

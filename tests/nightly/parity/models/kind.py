@@ -48,7 +48,7 @@ class Kind:
         return Subject(model, self.terms(**options), batches, self.eager, self.head)
 
 
-def labelled(generator: torch.Generator, rows: int, length: int, labels: str = "some", **_: Any) -> Batch:
+def token_batch(generator: torch.Generator, rows: int, length: int, labels: str = "some", **_: Any) -> Batch:
     """Return random tokens, positions, and labels, of which a random share per row is ignored."""
     tokens, wanted = (torch.randint(0, VOCAB, (rows, length), generator=generator) for _ in range(2))
     if labels != "all":

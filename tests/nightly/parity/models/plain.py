@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiler_trainer.parity.subject import Batch, Terms
-from tests.nightly.parity.models.kind import MEANS, VOCAB, Kind, labelled, mean_over, normal
+from tests.nightly.parity.models.kind import MEANS, VOCAB, Kind, mean_over, normal, token_batch
 
 WIDTH, HEADS = 12, 4
 LABELS: dict[str, tuple[Any, ...]] = {"loss": MEANS, "labels": ("some", "all", "uneven")}
@@ -267,7 +267,7 @@ def distilled(**_: Any) -> Terms:
 
 def features(generator: torch.Generator, rows: int, length: int, **options: Any) -> Batch:
     """Return features of width WIDTH, and tokens."""
-    return {**labelled(generator, rows, length, "all"), "x": normal(generator, rows, length, WIDTH)}
+    return {**token_batch(generator, rows, length, "all"), "x": normal(generator, rows, length, WIDTH)}
 
 
 class Memory(nn.Module):
@@ -309,7 +309,7 @@ class Skips(nn.Module):
 
 def lm(build: Any, **space: tuple[Any, ...]) -> Kind:
     """Return a kind of token model with a loss over labels."""
-    return Kind("plain", build, terms, labelled, space | LABELS)
+    return Kind("plain", build, terms, token_batch, space | LABELS)
 
 
 KINDS = {
@@ -321,7 +321,7 @@ KINDS = {
     "convolution": lm(Convolution, kernel=(3, 2)),
     "shared": lm(Shared, checkpointed=(False, True)),
     "rotating": lm(Rotating),
-    "mixer": Kind("plain", Mixer, two_terms, labelled, {"labels": LABELS["labels"]}),
+    "mixer": Kind("plain", Mixer, two_terms, token_batch, {"labels": LABELS["labels"]}),
     "teacher": Kind("plain", Teacher, distilled, features),
     "memory": lm(Memory),
     "skips": lm(Skips, layers=(4, 3, 5)),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from compiler_trainer.parity.subject import Terms
-from tests.nightly.parity.models.kind import VOCAB, Kind, labelled, mean_over
+from tests.nightly.parity.models.kind import VOCAB, Kind, mean_over, token_batch
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 SIZES: dict[str, Any] = {
@@ -44,7 +44,7 @@ def terms(**_: Any) -> Terms:
 
 def kind(name: str, sizes: dict[str, Any], **changes: Any) -> Kind:
     builder: Callable[..., nn.Module] = partial(build, name, sizes)
-    return Kind("transformers", builder, terms, labelled, {"labels": ("some", "all", "uneven")}, **changes)
+    return Kind("transformers", builder, terms, token_batch, {"labels": ("some", "all", "uneven")}, **changes)
 
 
 KINDS = {
