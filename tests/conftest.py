@@ -1,4 +1,4 @@
-"""Shared by all tests: one folder of compiled kernels, so that what one test compiled another loads."""
+"""Hooks for all tests: a shared folder of compiled kernels, so that one test loads the kernels another compiled."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _kernels = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Inductor's cache of one test run, one thread a process and signals as usual, which worker processes inherit.
+    """Set Inductor's cache for this test run, one thread per process, default signals; workers inherit them.
 
-    PyTorch is a million objects, and graphs are more: to search them for garbage as often as usual is a tenth of the time.
+    PyTorch and its graphs hold over a million objects: garbage collection at the usual rate takes a tenth of the time.
     """
     gc.set_threshold(200_000)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it, and all below
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background jobs and their children ignore it
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     config.stash[_kernels] = tempfile.TemporaryDirectory(prefix="kernels-", ignore_cleanup_errors=True)
@@ -28,31 +28,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Removes that cache."""
+    """Remove the cache of kernels."""
     if _kernels in config.stash:
         config.stash[_kernels].cleanup()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark cases of tests marked `sample(count)` as `full`, except so many evenly spread; keep one `--part` of all."""
+    """Mark cases of `sample(count)` tests as `full`, except `count` evenly spread ones; keep only the `--part`."""
     cases: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
         if (mark := item.get_closest_marker("sample")) and not item.get_closest_marker("full"):
             cases.setdefault((item.nodeid.partition("[")[0], *mark.args), []).append(item)
-    for (_, count), found in cases.items():
-        for item in set(found) - set(spread(found, count)):
+    for (_, count), group in cases.items():
+        for item in set(group) - set(spread(group, count)):
             item.add_marker(pytest.mark.full)
     if part := config.getoption("--part"):
         number, parts = map(int, part.split("/"))
         items[:] = [item for at, item in enumerate(items) if at % parts == number - 1]
 
 
-def spread(found: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many of them at equal distances, the first and the last among them."""
-    if count >= len(found):
-        return found
-    return [found[round(at * (len(found) - 1) / max(count - 1, 1))] for at in range(count)]
+def spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """Return `count` items at equal distances, including the first and the last."""
+    if count >= len(items):
+        return items
+    return [items[round(at * (len(items) - 1) / max(count - 1, 1))] for at in range(count)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Prints what tests counted (`record_property("counted", line)`), also when worker processes ran them."""
+    """Print the lines that tests recorded (`record_property("counted", line)`), also those of worker processes."""
     reports = [r for group in ("passed", "failed") for r in terminalreporter.getreports(group)]
     for line in sorted({value for r in reports for key, value in r.user_properties if key == "counted"}):
         terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""Which way imports go, room by room, and the one file that private PyTorch API may be used in."""
+"""The direction of imports between rooms, and the one file that may use private PyTorch API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PRIVATE_API = "passes/program/torch_private.py"
 PASSES = sorted(ROOT.glob("passes/**/*.py"))
 SOURCES = [*PASSES, *sorted(ROOT.glob("compiler_trainer/**/*.py"))]
-# From the ground up: a room imports from itself and from the floors below, not from its neighbours.
+# From the lowest floor up: a room imports from itself and from lower floors, not from its neighbours.
 FLOORS = {
     "passes": (
         ("program",),
@@ -40,8 +40,8 @@ FLOORS = {
         ("__main__", "train", "api"),
     ),
 }
-# Imported when needed, or for types only: torch, Inductor, SciPy and all passes are slow to import, submitit is an extra. What a
-# command line needs is known once it is read, so the files of cli/ import late.
+# These files import when needed, or for types only: torch, Inductor, SciPy and all passes are slow to import, submitit is an extra.
+# The files of cli/ import late, because only the parsed command line shows which modules it needs.
 LATE_IMPORTS = {
     *(str(path.relative_to(ROOT)) for path in ROOT.glob("compiler_trainer/cli/*.py")),
     "compiler_trainer/__init__.py",
@@ -51,7 +51,7 @@ LATE_IMPORTS = {
     "passes/memory/budget.py",
     PRIVATE_API,
 }
-OPERATORS = "torch.ops."  # operators are reached by namespace, and some namespaces start with _
+OPERATORS = "torch.ops."  # operator namespaces may start with _
 
 
 def relative(path: Path) -> str:
@@ -64,7 +64,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Dotted names a module imports, with what it takes out of them."""
+    """Yield the dotted names that a module imports, including the imported attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -73,7 +73,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def attributes(tree: ast.Module) -> Iterator[str]:
-    """Dotted chains of names, `torch.x.y`, that a module spells out."""
+    """Yield the dotted chains of names, `torch.x.y`, that a module spells out."""
     for node in ast.walk(tree):
         names = []
         while isinstance(node, ast.Attribute):
@@ -84,7 +84,7 @@ def attributes(tree: ast.Module) -> Iterator[str]:
 
 
 def is_private_torch(name: str) -> bool:
-    """Whether a dotted name goes through a part of torch with a leading underscore, `__version__` and alike aside."""
+    """Return True if a dotted name has a part of torch with a leading underscore, except dunders."""
     if name.split(".")[0] != "torch" or name.startswith(OPERATORS):
         return False
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
@@ -131,7 +131,7 @@ def test_internals_of_transformers_are_used_in_one_file_only_and_its_versions_ar
 
 
 def arrow_up(importer: str, target: str) -> str:
-    """What is wrong with a module of a package importing another of it: an arrow that does not run down, or nothing."""
+    """Describe an import within a package that does not lead to a lower floor; return "" if it does."""
     package, *_ = importer.split(".")
     floor = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms}
     here, there = (name.split(".")[1] for name in (importer, target))
@@ -148,7 +148,7 @@ MODULES = {module_of(source) for source in SOURCES}
 
 
 def arrows(path: Path) -> Iterator[tuple[str, str]]:
-    """(module, module) of the imports within a package, its own `__init__` aside."""
+    """Yield (importer, target) of the imports within a package, except its own `__init__`."""
     importer = module_of(path)
     for name in imported(tree_of(path)):
         target = name if name in MODULES else name.rpartition(".")[0]
@@ -165,8 +165,8 @@ def test_every_room_has_a_floor():
 
 def test_no_source_is_ignored_by_git():
     files = [relative(path) for room in ("compiler_trainer", "passes", "tools", "tests") for path in ROOT.glob(f"{room}/**/*.py")]
-    said = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input="\n".join(files), text=True, capture_output=True)
-    assert said.stdout == ""
+    ignored = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input="\n".join(files), text=True, capture_output=True)
+    assert ignored.stdout == ""
 
 
 def test_no_arrow_runs_up():
@@ -184,7 +184,7 @@ RECORD = "passes/program/record.py"
 
 
 def test_one_file_reads_and_writes_what_nodes_carry():
-    """All others go through the record of a node, or through the door of that file to PyTorch's own keys."""
+    """All other files use the record of a node, or that file's access to PyTorch's own keys."""
     for path in [*SOURCES, *sorted(ROOT.glob("tools/**/*.py")), *sorted(ROOT.glob("tests/**/*.py"))]:
         users = [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute) and node.attr == "meta"]
         assert bool(users) == (relative(path) == RECORD), (path, users)

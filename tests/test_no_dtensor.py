@@ -1,4 +1,4 @@
-"""What runs is plain tensors: training works where no DTensor can be made or dispatched."""
+"""Compiled steps hold plain tensors only: training works when no DTensor can be created or dispatched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 @pytest.fixture
 def no_dtensor(monkeypatch):
-    """Any DTensor that is made or meets an operator raises."""
+    """Raise for any DTensor that is created or reaches an operator."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("a DTensor")
@@ -27,8 +27,8 @@ def test_the_guard_is_set(no_dtensor):
 def test_training_makes_no_dtensor(no_dtensor):
     data = batches()
     step = compile_lockstep(llama(), llama_loss, data[0], {"dp_shard": 2})
-    found = train_step(step, data)
+    ours = train_step(step, data)
     metrics, state = train_plainly(llama(), llama_loss, data)
-    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics])
+    assert [m["loss"] for m in ours] == pytest.approx([m["loss"] for m in metrics])
     assert_same(step.state_dict(), state, 1e-10)
     assert {type(local) for s in step.state.values() for local in s.local.values()} == {torch.Tensor}

@@ -15,7 +15,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig, MeshConfig
 from passes.lower.host_reads import breaks
 from passes.lower.offsets import overflows
-from passes.lower.runs import said
+from passes.lower.runs import describe_recordings
 from passes.program import ir
 from passes.program.mesh import Mesh, MeshError
 from passes.program.task import Task
@@ -130,7 +130,7 @@ def recorded(
         check_recordable(training, compiled)
     if reason := "ranks in lockstep are interpreted" if interpreted else why_nothing_is_recorded(device):
         return [f"nothing is recorded: {reason}"]
-    return said({name: program for name, (program, _) in training.items()}, compiled)
+    return describe_recordings({name: program for name, (program, _) in training.items()}, compiled)
 
 
 def mesh_of(sizes: Mapping[str, int] | MeshConfig | None) -> Mesh:

@@ -47,7 +47,7 @@ def ranks_that_meet(first: Tensor, last: Tensor, mesh: Mesh, order: Order) -> Te
     ranks, chunks = mesh[AXIS], mesh[AXIS] * order.chunks
     size, owner = -(-first.shape[-1] // chunks), torch.zeros(chunks, dtype=torch.int64)
     for rank in range(ranks):
-        owner[list(order.held(rank, ranks))] = rank
+        owner[list(order.chunks_of(rank, ranks))] = rank
     sees = last > first
     queries = owner[torch.arange(first.shape[-1]) // size].expand_as(first)[sees]
     edges = torch.zeros(ranks, chunks + 1, dtype=torch.int64)

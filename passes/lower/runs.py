@@ -69,11 +69,11 @@ def without_cuts(count: int, inside: set[int]) -> Iterator[list[int]]:
             block = []
 
 
-def said(programs: Mapping[str, ir.Program], compiled: bool) -> list[str]:
+def describe_recordings(programs: Mapping[str, ir.Program], compiled: bool) -> list[str]:
     """Return sentences that say which parts of programs are recorded, and name the nodes that are not, with reasons."""
     obstacles = {name: breaks(program, compiled) for name, program in programs.items()}
-    parts = [describe_part(name, programs[name], compiled, found) for name, found in obstacles.items() if found]
-    recorded = [name for name, found in obstacles.items() if not found]
+    parts = [describe_part(name, programs[name], compiled, nodes) for name, nodes in obstacles.items() if nodes]
+    recorded = [name for name, nodes in obstacles.items() if not nodes]
     return [*parts, *([f"{', '.join(recorded)} {'is' if len(recorded) == 1 else 'are'} recorded"] if recorded else [])]
 
 

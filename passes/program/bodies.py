@@ -103,13 +103,17 @@ class Piece:
 
 
 def cut_out(
-    nodes: Sequence[fx.Node], results: Sequence[fx.Node], held: Sequence[fx.Node] = (), views: Sequence[fx.Node] = ()
+    nodes: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    extra_reads: Sequence[fx.Node] = (),
+    views: Sequence[fx.Node] = (),
 ) -> Piece:
-    """Return the piece of these nodes; it also reads the values `held`, which must not be freed before it is done."""
+    """Return the piece of these nodes. It also reads `extra_reads`, which must not be freed before it is done."""
     inside = set(nodes)
-    held = sorted(held, key=lambda node: describe_layout(ir.value(node)))  # equal pieces have the same order
+    # Sorted, so that equal pieces read their values in the same order.
+    extra_reads = sorted(extra_reads, key=lambda node: describe_layout(ir.value(node)))
     operands = (operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
-    reads = tuple(dict.fromkeys((*operands, *(node for node in held if node not in inside))))
+    reads = tuple(dict.fromkeys((*operands, *(node for node in extra_reads if node not in inside))))
     return Piece(tuple(nodes), reads, tuple(results), tuple(views))
 
 

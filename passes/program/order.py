@@ -34,7 +34,7 @@ class Order:
         """The number of chunks of each rank."""
         return len(self.table[0]) if self.table else 1 + self.zigzag
 
-    def held(self, axis_index: int, ranks: int) -> tuple[int, ...]:
+    def chunks_of(self, axis_index: int, ranks: int) -> tuple[int, ...]:
         """Return the numbers of the chunks that a rank holds, in its order."""
         if self.table:
             return self.table[axis_index]

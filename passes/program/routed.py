@@ -52,7 +52,7 @@ EXPANSIONS: dict[Any, Callable[..., Tensor]] = {}
 
 
 class Way(NamedTuple):
-    """How rows reach their experts: `groups` experts, `share` choices per token, spread over `owners`.
+    """A route of rows to their experts: `groups` experts, `share` choices per token, spread over `owners`.
 
     With `sources`, each source sends an owner up to `capacity` rows, and drops the others if `drops`; this is part
     `part` of `parts`. Without sources, owners gather all tokens.

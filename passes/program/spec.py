@@ -91,7 +91,7 @@ class Factor:
         for axis, size in self.shards(mesh):
             chunk, local = -(-size // self.pieces(axis, mesh)), 0
             cut = []
-            for number in self.order_over(axis).held(coordinates[axis], mesh[axis]):
+            for number in self.order_over(axis).chunks_of(coordinates[axis], mesh[axis]):
                 for start, at, length in runs:
                     first, last = max(at, number * chunk), min(at + length, (number + 1) * chunk)
                     if first < last:

@@ -851,14 +851,14 @@ def flex_attention(
 
 
 def flex_attention_backward(
-    given: Sequence[Tensor], change: Callable, joint: Callable, mask: Any, scale: float, read: tuple, bounds: tuple
+    tensors: Sequence[Tensor], change: Callable, joint: Callable, mask: Any, scale: float, read: tuple, bounds: tuple
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, from `given`: these, out, its lse in base 2 and its gradient.
+    """Return the gradients of q, k and v from `tensors`: q, k, v, out, its lse in base 2 and its gradient.
 
     `joint(score, b, h, i, j, gradient, *read)` returns a gradient or None for each argument but the sixth.
     """
     operator = torch.ops.higher_order.flex_attention_backward
-    return operator(*given, None, change, joint, mask.as_tuple(), scale, _FLEX, read, bounds)[:3]
+    return operator(*tensors, None, change, joint, mask.as_tuple(), scale, _FLEX, read, bounds)[:3]
 
 
 def graph_of(fn: Callable, *args: Tensor) -> fx.GraphModule:

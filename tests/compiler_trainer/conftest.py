@@ -1,4 +1,4 @@
-"""A browser for the tests of pages, skipped where none is installed, and an object store."""
+"""Fixtures: a browser for the tests of pages, skipped if none is installed, and an object store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from browser import CHROMIUM, FLAGS
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
-    """Chromium, started once."""
+    """Start Chromium once."""
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
     with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
@@ -21,8 +21,8 @@ def browser() -> Iterator:
 
 @pytest.fixture(scope="module")
 def store() -> Iterator:
-    """An object store, which this process and those that it starts reach."""
-    from object_store import served  # moto is half a second
+    """Serve an object store to this process and those that it starts."""
+    from object_store import served  # importing moto takes half a second
 
-    with served() as found:
-        yield found
+    with served() as server:
+        yield server

@@ -1,4 +1,4 @@
-"""The trainer from Python is the command line's: the same options, the same run, found again by name or refused."""
+"""The Python trainer equals the command line: same options, same run; parts are stored by name or refused."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SMALL = {
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The loop around `FakeStep`."""
+    """Replace the compiled step with `FakeStep`."""
     monkeypatch.setattr(training, "compile_step", FakeStep)
 
 
 def doubled(model, batch):
-    """A loss of one's own."""
+    """Return twice the loss."""
     return 2 * loss_of_logits(model, batch)
 
 
@@ -57,7 +57,7 @@ def undated(cfg):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({}, []),
         ({"model": "llama3_8b"}, ["model=llama3_8b"]),
@@ -78,12 +78,12 @@ def undated(cfg):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_options_are_those_of_the_command_line(given, words):
-    assert undated(ct.Trainer(**given).cfg) == undated(typed(compose(words)))
+def test_options_are_those_of_the_command_line(options, words):
+    assert undated(ct.Trainer(**options).cfg) == undated(typed(compose(words)))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"optim": {"lrr": 1}}, "^optim.lrr: no such option; did you mean 'lr'"),
         ({"optimizer": {"lr": 1}}, "^optimizer: no such option; the optimizer is optim="),
@@ -93,9 +93,9 @@ def test_options_are_those_of_the_command_line(given, words):
         ({"callbacks": [type("Local", (ct.Callback,), {})]}, "Local is not found by that name; define the class at the top"),
     ],
 )
-def test_what_is_no_option_is_refused_by_name(given, said):
-    with pytest.raises(ct.UserError, match=said):
-        ct.Trainer(**given)
+def test_what_is_no_option_is_refused_by_name(options, message):
+    with pytest.raises(ct.UserError, match=message):
+        ct.Trainer(**options)
 
 
 def test_a_run_is_that_of_the_command_line(fake, tmp_path):
@@ -125,7 +125,7 @@ def test_a_module_begins_with_the_weights_that_it_has_and_stays_as_it_is(tmp_pat
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     trained = of_module.state_dict()
     assert trained.keys() == begun[0].keys() and not torch.equal(trained["embed.weight"], before["embed.weight"])
-    by_name = trainer(tmp_path / "name", model=READER, train=SMALL["train"] | {"seed": 7})  # draws the same
+    by_name = trainer(tmp_path / "name", model=READER, train=SMALL["train"] | {"seed": 7})  # draws the same weights
     by_name.train()
     assert all(torch.equal(trained[name], value) for name, value in by_name.state_dict().items())
 
@@ -153,19 +153,19 @@ def test_a_run_of_named_parts_resumes_by_command(fake, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ({"model": torch.nn.Embedding(257, 257)}, "error: model: Embedding: was passed to a Trainer in Python; resume with the script"),
         ({"callbacks": [Notes()]}, r"error: train.callbacks[0]: Notes: was passed to a Trainer"),
     ],
 )
-def test_a_run_of_objects_resumes_by_its_script_alone(part, said, fake, tmp_path, capsys):
+def test_a_run_of_objects_resumes_by_its_script_alone(part, message, fake, tmp_path, capsys):
     script = trainer(tmp_path / "run", **{"model": READER} | part)
     script.train()
     assert schema.load(tmp_path / "run/config.yaml") == script.run.cfg
     capsys.readouterr()
     assert call("resume", tmp_path / "run", "train.steps=6") == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     again = {"train": SMALL["train"] | {"steps": 6}, "checkpoint": {"interval": 2, "resume": "auto"}}
     trainer(tmp_path / "run", **{"model": READER} | part | again).train()
     assert [each["step"] for each in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""Passes of one's own are put where their stage is, in each program once, and refused where there is no place."""
+"""User passes run at their stage, once in each program, and are refused if no position fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from passes.update.optimizers import SGD
 
 @dataclass(frozen=True)
 class Look(ir.Pass):
-    """Changes nothing."""
+    """A pass that changes nothing."""
 
     takes: tuple[Stage, ...] = (Stage.JOINT,)
     after: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Look(ir.Pass):
 
 
 class Turns(Look):
-    """Would change the stage."""
+    """A pass that would change the stage."""
 
     gives = Stage.STEP
 
@@ -42,13 +42,13 @@ def looking(*stages, after=(), name="look"):
     return {**LOOK, "takes": [{"_target_": "passes.program.stages.Stage", "_args_": [int(stage)]} for stage in stages], "after": list(after), "name": name}
 
 
-def made(*extra, microbatches=1, pp=1, once="auto"):
+def build(*extra, microbatches=1, pp=1, once="auto"):
     cfg = PassesConfig(CastConfig(None), extra=extra, accumulate=AccumulateConfig(once, once))
     return pipeline_of(cfg, pp, microbatches=microbatches)
 
 
 def orders(pipeline: Pipeline) -> dict[str, list[str]]:
-    """The names of the passes that each program sees, whose order holds."""
+    """Return the names of the passes of each program; check their order."""
     steps = {row.name: pipeline.lineage(row.name) for row in pipeline.rows if not row.shared}
     for each in steps.values():
         check_order(each, Stage.CAPTURED)
@@ -56,7 +56,7 @@ def orders(pipeline: Pipeline) -> dict[str, list[str]]:
 
 
 def behind(order: list[str], name: str = "look") -> str | None:
-    """The pass in whose place a pass stands: that before it."""
+    """Return the pass directly before another one."""
     return order[order.index(name) - 1] if name in order and order.index(name) else None
 
 
@@ -66,7 +66,7 @@ KINDS = [{}, {"microbatches": 3}, {"microbatches": 3, "once": "step"}, {"microba
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("stage", list(Stage)[:-1], ids=str)
 def test_every_stage_has_a_place_in_each_program_at_most_once(kind, stage):
-    with_it, without = orders(made(looking(stage), **kind)), orders(made(**kind))
+    with_it, without = orders(build(looking(stage), **kind)), orders(build(**kind))
     for name, order in with_it.items():
         assert order.count("look") <= 1
         assert [each for each in order if each != "look"] == without[name]
@@ -90,23 +90,23 @@ def test_every_stage_has_a_place_in_each_program_at_most_once(kind, stage):
     ],
 )
 def test_it_comes_as_early_as_it_may(stages, after, before):
-    assert behind(orders(made(looking(*stages, after=after)))["step"]) == before
+    assert behind(orders(build(looking(*stages, after=after)))["step"]) == before
 
 
 def test_several_keep_their_order_but_for_what_they_come_after():
     two = [looking(Stage.JOINT, name=name) for name in ("first", "second")]
-    order = orders(made(*two))["step"]
+    order = orders(build(*two))["step"]
     assert order.index("second") == order.index("first") + 1
-    order = orders(made(looking(Stage.JOINT, after=("second",), name="first"), two[1]))["step"]
+    order = orders(build(looking(Stage.JOINT, after=("second",), name="first"), two[1]))["step"]
     assert order.index("second") < order.index("first")
 
 
 def test_layers_are_all_there_with_a_pass_of_ones_own():
-    assert made().folding is not None and made(LOOK).folding is None
+    assert build().folding is not None and build(LOOK).folding is None
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         (looking(Stage.CAPTURED, after=("remat",)), "^passes.extra: look takes a captured program after remat: there is none"),
         ({"_target_": "test_extra.Turns"}, r"^passes.extra\[0\]: look gives a step program; leave `gives` out"),
@@ -114,9 +114,9 @@ def test_layers_are_all_there_with_a_pass_of_ones_own():
         ({"_target_": "test_extra.Lost"}, r"^passes.extra\[0\]._target_: .*Lost"),
     ],
 )
-def test_what_has_no_place_is_refused(extra, said):
-    with pytest.raises(UserError, match=said):
-        made(extra)
+def test_what_has_no_place_is_refused(extra, message):
+    with pytest.raises(UserError, match=message):
+        build(extra)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "tp": 2}])
@@ -125,18 +125,18 @@ def test_one_that_changes_nothing_changes_no_number_and_is_reported(mesh):
     assert [each["report"]["counts"]["nodes"] > 10 for each in step.report["passes"] if each["name"] == "look"] == [True]
 
 
-# An optimizer of one's own
+# A user's optimizer
 
 
 class Plain:
-    """No dataclass."""
+    """An optimizer that is not a dataclass."""
 
     moments = ()
     scalars = update = None
 
 
 @pytest.mark.parametrize(
-    ("optim", "said"),
+    ("optim", "message"),
     [
         ({"name": "custom"}, "^optim._target_: is null with optim=custom"),
         ({"_target_": "collections.Counter"}, "^optim._target_: collections.Counter returned an object without `moments`"),
@@ -145,9 +145,9 @@ class Plain:
          "^optim.groups.none.weight_decay: 0.0, but Plain is no dataclass with a field weight_decay"),
     ],
 )  # fmt: skip
-def test_what_is_no_optimizer_is_refused(optim, said):
+def test_what_is_no_optimizer_is_refused(optim, message):
 
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         pipeline_of(optim=optim)
 
 

@@ -1,4 +1,4 @@
-"""Orders of the passes: a pass in another place is refused by name, or changes no number."""
+"""Orders of the passes: a swapped pass is refused by name, or changes no number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HARMLESS = {
     ("simplify", "cse"): "either finds less where the other has not been",
     ("cse", "reassociate"): "either finds less where the other has not been",
 }
-Order = tuple[Passes, Passes]  # of the forward, and of what follows
+Order = tuple[Passes, Passes]  # the passes of the forward, and those after it
 
 
 def programs(pipeline: Pipeline) -> dict[str, Order]:
@@ -41,8 +41,8 @@ def swapped(steps: Passes, at: int) -> Passes:
     return (*steps[:at], steps[at + 1], steps[at], *steps[at + 2 :])
 
 
-def refused(steps: Passes) -> str:
-    """What checking the order of a whole program says, empty if it is taken."""
+def order_error(steps: Passes) -> str:
+    """Return the error of checking a full order, or "" if it is accepted."""
     try:
         check_order(steps, Stage.CAPTURED)
     except ValueError as error:
@@ -52,24 +52,24 @@ def refused(steps: Passes) -> str:
 
 def test_neighbours_that_change_places_are_refused_by_name_or_known_to_be_harmless(record_property):
     tried, taken = 0, set()
-    for _, (forward, then) in pipelines():
-        steps = (*forward, *then)
-        assert not refused(steps)
+    for _, (forward, later) in pipelines():
+        steps = (*forward, *later)
+        assert not order_error(steps)
         for at in range(len(steps) - 1):
             pair = (steps[at].name, steps[at + 1].name)
-            said, tried = refused(swapped(steps, at)), tried + 1
-            assert any(f"pass {name!r}" in said for name in pair) or pair in HARMLESS, f"{pair}: {said}"
-            taken |= set() if said else {pair}
+            error, tried = order_error(swapped(steps, at)), tried + 1
+            assert any(f"pass {name!r}" in error for name in pair) or pair in HARMLESS, f"{pair}: {error}"
+            taken |= set() if error else {pair}
     assert taken == set(HARMLESS)
     record_property("counted", f"orders of passes: {tried} pairs swapped, all refused but {len(taken)} pairs")
 
 
 def test_every_pass_moved_to_the_end_is_refused_by_name():
-    for _, (forward, then) in pipelines():
-        steps = (*forward, *then)
+    for _, (forward, later) in pipelines():
+        steps = (*forward, *later)
         for at, step in enumerate(steps[:-1]):
             moved = (*steps[:at], *steps[at + 1 :], step)
-            assert refused(moved).startswith("pass "), step.name
+            assert order_error(moved).startswith("pass "), step.name
 
 
 MESHES = {"token_mean": {"dp_shard": 2, "cp": 2}, "sequence_layout": {"cp": 2}, "intervals": {"cp": 2}}

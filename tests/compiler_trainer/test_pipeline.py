@@ -1,4 +1,4 @@
-"""Configuration in, passes out: what each option adds or leaves out, in an order that holds."""
+"""The pipeline of a config: the passes that each option adds or removes, in a valid order."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_microbatches_split_the_step():
 def test_options_reach_their_passes():
     passes = PassesConfig(cast=CastConfig(None, "float32"), remat=RematConfig("full", False),
                           communication=CommunicationConfig(0.5))
-    found = pipeline_of(passes, optim=OptimConfig("sgd", momentum=0.9, max_norm=2.0))
-    step = named(found["step"].passes)
+    pipeline = pipeline_of(passes, optim=OptimConfig("sgd", momentum=0.9, max_norm=2.0))
+    step = named(pipeline["step"].passes)
     assert (step["remat"].policy, step["remat"].regather) == ("full", False)
     assert step["bucket"].bucket_mib == 0.5
     assert (step["optimize"].optimizer, step["optimize"].max_norm) == (SGD(0.9, 0.0), 2.0)
-    assert step["optimize"].reduce_dtype == named(found["forward"].passes)["shard"].reduce_dtype == torch.float32
+    assert step["optimize"].reduce_dtype == named(pipeline["forward"].passes)["shard"].reduce_dtype == torch.float32
 
 
 def test_adamw_is_the_default():
-    found = pipeline_of()["step"].passes
-    assert isinstance(named(found)["optimize"].optimizer, AdamW)
+    pipeline = pipeline_of()["step"].passes
+    assert isinstance(named(pipeline)["optimize"].optimizer, AdamW)

@@ -1,4 +1,4 @@
-"""The page that follows one step names functions, in few files, each of which calls the next."""
+"""The page docs/internals/one-step.md names functions in few files, and each calls the next."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def function(file: str, name: str) -> ast.FunctionDef:
     """Return the definition of a function or method; fail if the file has none of that name."""
     body = ast.parse((ROOT / file).read_text()).body
     for part in name.split("."):
-        (found,) = [each for each in body if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == part]
-        body = found.body
-    assert isinstance(found, ast.FunctionDef)
-    return found
+        (node,) = [item for item in body if isinstance(item, ast.FunctionDef | ast.ClassDef) and item.name == part]
+        body = node.body
+    assert isinstance(node, ast.FunctionDef)
+    return node
 
 
 def called(stop: ast.FunctionDef) -> set[str]:
@@ -37,7 +37,7 @@ def test_each_stop_calls_the_next():
 
 
 def test_each_section_begins_where_another_stop_calls_it():
-    """The trainer makes the step, and takes its steps."""
+    """The trainer compiles the step and runs its steps."""
     assert "compile_step" in called(function("compiler_trainer/training/trainer.py", "build_step"))
     assert "records" in called(function("compiler_trainer/training/trainer.py", "run"))
     assert "run" in called(function("compiler_trainer/training/trainer.py", "train"))

@@ -1,4 +1,4 @@
-"""What README and docs/ say of options, files and metrics is so."""
+"""README and docs/ name existing options, files, links, metrics and imports, with the right defaults."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from tests.nightly.parity.models.kind import MEANS
 named = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 OPTION = re.compile(r"(?<![\w./-])([a-z][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)+)(?:=(.*))?$")
-OF_RUN = ("run.stop", "run.state_dict", "run.step", "run.step.measure", "run.cfg", "run.folder", "run.rank", "run.done")  # a callback's
-OPEN = ("model.width", "loss.weight", "loss._target_", "model._target_")  # arguments of one's own module or loss
+RUN_ATTRIBUTES = ("run.stop", "run.state_dict", "run.step", "run.step.measure", "run.cfg", "run.folder", "run.rank", "run.done")  # attributes of a callback's argument
+USER_ARGUMENTS = ("model.width", "loss.weight", "loss._target_", "model._target_")  # arguments of a user's module or loss
 ENDINGS = (".py", ".md", ".yaml", ".html", ".json", ".jsonl", ".csv", ".safetensors")
 FILE = re.compile(r"^[\w*-]+(?:/[\w*.-]+)*/[\w*.-]*\.(?:py|md|yaml|js|txt)$|^(?:compiler_trainer|passes|tests|tools|conf)/[\w/*.-]*$")
 
 
 @cache
 def options() -> frozenset[str]:
-    """The dotted names of all options and of their groups."""
+    """Return the dotted names of all options and of their groups."""
     names = {option.name for group in groups() for option in group.options} | {group.name for group in groups()}
     parts = {"model.lora": LoraConfig, "model.experts": ExpertsConfig, "model.latent": LatentConfig, "model.rope_scaling": RopeScaling}
     inner = {f"{name}.{field.name}" for name, part in parts.items() for field in dataclasses.fields(part)}
-    return frozenset(names | inner | {"model.path", "model.init", "model.attention", "model.lora", *OPEN})
+    return frozenset(names | inner | {"model.path", "model.init", "model.attention", "model.lora", *USER_ARGUMENTS})
 
 
 def option_names(text: str) -> list[str]:
-    """The options that a text names between backticks."""
+    """Return the options that a text names between backticks."""
     first = {name.partition(".")[0] for name in options()}
     words = [word.strip("',()") for _, code in spans(text) for word in code.split()]
-    found = [match[1] for word in words if (match := OPTION.match(word))]
-    return [name for name in found if name.partition(".")[0] in first and not name.endswith(ENDINGS) and name not in OF_RUN]
+    dotted = [match[1] for word in words if (match := OPTION.match(word))]
+    return [name for name in dotted if name.partition(".")[0] in first and not name.endswith(ENDINGS) and name not in RUN_ATTRIBUTES]
 
 
 def is_option(name: str) -> bool:
-    """Whether there is such an option, or it is an entry of a table."""
+    """Return True if the option exists, or is an entry of an option that takes a mapping."""
     owners = {name.rpartition(".")[0], name.rpartition(".")[0].rpartition(".")[0]}
     return name in options() or bool(owners & {"optim.arguments", "lr_schedule.arguments", "data.arguments", "optim.groups", "optim.groups.no_decay", "hydra.launcher", "hydra.sweeper", "passes.remat.ops"})
 
@@ -63,7 +63,7 @@ def test_options_that_a_page_names_are_there(page):
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name is that of a package or of what it holds."""
+    """Return True if a dotted name belongs to a package of this repository or to torch."""
     return (ROOT / name.split(".")[0]).is_dir() or name.split(".")[0] in ("torch",)
 
 
@@ -73,9 +73,9 @@ def test_a_misspelt_option_is_found():
 
 @named
 def test_values_after_an_option_are_its_defaults(page):
-    """`passes.context.block` (128) says that 128 is the default."""
-    kept = " ".join(page.read_text().split())
-    for name, value in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)` \(([\d.,]+) ?(?:%|s|steps)?\)", kept):
+    """A page that writes `passes.context.block` (128) states the default 128."""
+    page_text = " ".join(page.read_text().split())
+    for name, value in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)` \(([\d.,]+) ?(?:%|s|steps)?\)", page_text):
         if name in options():
             default = OmegaConf.select(OmegaConf.merge(defaults()), name)
             wanted = float(value.replace(",", ""))
@@ -86,8 +86,8 @@ def test_values_after_an_option_are_its_defaults(page):
 def test_choices_that_a_page_names_are_there(page):
     kinds = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__"]
     for group, choice in re.findall(rf"(?<![\w.=])({'|'.join(kinds)})=([a-z0-9_]+)\b(?![./])", page.read_text()):
-        own = {"desk", "reader", "hf", "decoder", "auto", "rows", *MEANS}  # the last are losses of parity's own
-        assert choice in own or (CONF / group / f"{choice}.yaml").exists(), f"{page.name}: {group}={choice}"
+        other_choices = {"desk", "reader", "hf", "decoder", "auto", "rows", *MEANS}  # MEANS are losses of the parity tool
+        assert choice in other_choices or (CONF / group / f"{choice}.yaml").exists(), f"{page.name}: {group}={choice}"
 
 
 @named
@@ -106,15 +106,15 @@ def test_links_lead_somewhere(page):
 
 @named
 def test_files_that_a_page_names_are_there(page):
-    made = ("conf/model/reader.yaml", "notes/*.jsonl", "tests/passes/autograd/test_fold_scales.py", "passes/autograd/fold_scales.py",
+    examples = ("conf/model/reader.yaml", "notes/*.jsonl", "tests/passes/autograd/test_fold_scales.py", "passes/autograd/fold_scales.py",
             "mine/cluster/desk.yaml", "systems/*", "perf_recipes/*", "src/graph/*", "runs/*", "graphs/*", "N/plan.yaml", "0/*", "RUN/*")
     for _, code in spans(page.read_text()):
-        if FILE.match(code) and not any(fnmatch.fnmatch(code, pattern) for pattern in made):
+        if FILE.match(code) and not any(fnmatch.fnmatch(code, pattern) for pattern in examples):
             assert list(ROOT.glob(code.rstrip("/"))), f"{page.name}: {code}"
 
 
 def test_the_page_of_metrics_has_every_key_that_a_run_may_write(tmp_path):
-    """Those that the trainer keeps for itself, and what writes into a record writes none but these."""
+    """The page lists the trainer's reserved keys, and nothing else writes other keys into a record."""
     page = (ROOT / "docs/reference/metrics.md").read_text()
     keys = [key for row in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)]
     assert {key.partition("/")[0] for key in keys} >= RESERVED and len(set(keys)) == len(keys)
@@ -145,7 +145,7 @@ IMPORTS = re.compile(r"^ *from ((?:passes|compiler_trainer|tools)[\w.]*) import 
 
 
 def test_what_examples_import_is_there():
-    """But for the file that a guide has its reader write."""
+    """Every import of an example exists, except the file that a guide asks its reader to write."""
     shown = {(module, name.strip()) for page in PAGES for module, names in IMPORTS.findall(page.read_text()) for name in names.split(",")}
     missing = []
     for module, name in sorted(shown - {("passes.autograd.fold_scales", "FoldScales")}):

@@ -1,4 +1,4 @@
-"""What is made from the code is current, and what it says of support is so."""
+"""Pages generated from the code are current, and the table of support is right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from passes.program.stages import Stage
 from tools import glossary, reference
 
 NAMED = re.compile(r'^class \w+\(ir\.Pass\):.*?^    name = "(\w+)"', re.MULTILINE | re.DOTALL)
-FEATURES = [feature for found in reference.FEATURES.values() for feature in found]
+FEATURES = [feature for group in reference.FEATURES.values() for feature in group]
 
 
 def test_the_page_of_options_is_current():
@@ -49,7 +49,7 @@ def test_the_page_of_commands_has_every_verb():
     assert sorted(rows) == sorted(VERBS)
 
 
-def checked(options: str):
+def validated(options: str):
     cfg = typed(compose(shlex.split(options)))
     ranks = cfg.mesh.pp * cfg.mesh.dp_replicate * max(1, cfg.mesh.dp_shard) * cfg.mesh.cp * cfg.mesh.tp * cfg.mesh.ep
     return validate(cfg, ranks)
@@ -57,11 +57,11 @@ def checked(options: str):
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
 def test_a_feature_that_is_named_has_options_and_a_test(feature):
-    checked(feature.options)
+    validated(feature.options)
     assert "def test_" in (ROOT / feature.test).read_text()
 
 
 @pytest.mark.parametrize("feature", reference.MISSING, ids=lambda f: f.name)
 def test_what_is_not_supported_is_refused(feature):
     with pytest.raises(UserError):
-        checked(feature.options)
+        validated(feature.options)

@@ -1,4 +1,4 @@
-"""Every command that README and docs/ show does what the page says: it is composed, dry-run, or run in little."""
+"""Every command in README and docs/ works: it composes, passes a dry run, or runs at a small size."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from compiler_trainer.planning.space import Left
 from compiler_trainer.training.trainer import train
 
 ALL = commands()
-LARGE = 8  # ranks from which on a page means GPUs
+LARGE = 8  # number of ranks from which a page means GPUs
 GIB = 2**30
 
 
 def of_kind(*kinds: str) -> list[Command]:
-    """Commands of some kinds, each once, whichever pages have it."""
+    """Return the distinct commands of some kinds, from all pages."""
     return list({command.words: command for command in ALL if command.kind in kinds}.values())
 
 
@@ -55,7 +55,7 @@ def named(command: Command) -> str:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """The folder that all commands of this file are given in."""
+    """Create the folder in which all commands of this file run."""
     folder = tmp_path_factory.mktemp("places")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch, served() as store:
         furnish(folder)
@@ -67,7 +67,7 @@ def places(tmp_path_factory):
 
 
 def configs(command: Command, scratch: Path) -> list[Config]:
-    """The jobs that a command composes, checked for the ranks it starts."""
+    """Compose the jobs of a command and validate them for the ranks it starts."""
     folder = command.flag("--config-dir")
     scratch = scratch / "recipes"
     overrides = recipes.by_name(command.options, scratch)
@@ -83,7 +83,7 @@ def configs(command: Command, scratch: Path) -> list[Config]:
 
 
 def points(overrides: list[str]) -> list[list[str]]:
-    """The first and the last point of a sweep, without what a launcher is told."""
+    """Return the first and the last point of a sweep, without the launcher's options."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     lists = []
@@ -95,13 +95,13 @@ def points(overrides: list[str]) -> list[list[str]]:
     return [every[0], every[-1]]
 
 
-# ---- every command is of a kind that is tested ---------------------------------------------------
+# ---- every command has a tested kind -------------------------------------------------------------
 
 
 def test_each_command_is_of_a_kind_that_is_tested(record_property):
     kinds = Counter(command.kind for command in ALL)
     composed = len(of_kind("job", "plan", "sweep"))
-    small, large = len(SMALL), len([c for c in of_kind("job") if on_gpus(c)])
+    small, large = len(SMALL), len([c for c in of_kind("job") if is_on_gpus(c)])
     record_property("counted", f"commands of the pages: {sum(kinds.values())} ({dict(kinds.most_common())}); "
                     f"{composed} different ones composed, {large} and {len(PLANS)} plans fit, "
                     f"{small} and {len(VERB_LINES)} verbs run in little")
@@ -133,16 +133,16 @@ def test_a_line_that_no_test_knows_fails(line):
 
 def test_commands_are_found_wherever_they_stand():
     text = "Do `make test` now.\n\n    torchrun --nproc-per-node 2 -m compiler_trainer \\\n        a.b=1\n\n```console\n$ compiler-trainer c=2 \\\n    d=3\nout\n```\n"
-    found = list(commands_of(text, "page.md"))
-    assert [(c.line, c.kind, c.options, c.ranks) for c in found] == [
+    commands_found = list(commands_of(text, "page.md"))
+    assert [(c.line, c.kind, c.options, c.ranks) for c in commands_found] == [
         (3, "job", ["a.b=1"], 2), (7, "job", ["c=2", "d=3"], 1), (1, "make", [], 1)]
 
 
 # ---- jobs ----------------------------------------------------------------------------------------
 
 
-def on_gpus(command: Command) -> bool:
-    """Whether a page means GPUs."""
+def is_on_gpus(command: Command) -> bool:
+    """Return True if the page runs the command on GPUs."""
     named = {option for option in command.options if option.startswith("cluster=")} - {"cluster=cpu"}
     return bool(named) and "run.dry=true" in command.options or command.ranks >= LARGE
 
@@ -152,8 +152,8 @@ def test_composes(places, tmp_path, command):
     assert configs(command, tmp_path)
 
 
-def asked(cfg: Config, ranks: int) -> Config:
-    """The job on H100s, where no other cluster is named."""
+def on_h100(cfg: Config, ranks: int) -> Config:
+    """Return the job with an H100 cluster unless it names a cluster."""
     h100 = typed(compose(["cluster=h100"])).cluster
     cluster = cfg.cluster if cfg.cluster.gpus else dataclasses.replace(h100, gpus=ranks)
     return dataclasses.replace(cfg, cluster=cluster)
@@ -164,31 +164,31 @@ def ranks_of(command: Command, cfg: Config) -> int:
         size for axis, size in dataclasses.asdict(cfg.mesh).items() if axis != "ep")
 
 
-def in_stages(command: Command) -> bool:
-    """Whether it asks for pipeline stages, which closed forms know nothing of: it is compiled."""
+def has_stages(command: Command) -> bool:
+    """Return True if the command has pipeline stages; closed forms do not cover them, so it must be compiled."""
     return any(option.startswith("mesh.pp=") for option in command.options)
 
 
-@pytest.mark.parametrize("command", [c for c in of_kind("job") if on_gpus(c) and not in_stages(c)], ids=named)
+@pytest.mark.parametrize("command", [c for c in of_kind("job") if is_on_gpus(c) and not has_stages(c)], ids=named)
 def test_fits_by_closed_forms(places, tmp_path, command):
     (cfg,) = configs(command, tmp_path)
-    wanted = asked_of(asked(cfg, ranks_of(command, cfg)), ranks_of(command, cfg))
+    wanted = asked_of(on_h100(cfg, ranks_of(command, cfg)), ranks_of(command, cfg))
     forms = all_forms(wanted, sizes_of(wanted.cfg, subject(wanted.cfg).module), Left())
-    own = [form for form in forms if agree(cfg.mesh, form.candidate.mesh)]
-    least = min((form.bytes for form in own), default=math.inf)
+    matches = [form for form in forms if agree(cfg.mesh, form.candidate.mesh)]
+    least = min((form.bytes for form in matches), default=math.inf)
     assert least <= 1.05 * room(wanted), f"{command}: {least / GIB:.1f} of {room(wanted) / GIB:.1f} GiB"
 
 
 def agree(stated: MeshConfig, mesh: MeshConfig) -> bool:
-    """Whether a mesh has the sizes that are stated; -1 is any."""
+    """Return True if a mesh has the stated sizes; -1 matches any size."""
     return all(size in (-1, getattr(mesh, axis)) for axis, size in dataclasses.asdict(stated).items())
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", [c for c in of_kind("job") if on_gpus(c)], ids=named)
+@pytest.mark.parametrize("command", [c for c in of_kind("job") if is_on_gpus(c)], ids=named)
 def test_fits_when_compiled(places, tmp_path, command):
     (cfg,) = configs(command, tmp_path)
-    cfg = asked(cfg, ranks_of(command, cfg))
+    cfg = on_h100(cfg, ranks_of(command, cfg))
     cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dry=True, dump_graphs=False, dir=str(tmp_path / "dry")))
     from compiler_trainer.planning.auto import settled
 
@@ -209,21 +209,21 @@ def test_plans(places, tmp_path, command):
 
 def first_of_each(commands: list[Command], key, always_full: tuple[str, ...] = ()) -> list:
     """Return commands as parameters of a test; `make test` runs the first of a kind that a guide shows."""
-    seen, found = set(), []
+    seen, parameters = set(), []
     for command in commands:
         late = key(command) in seen or command.arguments[0] in always_full or "measured/" in named(command)
         seen |= set() if late else {key(command)}
-        found.append(pytest.param(command, marks=[pytest.mark.full] if late else [], id=named(command)))
-    return found
+        parameters.append(pytest.param(command, marks=[pytest.mark.full] if late else [], id=named(command)))
+    return parameters
 
 
 # ---- small jobs train ----------------------------------------------------------------------------
 
-SMALL = [c for c in of_kind("job") if not on_gpus(c) and c.ranks == 1 and not {"--cfg", "--config-dir"} & set(c.words)]
+SMALL = [c for c in of_kind("job") if not is_on_gpus(c) and c.ranks == 1 and not {"--cfg", "--config-dir"} & set(c.words)]
 
 
 def first_group(command: Command) -> str:
-    """The group, or the choice of model or recipe, of a job's first option."""
+    """Return the group of a job's first option, or its full text if it chooses a model or a recipe."""
     first = next(iter(command.options), "")
     return first if first.startswith(("model=", "recipe=")) else first.partition("=")[0].partition(".")[0]
 
@@ -253,9 +253,9 @@ def test_every_export_loads_as_its_page_says(places, capsys):
     assert capsys.readouterr().out.endswith("\n")
     logits = []
     for block in (merged, adapter):
-        exec(block, made := {})
-        ids = made["tokenizer"].apply_chat_template([{"role": "user", "content": "hi"}], return_tensors="pt", return_dict=True)
-        logits.append(made["model"].eval()(**ids).logits)
+        exec(block, names := {})
+        ids = names["tokenizer"].apply_chat_template([{"role": "user", "content": "hi"}], return_tensors="pt", return_dict=True)
+        logits.append(names["model"].eval()(**ids).logits)
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
@@ -265,13 +265,13 @@ VERB_LINES = [c for c in of_kind("verb") if c.arguments[1:] and c.arguments[0] n
 
 
 def use_of(command: Command) -> tuple[str, ...]:
-    """A verb with its flags, and whether options follow."""
+    """Return a verb with its flags, and "True" if options follow."""
     words = command.arguments
     return (words[0], *(w for w in words if w.startswith("--")), str(any("=" in w for w in words)))
 
 
-def given(command: Command, tmp_path: Path) -> list[str]:
-    """The arguments of a verb, with runs in little, and files in a folder of this test."""
+def arguments_of(command: Command, tmp_path: Path) -> list[str]:
+    """Return the arguments of a verb, with small runs and with files in this test's folder."""
     words, verb = list(command.arguments), command.arguments[0]
     for i, word in enumerate(words[1:], 1):
         if word in RUNS:
@@ -282,11 +282,11 @@ def given(command: Command, tmp_path: Path) -> list[str]:
         elif word.startswith("train.steps="):
             words[i] = "train.steps=5"
         elif verb == "compile" and word == "cluster=h100":
-            words[i] = "cluster=cpu"  # else a library is built first
+            words[i] = "cluster=cpu"  # otherwise a library is built first
         elif verb == "check-export" and i == 2:
             words[i] = str(tmp_path / word)
             assert call("export", words[1], words[i], *(word for word in words if word == "--ema")) == 0
-        elif word == "fold_scales":  # the pass that the page writes
+        elif word == "fold_scales":  # the page asks its reader to write this pass
             words[i] = "simplify"
         elif verb == "export" and i == 2 and "://" not in word or words[i - 1] == "--out" and verb == "compile":
             words[i] = str(tmp_path / word)
@@ -299,11 +299,11 @@ def given(command: Command, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect", "check-export")))
 def test_does_what_the_verb_says(places, tmp_path, command):
     assert command.arguments[0] in VERBS, str(command)
-    arguments = given(command, tmp_path)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    arguments = arguments_of(command, tmp_path)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = call(*arguments)
-    assert code == 0, f"{command}: {shlex.join(arguments)}: {said.getvalue()[-2000:]}"
+    assert code == 0, f"{command}: {shlex.join(arguments)}: {output.getvalue()[-2000:]}"
 
 
 def test_verbs_that_are_only_named_are_there():
@@ -316,17 +316,17 @@ def test_help_knows_the_word(command, capsys):
     assert call(*command.arguments) == 0 and capsys.readouterr().out
 
 
-# ---- what is not ours ----------------------------------------------------------------------------
+# ---- commands of other programs ------------------------------------------------------------------
 
 STARTERS = ("tools.gpu_day.ranks",)
 
 @pytest.mark.parametrize("command", of_kind("tool"), ids=named)
 def test_tools_take_these_flags(command):
-    if command.words[2] in STARTERS:  # what they start has flags of its own
+    if command.words[2] in STARTERS:  # the started command has its own flags
         verb = next(word for word in command.words if word in VERBS)
-        assert tool_takes(f"compiler_trainer.cli.verbs.{verb}") >= flags_in(command), str(command)
+        assert flags_of_tool(f"compiler_trainer.cli.verbs.{verb}") >= flags_in(command), str(command)
         return
-    assert tool_takes(command.words[2]) >= flags_in(command), str(command)
+    assert flags_of_tool(command.words[2]) >= flags_in(command), str(command)
     if options := [option for option in command.options if option != command.flag("--case")]:
         compose(options)
 
@@ -335,11 +335,11 @@ def flags_in(command: Command) -> set[str]:
     return {word for word in command.words[3:] if word.startswith("--")}
 
 
-def tool_takes(module: str) -> set[str]:
-    """The flags that a tool's source declares."""
-    found = importlib.util.find_spec(module)
-    assert found is not None and found.origin is not None, module
-    path = Path(found.origin)
+def flags_of_tool(module: str) -> set[str]:
+    """Return the flags that a tool's source declares."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    path = Path(spec.origin)
     files = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
     return set(re.findall(r'"(--[a-z-]+)"', "".join(file.read_text() for file in files)))
 
@@ -353,12 +353,12 @@ def test_targets_are_in_the_makefile(command):
 @pytest.mark.parametrize("command", of_kind("pip"), ids=named)
 def test_extras_are_in_pyproject(command):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked_for = re.findall(r"(?:\.|compiler-trainer)\[([a-z,]+)\]", " ".join(command.words))
-    assert {extra for group in asked_for for extra in group.split(",")} <= set(extras), str(command)
+    groups = re.findall(r"(?:\.|compiler-trainer)\[([a-z,]+)\]", " ".join(command.words))
+    assert {extra for group in groups for extra in group.split(",")} <= set(extras), str(command)
 
 
 @pytest.mark.parametrize("command", of_kind("pytest"), ids=named)
 def test_test_files_are_there(command):
-    written = "tests/passes/autograd/test_fold_scales.py"  # by the page itself
+    reader_file = "tests/passes/autograd/test_fold_scales.py"  # the page asks its reader to write it
     for word in command.words:
-        assert not word.startswith("tests/") or word == written or (ROOT / word).exists(), str(command)
+        assert not word.startswith("tests/") or word == reader_file or (ROOT / word).exists(), str(command)

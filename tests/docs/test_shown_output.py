@@ -1,4 +1,4 @@
-"""What README and the guides show as printed is what the command prints."""
+"""README and the guides show the output that the command prints."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ SHORTENED = re.compile(r"_default|_tensor|\.Tensor|p_model_layers_0_feed_forward
 
 
 def shown(command: Command) -> list[str]:
-    """The lines that a page shows below a command."""
+    """Return the lines that a page shows below a command."""
     lines = (ROOT / command.page).read_text().splitlines()[command.line - 1 :]
     below = itertools.islice(itertools.dropwhile(lambda line: line.endswith("\\"), lines), 1, None)
     return list(itertools.takewhile(lambda line: not line.startswith(("```", "$ ")), below))
 
 
 def printed(command: Command, folder: Path) -> list[str]:
-    """The lines that a command prints."""
+    """Run a command and return the lines it prints."""
     words = [sys.executable, "-m", "compiler_trainer", *command.words[1:], f"run.dir={folder / 'run'}"]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     return done.stdout.splitlines()
 
 
 def cells(line: str) -> list[str]:
-    """What a row of a table says, column by column."""
+    """Return the cells of a table row."""
     return [part.strip() for part in re.split(r"[│┃]|  +", line) if part.strip()]
 
 
 def count_of_settings(options: list[str]) -> str:
-    """How many settings `plan` looks at."""
-    asked = question(options, options, {}).asked
-    return f"{len(all_forms(asked, sizes_of(asked.cfg, subject(asked.cfg).module), Left())):,}"
+    """Return the number of settings that `plan` searches."""
+    job = question(options, options, {}).asked
+    return f"{len(all_forms(job, sizes_of(job.cfg, subject(job.cfg).module), Left())):,}"
 
 
 def test_the_number_of_settings_is_that_of_the_plan():
@@ -68,31 +68,31 @@ def test_the_number_of_settings_of_a_large_plan():
 def test_readme_shows_what_plan_prints(tmp_path):
     rows = [cells(line) for line in printed(PLAN, tmp_path)]
     for line in shown(PLAN):
-        found = [cell for cell in cells(line) if cell != "..."]
-        assert any(found == row[: len(found)] for row in rows), line
+        columns = [cell for cell in cells(line) if cell != "..."]
+        assert any(columns == row[: len(columns)] for row in rows), line
 
 
 @pytest.mark.full
 def test_readme_and_guide_show_what_a_run_prints(tmp_path):
     lines = printed(RUN, tmp_path)
-    said, steps = lines[: lines.index("compiling (inductor)") + 1], {shape(line) for line in lines}
+    opening, steps = lines[: lines.index("compiling (inductor)") + 1], {shape(line) for line in lines}
     for line in shown(RUN):
-        assert line == "..." or line in said or line.startswith("step ") and shape(line) in steps, line
+        assert line == "..." or line in opening or line.startswith("step ") and shape(line) in steps, line
     assert {shape(line) for line in shown(TUNE) if line.startswith("step ")} <= steps
 
 
 def shape(line: str) -> str:
-    """A line without its numbers."""
+    """Replace the numbers of a line with #."""
     return re.sub(r"[\d.,:e+-]*\d", "#", line)
 
 
 def test_readme_shows_what_shard_makes():
     cfg = settled(Config(mesh=MeshConfig(dp_shard=2, tp=2)), on_gpu=False)
-    found: list[str] = []
-    compile_dry(cfg, lambda program, record: found.append(print_program(program)) if record.name == "shard" else None)
-    lines = [" ".join(SHORTENED.sub("", line).split()) for line in found[0].splitlines()]
+    programs: list[str] = []
+    compile_dry(cfg, lambda program, record: programs.append(print_program(program)) if record.name == "shard" else None)
+    lines = [" ".join(SHORTENED.sub("", line).split()) for line in programs[0].splitlines()]
     block = README[README.index("One file a pass.") :].split("\n\n")[1].splitlines()
     assert len(block) == 6
     for line in block:
         wanted = re.compile(re.escape(" ".join(line.split())).replace(r"\.\.\.", ".*"))
-        assert any(wanted.match(each) for each in lines), line
+        assert any(wanted.match(candidate) for candidate in lines), line

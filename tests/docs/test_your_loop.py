@@ -1,4 +1,4 @@
-"""Every example of docs/guides/your-loop.md runs, and does what the page says, by value."""
+"""Every example of docs/guides/your-loop.md runs and gives the values that the page states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUIET = {"lower": {"backend": "eager"}, "checkpoint": {"interval": None}, "eval"
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """The page's modules, in a folder that has what pages name."""
+    """Import the page's modules in a folder with all files that the pages name."""
     folder = tmp_path_factory.mktemp("loop")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         furnish(folder)
@@ -40,10 +40,10 @@ def parts(tmp_path_factory):
 
 
 def trained(folder, steps=4, **options):
-    """The records of a small run, and its trainer."""
+    """Train a small run; return its records and its trainer."""
     train = {"steps": steps, "seq_len": 32, "global_batch_size": 4}
-    given = {"model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 24}, "data": "synthetic", "train": train}
-    trainer = ct.Trainer(**given | QUIET | {"run": {"dir": str(folder), "dump_graphs": False}} | options)
+    defaults = {"model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 24}, "data": "synthetic", "train": train}
+    trainer = ct.Trainer(**defaults | QUIET | {"run": {"dir": str(folder), "dump_graphs": False}} | options)
     trainer.train()
     return read(folder / "metrics.jsonl"), trainer
 
@@ -55,14 +55,14 @@ def test_scripts_run(script, parts, tmp_path, monkeypatch):
     def little(cfg, callbacks):
         small = cfg if cfg.data.name == "custom" else tiny(cfg, tmp_path / "run")
         train = replace(small.train, steps=4)
-        own = {"train": train, "lower": replace(small.lower, backend="eager"), "run": replace(small.run, dir=str(tmp_path / "run"))}
-        return real(replace(small, **own), callbacks)
+        overrides = {"train": train, "lower": replace(small.lower, backend="eager"), "run": replace(small.run, dir=str(tmp_path / "run"))}
+        return real(replace(small, **overrides), callbacks)
 
     monkeypatch.setattr(api, "on_ranks", little)
-    exec(script, found := {"__name__": "script"})
+    exec(script, names := {"__name__": "script"})
     assert len(read(tmp_path / "run/metrics.jsonl")) == 4
-    if "weights" in found:
-        assert found["weights"]["mix.weight"].shape == (64, 64) and found["loss"] < 6
+    if "weights" in names:
+        assert names["weights"]["mix.weight"].shape == (64, 64) and names["loss"] < 6
 
 
 def test_the_example_of_the_readme_runs(parts, tmp_path, monkeypatch):
@@ -71,8 +71,8 @@ def test_the_example_of_the_readme_runs(parts, tmp_path, monkeypatch):
     def little(cfg, callbacks):
         seen.append(cfg)
         run = replace(cfg.run, dir=str(tmp_path / "run"), loggers=())
-        own = {"train": replace(cfg.train, steps=2, seq_len=32), "mesh": Config().mesh, "lower": replace(cfg.lower, backend="eager")}
-        return real(replace(cfg, run=run, **own), callbacks)
+        overrides = {"train": replace(cfg.train, steps=2, seq_len=32), "mesh": Config().mesh, "lower": replace(cfg.lower, backend="eager")}
+        return real(replace(cfg, run=run, **overrides), callbacks)
 
     class Steps(ct.Callback):
         def on_step(self, run, record):
@@ -110,14 +110,14 @@ def test_the_optimizer_updates_as_a_plain_loop_does(parts):
     step = compile_lockstep(model, squared_error, data[0], {"dp_shard": 2, "tp": 2}, optim)
     train_step(step, data)
     plain = copy.deepcopy(model)
-    trained_ones = {n: p for n, p in plain.named_parameters() if p.requires_grad and n != "unused"}
-    momenta = {name: torch.zeros_like(p) for name, p in trained_ones.items()}
+    parameters = {n: p for n, p in plain.named_parameters() if p.requires_grad and n != "unused"}
+    momenta = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch, lr in zip(data, LRS, strict=True):
         plain.zero_grad()
         squared_error(plain, batch).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         with torch.no_grad():
-            for name, p in trained_ones.items():
+            for name, p in parameters.items():
                 direction = torch.sign(0.8 * momenta[name] + 0.2 * p.grad)
                 p.mul_(1 - lr * (0.1 if p.dim() > 1 else 0.0)).sub_(lr * direction)
                 momenta[name] = 0.99 * momenta[name] + 0.01 * p.grad
@@ -136,15 +136,15 @@ def test_the_dataset_gives_the_rows_and_a_resumed_run_reads_on(parts, tmp_path):
         def on_step(self, run, record):
             seen.append(record["loss"])
 
-    how = {"data": parts.Counting(40), "model": {"_target_": "my_package.Reader"}, "callbacks": [Seen()], "checkpoint": {"interval": 2, "resume": "auto"}}
-    whole, trainer = trained(tmp_path / "whole", 6, **how)
-    cut = {**how, "callbacks": [Seen(), parts.StopBelow(100.0)]}
+    options = {"data": parts.Counting(40), "model": {"_target_": "my_package.Reader"}, "callbacks": [Seen()], "checkpoint": {"interval": 2, "resume": "auto"}}
+    whole, trainer = trained(tmp_path / "whole", 6, **options)
+    cut = {**options, "callbacks": [Seen(), parts.StopBelow(100.0)]}
     assert len(trained(tmp_path / "cut", 6, **cut)[0]) == 1
-    resumed, _ = trained(tmp_path / "cut", 6, **how)
+    resumed, _ = trained(tmp_path / "cut", 6, **options)
     assert [r["loss"] for r in resumed] == [r["loss"] for r in whole] and [r["tokens"] for r in whole] == [128 * n for n in range(1, 7)]
     assert len(seen) == 6 + 1 + 5
     with pytest.raises(ct.UserError, match="^data: these rows are .* those of the saved data state"):
-        trained(tmp_path / "cut", 8, **how | {"data": parts.Counting(41)})
+        trained(tmp_path / "cut", 8, **options | {"data": parts.Counting(41)})
 
 
 def test_a_run_of_all_parts_resumes_by_command_as_if_it_had_not_been_interrupted(parts, tmp_path):
@@ -179,7 +179,7 @@ def test_the_pass_makes_of_a_model_what_it_says(parts):
 
 def test_the_rule_lets_its_operator_run_on_shards(parts):
     def doubled(model, batch):
-        return llama_loss(lambda *given: torch.ops.my_parts.double(model(*given)), batch)
+        return llama_loss(lambda *args: torch.ops.my_parts.double(model(*args)), batch)
 
     importlib.import_module("my_rules")  # the operator, which the loss calls
     data, model = token_batches(), llama()
@@ -191,7 +191,7 @@ def test_the_rule_lets_its_operator_run_on_shards(parts):
 
     step = compile_lockstep(model, doubled, data[0], {"dp_shard": 2, "tp": 2}, passes={"rules": ["my_rules"]}, observe=observe)
     (call,) = [line for line in lines if "= local.double" in line]
-    assert "f64[3, 7, 31] [5@dp_shard, 7, 61@tp]" in call  # without the rule f64[5, 7, 61] [5, 7, 61]
+    assert "f64[3, 7, 31] [5@dp_shard, 7, 61@tp]" in call  # without the rule: f64[5, 7, 61] [5, 7, 61]
     with torch.no_grad():
         logits = 2 * model(data[0]["tokens"], data[0]["positions"])
         wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[0]["labels"].flatten(), ignore_index=-100)

@@ -1,4 +1,4 @@
-"""Rows of whole documents on one rank, and from a checkpoint of it on two: the same losses over the same tokens."""
+"""Rows packed with whole documents give the same losses and tokens on one rank and resumed on two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = (
 
 
 def run(ranks: int, *arguments: str) -> None:
-    """Run the command on so many ranks; raises CalledProcessError where it fails."""
+    """Run the command on a number of ranks; raise CalledProcessError if it fails."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *start, "-m", "compiler_trainer", *arguments]
@@ -32,7 +32,7 @@ def test_fitted_rows_go_on_exactly_on_more_ranks(tmp_path):
     run(1, *OPTIONS.split(), "train.steps=6", f"run.dir={whole}")
     run(1, *OPTIONS.split(), "train.steps=3", f"run.dir={first}")
     run(2, "resume", str(first), "train.steps=6", "mesh.dp_shard=2")
-    for wanted, found in zip(metrics(whole), metrics(first), strict=True):
-        assert found["tokens"] == wanted["tokens"] < 2400 * found["step"]
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        assert found.get("eval_loss", 0.0) == pytest.approx(wanted.get("eval_loss", 0.0), rel=1e-5)
+    for wanted, record in zip(metrics(whole), metrics(first), strict=True):
+        assert record["tokens"] == wanted["tokens"] < 2400 * record["step"]
+        assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert record.get("eval_loss", 0.0) == pytest.approx(wanted.get("eval_loss", 0.0), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Many steps on two ranks that save and evaluate after each: nothing of it disturbs anything else."""
+"""A thousand steps on two ranks that save and evaluate after each do not interfere with each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.nightly import chaos
 
 @pytest.mark.full
 def test_a_thousand_steps_with_as_many_checkpoints_end(tmp_path):
-    """With two collectives of a group at once one of the ranks aborted after about 400."""
+    """With two collectives of a group in flight at once, a rank aborted after about 400 steps."""
     folder = tmp_path / "run"
     job = chaos.job(folder)
     job = replace(job, train=replace(job.train, steps=1000), eval=replace(job.eval, interval=1))

@@ -1,4 +1,4 @@
-"""The trainer from Python on two processes: one rank's callback ends all, and both have the weights of one process."""
+"""The Python trainer on two processes: one rank's callback ends all, and both have the weights of one process."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ print("weights", sum(float(value.double().abs().sum()) for value in trainer.stat
 
 
 def trained(folder: Path, ranks: int) -> tuple[list[float], list[float], str]:
-    """Losses, sums of each rank's weights, and what was printed."""
+    """Run the script; return the losses, the sum of each rank's weights, and the output."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*command, str(script), str(folder / "run")], env=env, check=True, timeout=200, capture_output=True, text=True)
-    sums = [float(found) for found in re.findall(r"^weights (\S+)", done.stdout, re.MULTILINE)]
+    sums = [float(number) for number in re.findall(r"^weights (\S+)", done.stdout, re.MULTILINE)]
     return [each["loss"] for each in read(folder / "run/metrics.jsonl")], sums, done.stdout
 
 
 @pytest.mark.full
 def test_two_processes_train_as_one_and_any_of_them_may_end_the_run(tmp_path):
-    found = []
+    runs = []
     for ranks in (1, 2):
         (tmp_path / str(ranks)).mkdir()
-        found.append(trained(tmp_path / str(ranks), ranks))
-    (one, sums, _), (two, of_each, said) = found
+        runs.append(trained(tmp_path / str(ranks), ranks))
+    (one, sums, _), (two, sums_of_ranks, output) = runs
     assert two == pytest.approx(one, abs=1e-5) and len(two) == 3
-    assert len(of_each) == 2 and of_each == pytest.approx([sums[0]] * 2, rel=1e-6)
-    assert "ended after step 3 of 6: a callback on another rank requested it" in said
+    assert len(sums_of_ranks) == 2 and sums_of_ranks == pytest.approx([sums[0]] * 2, rel=1e-6)
+    assert "ended after step 3 of 6: a callback on another rank requested it" in output
     averages = [checkpoint.read_averaged(tmp_path / ranks / "run/checkpoints/step_00000003") for ranks in "12"]
     for name, value in averages[0].items():
         assert (averages[1][name] - value).abs().max() < 1e-5

@@ -1,4 +1,4 @@
-"""Real processes over gloo: the same numbers as in lockstep, one artifact, and no hang when one of them fails."""
+"""Real processes over gloo: the numbers of lockstep, one artifact, and no hang if a rank fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = WORKER.parents[2]
 
 
 def launch(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE_S) -> tuple[int, str]:
-    """Run checks in a torchrun job: its exit code and stderr; raises TimeoutExpired if it takes too long."""
+    """Run checks in a torchrun job; return its exit code and stderr; raise TimeoutExpired after the deadline."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     job = subprocess.Popen([*command, str(WORKER), str(folder), *checks], env=env, stderr=subprocess.PIPE, text=True,
@@ -46,13 +46,13 @@ def launch(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE_
 
 
 def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE_S) -> dict[str, list]:
-    """What each rank got of each check."""
+    """Run checks in a job; return each rank's results by check."""
     code, stderr = launch(ranks, folder, *checks, deadline_s=deadline_s)
     assert code == 0, stderr[-4000:]
     return {check: [torch.load(folder / f"{check}.{rank}.pt") for rank in range(ranks)] for check in checks}
 
 
-JOBS = {  # name -> ranks, and the checks that one job runs
+JOBS = {  # name -> ranks, and the checks of that job
     "two": (2, ("shard2", "inductor2", "stages2", "recorded2", "rings2", "turns2", "disagree", "flipped")),
     "four": (4, ("hybrid4", "context4", "stages4", "recorded4")),
     "two more": (2, ("replicate2", "memory2")),
@@ -63,7 +63,7 @@ full = partial(pytest.param, marks=pytest.mark.full)
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What each rank got in a job, which is run when first asked for."""
+    """Return a function that runs a named job on its first call and returns each rank's results."""
 
     @functools.cache
     def job(name: str) -> dict[str, list]:
@@ -75,19 +75,19 @@ def jobs(tmp_path_factory):
 
 @functools.cache
 def lockstep(mesh: tuple[tuple[str, int], ...]) -> SimpleNamespace:
-    """The same training with all ranks in this process."""
+    """Run the same training with all ranks in this process."""
     data = batches(rows=6)
     step = compile_lockstep(llama(dtype=torch.float32), llama_loss, data[0], dict(mesh), NO_DECAY, evaluate=True)
     metrics = train_step(step, data)
     return SimpleNamespace(metrics=metrics, evaluation=step.evaluate(data[0]), state=step.state_dict())
 
 
-def assert_equal(found: dict, wanted: SimpleNamespace, tolerance: float) -> None:
-    """Metrics, evaluation and parameters are those of the lockstep run."""
-    for ours, theirs in zip(found["metrics"], wanted.metrics, strict=True):
+def assert_equal(result: dict, wanted: SimpleNamespace, tolerance: float) -> None:
+    """Compare metrics, evaluation and parameters with the lockstep run."""
+    for ours, theirs in zip(result["metrics"], wanted.metrics, strict=True):
         assert_same(ours, theirs, tolerance)
-    assert found["evaluation"] == pytest.approx(wanted.evaluation, rel=tolerance, abs=tolerance)
-    assert_same(found["state"], wanted.state, tolerance)
+    assert result["evaluation"] == pytest.approx(wanted.evaluation, rel=tolerance, abs=tolerance)
+    assert_same(result["state"], wanted.state, tolerance)
 
 
 @pytest.mark.full
@@ -96,8 +96,8 @@ def assert_equal(found: dict, wanted: SimpleNamespace, tolerance: float) -> None
     full("two more", "replicate2", (("dp_replicate", 2),)),
 ])
 def test_two_processes_are_lockstep_bit_for_bit(jobs, job, check, mesh):
-    for found in jobs(job)[check]:
-        assert_equal(found, lockstep(mesh), 0)
+    for result in jobs(job)[check]:
+        assert_equal(result, lockstep(mesh), 0)
 
 
 @pytest.mark.parametrize(("job", "check", "mesh", "groups"), [
@@ -108,32 +108,32 @@ def test_two_processes_are_lockstep_bit_for_bit(jobs, job, check, mesh):
 ])
 @pytest.mark.full
 def test_four_processes_are_lockstep_but_for_the_order_of_sums(jobs, job, check, mesh, groups):
-    """An axis has a second group where gradients travel beside something else."""
+    """An axis has a second group if its gradients are sent while other collectives run."""
     ranks = jobs(job)[check]
-    for found in ranks:
-        assert_equal(found, lockstep(mesh), 1e-6)
-        assert set(found["groups"]) == groups and found["differences"] == []
-    assert all(found["metrics"] == ranks[0]["metrics"] for found in ranks)
-    assert len({tuple(found["groups"]) for found in ranks}) == 1  # made in one order
+    for result in ranks:
+        assert_equal(result, lockstep(mesh), 1e-6)
+        assert set(result["groups"]) == groups and result["differences"] == []
+    assert all(result["metrics"] == ranks[0]["metrics"] for result in ranks)
+    assert len({tuple(result["groups"]) for result in ranks}) == 1  # created in the same order
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("job", "check", "tp"), [("two", "rings2", 2), full("four more", "rings4", 4)])
 def test_products_beside_rings_are_lockstep_without_them(jobs, job, check, tp):
-    for found in jobs(job)[check]:
-        assert_equal(found, lockstep((("tp", tp),)), 1e-5)
-        assert found["differences"] == []
+    for result in jobs(job)[check]:
+        assert_equal(result, lockstep((("tp", tp),)), 1e-5)
+        assert result["differences"] == []
 
 
 @pytest.mark.full
 def test_microbatches_side_by_side_are_lockstep_of_the_whole_batch(jobs):
-    for found in jobs("two")["turns2"]:
-        assert_equal(found, lockstep((("tp", 2),)), 1e-5)
-        assert found["differences"] == []
+    for result in jobs("two")["turns2"]:
+        assert_equal(result, lockstep((("tp", 2),)), 1e-5)
+        assert result["differences"] == []
 
 
 def of_stages(mesh: dict[str, int], schedule: str, layers: int, **model: object) -> SimpleNamespace:
-    """A step of pipeline stages with all ranks in this process."""
+    """Run a step of pipeline stages with all ranks in this process."""
     data, passes = batches(rows=6), {"pipeline": {"schedule": schedule}}
     model = llama(layers, dtype=torch.float32, **model)
     options = {"microbatches": 3, "passes": passes, "evaluate": True}
@@ -143,60 +143,60 @@ def of_stages(mesh: dict[str, int], schedule: str, layers: int, **model: object)
 
 
 def test_pipeline_stages_are_lockstep_bit_for_bit(jobs):
-    for found in jobs("two")["stages2"]:
-        assert_equal(found, of_stages({"pp": 2}, "zbv", 4, tied=True), 0)
-        assert found["differences"] == []
+    for result in jobs("two")["stages2"]:
+        assert_equal(result, of_stages({"pp": 2}, "zbv", 4, tied=True), 0)
+        assert result["differences"] == []
 
 
 @pytest.mark.full
 def test_sharded_pipeline_stages_are_lockstep(jobs):
-    for found in jobs("four")["stages4"]:
-        assert_equal(found, of_stages({"pp": 2, "dp_shard": 2}, "zero_bubble", 2), 1e-5)
-        assert found["differences"] == []
+    for result in jobs("four")["stages4"]:
+        assert_equal(result, of_stages({"pp": 2, "dp_shard": 2}, "zero_bubble", 2), 1e-5)
+        assert result["differences"] == []
 
 
 @pytest.mark.parametrize(("job", "check"), [("two", "recorded2"), full("four", "recorded4")])
 def test_recorded_stages_of_processes_have_the_bits_of_others(jobs, job, check):
-    for (wanted, none), (found, recordings) in jobs(job)[check]:
-        assert found == wanted and recordings > none == 0
+    for (wanted, no_recordings), (result, recordings) in jobs(job)[check]:
+        assert result == wanted and recordings > no_recordings == 0
 
 
 @pytest.mark.full
 def test_memory_of_pipeline_ranks_is_as_a_dry_run_predicts(jobs, record_property):
-    """To the byte, but for numbers that are no tensors of a program; it does not depend on how many microbatches there are."""
+    """Exact to the byte, except for scalars that no program holds; independent of the number of microbatches."""
     numbers = 8 * 16  # bytes
-    for rank, found in enumerate(jobs("two more")["memory2"]):
-        for case, peak in found.items():
+    for rank, result in enumerate(jobs("two more")["memory2"]):
+        for case, peak in result.items():
             assert 0 <= peak["measured"] - peak["predicted"] <= numbers, case
             assert peak["kinds"]["buffers of receives"] > 0 and peak["kinds"]["tensors being sent"] > 0
-        few, many = (found["1f1b", microbatches]["measured"] for microbatches in (4, 16))
+        few, many = (result["1f1b", microbatches]["measured"] for microbatches in (4, 16))
         assert abs(many - few) <= numbers
         record_property("counted", f"pipeline rank {rank}: {few:,} bytes with 4 microbatches, {many:,} with 16")
 
 
 def test_a_flipped_bit_of_a_replica_is_found_and_gone_once_the_other_is_sent(jobs):
-    for name, found, after in jobs("two")["flipped"]:
-        assert found == [(name, (), (0, 1))] and after == 0
+    for name, result, after in jobs("two")["flipped"]:
+        assert result == [(name, (), (0, 1))] and after == 0
 
 
 def test_two_processes_with_inductor_are_one_device(jobs):
     model, data = perceptron(dtype=torch.float32), points(dtype=torch.float32)
     wanted, _ = train_plainly(model, squared_error, data, NO_DECAY)
-    for found in jobs("two")["inductor2"]:
-        losses = [m["loss"] for m in found["metrics"]]
+    for result in jobs("two")["inductor2"]:
+        losses = [m["loss"] for m in result["metrics"]]
         assert losses == pytest.approx([m["loss"] for m in wanted], abs=1e-5)
 
 
 def test_ranks_share_out_the_bodies_and_take_each_others(jobs):
-    first, second = (found["bodies"] for found in jobs("two")["inductor2"])
+    first, second = (result["bodies"] for result in jobs("two")["inductor2"])
     assert min(first["compiled"], second["compiled"]) > 0
-    assert first["compiled"] == second["loaded"] and second["compiled"] == first["loaded"]  # none is compiled twice
+    assert first["compiled"] == second["loaded"] and second["compiled"] == first["loaded"]  # no body is compiled twice
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["dp", "tp", "cp", "float8", "remat", "microbatches", "turns"])
 def test_segments_under_inductor_train_as_the_whole(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "1")  # or what is fused differently is rounded so
+    monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "1")  # otherwise different fusions round differently
     for segments, whole in outcome(2, tmp_path, f"cut_{name}", deadline_s=550)[f"cut_{name}"]:
         for ours, theirs in zip(segments, whole, strict=True):
             assert_same(ours, theirs, 1e-6)

@@ -1,4 +1,4 @@
-"""torchrun starts ranks again after one was killed, on all its nodes, and the run goes on by itself to the same bits."""
+"""torchrun restarts the ranks on all nodes after a kill, and the run resumes by itself to the same bits."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DEADLINE_S = 200
 
 
 def torchruns(folder: Path, nodes: int) -> list[subprocess.Popen]:
-    """A job of two ranks on one or two nodes, whose ranks may be started again twice."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    """Start a job of two ranks on one or two nodes that may restart its ranks twice."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"]
     start += ["--max-restarts=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -37,15 +37,15 @@ def torchruns(folder: Path, nodes: int) -> list[subprocess.Popen]:
     return [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(nodes)]
 
 
-def ended(jobs: list[subprocess.Popen]) -> str:
-    """What a job said that ended well."""
-    said = [job.communicate(timeout=DEADLINE_S)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(said)[-4000:]
-    return "\n".join(said)
+def wait_for_success(jobs: list[subprocess.Popen]) -> str:
+    """Wait for a job, require that it succeeds, and return its stderr."""
+    outputs = [job.communicate(timeout=DEADLINE_S)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(outputs)[-4000:]
+    return "\n".join(outputs)
 
 
 def steps_of(folder: Path) -> int:
-    """How many steps a run has recorded."""
+    """Return the number of steps that a run has recorded."""
     path = folder / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
@@ -54,7 +54,7 @@ def steps_of(folder: Path) -> int:
 @pytest.mark.parametrize("nodes", (1, 2))
 def test_a_killed_rank_costs_steps_and_nothing_else(nodes, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    ended(torchruns(whole, nodes))
+    wait_for_success(torchruns(whole, nodes))
     jobs, deadline = torchruns(cut, nodes), time.monotonic() + DEADLINE_S
     while steps_of(cut) < 35:
         assert time.monotonic() < deadline and all(job.poll() is None for job in jobs)
@@ -62,9 +62,9 @@ def test_a_killed_rank_costs_steps_and_nothing_else(nodes, tmp_path):
     ranks = [p for job in jobs for p in psutil.Process(job.pid).children() if "compiler_trainer" in p.cmdline()]
     assert len(ranks) == 2
     os.kill(ranks[1].pid, signal.SIGKILL)
-    assert "exitcode: -9" in ended(jobs)
+    assert "exitcode: -9" in wait_for_success(jobs)
     assert timeless(metrics(cut)) == timeless(metrics(whole))
     for of_whole, of_cut in zip(complete(whole / "checkpoints"), complete(cut / "checkpoints"), strict=True):
         for rank in ("rank_00000", "rank_00001"):
-            found, wanted = (load_file(path / f"{rank}.safetensors") for path in (of_cut, of_whole))
-            assert found.keys() == wanted.keys() and all((found[n] == wanted[n]).all() for n in wanted)
+            stored, wanted = (load_file(path / f"{rank}.safetensors") for path in (of_cut, of_whole))
+            assert stored.keys() == wanted.keys() and all((stored[n] == wanted[n]).all() for n in wanted)

@@ -1,4 +1,4 @@
-"""One rank of a torchrun job: `worker.py FOLDER CHECK...` runs the checks and writes `FOLDER/CHECK.RANK.pt`."""
+"""Run checks as one rank of a torchrun job: `worker.py FOLDER CHECK...` writes `FOLDER/CHECK.RANK.pt`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ F32 = torch.float32
 
 def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager", schedule="1f1b", async_tp="none",
           batch_overlap=1, **options):
-    """Metrics of each step and the final full parameters, of all ranks together."""
+    """Return metrics, evaluation, full parameters, counts of bodies, names of groups, and replica differences."""
     model, data = model or llama(dtype=F32), data or batches(rows=6)
     step = compile_step(model, loss_fn, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": backend},
                         passes={"verify": "none", "context": {"method": "ring"}, "pipeline": {"schedule": schedule},
@@ -46,7 +46,7 @@ def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager", sche
 
 
 def disagree():
-    """The last rank compiles another program; the message that this rank gets."""
+    """Compile another program on the last rank; return the error message of this rank."""
     another = dist.get_rank() == dist.get_world_size() - 1
     try:
         compile_step(perceptron(), squared_error, points()[0], mesh={"dp_shard": dist.get_world_size()},
@@ -57,7 +57,7 @@ def disagree():
 
 
 def raise_on_rank_1():
-    """Rank 1 fails after its first step, while the others wait for it in theirs."""
+    """Raise on rank 1 after its first step, while the other ranks wait for it in their second."""
     data = points()
     step = compile_step(perceptron(), squared_error, data[0], mesh={"dp_shard": 2}, lower={"backend": "eager"})
     step(data[0])
@@ -67,19 +67,19 @@ def raise_on_rank_1():
 
 
 def flipped():
-    """A bit flips in a weight of the last rank; what is found then, and after the first rank's weight is sent to it."""
+    """Flip a bit in a weight of the last rank; return the differences found, and their number after a repair."""
     data, last = points(dtype=F32), dist.get_world_size() - 1
     step = compile_step(perceptron(dtype=F32), squared_error, data[0], mesh={"dp_replicate": last + 1}, lower={"backend": "eager"})
     step(data[0])
     name, (_, local) = next((n, t) for n, t in step.tensors().items() if n.endswith("weight"))
     if dist.get_rank() == last:
         local[last].detach().view(torch.int32)[0, 0] ^= 1 << 26
-    found = differences(step)
+    before = differences(step)
     step.runtime.send(local, 0, (last,), step.state[name].like)
-    return name, [(each.name, each.right, each.wrong) for each in found], len(differences(step))
+    return name, [(difference.name, difference.right, difference.wrong) for difference in before], len(differences(step))
 
 
-CUT = {  # name -> mesh and options, as jobs that are compiled whole and in segments
+CUT = {  # name -> mesh and options of jobs compiled as one program and in segments
     "dp": ({"dp_shard": 2}, {}, {}),
     "tp": ({"tp": 2}, {}, {}),
     "cp": ({"cp": 2}, {}, {}),
@@ -91,48 +91,48 @@ CUT = {  # name -> mesh and options, as jobs that are compiled whole and in segm
 
 
 def wide_llama():
-    """A Llama whose layers float8 can compute: dims are multiples of 16."""
+    """Return a Llama whose dims are multiples of 16, as float8 requires."""
     torch.manual_seed(0)
     cfg = ModelConfig(dim=32, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=VOCAB)
     return Llama(cfg)
 
 
 def cut(name):
-    """Metrics of each step under Inductor, in segments and as a whole."""
+    """Return metrics of each step under Inductor, in segments and as one program."""
     mesh, passes, options = CUT[name]
     model, data = wide_llama() if name == "float8" else llama(2, dtype=F32), batches(rows=4)
-    found = []
+    results = []
     for enabled in (True, False):
         step = compile_step(model, llama_loss, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": "inductor"},
                             passes={**passes, "verify": "none", "segment": {} if enabled else {"max_nodes": None}}, **options)
-        found.append(train_step(step, data))
-    return found
+        results.append(train_step(step, data))
+    return results
 
 
 def recorded(mesh, layers, backend, schedule):
-    """Metrics of steps and final parameters, plainly and with played CUDA graphs; how many recordings were made."""
-    how = {"mesh": mesh, "optim": NO_DECAY, "microbatches": 4, "lower": {"backend": backend, "cudagraphs": "auto"},
+    """Return metrics and parameters, without and with played CUDA graphs, each with the number of recordings."""
+    options = {"mesh": mesh, "optim": NO_DECAY, "microbatches": 4, "lower": {"backend": backend, "cudagraphs": "auto"},
            "passes": {"verify": "none", "pipeline": {"schedule": schedule}}}
-    found = []
-    for here in (nullcontext(), patch("compiler_trainer.step.runtime.why_nothing_is_recorded", lambda device: "")):
-        with played_cuda() as done, here:
+    results = []
+    for context in (nullcontext(), patch("compiler_trainer.step.runtime.why_nothing_is_recorded", lambda device: "")):
+        with played_cuda() as done, context:
             data = batches(rows=8)
-            step = compile_step(llama(layers, tied=True, dtype=F32), llama_loss, data[0], **how)
+            step = compile_step(llama(layers, tied=True, dtype=F32), llama_loss, data[0], **options)
             metrics = [step(data[i % len(data)]) for i in range(5)]
-            found.append(((metrics, {name: t.tolist() for name, t in step.state_dict().items()}), done.count("record")))
-    return found
+            results.append(((metrics, {name: t.tolist() for name, t in step.state_dict().items()}), done.count("record")))
+    return results
 
 
 def memory(schedule, microbatches):
-    """The bytes of this pipeline rank at the peak of a step: measured, and as a dry run predicts them."""
-    chosen = {
+    """Return this pipeline rank's peak bytes in a step: measured, and as a dry run predicts them."""
+    options = {
         "model": {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": VOCAB},
         "train": {"seq_len": 64, "global_batch_size": microbatches, "microbatches": microbatches},
         "passes": {"cast": {"param_dtype": None}, "verify": "none", "pipeline": {"schedule": schedule}},
         "mesh": {"pp": 2, "dp_shard": 1},
         "lower": {"backend": "eager"},
     }
-    cfg = validate(build(Config, chosen), 2)
+    cfg = validate(build(Config, options), 2)
     model = models.build(cfg.model, F32).to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -173,7 +173,7 @@ CHECKS = {
 
 def main(folder: str, *checks: str) -> None:
     """Run the checks on this rank."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/kernels"  # empty at first, and of all ranks of a machine
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/kernels"  # empty at first, shared by all ranks of a machine
     start_ranks()
     try:
         for check in checks:

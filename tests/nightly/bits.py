@@ -1,11 +1,11 @@
-"""Train twice what should, or need not, come out the same to the bit, and say whether it does.
+"""Train pairs of runs that should, or may not, have the same bits, and report whether they do.
 
-    python -m tests.nightly.bits                                   # a line a comparison
-    python -m tests.nightly.bits --write docs/measured/bits.md     # and the table of the page
+    python -m tests.nightly.bits                                   # prints one line per comparison
+    python -m tests.nightly.bits --write docs/measured/bits.md     # also updates the table of the page
 
-Each comparison is of two settings that differ in one thing, over three steps of a decoder and of one with experts, in
-fp32 and with a bf16 cast: losses, gradient norms, parameters and moments. Exit codes: 0 what is promised holds, 1 it
-does not.
+The two runs of a comparison differ in one setting. Both take three steps, with a decoder and with one with experts, in
+fp32 and with a bf16 cast. Compared are losses, gradient norms, parameters and moments. Exit codes: 0 every promise
+holds, 1 one is broken.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Bits = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Setting:
-    """How the model is trained, beside what both settings of a comparison share."""
+    """The settings of a run, in addition to those that both runs of a comparison share."""
 
     passes: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mapping[str, int] | None = None  # None: the comparison's
@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Gate:
-    """A comparison: what differs, whether the same bits are promised, and on which meshes it is made."""
+    """A comparison: two settings, whether the same bits are promised, and the meshes to compare them on."""
 
     name: str
     one: Setting
@@ -56,8 +56,8 @@ class Gate:
 
 
 PLAIN, COMPILED = Setting(), Setting(backend="inductor")
-KEPT = Setting({"remat": {"policy": "none"}})
-AS_THEY_COME = Setting({"communication": {"bucket_mib": 0, "prefetch": 0}})
+NOT_RECOMPUTED = Setting({"remat": {"policy": "none"}})
+NOT_BUCKETED = Setting({"communication": {"bucket_mib": 0, "prefetch": 0}})
 ONE: tuple[Mapping[str, int], ...] = ({},)
 GATES = (
     Gate("two runs", PLAIN, PLAIN),
@@ -65,9 +65,9 @@ GATES = (
     Gate("segments, and the whole program at once", PLAIN, Setting({"segment": {"max_nodes": None}})),
     Gate("the same, compiled", COMPILED, Setting({"segment": {"max_nodes": None}}, backend="inductor"), False, ONE),
     Gate("layers alike folded into one, and each by itself", PLAIN, Setting({"fold_layers": False}), layers=12),
-    Gate("everything recomputed, and nothing", Setting({"remat": {"policy": "full"}}), KEPT),
-    Gate("activations offloaded, and kept", Setting({"remat": {"policy": "offload"}}), KEPT),
-    Gate("collectives merged and early, and as they come", PLAIN, AS_THEY_COME),
+    Gate("everything recomputed, and nothing", Setting({"remat": {"policy": "full"}}), NOT_RECOMPUTED),
+    Gate("activations offloaded, and kept", Setting({"remat": {"policy": "offload"}}), NOT_RECOMPUTED),
+    Gate("collectives merged and early, and as they come", PLAIN, NOT_BUCKETED),
     Gate("verified in numbers, and not", Setting({"verify": "spec"}), Setting({"verify": "none"})),
     Gate("two microbatches, and in the other order", PLAIN, Setting(reverse=True), False, ({}, {"dp_shard": 2})),
     Gate("compiled, and eager", COMPILED, PLAIN, promised=False, meshes=ONE),
@@ -76,7 +76,7 @@ GATES = (
 
 
 def train(model: str, dtype: str, mesh: Mapping[str, int], setting: Setting, layers: int, microbatches: int) -> Bits:
-    """What each step leaves."""
+    """Return metrics, parameters and optimizer moments, by name, after each step."""
     subject = Case.parse(f"{MODELS[model]} layers={layers}").subject()
     batches = [{name: narrow(value) for name, value in batch.items()} for batch in subject.batches]
     if setting.reverse:
@@ -93,60 +93,60 @@ def train(model: str, dtype: str, mesh: Mapping[str, int], setting: Setting, lay
         ranks="processes" if setting.backend == "inductor" else "lockstep",
         evaluate=False,
     )
-    found = []
+    results = []
     for batch in batches:
         metrics = {name: torch.tensor(value) for name, value in step(batch, 1e-2).items()}
-        found.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
-    return found
+        results.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
+    return results
 
 
 def narrow(value: Tensor) -> Tensor:
-    """A batch's entry in fp32."""
+    """Cast a floating-point tensor to fp32; return other tensors unchanged."""
     return value.float() if value.is_floating_point() else value
 
 
-def off(one: Bits, other: Bits) -> float:
-    """The largest difference of two entries over the largest of the value; 0 if all bits are the same."""
+def relative_difference(one: Bits, other: Bits) -> float:
+    """Return the largest difference of two entries, relative to the value's largest entry; 0 if all bits are equal."""
     pairs = [(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a]
     return max(0.0 if torch.equal(x, y) else difference(x, y) or sys.float_info.min for x, y in pairs)
 
 
-def measured() -> Iterator[tuple[Gate, str, str, float]]:
-    """Each comparison with model, dtype, mesh, and how far the two are from each other."""
+def compare_all() -> Iterator[tuple[Gate, str, str, float]]:
+    """Yield each comparison with its model and dtype, its mesh, and the relative difference of the two runs."""
     for gate in GATES:
         for model in MODELS:
             for dtype in DTYPES:
                 for mesh in gate.meshes:
                     settings = gate.one, gate.other
                     count = 2 if gate.other.reverse else 1
-                    found = [train(model, dtype, mesh, setting, gate.layers, count) for setting in settings]
-                    yield gate, f"{model}, {dtype}", " x ".join(f"{a} {n}" for a, n in mesh.items()), off(*found)
+                    runs = [train(model, dtype, mesh, setting, gate.layers, count) for setting in settings]
+                    yield gate, f"{model}, {dtype}", " x ".join(f"{a} {n}" for a, n in mesh.items()), relative_difference(*runs)
 
 
-def table(found: Sequence[tuple[Gate, str, str, float]]) -> str:
-    """Markdown, a row a comparison: promised or not, how many pairs had the same bits, and the worst that had not."""
+def table(measurements: Sequence[tuple[Gate, str, str, float]]) -> str:
+    """Return a Markdown table: per comparison the promise, pairs, pairs with equal bits, and the worst difference."""
     lines = ["| the two | promised | pairs | same bits | worst, of a value's largest entry |", "|---|---|---|---|---|"]
     for gate in GATES:
-        errors = [error for g, _, _, error in found if g is gate]
-        said, same, worst = "yes" if gate.promised else "no", errors.count(0.0), max(errors, default=0.0)
-        lines.append(f"| {gate.name} | {said} | {len(errors)} | {same} | {f'{worst:.0e}' if worst else ''} |")
+        errors = [error for g, _, _, error in measurements if g is gate]
+        promise, same, worst = "yes" if gate.promised else "no", errors.count(0.0), max(errors, default=0.0)
+        lines.append(f"| {gate.name} | {promise} | {len(errors)} | {same} | {f'{worst:.0e}' if worst else ''} |")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, show and write; the exit code."""
-    takes = argparse.ArgumentParser("python -m tests.nightly.bits", description=(__doc__ or "").splitlines()[0])
-    takes.add_argument("--write", type=Path, help="the page whose table is renewed")
-    given = takes.parse_args(arguments)
-    found = []
-    for gate, what, mesh, error in measured():
-        found.append((gate, what, mesh, error))
-        print(f"{gate.name}: {what}, {mesh or 'one device'}: {'the same bits' if not error else f'off by {error:.1e}'}")
-    if given.write:
-        before, _, rest = given.write.read_text(encoding="utf-8").partition(BEGIN)
-        page = f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}"
-        given.write.write_text(page, encoding="utf-8")
-    return 1 if any(error and gate.promised for gate, _, _, error in found) else 0
+    """Run all comparisons, print them, update the page if asked, and return the exit code."""
+    parser = argparse.ArgumentParser("python -m tests.nightly.bits", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", type=Path, help="the page whose table to update")
+    options = parser.parse_args(arguments)
+    measurements = []
+    for gate, label, mesh, error in compare_all():
+        measurements.append((gate, label, mesh, error))
+        print(f"{gate.name}: {label}, {mesh or 'one device'}: {'the same bits' if not error else f'differ by {error:.1e}'}")
+    if options.write:
+        before, _, after = options.write.read_text(encoding="utf-8").partition(BEGIN)
+        page = f"{before}{BEGIN}\n{table(measurements)}\n{END}{after.partition(END)[2]}"
+        options.write.write_text(page, encoding="utf-8")
+    return 1 if any(error and gate.promised for gate, _, _, error in measurements) else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Kill training at random moments and let it go on: it has to end with the bits of a run that nothing disturbed.
+"""Kill training at random moments and resume it: it must end with the bits of an undisturbed run.
 
     python -m tests.nightly.chaos --trials 40 --ranks 2
 
-In each trial, once or twice, one of DISTURBANCES happens, whatever the ranks are at: a step, a copy, a file, a rename.
-Every checkpoint there is has to be whole then. Now and then a byte of the token cache changes, its time kept. Then the
-same job starts again, with `checkpoint.resume=auto`.
+Each trial applies one or two of DISTURBANCES, whatever the ranks are doing: a step, a copy, a file, a rename. Every
+complete checkpoint must then be intact. In some trials a byte of the token cache changes too, with its file's time
+kept. Then the same job starts again, with `checkpoint.resume=auto`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from compiler_trainer.training.pace import RANKS
 from compiler_trainer.training.trainer import train
 
 STEPS = 24
-SAID = 4000  # characters of a rank's log that are shown
-PATIENCE_S = 120.0  # for ranks to end once one of them is gone
-MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # differ from run to run
-FORK = multiprocessing.get_context("fork")  # imports take longer than the runs
+LOG_CHARACTERS = 4000  # characters of a rank's log to print
+PATIENCE_S = 120.0  # for ranks to end after one of them is gone
+MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # metrics that differ from run to run
+FORK = multiprocessing.get_context("fork")  # saves the imports, which take longer than the runs
 
 
 @dataclass
 class Tally:
-    """What was seen."""
+    """The counts of all trials."""
 
     happened: Counter[str] = field(default_factory=Counter)
     in_a_save: int = 0
@@ -73,43 +73,43 @@ class Tally:
 
 
 def main() -> None:
-    """Run the trials; exits with 1 if one ends with other bits."""
-    takes = argparse.ArgumentParser("python -m tests.nightly.chaos", description=__doc__)
-    takes.add_argument("--trials", type=int, default=10)
-    takes.add_argument("--ranks", type=int, default=2)
-    takes.add_argument("--stages", type=int, default=1, help="of a pipeline, among which the ranks are divided")
-    takes.add_argument("--once", action="store_true", help="gather and reduce once a step, of two microbatches")
-    takes.add_argument("--seed", type=int, default=0, help="of the moments")
-    given = takes.parse_args()
-    draw, tally = random.Random(given.seed), Tally()
-    how = given.stages, given.once
+    """Run the trials; exit with 1 if one ends with other bits."""
+    parser = argparse.ArgumentParser("python -m tests.nightly.chaos", description=__doc__)
+    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages; the ranks are split evenly among them")
+    parser.add_argument("--once", action="store_true", help="use two microbatches; gather and reduce once per step")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
+    args = parser.parse_args()
+    draw, tally = random.Random(args.seed), Tally()
+    layout = args.stages, args.once
     with tempfile.TemporaryDirectory() as scratch:
-        whole = Path(scratch, "whole")
-        processes = start(job(whole, *how), given.ranks, whole)
-        wait_for_steps(whole, processes)
+        undisturbed = Path(scratch, "whole")
+        processes = start(job(undisturbed, *layout), args.ranks, undisturbed)
+        wait_for_steps(undisturbed, processes)
         began = time.monotonic()
-        finish(processes, whole)
-        took = time.monotonic() - began
-        print(f"undisturbed: {STEPS} steps on {given.ranks} ranks in {took:.1f} s", flush=True)
-        for number in range(given.trials):
+        finish(processes, undisturbed)
+        seconds = time.monotonic() - began
+        print(f"undisturbed: {STEPS} steps on {args.ranks} ranks in {seconds:.1f} s", flush=True)
+        for number in range(args.trials):
             folder = Path(scratch, str(number))
-            seen = trial(job(folder, *how), folder, given.ranks, took, draw, tally)
-            wrong = [*filter(None, seen.values()), *differences(whole, folder)]
+            errors = trial(job(folder, *layout), folder, args.ranks, seconds, draw, tally)
+            wrong = [*filter(None, errors.values()), *differences(undisturbed, folder)]
             tally.wrong += bool(wrong)
-            print(f"trial {number}, {', '.join(seen)}: {'; '.join(wrong) or 'the same bits'}", flush=True)
+            print(f"trial {number}, {', '.join(errors)}: {'; '.join(wrong) or 'the same bits'}", flush=True)
             if wrong:
-                said = (last_words(folder, r) for r in range(given.ranks))
-                print(*said, sep="\n----\n", flush=True)
+                logs = (last_words(folder, r) for r in range(args.ranks))
+                print(*logs, sep="\n----\n", flush=True)
         restarts = restarted(Path(scratch))
-    counts = ", ".join(f"{count} {what}" for what, count in tally.happened.items())
-    counts = f"{counts}; {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
-    print(f"{given.trials} trials, {counts}: {tally.wrong} with other bits")
+    counts = ", ".join(f"{count} {name}" for name, count in tally.happened.items())
+    counts = f"{counts}; {tally.in_a_save} during a save, all ranks saved and stopped {tally.stops} times"
+    print(f"{args.trials} trials, {counts}: {tally.wrong} with other bits")
     print(restarts)
     sys.exit(1 if tally.wrong else 0)
 
 
 def job(folder: Path, stages: int = 1, once: bool = False) -> Config:
-    """A small run with a checkpoint after each step."""
+    """Return the config of a small run with a checkpoint after each step."""
     accumulate = AccumulateConfig("step", "step") if once else AccumulateConfig()
     return Config(
         model=ModelConfig(dim=256, n_layers=stages, n_heads=2, n_kv_heads=1, ffn_dim=512),
@@ -126,15 +126,15 @@ def job(folder: Path, stages: int = 1, once: bool = False) -> Config:
 
 
 def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Random, tally: Tally) -> dict[str, str]:
-    """Start, disturb, and start again until it may end: what happened, and what was wrong at once, empty if nothing."""
-    seen = {}
+    """Start, disturb and restart a run until it ends; return each disturbance with the error it caused, or ""."""
+    errors = {}
     for _ in range(draw.choice((1, 2))):
         processes = start(cfg, ranks, folder)
-        if draw.random() < 0.9:  # else before the first step
+        if draw.random() < 0.9:  # otherwise disturb before the first step
             wait_for_steps(folder, processes)
         time.sleep(draw.uniform(0.0, 1.0) * took)
         name = draw.choice([*DISTURBANCES])
-        seen[name] = DISTURBANCES[name](processes, cfg, took, draw)
+        errors[name] = DISTURBANCES[name](processes, cfg, took, draw)
         finish(processes, folder)
         tally.happened[name] += 1
         tally.stops += {process.exitcode for process in processes} == {STOPPED}
@@ -142,33 +142,33 @@ def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Rando
         for path in checkpoint.complete(folder / "checkpoints"):
             checkpoint.check(path)
         if draw.random() < 0.3:
-            seen["a byte of the token cache"] = alter(folder.parent / "tokens", draw)
+            errors["a byte of the token cache"] = alter(folder.parent / "tokens", draw)
     if not is_done(folder):
         finish(start(cfg, ranks, folder), folder)
-    return seen
+    return errors
 
 
-# Disturbances: each takes the ranks, their job, the seconds that a run takes and a source of chance, and says
-# what was wrong at once, if anything was.
+# Disturbances: each takes the ranks, their job, the seconds of a full run and a random source, and returns the error it
+# caused, or "".
 
 
 def kill_all(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """SIGKILL to all ranks."""
+    """Send SIGKILL to all ranks."""
     return send(processes, signal.SIGKILL)
 
 
 def kill_one(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """SIGKILL to one of them."""
+    """Send SIGKILL to one rank."""
     return send([draw.choice(processes)], signal.SIGKILL)
 
 
 def stop_one(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """SIGTERM to one of them."""
+    """Send SIGTERM to one rank."""
     return send([draw.choice(processes)], signal.SIGTERM)
 
 
 def stop_all_twice(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """SIGTERM to all and, within moments, again, as of a scheduler and of torchrun."""
+    """Send SIGTERM to all ranks twice within moments, as a scheduler and torchrun together do."""
     folder = Path(cfg.run.dir)
     was_taken = taken(folder)
     send(processes, signal.SIGTERM)
@@ -176,11 +176,11 @@ def stop_all_twice(processes: list[BaseProcess], cfg: Config, took: float, draw:
     send(processes, signal.SIGTERM)
     finish(processes, folder)
     lost = was_taken and not is_done(folder) and {p.exitcode for p in processes} != {STOPPED}
-    return f"two signals ended it with {[p.exitcode for p in processes]}" if lost else ""
+    return f"two signals ended the run with exit codes {[p.exitcode for p in processes]}" if lost else ""
 
 
 def start_another(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """The same job once more in the same folder: it has to be refused while the first is there."""
+    """Start the same job in the same folder: it must be refused while the first one runs."""
     folder = Path(cfg.run.dir)
     others = start(cfg, len(processes), folder, patience_s=0.1)
     finish(others, folder)
@@ -189,7 +189,7 @@ def start_another(processes: list[BaseProcess], cfg: Config, took: float, draw: 
 
 
 def fill_disk(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
-    """No file may grow for a while, in any of the ranks."""
+    """Forbid all ranks to grow any file for a while."""
     for limit in (0, resource.RLIM_INFINITY):
         for process in (p for p in processes if p.is_alive()):
             with suppress(ProcessLookupError):
@@ -209,7 +209,7 @@ DISTURBANCES: dict[str, Callable[[list[BaseProcess], Config, float, random.Rando
 
 
 def send(processes: list[BaseProcess], number: int) -> str:
-    """Send a signal to those that are alive."""
+    """Send a signal to the processes that are alive."""
     for process in processes:
         if process.is_alive():
             os.kill(process.pid or 0, number)
@@ -217,7 +217,7 @@ def send(processes: list[BaseProcess], number: int) -> str:
 
 
 def alter(cache: Path, draw: random.Random) -> str:
-    """Change a byte of a cached corpus, its time kept."""
+    """Flip one bit in a file of the token cache and keep the file's time."""
     path = draw.choice(sorted(p for p in cache.glob("*/*") if p.suffix in (".bin", ".json") and p.stat().st_size))
     at, content = path.stat(), bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
@@ -230,23 +230,23 @@ def alter(cache: Path, draw: random.Random) -> str:
 
 
 def wait_for_steps(folder: Path, processes: list[BaseProcess]) -> None:
-    """Wait until steps are taken, or until there is nothing to wait for."""
+    """Wait until a step is recorded or a rank ends."""
     before = taken(folder)
     while taken(folder) == before and all(process.is_alive() for process in processes):
         time.sleep(0.005)
 
 
 def taken(folder: Path) -> int:
-    """How many steps are recorded."""
+    """Return the number of recorded steps."""
     return len(read(folder / FILE)) if (folder / FILE).exists() else 0
 
 
 def start(cfg: Config, ranks: int, folder: Path, patience_s: float = owner.PATIENCE_S) -> list[BaseProcess]:
-    """The ranks of a job, as processes, which wait so long for a folder that another job holds."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    given = [(cfg, r, ranks, port, folder, patience_s) for r in range(ranks)]
-    processes: list[BaseProcess] = [FORK.Process(target=run, args=each) for each in given]
+    """Start the ranks of a job as processes; they wait `patience_s` seconds for a folder that another job holds."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    arguments = [(cfg, r, ranks, port, folder, patience_s) for r in range(ranks)]
+    processes: list[BaseProcess] = [FORK.Process(target=run, args=args) for args in arguments]
     for process in processes:
         process.start()
     return processes
@@ -254,15 +254,15 @@ def start(cfg: Config, ranks: int, folder: Path, patience_s: float = owner.PATIE
 
 def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s: float) -> None:
     """Train as one rank."""
-    with open(log_of(folder, rank), "ab") as log:  # written by another process, whose disk is never full
-        said = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True).stdin
-    assert said is not None
-    os.dup2(said.fileno(), 1)
-    os.dup2(said.fileno(), 2)
-    said.close()
+    with open(log_of(folder, rank), "ab") as log:  # written by another process, whose disk never fills up
+        pipe = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True).stdin
+    assert pipe is not None
+    os.dup2(pipe.fileno(), 1)
+    os.dup2(pipe.fileno(), 2)
+    pipe.close()
     owner.PATIENCE_S = patience_s
-    next(phases.runs)  # seconds count from now, not from imports before the fork
-    faulthandler.enable()  # for a rank that hangs
+    next(phases.runs)  # count seconds from now, not from the imports before the fork
+    faulthandler.enable()  # SIGABRT prints the stack traces of a rank that hangs
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
@@ -273,7 +273,7 @@ def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s:
 
 
 def finish(processes: list[BaseProcess], folder: Path) -> None:
-    """Wait for ranks; raises TimeoutError if one of them hangs, with what it was doing."""
+    """Wait for the ranks; raise TimeoutError with their stack traces if any of them hangs."""
     for process in processes:
         process.join(PATIENCE_S)
     hanging = [r for r, process in enumerate(processes) if process.is_alive()]
@@ -281,53 +281,53 @@ def finish(processes: list[BaseProcess], folder: Path) -> None:
         os.kill(processes[r].pid or 0, signal.SIGABRT)
         processes[r].join()
     if hanging:
-        said = "\n".join(last_words(folder, r) for r in hanging)
-        raise TimeoutError(f"ranks {hanging} hang:\n{said}")
+        logs = "\n".join(last_words(folder, r) for r in hanging)
+        raise TimeoutError(f"ranks {hanging} hang:\n{logs}")
 
 
 def log_of(folder: Path, rank: int) -> Path:
-    """What a rank says goes to a file beside the run folder."""
+    """Return the path of a rank's log, next to the run folder."""
     return folder.with_name(f"{folder.name}.{rank}.log")
 
 
 def last_words(folder: Path, rank: int) -> str:
-    """The end of what a rank said; several threads that fail at once may cut each other's characters."""
-    return log_of(folder, rank).read_text(errors="replace")[-SAID:]
+    """Return the end of a rank's log. Threads that fail at once may cut each other's UTF-8, hence errors="replace"."""
+    return log_of(folder, rank).read_text(errors="replace")[-LOG_CHARACTERS:]
 
 
 def restarted(scratch: Path) -> str:
-    """How long ranks that started again took to their first step, imports apart: a fork has them."""
-    said = "".join(log.read_text(errors="replace") for log in scratch.glob("*.0.log"))
-    seconds = [float(found) for found in re.findall(r"^restarted in ([\d.]+) s", said, re.MULTILINE)] or [0.0]
+    """Report the seconds from a restart to its first step, without imports, which the fork inherits."""
+    logs = "".join(log.read_text(errors="replace") for log in scratch.glob("*.0.log"))
+    seconds = [float(number) for number in re.findall(r"^restarted in ([\d.]+) s", logs, re.MULTILINE)] or [0.0]
     return f"{len(seconds)} restarts: median {median(seconds):.1f} s to the first step, at most {max(seconds):.1f} s"
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a run took its last step and saved it."""
+    """Return True if a run took and saved its last step."""
     return any(checkpoint.number_of(path) == STEPS for path in checkpoint.complete(folder / "checkpoints"))
 
 
-def differences(whole: Path, other: Path) -> list[str]:
-    """In what a run differs from another one: its records, where it stands, the bits of its state."""
+def differences(run: Path, other: Path) -> list[str]:
+    """List the differences between two runs: records, position in the data, names of values with other bits."""
     if not is_done(other):
-        return ["it did not end"]
-    found = []
-    if records(whole) != records(other):
-        found.append("other records")
-    first, second = (checkpoint.opened(path / f"checkpoints/step_{STEPS:08}") for path in (whole, other))
-    if where(first) != where(second):
-        found.append("it stands elsewhere")
+        return ["the run did not end"]
+    names = []
+    if records(run) != records(other):
+        names.append("other records")
+    first, second = (checkpoint.opened(path / f"checkpoints/step_{STEPS:08}") for path in (run, other))
+    if position(first) != position(second):
+        names.append("other position in the data")
     digests = [{piece.key: piece.sha256 for of in one.pieces.values() for piece in of} for one in (first, second)]
-    return found + sorted(key for key in digests[0] | digests[1] if digests[0].get(key) != digests[1].get(key))
+    return names + sorted(key for key in digests[0] | digests[1] if digests[0].get(key) != digests[1].get(key))
 
 
-def where(stored: checkpoint.Checkpoint) -> tuple[int, int, dict[str, Any]]:
-    """Where training and its data stand."""
+def position(stored: checkpoint.Checkpoint) -> tuple[int, int, dict[str, Any]]:
+    """Return the position of training and of its data."""
     return stored.index.step, stored.index.tokens, stored.index.data
 
 
 def records(run: Path) -> list[dict[str, float]]:
-    """What each step measured, but for times and memory."""
+    """Return each step's metrics without times and memory."""
     return [{name: v for name, v in record.items() if name not in MEASURED} for record in read(run / FILE)]
 
 

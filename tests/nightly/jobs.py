@@ -1,7 +1,7 @@
-"""Whole jobs by random options, each through the commands that a user types: `python -m tests.nightly.jobs --cases 20`.
+"""Run whole jobs with random options through the user's commands: `python -m tests.nightly.jobs --cases 20`.
 
-A job trains on 2 to 4 ranks and on one, whose losses must agree; is continued on one rank; evaluated, exported,
-compared with transformers, and sampled. Of each command is told whether it ends well, is refused, or crashes.
+A job trains on 2 to 4 ranks and on one rank, whose losses must agree. It then resumes on one rank, evaluates, exports,
+compares with transformers, and samples. Each command is reported as right, refused, or a crash.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 KINDS = ("dense", "experts", "latent", "folder", "lora")
-TEXTS = {"text": 60, "chat": 20, "pairs": 10}  # kinds of data, and the most words of a part
+TEXTS = {"text": 60, "chat": 20, "pairs": 10}  # kind of data -> maximum words of a text
 FIXED = ["lower.backend=eager", "checkpoint.interval=3", "eval.interval=3", "eval.batches=2", "optim.lr=0.003"]
 ALONE = [f"mesh.{axis}=1" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")]
-CLOSE = 0.02  # losses of a mesh and of one rank, relative, also in bfloat16
+CLOSE = 0.02  # largest relative difference between losses of a mesh and of one rank, also in bfloat16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print a line for each command, and count."""
+    """Run the jobs, print one line per command and the counts; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.nightly.jobs", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     counts = Counter[str]()
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch, "library")
         write_library(library)
-        for number in range(given.cases):
-            options, ranks = drawn(random.Random(f"{given.seed} {number}"), library)
+        for number in range(args.cases):
+            options, ranks = draw_job(random.Random(f"{args.seed} {number}"), library)
             print(f"{number}: {ranks} ranks, {shlex.join(options)}", flush=True)
             for command, verdict in job(options, ranks, Path(scratch, str(number))):
                 counts[verdict.split(":")[0]] += 1
@@ -66,20 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_library(folder: Path) -> None:
-    """Texts, chats, pairs, a tokenizer of bytes with a template, and small models as transformers writes them."""
+    """Write texts, chats, pairs, a byte tokenizer with a chat template, and small models saved by transformers."""
     import torch
     import transformers
 
     rng = random.Random(0)
     folder.mkdir()
 
-    def said(most: int) -> str:
+    def words(most: int) -> str:
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(2, most)))
 
     records = {
-        "text": lambda n: {"text": said(n)},
-        "chat": lambda n: {"messages": [{"role": role, "content": said(n)} for role in ("user", "assistant")]},
-        "pairs": lambda n: {name: said(n) for name in ("prompt", "chosen", "rejected")},
+        "text": lambda n: {"text": words(n)},
+        "chat": lambda n: {"messages": [{"role": role, "content": words(n)} for role in ("user", "assistant")]},
+        "pairs": lambda n: {name: words(n) for name in ("prompt", "chosen", "rejected")},
     }
     for kind, most in TEXTS.items():
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(records[kind](most)) + "\n" for _ in range(200)))
@@ -93,18 +93,18 @@ def write_library(folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A token for each byte, an end of documents, and the template of ChatML."""
+    """Write a tokenizer with one token per byte, an end-of-document token and the ChatML template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"chat_template": CHATML, "eos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"chat_template": CHATML, "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def drawn(rng: random.Random, library: Path) -> tuple[list[str], int]:
-    """The options of a job, and how many ranks it has."""
+def draw_job(rng: random.Random, library: Path) -> tuple[list[str], int]:
+    """Draw the options of a job and its number of ranks."""
     kind, data, ranks = rng.choice(KINDS), rng.choice([*TEXTS, "synthetic"]), rng.choice((2, 3, 4))
     microbatches = rng.choice((1, 2, 4))
     options = [*model_of(rng, kind, library), *data_of(rng, data, library, kind in ("folder", "lora"))]
@@ -126,7 +126,7 @@ def drawn(rng: random.Random, library: Path) -> tuple[list[str], int]:
 
 
 def model_of(rng: random.Random, kind: str, library: Path) -> list[str]:
-    """The options of a model."""
+    """Draw the options of a model."""
     if kind in ("folder", "lora"):
         lora = ["+model.lora.rank=4", "model.lora.targets=[all-linear]"]
         return ["model=hf", f"model.path={library / rng.choice([*FOLDERS])}", *(lora if kind == "lora" else [])]
@@ -144,7 +144,7 @@ def model_of(rng: random.Random, kind: str, library: Path) -> list[str]:
 
 
 def data_of(rng: random.Random, data: str, library: Path, folder: bool) -> list[str]:
-    """The options of data; a decoder has no tokenizer of its own."""
+    """Draw the options of the data; our own decoder needs a tokenizer, a model folder brings one."""
     if data == "synthetic":
         return ["data=synthetic", "data.documents=200", *(["data.tokenizer=bytes"] if folder else [])]
     options = ["data=text", f"data.files=[{library / data}.jsonl]"]
@@ -156,7 +156,7 @@ def data_of(rng: random.Random, data: str, library: Path, folder: bool) -> list[
 
 
 def mesh_of(rng: random.Random, ranks: int, experts: bool) -> list[str]:
-    """One axis, or two of two ranks each; experts over those of the data, where they fit."""
+    """Draw one axis, or two axes of two ranks each; shard experts over the data axes if their size is even."""
     axes = rng.sample(("dp_shard", "dp_replicate", "cp", "tp", "pp"), 2)
     sizes = dict.fromkeys(axes, 2) if ranks == 4 and rng.random() < 0.6 else {axes[0]: ranks}
     options = [f"mesh.{axis}={size}" for axis, size in ({"dp_shard": 1} | sizes).items()]
@@ -167,50 +167,50 @@ def mesh_of(rng: random.Random, ranks: int, experts: bool) -> list[str]:
 
 
 def job(options: list[str], ranks: int, folder: Path) -> Iterator[tuple[str, str]]:
-    """Each command of a job, and what became of it."""
+    """Yield each command of a job with its verdict."""
     folder.mkdir()
     run, out = folder / "mesh", folder / "export"
-    verdict = called("launch", "-n", str(ranks), *options, "train.steps=6", f"run.dir={run}")
+    verdict = run_command("launch", "-n", str(ranks), *options, "train.steps=6", f"run.dir={run}")
     yield "train", verdict
     if verdict != "right":
         return
     alone = [o for o in options if not o.startswith(("mesh.", "passes.pipeline"))]
-    verdict = called(*alone, *ALONE, "train.steps=6", f"run.dir={folder / 'one'}")
-    yield "train on one rank", agreeing(run, folder / "one") if verdict == "right" else verdict
+    verdict = run_command(*alone, *ALONE, "train.steps=6", f"run.dir={folder / 'one'}")
+    yield "train on one rank", compare_losses(run, folder / "one") if verdict == "right" else verdict
     allowed = "checkpoint.allow=[train.steps,mesh,passes]"
-    yield "continue on one rank", called("resume", run, "train.steps=8", allowed, *ALONE)
-    yield "eval", called("eval", run)
-    verdict = called("export", run, out)
+    yield "continue on one rank", run_command("resume", run, "train.steps=8", allowed, *ALONE)
+    yield "eval", run_command("eval", run)
+    verdict = run_command("export", run, out)
     yield "export", verdict
     if verdict == "right":
-        yield "check-export", called("check-export", run, out)
-    yield "generate", called("generate", run, "--prompt", "the cat", "--tokens", "8")
+        yield "check-export", run_command("check-export", run, out)
+    yield "generate", run_command("generate", run, "--prompt", "the cat", "--tokens", "8")
 
 
-def called(*arguments: str | Path) -> str:
-    """How a command ends."""
+def run_command(*arguments: str | Path) -> str:
+    """Run a command and return its verdict: right, refused or crash, with the reason."""
     command = [sys.executable, "-m", "compiler_trainer", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    said = (done.stdout + done.stderr).strip().splitlines()
+    output = (done.stdout + done.stderr).strip().splitlines()
     if done.returncode == 0:
         return "right"
     if "Traceback" in done.stdout + done.stderr:
-        return f"crash: {said[-1]}"
-    return next((f"refused: {line}" for line in reversed(said) if "error:" in line), f"crash: {said[-1:]}")
+        return f"crash: {output[-1]}"
+    return next((f"refused: {line}" for line in reversed(output) if "error:" in line), f"crash: {output[-1:]}")
 
 
-def agreeing(run: Path, other: Path) -> str:
-    """Whether the losses of two runs are the same."""
+def compare_losses(run: Path, other: Path) -> str:
+    """Return "right" if the losses of two runs agree to `CLOSE`, otherwise "wrong" with the difference."""
     ours, theirs = losses(run), losses(other)
     if ours.keys() != theirs.keys():
-        return f"wrong: {len(ours)} steps and {len(theirs)}"
+        return f"wrong: {len(ours)} and {len(theirs)} steps"
     off = max(abs(ours[step] - loss) / abs(loss) for step, loss in theirs.items())
     return "right" if off < CLOSE else f"wrong: losses differ by {off:.1e}"
 
 
 def losses(run: Path) -> dict[int, float]:
-    """The loss of each step."""
+    """Return the loss of each step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 

@@ -1,10 +1,10 @@
-"""Chat templates against transformers: text, ids and labels of conversations by each template of some files.
+"""Compare chat templates with transformers: text, ids and labels of conversations, for each template file.
 
     python -m tests.nightly.templates FOLDER ...
 
-Each `.jinja` file gets a tokenizer of bytes with the tokens that it names, and writes each conversation of `CHATS`. The
-table says for how many the text and ids equal `apply_chat_template`'s, and the labels what transformers says: its own
-masks where the template marks answers, else what the text up to an answer has beyond the prompt for it.
+Each `.jinja` file gets a byte tokenizer with the special tokens that it names, and renders each conversation of
+`CHATS`. Text and ids must equal those of `apply_chat_template`. Labels must equal the masks of transformers if the
+template marks answers; otherwise an answer's labels are the tokens that the text through the answer adds to its prompt.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CHATS: dict[str, dict[str, Any]] = {
 
 
 class Outcome(NamedTuple):
-    """What came of a conversation: `right`, `refused` or `wrong`, and why."""
+    """The verdict on a conversation: `right`, `refused` or `wrong`, and the reason."""
 
     verdict: str
     why: str = ""
@@ -69,11 +69,11 @@ class Outcome(NamedTuple):
 
 
 def main() -> None:
-    """Print a line for each template."""
-    takes = argparse.ArgumentParser("python -m tests.nightly.templates", description="Compare templates with transformers.")
-    takes.add_argument("folders", nargs="+", type=Path, help="folders with .jinja files")
-    takes.add_argument("--verbose", action="store_true", help="print each reason and note")
-    arguments = takes.parse_args()
+    """Print one line per template."""
+    parser = argparse.ArgumentParser("python -m tests.nightly.templates", description="Compare templates with transformers.")
+    parser.add_argument("folders", nargs="+", type=Path, help="folders with .jinja files")
+    parser.add_argument("--verbose", action="store_true", help="print each reason and note")
+    arguments = parser.parse_args()
     for file in sorted(file for folder in arguments.folders for file in folder.rglob("*.jinja")):
         with tempfile.TemporaryDirectory() as folder:
             outcomes = compare(file.read_text(encoding="utf-8"), Path(folder))
@@ -84,13 +84,13 @@ def main() -> None:
 
 
 def cell(named: tuple[str, Outcome]) -> str:
-    """An outcome in a word, with its samples if they are several."""
+    """Return an outcome in one word, with the number of samples if there are several."""
     name, outcome = named
     return f"{name}: {outcome.verdict}" + (f" ({outcome.samples})" if outcome.samples > 1 else "")
 
 
 def compare(source: str, folder: Path) -> dict[str, Outcome]:
-    """The outcome of each conversation with a template."""
+    """Return the outcome of each conversation with a template."""
     path = write_tokenizer(source, folder)
     theirs, tokenizer = AutoTokenizer.from_pretrained(str(folder)), build_tokenizer(path)
     chats = Chats(ChatTemplate(tokenizer), tokenizer)
@@ -98,7 +98,7 @@ def compare(source: str, folder: Path) -> dict[str, Outcome]:
 
 
 def write_tokenizer(source: str, folder: Path) -> str:
-    """Write a tokenizer of bytes with the tokens that a template names, and the template; the path of its file."""
+    """Write the template and a byte tokenizer with the special tokens it names; return the tokenizer's path."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ċ", "Ċ")]
     vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, "ĊĊ"])}
@@ -130,14 +130,14 @@ def outcome_of(record: dict[str, Any], chats: Chats, theirs: Any) -> Outcome:
 
 
 def differences(
-    record: dict[str, Any], chat: Conversation, made: list[tuple[Sample, Tokens]], chats: Chats, theirs: Any
+    record: dict[str, Any], chat: Conversation, samples: list[tuple[Sample, Tokens]], chats: Chats, theirs: Any
 ) -> Iterator[str]:
-    """Everything in which samples differ from transformers."""
+    """Yield each difference between the samples and transformers."""
     messages, tools, labelled = record["messages"], record.get("tools"), list(chat.labelled)
-    last = max(sample.upto for sample, _ in made)
+    last = max(sample.upto for sample, _ in samples)
     if last < len(messages):
         yield f"{len(messages) - last} messages at the end are in no sample"
-    for sample, tokens in made:
+    for sample, tokens in samples:
         upto = messages[: sample.upto]
         ids = theirs.apply_chat_template(upto, tools=tools)["input_ids"]
         ours = [int(i) for i in tokens.ids] + [chats.tokenizer.end_of_document] * (len(ids) > len(tokens.ids))
@@ -148,21 +148,21 @@ def differences(
         if chats.template.marking[chats.template.source(chat.names)]:
             expected = np.array(masks(upto, tools, theirs), bool)
             _, places = chats.tokenizer.encode_placed(sample.text)
-            for i in range(1, len(expected)):  # theirs ends at the first of several tokens of a character
+            for i in range(1, len(expected)):  # theirs ends at the first token of a character that has several
                 expected[i] |= expected[i - 1] and places[i] == places[i - 1]
-            for number in set(roles(messages)) - set(labelled):
+            for number in set(assistant_indices(messages)) - set(labelled):
                 ends = [theirs.apply_chat_template(messages[: number + n], tools=tools)["input_ids"] for n in (0, 2)]
-                expected[parting(ends[0], ids) : parting(ends[1], ids)] = False
+                expected[common_prefix_length(ends[0], ids) : common_prefix_length(ends[1], ids)] = False
             if counted.tolist() != expected.tolist():
                 yield "labels differ from transformers' masks"
             labelled = []
             continue
-        mine = labelled if len(made) == 1 else labelled[:1]
+        mine = labelled if len(samples) == 1 else labelled[:1]
         expected = np.zeros(len(ids), bool)
         for number in mine:
             prompt = theirs.apply_chat_template(messages[:number], tools=tools, add_generation_prompt=True)["input_ids"]
             through = theirs.apply_chat_template(messages[: number + 1], tools=tools)["input_ids"]
-            expected[parting(prompt, through) : len(through)] = True
+            expected[common_prefix_length(prompt, through) : len(through)] = True
         labelled = labelled[len(mine) :]
         if (counted != expected).any():
             yield f"labels differ in {np.sum(counted != expected)} of {len(ids)} tokens"
@@ -170,18 +170,18 @@ def differences(
         yield f"answers {labelled} are in no sample"
 
 
-def parting(a: list[int], b: list[int]) -> int:
-    """The number of ids at the start that two lists share."""
+def common_prefix_length(a: list[int], b: list[int]) -> int:
+    """Return the length of the common prefix of two lists."""
     return next((i for i, (one, other) in enumerate(zip(a, b)) if one != other), min(len(a), len(b)))
 
 
-def roles(messages: list[dict[str, Any]]) -> list[int]:
-    """The numbers of the messages of the assistant."""
+def assistant_indices(messages: list[dict[str, Any]]) -> list[int]:
+    """Return the indices of the assistant's messages."""
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def masks(messages: list[dict[str, Any]], tools: Any, theirs: Any) -> list[int]:
-    """Transformers' mask of a conversation."""
+    """Return transformers' assistant mask of a conversation."""
     return theirs.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True)["assistant_masks"]
 
 

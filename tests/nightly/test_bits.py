@@ -1,4 +1,4 @@
-"""What is promised to have the same bits has, and a setting that changes numbers is told from one that does not."""
+"""The promised pairs have the same bits, and the comparison detects a setting that changes numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def test_a_run_has_the_same_bits_twice_and_other_bits_on_another_mesh():
         bits.train("decoder", "bf16", {"dp_shard": 2}, setting, 1, 1)
         for setting in (Setting(), Setting(), Setting(mesh={}))
     )
-    assert bits.off(once, again) == 0.0 < bits.off(once, alone) < 1e-1
+    assert bits.relative_difference(once, again) == 0.0 < bits.relative_difference(once, alone) < 1e-1
 
 
 def test_the_smallest_difference_counts():
     one = torch.tensor([1.0, 0.0])
-    assert bits.off([{"x": one}], [{"x": one.clone()}]) == 0.0
-    assert bits.off([{"x": one}], [{"x": torch.nextafter(one, one + 2)}]) > 0.0
+    assert bits.relative_difference([{"x": one}], [{"x": one.clone()}]) == 0.0
+    assert bits.relative_difference([{"x": one}], [{"x": torch.nextafter(one, one + 2)}]) > 0.0
 
 
 def test_a_table_has_a_row_for_each_comparison(monkeypatch):

@@ -1,4 +1,4 @@
-"""Random models are captured as eager PyTorch runs them; a fault of capture is heard and made small."""
+"""Random models are captured as eager PyTorch runs them; a planted fault of capture is found and shrunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from compiler_trainer.capture import grad_modes
 from tests.nightly.capture_fuzz.__main__ import main, outcomes
 from tests.nightly.capture_fuzz.draw import case
-from tests.nightly.capture_fuzz.run import run, shrunk
+from tests.nightly.capture_fuzz.run import run, shrink_case
 
 CASES = 25
 
@@ -29,8 +29,8 @@ def test_random_models_have_the_gradients_of_eager_pytorch():
 
 def test_a_cast_taken_for_a_new_value_is_heard(monkeypatch):
     monkeypatch.setattr(grad_modes, "same_value", lambda node: None)
-    drawn, outcome = next(found for found in outcomes(seed=7) if found[1].verdict == "wrong")
-    smaller = shrunk(drawn, outcome)
+    drawn, outcome = next(pair for pair in outcomes(seed=7) if pair[1].verdict == "wrong")
+    smaller = shrink_case(drawn, outcome)
     assert run(smaller).verdict == "wrong" and len(smaller.source()) <= len(drawn.source())
 
 

@@ -1,4 +1,4 @@
-"""Killed and started again, a run ends with the bits of one that nothing disturbed; one with other bits is told."""
+"""A run that is killed and restarted ends with the bits of an undisturbed one; other bits are reported."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_other_bits_are_told(tmp_path):
     shutil.copytree(whole, other)
     assert chaos.differences(whole, other) == []
     shutil.rmtree(other)
-    assert chaos.differences(whole, other) == ["it did not end"]
+    assert chaos.differences(whole, other) == ["the run did not end"]
     cfg = chaos.job(other)
     chaos.train(chaos.replace(cfg, train=chaos.replace(cfg.train, seed=1)))
-    found = chaos.differences(whole, other)
-    assert found[0] == "other records" and "model.tok_embeddings.weight@0,0" in found and "optim.step@" not in found
+    names = chaos.differences(whole, other)
+    assert names[0] == "other records" and "model.tok_embeddings.weight@0,0" in names and "optim.step@" not in names

@@ -1,4 +1,4 @@
-"""Whole jobs by random options: what the tool draws, how it judges, and some of them."""
+"""The tool that runs whole jobs with random options: its draws, its verdicts, and a few jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.nightly import jobs
 
 
 def test_options_of_every_kind_are_drawn_and_ranks_are_those_of_the_mesh(tmp_path):
-    cases = [jobs.drawn(random.Random(seed), tmp_path) for seed in range(300)]
+    cases = [jobs.draw_job(random.Random(seed), tmp_path) for seed in range(300)]
     drawn = {option for options, _ in cases for option in options}
     assert drawn >= {"model=hf", "model=moe_debug", "loss=dpo", "mesh.ep=2", "mesh.pp=2", "data.packing=fit", "train.ema=0.9"}
     assert {f"model.path={tmp_path / name}" for name in jobs.FOLDERS} <= drawn
@@ -28,13 +28,13 @@ def test_losses_that_differ_are_wrong(tmp_path):
         (tmp_path / name).mkdir()
         rows = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(values, 1))
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows))
-    found = [jobs.agreeing(tmp_path / "a", tmp_path / other) for other in "bcd"]
-    assert found == ["right", "wrong: losses differ by 9.1e-02", "wrong: 2 steps and 1"]
+    verdicts = [jobs.compare_losses(tmp_path / "a", tmp_path / other) for other in "bcd"]
+    assert verdicts == ["right", "wrong: losses differ by 9.1e-02", "wrong: 2 and 1 steps"]
 
 
 @pytest.mark.parametrize(("option", "verdict"), [("optim.lr=x", "refused: error: optim.lr"), ("data=nothing", "refused: error: data")])
 def test_a_refusal_is_told_from_a_crash(option, verdict):
-    assert jobs.called(option).startswith(verdict)
+    assert jobs.run_command(option).startswith(verdict)
 
 
 @pytest.mark.full

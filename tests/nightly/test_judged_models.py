@@ -1,4 +1,4 @@
-"""The tool that trains models of others tells right from wrong, and what refuses, crashes or takes too long."""
+"""The tool that judges models of other libraries tells right, wrong, refused, crash and time-out apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOTH = "dp_shard 2 x tp 2"
 @pytest.mark.parametrize(("name", "verdict", "why"), [
     ("right", "right", ""), ("right_rounded", "right", ""), ("wrong", "wrong", "step 2: loss differs by"),
     ("refused", "refused", "model: small_zoo.py:29 branches on a value"), ("unbuilt", "unbuilt", "ModuleNotFoundError"),
-    ("drawn", "unbuilt", "ValueError: it draws random numbers"),
+    ("drawn", "unbuilt", "ValueError: the model draws random numbers"),
 ])  # fmt: skip
 @pytest.mark.sample(2)
 def test_verdicts(name, verdict, why):
@@ -38,8 +38,8 @@ def test_an_error_that_names_nothing_is_a_crash(monkeypatch):
 
 
 def test_one_rank_that_is_a_little_off_is_wrong(monkeypatch):
-    found = judge.trained
-    monkeypatch.setattr(judge, "trained", lambda *given: [r | {"layer.bias": r["layer.bias"] + 1e-6} for r in found(*given)])
+    trained = judge.train
+    monkeypatch.setattr(judge, "train", lambda *args: [r | {"layer.bias": r["layer.bias"] + 1e-6} for r in trained(*args)])
     (record,) = judge.judge(BY_NAME["right"], [BOTH])
     assert record["verdict"] == "wrong" and record["why"] == "step 1: layer.bias differs by 1.0e-06"
 
@@ -62,7 +62,7 @@ def test_each_is_a_process_and_known_ones_are_not_judged_again(tmp_path, capsys)
 def test_a_process_that_ends_by_itself_is_a_crash(tmp_path, capsys):
     arguments = ["--table", "small_zoo", "--only", "crash", "--mesh", "tp 2", "--results", str(tmp_path / "models.jsonl")]
     assert command.main(arguments) == 0
-    assert capsys.readouterr().out == "crash on tp 2: crash the process ends with code 7\n"
+    assert capsys.readouterr().out == "crash on tp 2: crash the process ended with code 7\n"
 
 
 def test_one_that_takes_too_long_is_ended(tmp_path, capsys):
@@ -73,7 +73,7 @@ def test_one_that_takes_too_long_is_ended(tmp_path, capsys):
 
 def test_a_pattern_that_names_no_model_is_bad_input(capsys):
     assert command.main(["--table", "small_zoo", "--only", "nothing"]) == 2
-    assert "no model is named like 'nothing'" in capsys.readouterr().err
+    assert "no model name matches 'nothing'" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_told_by_the_exit_code_and_on_the_page(tmp_path):

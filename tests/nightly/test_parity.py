@@ -1,4 +1,4 @@
-"""Random cases train as eager PyTorch does, or are refused; what fails is heard, made smaller and shown."""
+"""Random cases train as eager PyTorch does or are refused; failures are detected, shrunk and printed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from compiler_trainer.parity.compare import Outcome, compare, spread
 from compiler_trainer.parity.subject import Settings, Subject
 from tests.nightly.parity.case import Case, case_of
 from tests.nightly.parity.command import main
-from tests.nightly.parity.draw import cases, settled
+from tests.nightly.parity.draw import cases, without_ambiguity
 from tests.nightly.parity.features import features
 from tests.nightly.parity.models import KINDS
 from tests.nightly.parity.page import lines
-from tests.nightly.parity.record import Record, judged, load
-from tests.nightly.parity.shrink import shrunk
+from tests.nightly.parity.record import Record, load, run_case
+from tests.nightly.parity.shrink import shrink_case
 
 SHORT, FULL, BLOCK = 10, 2000, 25
 
@@ -28,15 +28,15 @@ SHORT, FULL, BLOCK = 10, 2000, 25
 @pytest.mark.sample(3)
 def test_a_random_case_trains_as_eager_pytorch_does(number):
     case = next(itertools.islice(cases(SHORT, seed=7), number, None))
-    outcome = judged(case).outcome
+    outcome = run_case(case).outcome
     assert outcome.verdict in ("right", "refused"), f"{case}: {outcome}"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("block", range(FULL // BLOCK))
 def test_two_thousand_random_cases_train_as_eager_pytorch_does(block):
-    found = map(judged, itertools.islice(cases(FULL, seed=0), block * BLOCK, (block + 1) * BLOCK))
-    assert not [f"{r.case}: {r.outcome}" for r in found if r.outcome.verdict not in ("right", "refused")]
+    records = map(run_case, itertools.islice(cases(FULL, seed=0), block * BLOCK, (block + 1) * BLOCK))
+    assert not [f"{r.case}: {r.outcome}" for r in records if r.outcome.verdict not in ("right", "refused")]
 
 
 def test_a_line_is_the_case_that_it_was_printed_of():
@@ -52,14 +52,14 @@ def test_the_same_seed_draws_the_same_cases_and_reaches_every_model_and_axis():
 
 
 def test_what_is_ambiguous_is_not_drawn():
-    assert settled("experts", {}, {}, {"name": "sgd"}, {"passes.cast.param_dtype": "float32"}) == {}
-    bounded = settled("experts", {}, {"dp_shard": 3, "ep": 3}, {"name": "sgd"}, {"passes.moe.dispatch": "bounded"})
+    assert without_ambiguity("experts", {}, {}, {"name": "sgd"}, {"passes.cast.param_dtype": "float32"}) == {}
+    bounded = without_ambiguity("experts", {}, {"dp_shard": 3, "ep": 3}, {"name": "sgd"}, {"passes.moe.dispatch": "bounded"})
     assert bounded["passes.moe.capacity_factor"] == 9.0
-    assert not any(c.given["optim.name"] == "muon" for c in cases(300, seed=4) if not c.kind.muon)
+    assert not any(c.named_options["optim.name"] == "muon" for c in cases(300, seed=4) if not c.kind.muon)
 
 
 def changed(subject, change):
-    """The subject, whose eager training sees another model."""
+    """Return the subject with a change to the model that trains in eager PyTorch."""
 
     def eager(model):
         model = subject.eager(model)
@@ -88,24 +88,24 @@ def test_a_wrong_gradient_is_heard_though_no_parameter_moves():
 
 @pytest.mark.full
 def test_what_rounding_moves_is_not_compared():
-    """Softmax does not see the bias of keys: AdamW divides what rounding makes of its gradient by its own size."""
+    """Softmax ignores the bias of keys: AdamW divides the rounding error that is its gradient by its own size."""
     subject = Case.parse("bert seed=294 rows=3").subject()
     key = "bert.encoder.layer.0.attention.self.key.bias"
     with torch.no_grad():
         subject.model.get_parameter(key).zero_()
     adamw = Settings({"tp": 2}, {"name": "adamw", "eps": 1e-12})
     first = oracle.train(subject, adamw)[0]
-    gradient = first[f"optim.exp_avg.{key}"].abs().max() * 10  # of betas 0.9
+    gradient = first[f"optim.exp_avg.{key}"].abs().max() * 10  # beta 0.9
     assert 0 < gradient < 1e-16 < first["grad_norm"] and first[f"chance.{key}"].any()
     assert sum(int(entries.sum()) for name, entries in first.items() if name.startswith("chance.")) <= 16
     assert compare(subject, adamw).verdict == "right"
     moved = changed(subject, lambda model: model.get_parameter(key)[1].add_(1e-3))
-    assert key in compare(moved, Settings({"tp": 2})).value  # under SGD it is
+    assert key in compare(moved, Settings({"tp": 2})).value  # under SGD it is compared
 
 
 @pytest.mark.full
 def test_what_eager_pytorch_makes_of_the_last_bit_is_allowed_and_no_more():
-    """AdamW divides small gradients by their size, and three steps of a deep model multiply what rounding makes."""
+    """AdamW divides small gradients by their size, and three steps of a deep model multiply rounding errors."""
     case = Case.parse("decoder seed=6 rows=1 layers=3 heads=3 latent=true labels=all optim.name=adamw optim.eps=1e-06")
     subject, how = case.subject(), case.settings()
     wanted = oracle.train(subject, how)
@@ -117,7 +117,7 @@ def test_what_eager_pytorch_makes_of_the_last_bit_is_allowed_and_no_more():
 
 def test_microbatches_that_change_buffers_are_evaluated_without_each_other():
     case = Case.parse("teacher rows=3 length=1 train.microbatches=3 eval.interval=1")
-    assert judged(case).outcome.verdict == "right"
+    assert run_case(case).outcome.verdict == "right"
     subject, how = case.subject(), case.settings()
     assert oracle.evaluate(subject, 3) != oracle.train(subject, how)[0]["loss"]
 
@@ -151,12 +151,12 @@ def test_dropout_is_compared_with_a_step_of_one_rank():
 
 
 def fails_with(*needed):
-    """A run that is wrong where a case has all of some options, and no case where it has less than three rows."""
+    """Return a fake run: wrong if a case has all of some options; it raises for less than three rows."""
 
     def run(case):
-        if case.given.get("rows", 2) < 3:
+        if case.named_options.get("rows", 2) < 3:
             raise ValueError("no case")
-        return Outcome("wrong" if set(needed) <= case.given.keys() else "right")
+        return Outcome("wrong" if set(needed) <= case.named_options.keys() else "right")
 
     return run
 
@@ -165,7 +165,7 @@ def test_a_failing_case_is_made_small():
     case = case_of(
         "decoder", {"rows": 12, "length": 9, "layers": 3, "mesh.tp": 6, "mesh.cp": 2, "optim.name": "adamw", "tied": True}
     )
-    smaller = shrunk(case, Outcome("wrong"), fails_with("mesh.tp", "tied"))
+    smaller = shrink_case(case, Outcome("wrong"), fails_with("mesh.tp", "tied"))
     assert str(smaller) == "decoder rows=3 mesh.tp=2 tied=true length=1"
 
 
@@ -191,30 +191,30 @@ def test_the_page_counts_cases_pairs_gaps_and_reasons():
 def test_the_tool_runs_a_case_stores_it_and_writes_the_page(tmp_path, capsys):
     store, page = tmp_path / "found.jsonl", tmp_path / "parity.md"
     page.write_text("before\n<!-- parity -->\nold\n<!-- end of parity -->\nafter\n")
-    given = ["--case", "perceptron rows=3 mesh.dp_shard=2", "--store", str(store), "--write", str(page)]
-    assert main(given) == 0
+    arguments = ["--case", "perceptron rows=3 mesh.dp_shard=2", "--store", str(store), "--write", str(page)]
+    assert main(arguments) == 0
     assert "right, off by" in capsys.readouterr().out
     assert [str(r.case) for r in load(store)] == ["perceptron rows=3 mesh.dp_shard=2"]
-    assert main(given) == 0 and "right, off by" not in capsys.readouterr().out  # it is known
+    assert main(arguments) == 0 and "right, off by" not in capsys.readouterr().out  # it is in the store
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "| dp_shard | 1 | 1 |" in text
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        ("novel rows=3", "'novel' is no model; the models are decoder, "),
+        ("novel rows=3", "model 'novel' does not exist; use one of decoder, "),
         ("perceptron heads=3", "perceptron has no option heads; it has norm, loss"),
     ],
 )
-def test_what_is_no_case_is_said(line, said, capsys):
+def test_what_is_no_case_is_said(line, message, capsys):
     assert main(["--case", line]) == 2
-    assert f"error: case: {said}" in capsys.readouterr().err
+    assert f"error: case: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["--fault", "nothing_like_it"], "tools.faults has none called 'nothing_like_it'"),
-    (["--fault", "copies_not_replicate", "--store", "x"], "--fault takes --cases, --from and --seed alone"),
+    (["--fault", "nothing_like_it"], "--fault: 'nothing_like_it' is not a fault of tools.faults"),
+    (["--fault", "copies_not_replicate", "--store", "x"], "--fault: takes only --cases, --from and --seed"),
 ])
 def test_a_fault_is_one_of_the_table_and_nothing_given_beside_it_is_ignored(arguments, says, capsys):
     try:
@@ -231,7 +231,7 @@ def test_a_planted_fault_is_heard(capfd):
 
 
 class Dropping(torch.nn.Module):
-    """Random numbers, so that steps are compared with a compiled step, and a statistic of a cast that changes nothing."""
+    """A model with random numbers, compared with a compiled step, and a statistic of a cast that changes nothing."""
 
     def __init__(self):
         super().__init__()

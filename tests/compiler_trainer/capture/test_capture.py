@@ -106,13 +106,13 @@ class Cut(nn.Module):
             return self.down(h.tanh().detach() + h)
         if self.how == "no_grad":
             with torch.no_grad():
-                kept = h.tanh() * 2
-            return self.down(kept + h)
+                first = h.tanh() * 2
+            return self.down(first + h)
         with torch.no_grad():
-            kept = h.tanh()
+            first = h.tanh()
             with torch.enable_grad():
                 second = h.sigmoid()
-        return self.down(kept + second)
+        return self.down(first + second)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}], ids=str)

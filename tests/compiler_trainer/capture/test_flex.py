@@ -117,8 +117,8 @@ def wanted(form: str):
 def check(form: str, mesh: dict[str, int], method: str = "auto") -> list[str]:
     step = compile_lockstep(Model(form, flex=True), loss_fn, data()[0], mesh, passes={"context": {"method": method}})
     metrics, state = wanted(form)
-    for result, given in zip(train_step(step, data()), metrics, strict=True):
-        assert_same(result, given, 1e-10)
+    for result, expected in zip(train_step(step, data()), metrics, strict=True):
+        assert_same(result, expected, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
     return [note for p in step.report["passes"] if p["name"] == "shard" for note in p["report"]["notes"]]
 

@@ -60,11 +60,11 @@ def test_a_checkpointed_call_trains_as_one_device_does_and_is_recomputed(mesh, r
 
 def test_dropout_in_a_checkpointed_call_draws_once():
     data = points()
-    kept, second = (
+    first, second = (
         train_step(compile_lockstep(Checkpointed(r, 0.5), squared_error, data[0], {"dp_shard": 2}), data)
         for r in (None, True)
     )
-    assert kept == second
+    assert first == second
 
 
 def test_a_checkpointed_call_within_another_belongs_to_the_outer_one():

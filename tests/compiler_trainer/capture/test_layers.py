@@ -39,7 +39,7 @@ def layers(program: ir.Program) -> list[str]:
 
 
 def inputs(program: ir.Program) -> dict[str, str]:
-    return {given.name: str(given.layer or "-") for given in program.inputs if given.kind != "batch"}
+    return {input_.name: str(input_.layer or "-") for input_ in program.inputs if input_.kind != "batch"}
 
 
 class Block(nn.Module):

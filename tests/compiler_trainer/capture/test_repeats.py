@@ -127,7 +127,7 @@ def test_repetitions_are_layers_that_begin_with_their_residual_stream(stack, mod
 
 
 def test_a_parameter_is_of_the_repetition_that_reads_it_and_of_none_if_several_do():
-    layers = {given.name: str(given.layer or "") for model in MODELS.values() for given in captured(model()).inputs}
+    layers = {input_.name: str(input_.layer or "") for model in MODELS.values() for input_ in captured(model()).inputs}
     assert layers["blocks.third.up.weight"] == "blocks.2"
     assert layers["each.1"] == "repeat.1"
     assert {layers[name] for name in ("stacked", "shift", "block.up.weight", "layers.1.up.weight", "head.weight")} == {""}

@@ -69,9 +69,9 @@ class Folder:
     def notes(self, record):
         return " | ".join(self.write(record).notes)
 
-    def text(self, record, **given):
+    def text(self, record, **arguments):
         (sample,) = self.write(record).samples
-        theirs = self.theirs.apply_chat_template(record["messages"], tokenize=False, **given)
+        theirs = self.theirs.apply_chat_template(record["messages"], tokenize=False, **arguments)
         assert sample.text == theirs
         return theirs
 
@@ -93,9 +93,9 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize(("fields", "given"), GIVEN.values(), ids=GIVEN)
-def test_names_without_a_value_are_none_as_for_transformers(fields, given, tmp_path):
-    Folder(tmp_path, NOT_NONE).text({"messages": [U, A], **fields}, **given)
+@pytest.mark.parametrize(("fields", "arguments"), GIVEN.values(), ids=GIVEN)
+def test_names_without_a_value_are_none_as_for_transformers(fields, arguments, tmp_path):
+    Folder(tmp_path, NOT_NONE).text({"messages": [U, A], **fields}, **arguments)
 
 
 def test_a_field_that_the_template_names_is_passed(tmp_path):
@@ -120,8 +120,8 @@ def test_tools_of_pairs_are_passed(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "hi", "chosen": "yo", "rejected": "no", "tools": WEATHER}))
     cfg = DataConfig("text", files=(str(tmp_path / "a.jsonl"),), tokenizer=folder.path, chat=True, pairs=True, eval_fraction=0.0)
     tokens = build_datasets(cfg, 300, 1).train.rows.batch(np.arange(1))["tokens"][0].tolist()
-    asked = folder.theirs.apply_chat_template([U, A], tools=WEATHER)["input_ids"]
-    assert tokens[: len(asked)] == asked and folder.theirs.decode(tokens).count("get_weather") == 2
+    prompt_ids = folder.theirs.apply_chat_template([U, A], tools=WEATHER)["input_ids"]
+    assert tokens[: len(prompt_ids)] == prompt_ids and folder.theirs.decode(tokens).count("get_weather") == 2
 
 
 @pytest.mark.parametrize("bad", ["no JSON", [1], {"a": 1}])
@@ -353,9 +353,9 @@ def test_a_pair_with_several_answers_that_the_template_rewrites_is_refused(tmp_p
 
 
 def test_a_prompt_that_both_answers_replace_is_said():
-    given = {"prompt": "other", "chosen": [U, A], "rejected": [U, {**A, "content": "no"}]}
-    assert from_row(given, Fields("pair")).unused == ("prompt",)
-    assert from_row({**given, "prompt": "hi"}, Fields("pair")).unused == ()
+    pair = {"prompt": "other", "chosen": [U, A], "rejected": [U, {**A, "content": "no"}]}
+    assert from_row(pair, Fields("pair")).unused == ("prompt",)
+    assert from_row({**pair, "prompt": "hi"}, Fields("pair")).unused == ()
 
 
 # tests.nightly.templates compares forty templates; these have the same shapes

@@ -55,9 +55,9 @@ def corpus_of(texts):
 
 def documents(cfg):
     """Yield every document of a config's only source."""
-    asked = ReadOptions(text_fields(cfg.text_column), cfg.document_separator, ByteTokenizer(), Cache(Path("cache")))
+    read_options = ReadOptions(text_fields(cfg.text_column), cfg.document_separator, ByteTokenizer(), Cache(Path("cache")))
     for span in source_of(cfg, cfg.seed, Cache(Path("cache"))).spans:
-        yield from (record.read().content for record in READERS[span.reader](span, asked))
+        yield from (record.read().content for record in READERS[span.reader](span, read_options))
 
 
 def all_rows(texts, seq_len, order=None):
@@ -278,13 +278,13 @@ def test_files_and_globs_give_their_documents_in_order(library):
 def test_the_description_counts_what_was_read_and_left_out(library):
     folder, _ = library
     datasets = build_datasets(text_config(folder / "*.*", folder / "sub" / "*", eval_fraction=0.001), 8, 2)
-    name, kept = f"{folder}/*.*, {folder}/sub/*", datasets.parts[0].tokens.where
+    name, folder_of_tokens = f"{folder}/*.*, {folder}/sub/*", datasets.parts[0].tokens.where
     assert datasets.describe(12).splitlines() == [
         f"{name}: 5 documents (1 empty), 41 tokens (bytes); train 39 tokens in 5 rows of 8, 2.50% padding, "
         "75.0% of documents cut; validation end of the longest document, 2 tokens in 1 rows of 8, 75.00% padding, "
         "0.0% of documents cut",
         f"note: {name}: fields not used: id (first: {folder}/c.jsonl:1)",
-        f"{name}: tokens are stored in {kept}, {decimal(sum(f.stat().st_size for f in kept.iterdir()))}",
+        f"{name}: tokens are stored in {folder_of_tokens}, {decimal(sum(f.stat().st_size for f in folder_of_tokens.iterdir()))}",
         f"{name}: 2.4 epochs when the run ends",
     ]
 
@@ -306,8 +306,8 @@ def test_a_column_of_text_is_read_whatever_its_encoding(kind, columns, tmp_path)
     values = pa.array(["é", "b", "é"]).cast(kind.value_type if pa.types.is_dictionary(kind) else kind)
     values = values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
     pq.write_table(pa.table({name: values for name in columns}), tmp_path / "a.parquet")
-    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), ReadOptions(text_fields("text") if columns == ("text",) else Fields("conversation"), None, ByteTokenizer(), Cache(tmp_path))
-    result = [record.read().content for record in read_table(span, asked)]
+    span, read_options = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), ReadOptions(text_fields("text") if columns == ("text",) else Fields("conversation"), None, ByteTokenizer(), Cache(tmp_path))
+    result = [record.read().content for record in read_table(span, read_options)]
     texts = [[m["content"] for m in content.messages] if isinstance(content, Conversation) else [content] for content in result]
     assert texts == [[text] * len(columns) for text in ("é", "b", "é")]
 

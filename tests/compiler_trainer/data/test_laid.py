@@ -140,8 +140,8 @@ def test_a_long_order_is_kept_and_is_that_of_memory(tmp_path, monkeypatch):
     in_memory = laid.permutation(1000, [1, 2, 3], Cache(tmp_path))
     assert not list(tmp_path.iterdir()) and sorted(in_memory) == list(range(1000))
     monkeypatch.setattr(laid, "IN_MEMORY", 999)
-    kept = laid.permutation(1000, [1, 2, 3], Cache(tmp_path))
-    assert kept.tolist() == in_memory.tolist() and kept.dtype == np.uint32 and len(list(tmp_path.iterdir())) == 1
+    stored = laid.permutation(1000, [1, 2, 3], Cache(tmp_path))
+    assert stored.tolist() == in_memory.tolist() and stored.dtype == np.uint32 and len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(np.random, "default_rng", None)
     assert laid.permutation(1000, [1, 2, 3], Cache(tmp_path)).tolist() == in_memory.tolist()
 
@@ -179,10 +179,10 @@ def test_of_other_rows_all_is_known_but_tokens(packing, tmp_path, volumes):
 
 def test_no_token_of_other_rows_is_read(tmp_path):
     path, _ = numbered(tmp_path)
-    rows, asked = built(path).train.rows.parts[0], []
+    rows, shapes = built(path).train.rows.parts[0], []
     tokens = rows._tokens
-    rows._tokens = lambda source: asked.append(source.shape) or tokens(source)
+    rows._tokens = lambda source: shapes.append(source.shape) or tokens(source)
     loader = Loader(Mixture([rows]), 8, seed=0)
     loader.read_only(np.array([5]))
     loader._make(loader.rows_taken)
-    assert asked == [(1, 40), (1, 40)]
+    assert shapes == [(1, 40), (1, 40)]

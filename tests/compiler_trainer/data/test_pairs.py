@@ -59,8 +59,8 @@ SAME = [
 def test_a_row_is_both_answers_after_their_prompt(record, tokenizer, tmp_path):
     result = build_datasets(options(tokenizer, files=written(tmp_path, record)), 100, 1)
     batch = result.train.rows.batch(np.arange(1))
-    asked = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
-    expected = [(f"{asked}{output}<|im_end|>\n<|endoftext|>", f"{output}<|im_end|>\n") for output in ("good", "bad!")]
+    prompt = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
+    expected = [(f"{prompt}{output}<|im_end|>\n<|endoftext|>", f"{output}<|im_end|>\n") for output in ("good", "bad!")]
     assert texts(batch, 0, tokenizer) == expected
     starts = np.flatnonzero(np.diff(batch["documents"][0], prepend=-1))  # padding has document -1
     assert batch["documents"][0, starts].tolist() == [0, 1, -1] and not batch["positions"][0, starts].any()
@@ -75,8 +75,8 @@ def test_what_both_conversations_say_has_no_labels(tokenizer, tmp_path):
 def test_pairs_stay_together_whatever_is_held_out(tokenizer, tmp_path):
     records = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(60)]
     pq.write_table(pa.Table.from_pylist([{**record, "messages": ASKED + GOOD} for record in records]), tmp_path / "a.parquet")
-    given = options(tokenizer, files=(str(tmp_path / "a.parquet"),), eval_fraction=0.2)
-    result, seen = build_datasets(given, 100, 1), []
+    cfg = options(tokenizer, files=(str(tmp_path / "a.parquet"),), eval_fraction=0.2)
+    result, seen = build_datasets(cfg, 100, 1), []
     for rows in (result.train.rows, result.eval.rows):
         batch = rows.batch(np.arange(len(rows)))
         for row in range(len(rows)):
@@ -87,10 +87,10 @@ def test_pairs_stay_together_whatever_is_held_out(tokenizer, tmp_path):
 
 
 def test_tokens_made_ahead_say_that_they_are_pairs(tokenizer, tmp_path):
-    given = options(tokenizer, files=written(tmp_path, SAME[0], SAME[0]))
-    ahead.write(given, tmp_path / "out", ALL)
+    source = options(tokenizer, files=written(tmp_path, SAME[0], SAME[0]))
+    ahead.write(source, tmp_path / "out", ALL)
     there = {"name": "tokens", "tokens": str(tmp_path / "out")}
-    rows = [build_datasets(cfg, 100, 1).train.rows.batch(np.arange(2)) for cfg in (given, options(tokenizer, **there))]
+    rows = [build_datasets(cfg, 100, 1).train.rows.batch(np.arange(2)) for cfg in (source, options(tokenizer, **there))]
     assert all((rows[0][name] == rows[1][name]).all() for name in rows[0])
     with pytest.raises(UserError, match="data.pairs: is false, but .* was made with true"):
         build_datasets(options(tokenizer, **there, pairs=False), 100, 1)

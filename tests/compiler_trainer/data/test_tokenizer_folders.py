@@ -69,13 +69,13 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("given", "end"), ENDS.values(), ids=ENDS)
-def test_a_document_ends_with_the_tokenizers_own_token(given, end, tmp_path):
-    given = dict(given)
-    option = given.pop("option", None)
-    if "config_" in given:
-        (tmp_path / "config.json").write_text(json.dumps(given.pop("config_")))
-    path = write(tmp_path, **given)
+@pytest.mark.parametrize(("fields", "end"), ENDS.values(), ids=ENDS)
+def test_a_document_ends_with_the_tokenizers_own_token(fields, end, tmp_path):
+    fields = dict(fields)
+    option = fields.pop("option", None)
+    if "config_" in fields:
+        (tmp_path / "config.json").write_text(json.dumps(fields.pop("config_")))
+    path = write(tmp_path, **fields)
     tokens = document(path, eos_token=option)
     assert tokens[-1] == end and tokens.count(end) == 1
 
@@ -105,12 +105,12 @@ OPENINGS = {
 }
 
 
-@pytest.mark.parametrize(("given", "option", "opening"), OPENINGS.values(), ids=OPENINGS)
-def test_a_text_begins_as_the_tokenizer_writes_it(given, option, opening, tmp_path):
-    path = write(tmp_path, **given)
+@pytest.mark.parametrize(("fields", "option", "opening"), OPENINGS.values(), ids=OPENINGS)
+def test_a_text_begins_as_the_tokenizer_writes_it(fields, option, opening, tmp_path):
+    path = write(tmp_path, **fields)
     tokens = document(path, add_bos_token=option)
     assert tokens[: -3] == opening and tokens[len(opening) : -1] == ["h", "i"]
-    if option is None and "config" in given:
+    if option is None and "config" in fields:
         theirs = AutoTokenizer.from_pretrained(str(tmp_path))
         ids = theirs("hi")["input_ids"]
         assert theirs.convert_ids_to_tokens(ids) in (tokens, tokens[:-1])

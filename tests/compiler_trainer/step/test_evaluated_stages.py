@@ -10,7 +10,7 @@ from compiler_trainer import compile_step, pipeline
 from compiler_trainer.step import programs
 from passes.program import ir
 from tests.nightly.parity.case import Case
-from tests.nightly.parity.record import judged
+from tests.nightly.parity.record import run_case
 
 ROUTED = "experts seed=350 length=2 rows=1 top_k=1 mesh.pp=3 optim.name=adamw passes.fold_layers=false eval.interval=1"
 
@@ -49,7 +49,7 @@ def test_what_is_evaluated_is_what_was_trained(stages):
 
 @pytest.mark.full
 def test_a_buffer_that_only_training_reads_is_of_its_stage_alone():
-    outcome = judged(Case.parse(ROUTED)).outcome
+    outcome = run_case(Case.parse(ROUTED)).outcome
     assert outcome.verdict == "right", str(outcome)
 
 
@@ -62,7 +62,7 @@ def test_a_buffer_that_only_training_reads_is_of_its_stage_alone():
     ],
 )
 def test_state_that_training_has_elsewhere_is_heard(module, left_out, says, monkeypatch):
-    monkeypatch.setattr(module, left_out, lambda given, *rest: given)
+    monkeypatch.setattr(module, left_out, lambda first, *rest: first)
     with pytest.raises(ir.CompileError, match=says):
         if module is pipeline:
             case = Case.parse(ROUTED)

@@ -47,14 +47,14 @@ def request(model, loss_fn=llama_loss, fold=True, mesh=(), passes=(), optim=(), 
     )
 
 
-def exported(asked):
+def exported(job):
     """Return the captured program of a request, folded if possible."""
-    return export_once(asked, build_pipeline(asked).folding)
+    return export_once(job, build_pipeline(job).folding)
 
 
-def programs(asked, observe=None):
+def programs(job, observe=None):
     """Return the programs of a step and of evaluation, and the report."""
-    made = compile_programs(asked, observe=observe)
+    made = compile_programs(job, observe=observe)
     return {name: program for name, (program, _) in made.programs.items()}, made.report
 
 
@@ -106,10 +106,10 @@ CASES = {
 def compiled(case, fold):
     """Return the programs, the number of layers left out, and the report on each pass."""
     how = dict(CASES[case])
-    asked = request(llama(how.pop("n"), **how.pop("model", {})), fold=fold, **how)
-    result, report = programs(asked)
+    job = request(llama(how.pop("n"), **how.pop("model", {})), fold=fold, **how)
+    result, report = programs(job)
     assert not any("stands for" in note for note in report.notes)
-    return result, exported(asked).program.fold, report.passes
+    return result, exported(job).program.fold, report.passes
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fsdp" else pytest.mark.full) for c in CASES])
@@ -162,9 +162,9 @@ def test_it_trains_to_the_bit():
 @pytest.mark.full
 def test_patterns_of_one_policy_do_not_keep_layers_apart():
     layers = {f"layers.{n}": "full" for n in range(14)}
-    asked = request(llama(16), passes={"remat": {"policy": "selective", "layers": layers}}, evaluate=False)
-    assert exported(asked).program.fold.left_out == 14 - 6
-    programs(asked)
+    job = request(llama(16), passes={"remat": {"policy": "selective", "layers": layers}}, evaluate=False)
+    assert exported(job).program.fold.left_out == 14 - 6
+    programs(job)
     with pytest.raises(UserError, match="no layer is named like 'layers.16'"):
         programs(request(llama(16), passes={"remat": {"layers": {"layers.16": "full"}}}, evaluate=False))
 
@@ -248,11 +248,11 @@ def test_a_value_of_a_layer_in_the_middle_that_others_read():
             self.layers, self.skip = nn.ModuleList(nn.Linear(4, 4) for _ in range(14)), skip
 
         def forward(self, x):
-            kept = []
+            outputs = []
             for layer in self.layers:
                 x = layer(x).sin()
-                kept.append(x)
-            return x + kept[6] if self.skip else x
+                outputs.append(x)
+            return x + outputs[6] if self.skip else x
 
     def loss(model, batch):
         return model(batch["positions"].to(torch.float32)[:, :4]).square().mean()
@@ -331,8 +331,8 @@ def test_layers_that_drop_out():
 @functools.cache
 def rolled_up():
     """Return the finished step of one rank before it is unfolded."""
-    asked = request(llama(12), evaluate=False)
-    pipeline, captured = build_pipeline(asked), exported(asked)
+    job = request(llama(12), evaluate=False)
+    pipeline, captured = build_pipeline(job), exported(job)
     program, _ = run_passes("step", pipeline.lineage("step"), captured.program, captured.ctx)
     assert program.stage is Stage.SEGMENTED and program.fold
     return program, captured.ctx

@@ -12,7 +12,7 @@ from compiler_trainer.step.compile import compile_step
 from passes.program import ir
 from passes.program.operators import kind_of
 from tests.nightly.parity.case import Case
-from tests.nightly.parity.record import judged
+from tests.nightly.parity.record import run_case
 
 COMMON = "layers=2 rows=6 length=7 train.microbatches=3 optim.max_norm=0.3"
 
@@ -30,7 +30,7 @@ COMMON = "layers=2 rows=6 length=7 train.microbatches=3 optim.max_norm=0.3"
     ],
 )
 def test_what_is_done_once_trains_as_one_device(case):
-    outcome = judged(Case.parse(f"{case} {COMMON}")).outcome
+    outcome = run_case(Case.parse(f"{case} {COMMON}")).outcome
     assert outcome.verdict == "right", f"{case}: {outcome}"
 
 

@@ -29,8 +29,8 @@ FP32 = 1e-6  # Gemma's norms compute in it
 
 
 def loss_of(model, batch):
-    given = {"decoder_input_ids": batch["labels"]} if model.config.is_encoder_decoder else {}
-    logits = model(batch["tokens"], **given).logits
+    inputs = {"decoder_input_ids": batch["labels"]} if model.config.is_encoder_decoder else {}
+    logits = model(batch["tokens"], **inputs).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 

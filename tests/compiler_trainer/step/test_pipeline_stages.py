@@ -17,7 +17,7 @@ from compiler_trainer.step.step import programs_of
 from compiler_trainer.step.turns import turns_of_step
 from passes.program import ir
 from tests.nightly.parity.case import Case
-from tests.nightly.parity.record import judged
+from tests.nightly.parity.record import run_case
 from tests.support.sweeps import in_turn
 
 STAGES = (2, 3, 4, 8)
@@ -55,7 +55,7 @@ def test_stages_train_as_one_device(stages, beside, schedule, what):
     model = model.format(even=stages * chunks, odd=stages * chunks + 1)
     options = f"mesh.pp={stages} {beside} passes.pipeline.schedule={schedule} {COMMON} rows={2 * microbatches}"
     options += "" if "microbatches" in model else f" train.microbatches={microbatches}"
-    outcome = judged(Case.parse(f"{model} {options}")).outcome
+    outcome = run_case(Case.parse(f"{model} {options}")).outcome
     assert outcome.verdict == "right", f"{model} {options}: {outcome}"
 
 
@@ -99,8 +99,8 @@ def test_only_the_residual_stream_its_gradient_and_the_norm_are_sent():
 @pytest.mark.full
 def test_stages_have_the_layers_that_are_told():
     step, _ = decoder(2, {"stages": [1, 4]})
-    held = {name for name, state in step.state.items() if state.stages == (1,)}
-    assert {f"model.layers.{n}.attention.wq.weight" for n in (1, 2, 3, 4)} <= held
+    names = {name for name, state in step.state.items() if state.stages == (1,)}
+    assert {f"model.layers.{n}.attention.wq.weight" for n in (1, 2, 3, 4)} <= names
     assert step.state["model.layers.0.attention.wq.weight"].stages == (0,)
     with pytest.raises(UserError, match=r"passes.pipeline.stages: \[2, 2\] are not 2 numbers of layers.*add up to 5"):
         decoder(2, {"stages": [2, 2]})
@@ -115,18 +115,18 @@ def test_more_stages_than_operators_are_refused():
 
 
 def test_a_buffer_that_a_later_stage_changes_is_refused():
-    outcome = judged(Case.parse("teacher rows=3 mesh.pp=4")).outcome
+    outcome = run_case(Case.parse("teacher rows=3 mesh.pp=4")).outcome
     assert outcome.verdict == "refused" and "which comes later" in str(outcome)
 
 
 def test_a_gradient_that_parameters_of_two_stages_share_reaches_both():
     """Biases of a parallel residual share a gradient; attention's is on the first stage, the MLP's on the second."""
     options = "mesh.pp=2 mesh.tp=2 optim.name=sgd passes.shard.sequence_parallel=false"
-    outcome = judged(Case.parse(f"gpt_neox seed=374 length=5 {options}")).outcome
+    outcome = run_case(Case.parse(f"gpt_neox seed=374 length=5 {options}")).outcome
     assert outcome.verdict == "right", outcome
 
 
 def test_a_tied_weight_is_added_up_as_each_stage_has_it():
     """The first stage has terms of its gradient, and the last, which has all tokens, has shards."""
-    outcome = judged(Case.parse("reader mesh.cp=2 mesh.pp=2 rows=1 length=2")).outcome
+    outcome = run_case(Case.parse("reader mesh.cp=2 mesh.pp=2 rows=1 length=2")).outcome
     assert outcome.verdict == "right", outcome

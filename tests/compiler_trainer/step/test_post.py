@@ -56,7 +56,7 @@ class Nccl:
         return SimpleNamespace(wait=lambda: self.waits.append((line, place)))
 
     def wait_for_device(self):
-        self.host_waits.append(({line: len(asked) for line, asked in self.asked.items()}, len(self.waits)))
+        self.host_waits.append(({line: len(operations) for line, operations in self.asked.items()}, len(self.waits)))
 
     def isend(self, tensor, to, group, tag):
         return self.ask("send", to, group, tag)
@@ -100,8 +100,8 @@ def asked_by(rank, table, ways, monkeypatch, waits_for_device=False):
     for turn in (turn for turn in turns if turn.rank == rank):
         carried.start(turn)
         wait()  # to allocate buffers, to pin the batch
-        for given in programs[turn.program].inputs:
-            carried.get(turn, given.name, rank, 1)
+        for input_ in programs[turn.program].inputs:
+            carried.get(turn, input_.name, rank, 1)
         wait()  # to tune kernels
         for output in programs[turn.program].outputs:
             carried.put(turn, output.name, {rank: torch.empty(1)})
@@ -144,8 +144,8 @@ def left_over(ranks):
     while moved:
         moved = False
         for r, nccl in enumerate(ranks):
-            for asked, waits in nccl.host_waits[host[r] :]:
-                if passed[r] < waits or any(done[line] < count for line, count in asked.items()):
+            for counts, waits in nccl.host_waits[host[r] :]:
+                if passed[r] < waits or any(done[line] < count for line, count in counts.items()):
                     break
                 host[r], moved = host[r] + 1, True
             for line, place in nccl.waits[passed[r] :]:
@@ -237,17 +237,17 @@ def test_receives_are_posted_before_what_can_hide_them_and_sent_tensors_are_free
 
 
 def reads_of(turn, programs):
-    return {(given.name, turn.microbatch) for given in programs[turn.program].inputs}
+    return {(input_.name, turn.microbatch) for input_ in programs[turn.program].inputs}
 
 
 def most_kept(timetable, turns_here, programs):
     """Return the largest number of sent tensors that a rank keeps."""
-    kept = most = 0
+    count = most = 0
     for number, turn in enumerate(turns_here):
         for output in programs[turn.program].outputs:
-            kept += len(timetable.sends.get((output.name, turn.microbatch), ()))
-        most = max(most, kept)
-        kept -= len(timetable.arrived.get(number, ()))
+            count += len(timetable.sends.get((output.name, turn.microbatch), ()))
+        most = max(most, count)
+        count -= len(timetable.arrived.get(number, ()))
     return most
 
 

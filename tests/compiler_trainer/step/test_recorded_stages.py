@@ -112,12 +112,12 @@ def test_no_two_microbatches_of_a_rank_are_in_a_slot_at_once(name):
         here = [turn for turn in turns if turn.rank == rank]
         slots = slots_of(here)
         last = {(turn.program[1:], turn.microbatch): turn for turn in here}
-        held: dict[int, tuple] = {}
+        occupied: dict[int, tuple] = {}
         for turn in here:
             passing = turn.program[1:], turn.microbatch
-            assert held.setdefault(slots[turn], passing) == passing
+            assert occupied.setdefault(slots[turn], passing) == passing
             if last[passing] is turn:
-                del held[slots[turn]]
+                del occupied[slots[turn]]
         assert all(len({turn.program[1:] for turn in here if slots[turn] == slot}) == 1 for slot in slots.values())
 
 

@@ -114,7 +114,7 @@ def altered(model, path, value):
 
 
 def hooked(model):
-    model.act.register_forward_hook(lambda module, given, out: out * 2)
+    model.act.register_forward_hook(lambda module, inputs, out: out * 2)
     return model
 
 
@@ -380,12 +380,12 @@ def test_the_build_of_a_release_leaves_the_key(exported, monkeypatch):
 @pytest.mark.full
 def test_other_processes_have_the_same_key():
     """The order of their sets does not matter."""
-    told = [
+    processes = [
         subprocess.run([sys.executable, __file__], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
         for seed in ("1", "2")
     ]
-    assert all(done.returncode == 0 for done in told), told[0].stderr
-    assert len({done.stdout for done in told}) == 1 and len(told[0].stdout.split()) == 2
+    assert all(done.returncode == 0 for done in processes), processes[0].stderr
+    assert len({done.stdout for done in processes}) == 1 and len(processes[0].stdout.split()) == 2
 
 
 # ---- jobs without a key -----------------------------------------------------------------------------

@@ -55,14 +55,14 @@ def test_a_launch_reads_no_number_and_sends_none():
 class OnHost:
     """A tensor in host memory that records its uses."""
 
-    def __init__(self, kind="cpu", asked=()):
-        self.device, self.asked = torch.device(kind), asked
+    def __init__(self, kind="cpu", uses=()):
+        self.device, self.uses = torch.device(kind), uses
 
     def pin_memory(self):
-        return OnHost(self.device.type, (*self.asked, "pin"))
+        return OnHost(self.device.type, (*self.uses, "pin"))
 
     def to(self, device, non_blocking):
-        return (*self.asked, device.type, non_blocking)
+        return (*self.uses, device.type, non_blocking)
 
 
 def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for():

@@ -59,8 +59,8 @@ def test_each_trains_as_alone_while_the_other_fails(pair, monkeypatch):
     (first, data, losses), (other, others, _) = prepared(pair[0]), prepared(pair[1])
     run, trained = other.runtime.run, []
 
-    def fail(*given):
-        run(*given)
+    def fail(*args):
+        run(*args)
         raise Failed
 
     for number, (batch, lr) in enumerate(zip(data, LRS, strict=True)):

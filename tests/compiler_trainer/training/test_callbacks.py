@@ -27,29 +27,29 @@ def fake(monkeypatch):
 class Diary(ct.Callback):
     """A callback that records its calls in a list shared by all callbacks."""
 
-    told: list = []
+    events: list = []
 
     def __init__(self, stops_at=0):
         self.stops_at = stops_at
-        self.told.clear()
+        self.events.clear()
 
     def on_start(self, run):
-        self.told.append(f"start after {run.done} in {run.folder.name} on {run.rank}")
+        self.events.append(f"start after {run.done} in {run.folder.name} on {run.rank}")
 
     def on_step(self, run, record):
-        self.told.append(f"step {record['step']}")
+        self.events.append(f"step {record['step']}")
         if record["step"] == self.stops_at:
             run.stop("enough")
 
     def on_evaluation(self, run, record):
-        self.told.append(f"evaluation {record['step']} {math.isfinite(record['eval_loss'])}")
+        self.events.append(f"evaluation {record['step']} {math.isfinite(record['eval_loss'])}")
 
     def on_checkpoint(self, run, path):
         assert checkpoint.opened(path).index.step == checkpoint.number_of(path)
-        self.told.append(f"checkpoint {path.name}")
+        self.events.append(f"checkpoint {path.name}")
 
     def on_stop(self, run):
-        self.told.append("stop")
+        self.events.append("stop")
 
 
 def with_diary(cfg, **arguments):
@@ -58,28 +58,28 @@ def with_diary(cfg, **arguments):
 
 def test_what_is_told(fake, tmp_path):
     trainer.train(with_diary(options(tmp_path / "run")))
-    beside = [line for line in Diary.told if not line.startswith("checkpoint")]
+    beside = [line for line in Diary.events if not line.startswith("checkpoint")]
     assert beside == ["start after 0 in run on 0", "step 1", "step 2", "step 3", "step 4", "evaluation 4 True", "step 5", "step 6",
                       "evaluation 6 True", "stop"]
-    assert [line for line in Diary.told if line.startswith("checkpoint")] == [f"checkpoint step_0000000{n}" for n in (2, 4, 6)]
-    assert Diary.told.index("checkpoint step_00000002") > Diary.told.index("step 2")
-    assert Diary.told[-2:] == ["checkpoint step_00000006", "stop"]
+    assert [line for line in Diary.events if line.startswith("checkpoint")] == [f"checkpoint step_0000000{n}" for n in (2, 4, 6)]
+    assert Diary.events.index("checkpoint step_00000002") > Diary.events.index("step 2")
+    assert Diary.events[-2:] == ["checkpoint step_00000006", "stop"]
 
 
 def test_one_that_asks_ends_the_run_with_a_checkpoint(fake, tmp_path, capsys):
     cfg = with_diary(options(tmp_path / "run"), stops_at=3)
     trainer.train(cfg)
     assert "ended after step 3 of 6: enough\n" in capsys.readouterr().out
-    assert Diary.told[-2:] == ["checkpoint step_00000003", "stop"] and len(metrics(tmp_path / "run")) == 3
+    assert Diary.events[-2:] == ["checkpoint step_00000003", "stop"] and len(metrics(tmp_path / "run")) == 3
     trainer.train(resuming(cfg, "latest"))
-    assert Diary.told[:2] == ["start after 3 in run on 0", "step 4"] and len(metrics(tmp_path / "run")) == 6
+    assert Diary.events[:2] == ["start after 3 in run on 0", "step 4"] and len(metrics(tmp_path / "run")) == 6
 
 
 def test_a_signal_and_the_time_limit_end_it_too(fake, tmp_path):
     cfg = with_diary(options(tmp_path / "run"))
     with pytest.raises(SystemExit) as end:
         trainer.train(replace(cfg, run=replace(cfg.run, time_limit=1e-9)))
-    assert end.value.code == 3 and Diary.told[-3:] == ["step 1", "checkpoint step_00000001", "stop"]
+    assert end.value.code == 3 and Diary.events[-3:] == ["step 1", "checkpoint step_00000001", "stop"]
 
 
 def test_of_several_reasons_that_of_a_callback_counts():

@@ -27,15 +27,15 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
         return found
 
 
-@pytest.mark.parametrize(("error", "asked"), [
+@pytest.mark.parametrize(("error", "asked_bytes"), [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."), 3 * 2**29),
     (RuntimeError(CPU), 4096),
     (MemoryError(), 0),
     (OSError(12, "Cannot allocate memory"), 0),
 ])
-def test_errors_of_allocators_are_told_with_what_was_asked_for(error, asked):
+def test_errors_of_allocators_are_told_with_what_was_asked_for(error, asked_bytes):
     result = failure_of(raised(error))
-    assert result.asked_bytes == asked and result.used_bytes > 0
+    assert result.asked_bytes == asked_bytes and result.used_bytes > 0
     assert result.where.startswith("test_exhausted.py:") and "raise error from cause" in result.where
 
 

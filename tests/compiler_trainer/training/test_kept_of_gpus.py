@@ -15,17 +15,17 @@ from compiler_trainer.training import trainer
 from compiler_trainer.training.preflight import precision
 
 
-def said(monkeypatch, on_gpu, chosen="highest", **cast):
+def described_precision(monkeypatch, on_gpu, chosen="highest", **cast):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: chosen)
     return precision(build(Config, {"train": {"dtype": "float32"}, "passes": {"cast": {"param_dtype": None, **cast}}}))
 
 
 def test_a_run_in_float32_on_a_gpu_says_whether_products_are_in_tf32(monkeypatch):
-    assert said(monkeypatch, False) == "float32 throughout"
-    assert said(monkeypatch, True).startswith("float32 throughout, matmuls not rounded to TF32 (")
-    assert "matmuls rounded to TF32 (torch.set_float32_matmul_precision is 'high')" in said(monkeypatch, True, "high")
-    assert "TF32" not in said(monkeypatch, True, param_dtype="bfloat16")
+    assert described_precision(monkeypatch, False) == "float32 throughout"
+    assert described_precision(monkeypatch, True).startswith("float32 throughout, matmuls not rounded to TF32 (")
+    assert "matmuls rounded to TF32 (torch.set_float32_matmul_precision is 'high')" in described_precision(monkeypatch, True, "high")
+    assert "TF32" not in described_precision(monkeypatch, True, param_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -48,9 +48,9 @@ def test_no_memory_snapshot_is_taken_unasked(monkeypatch):
         pass
 
 
-@pytest.mark.parametrize(("given", "kept"), [(None, "2000"), ("7", "7")])
-def test_the_flight_recorder_is_on_in_jobs_on_gpus_unless_it_was_set(given, kept, monkeypatch):
-    monkeypatch.setattr(os, "environ", {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | ({"TORCH_FR_BUFFER_SIZE": given} if given else {}))
+@pytest.mark.parametrize(("variable", "size"), [(None, "2000"), ("7", "7")])
+def test_the_flight_recorder_is_on_in_jobs_on_gpus_unless_it_was_set(variable, size, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | ({"TORCH_FR_BUFFER_SIZE": variable} if variable else {}))
     for name, value in {"is_available": lambda: True, "set_device": lambda number: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     begun = []
@@ -58,4 +58,4 @@ def test_the_flight_recorder_is_on_in_jobs_on_gpus_unless_it_was_set(given, kept
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: begun.append((backend, os.environ["TORCH_FR_BUFFER_SIZE"])))
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    assert ranks.start_ranks() == 1 and begun == [("nccl", kept)]
+    assert ranks.start_ranks() == 1 and begun == [("nccl", size)]

@@ -35,10 +35,10 @@ def test_lengths_by_hand(length, steps):
     assert steps_of(length, rows=100, rows_per_step=4, tokens_per_row=20.0) == steps
 
 
-@pytest.mark.parametrize("given", ["many", "0epochs", "-1epochs", "1e9tokens", "3 epochs", "2Xtokens", "12"])
-def test_what_is_no_length_is_refused(given):
-    with pytest.raises(UserError, match=f"^train.steps: {given} must be a number of steps, or epochs or tokens as 3epochs or 20Btokens"):
-        typed(compose([f"train.steps='{given}'"]))
+@pytest.mark.parametrize("text", ["many", "0epochs", "-1epochs", "1e9tokens", "3 epochs", "2Xtokens", "12"])
+def test_what_is_no_length_is_refused(text):
+    with pytest.raises(UserError, match=f"^train.steps: {text} must be a number of steps, or epochs or tokens as 3epochs or 20Btokens"):
+        typed(compose([f"train.steps='{text}'"]))
 
 
 def test_epochs_take_each_row_so_often(fake, tmp_path):

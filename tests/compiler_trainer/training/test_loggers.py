@@ -118,9 +118,9 @@ def test_a_package_that_is_missing_is_named_with_its_install(name, fake, tmp_pat
 def test_what_a_service_does_not_take_is_kept_said_once_and_handed_on(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
-    kept = RetryingLogger(away := Away(2))
+    logger = RetryingLogger(away := Away(2))
     for step in range(1, 6):
-        kept.log({"step": step})
+        logger.log({"step": step})
         now[0] += 20  # every second call retries
     assert away.taken == [1, 2, 3, 4, 5]
     output = capsys.readouterr().out
@@ -129,10 +129,10 @@ def test_what_a_service_does_not_take_is_kept_said_once_and_handed_on(capsys, mo
 
 
 def test_what_it_never_took_is_said_to_be_missing(capsys):
-    kept = RetryingLogger(Away(100))
+    logger = RetryingLogger(Away(100))
     for step in (1, 2, 3):
-        kept.log({"step": step})
-    kept.close(False)
+        logger.log({"step": step})
+    logger.close(False)
     assert "Away lacks the last 3 steps: ConnectionError: no route to host" in capsys.readouterr().out
 
 
@@ -229,9 +229,9 @@ def test_a_server_of_mlflow_is_read_back_and_may_be_away(fake, tmp_path, monkeyp
         server.wait()
     second = loggers.MLflow(uri)
     second.client, second.id = second.mlflow.MlflowClient(tracking_uri=uri), "0" * 32
-    kept = RetryingLogger(second)
-    kept.log({"step": 1, "loss": 2.0})
-    assert "MLflow does not accept metrics" in capsys.readouterr().out and len(kept.pending) == 1
+    retrying = RetryingLogger(second)
+    retrying.log({"step": 1, "loss": 2.0})
+    assert "MLflow does not accept metrics" in capsys.readouterr().out and len(retrying.pending) == 1
 
 
 def is_up(url):

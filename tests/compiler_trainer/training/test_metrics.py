@@ -121,11 +121,11 @@ def lose(log, monkeypatch):
 
 def three_at_once():
     """Allocate two megabytes, free one, allocate three: a peak of four."""
-    kept, dropped = torch.ones(MEGABYTE), torch.ones(MEGABYTE)
+    result, dropped = torch.ones(MEGABYTE), torch.ones(MEGABYTE)
     del dropped
     more = torch.ones(3 * MEGABYTE)
     del more
-    return kept
+    return result
 
 
 def test_the_peak_is_what_was_alive_at_once():

@@ -32,7 +32,7 @@ time.sleep(600)
 
 
 @pytest.fixture
-def held(tmp_path, monkeypatch):
+def locked(tmp_path, monkeypatch):
     """Yield a folder that another process locks, and that process."""
     monkeypatch.setattr(owner, "PATIENCE_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
@@ -46,8 +46,8 @@ def options(folder):
     return Config(run=RunConfig(str(folder)), checkpoint=CheckpointConfig())
 
 
-def test_a_folder_that_another_process_holds_is_refused_by_name_until_that_is_killed(held):
-    folder, process = held
+def test_a_folder_that_another_process_holds_is_refused_by_name_until_that_is_killed(locked):
+    folder, process = locked
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(UserError) as error, owning(options(folder)):
         pass
@@ -89,8 +89,8 @@ def test_a_run_that_waited_for_one_that_left_nothing_locks_its_own_file(tmp_path
     second.check(lambda: pytest.fail("it is there"))
 
 
-def test_a_second_run_in_a_new_folder_is_refused_before_it_compiles(held, monkeypatch):
-    folder, _ = held
+def test_a_second_run_in_a_new_folder_is_refused_before_it_compiles(locked, monkeypatch):
+    folder, _ = locked
     monkeypatch.setattr(trainer, "compile_step", lambda *args, **how: pytest.fail("it compiles"))
     with pytest.raises(UserError, match="is in use by another run"):
         trainer.train(short_run(folder))

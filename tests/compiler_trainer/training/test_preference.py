@@ -109,28 +109,28 @@ def test_losses_in_chunks_are_those_of_whole_logits(mesh):
 @pytest.mark.parametrize("mesh, microbatches, chunks", CASES, ids=str)
 def test_a_reference_is_told_row_by_row(mesh, microbatches, chunks):
     model, (batch, *_) = llama(2, attention="documents"), pairs()
-    given = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
+    inputs = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
 
     def loss(model, batch):
         return reference(plain_logits, model, batch)
 
     how = {"mesh": mesh, "ranks": "lockstep", "microbatches": microbatches, "passes": {"chunk_loss": {"chunks": chunks}}}
-    step = ct.compile_step(model, loss, given, train=False, **how)
-    result = step.rows(given)
+    step = ct.compile_step(model, loss, inputs, train=False, **how)
+    result = step.rows(inputs)
     assert in_chunks(step) == (chunks > 1)
     expected = by_hand(llama(2), batch).detach()
     assert_same(result, {name: expected[:, i] for i, name in enumerate(REFERENCE)}, EXACT)
     with pytest.raises(UserError, match="as the metric 'reference_chosen'; it must be a scalar"):
-        ct.compile_step(model, loss, given, **how)
+        ct.compile_step(model, loss, inputs, **how)
 
 
 @pytest.mark.full
 def test_a_reference_needs_less_memory_than_a_step_that_keeps_least():
     (batch, *_), model, passes = pairs(), llama(2, attention="documents"), {"remat": {"policy": "full"}}
-    given = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
+    inputs = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
     step = compile_lockstep(model, loss_of, batch, {"dp_shard": 2}, {"name": "sgd", "max_norm": None}, passes=passes)
     referring = ct.compile_step(
-        model, lambda *given: reference(plain_logits, *given), given, train=False, mesh={"dp_shard": 2}, ranks="lockstep", passes=passes
+        model, lambda *args: reference(plain_logits, *args), inputs, train=False, mesh={"dp_shard": 2}, ranks="lockstep", passes=passes
     )
     peaks = [[p["accounting"]["peak_bytes"] for p in result.report["passes"]][-1] for result in (step, referring)]
     assert peaks[1] < peaks[0]
@@ -152,7 +152,7 @@ def folder(tmp_path_factory):
 def trainer(folder, where, **options):
     """Return a DPO run on a small decoder."""
     data = {"name": "text", "files": [str(folder / "pairs.jsonl")], "tokenizer": str(folder / "tokenizer.json"), "chat": True}
-    given = {
+    defaults = {
         "model": {"n_layers": 1, "dim": 32, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32, "vocab_size": 259, "attention": "documents"},
         "data": data | {"pairs": True, "eval_fraction": 0.2},
         "train": {"steps": 6, "seq_len": 96, "global_batch_size": 4},
@@ -161,7 +161,7 @@ def trainer(folder, where, **options):
         "lower": {"backend": "eager"},
         "run": {"dir": str(where), "dump_graphs": False},
     }
-    return ct.Trainer(**{name: {**given.get(name, {}), **value} if isinstance(value, dict) else value for name, value in (given | options).items()})
+    return ct.Trainer(**{name: {**defaults.get(name, {}), **value} if isinstance(value, dict) else value for name, value in (defaults | options).items()})
 
 
 def records(run):
@@ -179,8 +179,8 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
     part = {"steps": 3, "seq_len": 96, "global_batch_size": 4}
     options = {"eval": {"interval": 3}, "lr_schedule": "constant", "run": {"dir": str(tmp_path / "parts"), "dump_graphs": False}}
     trainer(folder, "", train=part, **options).train()
-    kept = (tmp_path / "parts" / FILE).read_bytes()
-    (tmp_path / "parts" / FILE).write_bytes(kept[:500] + b"?" + kept[501:])  # damaged, so computed again from the initial weights
+    content = (tmp_path / "parts" / FILE).read_bytes()
+    (tmp_path / "parts" / FILE).write_bytes(content[:500] + b"?" + content[501:])  # damaged, so computed again from the initial weights
     trainer(folder, "", checkpoint={"resume": "latest"}, **options).train()
     trainer(folder, "", **options | {"run": {"dir": str(tmp_path / "undisturbed"), "dump_graphs": False}}).train()
     with np.load(tmp_path / "parts" / FILE) as second, np.load(tmp_path / "undisturbed" / FILE) as expected:

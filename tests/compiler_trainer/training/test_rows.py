@@ -36,7 +36,7 @@ def test_a_rank_is_given_its_own_rows_and_every_row_is_some_ranks(mesh, rows, mi
         for name in ("tokens", "labels"):
             outline[name][others] = torch.zeros(len(others), SEQ_LEN, dtype=torch.int64)
         for compiled in step.train.values():
-            given = [each for each in compiled.finished.inputs if each.kind == "batch"]
+            inputs = [each for each in compiled.finished.inputs if each.kind == "batch"]
             for whole, part in zip(step.split(batch), step.split(outline)):
-                fed = [[step.value(each, rank, BatchLayout(compiled.finished, half), {}) for each in given] for half in (whole, part)]
+                fed = [[step.value(each, rank, BatchLayout(compiled.finished, half), {}) for each in inputs] for half in (whole, part)]
                 assert all(torch.equal(a, b) for a, b in zip(*fed))

@@ -118,10 +118,10 @@ def test_switched_off(fake, tmp_path):
 
 @pytest.mark.parametrize(("interval", "evaluates"), [(4, True), (None, False)])
 def test_evaluation_is_compiled_only_where_the_run_evaluates(interval, evaluates, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(trainer, "compile_step", lambda *args, evaluate, **how: asked.append(evaluate) or FakeStep())
+    requests = []
+    monkeypatch.setattr(trainer, "compile_step", lambda *args, evaluate, **how: requests.append(evaluate) or FakeStep())
     trainer.train(options(tmp_path / "run", eval=EvalConfig(interval=interval)))
-    assert asked == [evaluates]
+    assert requests == [evaluates]
 
 
 # Resuming
@@ -301,13 +301,13 @@ class Rows:
 def rank_0(monkeypatch):
     """Return a function that plays a broadcast from a rank 0 with other values."""
 
-    def given(*values):
+    def play(*values):
         monkeypatch.setattr(prepare.dist, "is_initialized", lambda: True)
         monkeypatch.setattr(prepare, "rank", lambda: 1)
         broadcast = "broadcast_object_list"
         monkeypatch.setattr(prepare.dist, broadcast, lambda own, src: own.__setitem__(slice(None), values))
 
-    return given
+    return play
 
 
 def test_all_ranks_write_where_rank_0_does(rank_0):

@@ -1,10 +1,11 @@
 """Compare the captured programs of random models with eager PyTorch: loss, gradients and buffers.
 
-    python -m tests.nightly.capture_fuzz --cases 2000               # counts; each case that is wrong or crashes, made smaller
-    python -m tests.nightly.capture_fuzz --case 0:17                # one case again, with its source
-    python -m tests.nightly.capture_fuzz --cases 2000 --refused     # the reasons of refusals, too
+    python -m tests.nightly.capture_fuzz --cases 2000               # counts; shrinks each case that is wrong or crashes
+    python -m tests.nightly.capture_fuzz --case 0:17                # runs one case again and prints its source
+    python -m tests.nightly.capture_fuzz --cases 2000 --refused     # also prints the reasons of refusals
 
-Cases that eager PyTorch itself cannot run are drawn again. Exit codes: 0 none is wrong or crashes, 1 one is.
+Cases that eager PyTorch itself cannot run are skipped and not counted. Exit codes: 0 no case is wrong or crashes, 1 one
+does.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from itertools import count, islice
 import torch
 
 from tests.nightly.capture_fuzz.draw import Case, case
-from tests.nightly.capture_fuzz.run import Outcome, run, shrunk
+from tests.nightly.capture_fuzz.run import Outcome, run, shrink_case
 
 FAILS = ("wrong", "crash")
 
 
 def outcomes(seed: int, first: int = 0) -> Iterator[tuple[Case, Outcome]]:
-    """Random cases that eager PyTorch can run, without end, with their outcomes."""
+    """Yield random cases that eager PyTorch can run, without end, with their outcomes."""
     for number in count(first):
         drawn = case(seed, number)
         outcome = run(drawn)
@@ -34,14 +35,14 @@ def outcomes(seed: int, first: int = 0) -> Iterator[tuple[Case, Outcome]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run cases; the exit code."""
+    """Run cases; return the exit code."""
     options = argparse.ArgumentParser("python -m tests.nightly.capture_fuzz", description=(__doc__ or "").splitlines()[0])
     options.add_argument("--cases", type=int, default=200)
     options.add_argument("--from", type=int, default=0, dest="first", help="the number of the first case")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--case", help="SEED:NUMBER of a case to run again")
     options.add_argument("--refused", action="store_true", help="print the reasons of refusals")
-    options.add_argument("--no-shrink", action="store_true", help="leave failing cases as they are")
+    options.add_argument("--no-shrink", action="store_true", help="do not shrink failing cases")
     chosen = options.parse_args(arguments)
     torch.set_num_threads(1)
     if chosen.case:
@@ -55,13 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if outcome.verdict == "refused":
             reasons[outcome.why.split(" ", 2)[-1]] += 1
         if outcome.verdict in FAILS:
-            smaller = drawn if chosen.no_shrink else shrunk(drawn, outcome)
+            smaller = drawn if chosen.no_shrink else shrink_case(drawn, outcome)
             show(smaller, run(smaller))
     if chosen.refused:
         for reason, times in reasons.most_common():
             print(f"{times:5} refused: {reason}")
-    told = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
-    print(f"{counts.total()} cases in {time.perf_counter() - began:.0f} s: {told}")
+    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
+    print(f"{counts.total()} cases in {time.perf_counter() - began:.0f} s: {verdicts}")
     return int(any(counts[verdict] for verdict in FAILS))
 
 

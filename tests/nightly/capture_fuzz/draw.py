@@ -1,4 +1,4 @@
-"""Random bodies of `forward`: a few lines of Python over values of one shape, with regions nested in one another.
+"""Random bodies of `forward`: a few lines of Python over values of one shape, with nested regions.
 
     v1 = torch.tanh(self.a(v0))
     with torch.no_grad():
@@ -6,8 +6,8 @@
         self.seen.mul_(0.9).add_(v2.mean(0))
     v3 = self.b(v1) * v2
 
-A body is a tree: a line, or a header with the body indented below it. Lines may fail in eager PyTorch, as when autograd
-needs a value that was written over; such bodies are left out by the comparison.
+A body is a tree: a node is a line, or a header with the body indented below it. Lines may fail in eager PyTorch, for
+example if autograd needs a value that was overwritten; the comparison skips such bodies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARITHMETIC = (
     "{new} = {x}.clone()",
     "{new} = torch.where({y} > 0, {x}, {y}.to({x}.dtype))",
 )
-UNCHANGED = (  # often the operand itself
+UNCHANGED = (  # these often return the operand itself
     "{new} = {x}.float()",
     "{new} = {x}.to({y}.dtype)",
     "{new} = {x}.to('cpu')",
@@ -88,7 +88,7 @@ CALLS = (
     "{new} = Matmul.apply({x}, self.a.weight)",
     "{new} = Halved.apply({x})",
     "{new} = self.quietly({x})",
-    # Operands are copies, for eager PyTorch recomputes from what they hold later; a reentrant one needs a gradient.
+    # Operands are copies, because eager PyTorch recomputes from their later entries; a reentrant checkpoint needs a gradient.
     "{new} = checkpoint(lambda v: torch.tanh(self.b(v)), {x} * self.scale, use_reentrant={flag})",
     "{new} = checkpoint(lambda v, w: v.float() * w.detach(), {x}.clone(), {y}.clone(), use_reentrant=False)",
     "{new} = checkpoint(self.quietly, {x}.clone(), use_reentrant=False) + {y}",
@@ -106,7 +106,7 @@ REGIONS = (
     "with torch.autocast('cpu', torch.bfloat16):",
     "with torch.autocast('cpu', enabled=False):",
 )
-SWITCHES = ("torch.set_grad_enabled({flag})",)  # regions that end wherever another begins
+SWITCHES = ("torch.set_grad_enabled({flag})",)  # regions that last until the next one begins
 KINDS = (
     (ARITHMETIC, 8), (UNCHANGED, 6), (VIEWS, 4), (WRITES, 5), (CALLS, 3), (HOOKS, 0.1), (SWITCHES, 0.4), (REGIONS, 5)
 )  # fmt: skip
@@ -115,70 +115,70 @@ DEEPEST = 3
 
 @dataclass(frozen=True)
 class Line:
-    """A statement, or the header of a region with what is in it."""
+    """A statement, or the header of a region with its lines."""
 
     text: str
     inside: tuple[Line, ...] = ()
 
     def shown(self, indent: str) -> str:
-        """The source."""
+        """Return the source with an indent."""
         return "\n".join([indent + self.text, *(line.shown(indent + "    ") for line in self.inside)])
 
 
 @dataclass(frozen=True)
 class Case:
-    """A body, with the dtype of the model that it is the `forward` of."""
+    """A body of `forward`, and the dtype of its model."""
 
     number: str
     dtype: str
     body: tuple[Line, ...]
 
     def source(self) -> str:
-        """The function `forward(self, v0)`."""
+        """Return the source of the function `forward(self, v0)`."""
         lines = "\n".join(line.shown("    ") for line in self.body)
         return f"def forward(self, v0):\n{lines}\n    return {ends(self.body)}\n"
 
 
 def ends(body: Sequence[Line]) -> str:
-    """The expression that sums the last values of a body."""
+    """Return the expression that sums the last values of a body."""
     names = sorted({f"v{i}" for line in body for i in assigned(line)} | {"v0"}, key=lambda name: int(name[1:]))
     return " + ".join(f"{name}.float()" for name in names[-4:])
 
 
 def assigned(line: Line) -> list[int]:
-    """The numbers of the values that a line makes."""
+    """Return the numbers of the values that a line assigns."""
     first = line.text.split(" = ")[0]
-    own = [int(first[1:])] if first[0] == "v" and first[1:].isdigit() else []
-    return own + [i for inner in line.inside for i in assigned(inner)]
+    numbers = [int(first[1:])] if first[0] == "v" and first[1:].isdigit() else []
+    return numbers + [i for inner in line.inside for i in assigned(inner)]
 
 
 def case(seed: int, number: int) -> Case:
-    """The random case of a number."""
+    """Draw the case of a number."""
     draw = random.Random(f"{seed} {number}")
     lines = Drawing(draw).lines(draw.randint(4, 10))
     return Case(f"{seed}:{number}", draw.choice(("float32", "bfloat16")), lines)
 
 
 class Drawing:
-    """A body that is being drawn, and how many values it has made."""
+    """The state of a drawing: the random source and the number of values assigned so far."""
 
     def __init__(self, draw: random.Random):
-        self.draw, self.made = draw, 0
+        self.draw, self.count = draw, 0
 
     def lines(self, count: int, around: tuple[str, ...] = ()) -> tuple[Line, ...]:
-        """So many statements inside regions, a region counted as one."""
+        """Draw `count` statements inside the regions `around`; a region counts as one."""
         return tuple(self.line(around) for _ in range(count))
 
     def line(self, around: tuple[str, ...]) -> Line:
-        """A statement; no call in `inference_mode`, where `enable_grad` is of custom functions alone."""
+        """Draw a statement; no custom-function call inside `inference_mode`, whose `enable_grad` affects only them."""
         left_out = [REGIONS] * (len(around) == DEEPEST) + [CALLS] * ("with torch.inference_mode():" in around)
         kinds = [(texts, weight) for texts, weight in KINDS if texts not in left_out]
         texts = self.draw.choices([texts for texts, _ in kinds], [weight for _, weight in kinds])[0]
         text = self.draw.choice(texts)
-        x, y = (self.draw.randint(max(0, self.made - 4), self.made) for _ in range(2))
+        x, y = (self.draw.randint(max(0, self.count - 4), self.count) for _ in range(2))
         flag = self.draw.random() < 0.5
         if texts is REGIONS:
             return Line(text.format(flag=flag), self.lines(self.draw.randint(1, 4), (*around, text)))
         if "{new}" in text:
-            self.made += 1
-        return Line(text.format(new=f"v{self.made}", x=f"v{x}", y=f"v{y}", flag=flag))
+            self.count += 1
+        return Line(text.format(new=f"v{self.count}", x=f"v{x}", y=f"v{y}", flag=flag))

@@ -1,6 +1,6 @@
-"""Functions for random bodies to call: custom autograd functions whose gradients are not their derivatives, writes.
+"""Functions that random bodies call: writes, and custom autograd functions whose gradients are not their derivatives.
 
-`x.data` is written only where autograd has saved nothing of `x`: it would compute with the new entries, unnoticed.
+`x.data` is written only if autograd has saved nothing of `x`: backward would silently use the new entries.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import torch
 
 
 def with_data(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`x` with the entries of `y` and its own gradient."""
+    """Replace the entries of `x` with those of `y`; `x` keeps its own gradient."""
     x.data = y.to(x.dtype, copy=True)
     return x
 
 
 def with_halved_data(x: torch.Tensor) -> torch.Tensor:
-    """`x` halved, with its own gradient."""
+    """Halve the entries of `x`; `x` keeps its own gradient."""
     x.data.mul_(0.5)
     return x
 
@@ -33,7 +33,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """A product of two operands that it saves."""
+    """An elementwise product that saves its two operands."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -47,7 +47,7 @@ class Product(torch.autograd.Function):
 
 
 class Swish(torch.autograd.Function):
-    """A function that saves what it computed, set up apart from its forward."""
+    """A function that saves its input in a `setup_context` separate from its forward."""
 
     @staticmethod
     def forward(x):
@@ -64,7 +64,7 @@ class Swish(torch.autograd.Function):
 
 
 class Matmul(torch.autograd.Function):
-    """A product of matrices, which autocast changes the dtype of."""
+    """A matmul, whose dtype autocast changes."""
 
     @staticmethod
     def forward(ctx, x, w):

@@ -1,4 +1,4 @@
-"""A random case as a model, captured and compared with eager PyTorch; and a smaller one that fails alike."""
+"""Build a random case as a model, compare its capture with eager PyTorch, and shrink a case that fails."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ROWS, WIDTH = 4, 6
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict on a case; `invalid` where eager PyTorch itself fails, or nothing has a gradient."""
+    """The verdict on a case; `invalid` if eager PyTorch fails, has no gradients, or its numbers are not finite."""
 
     verdict: Verdict
     why: str = ""
 
 
 class Model(nn.Module):
-    """Two layers, a scale and a running statistic, whose `forward` is a case's."""
+    """A model with two layers, a scale and a running statistic, whose `forward` is the case's body."""
 
     def __init__(self, body: Callable[[Model, Tensor], Tensor]):
         super().__init__()
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def quietly(self, x: Tensor) -> Tensor:
-        """A method that autograd does not see."""
+        """Compute a sigmoid layer without gradients."""
         return self.a(x).sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,19 +51,19 @@ class Model(nn.Module):
 
 
 def model_of(case: Case) -> Model:
-    """The model of a case."""
+    """Build the model of a case."""
     names = {"torch": torch, "F": F, "checkpoint": checkpoint, **vars(functions)}
     exec(compile(case.source(), f"case_{case.number}", "exec"), names)
     return Model(names["forward"]).to(getattr(torch, case.dtype))  # type: ignore[arg-type]
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A scalar that every value counts in."""
+    """Return a scalar loss that depends on every value."""
     return model(batch["x"]).float().mul(0.3).sin().mean()
 
 
 def run(case: Case) -> Outcome:
-    """The verdict on a case."""
+    """Return the verdict on a case."""
     model, generator = model_of(case), torch.Generator().manual_seed(1)
     batch = {"x": torch.randn(ROWS, WIDTH, generator=generator).to(getattr(torch, case.dtype))}
     with warnings.catch_warnings():
@@ -75,28 +75,28 @@ def run(case: Case) -> Outcome:
         if not all(value.isfinite().all() for value in expected.values()):
             return Outcome("invalid", "is not finite")
         try:
-            found = captured_difference(model, loss_of, batch)
+            difference = captured_difference(model, loss_of, batch)
         except UserError as error:
             return Outcome("refused", str(error))
         except Exception as error:
             return Outcome("crash", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    return Outcome("wrong", found) if found else Outcome("right")
+    return Outcome("wrong", difference) if difference else Outcome("right")
 
 
-def shrunk(case: Case, outcome: Outcome) -> Case:
-    """A case of fewer lines with the same verdict: lines are left out one by one, as long as any can be."""
+def shrink_case(case: Case, outcome: Outcome) -> Case:
+    """Return a case with fewer lines and the same verdict: remove lines one by one as long as the verdict stays."""
     while smaller := next((s for s in without_a_line(case) if run(s).verdict == outcome.verdict), None):
         case = smaller
     return case
 
 
 def without_a_line(case: Case) -> Iterator[Case]:
-    """The case without each of its lines, and with each region in line."""
+    """Yield the case without each of its lines, and with each region's lines moved out of it."""
     return (replace(case, body=body) for body in smaller_bodies(case.body))
 
 
 def smaller_bodies(body: tuple[Line, ...]) -> Iterator[tuple[Line, ...]]:
-    """The body without each of its lines, and with each region in line."""
+    """Yield the body without each of its lines, and with each region's lines moved out of it."""
     for i, line in enumerate(body):
         yield body[:i] + body[i + 1 :]
         if line.inside:

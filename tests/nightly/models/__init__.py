@@ -1,1 +1,1 @@
-"""Models that nobody here wrote, trained for two steps on several meshes beside plain PyTorch."""
+"""Models of other libraries, trained for two steps on several meshes and compared with plain PyTorch."""

@@ -1,11 +1,11 @@
-"""Train models that nobody here wrote on several meshes, beside plain PyTorch: `python -m tests.nightly.models`.
+"""Train models of other libraries on several meshes and compare with plain PyTorch: `python -m tests.nightly.models`.
 
-    python -m tests.nightly.models --only 'timm*'                      some
-    python -m tests.nightly.models --write docs/measured/models.md              all, and the page
+    python -m tests.nightly.models --only 'timm*'                      some models
+    python -m tests.nightly.models --write docs/measured/models.md     all models, and the page
 
-Each model of the table is judged in a process of its own (`judge.py`), with a limit of time a mesh. Results are
-appended to a file, a line of JSON each, and what is in there is not judged again: remove the file, or name models with
-`--again`, when the tree has changed. Exit codes: 0 done, 1 something is wrong, 2 bad input.
+Each model of the table is judged in its own process (`judge.py`), with a time limit per mesh. Each result is appended
+to a file as a line of JSON. Models in that file are not judged again: remove the file, or name models with `--again`,
+after a change of the tree. Exit codes: 0 done, 1 a model is wrong, 2 bad input.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from tests.nightly.models.case import MESHES, Entry
 from tests.nightly.models.judge import Record
 from tests.nightly.models.page import page
 
-Known = dict[tuple[str, str], Record]  # model and mesh -> what became of it
+Known = dict[tuple[str, str], Record]  # model and mesh -> record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge what the arguments ask for; returns an exit code."""
+    """Judge the models that the arguments select; return the exit code."""
     options = parse(arguments)
     table: list[Entry] = import_module(options.table).MODELS
     chosen = [entry for entry in table if fnmatchcase(entry.name, options.only)]
     if not chosen:
-        print(f"--only: no model is named like {options.only!r}", file=sys.stderr)
+        print(f"--only: no model name matches {options.only!r}", file=sys.stderr)
         return 2
     known = read(options.results)
     if options.again:
         known = {key: record for key, record in known.items() if not fnmatchcase(key[0], options.only)}
     for entry in chosen:
-        asked = [mesh for mesh in entry.meshes if fnmatchcase(mesh, options.mesh)]
-        missing = [mesh for mesh in asked if (entry.name, mesh) not in known]
-        for record in judged(options.table, entry, missing, options.limit):
+        meshes = [mesh for mesh in entry.meshes if fnmatchcase(mesh, options.mesh)]
+        missing = [mesh for mesh in meshes if (entry.name, mesh) not in known]
+        for record in judge_entry(options.table, entry, missing, options.limit):
             known[entry.name, record["mesh"]] = record
             with options.results.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -53,27 +53,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.nightly.models", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="models named so")
-    parser.add_argument("--mesh", default="*", metavar="PATTERN", help=f"on meshes named so: {', '.join(MESHES)}")
-    parser.add_argument("--again", action="store_true", help="judge these again, known or not")
-    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for a model on one mesh")
-    parser.add_argument("--results", type=Path, default=Path("docs/measured/models.jsonl"), help="where they are kept")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="a table of what is known, in Markdown")
-    parser.add_argument("--table", default="tests.nightly.models.table", metavar="MODULE", help="whose MODELS are judged")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="models whose names match")
+    parser.add_argument("--mesh", default="*", metavar="PATTERN", help=f"meshes whose names match: {', '.join(MESHES)}")
+    parser.add_argument("--again", action="store_true", help="judge these models again even if they have results")
+    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="time limit for a model on one mesh")
+    parser.add_argument("--results", type=Path, default=Path("docs/measured/models.jsonl"), help="file of results")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write all results as a Markdown page")
+    parser.add_argument("--table", default="tests.nightly.models.table", metavar="MODULE", help="module with the MODELS to judge")
     return parser.parse_args(arguments)
 
 
-def judged(table: str, entry: Entry, meshes: Sequence[str], limit_seconds: float) -> Iterator[Record]:
-    """What becomes of the model on each mesh; after one that takes too long or ends the process, in another one."""
-    left = list(meshes)
-    while left:
-        command = [sys.executable, "-m", "tests.nightly.models.judge", table, entry.name, *left]
+def judge_entry(table: str, entry: Entry, meshes: Sequence[str], limit_seconds: float) -> Iterator[Record]:
+    """Yield the model's record on each mesh; start a new process after a time-out or a crash."""
+    remaining = list(meshes)
+    while remaining:
+        command = [sys.executable, "-m", "tests.nightly.models.judge", table, entry.name, *remaining]
         paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=paths) as process:
-            for mesh in tuple(left):
-                left.remove(mesh)
+            for mesh in tuple(remaining):
+                remaining.remove(mesh)
                 record, alive = next_record(process, limit_seconds)
                 yield {"model": entry.name, "mesh": mesh} | record
                 if not alive:
@@ -81,7 +81,7 @@ def judged(table: str, entry: Entry, meshes: Sequence[str], limit_seconds: float
 
 
 def next_record(process: subprocess.Popen[bytes], limit_seconds: float) -> tuple[Record, bool]:
-    """The process's next line of JSON, or that it took too long or ended; and whether it goes on."""
+    """Return the process's next record, or a time-out or crash; and True if the process is still alive."""
     assert process.stdout is not None
     late = threading.Event()
 
@@ -97,10 +97,10 @@ def next_record(process: subprocess.Popen[bytes], limit_seconds: float) -> tuple
         return json.loads(line), True
     if late.is_set():
         return {"verdict": "time-out", "why": f"after {limit_seconds:.0f} s"}, False
-    return {"verdict": "crash", "why": f"the process ends with code {process.wait()}"}, False
+    return {"verdict": "crash", "why": f"the process ended with code {process.wait()}"}, False
 
 
 def read(path: Path) -> Known:
-    """What is known of each model on each mesh."""
+    """Read the records by model and mesh."""
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {(record["model"], record["mesh"]): record for record in records}

@@ -1,4 +1,4 @@
-"""What became of each model on each mesh, as a page of Markdown."""
+"""Write the verdicts of all models and meshes as a Markdown page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from tests.nightly.models.case import MESHES, Entry
 from tests.nightly.models.judge import AS_PLAIN, EXACT, HALF, NOISE, ROUNDED, SINGLE, Record
 
-FEW = 0.1  # of all models; a mesh with fewer has a table of its own
+FEW = 0.1  # share of all models; a mesh with fewer gets its own table
 VERDICTS = ("right", "refused", "wrong", "crash", "time-out", "unbuilt")
 HEAD = f"""# Models of others
 
@@ -35,7 +35,7 @@ Empty cells were not run.
 
 
 def page(table: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> str:
-    """Totals, libraries, the table, then reasons."""
+    """Return totals, libraries, the table, and reasons."""
     judged = [entry for entry in table if any((entry.name, mesh) in known for mesh in entry.meshes)]
     names = {entry.name for entry in judged}
     known = {key: record for key, record in known.items() if key[0] in names}
@@ -44,13 +44,13 @@ def page(table: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> str
     seldom = [mesh for mesh in MESHES if 0 < count[mesh] <= FEW * len(judged)]
     lines = [HEAD, *totals(judged, known), "", *libraries(judged), "", *verdicts(judged, known, usual)]
     if seldom:
-        some = [entry for entry in judged if any((entry.name, mesh) in known for mesh in seldom)]
-        lines += ["", "Meshes on which few were run:", "", *verdicts(some, known, seldom)]
+        entries = [entry for entry in judged if any((entry.name, mesh) in known for mesh in seldom)]
+        lines += ["", "Meshes on which few were run:", "", *verdicts(entries, known, seldom)]
     return "\n".join([*lines, *reasons(judged, known)]) + "\n"
 
 
 def verdicts(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record], meshes: Sequence[str]) -> list[str]:
-    """A line a model."""
+    """Return the table with one row per model."""
     lines = [f"| model | library | {' | '.join(meshes)} | gathered |", "|---|---|" + "---|" * (len(meshes) + 1)]
     for entry in judged:
         cells = [cell(known.get((entry.name, mesh))) for mesh in meshes]
@@ -59,7 +59,7 @@ def verdicts(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record], m
 
 
 def totals(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
-    """How many models of how many libraries, and a count of verdicts a mesh."""
+    """Return the number of models and libraries, and the verdict counts per mesh."""
     count = {mesh: Counter(r["verdict"] for (_, on), r in known.items() if on == mesh) for mesh in MESHES}
     lines = [f"{len(judged)} models of {len({entry.library for entry in judged})} libraries:", ""]
     lines += [f"| mesh | {' | '.join(VERDICTS)} |", "|---|" + "---|" * len(VERDICTS)]
@@ -67,15 +67,15 @@ def totals(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> 
 
 
 def libraries(judged: Sequence[Entry]) -> list[str]:
-    """The libraries as a pip command with their versions."""
+    """Return the libraries with versions as a pip command."""
     names = sorted({entry.library for entry in judged})
-    found = [f"{name}=={number}" for name in names if (number := installed(name))]
-    apart = "Their requirements conflict: install their dependencies first, then each with `--no-deps`."
-    return ["    pip install " + " ".join(found), "", apart]
+    pins = [f"{name}=={number}" for name in names if (number := installed(name))]
+    note = "Their requirements conflict: install their dependencies first, then each with `--no-deps`."
+    return ["    pip install " + " ".join(pins), "", note]
 
 
 def installed(library: str) -> str:
-    """A library's version, an empty string if it is missing."""
+    """Return a library's version, or "" if it is not installed."""
     try:
         return version(library).partition("+")[0]
     except PackageNotFoundError:
@@ -83,7 +83,7 @@ def installed(library: str) -> str:
 
 
 def cell(record: Record | None) -> str:
-    """A verdict; of what is right the share that a rank stores."""
+    """Return a verdict; for a right one, the share of parameters that a rank stores."""
     if record is None:
         return ""
     if record["verdict"] != "right":
@@ -93,19 +93,19 @@ def cell(record: Record | None) -> str:
 
 
 def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
-    """Operators whose operands are gathered, on any mesh."""
+    """Return the operators whose operands are gathered on any mesh."""
     records = (known.get((entry.name, mesh), {}) for mesh in entry.meshes)
     return ", ".join(sorted({name for record in records for name in record.get("gathered", ())}))
 
 
 def reasons(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
-    """Why what is not right is not: a line a reason, with the models."""
-    found: dict[tuple[str, str], dict[str, None]] = {}
+    """Return the reasons of verdicts other than right: one row per reason, with its models."""
+    models: dict[tuple[str, str], dict[str, None]] = {}
     for entry in judged:
         for mesh in entry.meshes:
             record = known.get((entry.name, mesh))
             if record and record["verdict"] != "right":
                 key = record["verdict"], record["why"].replace("|", "\\|")
-                found.setdefault(key, {})[entry.name] = None
-    rows = [f"| {verdict} | {why} | {', '.join(names)} |" for (verdict, why), names in sorted(found.items())]
+                models.setdefault(key, {})[entry.name] = None
+    rows = [f"| {verdict} | {why} | {', '.join(names)} |" for (verdict, why), names in sorted(models.items())]
     return ["", "## Why not", "", "| verdict | reason | where |", "|---|---|---|", *rows] if rows else []

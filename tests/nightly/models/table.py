@@ -1,4 +1,4 @@
-"""The models that are judged; their libraries are imported when one of them is built."""
+"""The models to judge; a library is imported when one of its models is built."""
 
 from tests.nightly.models.case import Entry
 from tests.nightly.models.zoo import (

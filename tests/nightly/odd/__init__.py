@@ -1,1 +1,1 @@
-"""Odd input, hundreds of times: `python -m tests.nightly.odd`."""
+"""Hundreds of commands with odd input: `python -m tests.nightly.odd`."""

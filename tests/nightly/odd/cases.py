@@ -1,4 +1,4 @@
-"""Commands that are odd somewhere: an option with a value it was not made for, a hostile file, or several of both."""
+"""Draw odd commands: an option with an unintended value, a hostile file, or several of both."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ POOLS = {
     "float": ("0", "-1", "1", "0.5", "1e-300", "1e-30", "1e30", "1e300", "-1e300", "nan", "inf", "-inf", "9" * 400),
     "bool": ("true", "false", "yes", "0"),
 }  # fmt: skip
-GROUPS = {  # what these need beside, to be there at all
+GROUPS = {  # fields that a group needs in order to exist
     "model.experts": "count:4,top_k:2,width:8",
     "model.rope_scaling": "factor:2,low_freq_factor:1,high_freq_factor:4,original_max_position:16",
     "model.latent": "kv_rank:4,nope_dim:4,rope_dim:4,v_dim:4",
 }
 OTHERS = ("null", "true", "x", "''", "[]", "{}", "[1,2]", "{a:1}", "???", "${nothing}", "${train.steps}", "é", "a b",
           "<script>alert(1)</script>", "../..", "/", "\\", "'$(touch RAN)'", "x" * 5000)  # fmt: skip
-SKIPPED = (  # what takes long, or for ever, where it is right
+SKIPPED = (  # valid values of these take long, or forever
     "run.dry", "run.profile", "lower.backend", "train.steps", "eval.batches", "data.documents", "mesh",
 )  # fmt: skip
 
 
 def cases(count: int, files: Mapping[str, Sequence[str]], draw: random.Random) -> Iterator[tuple[str, ...]]:
-    """Arguments of `count` commands: every file once, then options in turn, some two or three at once."""
-    found = [*with_files(files)]
+    """Yield the arguments of `count` commands: every file once, then options in turn, some two or three at once."""
+    drawn = [*with_files(files)]
     options = [option for group in groups() for option in group.options if not option.name.startswith(SKIPPED)]
-    draw.shuffle(found)
-    while len(found) < count:
+    draw.shuffle(drawn)
+    while len(drawn) < count:
         draw.shuffle(options)
-        found += [tuple(odd(option, draw) for option in some(options, at, draw)) for at in range(len(options))]
-    for changes in found[:count]:
+        drawn += [tuple(odd(option, draw) for option in some(options, at, draw)) for at in range(len(options))]
+    for changes in drawn[:count]:
         yield (*SMALL, *(DECODER if "model=hf" not in changes else ()), *changes)
 
 
 def with_files(files: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, ...]]:
-    """Every hostile file where it can be given."""
+    """Yield every hostile file with each option that takes it."""
     for path in files["text"]:
         yield "data=text", f"data.files=[{path}]"
     for path in files["tokenizer"]:
@@ -58,13 +58,13 @@ def with_files(files: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, ...]]:
 
 
 def some(options: Sequence[Option], at: int, draw: random.Random) -> list[Option]:
-    """One option, and now and then one or two more."""
+    """Return the option at an index, and sometimes one or two more."""
     more = draw.choice((0, 0, 0, 1, 2))
     return [options[at], *draw.sample(options, more)]
 
 
 def odd(option: Option, draw: random.Random) -> str:
-    """An option with a value of its kind that it was not made for, or now and then of another kind."""
+    """Return an option with an unintended value of its type, or sometimes of another type."""
     kind = next((kind for kind in POOLS if option.takes.startswith(kind)), "")
     pool = POOLS[kind] if kind and draw.random() < 0.8 else OTHERS
     sign = draw.choice(("", "", "", "", "", "", "", "+", "++"))

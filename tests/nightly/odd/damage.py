@@ -1,4 +1,4 @@
-"""A file of a run, damaged: every way in which it can be no longer what was written."""
+"""Damage a file of a run in every way that it may differ from the written one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Act = Callable[[Path], object]
 BRACKETS = "[" * DEEP + "]" * DEEP
 PICKLE = b"\x80\x04cposix\nsystem\n(S'touch RAN'\ntR."
 GONE, MARK = "", "a value to be replaced"
-VALUES = (  # as JSON, which is YAML too
+VALUES = (  # as JSON, which is also YAML
     GONE, "null", "true", "0", "-1", "1.5", "1e300", "1e999", "NaN", "-Infinity", str(10**12), str(2**63), "9" * DIGITS,
     '""', '"x"', '"../../x"', '"/dev/zero"', '"<script>alert(1)</script>"', '"a\\nb"', '"\\ud800"', '"${model.dim}"',
     '"???"', f'"{"x" * 100_000}"', "[]", "{}", "[1, 2]", '{"a": 1}', '[{"a": [null]}]', BRACKETS,
@@ -41,7 +41,7 @@ YAMLS = {
 
 
 class Damage(NamedTuple):
-    """A way to damage a file: its name, what does it, and whether nothing is left that could serve."""
+    """A way to damage a file: its name, the action, and True if nothing usable is left."""
 
     name: str
     act: Act
@@ -49,88 +49,88 @@ class Damage(NamedTuple):
 
 
 def damages(path: Path, draw: random.Random) -> Iterator[Damage]:
-    """Ways to damage the file at a path, which is whole."""
-    yield from whole()
+    """Yield ways to damage the intact file at a path."""
+    yield from damages_of_any_file()
     if path.name == FILE:
-        yield from (Damage(name, put(text)) for name, text in TEXTS.items())
-        yield from (Damage(f"{name}, signed", put(signed(text))) for name, text in TEXTS.items())
+        yield from (Damage(name, replace_content(text)) for name, text in TEXTS.items())
+        yield from (Damage(f"{name}, signed", replace_content(sign(text))) for name, text in TEXTS.items())
         body = json.loads(PATTERN.fullmatch(path.read_bytes())[2])  # type: ignore[index]
-        yield from (Damage(f"{name}, signed", put(signed(text)), False) for name, text in changed(body, draw, 120))
+        yield from (Damage(f"{name}, signed", replace_content(sign(text)), False) for name, text in change_one_field(body, draw, 120))
     elif path.suffix == ".safetensors":
         for name, header, size in headers(path, draw):
-            yield Damage(name, headed(header, size), "optim." not in name)  # which not all read
+            yield Damage(name, set_header(header, size), "optim." not in name)  # not every command reads these
     elif path.suffix == ".yaml":
-        yield from (Damage(name, put(text)) for name, text in (TEXTS | YAMLS).items())
+        yield from (Damage(name, replace_content(text)) for name, text in (TEXTS | YAMLS).items())
         options = yaml.safe_load(path.read_text())
-        yield from (Damage(name, put(text), False) for name, text in changed(options, draw, 250))
+        yield from (Damage(name, replace_content(text), False) for name, text in change_one_field(options, draw, 250))
     elif path.suffix == ".jsonl":
-        yield from (Damage(name, put(text)) for name, text in TEXTS.items() if text.endswith("\n"))
+        yield from (Damage(name, replace_content(text)) for name, text in TEXTS.items() if text.endswith("\n"))
         first, *others = path.read_text().splitlines(keepends=True)
-        for name, text in changed(json.loads(first), draw, 40):
-            yield Damage(name, put(text + "\n" + "".join(others)), False)
+        for name, text in change_one_field(json.loads(first), draw, 40):
+            yield Damage(name, replace_content(text + "\n" + "".join(others)), False)
     elif path.suffix == ".json":
-        yield from (Damage(name, put(text)) for name, text in TEXTS.items())
-        yield from (Damage(name, put(text), False) for name, text in changed(json.loads(path.read_text()), draw, 40))
+        yield from (Damage(name, replace_content(text)) for name, text in TEXTS.items())
+        yield from (Damage(name, replace_content(text), False) for name, text in change_one_field(json.loads(path.read_text()), draw, 40))
     else:
         yield from (Damage(f"line {at} odd", odd_line(at, draw.choice(VALUES)), False) for at in range(0, 100, 7))
 
 
-def whole() -> Iterator[Damage]:
-    """Ways to damage a file of any kind."""
-    yield from gone()
-    yield Damage("empty", put(""))
+def damages_of_any_file() -> Iterator[Damage]:
+    """Yield ways to damage a file of any kind."""
+    yield from removals()
+    yield Damage("empty", replace_content(""))
     yield Damage("cut", lambda path: os.truncate(path, path.stat().st_size // 2))
-    yield Damage("zeros", put("\0" * 1000))
-    yield Damage("a pickle", put(PICKLE))
+    yield Damage("zeros", replace_content("\0" * 1000))
+    yield Damage("a pickle", replace_content(PICKLE))
     yield Damage("not UTF-8", lambda path: path.write_bytes(b"a: \xff\n" + path.read_bytes()))
 
 
-def gone() -> Iterator[Damage]:
-    """Ways to put something else in the place of a file or folder, or nothing."""
+def removals() -> Iterator[Damage]:
+    """Yield ways to remove a file or folder, or to replace it with something else."""
     yield Damage("missing", remove)
-    yield Damage("a folder", instead(Path.mkdir))
-    yield Damage("a FIFO", instead(os.mkfifo))
-    yield Damage("a loop", instead(linked))
-    yield Damage("a link to nothing", instead(lambda path: path.symlink_to("nothing")))
-    yield Damage("a link to /dev/zero", instead(lambda path: path.symlink_to("/dev/zero")))
+    yield Damage("a folder", replace_with(Path.mkdir))
+    yield Damage("a FIFO", replace_with(os.mkfifo))
+    yield Damage("a loop", replace_with(link_to_itself))
+    yield Damage("a link to nothing", replace_with(lambda path: path.symlink_to("nothing")))
+    yield Damage("a link to /dev/zero", replace_with(lambda path: path.symlink_to("/dev/zero")))
 
 
 def folders() -> Iterator[Damage]:
-    """Ways to damage a checkpoint as a folder, and the folder that it is in."""
+    """Yield ways to damage a checkpoint folder and its parent folder."""
     names = {
         "a file": "step_00000007", "17 digits": "step_" + "9" * 17, "other digits": "step_0000000\u0663",
         "markup": "step_<script>", "a newline": "step_00000007\nerror: x", "half a name": "step_",
     }  # fmt: skip
-    for what, name in names.items():
-        yield Damage(f"beside it {what}", beside(name, Path.touch), False)
+    for kind, name in names.items():
+        yield Damage(f"with {kind} next to it", create_next_to(name, Path.touch), False)
     for number in ("00000007", "00000002.tmp", "00000007.tmp", "00000002.old.tmp", "00000002.damaged"):
         at = f"step_{number}"
-        yield Damage(f"{at} a file", beside(at, Path.touch), False)
-        yield Damage(f"{at} a folder", beside(at, Path.mkdir), False)
-        yield Damage(f"{at} a FIFO", beside(at, os.mkfifo), False)
-        yield Damage(f"{at} a loop", beside(at, linked), False)
-        yield Damage(f"{at} a copy", beside(at, copied), False)
+        yield Damage(f"{at} a file", create_next_to(at, Path.touch), False)
+        yield Damage(f"{at} a folder", create_next_to(at, Path.mkdir), False)
+        yield Damage(f"{at} a FIFO", create_next_to(at, os.mkfifo), False)
+        yield Damage(f"{at} a loop", create_next_to(at, link_to_itself), False)
+        yield Damage(f"{at} a copy", create_next_to(at, copy_checkpoint), False)
     yield Damage("no UTF-8", lambda path: os.mkdir(os.fsencode(path.parent) + b"/step_0000\xff"), False)
     yield Damage("renamed", lambda path: path.rename(path.with_name("step_00000009")))
     yield Damage("a file more", lambda path: (path / "evil.py").touch())
-    yield Damage("all without an index", in_parent(without_index))
+    yield Damage("all without an index", in_parent(remove_indices))
     yield Damage("all renamed", lambda path: path.parent.rename(path.parent.with_name("<b>")))
-    makes: dict[str, Act] = {"file": Path.touch, "FIFO": os.mkfifo, "loop": linked}
-    for what, make in makes.items():
-        yield Damage(f"a {what}", instead(make))
-        yield Damage(f"all of them a {what}", in_parent(instead(make)))
+    replacements: dict[str, Act] = {"file": Path.touch, "FIFO": os.mkfifo, "loop": link_to_itself}
+    for kind, make in replacements.items():
+        yield Damage(f"a {kind}", replace_with(make))
+        yield Damage(f"all of them a {kind}", in_parent(replace_with(make)))
 
 
 # ---- acts ---------------------------------------------------------------------------------------------
 
 
-def put(content: str | bytes) -> Act:
-    """Writes other content."""
+def replace_content(content: str | bytes) -> Act:
+    """Replace the content."""
     return lambda path: path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def instead(make: Act) -> Act:
-    """Makes something else in its place."""
+def replace_with(make: Act) -> Act:
+    """Replace the file or folder with a new one."""
 
     def act(path: Path) -> None:
         remove(path)
@@ -139,34 +139,34 @@ def instead(make: Act) -> Act:
     return act
 
 
-def linked(path: Path) -> None:
-    """A link to itself."""
+def link_to_itself(path: Path) -> None:
+    """Create a link to itself."""
     path.symlink_to(path)
 
 
-def copied(path: Path) -> None:
-    """A copy of the newest checkpoint."""
+def copy_checkpoint(path: Path) -> None:
+    """Copy the newest checkpoint."""
     shutil.copytree(path.with_name("step_00000002"), path)
 
 
-def without_index(path: Path) -> None:
-    """Takes the indices of all checkpoints away."""
+def remove_indices(path: Path) -> None:
+    """Remove the index of every checkpoint."""
     for file in path.glob(f"*/{FILE}"):
         file.unlink()
 
 
-def beside(name: str, make: Act) -> Act:
-    """Makes something in the same folder."""
+def create_next_to(name: str, make: Act) -> Act:
+    """Create a file or folder with a name in the same folder."""
     return lambda path: make(path.with_name(name))
 
 
 def in_parent(act: Act) -> Act:
-    """Does it to the folder that the path is in."""
+    """Apply the action to the parent folder."""
     return lambda path: act(path.parent)
 
 
 def odd_line(number: int, value: str) -> Act:
-    """Puts a value in place of the second half of a line, or takes the line away."""
+    """Replace the second half of a line with a value, or remove the line."""
 
     def act(path: Path) -> None:
         lines = path.read_text().splitlines(keepends=True)
@@ -177,18 +177,18 @@ def odd_line(number: int, value: str) -> Act:
     return act
 
 
-def headed(header: bytes, size: int) -> Act:
-    """Gives a file of pieces another header, said to be of a size, and the index the digest of it."""
+def set_header(header: bytes, size: int) -> Act:
+    """Replace the header of a file of pieces, with a declared size, and record its digest in the index."""
 
     def act(path: Path) -> None:
         content = path.read_bytes()
-        rest = content[8 + int.from_bytes(content[:8], "little") :]
+        pieces = content[8 + int.from_bytes(content[:8], "little") :]
         start = struct.pack("<Q", size) + header
-        path.write_bytes(start + rest)
+        path.write_bytes(start + pieces)
         index = path.parent / FILE
         body = json.loads(PATTERN.fullmatch(index.read_bytes())[2])  # type: ignore[index]
-        body["files"][path.name] = {"bytes": len(start + rest), "header_sha256": sha256((start + rest)[: 8 + size])}
-        index.write_bytes(signed(json.dumps(body)))
+        body["files"][path.name] = {"bytes": len(start + pieces), "header_sha256": sha256((start + pieces)[: 8 + size])}
+        index.write_bytes(sign(json.dumps(body)))
 
     return act
 
@@ -197,17 +197,17 @@ def headed(header: bytes, size: int) -> Act:
 
 
 def headers(path: Path, draw: random.Random) -> Iterator[tuple[str, bytes, int]]:
-    """(name, header, how long it is said to be) of a file of pieces."""
+    """Yield (name, header, declared length) of a file of pieces."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
-    for said in (0, 1, size - 1, size + 1, 2**31, 2**40):
-        yield f"header of {said:,} bytes", content[8 : 8 + size], said
-    for name, text in (*TEXTS.items(), *changed(json.loads(content[8 : 8 + size]), draw, 60)):
+    for declared in (0, 1, size - 1, size + 1, 2**31, 2**40):
+        yield f"header of {declared:,} bytes", content[8 : 8 + size], declared
+    for name, text in (*TEXTS.items(), *change_one_field(json.loads(content[8 : 8 + size]), draw, 60)):
         yield f"header {name}", text.encode(), len(text.encode())
 
 
-def changed(document: Any, draw: random.Random, count: int) -> Iterator[tuple[str, str]]:
-    """(name, text) of a JSON document with one field that is odd, of all its outermost fields alike."""
+def change_one_field(document: Any, draw: random.Random, count: int) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of a JSON document with one odd field, evenly over the outermost fields."""
     places: dict[Any, list[tuple[Any, ...]]] = {}
     for place in fields(document):
         places.setdefault(place[0], []).append(place)
@@ -225,14 +225,14 @@ def changed(document: Any, draw: random.Random, count: int) -> Iterator[tuple[st
         yield f"{'.'.join(map(str, place))}={value[:30] or 'gone'}", json.dumps(other).replace(f'"{MARK}"', value)
 
 
-def fields(document: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where every field of a document is, by keys and numbers."""
+def fields(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every field of a document, as keys and indices."""
     if isinstance(document, dict | list):
         for key, value in document.items() if isinstance(document, dict) else enumerate(document):
-            yield (*where, key)
-            yield from fields(value, (*where, key))
+            yield (*path, key)
+            yield from fields(value, (*path, key))
 
 
-def signed(body: str) -> bytes:
-    """An index whose digest is right, whatever it says."""
+def sign(body: str) -> bytes:
+    """Return an index with a correct digest of any body."""
     return TEXT % (sha256(body.encode()).encode(), body.encode())

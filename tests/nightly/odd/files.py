@@ -1,4 +1,4 @@
-"""Hostile files, made once and given to many commands."""
+"""Hostile files, written once and passed to many commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def make(folder: Path) -> dict[str, list[str]]:
-    """Write them; paths by what they are given for: text, tokenizer, folder (of a model), yaml, place (to write to)."""
+    """Write the files; return paths by purpose: text, tokenizer, folder (of a model), yaml, place (to write to)."""
     folder.mkdir(parents=True)
     return {
         "text": texts(folder),
@@ -32,7 +32,7 @@ def make(folder: Path) -> dict[str, list[str]]:
 
 
 def texts(folder: Path) -> list[str]:
-    """Files that are no text, none that ends, none at all."""
+    """Return paths of files that are not text, never end, or do not exist."""
     contents = {
         "empty.txt": b"",
         "one.txt": b"x",
@@ -48,21 +48,21 @@ def texts(folder: Path) -> list[str]:
         "torn.parquet": b"PAR1" + bytes(50) + b"PAR1",
         "torn.json": b"{",
     }
-    paths = [written(folder / name, content) for name, content in contents.items()]
+    paths = [write_file(folder / name, content) for name, content in contents.items()]
     pq.write_table(pa.table({"text": pa.array([1, 2, 3])}), folder / "numbers.parquet")
     pq.write_table(pa.table({"other": pa.array(["a"])}), folder / "other.parquet")
     os.mkfifo(folder / "pipe.txt")
     (folder / "loop.txt").symlink_to(folder / "loop.txt")
     (folder / "nothing").mkdir()
     (folder / "closed").mkdir()
-    written(folder / "closed/text.txt", b"text")
+    write_file(folder / "closed/text.txt", b"text")
     os.chmod(folder / "closed", 0)
     named = ["numbers.parquet", "other.parquet", "pipe.txt", "loop.txt", "nothing", "closed", "gone.txt", "x" * 300]
     return [*paths, *(str(folder / name) for name in named), "/dev/zero", "/dev/null", "/", "''"]
 
 
 def tokenizers(folder: Path) -> list[str]:
-    """Tokenizers without words, with too many, and what is none."""
+    """Return paths of tokenizers without words or with a huge id, and of files that are not tokenizers."""
     contents: dict[str, object] = {
         "no_words.json": WORDS | {"model": {"type": "BPE", "vocab": {}, "merges": []}},
         "no_unknown.json": WORDS | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
@@ -71,13 +71,13 @@ def tokenizers(folder: Path) -> list[str]:
         "a_number.json": 5,
         "other.json": {"model": {"type": "pickle"}},
     }
-    paths = [written(folder / name, json.dumps(content).encode()) for name, content in contents.items()]
-    paths.append(written(folder / "torn_words.json", b'{"version"'))
+    paths = [write_file(folder / name, json.dumps(content).encode()) for name, content in contents.items()]
+    paths.append(write_file(folder / "torn_words.json", b'{"version"'))
     return [*paths, str(folder / "gone.json"), str(folder), "/dev/zero"]
 
 
 def models(folder: Path) -> list[str]:
-    """Folders of models that are damaged, far too large, or ask for code to be run."""
+    """Return model folders that are damaged, far too large, or ask to run code."""
     llama = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 257}
     configs: dict[str, object] = {
         "keyless": {},
@@ -93,8 +93,8 @@ def models(folder: Path) -> list[str]:
     paths = []
     for name, config in configs.items():
         (folder / name).mkdir()
-        written(folder / name / "config.json", json.dumps(config).encode())
-        written(folder / name / "evil.py", f"open({str(folder / 'RAN')!r}, 'w').close()".encode())
+        write_file(folder / name / "config.json", json.dumps(config).encode())
+        write_file(folder / name / "evil.py", f"open({str(folder / 'RAN')!r}, 'w').close()".encode())
         paths.append(str(folder / name))
     weights = {
         "no_weights": None,
@@ -105,16 +105,16 @@ def models(folder: Path) -> list[str]:
     }
     for name, content in weights.items():
         (folder / name).mkdir()
-        written(folder / name / "config.json", json.dumps(llama).encode())
+        write_file(folder / name / "config.json", json.dumps(llama).encode())
         if content is not None:
             file = "pytorch_model.bin" if name == "pickled" else "model.safetensors"
-            written(folder / name / file, content)
+            write_file(folder / name / file, content)
         paths.append(str(folder / name))
     return [*paths, str(folder / "gone"), str(folder / "one.txt"), "/proc/self", "''"]
 
 
 def yamls(folder: Path) -> list[str]:
-    """Folders with a config `odd.yaml` that is none, or takes for ever to read."""
+    """Return config folders whose `odd.yaml` is invalid or takes forever to read."""
     contents = {
         "bomb": BOMB.encode(),
         "latin": "# @package _global_\nrun: {dir: caf\xe9}\n".encode("latin-1"),
@@ -128,18 +128,18 @@ def yamls(folder: Path) -> list[str]:
     paths = []
     for name, content in contents.items():
         (folder / "yaml" / name / "odd").mkdir(parents=True)
-        written(folder / "yaml" / name / "odd/odd.yaml", content)
+        write_file(folder / "yaml" / name / "odd/odd.yaml", content)
         paths.append(str(folder / "yaml" / name))
     return paths
 
 
 def places(folder: Path) -> list[str]:
-    """Where nothing can be written."""
+    """Return paths that cannot be written."""
     return [str(folder / "one.txt"), str(folder / "one.txt/below"), "/proc/x", "/dev/null/x", "/sys/x", "''",
             str(folder / ("y" * 300)), str(folder / "loop.txt/x"), "/" + "z/" * 3000]  # fmt: skip
 
 
-def written(path: Path, content: bytes) -> str:
-    """Its path, with the content in it."""
+def write_file(path: Path, content: bytes) -> str:
+    """Write a file and return its path."""
     path.write_bytes(content)
     return str(path)

@@ -1,4 +1,4 @@
-"""One command in a process and a folder of its own: what it did, and what is wrong with that."""
+"""Run one command in its own process and folder, and judge the outcome."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from typing import NamedTuple
 from compiler_trainer.cli import command
 
 LIMIT_S = 60.0
-FALLBACK, DAMAGED = " is damaged and passed over: ", ": damaged, "  # how lines about checkpoints go
-MEMORY_BYTES = 24 * 2**30  # of addresses, most of which libraries take
+FALLBACK, DAMAGED = " is damaged and passed over: ", ": damaged, "  # parts of lines about checkpoints
+MEMORY_BYTES = 24 * 2**30  # of address space, most of it for libraries
 
 
 class Outcome(NamedTuple):
-    """How a command ended, what it said on stderr, and why that is wrong, empty if it is not."""
+    """A command's exit code (None: killed), its stderr, and its fault, empty if there is none."""
 
     code: int | None
-    said: str
+    stderr: str
     wrong: str
 
 
-def tried(arguments: Sequence[str], folder: Path) -> Outcome:
-    """Run a command in a folder, which is made if it is not there."""
+def run_command(arguments: Sequence[str], folder: Path) -> Outcome:
+    """Run a command in a folder, which is created if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     before = listing(folder)
     child = os.fork()
     if child == 0:
         act(arguments, folder)
-    code = waited(child)
-    said, shown = (folder.with_suffix(end).read_text(encoding="utf-8", errors="replace") for end in (".err", ".out"))
-    return Outcome(code, said, judged(code, said, shown, listing(folder) != before))
+    code = wait(child)
+    stderr, stdout = (folder.with_suffix(end).read_text(encoding="utf-8", errors="replace") for end in (".err", ".out"))
+    return Outcome(code, stderr, find_fault(code, stderr, stdout, listing(folder) != before))
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Kind, size and time of what is in a folder, by path; of folders only that they are there."""
-    found = ((path, os.lstat(path)) for path in folder.rglob("*"))
+    """Return mode, size and mtime of everything in a folder, by path; for folders only the mode."""
+    entries = ((path, os.lstat(path)) for path in folder.rglob("*"))
     return {
-        str(path): (at.st_mode, 0, 0) if stat.S_ISDIR(at.st_mode) else (at.st_mode, at.st_size, at.st_mtime_ns)
-        for path, at in found
+        str(path): (status.st_mode, 0, 0) if stat.S_ISDIR(status.st_mode) else (status.st_mode, status.st_size, status.st_mtime_ns)
+        for path, status in entries
     }
 
 
 def act(arguments: Sequence[str], folder: Path) -> None:
-    """In the child: be the command, and end."""
+    """Run the command in the child process, and exit."""
     os.setsid()
     for stream, name in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(folder.with_suffix(name), os.O_WRONLY | os.O_CREAT), stream)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, errors="backslashreplace")  # as Python has it
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, errors="backslashreplace")  # Python's default
     os.chdir(folder)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
@@ -73,8 +73,8 @@ def act(arguments: Sequence[str], folder: Path) -> None:
         os._exit(code)
 
 
-def waited(child: int) -> int | None:
-    """The exit code, None where it took too long and was killed."""
+def wait(child: int) -> int | None:
+    """Return the exit code, or None if the process took too long and was killed."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -86,22 +86,22 @@ def waited(child: int) -> int | None:
     return None
 
 
-def judged(code: int | None, said: str, shown: str, has_changed: bool) -> str:
-    """What is wrong with how a command ended, by what it said on stderr and stdout, and whether its folder changed."""
-    lines = [line for line in said.splitlines() if FALLBACK not in line]
+def find_fault(code: int | None, stderr: str, stdout: str, has_changed: bool) -> str:
+    """Return the fault in a command's ending, from exit code, stderr, stdout and changes in its folder; "" if none."""
+    lines = [line for line in stderr.splitlines() if FALLBACK not in line]
     errors = [line for line in lines if line.startswith("error: ")]
     if code is None:
         return f"hangs for {LIMIT_S:.0f} s"
-    if "Traceback" in said or code not in (0, 1, 2):
+    if "Traceback" in stderr or code not in (0, 1, 2):
         return f"ends with {code}: {(lines or ['nothing'])[-1]}"
     if code == 2 and has_changed:
-        return "is refused and leaves files"
-    if code == 2 and not lines and DAMAGED in shown:  # of a check, which tells of each checkpoint
+        return "is refused but leaves files"
+    if code == 2 and not lines and DAMAGED in stdout:  # check reports each checkpoint on stdout
         return ""
     if code != 0 and len(errors) != 1:
-        return f"says {len(errors)} lines of error"
+        return f"prints {len(errors)} error lines"
     if code == 2 and lines != errors:
-        return "says more than the error"
+        return "prints more than the error"
     if errors and errors[0].startswith(("error: :", "error:  ")):
-        return "names nothing"
+        return "the error names no place"
     return ""

@@ -1,1 +1,1 @@
-"""Random models, meshes and options, trained against eager PyTorch."""
+"""Random models, meshes and options, compared with training in eager PyTorch."""

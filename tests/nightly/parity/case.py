@@ -1,4 +1,4 @@
-"""One random case: a model and options on one line, from which it can be run again."""
+"""A random case: a model and its options on one line, which is enough to run it again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from compiler_trainer.parity.subject import Settings, Subject
 from tests.nightly.parity.models import KINDS
 from tests.nightly.parity.models.kind import Kind
 
-SMALLEST = {"seed": 0, "rows": 2, "length": 4}  # of a batch, where a case does not say
+SMALLEST = {"seed": 0, "rows": 2, "length": 4}  # defaults of the batch
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of model and what is not as by default: sizes, options of the model, and dotted options of training."""
+    """A kind of model and its non-default options: sizes, options of the model, and dotted options of training."""
 
     model: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -33,10 +33,10 @@ class Case:
 
     @staticmethod
     def parse(line: str) -> Case:
-        """The case of a line; raises UserError where it is none."""
+        """Parse a line; raise UserError if its model does not exist."""
         model, *options = shlex.split(line) or [""]
         if model not in KINDS:
-            raise UserError("case", f"{model!r} is no model; the models are {', '.join(KINDS)}")
+            raise UserError("case", f"model {model!r} does not exist; use one of {', '.join(KINDS)}")
         return Case(model, tuple((name, value_of(text)) for name, _, text in (o.partition("=") for o in options)))
 
     @property
@@ -44,8 +44,8 @@ class Case:
         return KINDS[self.model]
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The options by name."""
+    def named_options(self) -> dict[str, Any]:
+        """Return the options by name."""
         return dict(self.options)
 
     @property
@@ -53,7 +53,7 @@ class Case:
         return {name.removeprefix("mesh."): size for name, size in self.options if name.startswith("mesh.")}
 
     def subject(self) -> Subject:
-        """The model and its batches."""
+        """Build the model and its batches."""
         options = {name: value for name, value in self.options if "." not in name}
         sizes = {name: options.pop(name, size) for name, size in SMALLEST.items()}
         if unknown := options.keys() - self.kind.space.keys():
@@ -61,7 +61,7 @@ class Case:
         return self.kind.subject(sizes["seed"], sizes["rows"], sizes["length"], options)
 
     def settings(self) -> Settings:
-        """How it is trained."""
+        """Return the settings of the training."""
         groups: dict[str, Any] = {}
         for name, value in self.options:
             *path, last = name.split(".")
@@ -74,12 +74,12 @@ class Case:
         return Settings(self.mesh, optim, groups.get("passes", {}), microbatches, evaluates="eval" in groups)
 
     def run(self) -> Outcome:
-        """What becomes of it."""
-        return compare(self.subject(), self.settings(), alone=bool(self.given.get("dropout")))
+        """Train the case and compare it with eager PyTorch."""
+        return compare(self.subject(), self.settings(), alone=bool(self.named_options.get("dropout")))
 
 
 def value_of(text: str) -> Any:
-    """A JSON value, or the text itself."""
+    """Parse a JSON value; return any other text unchanged."""
     try:
         return json.loads(text)
     except ValueError:
@@ -87,7 +87,7 @@ def value_of(text: str) -> Any:
 
 
 def case_of(model: str, options: Mapping[str, Any]) -> Case:
-    """The case with what is not by default of some options, lists as JSON has them."""
+    """Return the case with the non-default ones of some options, with tuples as lists."""
     defaults = {name: values[0] for name, values in KINDS[model].space.items()} | SMALLEST
-    kept = {name: value for name, value in options.items() if name not in defaults or defaults[name] != value}
-    return Case(model, tuple((name, json.loads(json.dumps(value))) for name, value in kept.items()))
+    changed = {name: value for name, value in options.items() if name not in defaults or defaults[name] != value}
+    return Case(model, tuple((name, json.loads(json.dumps(value))) for name, value in changed.items()))

@@ -1,4 +1,4 @@
-"""What a case has: the rows and columns of the page."""
+"""The features of a case: the rows and columns of the page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Asks = Callable[[dict[str, Any]], bool]
 
 
 def has(name: str, *values: Any) -> Asks:
-    """Whether an option is given, as one of some values if there are any."""
-    return lambda given: name in given and (not values or given[name] in values)
+    """Return a predicate that is true if an option is set, to one of some values if there are any."""
+    return lambda options: name in options and (not values or options[name] in values)
 
 
 OPTIONS: dict[str, Asks] = {
@@ -61,11 +61,11 @@ OPTIONS: dict[str, Asks] = {
 
 
 def features(case: Case) -> frozenset[str]:
-    """The axes that the case has, the family of its model, options that are not by default, and what is uneven."""
-    given, mesh = case.given, case.mesh
-    found = {axis for axis in AXES if mesh.get(axis, 1) > 1} or {"one rank"}
-    found |= {case.kind.family} | {name for name, asks in OPTIONS.items() if asks(given)}
-    sizes = SMALLEST | {name: values[0] for name, values in case.kind.space.items()} | given
+    """Return the case's axes, model family, non-default options and uneven sizes."""
+    named_options, mesh = case.named_options, case.mesh
+    names = {axis for axis in AXES if mesh.get(axis, 1) > 1} or {"one rank"}
+    names |= {case.kind.family} | {name for name, asks in OPTIONS.items() if asks(named_options)}
+    sizes = SMALLEST | {name: values[0] for name, values in case.kind.space.items()} | named_options
     rows = sizes["rows"] // sizes.get("train.microbatches", 1)
     tp = mesh.get("tp", 1)
     uneven = {
@@ -76,4 +76,4 @@ def features(case: Case) -> frozenset[str]:
         "uneven width": sizes.get("ffn", tp) % tp,
         "uneven experts": sizes.get("experts", 0) % mesh.get("ep", 1),
     }
-    return frozenset(found | {name for name, rest in uneven.items() if rest})
+    return frozenset(names | {name for name, remainder in uneven.items() if remainder})

@@ -1,4 +1,4 @@
-"""The page of what was compared: by axis, model and option, and by pairs of them."""
+"""Write the page of compared cases: by axis, model and option, and by pairs of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ VERDICTS: tuple[Verdict, ...] = ("right", "refused", "wrong", "crash")
 
 
 def write(records: Sequence[Record], path: Path) -> None:
-    """Renew what the tool made of the page."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    made = "\n".join((BEGIN, *lines(records), END))
-    path.write_text(before + made + after, encoding="utf-8")
+    """Replace the generated part of the page."""
+    before, _, remainder = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = remainder.partition(END)
+    tables = "\n".join((BEGIN, *lines(records), END))
+    path.write_text(before + tables + after, encoding="utf-8")
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
-    """The tables."""
+    """Yield the lines of the tables."""
     known = {record: features(record.case) for record in records}
     seconds = sum(record.outcome.seconds for record in records)
     counts = Counter(record.outcome.verdict for record in records)
@@ -34,21 +34,21 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
         f"{counts[verdict]:,} {verdict}" for verdict in VERDICTS
     ) + "."
     yield "\n## By axis, model and option\n"
-    yield "Worst error: of right cases in fp64, the largest difference of two entries over the value's largest entry.\n"
+    yield "Worst error of right cases in fp64: the largest difference, relative to the largest entry of the value.\n"
     verdicts = [verdict for verdict in VERDICTS if counts[verdict]]
     yield f"| with | cases | {' | '.join(verdicts)} | worst error |\n|---|---|{'---|' * len(verdicts)}---|"
-    names = sorted({name for found in known.values() for name in found}, key=order)
+    names = sorted({name for features_of_case in known.values() for name in features_of_case}, key=order)
     for name in names:
         yield row(name, [record for record in records if name in known[record]], verdicts)
-    yield "\n## By pair of an axis and anything else\n"
-    yield "Right cases of all that are not refused; `-` where there is none, `refused` where all are.\n"
+    yield "\n## By pair of an axis and another feature\n"
+    yield "Right cases among those that are not refused; `-`: no case, `refused`: all are refused.\n"
     axes = [axis for axis in AXES if axis in names]
     yield f"| with | {' | '.join(axes)} |\n|---|{'---|' * len(axes)}"
     for name in names:
         cells = (cell([r for r in records if {axis, name} <= known[r]]) if axis != name else "" for axis in axes)
         yield f"| {name} | {' | '.join(cells)} |"
     yield "\n## Pairs without a right case\n"
-    yield "In brackets how many cases there are, none of them right; without, none was drawn.\n"
+    yield "In brackets: the number of cases, none of them right. Without brackets: no case was drawn.\n"
     yield from gaps(records, known, names)
     yield "\n## Refused, by reason\n"
     yield "| cases | reason | for example |\n|---|---|---|"
@@ -59,12 +59,12 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 
 
 def order(name: str) -> tuple[int, str]:
-    """Axes first."""
+    """Return the sort key of a name: axes first."""
     return (AXES.index(name), "") if name in AXES else (len(AXES), name)
 
 
 def row(name: str, of: Sequence[Record], verdicts: Sequence[Verdict]) -> str:
-    """A line of the first table."""
+    """Return a row of the first table."""
     counts = Counter(record.outcome.verdict for record in of)
     exact = [r.outcome.error for r in of if r.outcome.verdict == "right" and r.outcome.allowed < 1e-6]
     worst = f"{max(exact):.0e}" if exact else ""
@@ -72,7 +72,7 @@ def row(name: str, of: Sequence[Record], verdicts: Sequence[Verdict]) -> str:
 
 
 def cell(of: Sequence[Record]) -> str:
-    """How many are right of those that run."""
+    """Return the number of right cases among those that were not refused."""
     right = sum(record.outcome.verdict == "right" for record in of)
     ran = sum(record.outcome.verdict != "refused" for record in of)
     if not of:
@@ -81,7 +81,7 @@ def cell(of: Sequence[Record]) -> str:
 
 
 def gaps(records: Sequence[Record], known: dict[Record, frozenset[str]], names: Sequence[str]) -> Iterator[str]:
-    """The pairs of which no case is right, by the first of them: never drawn, or refused each time."""
+    """Yield the pairs without a right case, by their first name: never drawn, or refused each time."""
     drawn, right = Counter[frozenset[str]](), Counter[frozenset[str]]()
     for record in records:
         pairs = [frozenset(pair) for pair in combinations(known[record], 2)]
@@ -95,7 +95,7 @@ def gaps(records: Sequence[Record], known: dict[Record, frozenset[str]], names: 
 
 
 def reasons(refused: Iterable[Record]) -> Iterator[str]:
-    """Refusals that say the same but for names and numbers, the most frequent first."""
+    """Yield refusals, grouped if they are equal except for names and numbers, the most frequent first."""
     alike: dict[str, list[Record]] = {}
     for record in refused:
         alike.setdefault(NAMES.sub("_", record.outcome.reason)[:80], []).append(record)
@@ -105,5 +105,5 @@ def reasons(refused: Iterable[Record]) -> Iterator[str]:
 
 
 def shown(text: str) -> str:
-    """Text in a cell of a table."""
+    """Truncate and escape text for a table cell."""
     return text[:300].replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Results of cases, one JSON object a line."""
+"""Results of cases, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ import torch
 from compiler_trainer.parity.compare import Outcome
 from tests.nightly.parity.case import Case
 
-TASKS = 25  # cases of a process, whose operators and traces no one frees
+TASKS = 25  # cases per process, which never frees its operators and traces
 
 
 class Record(NamedTuple):
-    """A case and what became of it."""
+    """A case and its outcome."""
 
     case: Case
     outcome: Outcome
 
-    def dumped(self) -> str:
-        """As a line of a file."""
+    def dumps(self) -> str:
+        """Return the record as a line of JSON."""
         return json.dumps({"case": str(self.case), **dataclasses.asdict(self.outcome)})
 
     @staticmethod
-    def loaded(line: str) -> Record:
-        """The record of a line."""
+    def loads(line: str) -> Record:
+        """Parse the record of a line."""
         fields = json.loads(line)
         return Record(Case.parse(fields.pop("case")), Outcome(**fields))
 
 
 def load(path: Path) -> list[Record]:
-    """The records of a file, of each case the last."""
-    found = map(Record.loaded, path.read_text(encoding="utf-8").splitlines())
-    return list({record.case: record for record in found}.values())
+    """Read the last record of each case from a file."""
+    records = map(Record.loads, path.read_text(encoding="utf-8").splitlines())
+    return list({record.case: record for record in records}.values())
 
 
-def judged(case: Case) -> Record:
-    """A case, run in a process of its own kind: one thread, and silent."""
+def run_case(case: Case) -> Record:
+    """Run a case with one thread and without warnings."""
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,9 +50,9 @@ def judged(case: Case) -> Record:
 
 
 def run_all(cases: Iterable[Case], jobs: int) -> Iterator[Record]:
-    """Records as cases end, `jobs` side by side."""
+    """Yield records as cases end, with `jobs` processes in parallel."""
     if jobs == 1:
-        yield from map(judged, cases)
+        yield from map(run_case, cases)
         return
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=TASKS) as pool:
-        yield from pool.imap_unordered(judged, cases)
+        yield from pool.imap_unordered(run_case, cases)

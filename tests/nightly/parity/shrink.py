@@ -1,4 +1,4 @@
-"""Make a failing case smaller for as long as it fails in the same way."""
+"""Shrink a failing case as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from compiler_trainer.parity.compare import Outcome
 from tests.nightly.parity.case import SMALLEST, Case
 
-BELOW = {"rows": 1, "length": 1, "seed": 0}  # how far these may shrink
+BELOW = {"rows": 1, "length": 1, "seed": 0}  # lower bounds of these
 
 
-def shrunk(case: Case, outcome: Outcome, run: Callable[[Case], Outcome] = Case.run, tries: int = 60) -> Case:
-    """The smallest case found that fails as this one does, in at most so many runs."""
-    left, tried = tries, {str(case)}
+def shrink_case(case: Case, outcome: Outcome, run: Callable[[Case], Outcome] = Case.run, tries: int = 60) -> Case:
+    """Return the smallest case with the same verdict, found in at most `tries` runs."""
+    runs_left, tried = tries, {str(case)}
 
     def still_fails(candidate: Case) -> bool:
-        nonlocal left
-        if str(candidate) in tried or left == 0:
+        nonlocal runs_left
+        if str(candidate) in tried or runs_left == 0:
             return False
         tried.add(str(candidate))
-        left -= 1
+        runs_left -= 1
         try:
             return run(candidate).verdict == outcome.verdict
-        except Exception:  # no case: its model cannot be built, or eager PyTorch not train it
+        except Exception:  # invalid case: its model cannot be built, or eager PyTorch cannot train it
             return False
 
     while (smaller := next(filter(still_fails, simpler(case)), None)) is not None:
@@ -33,19 +33,19 @@ def shrunk(case: Case, outcome: Outcome, run: Callable[[Case], Outcome] = Case.r
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases with one option less, or one that is smaller."""
+    """Yield cases with one option less, or with one smaller option."""
     for at in range(len(case.options)):
         yield replace(case, options=case.options[:at] + case.options[at + 1 :])
     for at, (name, value) in enumerate(case.options):
-        for smaller in less(name, value):
+        for smaller in smaller_values(name, value):
             yield replace(case, options=(*case.options[:at], (name, smaller), *case.options[at + 1 :]))
-    for name in SMALLEST.keys() - {"seed"} - case.given.keys():
-        for smaller in less(name, SMALLEST[name]):
+    for name in SMALLEST.keys() - {"seed"} - case.named_options.keys():
+        for smaller in smaller_values(name, SMALLEST[name]):
             yield replace(case, options=(*case.options, (name, smaller)))
 
 
-def less(name: str, value: Any) -> Iterator[Any]:
-    """Smaller values of an option."""
+def smaller_values(name: str, value: Any) -> Iterator[Any]:
+    """Yield smaller values of an option."""
     if isinstance(value, int) and not isinstance(value, bool):
         least = BELOW.get(name, 2)
         yield from sorted({least, (value + least) // 2, value - 1} & set(range(least, value)))

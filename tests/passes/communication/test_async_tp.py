@@ -208,9 +208,9 @@ def test_rings_mean_what_they_replace():
 def test_a_ring_of_other_matrices_is_heard(monkeypatch):
     right = async_tp.put_operator
 
-    def swapped(before, work, given, made, ctx):
-        given[1:-1] = given[-2:0:-1] if len(made) > 1 else given[1:-1]
-        right(before, work, given, made, ctx)
+    def swapped(before, work, operands, made, ctx):
+        operands[1:-1] = operands[-2:0:-1] if len(made) > 1 else operands[1:-1]
+        right(before, work, operands, made, ctx)
 
     monkeypatch.setattr(async_tp, "put_operator", swapped)
     assert "makes another value of 'gradient'" in heard(*of_two_matrices())

@@ -143,13 +143,13 @@ def test_what_a_loss_tells_of_rows_is_in_their_order():
 # ---- what is refused --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("microbatches", "mesh", "said"), [
+@pytest.mark.parametrize(("microbatches", "mesh", "message"), [
     (3, {}, "is 2, of 3 microbatches; make train.microbatches a multiple of it"),
     (1, {}, "is 2, of 1 microbatches"),
     (2, {"pp": 2}, "is 2 with mesh.pp=2, whose stages take microbatches one by one; set it to 1"),
 ])  # fmt: skip
-def test_microbatches_that_cannot_be_taken_at_once(microbatches, mesh, said):
-    with pytest.raises(UserError, match=f"passes.communication.batch_overlap: {said}"):
+def test_microbatches_that_cannot_be_taken_at_once(microbatches, mesh, message):
+    with pytest.raises(UserError, match=f"passes.communication.batch_overlap: {message}"):
         compile_lockstep(llama(2), llama_loss, batches(rows=6)[0], mesh, microbatches=microbatches, passes=AT_ONCE)
 
 

@@ -322,7 +322,7 @@ def test_bytes_sent_are_those_of_the_formula(method, ranks):
 def test_keys_and_values_of_a_ring_are_a_share_of_the_sequence():
     """Check the most bytes of keys and values alive at once in the forward, packed for travel or gathered."""
 
-    def held(method: str, ranks: int) -> int:
+    def divisor(method: str, ranks: int) -> int:
         program, _ = partitioned(method, ranks)
         total = 2 * 2 * 64 * 8 * 2 * 4
         target = shift if method == "ring" else c10d.all_gather_into_tensor.default
@@ -331,8 +331,8 @@ def test_keys_and_values_of_a_ring_are_a_share_of_the_sequence():
         return total // (2 * max(sizes) if method == "ring" else sum(sizes))  # what is here and what is coming
 
     for ranks in (2, 4, 8):
-        print(f"cp {ranks}: of keys and values held at once, ring 1/{held('ring', ranks)}, all_gather 1/{held('all_gather', ranks)}")
-        assert held("ring", ranks) == ranks // 2 and held("all_gather", ranks) == 1
+        print(f"cp {ranks}: of keys and values held at once, ring 1/{divisor('ring', ranks)}, all_gather 1/{divisor('all_gather', ranks)}")
+        assert divisor("ring", ranks) == ranks // 2 and divisor("all_gather", ranks) == 1
 
 
 @pytest.mark.parametrize(("method", "ranks"), [*itertools.product(METHODS[:3], (2, 4)), ("hybrid", 4)])

@@ -32,7 +32,7 @@ def test_who_meets_whom_is_what_a_mask_says(layout):
     size, (i, j) = 37, grids(37)
     owner = torch.zeros(size, dtype=torch.int64)
     for rank in range(4):
-        for number in order.held(rank, 4):
+        for number in order.chunks_of(rank, 4):
             length = -(-size // (4 * order.chunks))
             owner[number * length : (number + 1) * length] = rank
     for _ in range(20):

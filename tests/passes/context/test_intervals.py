@@ -154,8 +154,8 @@ def read_of(mask, *tensors: Tensor) -> ir.Report:
     """Return the report on attention of 12 tokens with a mask made by a function of tensors."""
     q = random(2, 4, 12, WIDTH)
 
-    def run(q, k, v, *given):
-        return F.scaled_dot_product_attention(q, k, v, mask(*given))
+    def run(q, k, v, *tables):
+        return F.scaled_dot_product_attention(q, k, v, mask(*tables))
 
     function = capture(run, [q, q + 1, q + 2, *tensors], Mesh())
     return Intervals()(function.program, function.ctx)[1]
@@ -187,14 +187,14 @@ def test_what_no_interval_says_stays_a_mask_and_the_report_says_why(name):
 
 
 def test_ids_given_from_outside_have_to_stand_together():
-    given = {"tokens": torch.zeros(2, 12, dtype=torch.int64), "ids": IDS}
+    inputs = {"tokens": torch.zeros(2, 12, dtype=torch.int64), "ids": IDS}
     model = Attentive()
-    step = compile_lockstep(model, lambda model, batch: model(batch["tokens"], batch["ids"]), given, {"cp": 2})
-    step(given)
+    step = compile_lockstep(model, lambda model, batch: model(batch["tokens"], batch["ids"]), inputs, {"cp": 2})
+    step(inputs)
     apart = torch.tensor([0, 0, 1, 1, 2, 2, 0, 3, 3, 3, 3, 3])
     with pytest.raises(UserError, match=r"batch\['ids'\]: row 1 has 0 in two places with other ids between"):
-        step(given | {"ids": torch.stack([IDS[0], apart])})
-    step(given | {"ids": IDS.flip(1)})  # any order will do
+        step(inputs | {"ids": torch.stack([IDS[0], apart])})
+    step(inputs | {"ids": IDS.flip(1)})  # any order will do
 
 
 class Attentive(nn.Module):

@@ -76,7 +76,7 @@ def called(step, op) -> list:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "given"),
+    ("mesh", "options"),
     [
         ({"cp": 2}, {}),
         ({"cp": 2}, {"size": 11, "passes": {"context": {"method": "all_gather"}}}),
@@ -89,8 +89,8 @@ def called(step, op) -> list:
     ids=str,
 )
 @pytest.mark.sample(4)
-def test_it_trains_as_on_one_device(mesh, given):
-    trained(mesh, **given)
+def test_it_trains_as_on_one_device(mesh, options):
+    trained(mesh, **options)
 
 
 def test_a_method_that_it_has_no_form_for_is_another():

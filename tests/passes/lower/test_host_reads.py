@@ -25,7 +25,7 @@ from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import in_flight
 from passes.lower.calls import steps_of
 from passes.lower.host_reads import breaks
-from passes.lower.runs import names_in, runs_of, said
+from passes.lower.runs import describe_recordings, names_in, runs_of
 from passes.lower.segment import Segment
 from passes.program import ir
 from passes.program.attend import attend
@@ -257,4 +257,4 @@ def test_one_that_is_planted_is_named_and_splits_the_recording_in_each_phase(pha
     assert travelling and all(run_of[start.name] == run_of[wait.name] for start, wait in travelling)
     kinds = [run.recorded for run in runs_of(cut_up)]
     assert all(a != b for a, b in zip(kinds, kinds[1:])) and kinds.count(False) == 1
-    assert said({"step": cut_up}, True)[0].endswith(str(result))
+    assert describe_recordings({"step": cut_up}, True)[0].endswith(str(result))

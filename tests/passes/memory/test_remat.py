@@ -43,15 +43,15 @@ def two_layers(activation=aten.silu.default, device: str = "cpu") -> tuple[ir.Pr
     """Build two layers of an activation and a sharded weight, with their backward."""
     tiny = Tiny(device, dp_shard=2)
     x, *weights = tiny.input("x", WHOLE, "batch"), *(tiny.input(f"w{i}", WHOLE) for i in range(2))
-    kept = []
+    saved = []
     for i, w in enumerate(weights):
         full = tiny.call(reshard.all_gather, w, 0, "dp_shard", 2, 8, torch.float32, None, module=f"layers.{i}")
         y = tiny.call(activation, x, module=f"layers.{i}")
-        kept.append((y, full))
+        saved.append((y, full))
         x = tiny.call(aten.matmul.default, y, tiny.call(aten.slice.Tensor, full, 0, 0, 4, module=f"layers.{i}"),
                       module=f"layers.{i}")
     gradient = tiny.call(aten.ones_like.default, tiny.call(aten.neg.default, x), phase="backward")
-    for i, (y, full) in reversed(list(enumerate(kept))):
+    for i, (y, full) in reversed(list(enumerate(saved))):
         backward = {"phase": "backward", "module": f"layers.{i}"}
         product = tiny.call(aten.mul.Tensor, gradient, y, **backward)
         gradient = tiny.call(aten.add.Tensor, product, tiny.call(aten.sum.default, full, **backward), **backward)
@@ -243,16 +243,16 @@ def test_what_selective_keeps_is_a_table():
 
 
 def test_every_n_recomputes_every_nth_layer():
-    kept, none, full = (kept_ops(r, n_blocks=4) for r in (Remat("every_n", every_n=3), Remat("none"), Remat("full")))
-    assert [kept[f"blocks.{i}"] == full[f"blocks.{i}"] for i in range(4)] == [True, False, False, True]
-    assert kept["blocks.1"] == none["blocks.1"]
+    every_3, none, full = (kept_ops(r, n_blocks=4) for r in (Remat("every_n", every_n=3), Remat("none"), Remat("full")))
+    assert [every_3[f"blocks.{i}"] == full[f"blocks.{i}"] for i in range(4)] == [True, False, False, True]
+    assert every_3["blocks.1"] == none["blocks.1"]
 
 
 def test_a_module_pattern_prevails_over_an_operator_pattern_and_both_over_the_policy():
     requested = Remat("full", modules={"blocks.1": "save"}, ops={"gelu": "save"})
-    kept = kept_ops(requested)
-    assert "gelu" in kept["blocks.0"] and not any("attention" in name for name in kept["blocks.0"])
-    assert kept["blocks.1"] == kept_ops(Remat("none"))["blocks.1"]
+    saved = kept_ops(requested)
+    assert "gelu" in saved["blocks.0"] and not any("attention" in name for name in saved["blocks.0"])
+    assert saved["blocks.1"] == kept_ops(Remat("none"))["blocks.1"]
     requested = Remat("none", modules={"blocks.0": "recompute"})
     assert kept_ops(requested)["blocks.0"] == kept_ops(Remat("full"))["blocks.0"]
 
@@ -303,8 +303,8 @@ def last_of(program, block, name):
 
 
 def test_most_of_what_none_keeps_is_offloaded():
-    kept = {policy: Remat(policy)(*joint(n_blocks=3))[1].counts for policy in ("none", "offload")}
-    assert kept["offload"]["offloaded_bytes"] > kept["none"]["saved_bytes_after"] / 2
+    counts = {policy: Remat(policy)(*joint(n_blocks=3))[1].counts for policy in ("none", "offload")}
+    assert counts["offload"]["offloaded_bytes"] > counts["none"]["saved_bytes_after"] / 2
 
 
 @pytest.mark.parametrize(("option", "what"), [("modules", "module"), ("ops", "operator of the forward")])
@@ -425,13 +425,13 @@ class AdaptedStack(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("bent", "kept"), [(False, (2 + 12 + 8)), (True, (2 + 12 + 12 + 8))], ids=["sum", "terms"])
-def test_of_two_products_that_are_only_added_the_sum_is_kept(bent, kept):
+@pytest.mark.parametrize(("bent", "width"), [(False, (2 + 12 + 8)), (True, (2 + 12 + 12 + 8))], ids=["sum", "terms"])
+def test_of_two_products_that_are_only_added_the_sum_is_kept(bent, width):
     torch.manual_seed(0)
     data = [{"x": torch.randn(4, 5, 8, dtype=torch.float64)} for _ in LRS]
     step = trained_alike(AdaptedStack(bent).double(), lambda m, b: m(b["x"]).square().mean(), data, {"dp_shard": 2},
                          NO_DECAY, passes={"remat": {"policy": "selective"}})
     (report,) = (p["report"] for p in step.report["passes"] if p["name"] == "remat")
     saved = report["counts"]["saved_bytes_after"]
-    ours = 2 * 10 * kept * 8  # two layers, ten tokens per rank, in fp64
+    ours = 2 * 10 * width * 8  # two layers, ten tokens per rank, in fp64
     assert ours <= saved < ours + 10 * 12 * 8, report

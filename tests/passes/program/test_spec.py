@@ -141,18 +141,18 @@ def test_a_factor_is_padded_if_and_only_if_its_shards_hold_more_than_it(placemen
         assert factor.padded(mesh) == (entries > factor.size)
 
 
-@pytest.mark.parametrize(("size", "held"), [
+@pytest.mark.parametrize(("size", "locals_expected"), [
     (8, [[0, 1, 6, 7], [2, 3, 4, 5]]),
     (7, [[0, 1, 6, -1], [2, 3, 4, 5]]),
     (5, [[0, 1, -1, -1], [2, 3, 4, -1]]),
     (1, [[0, -1], [-1, -1]]),
 ])
-def test_a_zigzag_gives_each_rank_head_and_tail(size, held):
+def test_a_zigzag_gives_each_rank_head_and_tail(size, locals_expected):
     mesh, factor = Mesh.of({"cp": 2}), Factor(size, ("cp",), order=ZIGZAG)
     spec = Spec(((factor,),), fill=-1)
     full = torch.arange(size)
     locals_by_rank = [shard(full, spec, mesh, coordinates) for coordinates in mesh]
-    assert [x.tolist() for x in locals_by_rank] == held
+    assert [x.tolist() for x in locals_by_rank] == locals_expected
     assert torch.equal(unshard(locals_by_rank, spec, mesh), full)
     for coordinates, local in zip(mesh, locals_by_rank):
         at = {axis: torch.tensor(p) for axis, p in coordinates.items()}

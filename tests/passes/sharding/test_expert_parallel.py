@@ -152,15 +152,15 @@ def test_heads_that_are_multiplied_one_by_one_are_no_experts():
 @pytest.mark.full
 def test_state_moves_between_meshes(tmp_path):
     """6 experts on 4 ranks, then on 2, on 4 with tp, on one: training continues equally, moments included."""
-    model, data, found = mixture(), sequences(), []
+    model, data, losses_by_mesh = mixture(), sequences(), []
     first = compile_lockstep(model, squared_error, data[0], MESHES[1])
     first(data[0])
     path = saved(first, tmp_path)
     for mesh in (MESHES[1], MESHES[0], MESHES[4], {}):
         step = compile_lockstep(mixture(), squared_error, data[0], mesh)
         checkpoint.load(step, checkpoint.opened(path))
-        found.append([step(batch)["loss"] for batch in data[1:]])
-    assert all(abs(a - b) < EXACT for losses in found for a, b in zip(losses, found[0], strict=True))
+        losses_by_mesh.append([step(batch)["loss"] for batch in data[1:]])
+    assert all(abs(a - b) < EXACT for losses in losses_by_mesh for a, b in zip(losses, losses_by_mesh[0], strict=True))
 
 
 def test_an_expert_without_a_row_has_no_gradient():
@@ -222,12 +222,12 @@ def test_rows_dropped_in_all_layers_and_microbatches_are_counted():
 def test_rows_of_padding_take_no_room():
     model = nn.Sequential(nn.Linear(3, 3), Layers()).double()
     data = sequences(2, 5)[0]  # three tokens of a sequence on each rank; the second rank's last one is padding
-    kept = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 0]])[..., None]  # an owner has room for 3 of each rank's 6 and 4
+    is_kept = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 0]])[..., None]  # an owner has room for 3 of each rank's 6 and 4
 
     def plainly(x):
         rows = model[0](x)
         for weight in model[1].weights:
-            rows = rows + kept * (rows @ weight[0])
+            rows = rows + is_kept * (rows @ weight[0])
         return model[1].last(rows)
 
     step = compile_lockstep(model, squared_error, data, MESHES[5], passes={"moe": {"dispatch": "bounded", "capacity_factor": 1.0}})
@@ -266,13 +266,13 @@ def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, for
     """All exchanges of rows but the first and the last run during matmuls of experts."""
     monkeypatch.setattr(request, "balance_of", lambda *_: Balance(8, 1e-3))  # makes matmuls short compared with the transfer of small rows
     program = spread(MESHES[2], "dropless", moe={"dispatch": "dropless", "chunks": chunks})["overlap"]
-    found = {"forward": [], "backward": []}
+    overlaps = {"forward": [], "backward": []}
     order = NodeOrder(program.graph)
     for start, wait in in_flight(order.nodes):
         if start.target is c10d.all_to_all_single.default and ir.example(start).numel() > 24:  # rows, not their weights
             beside = {routed.grouped_mm, routed.grouped_outer} & {n.target for n in order.between(start, wait)}
-            found[ir.phase(start)].append(bool(beside))
-    assert found == {"forward": forward, "backward": backward}
+            overlaps[ir.phase(start)].append(bool(beside))
+    assert overlaps == {"forward": forward, "backward": backward}
 
 
 @pytest.mark.parametrize(("load", "times"), ((1.0, 1.0), (1.5, 1.5), (9.0, 2.0)))
@@ -293,15 +293,15 @@ def test_all_wait_for_the_rank_that_gets_most_rows(load, times):
 # ---- placements and bytes sent ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mesh", "held"), ((MESHES[0], 3), (MESHES[1], 2), (MESHES[2], 3), (MESHES[4], 2), (MESHES[7], 2)))
+@pytest.mark.parametrize(("mesh", "count"), ((MESHES[0], 3), (MESHES[1], 2), (MESHES[2], 3), (MESHES[4], 2), (MESHES[7], 2)))
 @pytest.mark.sample(2)
-def test_a_rank_holds_its_own_experts(mesh, held):
+def test_a_rank_holds_its_own_experts(mesh, count):
     """With 6 experts on 4 ranks, three hold two and the last none; the remaining `dp_shard` splits another dim."""
     program = spread(mesh)["place"]
     places = {input_.name: input_.spec for input_ in program.inputs}
     for name in ("up", "down"):
         shape = places[name].local_shape(program.mesh)
-        assert shape[0] == held
+        assert shape[0] == count
         assert math.prod(shape) <= 2 * math.prod(places[name].shape) // program.mesh.world_size
     assert program.mesh.stored_over in places["last.weight"].sharded
 

@@ -126,8 +126,8 @@ class Memory(nn.Module):
         self.table, self.place = nn.Parameter(torch.randn(s.hidden, s.dim)), nn.Embedding(s.time, s.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = torch.einsum("bth,hd->btd", torch.einsum("btd,hd->bth", x, self.table).softmax(-1), self.table)
-        return found + self.place(torch.arange(x.shape[1])).exp().log1p()
+        mixed = torch.einsum("bth,hd->btd", torch.einsum("btd,hd->bth", x, self.table).softmax(-1), self.table)
+        return mixed + self.place(torch.arange(x.shape[1])).exp().log1p()
 
 
 BLOCKS = {c.__name__: c for c in (Attention, Fused, Gated, Memory, Mixed, Rows)}

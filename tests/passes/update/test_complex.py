@@ -84,9 +84,9 @@ def test_a_slice_of_complex_numbers_that_is_written_over_is_differentiated():
     trained_alike(model, written_over, data, {"dp_shard": 2, "tp": 2})
 
 
-@pytest.mark.parametrize("asked", ["float32", "bfloat16", "int8", "float8"])
-def test_moments_are_complex_where_the_parameter_is(asked):
-    storage = codec(asked, True, 256, torch.complex64, Spec.whole((64, 256)), Mesh.of({}))
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "float8"])
+def test_moments_are_complex_where_the_parameter_is(name):
+    storage = codec(name, True, 256, torch.complex64, Spec.whole((64, 256)), Mesh.of({}))
     moment = torch.randn(64, 256, dtype=torch.complex64)
     assert torch.equal(storage.decode(storage.encode(torch.view_as_real(moment))), moment)
 

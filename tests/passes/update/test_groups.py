@@ -14,10 +14,10 @@ from compiler_trainer import UserError
 PLAIN = {"name": "adamw", "betas": (0.8, 0.9), "weight_decay": 0.1, "max_norm": 0.5}
 
 
-def trained(groups, given, **changes):
+def trained(groups, overrides, **changes):
     """Return the state after three updates, and that of PyTorch with `groups` as its parameter groups."""
     model, data = llama(2, **changes), batches(rows=4)
-    step = compile_lockstep(model, llama_loss, data[0], {"dp_shard": 2, "tp": 2}, PLAIN | {"groups": given})
+    step = compile_lockstep(model, llama_loss, data[0], {"dp_shard": 2, "tp": 2}, PLAIN | {"groups": overrides})
     metrics = train_step(step, data)
     plain = copy.deepcopy(model)
     named = [[p for n, p in plain.named_parameters() if holds(n, p)] for holds, _, _ in groups]

@@ -110,10 +110,10 @@ def test_blocks_lie_within_a_rank(dim, mesh, wanted):
     assert (spec and spec.shape[1:]) == wanted
 
 
-@pytest.mark.parametrize("given", ["int8", "float8"])
-def test_coding_again_changes_nothing(given):
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_coding_again_changes_nothing(name):
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
-    coder = QuantBlocks(256, given, signed=True)
+    coder = QuantBlocks(256, name, signed=True)
     once = coder.decode(coder.encode(x))
     assert (once - x).abs().max() < x.abs().max() * 0.07
     zero = coder.decode([torch.zeros_like(part) for part in coder.encode(x)])

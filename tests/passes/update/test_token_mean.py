@@ -258,5 +258,5 @@ def test_a_sum_by_a_constant_is_a_mean_over_microbatches_which_is_said_at_the_st
     step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, PLAIN, microbatches=2)
     parts = [loss(model, {key: value.chunk(2)[i] for key, value in batch.items()}).item() for i in range(2)]
     assert step(batch)["loss"] == pytest.approx(sum(parts) / 2, rel=SAME)
-    told = [line for line in step.report["remarks"] if "a sum divided by a constant is divided by train.microbatches=2" in line]
-    assert bool(told) == is_said and all("test_token_mean.py:" in line for line in told)
+    remarks = [line for line in step.report["remarks"] if "a sum divided by a constant is divided by train.microbatches=2" in line]
+    assert bool(remarks) == is_said and all("test_token_mean.py:" in line for line in remarks)

@@ -1,1 +1,1 @@
-"""Small models of libraries, a short builder each."""
+"""Small models of libraries, each with a short builder."""

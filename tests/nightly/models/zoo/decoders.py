@@ -20,12 +20,12 @@ LATENT: dict[str, Any] = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_d
 
 
 def litgpt_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of the logits of every position."""
+    """Return the cross-entropy of the logits at every position."""
     return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
 def litgpt(**sizes: Any) -> Case:
-    """A GPT of litgpt from a config's fields."""
+    """Build a GPT of litgpt from config fields."""
     module = import_module("litgpt.model")
     torch.manual_seed(0)
     common = {"block_size": 16, "padded_vocab_size": VOCAB, "vocab_size": VOCAB}

@@ -1,4 +1,4 @@
-"""Encoders, and encoders with decoders, of `transformers`."""
+"""Encoders and encoder-decoders of `transformers`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.nightly.models.case import Batch, ids
-from tests.nightly.models.zoo.transformer import SIZES, TOKENS, VOCAB, WIDTH, entry, fitted, tokens
+from tests.nightly.models.zoo.transformer import SIZES, TOKENS, VOCAB, WIDTH, entry, ramp_loss, tokens
 
 ROBERTA: dict[str, Any] = SIZES | {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 TWO_STACKS: dict[str, Any] = {"vocab_size": VOCAB, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2}
@@ -21,37 +21,37 @@ T5 |= {"pad_token_id": 0, "decoder_start_token_id": 0}
 
 
 def masked(generator: torch.Generator) -> Batch:
-    """Tokens of which some, at the ends of rows, are padding."""
+    """Return tokens with padding at the ends of some rows."""
     lengths = torch.tensor([13, 9, 4])
     return tokens(generator) | {"attention_mask": (torch.arange(13) < lengths[:, None]).long()}
 
 
 def masked_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of the logits of every position."""
+    """Return the cross-entropy of the logits at every position."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def pairs(generator: torch.Generator) -> Batch:
-    """Ids of a source and of a target."""
+    """Return ids of a source and of a target."""
     return tokens(generator) | {"decoder_input_ids": ids(generator, VOCAB, 3, 7), "labels": ids(generator, VOCAB, 3, 7)}
 
 
 def translated(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of the decoder's logits."""
+    """Return the cross-entropy of the decoder's logits."""
     logits = model(input_ids=batch["input_ids"], decoder_input_ids=batch["decoder_input_ids"]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def only_ids(generator: torch.Generator) -> Batch:
-    """Ids alone."""
+    """Return ids without labels."""
     return {"input_ids": ids(generator, VOCAB, 3, 13)}
 
 
 MODELS = [
     entry("albert", "AlbertForMaskedLM", masked, masked_loss, **SIZES, **TOKENS, embedding_size=12),
     entry("bert", "BertForMaskedLM", masked, masked_loss, **SIZES),
-    entry("canine", "CanineModel", only_ids, fitted, **{**SIZES, "vocab_size": None}, num_hash_buckets=16,
+    entry("canine", "CanineModel", only_ids, ramp_loss, **{**SIZES, "vocab_size": None}, num_hash_buckets=16,
           local_transformer_stride=8,
           downsampling_rate=1, **TOKENS),
     entry("convbert", "ConvBertForMaskedLM", **SIZES, **TOKENS, embedding_size=WIDTH, head_ratio=2, conv_kernel_size=3),
@@ -61,7 +61,7 @@ MODELS = [
           n_layers=2, n_heads=4, max_position_embeddings=64),
     entry("esm", "EsmForMaskedLM", masked, masked_loss, **SIZES, pad_token_id=0, mask_token_id=36,
           position_embedding_type="rotary"),
-    entry("funnel", "FunnelModel", only_ids, fitted, vocab_size=VOCAB, block_sizes=[1, 1], d_model=WIDTH, n_head=4,
+    entry("funnel", "FunnelModel", only_ids, ramp_loss, vocab_size=VOCAB, block_sizes=[1, 1], d_model=WIDTH, n_head=4,
           d_head=6,
           d_inner=40, num_decoder_layers=1),
     entry("modernbert", "ModernBertForMaskedLM", masked, masked_loss, **SIZES, **TOKENS, local_attention=6),

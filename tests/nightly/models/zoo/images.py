@@ -15,17 +15,17 @@ PATCHED: dict[str, Any] = SIZES | {"image_size": 16, "patch_size": 4}
 
 
 def pixels(generator: torch.Generator, size: int = 16) -> Batch:
-    """Images of three channels."""
+    """Return images with three channels."""
     return {"pixel_values": normal(generator, 3, 3, size, size)}
 
 
 def wide(generator: torch.Generator) -> Batch:
-    """Larger ones, for nets that halve them often."""
+    """Return larger images, for models that halve them often."""
     return pixels(generator, 64)
 
 
 def masked(generator: torch.Generator) -> Batch:
-    """Images, and the numbers by whose order parts of them are left out."""
+    """Return images, and noise whose order selects the patches to mask."""
     return pixels(generator) | {"noise": torch.rand(3, 16, generator=generator)}
 
 

@@ -1,4 +1,4 @@
-"""Models of sound, of several kinds of input, of series and of images that are made."""
+"""Models of sound, of mixed inputs, of series, and of image generation."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ UNET: dict[str, Any] = {"sample_size": 8, "block_out_channels": (8, 16), "norm_n
 
 
 def sound(generator: torch.Generator) -> Batch:
-    """Rows of samples."""
+    """Return rows of samples."""
     return {"input_values": normal(generator, 3, 400)}
 
 
 def spectra(generator: torch.Generator) -> Batch:
-    """Spectra and the tokens that are said."""
+    """Return spectra and the spoken tokens."""
     return {"input_features": normal(generator, 3, 10, 32), "decoder_input_ids": ids(generator, VOCAB, 3, 7)}
 
 
 def frames(generator: torch.Generator) -> Batch:
-    """Spectra, a row a frame."""
+    """Return spectra, one row per frame."""
     return {"input_values": normal(generator, 3, 32, 16)}
 
 
 def captioned(generator: torch.Generator) -> Batch:
-    """Images and tokens."""
+    """Return images and tokens."""
     return {"pixel_values": normal(generator, 3, 3, 16, 16), "input_ids": ids(generator, VOCAB, 3, 7)}
 
 
 def contrasted(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's own loss of images against texts."""
+    """Return the model's own loss of images against texts."""
     return model(**batch, return_loss=True).loss
 
 
 def pictured(generator: torch.Generator) -> Batch:
-    """Images, and tokens among which are places for them."""
+    """Return images, and tokens that include their placeholders."""
     tokens = ids(generator, VOCAB - 1, 3, 24)
     tokens[:, 2:18] = VOCAB - 1
     return {"pixel_values": normal(generator, 3, 3, 16, 16), "input_ids": tokens}
 
 
 def series(generator: torch.Generator) -> Batch:
-    """Series of two channels."""
+    """Return series of two channels."""
     return {"past_values": normal(generator, 3, 12, 2)}
 
 
@@ -71,51 +71,51 @@ def series(generator: torch.Generator) -> Batch:
 
 
 def vectors(*shape: int) -> Callable[[torch.Generator], Batch]:
-    """Batches of one tensor `x` of three rows."""
+    """Return a function that makes batches of one tensor `x` with three rows."""
     return lambda generator: {"x": normal(generator, 3, *shape)}
 
 
 def of_x(model: nn.Module, batch: Batch) -> Tensor:
-    """The output's distance to a ramp."""
+    """Return the output's distance to a ramp."""
     return squares(model(batch["x"]))
 
 
 def noised(generator: torch.Generator) -> Batch:
-    """Latents, times and a text."""
+    """Return latents, times and a text."""
     times = torch.randint(0, 100, (3,), generator=generator)
     return {"x": normal(generator, 3, 4, 8, 8), "t": times, "text": normal(generator, 3, 5, 12)}
 
 
 def denoised(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of latents and times."""
+    """Return the loss of a model of latents and times."""
     return squares(model(batch["x"], batch["t"]).sample)
 
 
 def denoised_by_text(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of latents, times and a text."""
+    """Return the loss of a model of latents, times and a text."""
     return squares(model(batch["x"], timestep=batch["t"], encoder_hidden_states=batch["text"]).sample)
 
 
 def denoised_by_class(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of latents, times and a class, for which the time's last digit stands."""
+    """Return the loss of a model of latents, times and a class, here the time's last digit."""
     return squares(model(batch["x"], timestep=batch["t"], class_labels=batch["t"] % 5).sample)
 
 
 def pooled_text(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of latents, times, a text and its mean."""
+    """Return the loss of a model of latents, times, a text and its mean."""
     text = batch["text"]
-    given = {"timestep": batch["t"], "encoder_hidden_states": text, "pooled_projections": text.mean(1)}
-    return squares(model(batch["x"], **given).sample)
+    inputs = {"timestep": batch["t"], "encoder_hidden_states": text, "pooled_projections": text.mean(1)}
+    return squares(model(batch["x"], **inputs).sample)
 
 
 def lengths_too(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of frames and how many there are."""
+    """Return the loss of a model of frames and their number."""
     frames = batch["x"]
     return squares(model(frames, torch.full((frames.shape[0],), frames.shape[1])))
 
 
 def of_module(module: str, kind: str, data: Any, loss: Loss, *args: Any, **options: Any) -> Case:
-    """A case from a class or function of a module."""
+    """Build a case from a class or function of a module."""
     torch.manual_seed(0)
     return Case(getattr(import_module(module), kind)(*args, **options), loss, batches(data))
 
@@ -130,8 +130,8 @@ def diffusion(name: str, kind: str, data: Any, loss: Loss, **options: Any) -> En
     return other(name, "diffusers", "diffusers", kind, data, loss, **options)
 
 
-def sure(entry: Entry) -> Entry:
-    """A model of diffusers that drops no labels, which no argument of it says."""
+def without_label_dropout(entry: Entry) -> Entry:
+    """Return the entry of a diffusers model with label dropout off, for which it has no argument."""
 
     def build() -> Case:
         case = entry.build()
@@ -149,14 +149,14 @@ def audio(name: str, kind: str, data: Any, loss: Loss, **options: Any) -> Entry:
 
 
 def segmented(name: str, kind: str, **options: Any) -> Entry:
-    """A model of segmentation_models_pytorch over a small encoder."""
-    given = {"encoder_name": "mobilenet_v2", "encoder_weights": None, "classes": 3, **options}
+    """A model of segmentation_models_pytorch with a small encoder."""
+    arguments = {"encoder_name": "mobilenet_v2", "encoder_weights": None, "classes": 3, **options}
     library = "segmentation-models-pytorch"
-    return other(name, library, "segmentation_models_pytorch", kind, vectors(3, 32, 32), of_x, encoder_depth=3, **given)
+    return other(name, library, "segmentation_models_pytorch", kind, vectors(3, 32, 32), of_x, encoder_depth=3, **arguments)
 
 
 def clip(kind: str, **options: Any) -> Case:
-    """A CLIP of open_clip, or one that captions."""
+    """Build a CLIP of open_clip, or its captioning variant."""
     tower = {"width": WIDTH, "layers": 2}
     sees = {**tower, "head_width": 6, "image_size": 16, "patch_size": 4}
     reads = {**tower, "heads": 4, "vocab_size": VOCAB, "context_length": 8}
@@ -191,9 +191,10 @@ MODELS: list[Entry] = [
     diffusion("autoencoder_kl", "AutoencoderKL", vectors(3, 16, 16), of_x, block_out_channels=(8, 16),
               norm_num_groups=4,
               down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, sample_size=16),
-    sure(diffusion("dit", "DiTTransformer2DModel", noised, denoised_by_class, num_attention_heads=4,
-                   attention_head_dim=6, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
-                   num_embeds_ada_norm=100, norm_num_groups=4)),
+    without_label_dropout(
+        diffusion("dit", "DiTTransformer2DModel", noised, denoised_by_class, num_attention_heads=4,
+                  attention_head_dim=6, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
+                  num_embeds_ada_norm=100, norm_num_groups=4)),
     diffusion("sd3", "SD3Transformer2DModel", noised, pooled_text, sample_size=8, patch_size=2, in_channels=4,
               num_layers=2,
               attention_head_dim=6, num_attention_heads=4, joint_attention_dim=12, caption_projection_dim=24,

@@ -1,4 +1,4 @@
-"""Further vision models of `transformers`: detectors, segmenters, video, and what joins images with text."""
+"""Further vision models of `transformers`: detectors, segmenters, video, and image-text models."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ SPACE: dict[str, Any] = {"num_frames": 4, "tubelet_size": 2}
 
 
 def video(generator: torch.Generator) -> Batch:
-    """Four frames of images of three channels."""
+    """Return four frames of images with three channels."""
     return {"pixel_values": normal(generator, 3, 4, 3, 16, 16)}
 
 
 def boxed(generator: torch.Generator) -> Batch:
-    """Tokens, where they stand on a page, and the page."""
+    """Return tokens and their boxes on a page."""
     corners = torch.randint(0, 8, (3, 7, 2), generator=generator)
     return {"input_ids": ids(generator, VOCAB, 3, 7), "bbox": torch.cat([corners, corners + 3], -1)}
 
 
 def regions(generator: torch.Generator) -> Batch:
-    """Tokens, and features of parts of an image."""
+    """Return tokens, and features of parts of an image."""
     return {"input_ids": ids(generator, VOCAB, 3, 7), "visual_embeds": normal(generator, 3, 5, 10)}
 
 

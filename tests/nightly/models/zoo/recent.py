@@ -14,9 +14,9 @@ from tests.nightly.models.zoo.transformer import (
     VOCAB,
     WIDTH,
     entry,
-    fitted,
     make,
-    predicted,
+    next_token_loss,
+    ramp_loss,
 )
 from tests.nightly.models.zoo.transformer import tokens as both
 
@@ -34,7 +34,7 @@ NANO: dict[str, Any] = {"head_dim": 6, "sliding_window": 5, "num_kv_shared_layer
 
 
 def tokens(generator: Any) -> Batch:
-    """Ids alone."""
+    """Return ids without labels."""
     return {"input_ids": both(generator)["input_ids"]}
 
 
@@ -44,17 +44,17 @@ def causal(name: str, model: str, **sizes: Any) -> Any:
 
 
 def unclipped(**sizes: Any) -> Case:
-    """Gemma 3n, whose forward writes into a parameter unless told not to."""
+    """Build Gemma 3n without its clip, because that writes into a parameter in its forward."""
     model = make("Gemma3nForCausalLM", **GROUPED, **TOKENS, **sizes)
     for module in model.modules():
         if hasattr(module, "config") and hasattr(module.config, "altup_coef_clip"):
             object.__setattr__(module.config, "altup_coef_clip", None)
-    return Case(model, predicted, batches(both))
+    return Case(model, next_token_loss, batches(both))
 
 
 def encoder(name: str, model: str, **sizes: Any) -> Any:
     """An encoder without a head."""
-    return entry(name, model, tokens, fitted, **SIZES, **sizes)
+    return entry(name, model, tokens, ramp_loss, **SIZES, **sizes)
 
 
 MODELS = [

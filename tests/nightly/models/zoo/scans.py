@@ -15,39 +15,39 @@ from tests.nightly.models.zoo.transformer import VOCAB, WIDTH
 
 def volume(name: str, kind: str, **options: Any) -> Entry:
     """A model of monai from volumes to volumes."""
-    given = {"in_channels": 1, "out_channels": 2, **options}
-    return other(f"monai_{name}", "monai", "monai.networks.nets", kind, vectors(1, 16, 16, 16), of_x, **given)
+    arguments = {"in_channels": 1, "out_channels": 2, **options}
+    return other(f"monai_{name}", "monai", "monai.networks.nets", kind, vectors(1, 16, 16, 16), of_x, **arguments)
 
 
 def noised(generator: torch.Generator) -> Batch:
-    """Images and times."""
+    """Return images and times."""
     times = torch.randint(0, 100, (3,), generator=generator)
     return {"x": normal(generator, 3, 3, 16, 16), "t": times}
 
 
 def denoised(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of images and times."""
+    """Return the loss of a model of images and times."""
     return squares(model(batch["x"], batch["t"]))
 
 
 def captioned(generator: torch.Generator) -> Batch:
-    """Images and tokens, of which none are padding."""
+    """Return images, and tokens without padding."""
     return {"image": normal(generator, 3, 3, 16, 16), "text": ids(generator, VOCAB, 3, 8)}
 
 
 def paired(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of images against texts."""
+    """Return the cross-entropy of images against texts."""
     logits, _ = model(batch["image"], batch["text"])
     return nn.functional.cross_entropy(logits, torch.arange(3))
 
 
-def own(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's own loss of texts against images."""
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the model's own loss of texts against images."""
     return model(batch["text"], batch["image"], return_loss=True)
 
 
 def efficient() -> Case:
-    """The smallest EfficientNet, narrow and without dropped paths."""
+    """Build the smallest EfficientNet, narrow and without dropped paths."""
     module = import_module("efficientnet_pytorch")
     torch.manual_seed(0)
     model = module.EfficientNet.from_name("efficientnet-b0", width_coefficient=0.2, depth_coefficient=0.2,
@@ -67,7 +67,7 @@ MODELS: list[Entry] = [
           window_size=2, global_attn_indexes=(1,)),
     other("clip_anytorch", "clip-anytorch", "clip.model", "CLIP", captioned, paired, 16, 16, 2, 64, 4, 8, VOCAB, 24, 4,
           2),
-    other("x_clip", "x-clip", "x_clip", "CLIP", captioned, own, dim_text=WIDTH, dim_image=WIDTH, dim_latent=16,
+    other("x_clip", "x-clip", "x_clip", "CLIP", captioned, own_loss, dim_text=WIDTH, dim_image=WIDTH, dim_latent=16,
           num_text_tokens=VOCAB, text_enc_depth=2, text_seq_len=8, text_heads=4, text_dim_head=6, visual_enc_depth=2,
           visual_heads=4, visual_dim_head=6, visual_image_size=16, visual_patch_size=4, visual_patch_dropout=0.0),
     other("ddpm_unet", "denoising-diffusion-pytorch", "denoising_diffusion_pytorch", "Unet", noised, denoised, 8,

@@ -11,48 +11,48 @@ from torch import Tensor, nn
 from tests.nightly.models.case import Batch, Case, Entry, batches, ids, normal, squares
 from tests.nightly.models.zoo.media import of_x, other, vectors
 
-VOCAB = 33  # of the alphabet of fair-esm
+VOCAB = 33  # size of fair-esm's alphabet
 
 
 def residues(generator: torch.Generator) -> Batch:
-    """Ids of amino acids, which begin at 4."""
+    """Return ids of amino acids, which begin at 4."""
     return {"x": 4 + ids(generator, 20, 3, 13)}
 
 
 def folded(model: nn.Module, batch: Batch) -> Tensor:
-    """The logits' distance to a ramp."""
+    """Return the logits' distance to a ramp."""
     return squares(model(batch["x"])["logits"])
 
 
 def atoms(generator: torch.Generator) -> Batch:
-    """Kinds and places of atoms."""
+    """Return types and positions of atoms."""
     return {"kinds": ids(generator, 9, 3, 8), "places": normal(generator, 3, 8, 3)}
 
 
 def bound(model: nn.Module, batch: Batch) -> Tensor:
-    """The distance of features and places to ramps."""
+    """Return the distance of features and positions to ramps."""
     features, places = model(batch["kinds"], batch["places"])
     return squares(features) + squares(places)
 
 
 def graphs(generator: torch.Generator) -> Batch:
-    """Graphs of seven nodes, as dense matrices."""
+    """Return graphs of seven nodes, as dense matrices."""
     edges = torch.rand(3, 7, 7, generator=generator) < 0.4
     return {"x": normal(generator, 3, 7, 6), "edges": (edges | edges.mT).double()}
 
 
 def linked(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of nodes and edges."""
+    """Return the loss of a model of nodes and edges."""
     return squares(model(batch["x"], batch["edges"]))
 
 
 def likely(model: nn.Module, batch: Batch) -> Tensor:
-    """The negative log-likelihood."""
+    """Return the negative log-likelihood of a model that returns a distribution."""
     return -model().log_prob(batch["x"]).mean()
 
 
 def likely_too(model: Any, batch: Batch) -> Tensor:
-    """The negative log-likelihood of a flow of nflows."""
+    """Return the negative log-likelihood of a flow of nflows."""
     return -model.log_prob(batch["x"]).mean()
 
 
@@ -83,19 +83,19 @@ class Equivariant(nn.Module):
 
 
 def dense(kind: str, **options: Any) -> Case:
-    """Layers of torch_geometric."""
+    """Build layers of torch_geometric."""
     torch.manual_seed(0)
     return Case(Dense(kind, **options), linked, batches(graphs))
 
 
 def equivariant() -> Case:
-    """Layers of e3nn."""
+    """Build layers of e3nn."""
     torch.manual_seed(0)
     return Case(Equivariant(), of_x, batches(vectors(5, 10)))
 
 
 def coupled() -> Case:
-    """A flow of masked and of affine transforms of nflows."""
+    """Build a flow of masked affine transforms of nflows."""
     flows, transforms = import_module("nflows.flows"), import_module("nflows.transforms")
     torch.manual_seed(0)
     parts = [transforms.MaskedAffineAutoregressiveTransform(features=5, hidden_features=12) for _ in range(2)]

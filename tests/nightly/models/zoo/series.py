@@ -1,4 +1,4 @@
-"""Models of series of `transformers`."""
+"""Time-series models of `transformers`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ STACKS |= {"context_length": 10, "num_time_features": 2, "lags_sequence": [1, 2]
 
 
 def dated(generator: torch.Generator) -> Batch:
-    """A series, what follows it, and features of the times of both."""
+    """Return a series, its continuation, and time features of both."""
     past = {"past_values": normal(generator, 3, 12), "past_time_features": normal(generator, 3, 12, 2)}
     known = {"past_observed_mask": torch.ones(3, 12)}
     return past | known | {"future_values": normal(generator, 3, 6), "future_time_features": normal(generator, 3, 6, 2)}
 
 
 def acted(generator: torch.Generator) -> Batch:
-    """States, actions and what they earn."""
+    """Return states, actions and their rewards."""
     batch = {"states": normal(generator, 3, 6, 5), "actions": normal(generator, 3, 6, 4)}
     batch |= {"returns_to_go": normal(generator, 3, 6, 1), "rewards": normal(generator, 3, 6, 1)}
     return batch | {"timesteps": torch.arange(6).expand(3, 6).clone(), "attention_mask": torch.ones(3, 6)}
 
 
 def likely(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's own loss."""
+    """Return the model's own loss."""
     return model(**batch).loss
 
 
 def actions(model: nn.Module, batch: Batch) -> Tensor:
-    """The distance of the actions to a ramp."""
+    """Return the distance of the actions to a ramp."""
     return squares(model(**batch).action_preds)
 
 

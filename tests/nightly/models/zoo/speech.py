@@ -16,37 +16,37 @@ STACKS |= {"pad_token_id": 0, "decoder_start_token_id": 0, "bos_token_id": 0, "e
 
 
 def features(generator: torch.Generator) -> Batch:
-    """Spectra, a row a frame."""
+    """Return spectra, one row per frame."""
     return {"input_features": normal(generator, 3, 32, 10)}
 
 
 def narrow(generator: torch.Generator) -> Batch:
-    """Spectra of eight bands."""
+    """Return spectra of eight bands."""
     return {"input_features": normal(generator, 3, 32, 8)}
 
 
 def transcribed(generator: torch.Generator) -> Batch:
-    """Spectra, a row a frame, and the tokens that are said."""
+    """Return spectra, one row per frame, and the spoken tokens."""
     return features(generator) | {"decoder_input_ids": ids(generator, VOCAB, 3, 7)}
 
 
 def heard(generator: torch.Generator) -> Batch:
-    """Samples and the tokens that are said."""
+    """Return samples and the spoken tokens."""
     return {"input_values": normal(generator, 3, 900), "decoder_input_ids": ids(generator, VOCAB, 3, 7)}
 
 
 def waves(generator: torch.Generator) -> Batch:
-    """Samples of one channel."""
+    """Return samples of one channel."""
     return {"input_values": normal(generator, 3, 1, 64)}
 
 
 def patches(generator: torch.Generator) -> Batch:
-    """Spectra that are cut into patches."""
+    """Return spectra for models that cut them into patches."""
     return {"input_values": normal(generator, 3, 24, 16)}
 
 
 def spectrogram(generator: torch.Generator) -> Batch:
-    """Spectra of a vocoder."""
+    """Return spectra of a vocoder."""
     return {"spectrogram": normal(generator, 3, 8, 10)}
 
 

@@ -1,4 +1,4 @@
-"""Models of the columns of tables, and of what people click."""
+"""Models of table columns and of click prediction."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ RTDL |= {"ffn_d_hidden_multiplier": None, "residual_dropout": 0.0}
 
 
 def columns(generator: torch.Generator) -> Batch:
-    """Three categories and four numbers."""
+    """Return three categories and four numbers."""
     drawn = [torch.randint(0, n, (3,), generator=generator) for n in CATEGORIES]
     return {"categories": torch.stack(drawn, 1), "numbers": normal(generator, 3, 4)}
 
 
 def categories_first(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of categories and numbers."""
+    """Return the loss of a model of categories and numbers."""
     return squares(model(batch["categories"], batch["numbers"]))
 
 
 def numbers_first(model: nn.Module, batch: Batch) -> Tensor:
-    """A model of numbers and categories."""
+    """Return the loss of a model of numbers and categories."""
     return squares(model(batch["numbers"], batch["categories"]))
 
 
 def many() -> Case:
-    """A TabM of four members."""
+    """Build a TabM with four members."""
     kind = import_module("tabm").TabM
     torch.manual_seed(0)
     model = kind.make(n_num_features=4, cat_cardinalities=list(CATEGORIES), d_out=2, k=4, n_blocks=2, d_block=16,
@@ -45,32 +45,32 @@ def many() -> Case:
 
 
 def penalised(model: nn.Module, batch: Batch) -> Tensor:
-    """A model whose second output is a penalty."""
+    """Return the loss of a model whose second output is a penalty."""
     output, penalty = model(batch["x"])
     return squares(output) - 1e-3 * penalty
 
 
 def clicked(generator: torch.Generator) -> Batch:
-    """A user, an item, those that the user saw before (0: none), and a number."""
-    made = {name: torch.randint(1, 9, (3,), generator=generator) for name in ("user", "item")}
+    """Return a user, an item, the user's earlier items (0: none), and a number."""
+    ids = {name: torch.randint(1, 9, (3,), generator=generator) for name in ("user", "item")}
     seen = torch.randint(0, 9, (3, 6), generator=generator)
-    return made | {"seen": seen, "age": normal(generator, 3)}
+    return ids | {"seen": seen, "age": normal(generator, 3)}
 
 
 def ranked(model: nn.Module, batch: Batch) -> Tensor:
-    """How far what is predicted is from no click."""
+    """Return the mean square of the predictions, as if nobody clicked."""
     return model(batch).square().mean()
 
 
 def ranker(kind: str, **options: Any) -> Case:
-    """A ranker of torch-rechub; its features are named in the options."""
+    """Build a ranker of torch-rechub; the options name its features."""
     features = import_module("torch_rechub.basic.features")
     sparse = {name: features.SparseFeature(name, 9, 6) for name in ("user", "item")}
     seen = features.SequenceFeature("seen", 9, 6, pooling="concat", shared_with="item", padding_idx=0)
     known = {**sparse, "seen": seen, "age": features.DenseFeature("age")}
-    given = {key: [known[n] for n in value] if key.endswith("features") else value for key, value in options.items()}
+    arguments = {key: [known[n] for n in value] if key.endswith("features") else value for key, value in options.items()}
     torch.manual_seed(0)
-    return Case(getattr(import_module("torch_rechub.models.ranking"), kind)(**given), ranked, batches(clicked))
+    return Case(getattr(import_module("torch_rechub.models.ranking"), kind)(**arguments), ranked, batches(clicked))
 
 
 def clicks(name: str, kind: str, **options: Any) -> Entry:

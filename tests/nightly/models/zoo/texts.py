@@ -1,4 +1,4 @@
-"""Language models of small packages: linear attention, recurrences, state spaces, memories."""
+"""Language models of small packages: linear attention, recurrent nets, state spaces, memories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS: dict[str, Any] = PLAIN | {"heads": 4, "dim_head": 6}
 
 
 def text(name: str, library: str, kind: str, **options: Any) -> Entry:
-    """A model from ids to logits, of the module that is named as its library is."""
+    """A model from ids to logits, of the module with the library's name."""
     module = library.replace("-", "_")
     return Entry(name, library, partial(of_module, module, kind, tokens, spoken, **options), sequence=True)
 
@@ -33,17 +33,17 @@ def rows(name: str, library: str, kind: str, **options: Any) -> Entry:
 
 
 def first_spoken(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of the logits, which are the first output."""
+    """Return the cross-entropy of the logits, which are the first output."""
     return F.cross_entropy(model(batch["input_ids"])[0].flatten(0, 1), batch["labels"].flatten())
 
 
 def retained(model: Any, batch: Batch) -> Tensor:
-    """Cross-entropy of a retentive net, computed for all positions at once."""
+    """Return the cross-entropy of a retentive net, computed for all positions at once."""
     return F.cross_entropy(model.forward_parallel(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
 def mamba(**options: Any) -> Case:
-    """A Mamba of mambapy between vectors."""
+    """Build a Mamba of mambapy on vectors."""
     module = import_module("mambapy.mamba")
     torch.manual_seed(0)
     model = module.Mamba(module.MambaConfig(d_model=WIDTH, n_layers=2, d_state=6, dt_rank=3, **options))

@@ -1,4 +1,4 @@
-"""Models of timm, by the classes and names of its own."""
+"""Models of timm, by class or by timm's own name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PATCHED: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "de
 
 
 def created(name: str, size: int, **options: Any) -> Case:
-    """A model by timm's name for it, its sizes overridden."""
+    """Build a model by timm's name, with other sizes."""
     torch.manual_seed(0)
     model = import_module("timm").create_model(name, pretrained=False, num_classes=5, **options)
     return Case(model, of_x, batches(vectors(3, size, size)))
 
 
 def built(module: str, kind: str, size: int, **options: Any) -> Case:
-    """A model by its class in timm."""
+    """Build a model by its class in timm."""
     torch.manual_seed(0)
     model = getattr(import_module(f"timm.models.{module}"), kind)(num_classes=5, **options)
     return Case(model, of_x, batches(vectors(3, size, size)))

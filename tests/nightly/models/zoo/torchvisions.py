@@ -18,12 +18,12 @@ SWIN: dict[str, Any] = {"patch_size": [2, 2], "embed_dim": 12, "depths": [2, 1],
 
 def vision(name: str, kind: str, size: int = 32, **options: Any) -> Entry:
     """A model of torchvision with its options."""
-    given = {"num_classes": 5, **options}
-    return other(name, "torchvision", "torchvision.models", kind, vectors(3, size, size), of_x, **given)
+    arguments = {"num_classes": 5, **options}
+    return other(name, "torchvision", "torchvision.models", kind, vectors(3, size, size), of_x, **arguments)
 
 
 def resnet() -> Case:
-    """A ResNet of narrow bottlenecks."""
+    """Build a ResNet with narrow bottlenecks."""
     module = import_module("torchvision.models.resnet")
     torch.manual_seed(0)
     model = module.ResNet(module.Bottleneck, [1, 1, 1, 1], num_classes=5, groups=2, width_per_group=4)
@@ -31,7 +31,7 @@ def resnet() -> Case:
 
 
 def convnext() -> Case:
-    """A ConvNeXt of two stages."""
+    """Build a ConvNeXt with two stages."""
     module = import_module("torchvision.models.convnext")
     torch.manual_seed(0)
     model = module.ConvNeXt([module.CNBlockConfig(8, 12, 1), module.CNBlockConfig(12, None, 1)], num_classes=5)
@@ -39,7 +39,7 @@ def convnext() -> Case:
 
 
 def vgg() -> Case:
-    """A small VGG with batch norms."""
+    """Build a small VGG with batch norms."""
     module = import_module("torchvision.models.vgg")
     torch.manual_seed(0)
     model = module.VGG(module.make_layers([8, "M", 512, "M"], batch_norm=True), num_classes=5, dropout=0.0)

@@ -1,4 +1,4 @@
-"""What models of `transformers` share: configs without dropout, and losses of what they put out."""
+"""Code that all models of `transformers` share: configs without dropout, and losses of their outputs."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
 TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 
 
-def undropped(config: Any) -> Any:
-    """A config, and those inside it, without dropout, layer drop or masking of inputs."""
+def without_dropout(config: Any) -> Any:
+    """Disable dropout, layer drop and input masking in a config and those inside it."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
-            undropped(value)
+            without_dropout(value)
         elif isinstance(value, float) and ("drop" in name or name in ("mask_time_prob", "mask_feature_prob")):
             setattr(config, name, 0.0)
     return config
 
 
 def make(model: str, **sizes: Any) -> nn.Module:
-    """A model of `transformers` from its class and what its config is given; a `config_class` may be named."""
+    """Build a model of `transformers` from its class and config fields; a class names its own `config_class`."""
     transformers = import_module("transformers")
     torch.manual_seed(0)
     kind = getattr(transformers, model)
-    return kind(undropped(kind.config_class(**sizes)))
+    return kind(without_dropout(kind.config_class(**sizes)))
 
 
 def tokens(generator: torch.Generator) -> Batch:
-    """Ids and targets, of which the first row's first are ignored."""
+    """Return ids and targets; the first targets of the first row are ignored."""
     labels = ids(generator, VOCAB, 3, LENGTH)
     labels[0, :4] = -100
     return {"input_ids": ids(generator, VOCAB, 3, LENGTH), "labels": labels}
 
 
-def predicted(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy of the logits of every position."""
+def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the cross-entropy of the logits at every position."""
     logits = model(input_ids=batch["input_ids"]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def fitted(model: nn.Module, batch: Batch) -> Tensor:
-    """The first output's distance to a ramp."""
+def ramp_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the first output's distance to a ramp."""
     return squares(model(**batch))
 
 
-def entry(name: str, model: str, data: Any = tokens, loss: Loss = predicted, **sizes: Any) -> Entry:
-    """A model of `transformers` on data of which dim 1 is a sequence."""
+def entry(name: str, model: str, data: Any = tokens, loss: Loss = next_token_loss, **sizes: Any) -> Entry:
+    """A model of `transformers`, on data whose dim 1 is a sequence."""
     return Entry(name, "transformers", partial(case, model, data, loss, sizes), sequence=True)
 
 
-def image_entry(name: str, model: str, data: Any, loss: Loss = fitted, **sizes: Any) -> Entry:
+def image_entry(name: str, model: str, data: Any, loss: Loss = ramp_loss, **sizes: Any) -> Entry:
     """A model of `transformers` on data without a sequence."""
     return Entry(name, "transformers", partial(case, model, data, loss, sizes))
 
 
 def case(model: str, data: Any, loss: Loss, sizes: dict[str, Any]) -> Case:
-    """Such a model with its data."""
+    """Build the model with its data."""
     return Case(make(model, **sizes), loss, batches(data))

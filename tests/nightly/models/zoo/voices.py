@@ -18,7 +18,7 @@ NARROW = [8, 8, 8, 8, 16]
 
 
 def separated(name: str, kind: str, **options: Any) -> Entry:
-    """A model of asteroid that parts two speakers."""
+    """A model of asteroid that separates two speakers."""
     return other(name, "asteroid", "asteroid.models", kind, vectors(96), of_x, n_src=2, **FILTERS, **options)
 
 
@@ -27,18 +27,18 @@ def brain(name: str, module: str, kind: str, data: Any, loss: Any = of_x, **opti
     return other(name, "speechbrain", f"{LOBES}.{module}", kind, data, loss, **options)
 
 
-def said(generator: torch.Generator) -> Batch:
-    """Frames, and the tokens that are said."""
+def spoken(generator: torch.Generator) -> Batch:
+    """Return frames and the spoken tokens."""
     return {"x": normal(generator, 3, 13, 10), "tokens": ids(generator, VOCAB, 3, 7)}
 
 
 def recognised(model: nn.Module, batch: Batch) -> Tensor:
-    """The decoder's output."""
+    """Return the loss of the decoder's output."""
     return squares(model(batch["x"], batch["tokens"])[1])
 
 
 def codec() -> Case:
-    """The encoder and the decoder of encodec, without what rounds between them."""
+    """Build the encoder and the decoder of encodec, without the quantizer between them."""
     module = import_module("encodec.modules")
     sizes: dict[str, Any] = {"dimension": 8, "n_filters": 4, "ratios": [2, 2], "lstm": 0, "norm": "none"}
     torch.manual_seed(0)
@@ -61,10 +61,10 @@ MODELS: list[Entry] = [
           intermediate_dim=40, num_layers=2),
     brain("sb_ecapa_tdnn", "ECAPA_TDNN", "ECAPA_TDNN", vectors(13, 10), input_size=10, lin_neurons=12,
           channels=NARROW, attention_channels=8, res2net_scale=2, se_channels=8),
-    brain("sb_conformer_asr", "transformer.TransformerASR", "TransformerASR", said, recognised, tgt_vocab=VOCAB,
+    brain("sb_conformer_asr", "transformer.TransformerASR", "TransformerASR", spoken, recognised, tgt_vocab=VOCAB,
           input_size=10, d_model=WIDTH, nhead=4, num_encoder_layers=2, num_decoder_layers=2, d_ffn=40, dropout=0.0,
           kernel_size=5, encoder_module="conformer", attention_type="RelPosMHAXL", normalize_before=True),
-    brain("sb_branchformer_asr", "transformer.TransformerASR", "TransformerASR", said, recognised, tgt_vocab=VOCAB,
+    brain("sb_branchformer_asr", "transformer.TransformerASR", "TransformerASR", spoken, recognised, tgt_vocab=VOCAB,
           input_size=10, d_model=WIDTH, nhead=4, num_encoder_layers=2, num_decoder_layers=2, d_ffn=40, dropout=0.0,
           kernel_size=5, encoder_module="branchformer", attention_type="regularMHA", csgu_linear_units=16),
     brain("sb_hifigan", "HifiGAN", "HifiganGenerator", vectors(10, 8), in_channels=10, out_channels=1,

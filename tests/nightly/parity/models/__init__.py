@@ -1,4 +1,4 @@
-"""Models of the random cases, a file a family."""
+"""Models of the random cases, one file per family."""
 
 from tests.nightly.parity.models import decoder, functions, others, plain, published
 from tests.nightly.parity.models.kind import Kind

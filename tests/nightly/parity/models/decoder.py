@@ -11,7 +11,7 @@ from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, ModelCon
 from compiler_trainer.models import Llama
 from compiler_trainer.parity.one_device import on_one_device
 from compiler_trainer.parity.subject import Batch, Terms
-from tests.nightly.parity.models.kind import MEANS, Kind, Options, labelled, mean_over
+from tests.nightly.parity.models.kind import MEANS, Kind, Options, mean_over, token_batch
 
 WIDTH = 12
 SPACE: dict[str, tuple[Any, ...]] = {
@@ -48,20 +48,20 @@ EXPERTS: dict[str, tuple[Any, ...]] = {
 
 
 def build(
-    layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, frozen: Any, **given: Any
+    layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, frozen: Any, **options: Any
 ) -> Llama:
-    """A decoder; `frozen` are parts of names of parameters that are not trained."""
-    latent = LatentConfig(5, 4, 2, 3, 6 if given["latent"] == "queries" else None) if given["latent"] else None
+    """Build a decoder; `frozen` lists substrings of the names of parameters that are not trained."""
+    latent = LatentConfig(5, 4, 2, 3, 6 if options["latent"] == "queries" else None) if options["latent"] else None
     of_experts = {
-        "count": given["experts"], "balance_loss": given["balance_loss"], "bias_rate": given["bias_rate"],
-        **{name: given[name] for name in ("top_k", "width", "shared", "dense_layers", "score", "groups")},
-        **{name: given[name] for name in ("normalize", "scale", "weigh")},
-    } if "experts" in given else None  # fmt: skip
+        "count": options["experts"], "balance_loss": options["balance_loss"], "bias_rate": options["bias_rate"],
+        **{name: options[name] for name in ("top_k", "width", "shared", "dense_layers", "score", "groups")},
+        **{name: options[name] for name in ("normalize", "scale", "weigh")},
+    } if "experts" in options else None  # fmt: skip
     cfg = ModelConfig(
         dim=WIDTH, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, ffn_dim=ffn,
-        vocab_size=vocab, tied=given["tied"], qk_norm=given["qk_norm"], nope_every=given["nope_every"], latent=latent,
-        rope_scaling=RopeScaling(2.0, 1.0, 4.0, 4) if given["stretched"] else None, rope_theta=100.0,
-        attention="documents" if given["documents"] else "causal",
+        vocab_size=vocab, tied=options["tied"], qk_norm=options["qk_norm"], nope_every=options["nope_every"], latent=latent,
+        rope_scaling=RopeScaling(2.0, 1.0, 4.0, 4) if options["stretched"] else None, rope_theta=100.0,
+        attention="documents" if options["documents"] else "causal",
         experts=ExpertsConfig(**of_experts) if of_experts else None,
     )  # fmt: skip
     model = Llama(cfg)
@@ -80,20 +80,20 @@ def terms(loss: str, **_: Any) -> Terms:
     return of
 
 
-def batch(generator: torch.Generator, rows: int, length: int, documents: bool, vocab: int, **given: Any) -> Batch:
-    """With `documents`, rows of several; positions start anew in each."""
-    made = labelled(generator, rows, length, **given)
+def batch(generator: torch.Generator, rows: int, length: int, documents: bool, vocab: int, **options: Any) -> Batch:
+    """Return a batch; with `documents`, each row holds several, and positions restart at each."""
+    entries = token_batch(generator, rows, length, **options)
     if documents:
         begins = torch.rand(rows, length, generator=generator) < 0.3
         begins[:, 0] = True
         place = torch.arange(length).expand(rows, length)
-        made["documents"] = begins.cumsum(1)
-        made["positions"] = place - torch.where(begins, place, 0).cummax(1).values
-    return made
+        entries["documents"] = begins.cumsum(1)
+        entries["positions"] = place - torch.where(begins, place, 0).cummax(1).values
+    return entries
 
 
 def fits(options: Options) -> bool:
-    """Whether heads share keys evenly, and experts are enough for groups."""
+    """Return True if heads share keys evenly and the experts divide into the groups."""
     latent, experts = options.get("latent"), options.get("experts")
     if latent and any(name in options for name in ("qk_norm", "kv_heads", "nope_every", "head_dim")):
         return False

@@ -1,4 +1,4 @@
-"""Custom autograd functions, linear in the gradient and not, at weights, activations, logits and the loss."""
+"""Custom autograd functions, linear in the gradient or not, on weights, activations, logits and the loss."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiler_trainer.parity.subject import Batch, Terms
-from tests.nightly.parity.models.kind import VOCAB, Kind, labelled, mean_over
+from tests.nightly.parity.models.kind import VOCAB, Kind, mean_over, token_batch
 
 WIDTH = 10
 
 
 class Function(torch.autograd.Function):
-    """The identity; a subclass says what becomes of the gradient, given what went in."""
+    """The identity; a subclass defines the gradient and may read the saved input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -96,7 +96,7 @@ class Regularized(Function):
 
 
 class Auxiliary(torch.autograd.Function):
-    """Passes values on and adds a loss of one's own: its gradient is one, whatever comes back."""
+    """The identity, which adds a loss of its own: that loss gets gradient 1 whatever comes back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:  # type: ignore[override]
@@ -122,7 +122,7 @@ PLACES = ("activation", "weight", "logits", "loss", "embedding", "experts")
 
 
 class Net(nn.Module):
-    """A norm, two layers, attention; a custom function where `place` says."""
+    """A norm, two layers and attention, with a custom function at `place`."""
 
     def __init__(self, function: str, place: str, **_: Any):
         super().__init__()
@@ -160,4 +160,4 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "place": PLACES[:-1],
     "labels": ("some", "all", "uneven"),
 }
-KINDS = {"functions": Kind("functions", Net, terms, labelled, SPACE)}
+KINDS = {"functions": Kind("functions", Net, terms, token_batch, SPACE)}

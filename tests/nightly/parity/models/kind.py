@@ -14,16 +14,16 @@ from compiler_trainer.parity.subject import Batch, Subject, Terms
 
 STEPS = 3
 VOCAB = 13
-MEANS = ("mean", "quotient", "masked", "smoothed", "squares")  # how a loss over labels is written
+MEANS = ("mean", "quotient", "masked", "smoothed", "squares")  # ways to write a loss over labels
 
 Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`build` and `batch` take the options of `space`, whose first values are the defaults.
+    """A kind of model. `build` and `batch` take the options of `space`, whose first values are the defaults.
 
-    With `sequence`, dim 1 of every entry of a batch is one, and axis cp may shard it.
+    With `sequence`, dim 1 of every entry of a batch is a sequence, and axis cp may shard it.
     """
 
     family: str
@@ -34,13 +34,13 @@ class Kind:
     sequence: bool = True
     eager: Callable[[nn.Module], nn.Module] = lambda model: model
     head: str = ""
-    fits: Callable[[Options], bool] = lambda options: True  # together, beyond each option's own values
-    narrow: bool = False  # computes parts in fp32 whatever its weights are
-    muon: bool = True  # no matrix whose gradient is zero, of which rounding would make a direction
+    fits: Callable[[Options], bool] = lambda options: True  # True if options are valid together
+    narrow: bool = False  # computes parts in fp32 whatever the dtype of its weights
+    muon: bool = True  # no matrix has a zero gradient, whose rounding error Muon would make a direction
 
-    def subject(self, seed: int, rows: int, length: int, given: Options) -> Subject:
-        """The model in fp64 with random weights, and a batch a step."""
-        options = {name: values[0] for name, values in self.space.items()} | dict(given)
+    def subject(self, seed: int, rows: int, length: int, chosen: Options) -> Subject:
+        """Return the model in fp64 with random weights, and one batch per step."""
+        options = {name: values[0] for name, values in self.space.items()} | dict(chosen)
         torch.manual_seed(seed)
         model = self.build(**options).double().train()
         generators = (torch.Generator().manual_seed(seed + 1 + step) for step in range(STEPS))
@@ -48,12 +48,12 @@ class Kind:
         return Subject(model, self.terms(**options), batches, self.eager, self.head)
 
 
-def labelled(generator: torch.Generator, rows: int, length: int, labels: str = "some", **_: Any) -> Batch:
-    """Random tokens, positions, labels of which some are ignored, more in some rows than in others."""
+def token_batch(generator: torch.Generator, rows: int, length: int, labels: str = "some", **_: Any) -> Batch:
+    """Return random tokens, positions, and labels, of which a random share per row is ignored."""
     tokens, wanted = (torch.randint(0, VOCAB, (rows, length), generator=generator) for _ in range(2))
     if labels != "all":
         share = torch.rand(rows, 1, generator=generator)
-        if labels == "uneven":  # rows without any
+        if labels == "uneven":  # rows without labels
             share = (share > 0.5).double()
         wanted = wanted.masked_fill(torch.rand(rows, length, generator=generator) < share, -100)
         wanted[-1, -1] = 1
@@ -62,12 +62,12 @@ def labelled(generator: torch.Generator, rows: int, length: int, labels: str = "
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    """Normally distributed fp64 numbers."""
+    """Return normally distributed fp64 numbers."""
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def mean_over(logits: Tensor, labels: Tensor, how: str = "mean") -> Tensor:
-    """A mean over labels that are not ignored of logits [..., V], written in one of `MEANS`."""
+    """Return the mean loss over labels that are not ignored, of logits [..., V], written in one of `MEANS`."""
     logits, labels = logits.flatten(0, -2), labels.flatten()
     if how == "mean":
         return F.cross_entropy(logits, labels, ignore_index=-100)

@@ -1,4 +1,4 @@
-"""Models of what is no sequence of tokens: points, images, pairs, and rows sorted by expert."""
+"""Models of inputs other than token sequences: points, images, pairs, and rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INNER = 7
 
 
 class Perceptron(nn.Module):
-    """Layers with biases, a parameter with a single entry, one that takes no part, a frozen one, a norm or none."""
+    """Layers with biases, a one-entry parameter, an unused one, a frozen one, and a norm or none."""
 
     def __init__(self, norm: str, **_: Any):
         super().__init__()
@@ -31,7 +31,7 @@ class Perceptron(nn.Module):
 
 
 def squared(loss: str = "mean", **_: Any) -> Terms:
-    """A mean over all entries, or a sum over features of means over rows."""
+    """Return the mean over all entries, or the sum over features of means over rows."""
 
     def of(model: nn.Module, batch: Batch) -> Any:
         off = (model(batch["x"]) - batch["y"]).square()
@@ -45,7 +45,7 @@ def points(generator: torch.Generator, rows: int, length: int, **_: Any) -> Batc
 
 
 class Tied(nn.Module):
-    """An autoencoder whose decoder is the encoder's transpose, with a mixed norm of the code as penalty."""
+    """An autoencoder whose decoder is the encoder's transpose, with a mixed norm of the code as a penalty."""
 
     def __init__(self, **_: Any):
         super().__init__()
@@ -57,7 +57,7 @@ class Tied(nn.Module):
 
 
 class Image(nn.Module):
-    """Patches by a convolution, a class token, attention, a head on that token (ViT)."""
+    """Patches by a convolution, a class token, attention, and a head on that token (ViT)."""
 
     def __init__(self, **_: Any):
         super().__init__()
@@ -82,7 +82,7 @@ def images(generator: torch.Generator, rows: int, length: int, **_: Any) -> Batc
 
 
 class Towers(nn.Module):
-    """Two towers whose rows are compared with all others of the batch (CLIP)."""
+    """Two towers; each row is compared with all others of the batch (CLIP)."""
 
     def __init__(self, **_: Any):
         super().__init__()
@@ -97,21 +97,21 @@ class Towers(nn.Module):
 def contrasted(**_: Any) -> Terms:
     def of(model: nn.Module, batch: Batch) -> Any:
         logits = model(batch["x"], batch["y"])
-        own = torch.arange(logits.shape[0])
-        return None, (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2
+        targets = torch.arange(logits.shape[0])
+        return None, (F.cross_entropy(logits, targets) + F.cross_entropy(logits.t(), targets)) / 2
 
     return of
 
 
 class Mixture(nn.Module):
-    """Rows sorted by expert, counted and put back as other libraries write it."""
+    """A mixture of experts that sorts rows by expert, counts them and puts them back as other libraries do."""
 
     def __init__(self, experts: int, counts: str, back: str, biases: bool, **_: Any):
         super().__init__()
         self.counts, self.back, self.count = counts, back, experts
         self.first, self.last, self.norm = nn.Linear(3, 6), nn.Linear(6, 2), nn.LayerNorm(6)
         self.router = nn.Linear(6, experts)
-        self.router.weight.data *= 4  # so that tokens differ in what they choose
+        self.router.weight.data *= 4  # so that tokens choose different experts
         self.up, self.down = (nn.Parameter(torch.randn(experts, n, 6) / 2) for n in (10, 5))
         self.bias = nn.Parameter(torch.randn(experts, 6)) if biases else None
 
@@ -146,7 +146,7 @@ class Mixture(nn.Module):
 
 
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`F.grouped_mm` where it is captured; a loop of products on one device, where it takes no fp64."""
+    """Return `F.grouped_mm` in a capture; otherwise a loop of matmuls, because it takes no fp64."""
     return (F.grouped_mm if torch.compiler.is_exporting() else sliced_products)(rows, weight, offs=ends)
 
 

@@ -1,4 +1,4 @@
-"""Models of sequences that are unlike our decoder."""
+"""Sequence models that differ from our decoder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiler_trainer.parity.subject import Batch, Terms
-from tests.nightly.parity.models.kind import MEANS, VOCAB, Kind, labelled, mean_over, normal
+from tests.nightly.parity.models.kind import MEANS, VOCAB, Kind, mean_over, normal, token_batch
 
 WIDTH, HEADS = 12, 4
 LABELS: dict[str, tuple[Any, ...]] = {"loss": MEANS, "labels": ("some", "all", "uneven")}
@@ -20,12 +20,12 @@ def terms(loss: str = "mean", **_: Any) -> Terms:
 
 
 def heads(x: Tensor, count: int = HEADS) -> Tensor:
-    """[B, T, D] to [B, H, T, D / H]."""
+    """Reshape [B, T, D] to [B, H, T, D / H]."""
     return x.unflatten(-1, (count, -1)).transpose(1, 2)
 
 
 class Reader(nn.Module):
-    """Sums over the past through a buffer of decays, and a head tied to the embedding."""
+    """Sums over the past, weighted by a buffer of decays, and a head tied to the embedding."""
 
     decays: Tensor
 
@@ -43,7 +43,7 @@ class Reader(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Post-norm layers with biases that see the whole row but for padding, learned positions, GELU, dropout."""
+    """Post-norm layers with biases that attend to the full row without padding; learned positions, GELU, dropout."""
 
     def __init__(self, layers: int, dropout: float, **_: Any):
         super().__init__()
@@ -61,7 +61,7 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention, feed-forward, a LayerNorm after each."""
+    """Attention and a feed-forward, each followed by a LayerNorm."""
 
     def __init__(self, dropout: float):
         super().__init__()
@@ -78,7 +78,7 @@ class EncoderLayer(nn.Module):
 
 
 class Capped(nn.Module):
-    """Attention by hand over a window, scores and logits within tanh caps, norms that multiply by 1 + w (Gemma 2)."""
+    """Attention in plain operators over a window, tanh caps on scores and logits, norms that scale by 1 + w (Gemma)."""
 
     def __init__(self, cap: float, window: int, **_: Any):
         super().__init__()
@@ -106,7 +106,7 @@ class Capped(nn.Module):
 
 
 class Slopes(nn.Module):
-    """Heads that share one key, and slopes for distance added to the scores (ALiBi)."""
+    """Heads that share one key and add a slope times the distance to the scores (ALiBi)."""
 
     def __init__(self, **_: Any):
         super().__init__()
@@ -146,7 +146,7 @@ class Linear(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A causal convolution of each feature, gated, between two products."""
+    """A gated causal convolution of each feature, between two matmuls."""
 
     def __init__(self, kernel: int, **_: Any):
         super().__init__()
@@ -162,7 +162,7 @@ class Convolution(nn.Module):
 
 
 class Shared(nn.Module):
-    """One layer applied three times, scaled by its turn (a universal transformer); low-rank terms by frozen weights."""
+    """One layer applied three times with a scale per turn (a universal transformer); LoRA on frozen weights."""
 
     def __init__(self, checkpointed: bool, **_: Any):
         super().__init__()
@@ -187,7 +187,7 @@ class Shared(nn.Module):
 
 
 class Rotating(nn.Module):
-    """Rotation by complex numbers, a weight of length and direction, attention scaled by a learned temperature."""
+    """Rotation by complex numbers, a weight split into norm and direction, attention with a learned temperature."""
 
     def __init__(self, **_: Any):
         super().__init__()
@@ -206,7 +206,7 @@ class Rotating(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Products over the dim of tokens, and a second head for the token after the next."""
+    """Matmuls over the dim of tokens, and a second head for the token after the next."""
 
     def __init__(self, tokens: int = 64, **_: Any):
         super().__init__()
@@ -223,7 +223,7 @@ class Mixer(nn.Module):
 
 
 def two_terms(**_: Any) -> Terms:
-    """Cross-entropy, and a mean square that labels do not count."""
+    """Return cross-entropy, and a mean square that is not normalized by labels."""
 
     def of(model: nn.Module, batch: Batch) -> Any:
         logits, second = model(batch["tokens"], batch["positions"])
@@ -233,7 +233,7 @@ def two_terms(**_: Any) -> Terms:
 
 
 class Teacher(nn.Module):
-    """A running mean of what it computes as a buffer, a frozen target, values that stop gradients."""
+    """A buffer with a running mean of outputs, a frozen target, and values that stop gradients."""
 
     mean: Tensor
     steps: Tensor
@@ -265,13 +265,13 @@ def distilled(**_: Any) -> Terms:
     return of
 
 
-def features(generator: torch.Generator, rows: int, length: int, **given: Any) -> Batch:
-    """Features of width WIDTH beside tokens."""
-    return {**labelled(generator, rows, length, "all"), "x": normal(generator, rows, length, WIDTH)}
+def features(generator: torch.Generator, rows: int, length: int, **options: Any) -> Batch:
+    """Return features of width WIDTH, and tokens."""
+    return {**token_batch(generator, rows, length, "all"), "x": normal(generator, rows, length, WIDTH)}
 
 
 class Memory(nn.Module):
-    """Writes by index into a table of slots and reads it back: scatter, gather, index_put, where, one-hot."""
+    """A table of slots, written and read by index: scatter, gather, index_put, where, one-hot."""
 
     def __init__(self, **_: Any):
         super().__init__()
@@ -289,7 +289,7 @@ class Memory(nn.Module):
 
 
 class Skips(nn.Module):
-    """Layers of a first half whose outputs go on to their mirror images in the second, as in a U-Net."""
+    """Layers of the first half pass their outputs to their mirror images in the second half, as in a U-Net."""
 
     def __init__(self, layers: int, **_: Any):
         super().__init__()
@@ -297,19 +297,19 @@ class Skips(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x, held = self.tokens(tokens) + (positions % 3)[..., None], list[Tensor]()
+        x, outputs = self.tokens(tokens) + (positions % 3)[..., None], list[Tensor]()
         for number, layer in enumerate(self.layers):
             if number >= len(self.layers) - len(self.layers) // 2:
-                x = x + held.pop()
+                x = x + outputs.pop()
             x = x + torch.tanh(layer(x))
             if number < len(self.layers) // 2:
-                held.append(x)
+                outputs.append(x)
         return self.head(x)
 
 
 def lm(build: Any, **space: tuple[Any, ...]) -> Kind:
-    """A model of tokens whose loss is over labels."""
-    return Kind("plain", build, terms, labelled, space | LABELS)
+    """Return a kind of token model with a loss over labels."""
+    return Kind("plain", build, terms, token_batch, space | LABELS)
 
 
 KINDS = {
@@ -321,7 +321,7 @@ KINDS = {
     "convolution": lm(Convolution, kernel=(3, 2)),
     "shared": lm(Shared, checkpointed=(False, True)),
     "rotating": lm(Rotating),
-    "mixer": Kind("plain", Mixer, two_terms, labelled, {"labels": LABELS["labels"]}),
+    "mixer": Kind("plain", Mixer, two_terms, token_batch, {"labels": LABELS["labels"]}),
     "teacher": Kind("plain", Teacher, distilled, features),
     "memory": lm(Memory),
     "skips": lm(Skips, layers=(4, 3, 5)),

@@ -1,4 +1,4 @@
-"""Small models of transformers, unmodified."""
+"""Small unmodified models of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from compiler_trainer.parity.subject import Terms
-from tests.nightly.parity.models.kind import VOCAB, Kind, labelled, mean_over
+from tests.nightly.parity.models.kind import VOCAB, Kind, mean_over, token_batch
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 SIZES: dict[str, Any] = {
@@ -25,7 +25,7 @@ NO_DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "h
 
 
 def build(name: str, sizes: dict[str, Any], **_: Any) -> nn.Module:
-    """A causal or masked language model of transformers, without dropout."""
+    """Build a causal or masked language model of transformers, without dropout."""
     library = import_module("transformers")
     config = getattr(library, f"{name}Config")(**sizes)
     for field in NO_DROPOUT:
@@ -33,7 +33,7 @@ def build(name: str, sizes: dict[str, Any], **_: Any) -> nn.Module:
             setattr(config, field, 0.0)
     config.use_cache = False
     model = next(getattr(library, name + end) for end in HEADS if hasattr(library, name + end))(config)
-    for parameter in model.parameters():  # many begin with zeros, behind which nothing can be seen
+    for parameter in model.parameters():  # many start with zeros, which hide errors
         nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else nn.init.uniform_(parameter, 0.5, 1.0)
     return model
 
@@ -43,8 +43,8 @@ def terms(**_: Any) -> Terms:
 
 
 def kind(name: str, sizes: dict[str, Any], **changes: Any) -> Kind:
-    made: Callable[..., nn.Module] = partial(build, name, sizes)
-    return Kind("transformers", made, terms, labelled, {"labels": ("some", "all", "uneven")}, **changes)
+    builder: Callable[..., nn.Module] = partial(build, name, sizes)
+    return Kind("transformers", builder, terms, token_batch, {"labels": ("some", "all", "uneven")}, **changes)
 
 
 KINDS = {
