@@ -1,4 +1,4 @@
-"""A plan in words and numbers: the table, `plan.json`, and the recipe that trains it."""
+"""A plan as text and numbers: the table, `plan.json`, and the recipe that trains the best setting."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from compiler_trainer.training.speed import computes_in
 
 RECIPE, JSON = "plan.yaml", "plan.json"
 SHOWN = 12  # rows of a table
-BYTES = 4 * 257  # a vocabulary from this size on is none of bytes
-HIDDEN = ("plan", "run", "recipe", "cluster.gpus", "hydra")  # what a recipe does not repeat
-AXIS = {"dp_shard": "fsdp"}  # one name for what stores parameters
-NAMES = {  # what a step waits for
+BYTES = 4 * 257  # vocabularies from this size on are not for bytes
+HIDDEN = ("plan", "run", "recipe", "cluster.gpus", "hydra")  # options that a recipe does not repeat
+AXIS = {"dp_shard": "fsdp"}  # one name for the axes that shard parameters
+NAMES = {  # causes of waiting
     "fsdp": "parameters and gradients (dp_shard, cp)",
     "dp_replicate": "gradients of replicas (dp_replicate)",
     "tp": "activations (tp)",
@@ -37,25 +37,25 @@ HEADINGS = ("", "mesh", "microbatches", "recomputation", "attention", "tokens/s/
 
 
 def title(plan: Plan) -> str:
-    """`llama3_8b on 8 GPUs of h100`."""
+    """Return the job's title: `llama3_8b on 8 GPUs of h100`."""
     cfg = plan.asked.cfg
     return f"{named(cfg.model)} on {plan.asked.gpus:,} GPUs of {cfg.cluster.name}"
 
 
 def job(plan: Plan) -> str:
-    """`16 sequences of 8,192 tokens a step`."""
+    """Return the batch: `16 sequences of 8,192 tokens a step`."""
     train = plan.asked.cfg.train
     return f"{train.global_batch_size:,} sequences of {train.seq_len:,} tokens a step"
 
 
 def counted(plan: Plan) -> str:
-    """How many settings were looked at, and how."""
+    """Return the number of settings, by closed form and compiled."""
     compiled = sum(one.candidate.first is None for one in (*plan.ranked, *plan.too_large))
     return f"{plan.count:,} settings in closed form, the best {compiled} compiled"
 
 
 def row(plan: Plan, number: int | str, found: Estimate) -> tuple[str, ...]:
-    """The cells of a table."""
+    """Return the cells of a table's row."""
     candidate = found.candidate
     method = candidate.method if candidate.mesh.cp > 1 else ""
     precision = ", float8" if candidate.float8 and len(products(plan)) > 1 else ""
@@ -65,7 +65,7 @@ def row(plan: Plan, number: int | str, found: Estimate) -> tuple[str, ...]:
 
 
 def bound(found: Estimate) -> str:
-    """What a step spends its time on: computing, and the axis that it waits for most."""
+    """Return the share of a step spent computing, and the axis that it waits for longest."""
     computing = f"computing {found.compute_s / found.step_s:.0%}"
     waits = {axis: s for axis, s in found.exposed_s.items() if s > 0.01 * found.step_s}
     if not waits:
@@ -75,18 +75,18 @@ def bound(found: Estimate) -> str:
 
 
 def products(plan: Plan) -> set[bool]:
-    """Whether those of the settings that were compiled are in float8."""
+    """Return the values of float8 among the compiled settings."""
     return {one.candidate.float8 for one in (*plan.ranked, *plan.too_large)}
 
 
 def computed_in(plan: Plan) -> str:
-    """`, in bfloat16`."""
+    """Return the precision: `, in bfloat16`."""
     eight = " and float8" if products(plan) == {True} else ""
     return f", in {computes_in(plan.asked.cfg)}{eight}"
 
 
 def table(plan: Plan) -> Table:
-    """The compiled settings that fit, best first."""
+    """Return a table of the compiled settings that fit, fastest first."""
     caption = "\n".join(filter(None, (counted(plan) + computed_in(plan), error_bar(plan.asked.cfg))))
     found = Table(*HEADINGS, title=f"{title(plan)}: {job(plan)}", caption=caption)
     for number, one in enumerate(plan.ranked[:SHOWN], 1):
@@ -94,11 +94,11 @@ def table(plan: Plan) -> Table:
     return found
 
 
-# ---- why others lost ----------------------------------------------------------------------------------
+# ---- reasons against other settings -------------------------------------------------------------------
 
 
 def why(plan: Plan, other: Estimate, best: Estimate) -> str:
-    """Why a setting is not the best: the memory that it needs, or what it spends its time on instead."""
+    """Return the reason why a setting is not the best: missing memory, or the largest extra time."""
     if other.bytes > room(plan.asked):
         kind = max(other.memory, key=lambda k: other.memory[k] - best.memory.get(k, 0.0))
         size = f"{other.memory[kind] / GIB:,.1f} GiB of {kind}"
@@ -116,7 +116,7 @@ def why(plan: Plan, other: Estimate, best: Estimate) -> str:
 
 
 def by_name(exposed: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of waiting, by one name an axis."""
+    """Return the seconds of waiting, summed by one name an axis."""
     found: dict[str, float] = {}
     for axis, s in exposed.items():
         name = AXIS.get(axis, axis).partition(".")[0]
@@ -125,7 +125,10 @@ def by_name(exposed: Mapping[str, float]) -> dict[str, float]:
 
 
 def losers(plan: Plan, count: int = 40) -> list[tuple[Estimate, str]]:
-    """The best setting of each other mesh, and why it is not the best: compiled ones beside each other, else forms."""
+    """Return the best setting of each other mesh with the reason why it is not the best.
+
+    Compiled settings are compared with the compiled best, closed forms with its closed form.
+    """
     best = plan.best
     form = next((e for e in plan.forms if e.candidate == best.candidate), best)
     seen, found = {best.candidate.mesh}, list[tuple[Estimate, str]]()
@@ -141,7 +144,7 @@ def losers(plan: Plan, count: int = 40) -> list[tuple[Estimate, str]]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as a JSON object."""
+    """Return the plan as a JSON object."""
 
     def of(found: Estimate) -> dict[str, Any]:
         return {
@@ -172,10 +175,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def recipe(plan: Plan, overrides: Sequence[str], groups: Iterable[str]) -> str:
-    """A recipe that trains the best: what was stated, and what was chosen, with what is predicted as comments."""
+    """Return a recipe that trains the best setting: stated and chosen options, the prediction as comments."""
     chosen, stated = stated_options(overrides, set(groups))
     best = plan.best
-    planned_for = OmegaConf.create(update(plan.asked.cfg))  # of it memory and time: a job without says so itself
+    planned_for = OmegaConf.create(update(plan.asked.cfg))  # the prediction holds only for this update
     options = OmegaConf.merge(planned_for, OmegaConf.create(stated), OmegaConf.create(best.candidate.options()))
     body = yaml.safe_dump(OmegaConf.to_container(options), sort_keys=False, default_flow_style=None, width=110)
     defaults = "".join(f"  - {line}\n" for line in chosen)
@@ -193,7 +196,7 @@ def recipe(plan: Plan, overrides: Sequence[str], groups: Iterable[str]) -> str:
 
 
 def update(cfg: Config) -> dict[str, Any]:
-    """The options of the update, and of what a step takes, as they were planned for."""
+    """Return the options of the update and of the batch, as the plan assumes them."""
     steps = {"steps": cfg.train.steps, "seq_len": cfg.train.seq_len, "global_batch_size": cfg.train.global_batch_size}
     own = {"optim": dataclasses.asdict(cfg.optim), "lr_schedule": dataclasses.asdict(cfg.lr_schedule), "train": steps}
     vocabulary = getattr(cfg.model, "vocab_size", 0)
@@ -201,7 +204,7 @@ def update(cfg: Config) -> dict[str, Any]:
 
 
 def stated_options(overrides: Sequence[str], groups: set[str]) -> tuple[list[str], dict[str, Any]]:
-    """(lines of a list of defaults, options) that overrides of a command line stand for."""
+    """Return (lines of a defaults list, options) for the overrides of a command line."""
     lines: list[str] = []
     options = OmegaConf.create()
     for override in OverridesParser.create().parse_overrides(list(overrides)):

@@ -1,4 +1,4 @@
-"""`mesh=auto`, `train.microbatches=auto`: how a job starts; and a word where another mesh is predicted to be faster.
+"""`mesh=auto` and `train.microbatches=auto` at the start of a job; and a note if another mesh would be faster.
 
 Nothing else is chosen here: recomputation and precision are as the options say.
 """
@@ -23,18 +23,18 @@ from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks
 from compiler_trainer.training.compare import leaves
 from compiler_trainer.training.progress import announce
 
-FEW = 4  # settings that are compiled while a job waits
-SPARE = 0.8  # of the memory that there is: closed forms are a little off
+FEW = 4  # settings to compile while a job waits
+SPARE = 0.8  # share of the memory to plan with, because closed forms are approximate
 FASTER = 1.1
 
 
 def settled(cfg: Config) -> Config:
-    """`cfg` with all that was to be planned, alike on all ranks; raises UserError where nothing fits."""
+    """Return `cfg` with all automatic options chosen, the same on all ranks; raise UserError if nothing fits."""
     if not is_open(cfg):
         return cfg
     ranks = dry_world_size(cfg) if cfg.run.dry else start_ranks()
     cfg = for_predicting(cfg) if cfg.run.dry else for_running(cfg)
-    if stated(cfg.mesh) == ranks:  # nothing is left for other axes
+    if stated(cfg.mesh) == ranks:  # the stated axes take all ranks
         cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **dict.fromkeys(open_axes(cfg.mesh), 1)))
     if not is_open(cfg):
         return cfg
@@ -47,16 +47,16 @@ def settled(cfg: Config) -> Config:
 
 
 def searched(asked: Asked) -> Candidate:
-    """The fastest that fits, of settings whose programs were compiled; it is said."""
+    """Return the fastest setting that fits, among compiled ones; announce it."""
     (plan,) = search([asked], lambda chosen: compiled_by_ranks(asked, chosen))
     announce(choice(plan))
     return plan.best.candidate
 
 
 def by_forms(asked: Asked) -> Candidate:
-    """The fastest that fits with room to spare, else that of least memory, by closed forms; it is said."""
+    """Return the fastest setting by closed forms that fits with room to spare, otherwise the smallest; announce it."""
     forms = all_forms(asked, sizes_of(asked.cfg, subject(asked.cfg).module), Left())
-    if not forms:  # rows do not divide among the ranks of data: what is padded is not accumulated
+    if not forms:  # sequences do not divide among data ranks: padded batches are not accumulated
         return Candidate(asked.cfg.mesh)
     fitting = (form for form in forms if form.bytes <= SPARE * room(asked))
     best = next(fitting, None) or min(forms, key=lambda form: form.bytes)
@@ -66,7 +66,7 @@ def by_forms(asked: Asked) -> Candidate:
 
 
 def asked_of(cfg: Config, ranks: int) -> Asked:
-    """The job as one to find a mesh or microbatches for; all else is as its options say."""
+    """Return the job to find a mesh or microbatches for; all other options stay as they are."""
     cluster = dataclasses.replace(cfg.cluster, gpus=ranks)
     plan = dataclasses.replace(cfg.plan, compile=min(FEW, cfg.plan.compile))
     left = open_axes(cfg.mesh)
@@ -79,14 +79,14 @@ def asked_of(cfg: Config, ranks: int) -> Asked:
 
 
 def compiled_by_ranks(asked: Asked, chosen: Sequence[Candidate]) -> list[Found]:
-    """Compiled settings, each by one rank, known to all."""
+    """Compile settings, each on one rank; return the results of all on all ranks."""
     ranks = asked.gpus if dist.is_initialized() else 1
     by_rank = gather([one([asked], candidate) for candidate in chosen[rank() :: ranks]])
     return [by_rank[i % ranks][i // ranks] for i in range(len(chosen))]
 
 
 def choice(plan: Plan) -> str:
-    """What was taken, and why, in one line."""
+    """Return the chosen setting, and the best other one with its reason, in one line."""
     best = plan.best
     speed = f"{plan.tokens_per_s(best):,.0f} tokens/s/GPU"
     size = f"{best.bytes / GIB:,.2f} of {room(plan.asked) / GIB:,.2f} GiB"
@@ -97,7 +97,10 @@ def choice(plan: Plan) -> str:
 
 
 def remark(cfg: Config, trained: Subject) -> str:
-    """That the job is predicted not to fit, or to be slower than on another mesh, by closed forms; else empty."""
+    """Return a note that the job is predicted not to fit, or to be slower than on another mesh; empty if neither.
+
+    The prediction is by closed forms.
+    """
     mesh = cfg.mesh
     ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
     if not cfg.plan.suggest or cfg.cluster.device != here():
@@ -116,7 +119,7 @@ def remark(cfg: Config, trained: Subject) -> str:
 
 
 def what_fits(cfg: Config) -> str:
-    """The options that let a job fit, the fastest by closed forms; or that no mesh and recomputation does."""
+    """Return the options that let a job fit, the fastest by closed forms; or a text that nothing fits."""
     train = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
     ranks = mesh_of(cfg.mesh).world_size
     asked = Asked(replaced(cfg, {"cluster": {"gpus": ranks}}), frozenset(train | {"passes.cast", "passes.context"}))
@@ -129,7 +132,7 @@ def what_fits(cfg: Config) -> str:
 
 
 def differing(other: Config, cfg: Config) -> Iterator[str]:
-    """The options that another job has otherwise, as a command line says them."""
+    """Yield the options in which another job differs, as command-line overrides."""
     here, there = (dict(leaves(dataclasses.asdict(one))) for one in (cfg, other))
     for name, value in there.items():
         if value != here.get(name):

@@ -1,8 +1,8 @@
-"""The cost of a setting, read from the programs that would run: those of a dry run, each layer and stage of a kind
-compiled once.
+"""The cost of a setting, read from the compiled programs of a dry run; similar layers and stages are compiled once.
 
-Layers alike stand as one until the end (`passes/program/folds.py`), stages alike share programs (`piped.py`). A model
-of options is captured with few layers, and the one that stands for others then stands for those that are missing, too.
+One layer stands for identical ones until the end (`passes/program/folds.py`), and identical stages share programs
+(`piped.py`). A model defined by options is captured with few layers; the layer that stands for others then also stands
+for the missing ones.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from passes.program.folds import Fold, Folding, number_in, renumbered
 from passes.program.layer import Layer
 
 T = TypeVar("T", ir.Input, ir.Output)
-MOST_CAPTURES = 4  # sizes of microbatches, say
-DRAWN = 4  # layers, or periods of them, of a timeline
+MOST_CAPTURES = 4  # for example, of different microbatch sizes
+DRAWN = 4  # layers of a timeline, or periods of layers
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
-captures: dict[str, Captured] = {}  # by what they depend on, in this process; the most recently used is the last
+captures: dict[str, Captured] = {}  # of this process, by their inputs; the most recently used is the last
 
 
 def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig]) -> tuple[Estimate, ...]:
@@ -69,7 +69,7 @@ def compile_setting(cfg: Config) -> DryStep:
 
 
 def compile_layers(cfg: Config) -> DryStep:
-    """Return the programs of a job whose model is captured once for settings that share the shapes of a microbatch."""
+    """Return the programs of a job; settings with the same microbatch shapes share one capture of the model."""
     trained = subject(cfg)
     request, report = request_of(cfg, trained), Reporter()
     pipeline = build_pipeline(request)
@@ -79,7 +79,7 @@ def compile_layers(cfg: Config) -> DryStep:
 
 
 def captured(cfg: Config, request: CompileRequest, folding: Folding | None) -> Captured:
-    """Return the model's graph on the mesh of a request."""
+    """Return the model's graph on the mesh of a request, captured or from the cache."""
     depths = None if folding is None else dataclasses.astuple(dataclasses.replace(folding, alike=None))  # type: ignore
     train, passes = cfg.train, cfg.passes
     shapes = {name: (value.shape, value.dtype) for name, value in request.batch.items()}
@@ -95,7 +95,7 @@ def captured(cfg: Config, request: CompileRequest, folding: Folding | None) -> C
 
 
 def export_few(cfg: Config, request: CompileRequest, folding: Folding | None) -> Captured:
-    """Return the model's graph, folded as that of all layers would be, from a model of few layers if there is one."""
+    """Return the model's folded graph, captured with few layers if possible."""
     count = few_layers(cfg, request, folding)
     if count is None:
         return export_once(request, folding)
@@ -107,7 +107,7 @@ def export_few(cfg: Config, request: CompileRequest, folding: Folding | None) ->
 
 
 def deepened(program: ir.Program, fold: Fold, missing: int) -> ir.Program:
-    """Return a program whose folded layer stands for `missing` more layers: those after it get their numbers."""
+    """Return a program whose folded layer stands for `missing` more layers; layers after it are renumbered."""
     all_but_missing = dataclasses.replace(fold, left_out=0)
 
     def renamed(end: T) -> T:
@@ -132,24 +132,24 @@ def deepened(program: ir.Program, fold: Fold, missing: int) -> ir.Program:
 
 
 def few_layers(cfg: Config, request: CompileRequest, folding: Folding | None) -> int | None:
-    """Return how many layers stay of a model that is folded, and some; None if options may tell its layers apart."""
+    """Return the number of layers to capture of a folded model; None if options may treat its layers differently."""
     if folding is None or not isinstance(cfg.model, ModelConfig) or not are_alike(request.model, folding.alike):
         return None
     first, period = depth_pattern(cfg.model)
     stay = folding.among(request.mesh.world_size)
-    count = first + stay.before + stay.after + 3  # the ends of the run may differ, and one is left out
+    count = first + stay.before + stay.after + 3  # the first and last of the run may differ, and one is left out
     return count if period == 1 and count < cfg.model.n_layers else None
 
 
 def are_alike(module: nn.Module, alike: Callable[[str], Hashable]) -> bool:
-    """Tell whether options say the same of modules and parameters that differ in the layer alone."""
+    """Return True if options treat modules and parameters alike that differ only in the layer number."""
     answers: dict[str, str] = {}
     names = itertools.chain(module.named_modules(), module.named_parameters())
     return all(answers.setdefault(NUMBER.sub(".*", name), repr(alike(name))) == repr(alike(name)) for name, _ in names)
 
 
 def drawn(cfg: Config, candidate: Candidate) -> tuple[int | None, DryStep]:
-    """Return (layers, programs) of a setting to be drawn, with few layers if options make a model of many."""
+    """Return (layers, programs) of a setting for its timeline, with few layers if options define the model."""
     if isinstance(cfg.model, ModelConfig) and candidate.mesh.pp == 1:
         layers, (first, period) = cfg.model.n_layers, depth_pattern(cfg.model)
         cfg = replaced(cfg, {"model": {"n_layers": min(layers, first + DRAWN * period)}})

@@ -1,7 +1,7 @@
-"""A run that is only compiled: what one rank of the mesh would hold, send, compute and take, on a described cluster.
+"""A dry run: compile for one rank of the mesh and predict its memory, traffic and time on a described cluster.
 
-The programs are those of training, built for one rank of any mesh from weights on the meta device: no process group, no
-data, nothing lowered and nothing run.
+The programs are those of training, built for one rank of any mesh from weights on the meta device: without a process
+group or data; nothing is lowered or run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LONGEST = 15  # kernels and collectives named in the report
 
 
 def dry_run(cfg: Config) -> dict[str, Any]:
-    """Compile and predict as `cfg` says, into its run folder; the report that is also written there.
+    """Compile and predict as `cfg` says; write the report into the run folder and return it.
 
     Raises UserError, with nothing written, on bad input.
     """
@@ -78,7 +78,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DryStep:
-    """The programs of a training step, each one flat graph, not lowered, and what each pass reported."""
+    """The programs of a training step, each one flat graph, not lowered, and the report of each pass."""
 
     programs: Mapping[str, Captured]
     report: dict[str, Any]
@@ -86,12 +86,12 @@ class DryStep:
     table: Table | None = None
 
     def costs(self, name: str) -> dict[str, Any]:
-        """What the last pass of a program left it to cost (`passes.cost.accounting.Accounting`)."""
+        """Return the accounting of a program after its last pass (`passes.cost.accounting.Accounting`)."""
         return [done for done in self.report["passes"] if done["program"] == name][-1]["accounting"]
 
 
 def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
-    """The programs that training would lower."""
+    """Return the programs that training would lower."""
     trained = subject(cfg)
     request = request_of(cfg, trained)
     return flat_step(cfg, trained, request, compile_programs(request, observe=observe))
@@ -109,7 +109,7 @@ def flat_step(cfg: Config, trained: Subject, request: CompileRequest, made: Step
 
 
 def request_of(cfg: Config, trained: Subject) -> CompileRequest:
-    """Return the request for a job's programs of training, traced on the CPU whatever they run on."""
+    """Return the request for a job's training programs, always traced on the CPU."""
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
     if cfg.data.pairs:
@@ -134,11 +134,11 @@ def request_of(cfg: Config, trained: Subject) -> CompileRequest:
 
 
 def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict[str, Any]:
-    """`predicted`, what it is made of as `prediction`, and the `timeline` of each program.
+    """Return the prediction of a step: `predicted`, its parts as `prediction`, and the `timeline` of each program.
 
-    Which operators may share kernels is told by `fused`, else by the backend.
+    `fused` tells which operators may share kernels; by default the backend decides.
     """
-    recorded = dataclasses.replace(cfg.cluster, launch_us=0.0)  # the host launches all of it at once
+    recorded = dataclasses.replace(cfg.cluster, launch_us=0.0)  # the host launches the whole step at once
     cluster = cluster_of(recorded if is_recorded(cfg, step) else cfg.cluster)
     interpreted = cfg.lower.backend == "eager"
     fused = fused or (lambda node: not interpreted)
@@ -183,7 +183,7 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
 
 
 def is_recorded(cfg: Config, step: DryStep) -> bool:
-    """Whether the whole step is replayed as CUDA graphs."""
+    """Return True if the whole step is replayed as CUDA graphs."""
     if not cfg.lower.cudagraphs:
         return False
     compiled = cfg.lower.backend == "inductor"
@@ -191,7 +191,10 @@ def is_recorded(cfg: Config, step: DryStep) -> bool:
 
 
 def speed(cfg: Config, flops_per_token: int, step_s: float) -> dict[str, float]:
-    """Time of a step, throughput, and MFU: of the peak in the dtype of computation, products in float8 or not."""
+    """Return the time of a step, throughput, and MFU.
+
+    MFU is relative to the peak in the dtype of computation, even if matmuls run in float8.
+    """
     tokens = cfg.train.global_batch_size * cfg.train.seq_len / mesh_of(cfg.mesh).world_size
     mfu = flops_per_token * tokens / step_s / peak_flops(cfg)
     return {"step_ms": 1e3 * step_s, "tokens_per_s_per_gpu": tokens / step_s, "mfu": mfu}
@@ -200,9 +203,10 @@ def speed(cfg: Config, flops_per_token: int, step_s: float) -> dict[str, float]:
 def peak_memory(
     step: DryStep, turns: Sequence[Turn], rank: int, size: Mapping[str, int], written: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Most bytes alive on a pipeline rank, where and what, with the state of its other programs and what they carry.
+    """Return the most bytes alive on a pipeline rank, with place and kinds.
 
-    `written` are most bytes of each program that are written at all, `size` is that of carried values.
+    They include the state of the rank's other programs and their carried values. `written` has each program's peak
+    bytes without tensors that fusion never writes, `size` the bytes of carried values.
     """
     programs = {name: captured.program for name, captured in step.programs.items()}
     kept: dict[str, dict[str, int]] = {}
@@ -228,7 +232,10 @@ def peak_memory(
 
 
 def on_device(cfg: Config, memory: dict[str, Any]) -> dict[str, Any]:
-    """What of the peak is never written, and what the device holds beside it, as the cluster states it; if it fits."""
+    """Add the bytes on the device beyond the peak to `memory`, as the cluster states them, and whether it all fits.
+
+    Tensors that fusion never writes are subtracted.
+    """
     cluster, alive = cfg.cluster, memory["written_bytes"]
     beside = {
         "fused away": min(0, alive - memory["bytes"]),
@@ -242,13 +249,13 @@ def on_device(cfg: Config, memory: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored_bytes(captured: Captured) -> dict[str, int]:
-    """Bytes of the state that a program reads, by its name."""
+    """Return the bytes of the state that a program reads, by name."""
     given = zip(captured.program.inputs, captured.program.placeholders(), strict=True)
     return {state_name(i): ir.example(node).nbytes for i, node in given if i.kind in STORED}
 
 
 def sent_bytes(found: Mapping[str, Prediction], runs: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Bytes that a rank sends in a step, by axis and link."""
+    """Return the bytes that a rank sends in a step, by axis and link."""
     total: dict[str, dict[str, int]] = {}
     for name, prediction in found.items():
         for (axis, link), size in prediction.sent_bytes.items():
@@ -258,7 +265,7 @@ def sent_bytes(found: Mapping[str, Prediction], runs: Mapping[str, int]) -> dict
 
 
 def spent(timelines: Mapping[str, Timeline], runs: Mapping[str, int]) -> dict[str, Any]:
-    """Milliseconds of a step that are computed, that collectives slow that by, and that the rank waits: for what."""
+    """Return the milliseconds of a step: computing, slowdown by collectives, launches, and waiting by axis."""
 
     def total_ms(figure: str) -> float:
         return 1e3 * sum(runs[name] * getattr(timeline, figure) for name, timeline in timelines.items())
@@ -273,7 +280,7 @@ def spent(timelines: Mapping[str, Timeline], runs: Mapping[str, int]) -> dict[st
 
 
 def added(parts: Any) -> dict[str, Any]:
-    """The sum of tables of numbers, each taken some times."""
+    """Return the sum of tables of numbers, each multiplied by its count."""
     total: Counter[str] = Counter()
     for table, times in parts:
         total.update({key: times * value for key, value in table.items()})
@@ -281,7 +288,7 @@ def added(parts: Any) -> dict[str, Any]:
 
 
 def events(program: str, timeline: Timeline, count: int | None = None) -> list[dict[str, Any]]:
-    """The events of a program in milliseconds from its start: all, or so many of the longest."""
+    """Return the events of a program in milliseconds from its start: all, or the `count` longest."""
     chosen = timeline.events if count is None else longest(timeline, count)
     return [
         {

@@ -1,4 +1,4 @@
-"""What a dry run says on the console."""
+"""The console output of a dry run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiler_trainer.planning.error import error_bar
 
 
 def show(cfg: Config, report: dict[str, Any]) -> None:
-    """Print the prediction as tables: speed, memory, communication, and the figures that it rests on."""
+    """Print the prediction as tables: speed, memory, communication, and the figures of the cluster."""
     console = Console(file=sys.stdout)
     for table in (speed(report), memory(cfg, report), communication(report), stated(cfg)):
         if table.rows:
@@ -26,7 +26,7 @@ def show(cfg: Config, report: dict[str, Any]) -> None:
 
 
 def stages(found: dict[str, Any]) -> str:
-    """The pipeline in a line."""
+    """Return the pipeline in one line."""
     busy, held = found["busy_ms"], [each["device_bytes"] for each in found["memory"]]
     busiest, largest = busy.index(max(busy)), held.index(max(held))
     most = f"busiest rank {busiest}, {busy[busiest]:,.1f} ms; largest rank {largest}, {held[largest] / 2**30:,.2f} GiB"
@@ -35,7 +35,7 @@ def stages(found: dict[str, Any]) -> str:
 
 
 def speed(report: dict[str, Any]) -> Table:
-    """Time and throughput, and where the time goes."""
+    """Return a table of time and throughput, and of the parts of a step's time."""
     table = Table("", "a rank", title="step")
     predicted, made_of = report["predicted"], report["prediction"]
     table.add_row("step, ms", f"{predicted['step_ms']:,.1f}")
@@ -50,7 +50,7 @@ def speed(report: dict[str, Any]) -> Table:
 
 
 def memory(cfg: Config, report: dict[str, Any]) -> Table:
-    """What is alive at the peak."""
+    """Return a table of the bytes alive at the peak."""
     found = report["prediction"]["memory"]
     verdict = "fits" if found["fits"] else "DOES NOT FIT"
     unit, scale = ("GiB", 2**30) if found["bytes"] >= 2**30 else ("MiB", 2**20)
@@ -67,7 +67,7 @@ def memory(cfg: Config, report: dict[str, Any]) -> Table:
 
 
 def communication(report: dict[str, Any]) -> Table:
-    """Bytes that a rank sends in a step."""
+    """Return a table of the bytes that a rank sends in a step."""
     table = Table("axis", "in its node", "to other nodes", title="sent by a rank")
     for axis, links in report["prediction"]["sent_bytes"].items():
         table.add_row(axis, decimal(links["intra"]), decimal(links["inter"]))
@@ -75,7 +75,7 @@ def communication(report: dict[str, Any]) -> Table:
 
 
 def stated(cfg: Config) -> Table:
-    """The figures of the cluster that the prediction rests on, and where they come from."""
+    """Return a table of the cluster's figures that the prediction uses, with their sources."""
     table = Table("figure", "", "from", title=f"taken of {cfg.cluster.name}")
     for name, source in cfg.cluster.sources.items():
         value = getattr(cfg.cluster, name)

@@ -1,6 +1,6 @@
-"""Closed forms: what a setting takes in time and memory, by arithmetic alone and without any graph.
+"""Closed forms: time and memory of a setting by arithmetic alone, without a graph.
 
-They sort out; what they leave is compiled (`compiled.py`). `rank.py` has what settings share.
+They select the settings to compile (`compiled.py`). `rank.py` has the quantities that settings share.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from compiler_trainer.planning.rank import Rank
 from compiler_trainer.planning.space import Candidate
 
 # Fitted to compiled programs of Llama 3 8B: how often elementwise kernels read and write a layer's features, forward
-# and backward. Without it steps come out a tenth too short, and recomputation without its products costs nothing.
+# and backward. Without it steps are a tenth too short, and recomputation of everything but matmuls costs nothing.
 LOOPS = (1.8, 3.7)
-# Of an entry: an update reads parameter, gradient, moments, and writes all but the gradient; a microbatch's gradient is
-# added. Without the latter, plans of 70B on 64 GPUs compile pipelines of 64 microbatches first, 25 % slower.
+# Per entry: an update reads parameter, gradient and moments, and writes all but the gradient; each microbatch adds its
+# gradient. Without the latter, plans of 70B on 64 GPUs compile pipelines of 64 microbatches first, 25 % slower.
 UPDATE_BYTES, ACCUMULATE_BYTES = 36, 24
-# Fitted too: bytes kept without recomputation, over those that products make. Without it, settings that do not fit are
-# compiled first.
+# Fitted too: bytes kept without recomputation, relative to the outputs of matmuls. Without it, settings that do not fit
+# are compiled first.
 ALL_KEPT = 2.52
 NEAREST = {"every_n": "full", "budget": "full", "offload": "full"}
 RINGS, EXCHANGES = ("ring", "hybrid"), ("ulysses", "hybrid")
-GATHERED_AHEAD = 3  # layers whose parameters are there when the backward begins
+GATHERED_AHEAD = 3  # layers whose parameters are gathered when the backward begins
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a setting takes: seconds of a step, computing and waiting by axis, and bytes at the peak by kind.
+    """The cost of a setting: seconds of a step, computing and waiting by axis, and bytes at the peak by kind.
 
-    Of compiled ones also the bytes that a rank sends, by axis and link, and the place of the peak; of closed forms the
-    bytes that no program does without.
+    Compiled settings also have the bytes that a rank sends, by axis and link, and the place of the peak; closed forms
+    have a lower bound of the bytes of any program.
     """
 
     candidate: Candidate
@@ -45,12 +45,12 @@ class Estimate:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it was read from graphs."""
+        """True if the estimate comes from compiled programs."""
         return bool(self.place)
 
 
 def estimates(rank: Rank, candidates: list[Candidate]) -> Iterator[Estimate]:
-    """What settings take that share a rank: they differ in what is recomputed, and in the method of attention."""
+    """Yield the estimates of settings of the same rank, which differ in recomputation and method of attention."""
     for candidate in candidates:
         compute, exposed, memory = *seconds(rank, candidate), bytes_of(rank, candidate)
         waits = {axis: s for axis, s in exposed.items() if s > 0}
@@ -63,7 +63,7 @@ def estimates(rank: Rank, candidates: list[Candidate]) -> Iterator[Estimate]:
 
 
 def seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
-    """Seconds of a step that are computed, and that each axis keeps waiting."""
+    """Return (seconds of a step that are computed, seconds waited for each axis)."""
     times, layers, axes = candidate.microbatches, rank.layers, rank.axes
     if axes.pp > 1:
         return piped_seconds(rank, candidate)
@@ -85,7 +85,7 @@ def seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
 
 
 def piped_seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
-    """The same of a rank of a pipeline: parameters are gathered and gradients reduced once, beside nothing."""
+    """Return `seconds` for a rank of a pipeline: parameters are gathered and gradients reduced once, not overlapped."""
     times, layers, axes = candidate.microbatches, rank.layers, rank.axes
     computing = layers * sum(of_layer(rank, candidate)) + rank.head_s / axes.pp
     moved = UPDATE_BYTES * rank.local + ACCUMULATE_BYTES * times * rank.local * rank.stored_over
@@ -104,28 +104,28 @@ def piped_seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, fl
 
 
 def of_layer(rank: Rank, candidate: Candidate) -> tuple[float, float]:
-    """Seconds that a layer computes of a microbatch, forward and backward, what is repeated included."""
-    whole = candidate.method == "all_gather" and rank.axes.cp > 1  # the masked half is computed as well
+    """Return the seconds that a layer computes for a microbatch, (forward, backward with recomputation)."""
+    whole = candidate.method == "all_gather" and rank.axes.cp > 1  # computes the masked half, too
     attention, behind = (s * (2 if whole else 1) for s in (rank.attention_s, rank.attention_backward_s))
     loops = [times * rank.moved_s for times in LOOPS]
     forward = rank.products_s + attention + loops[0]
-    again = repeated(rank, candidate, 0.0 if candidate.method in RINGS else attention)  # rings communicate: kept
+    again = repeated(rank, candidate, 0.0 if candidate.method in RINGS else attention)  # a ring's output is kept
     return forward, 2 * rank.products_s + behind + loops[1] + again
 
 
 def repeated(rank: Rank, candidate: Candidate, attention: float) -> float:
-    """Seconds of a layer's forward that the backward repeats."""
+    """Return the seconds of a layer's forward that the backward recomputes."""
     policy, loops = policy_of(rank, candidate), LOOPS[0] * rank.moved_s
     if policy == "none":
         return 0.0
     if policy == "selective":
         return loops / 2
-    products = rank.products_s * (1 - rank.sizes.last / max(rank.sizes.used, 1.0))  # nobody reads the last result
+    products = rank.products_s * (1 - rank.sizes.last / max(rank.sizes.used, 1.0))  # the last output is not needed
     return products + loops + (0.0 if policy == "attention" else attention)
 
 
 def policy_of(rank: Rank, candidate: Candidate) -> str:
-    """The recomputation, by the name in `space.POLICIES` that is nearest."""
+    """Return the policy of recomputation, or the nearest in `space.POLICIES`."""
     given = rank.cfg.passes.remat.policy if candidate.recompute == "as given" else candidate.recompute
     return NEAREST.get(given, given)
 
@@ -134,12 +134,12 @@ def policy_of(rank: Rank, candidate: Candidate) -> str:
 
 
 def least_bytes(rank: Rank, candidate: Candidate) -> float:
-    """Return a lower bound of the bytes of the rank that holds most, whatever the passes do.
+    """Return a lower bound of the peak bytes of the fullest rank, whatever the passes do.
 
-    Parameters and moments are inputs of the update, on a rank at least their share: padding, and what is not sharded,
-    add to it. Gradients are all there at once if they are clipped by their norm, which needs the last before the first
-    is applied, and if they are sums over microbatches. Where a forward ends, each layer's input waits for its backward,
-    which reads or recomputes from it; of a pipeline, and if options say what is kept, none is counted.
+    Parameters and moments are inputs of the update; a rank holds at least its share of them, more with padding and
+    unsharded parameters. All gradients are alive at once if they are clipped by their norm (it needs the last gradient
+    before the first is applied) or summed over microbatches. When a forward ends, the input of each layer is still
+    needed by its backward. These inputs are not counted for a pipeline, or if options state the recomputation.
     """
     sizes, axes, optim = rank.sizes, rank.axes, rank.cfg.optim
     share = 1 / (axes.pp * axes.tp * rank.stored_over)
@@ -152,7 +152,10 @@ def least_bytes(rank: Rank, candidate: Candidate) -> float:
 
 
 def bytes_of(rank: Rank, candidate: Candidate) -> dict[str, float]:
-    """Bytes of a rank at the peak: where forward and backward end, after the head's own, or in the update."""
+    """Return the bytes of a rank at the peak, by kind.
+
+    The peak is at the end of the forward, in the backward of the head, at the end of the backward, or in the update.
+    """
     if rank.axes.pp > 1:
         return piped_bytes(rank, candidate)
     sizes, layer, is_stored = rank.sizes, rank.layer, rank.stored_over > 1
@@ -175,7 +178,7 @@ def bytes_of(rank: Rank, candidate: Candidate) -> dict[str, float]:
 
 
 def piped_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
-    """The same of the first rank of a pipeline, which keeps most microbatches; weights and gradients are whole."""
+    """Return `bytes_of` for the first rank of a pipeline, which keeps most microbatches, all unsharded."""
     pp, chunks = rank.axes.pp, candidate.chunks or 1
     whole = rank.layers * rank.layer + rank.sizes.looked_up / rank.axes.tp
     most = min(candidate.microbatches * chunks, (chunks - 1) * pp + 2 * pp - 1 if chunks > 1 else pp)
@@ -189,7 +192,7 @@ def piped_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
 
 
 def kept(rank: Rank, candidate: Candidate, policy: str) -> float:
-    """Bytes that a layer keeps of a microbatch for its backward."""
+    """Return the bytes that a layer keeps of a microbatch for its backward."""
     sizes, heads, used, tp = rank.sizes, rank.sizes.heads, rank.used, rank.axes.tp
     tokens = rank.tokens / tp
     enters, made = tokens * sizes.dim * used, tokens * sizes.made * used
@@ -202,7 +205,7 @@ def kept(rank: Rank, candidate: Candidate, policy: str) -> float:
     if policy == "selective":
         return made + attended + exchanged + gathered
     sent = tokens * (heads.queries * heads.key_dim + heads.keys * (heads.key_dim + heads.value_dim)) * used
-    sent = sent if exchanged else 0.0  # results of communication are kept
+    sent = sent if exchanged else 0.0  # results of communication are not recomputed
     if policy == "attention":
         return enters + attended + exchanged + sent + gathered
     rings = attended if candidate.method in RINGS else 0.0

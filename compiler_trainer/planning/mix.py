@@ -1,6 +1,7 @@
-"""Between two recomputations: the first layers by one, the rest by another, as many as it takes to fit.
+"""Interpolation between two recomputations: as many of the first layers by the second one as it takes to fit.
 
-Time and bytes are on the line between the two settings, the peak at most: it may be at another place of the step.
+Time and bytes lie on the line between the two settings. The peak is an upper bound: it may be at another place of the
+step.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ POLICIES = ("none", "selective", "attention", "full")  # of one layer
 
 
 class Mixture(NamedTuple):
-    """What lies between two settings that differ in recomputation alone."""
+    """The estimate between two settings that differ only in recomputation."""
 
     estimate: Estimate
     ends: tuple[Candidate, Candidate]
 
 
 def mixtures(found: Iterable[Estimate], limit: float, names: Sequence[str]) -> list[Mixture]:
-    """The fastest that fits between the settings of each kind, fastest first; `names` are the layers in order."""
+    """Return the fastest mixture that fits of each kind of settings, fastest first; `names` are the layers in order."""
     kinds: dict[Candidate, list[Estimate]] = {}
     for one in found:
-        even = one.candidate.first is None and one.candidate.mesh.pp == 1  # else the first layers are of one stage
+        even = (
+            one.candidate.first is None and one.candidate.mesh.pp == 1
+        )  # with stages, the first layers are all in one
         if one.candidate.recompute in POLICIES and even:
             kinds.setdefault(replace(one.candidate, recompute=""), []).append(one)
     best = []
@@ -39,7 +42,10 @@ def mixtures(found: Iterable[Estimate], limit: float, names: Sequence[str]) -> l
 
 
 def mixed(light: Estimate, heavy: Estimate, limit: float, names: tuple[str, ...]) -> Mixture | None:
-    """The least layers like `heavy`, which fits, that make `light` fit, which does not; None where that is no gain."""
+    """Return the mixture with the fewest layers like `heavy` that fits.
+
+    None unless `heavy` fits, `light` does not, and `light` is faster.
+    """
     if not (light.bytes > limit >= heavy.bytes and light.step_s < heavy.step_s):
         return None
     count = math.ceil(len(names) * (light.bytes - limit) / (light.bytes - heavy.bytes))
@@ -50,7 +56,7 @@ def mixed(light: Estimate, heavy: Estimate, limit: float, names: tuple[str, ...]
 
 
 def between(candidate: Candidate, light: Estimate, heavy: Estimate, share: float) -> Estimate:
-    """What a setting takes of which a `share` of the layers are as in `heavy`, the others as in `light`."""
+    """Return the estimate of a setting with a `share` of its layers as in `heavy` and the others as in `light`."""
 
     def line(low: float, high: float) -> float:
         return low + share * (high - low)

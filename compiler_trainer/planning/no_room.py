@@ -1,4 +1,4 @@
-"""What is said where memory does not hold a step: what was measured and predicted, what is alive, and what fits."""
+"""The report after running out of memory: measured and predicted bytes, the largest tensors, and settings that fit."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from passes.program.abstract_eval import abstract_eval
 
 MIB, GIB = 2**20, 2**30
 SHOWN = 3  # settings that fit
-LARGEST = 6  # of what is alive
-SPARE, PROCESS_GIB = 0.8, 1 / 16  # of a CPU's free memory: its heap has gaps, and threads and kernels take some
-LESS = 0.95  # of what did not fit: a setting that needs more is none, whatever is predicted
+LARGEST = 6  # tensors that are alive
+SPARE, PROCESS_GIB = 0.8, 1 / 16  # share of a CPU's free memory to plan with (heaps fragment); threads and kernels
+LESS = 0.95  # of the memory of the failed setting: settings that need more are refused whatever is predicted
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
-OPEN = ("cast", "context", "pipeline")  # passes that stay as they are
+OPEN = ("cast", "context", "pipeline")  # passes whose options stay as they are
 
 
 def answer(cfg: Config, failure: Failure) -> Iterator[str]:
-    """Lines on a job that ran out of memory; what it held has to be let go before."""
+    """Yield lines on a job that ran out of memory; the caller frees the job's memory first."""
     ranks = start_ranks()
     cfg = validate(for_running(cfg), ranks)
     free, used = free_bytes(), used_bytes()
@@ -48,7 +48,7 @@ def answer(cfg: Config, failure: Failure) -> Iterator[str]:
 
 
 def alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
-    """What is largest at the peak, by what it is and the module that makes it, layers together."""
+    """Return the largest tensors at the peak as (kind and module, bytes); modules of all layers count together."""
     program, ctx = step.programs[memory["program"]]
     ledger = Ledger(program, abstract_eval(program, ctx))
     names = {node: given.name for node, given in zip(program.placeholders(), program.inputs, strict=True)}
@@ -62,7 +62,7 @@ def alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def limited(cfg: Config, ranks: int, free: int, own: int) -> Asked:
-    """The job as one to plan for, on devices that hold less than it takes, and no more than is there."""
+    """Return the job to plan for, on devices with less memory than it takes and no more than is free."""
     given = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
     given |= {f"passes.{name}" for name in OPEN}
     plan = {"compile": min(FEW, cfg.plan.compile)}
@@ -75,7 +75,7 @@ def limited(cfg: Config, ranks: int, free: int, own: int) -> Asked:
 
 
 def settings(asked: Asked, cfg: Config) -> Iterator[str]:
-    """The settings that fit, the fastest first, each with what it costs of time."""
+    """Yield lines on the settings that fit, fastest first, each with its time relative to the job's."""
 
     def compile_all(chosen: Sequence[Candidate]) -> list[Found]:
         return [one([asked], candidate) for candidate in chosen]
@@ -93,10 +93,10 @@ def settings(asked: Asked, cfg: Config) -> Iterator[str]:
 
 
 def setting(found: Estimate, cfg: Config) -> str:
-    """The options of a setting that differ, as a command line says them."""
+    """Return the changed options of a setting as command-line overrides."""
     return " ".join(differing(found.candidate.applied(cfg), cfg))
 
 
 def size(count: int) -> str:
-    """Bytes in MiB or GiB."""
+    """Return bytes as text in MiB or GiB."""
     return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.1f} MiB"

@@ -1,10 +1,10 @@
-"""Pipeline stages alike, compiled once: ranks of the pipeline between the first and the last that have as many layers.
+"""Compile pipeline stages that are alike once: inner ranks of the pipeline with equal numbers of layers.
 
     compiled     F0         F1         F2            3 ranks: embedding, 2 layers | 2 layers | 2 layers, head
     repeated     F0   F1 F2 F3 F4 F5 F6   F7         8 ranks; F2 to F6 are the graph of F1 with other names
 
-A value that a stage sends its neighbour is known by its place among those sent, so that one graph may stand anywhere
-between others: each stage must send its next one as many values, and so its previous one.
+A value for a neighbouring stage is identified by its position among the values sent, so that one graph can stand at any
+position: each stage must send the same number of values to its next stage, and the same number to its previous one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T", ir.Input, ir.Output)
 
 @dataclass(frozen=True)
 class FewStages:
-    """A job on few ranks of the pipeline, the table of all ranks, and the rank and stage compiled in place of each."""
+    """A job on few ranks of the pipeline, the table of all ranks, and the compiled rank and stage that stand for each."""
 
     cfg: Config
     table: Table
@@ -42,7 +42,7 @@ class FewStages:
 
 
 def few_stages(cfg: Config) -> FewStages | None:
-    """Return a job on few ranks of the pipeline whose stages are those of `cfg`; None if all have to be compiled."""
+    """Return a job on few ranks of the pipeline with every kind of stage of `cfg`; None if all have to be compiled."""
     ranks = cfg.mesh.pp
     if ranks == 1 or not isinstance(cfg.model, ModelConfig) or depth_pattern(cfg.model)[1] > 1:
         return None
@@ -69,7 +69,7 @@ def few_stages(cfg: Config) -> FewStages | None:
         for chunk in range(chunks)
         for at in (0, 1)
     ]
-    if any(stages[stage] != few for stage, few in ends):  # chunks lie in another order than those of the few
+    if any(stages[stage] != few for stage, few in ends):  # the order of chunks differs from that on few ranks
         return None
     few_counts = [count for _, count in sorted(dict(zip(stages, counts)).items())]
     changes = {"model": {"n_layers": sum(few_counts)}, "passes": {"pipeline": {"stages": few_counts}}}
@@ -82,7 +82,7 @@ def stages_by_rank(table: Table) -> list[list[int]]:
 
 
 def layers_by_stage(cfg: Config, stages: int) -> tuple[int, ...]:
-    """Return how many layers `assign` gives each stage."""
+    """Return the number of layers that `assign` gives each stage."""
     sizes = sizes_of(cfg, subject(cfg).module)
     heads, length = sizes.heads, cfg.train.seq_len
     layer = 2 * sizes.used + 2 * length * heads.queries * (heads.key_dim + heads.value_dim)
@@ -90,7 +90,7 @@ def layers_by_stage(cfg: Config, stages: int) -> tuple[int, ...]:
 
 
 def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:
-    """Return the programs of all stages of `cfg` from those of few; None if some stages send others other values."""
+    """Return the programs of all stages of `cfg` from those of few; None if some stages send different values."""
     labels = labels_of(step)
     if labels is None:
         return None
@@ -120,7 +120,7 @@ def task_of(captured: Captured) -> Task:
 
 
 def renamed(program: ir.Program, new_name: Callable[[str], str]) -> ir.Program:
-    """Return a program over the same graph with other names of the values that it is sent and sends."""
+    """Return a program over the same graph with other names for its carried values."""
 
     def change(end: T) -> T:
         return dataclasses.replace(end, name=new_name(end.name)) if end.kind == "carried" else end
@@ -131,9 +131,9 @@ def renamed(program: ir.Program, new_name: Callable[[str], str]) -> ir.Program:
 
 
 def labels_of(step: DryStep) -> dict[str, tuple[int, str]] | None:
-    """Return the stage that makes each value, and a label for it: the place among the values for the same neighbour.
+    """Return for each value the stage that makes it and a label: its position among the values for the same neighbour.
 
-    None if values go to other stages than neighbours, or stages make different numbers of them.
+    None if values go to stages that are not neighbours, or stages make different numbers of them.
     """
     tasks = [(task_of(captured), captured.program) for captured in step.programs.values()]
     ends = {task: (carried(p.inputs), carried(p.outputs)) for task, p in tasks if task.kind not in OF_RANKS}
@@ -156,21 +156,20 @@ def labels_of(step: DryStep) -> dict[str, tuple[int, str]] | None:
 
 
 def carried(ends: Iterable[ir.Input | ir.Output]) -> list[str]:
-    """Return the names of carried values."""
     return [end.name for end in ends if end.kind == "carried"]
 
 
 def name_in_stage(name: str, labels: Mapping[str, tuple[int, str]], few_stage: int, stage: int) -> str:
-    """Return the name of a value that a stage reads or makes, if the compiled stage calls it `name`."""
+    """Return the name, in a stage, of the value that the compiled stage calls `name`."""
     source, label = labels[name]
     return f"stage {stage + source - few_stage}: {label}"  # names of updates begin with the number of their rank
 
 
 def names_in_update(step: DryStep, few_rank: int, rank: int, last: tuple[int, int]) -> Callable[[str], str]:
-    """Return the function that renames what a compiled rank's update reads and makes as a rank's update names it.
+    """Return the function that renames the carried values of a compiled rank's update to those of a rank's update.
 
-    `last` are the last of the compiled ranks and of all. Ranks exchange squared norms and terms of the gradients of
-    parameters that the first and the last rank share (`passes/program/task.py`); all else stays on the rank.
+    `last` is (last compiled rank, last rank of all). Ranks exchange squared norms, and gradient terms of parameters
+    that the first and the last rank share (`passes/program/task.py`); all other values stay on the rank.
     """
     sources = {0: 0, last[0]: last[1], few_rank: rank}
     parameters = {i.name for c in step.programs.values() for i in c.program.inputs if i.kind == "parameter"}

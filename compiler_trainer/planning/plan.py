@@ -1,4 +1,4 @@
-"""`compiler-trainer plan`: the best way to run a job on a cluster, as a table, a page and a recipe in a run folder."""
+"""`compiler-trainer plan`: find the best setting for a job on a cluster; write a table, a page and a recipe."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from compiler_trainer.training.progress import say_contents
 
 
 class Question(NamedTuple):
-    """What a command line asks a plan for: options, its overrides, and the names of groups that have choices."""
+    """A request of the command line for a plan: options, overrides, and the names of groups with choices."""
 
     cfg: Config
     overrides: Sequence[str]
     groups: frozenset[str]
-    varied: dict[str, Any] = {}  # what this one of several has otherwise
+    varied: dict[str, Any] = {}  # option values of this question, if there are several
 
     @property
     def asked(self) -> Asked:
-        """The job, with the options that it states; raises UserError where they cannot hold together."""
+        """The job to plan for, with its stated options; raises UserError if they contradict each other."""
         names = (override.lstrip("+~").partition("=")[0] for override in self.overrides)
         asked = Asked(self.cfg, frozenset(name for name in names if name not in self.groups))
         dry = dataclasses.replace(self.cfg.run, dry=True)
@@ -40,7 +40,7 @@ class Question(NamedTuple):
 
 
 def plan(question: Question) -> Plan:
-    """Plan for one job, into its run folder; raises UserError, with nothing written, on bad input."""
+    """Plan for one job and write into its run folder; raise UserError, with nothing written, on bad input."""
     began = time.perf_counter()
     asked = question.asked
     place = checked_folder(question.cfg)
@@ -60,7 +60,7 @@ def plan(question: Question) -> Plan:
 
 
 def plan_all(questions: Sequence[Question]) -> list[Varied]:
-    """Plan for jobs that differ in some options; those that differ in the cluster alone share what is compiled."""
+    """Plan for jobs that differ in some options; jobs that differ only in the cluster share compiled programs."""
     began = time.perf_counter()
     place = checked_folder(questions[0].cfg)
     jobs = [question.asked for question in questions]
@@ -83,7 +83,7 @@ def plan_all(questions: Sequence[Question]) -> list[Varied]:
 
 
 def by_program(jobs: Sequence[Asked]) -> list[list[int]]:
-    """The numbers of jobs whose programs are the same: they differ in rates of the cluster, not in its GPUs."""
+    """Return the indices of jobs by group; jobs of a group have the same programs and differ only in rates of the cluster."""
     groups: dict[str, list[int]] = {}
     for i, asked in enumerate(jobs):
         alike = dataclasses.replace(asked.cfg, cluster=schema.ClusterConfig(gpus=asked.gpus))
@@ -92,6 +92,6 @@ def by_program(jobs: Sequence[Asked]) -> list[list[int]]:
 
 
 def checked_folder(cfg: Config) -> Path:
-    """The run folder, which nothing is in the way of."""
+    """Return the run folder; raise UserError if files are in the way."""
     folder.check(dataclasses.replace(cfg, checkpoint=CheckpointConfig(interval=None)), None, 0)
     return Path(cfg.run.dir)

@@ -1,4 +1,4 @@
-"""A plan as one page that needs no network: what is best, what it spends its time on, and why the others are not."""
+"""The page of a plan, which needs no network: the best setting, its time, and why the others are slower."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def write(plan: Plan, folder: Path) -> None:
 
 
 def ranking(plan: Plan) -> list[str]:
-    """The table of the console in HTML, with those that do not fit below."""
+    """Return the console's table as HTML rows, with the settings that do not fit at the end."""
     lines = [tr("th", answer.HEADINGS)]
     lines += [tr("td", answer.row(plan, n, one)) for n, one in enumerate(plan.ranked[: answer.SHOWN], 1)]
     return lines + [tr("td", answer.row(plan, "too large", one), "failed") for one in plan.too_large]
 
 
 def reasons(plan: Plan) -> list[str]:
-    """A row for the best setting of each other mesh: what it is, and why it lost."""
+    """Return a row for the best setting of each other mesh, with the reason why it is not the best."""
     lines = [tr("th", ("mesh", "microbatches", "recomputation", "tokens/s/GPU", "estimated from", "why not"))]
     for one, said in answer.losers(plan):
         candidate, source = one.candidate, "graphs" if one.is_compiled else "closed form"
@@ -74,7 +74,7 @@ def reasons(plan: Plan) -> list[str]:
 
 
 def left_out(plan: Plan) -> str:
-    """What was refused, or left out from the start."""
+    """Return paragraphs on settings that were refused or left out from the start."""
     said = [f"{count} meshes: {reason}" for reason, count in plan.left.items()]
     said += [f"{c.axes()}, {c.recomputes()}: refused, {why}" for c, why in plan.refused.items()]
     return "".join(f"<p>{html.escape(line)}</p>" for line in said)
@@ -84,7 +84,7 @@ def left_out(plan: Plan) -> str:
 
 
 def memory_against_throughput(plan: Plan) -> go.Figure:
-    """Settings by memory and throughput, compiled ones and closed forms."""
+    """Return a plot of settings by memory and throughput, compiled ones and closed forms."""
     near = SHOWN_MEMORY * room(plan.asked)
     slowest = SHOWN_SPEED * plan.tokens_per_s(plan.best)
     forms = [e for e in best_of_each(plan) if e.bytes < near and plan.tokens_per_s(e) > slowest]
@@ -100,13 +100,13 @@ def memory_against_throughput(plan: Plan) -> go.Figure:
 
 
 def steps(found: Sequence[Estimate]) -> go.Figure:
-    """What the best spend their steps on."""
+    """Return a bar chart of the time of a step of each setting."""
     plot = go.Figure(bars(found)).update_xaxes(title="ms").update_yaxes(autorange="reversed", type="category")
     return plot.update_layout(height=460, barmode="stack", legend=BELOW)
 
 
 def best_of_each(plan: Plan) -> list[Estimate]:
-    """The fastest closed form of each mesh and recomputation."""
+    """Return the fastest closed form of each mesh and recomputation."""
     found: dict[tuple[object, ...], Estimate] = {}
     for one in plan.forms:
         found.setdefault((one.candidate.mesh, one.candidate.recompute), one)
@@ -114,13 +114,13 @@ def best_of_each(plan: Plan) -> list[Estimate]:
 
 
 def scatter(plan: Plan, found: Sequence[Estimate], name: str, **marker: object) -> go.Scatter:
-    """Settings as points."""
+    """Return settings as points."""
     memory, speed = [e.bytes / GIB for e in found], [plan.tokens_per_s(e) for e in found]
     return go.Scatter(x=memory, y=speed, mode="markers", name=name, marker=marker, hovertext=[label(e) for e in found])
 
 
 def front(plan: Plan) -> go.Scatter:
-    """The Pareto front of compiled settings."""
+    """Return the Pareto front of compiled settings."""
     best: list[Estimate] = []
     for one in sorted((*plan.ranked, *plan.too_large), key=lambda e: (e.bytes, e.step_s)):
         if not best or one.step_s < best[-1].step_s:
@@ -131,14 +131,14 @@ def front(plan: Plan) -> go.Scatter:
 
 
 def label(found: Estimate) -> str:
-    """A setting in a line."""
+    """Return a setting in one line."""
     candidate = found.candidate
     method = f", {candidate.method}" if candidate.mesh.cp > 1 else ""
     return f"{candidate.axes()}, {candidate.microbatches} microbatches, {candidate.recomputes()}{method}"
 
 
 def bars(found: Sequence[Estimate]) -> list[go.Bar]:
-    """Milliseconds computed, and waited for each axis."""
+    """Return bars of milliseconds computed and waited for each axis."""
     names = [f"{n}: {e.candidate.axes()}" for n, e in enumerate(found, 1)]
     parts = [{"computing": e.compute_s, **answer.by_name(e.exposed_s)} for e in found]
     return [
@@ -156,7 +156,7 @@ def bars(found: Sequence[Estimate]) -> list[go.Bar]:
 
 
 def gantt(name: str, timeline: Timeline) -> go.Figure:
-    """The kernels and collectives of a program, each on its stream."""
+    """Return a chart of a program's kernels and collectives, each on its stream."""
     streams = list(dict.fromkeys([COMPUTE, *(event.stream for event in timeline.events)]))
     plot = go.Figure()
     for stream in streams:
@@ -195,7 +195,7 @@ def write_varied(varied: Sequence[Varied], folder: Path) -> None:
 
 
 def over_values(varied: Sequence[Varied]) -> dict[str, go.Figure]:
-    """Throughput and memory of the best over the first option, a line for the values of the others."""
+    """Return plots of throughput and memory of the best setting over the first option, a line for each other value."""
     first, *others = varied[0].values
     lines: dict[str, list[Varied]] = {}
     for one in varied:
@@ -214,5 +214,5 @@ def over_values(varied: Sequence[Varied]) -> dict[str, go.Figure]:
 
 
 def other_values(values: Mapping[str, object], others: Sequence[str]) -> str:
-    """The values of the options that are not on the axis."""
+    """Return the values of the options that are not on the x axis."""
     return ", ".join(f"{name}={values[name]}" for name in others) or "best"

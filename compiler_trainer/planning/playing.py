@@ -1,4 +1,4 @@
-"""The turns of a step on paper: when each begins and ends, and what lies beside it in its rank's memory.
+"""The simulation of the turns of a step: when each begins and ends, and the other memory of its rank meanwhile.
 
 1f1b, 2 ranks      rank 0  F0 0  F0 1  ....  B0 0  ....  B0 1  U0
                    rank 1  ....  F1 0  B1 0  F1 1  B1 1  U1
@@ -22,7 +22,7 @@ def play(
     seconds: Mapping[str, float],
     send_s: Callable[[Message], float],
 ) -> Timing:
-    """Time the turns, each rank a stream; a turn waits for its inputs, and messages of a pair follow each other."""
+    """Time the turns, each rank a stream; a turn waits for its inputs, and messages between two ranks are in sequence."""
     clock, there, (reads, makes) = Clock(), dict[tuple[Key, int], float](), keys_of(turns, programs)
     sent = defaultdict[Key, list[Message]](list)
     for message in messages(turns, programs):
@@ -41,7 +41,7 @@ def play(
 def kept_beside(
     turns: Sequence[Turn], programs: Mapping[str, ir.Program], rank: int, size: Mapping[str, int]
 ) -> Iterator[tuple[Turn, int]]:
-    """Each turn of a rank with the bytes that are kept for later ones while it runs; `size` is that of a value."""
+    """Yield each turn of a rank with the bytes kept for later turns while it runs; `size` has each value's bytes."""
     reads, makes = keys_of(turns, programs)
     turns = [turn for turn in turns if turn.rank == rank]
     left = Counter(key for turn in turns for key in reads[turn].values())
@@ -57,7 +57,7 @@ def kept_beside(
 
 
 class InFlight(NamedTuple):
-    """Bytes of messages in a rank's memory: buffers of receives, and sent tensors that no turn reads any more."""
+    """Bytes of messages in a rank's memory: receive buffers, and sent tensors that no later turn reads."""
 
     receives: int
     sends: int
@@ -68,9 +68,9 @@ def in_flight(
 ) -> Iterator[tuple[Turn, InFlight]]:
     """Yield each turn of a rank with the bytes of messages that `Post` holds while it runs.
 
-    A buffer is there from the beginning of the turn before which its receive is posted, until its first reader begins;
-    a sent tensor until the end of the turn that proves its arrival. Values that the turn itself reads or makes, or that
-    are kept for later ones, are counted with these.
+    A buffer is alive from the beginning of the turn before which its receive is posted until its first reader begins; a
+    sent tensor until the end of the turn that proves its arrival. Values that the turn itself reads or makes, or that
+    are kept for later turns, are not counted here.
     """
     if len({turn.rank for turn in turns}) == 1:
         yield from ((turn, InFlight(0, 0)) for turn in turns)

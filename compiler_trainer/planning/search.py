@@ -1,7 +1,7 @@
-"""The search: closed forms of every setting, the best of them compiled, and the best of these.
+"""The search: estimate every setting by closed forms, compile the best, and rank the compiled ones.
 
-A third of those to compile are the best by closed forms, of different kinds; what they show corrects the forms for the
-next third, and so on.
+Settings are compiled in rounds. The first third are the best by closed forms, of different kinds; their results correct
+the closed forms for the next third, and so on.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from compiler_trainer.planning.space import Asked, Candidate, Left, candidates
 from compiler_trainer.training.speed import peak_flops
 
 GIB = 2**30
-ROUNDS = 3  # in which settings are compiled: what one shows corrects the forms for the next
-SLOW = 1.5  # times the fastest that fits: beyond it nothing is a choice
-WORTH = 0.99  # of the fastest's time: from which on a mixture of two recomputations is worth compiling both
-TRIES = 3  # times that further settings are compiled where none fits
+ROUNDS = 3  # of compiling settings; the results of a round correct the closed forms for the next
+SLOW = 1.5  # times the fastest setting that fits; slower ones are not considered
+WORTH = 0.99  # of the fastest time: a mixture of two recomputations has to be faster to be worth compiling both
+TRIES = 3  # more rounds if no compiled setting fits
 
-Found = tuple[Estimate, ...] | str  # of a setting, for each job; or why it is refused
+Found = tuple[Estimate, ...] | str  # estimates of a setting for each job, or the reason why a pass refused it
 Compile = Callable[[Sequence[Candidate]], list[Found]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found of `count` settings: compiled ones that fit, best first, those that do not, and closed forms.
+    """The result of a search over `count` settings.
 
-    `forms` are in order of time; `refused` are settings that a pass cannot do, with the reason; `left` counts what was
-    left out from the start.
+    `ranked` are compiled settings that fit, fastest first, `too_large` those that do not fit. `forms` are closed forms,
+    fastest first. `refused` are settings that a pass cannot compile, with the reason. `left` counts the settings left
+    out from the start.
     """
 
     asked: Asked
@@ -58,28 +59,28 @@ class Plan:
 
     @property
     def best(self) -> Estimate:
-        """The fastest of those that fit."""
+        """The fastest setting that fits."""
         return self.ranked[0]
 
     def tokens_per_s(self, found: Estimate) -> float:
-        """Of one GPU."""
+        """Return the tokens per second of one GPU."""
         train = self.asked.cfg.train
         return train.global_batch_size * train.seq_len / self.asked.gpus / found.step_s
 
     def mfu(self, found: Estimate) -> float:
-        """Of the peak in the dtype of computation."""
+        """Return the MFU, relative to the peak in the dtype of computation."""
         return self.flops_per_token * self.tokens_per_s(found) / peak_flops(self.asked.cfg)
 
 
 def room(asked: Asked) -> float:
-    """Bytes of a GPU that may be alive, beside what the cluster says of the device and its allocator."""
+    """Return the bytes of tensors that fit on a GPU, without its context, communicators and the allocator's loss."""
     cluster = asked.cfg.cluster
     beside = cluster.context_gib + (cluster.communicator_gib if asked.gpus > 1 else 0.0)
     return GIB * (cluster.hbm_gib - beside) / (1 + cluster.allocator_loss)
 
 
 def all_forms(asked: Asked, sizes: Sizes, left: Left) -> list[Estimate]:
-    """The closed forms of every setting, fastest first; of meshes whose state alone is too large, the count."""
+    """Return the closed forms of every setting, fastest first; count the settings left out in `left`."""
     cluster, found = cluster_of(asked.cfg.cluster), list[Estimate]()
     groups: dict[tuple, list[Candidate]] = {}
     for candidate in candidates(asked, sizes, left):
@@ -91,7 +92,7 @@ def all_forms(asked: Asked, sizes: Sizes, left: Left) -> list[Estimate]:
 
 @dataclass
 class Sought:
-    """A job that is being planned for: its closed forms, and what is known of compiled settings by now."""
+    """The search for one job: its closed forms, and the compiled settings so far."""
 
     asked: Asked
     flops_per_token: int
@@ -103,7 +104,7 @@ class Sought:
     refused: dict[Candidate, str] = field(default_factory=dict)
 
     def next(self, turn: int) -> list[Candidate]:
-        """What to compile in a turn: a part of what is asked for, and more as long as none fits."""
+        """Return the settings to compile in a round: a part of `plan.compile`, and more as long as none fits."""
         count, limit, done = self.asked.cfg.plan.compile, room(self.asked), {*self.known, *self.refused}
         wanted = -(-count // ROUNDS)
         if turn < ROUNDS:
@@ -115,11 +116,11 @@ class Sought:
         return list(dict.fromkeys((*ends, *shortlist(forms, limit, done, wanted))))[:wanted]
 
     def mixed(self) -> list[Estimate]:
-        """What lies between compiled settings that differ in recomputation alone, and fits."""
+        """Return the estimates that fit between compiled settings that differ only in recomputation."""
         return [found.estimate for found in mixtures(self.known.values(), room(self.asked), self.layers)]
 
     def worth_mixing(self, forms: list[Estimate]) -> list[Candidate]:
-        """What to compile of two settings between which one is predicted to be the fastest that fits."""
+        """Return the settings to compile for the mixture of two that is predicted to be the fastest that fits."""
         limit = room(self.asked)
         fastest = min((e.step_s for e in (*self.known.values(), *self.mixed()) if e.bytes <= limit), default=math.inf)
         for mixture in mixtures((self.known.get(e.candidate, e) for e in forms), limit, self.layers):
@@ -129,7 +130,7 @@ class Sought:
         return []
 
     def plan(self) -> Plan:
-        """What was found; raises UserError where nothing fits, saying by how much and what to change."""
+        """Return the plan; raise UserError if nothing fits, with the missing memory and the options to change."""
         limit = room(self.asked)
         by_speed = sorted((*self.known.values(), *self.mixed()), key=lambda e: e.step_s)
         ranked = [e for e in by_speed if e.bytes <= limit]
@@ -144,7 +145,7 @@ class Sought:
 
 
 def sought(asked: Asked) -> Sought:
-    """A job with the closed forms of every setting; raises UserError where there is none, or none can fit."""
+    """Return the search for a job with the closed forms of every setting; raise UserError if none exists or none can fit."""
     trained, left = subject(asked.cfg), Left()
     sizes = sizes_of(asked.cfg, trained.module)
     forms = all_forms(asked, sizes, left)
@@ -159,7 +160,7 @@ def sought(asked: Asked) -> Sought:
 
 
 def worth_keeping(forms: list[Estimate], limit: float) -> list[Estimate]:
-    """Settings that may become the best, and of each mesh the fastest and the smallest: what is said of the others."""
+    """Return the settings that may become the best, and the fastest and the smallest of each mesh for the report."""
     fitting = next((e.step_s for e in forms if e.bytes <= limit), math.inf)
     chosen = {id(e) for e in forms if e.step_s <= SLOW * fitting}
     for order in (forms, sorted(forms, key=lambda e: e.bytes)):
@@ -171,7 +172,7 @@ def worth_keeping(forms: list[Estimate], limit: float) -> list[Estimate]:
 
 
 def search(jobs: Sequence[Asked], compile_all: Compile) -> list[Plan]:
-    """Plans for jobs that differ in the cluster alone, for each; raises UserError where nothing fits."""
+    """Return a plan for each of several jobs that differ only in the cluster; raise UserError if nothing fits."""
     all_sought = [sought(asked) for asked in jobs]
     for turn in range(ROUNDS + TRIES):
         chosen = list(dict.fromkeys(candidate for job in all_sought for candidate in job.next(turn)))
@@ -185,7 +186,7 @@ def search(jobs: Sequence[Asked], compile_all: Compile) -> list[Plan]:
 
 
 def shortlist(forms: Iterable[Estimate], limit: float, known: set[Candidate], count: int) -> list[Candidate]:
-    """The fastest settings that may fit, one of a kind; then those that need least memory."""
+    """Return the fastest settings that may fit, one of each kind, then those that need least memory."""
     possible = (form for form in forms if form.least_bytes <= limit)
     order = sorted(possible, key=lambda e: (e.bytes > limit, e.step_s if e.bytes <= limit else e.bytes))
     chosen: dict[object, Candidate] = {}
@@ -196,7 +197,7 @@ def shortlist(forms: Iterable[Estimate], limit: float, known: set[Candidate], co
 
 
 def correct(forms: list[Estimate], known: dict[Candidate, Estimate]) -> list[Estimate]:
-    """Closed forms times what they are off by on the average where graphs are known, by recomputation and method."""
+    """Return closed forms multiplied by the median error of compiled settings of the same recomputation and kind."""
     if not known:
         return forms
     off: dict[tuple[str, ...], list[tuple[float, float]]] = {}
@@ -219,14 +220,14 @@ def correct(forms: list[Estimate], known: dict[Candidate, Estimate]) -> list[Est
 
 
 def kind_of(candidate: Candidate) -> tuple[str, ...]:
-    """Settings that closed forms are off by alike."""
+    """Return the kind of a setting: closed forms have similar errors for settings of a kind."""
     parallel = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     axes = "".join(axis for axis in parallel if getattr(candidate.mesh, axis) > 1)
     return candidate.recompute, str(candidate.regather), str(candidate.collectives), candidate.method, axes
 
 
 def nothing_fits(asked: Asked, least: Estimate) -> UserError:
-    """By how much the setting that needs least memory needs too much, and what to change."""
+    """Return the error with the setting that needs least memory, the memory it lacks, and the options to change."""
     cfg, need, there = asked.cfg, least.bytes / GIB, room(asked) / GIB
     largest = max(least.memory, key=lambda kind: least.memory[kind])
     setting = f"{least.candidate.axes()}, {least.candidate.recomputes()}"
@@ -242,7 +243,7 @@ def nothing_fits(asked: Asked, least: Estimate) -> UserError:
 
 
 def one(jobs: Sequence[Asked], candidate: Candidate) -> Found:
-    """A compiled setting, or why it is refused."""
+    """Return the estimates of a compiled setting for each job, or the reason why a pass refused it."""
     try:
         return compiled.estimate(jobs[0].cfg, candidate, [asked.cfg.cluster for asked in jobs])
     except UserError as error:
@@ -251,7 +252,10 @@ def one(jobs: Sequence[Asked], candidate: Candidate) -> Found:
 
 @contextmanager
 def side_by_side(jobs: Sequence[Asked]) -> Iterator[Compile]:
-    """Compiles settings in processes, as many as cores; they start as copies of this one, with all that is imported."""
+    """Return a context in which settings are compiled in parallel processes, one a core.
+
+    They are forks of this process, so that nothing is imported again.
+    """
     plan = jobs[0].cfg.plan
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     how = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""What closed forms have to know of a model, read from the shapes of its parameters: nothing is captured."""
+"""The sizes of a model that closed forms need, read from the shapes of its parameters; nothing is captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.program.layer import layer_names, layer_of
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention of a layer: heads of queries and of keys, features of a key and of a value; no heads if unknown."""
+    """The attention of a layer: query heads, key heads, features of a key and of a value; 0 heads if unknown."""
 
     queries: int = 0
     keys: int = 0
@@ -27,10 +27,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model as closed forms see it: `layers` layers like their mean, tables that are looked up, and a head.
+    """The sizes of a model for closed forms: `layers` layers like their mean, embedding tables, and a head.
 
-    Entries are counts of numbers. `used` are those that a token is multiplied with, of which `last` in the layer's
-    last product; `dense` and `experts` those stored. A token makes `made` features in products of `read` features.
+    Entries are counts of numbers. `used` are a layer's entries that each token is multiplied with; `last` are those of
+    the layer's last matmul. `dense` and `experts` are the stored entries of a layer. The matmuls of a layer have `read`
+    input features and `made` output features a token.
     """
 
     names: tuple[str, ...]  # of layers, in order
@@ -40,8 +41,8 @@ class Sizes:
     dense: float
     experts: float
     expert_count: int
-    routed: float  # rows that a token becomes among experts
-    products: float  # of a layer
+    routed: float  # experts that a token is sent to
+    products: float  # matmuls of a layer
     made: float
     read: float
     vocabulary: int
@@ -54,17 +55,17 @@ class Sizes:
 
     @property
     def layers(self) -> int:
-        """How many there are; a model without any is one."""
+        """The number of layers; a model without any counts as one layer."""
         return max(1, len(self.names))
 
     @property
     def entries(self) -> float:
-        """All numbers that are trained."""
+        """The number of trained entries."""
         return self.layers * (self.dense + self.experts) + self.looked_up + (0 if self.is_tied else self.head)
 
 
 def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
-    """The sizes of what `cfg` trains."""
+    """Return the sizes of the model that `cfg` trains."""
     tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     known = layer_names(name.rpartition(".")[0] for name in shapes)
@@ -104,7 +105,7 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
 def totals(
     inside: Mapping[str, tuple[int, ...]], layers: Mapping[str, str], routed: float
 ) -> tuple[dict[str, float], float]:
-    """Sums over all layers, and over layers the entries that a token uses of the last matrix of each."""
+    """Return (sums over all layers, sum over layers of the entries that a token uses of a layer's last matrix)."""
     total = dict.fromkeys(("used", "dense", "experts", "products", "made", "read"), 0.0)
     last: dict[str, float] = {}
     for name, shape in inside.items():
@@ -125,7 +126,7 @@ def totals(
 
 
 def routed_rows(cfg: Config) -> float:
-    """Experts that a token takes."""
+    """Return the number of experts that a token is sent to; 1 without experts."""
     if isinstance(cfg.model, ModelConfig):
         return float(cfg.model.experts.top_k) if cfg.model.experts else 1.0
     if isinstance(cfg.model, FolderConfig):
@@ -134,7 +135,7 @@ def routed_rows(cfg: Config) -> float:
 
 
 def heads_of(cfg: Config) -> Heads:
-    """The attention of a layer, as far as options or a config.json tell."""
+    """Return the attention of a layer as the options or a config.json state it."""
     if isinstance(cfg.model, ModelConfig):
         return Heads(cfg.model.n_heads, cfg.model.n_kv_heads, *head_dims(cfg.model))
     if isinstance(cfg.model, FolderConfig):

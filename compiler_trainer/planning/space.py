@@ -1,6 +1,6 @@
-"""What there is to choose from: meshes, microbatches, recomputation, methods of context parallelism, precision.
+"""The choices of a plan: meshes, microbatches, recomputation, methods of context parallelism, precision.
 
-What the options state stays as they state it (`Asked.given`); all else is a choice.
+Options that the user states stay fixed (`Asked.given`); all others are choices.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 
 @dataclass(frozen=True)
 class Asked:
-    """A job to plan for: its options, and the dotted names of those (or of their groups) that are not to be chosen."""
+    """A job to plan for: its options, and the dotted names of the options (or groups) that the user has stated."""
 
     cfg: Config
     given: frozenset[str] = frozenset()
 
     def fixed(self, name: str) -> bool:
-        """Whether an option, its group, or a part of it is stated."""
+        """Return True if an option, its group, or a part of it is stated."""
         return any(f"{name}.".startswith(f"{one}.") or f"{one}.".startswith(f"{name}.") for one in self.given)
 
     @property
     def gpus(self) -> int:
-        """How many there are; raises UserError where nothing says."""
+        """The number of GPUs; raises UserError if cluster.gpus is not set."""
         if self.cfg.cluster.gpus is None:
             raise UserError("cluster.gpus", "is not set, and a plan is for so many; set cluster.gpus=8, say")
         return self.cfg.cluster.gpus
 
 
 class First(NamedTuple):
-    """That the first so many of the layers that have these `names` have a policy of their own."""
+    """A policy of recomputation for the first `layers` of the layers with these `names`."""
 
     layers: int
     policy: str
     names: tuple[str, ...]
 
     def patterns(self) -> dict[str, str]:
-        """The policy by patterns of names: `layers.[0-9]` and `layers.1[0-4]` for fifteen."""
+        """Return the policy by patterns of names: `layers.[0-9]` and `layers.1[0-4]` for fifteen layers."""
         tens: dict[str, list[str]] = {}
         for name in self.names[: self.layers]:
             tens.setdefault(name[:-1], []).append(name[-1])
@@ -63,9 +63,10 @@ class First(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job. `recompute` is a name of `POLICIES`; with `collectives`, those of `tp` are repeated too.
+    """One setting to run a job with.
 
-    A rank of the pipeline has `chunks` stages; with None they are as the options say.
+    `recompute` is a name of `POLICIES`; with `collectives`, collectives over `tp` are recomputed too. A rank of the
+    pipeline has `chunks` stages; None leaves that to the options.
     """
 
     mesh: MeshConfig
@@ -79,7 +80,7 @@ class Candidate:
     chunks: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """The options that it sets, by group."""
+        """Return the options that the setting changes, by group."""
         passes: dict[str, Any] = {}
         if self.recompute != "as given":
             passes["remat"] = {**POLICIES[self.recompute], "regather": self.regather}
@@ -95,24 +96,24 @@ class Candidate:
         return {"mesh": dataclasses.asdict(self.mesh), "train": train} | ({"passes": passes} if passes else {})
 
     def applied(self, cfg: Config) -> Config:
-        """`cfg` run so."""
+        """Return `cfg` with the options of this setting."""
         return replaced(cfg, self.options())
 
     def axes(self) -> str:
-        """`dp_shard 4 x tp 2`."""
+        """Return the mesh as text: `dp_shard 4 x tp 2`."""
         sizes = dataclasses.asdict(self.mesh)
         named = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
         return f"{named} in {self.chunks} chunks" if (self.chunks or 1) > 1 else named
 
     def recomputes(self) -> str:
-        """Its recomputation in words."""
+        """Return the recomputation as text."""
         kept = "" if self.regather else ", weights kept"
         some = "" if self.first is None else f"{self.first.policy} in the first {self.first.layers}, else "
         return f"{some}{self.recompute}{' + collectives' if self.collectives else ''}{kept}"
 
 
 def replaced(options: Any, changes: Mapping[str, Any]) -> Any:
-    """A dataclass with some fields of it, and of dataclasses in it, replaced."""
+    """Return a dataclass with some fields replaced, also in nested dataclasses."""
     old = {name: getattr(options, name) for name in changes}
     new = {
         name: replaced(old[name], value) if dataclasses.is_dataclass(old[name]) else as_kept(value)
@@ -122,23 +123,23 @@ def replaced(options: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def as_kept(value: Any) -> Any:
-    """A value as configurations hold it: lists are tuples there."""
+    """Return a value as configurations hold it, with tuples in place of lists."""
     return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass
 class Left:
-    """Settings that were left out before anything was computed, and how many, by reason."""
+    """The number of settings left out before any estimate, by reason."""
 
     count: dict[str, int] = field(default_factory=dict)
 
     def out(self, reason: str, times: int = 1) -> None:
-        """Count some."""
+        """Count `times` settings."""
         self.count[reason] = self.count.get(reason, 0) + times
 
 
 def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
-    """Every way to run the job that its batch and its heads allow; others are counted as `left` out."""
+    """Yield every setting that the batch and the heads of the job allow; count the others in `left`."""
     cfg, at_once = asked.cfg, asked.cfg.passes.communication.batch_overlap
     for mesh in meshes(asked, sizes):
         data, rows = mesh.dp_replicate * mesh.dp_shard, cfg.train.global_batch_size
@@ -163,7 +164,7 @@ def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
 
 
 def meshes(asked: Asked, sizes: Sizes) -> Iterator[MeshConfig]:
-    """Every factorization of the ranks that keeps the axes that are stated."""
+    """Yield every factorization of the ranks that keeps the stated axes."""
     given = asked.cfg.mesh
     wholly = "mesh" in asked.given
     known = {
@@ -183,7 +184,10 @@ def meshes(asked: Asked, sizes: Sizes) -> Iterator[MeshConfig]:
 
 
 def pipelines(asked: Asked, sizes: Sizes) -> list[int]:
-    """How many stages a pipeline may have: what is stated, else one, or as many nodes as have a layer each."""
+    """Return the possible numbers of pipeline stages.
+
+    It is the stated one; otherwise 1 and the divisors of the number of nodes, up to the number of layers.
+    """
     if asked.fixed("mesh.pp"):
         return [asked.cfg.mesh.pp]
     nodes = asked.gpus // asked.cfg.cluster.gpus_per_node
@@ -192,24 +196,24 @@ def pipelines(asked: Asked, sizes: Sizes) -> list[int]:
 
 
 def chunks(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[int | None]:
-    """How many stages a rank of the pipeline may have."""
+    """Return the possible numbers of stages a pipeline rank."""
     if mesh.pp == 1 or asked.fixed("passes.pipeline"):
         return [None]
     return [n for n in CHUNKS if mesh.pp * n <= sizes.layers]
 
 
 def choices(known: Mapping[str, int], axis: str, ranks: int) -> list[int]:
-    """The sizes that an axis may have of so many ranks."""
+    """Return the possible sizes of an axis that divides `ranks` ranks."""
     return [n for n in divisors(ranks) if known.get(axis, n) == n]
 
 
 def divisors(count: int) -> list[int]:
-    """Those of a number, in order."""
+    """Return the divisors of a number in ascending order."""
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
 def spreads(asked: Asked, sizes: Sizes, shard: int, cp: int, tp: int) -> list[int]:
-    """Over how many ranks experts may be spread."""
+    """Return the possible numbers of ranks to spread experts over."""
     if asked.fixed("mesh.ep"):
         return [asked.cfg.mesh.ep]
     if sizes.expert_count == 1:
@@ -220,14 +224,14 @@ def spreads(asked: Asked, sizes: Sizes, shard: int, cp: int, tp: int) -> list[in
 
 
 def microbatches(asked: Asked, rows: int) -> list[int]:
-    """Into how many a rank's rows may be divided."""
+    """Return the possible numbers of microbatches for a rank's sequences."""
     if asked.fixed("train.microbatches"):
         return [n for n in [asked.cfg.train.microbatches] if rows % n == 0]
     return divisors(rows)
 
 
 def recomputations(asked: Asked, mesh: MeshConfig) -> list[tuple[str, bool, bool]]:
-    """(policy, whether collectives of `tp` are repeated, whether weights are gathered again)."""
+    """Return the possible (policy, recompute collectives over `tp`, gather weights again in the backward)."""
     if asked.fixed("passes.remat"):
         return [("as given", False, asked.cfg.passes.remat.regather)]
     names = [name for name in RECOMPUTE if name in asked.cfg.plan.recompute]
@@ -237,12 +241,12 @@ def recomputations(asked: Asked, mesh: MeshConfig) -> list[tuple[str, bool, bool
 
 
 def repeats(name: str, mesh: MeshConfig) -> bool:
-    """Whether a policy has collectives of `tp` to repeat."""
+    """Return True if a policy has collectives over `tp` to recompute."""
     return name != "none" and mesh.tp > 1
 
 
 def methods(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[str]:
-    """How attention may run over `cp`."""
+    """Return the possible methods of attention over `cp`."""
     if mesh.cp == 1 or asked.fixed("passes.context.method"):
         return ["auto"]
     heads, ranks = sizes.heads, mesh.tp * mesh.cp
@@ -253,14 +257,14 @@ def methods(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[str]:
 
 
 def products(asked: Asked) -> list[bool]:
-    """Whether products may be in float8."""
+    """Return the choices for matmuls in float8: [False, True] or [False]."""
     cast, plan = asked.cfg.passes.cast, asked.cfg.plan
     may = plan.float8 and cast.float8 is None and cast.param_dtype == "bfloat16"
     return [False, True] if may else [False]
 
 
 def depth_pattern(model: ModelConfig) -> tuple[int, int]:
-    """Layers before the first of those that repeat, and after how many they do."""
+    """Return (layers before the first repeated layer, period of the repetition)."""
     experts = model.experts
     every = experts.every if experts else 1
     return (experts.dense_layers if experts else 0), math.lcm(every, model.nope_every or 1)
