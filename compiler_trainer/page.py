@@ -61,7 +61,7 @@ def page(title: str, body: str) -> str:
     return PAGE.format(title=html.escape(title), script=get_plotlyjs(), body=body)
 
 
-def drawn(plot: go.Figure, title: str = "", said: str = "", wide: bool = False) -> str:
+def figure_html(plot: go.Figure, title: str = "", said: str = "", wide: bool = False) -> str:
     """A plot below its title and a sentence on it; it is as wide as its place."""
     margin = {"l": 20, "r": 20, "t": 10, "b": 20}
     plot.update_layout(template="plotly_white", margin=margin)

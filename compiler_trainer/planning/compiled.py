@@ -47,15 +47,15 @@ def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig
 def predicted(cfg: Config, candidate: Candidate, step: DryStep) -> Estimate:
     """Return the prediction of a dry run as an estimate."""
     report = predict_step(cfg, step)
-    found, memory = report["prediction"], report["prediction"]["memory"]
+    prediction, memory = report["prediction"], report["prediction"]["memory"]
     return Estimate(
         candidate,
-        compute_s=found["compute_ms"] / 1e3,
-        exposed_s={axis: ms / 1e3 for axis, ms in found["exposed_ms"].items() if ms > 0},
+        compute_s=prediction["compute_ms"] / 1e3,
+        exposed_s={axis: ms / 1e3 for axis, ms in prediction["exposed_ms"].items() if ms > 0},
         memory=memory["kinds"],
         step_s=report["predicted"]["step_ms"] / 1e3,
         bytes=memory["bytes"],
-        sent=found["sent_bytes"],
+        sent=prediction["sent_bytes"],
         place=f"{memory['program']} {memory['node']}",
     )
 
@@ -74,8 +74,8 @@ def compile_layers(cfg: Config) -> DryStep:
     request, report = request_of(cfg, trained), Reporter()
     pipeline = build_pipeline(request)
     exported = report.time("capture", lambda: Exported(captured(cfg, request, pipeline.folding)))
-    made = compile_exported(request, pipeline, exported, report, None, lambda what: None, brief=True)
-    return flat_step(cfg, trained, request, made)
+    compiled = compile_exported(request, pipeline, exported, report, None, lambda what: None, brief=True)
+    return flat_step(cfg, trained, request, compiled)
 
 
 def captured(cfg: Config, request: CompileRequest, folding: Folding | None) -> Captured:
@@ -84,8 +84,8 @@ def captured(cfg: Config, request: CompileRequest, folding: Folding | None) -> C
     train, passes = cfg.train, cfg.passes
     shapes = {name: (value.shape, value.dtype) for name, value in request.batch.items()}
     patterns = passes.cast, passes.shard.plan, passes.remat.layers, passes.remat.modules, cfg.optim.groups
-    alone = request.mesh.without("pp").world_size == 1
-    key = repr((cfg.model, cfg.loss, train.dtype, train.seed, shapes, patterns, depths, alone))
+    is_one_rank = request.mesh.without("pp").world_size == 1
+    key = repr((cfg.model, cfg.loss, train.dtype, train.seed, shapes, patterns, depths, is_one_rank))
     if key not in captures:
         captures[key] = export_few(cfg, request, folding)
     program, ctx = captures[key] = captures.pop(key)
@@ -103,10 +103,10 @@ def export_few(cfg: Config, request: CompileRequest, folding: Folding | None) ->
     program, ctx = export_once(dataclasses.replace(request, model=small.module, loss_fn=small.loss), folding)
     if program.fold is None:
         return export_once(request, folding)
-    return Captured(deepened(program, program.fold, cfg.model.n_layers - count), ctx)  # type: ignore[union-attr]
+    return Captured(with_more_layers(program, program.fold, cfg.model.n_layers - count), ctx)  # type: ignore[union-attr]
 
 
-def deepened(program: ir.Program, fold: Fold, missing: int) -> ir.Program:
+def with_more_layers(program: ir.Program, fold: Fold, missing: int) -> ir.Program:
     """Return a program whose folded layer stands for `missing` more layers; layers after it are renumbered."""
     all_but_missing = dataclasses.replace(fold, left_out=0)
 
@@ -136,19 +136,22 @@ def few_layers(cfg: Config, request: CompileRequest, folding: Folding | None) ->
     if folding is None or not isinstance(cfg.model, ModelConfig) or not are_alike(request.model, folding.alike):
         return None
     first, period = depth_pattern(cfg.model)
-    stay = folding.among(request.mesh.world_size)
-    count = first + stay.before + stay.after + 3  # the first and last of the run may differ, and one is left out
+    kept_layers = folding.among(request.mesh.world_size)
+    # 3: the first and last of the run may differ, and one is left out
+    count = first + kept_layers.before + kept_layers.after + 3
     return count if period == 1 and count < cfg.model.n_layers else None
 
 
 def are_alike(module: nn.Module, alike: Callable[[str], Hashable]) -> bool:
     """Return True if options treat modules and parameters alike that differ only in the layer number."""
-    answers: dict[str, str] = {}
+    option_of_name: dict[str, str] = {}
     names = itertools.chain(module.named_modules(), module.named_parameters())
-    return all(answers.setdefault(NUMBER.sub(".*", name), repr(alike(name))) == repr(alike(name)) for name, _ in names)
+    return all(
+        option_of_name.setdefault(NUMBER.sub(".*", name), repr(alike(name))) == repr(alike(name)) for name, _ in names
+    )
 
 
-def drawn(cfg: Config, candidate: Candidate) -> tuple[int | None, DryStep]:
+def for_timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, DryStep]:
     """Return (layers, programs) of a setting for its timeline, with few layers if options define the model."""
     if isinstance(cfg.model, ModelConfig) and candidate.mesh.pp == 1:
         layers, (first, period) = cfg.model.n_layers, depth_pattern(cfg.model)

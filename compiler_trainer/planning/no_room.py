@@ -15,8 +15,8 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.planning.auto import FEW, differing
 from compiler_trainer.planning.dry import DryStep, compile_dry, predict_step
 from compiler_trainer.planning.estimate import Estimate
-from compiler_trainer.planning.search import Found, one, room, search
-from compiler_trainer.planning.space import Asked, Candidate, replaced
+from compiler_trainer.planning.search import Outcome, compile_one, room, search
+from compiler_trainer.planning.space import Candidate, PlanRequest, replaced
 from compiler_trainer.step.ranks import start_ranks
 from compiler_trainer.training.exhausted import Failure, free_bytes, used_bytes
 from passes.cost.accounting import Ledger, peak_of
@@ -37,64 +37,66 @@ def answer(cfg: Config, failure: Failure) -> Iterator[str]:
     ranks = start_ranks()
     cfg = validate(for_running(cfg), ranks)
     free, used = free_bytes(), used_bytes()
-    asked = f", {size(failure.asked_bytes)} more asked for" if failure.asked_bytes else ""
-    yield f"measured: {size(max(0, failure.used_bytes - used))} in use in {failure.where}{asked}; {size(free)} is there"
+    more = f", {size(failure.asked_bytes)} more requested" if failure.asked_bytes else ""
+    yield f"measured: {size(max(0, failure.used_bytes - used))} in use in {failure.where}{more}; {size(free)} is free"
     step = compile_dry(cfg, None)
     memory = predict_step(cfg, step)["prediction"]["memory"]
     at = f"%{memory['node']} ({memory['line'] or 'no source line'})"
-    yield f"predicted: a peak of {size(memory['bytes'])} at {at} of {memory['program']}; alive there are"
-    yield from (f"  {size(count):>10}  {what}" for what, count in alive(step, memory))
-    yield from settings(limited(cfg, ranks, free, memory["bytes"]), cfg)
+    yield f"predicted: a peak of {size(memory['bytes'])} at {at} of {memory['program']}; the largest tensors there:"
+    yield from (f"  {size(count):>10}  {text}" for text, count in largest_alive(step, memory))
+    yield from settings(limited_request(cfg, ranks, free, memory["bytes"]), cfg)
 
 
-def alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
+def largest_alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
     """Return the largest tensors at the peak as (kind and module, bytes); modules of all layers count together."""
     program, ctx = step.programs[memory["program"]]
     ledger = Ledger(program, abstract_eval(program, ctx))
-    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs, strict=True)}
-    found = Counter[str]()
+    names = {
+        node: program_input.name for node, program_input in zip(program.placeholders(), program.inputs, strict=True)
+    }
+    bytes_by_text = Counter[str]()
     for storage, times in peak_of(ledger).alive.items():
         maker = ledger.makers[storage]
-        where = names.get(maker) or ir.module_path(maker) or f"%{maker.name}"
-        what = f"{ledger.kinds[storage]} of {NUMBER.sub('.*', where)}"
-        found.update({what: times * ledger.avals.storage_bytes[storage]})
-    return found.most_common(LARGEST)
+        module = names.get(maker) or ir.module_path(maker) or f"%{maker.name}"
+        text = f"{ledger.kinds[storage]} of {NUMBER.sub('.*', module)}"
+        bytes_by_text.update({text: times * ledger.avals.storage_bytes[storage]})
+    return bytes_by_text.most_common(LARGEST)
 
 
-def limited(cfg: Config, ranks: int, free: int, own: int) -> Asked:
+def limited_request(cfg: Config, ranks: int, free: int, used: int) -> PlanRequest:
     """Return the job to plan for, on devices with less memory than it takes and no more than is free."""
-    given = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
-    given |= {f"passes.{name}" for name in OPEN}
+    stated = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
+    stated |= {f"passes.{name}" for name in OPEN}
     plan = {"compile": min(FEW, cfg.plan.compile)}
     cluster = {"gpus": ranks, "hbm_gib": free / GIB}
     if cfg.cluster.host_computes:
         cluster |= {"hbm_gib": SPARE * free / GIB, "context_gib": PROCESS_GIB, "communicator_gib": 0.0}
-    asked = Asked(replaced(cfg, {"cluster": cluster, "plan": plan}), frozenset(given))
-    there = asked.cfg.cluster.hbm_gib * min(1.0, LESS * own / max(room(asked), 1.0))
-    return Asked(replaced(asked.cfg, {"cluster": {"hbm_gib": there}}), asked.given)
+    request = PlanRequest(replaced(cfg, {"cluster": cluster, "plan": plan}), frozenset(stated))
+    usable_gib = request.cfg.cluster.hbm_gib * min(1.0, LESS * used / max(room(request), 1.0))
+    return PlanRequest(replaced(request.cfg, {"cluster": {"hbm_gib": usable_gib}}), request.stated)
 
 
-def settings(asked: Asked, cfg: Config) -> Iterator[str]:
+def settings(request: PlanRequest, cfg: Config) -> Iterator[str]:
     """Yield lines on the settings that fit, fastest first, each with its time relative to the job's."""
 
-    def compile_all(chosen: Sequence[Candidate]) -> list[Found]:
-        return [one([asked], candidate) for candidate in chosen]
+    def compile_all(chosen: Sequence[Candidate]) -> list[Outcome]:
+        return [compile_one([request], candidate) for candidate in chosen]
 
     try:
-        (plan,) = search([asked], compile_all)
+        (plan,) = search([request], compile_all)
     except UserError as error:
         yield f"no setting fits: {error.message}"
         return
-    own = one([asked], Candidate(cfg.mesh, cfg.train.microbatches))
-    yield "what fits, the fastest first by prediction:"
-    for found in plan.ranked[:SHOWN]:
-        time = "" if isinstance(own, str) else f", {found.step_s / own[0].step_s - 1:+.0%} time"
-        yield f"  {setting(found, cfg)} ({size(round(found.bytes))}{time})"
+    baseline = compile_one([request], Candidate(cfg.mesh, cfg.train.microbatches))
+    yield "settings that fit, fastest first by prediction:"
+    for estimate in plan.ranked[:SHOWN]:
+        time = "" if isinstance(baseline, str) else f", {estimate.step_s / baseline[0].step_s - 1:+.0%} time"
+        yield f"  {setting(estimate, cfg)} ({size(round(estimate.bytes))}{time})"
 
 
-def setting(found: Estimate, cfg: Config) -> str:
+def setting(estimate: Estimate, cfg: Config) -> str:
     """Return the changed options of a setting as command-line overrides."""
-    return " ".join(differing(found.candidate.applied(cfg), cfg))
+    return " ".join(differing(estimate.candidate.applied(cfg), cfg))
 
 
 def size(count: int) -> str:

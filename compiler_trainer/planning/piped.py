@@ -33,7 +33,7 @@ T = TypeVar("T", ir.Input, ir.Output)
 
 @dataclass(frozen=True)
 class FewStages:
-    """A job on few ranks of the pipeline, the table of all ranks, and the compiled rank and stage that stand for each."""
+    """A job on few ranks of the pipeline, the table of all ranks, and the compiled rank and stage that replace each."""
 
     cfg: Config
     table: Table
@@ -54,15 +54,15 @@ def few_stages(cfg: Config) -> FewStages | None:
     by_rank = stages_by_rank(table)
     kinds = [tuple(counts[stage] for stage in stages) for stages in by_rank]
     between = list(dict.fromkeys(kinds[1:-1]))
-    alike = (0, *(1 + between.index(kind) for kind in kinds[1:-1]), 1 + len(between))
+    few_rank_of = (0, *(1 + between.index(kind) for kind in kinds[1:-1]), 1 + len(between))
     few_ranks = 2 + len(between)
     changes = {"mesh": {"pp": few_ranks}, "passes": {"pipeline": {"schedule": schedule, "chunks": max(2, chunks)}}}
     few_cfg = replaced(cfg, changes)
     few_table = build_table(few_cfg.passes.pipeline, few_ranks, cfg.train.microbatches)
     few_by_rank = stages_by_rank(few_table)
-    if few_ranks == ranks or any(len(few_by_rank[few]) != len(by_rank[rank]) for rank, few in enumerate(alike)):
+    if few_ranks == ranks or any(len(few_by_rank[few]) != len(by_rank[rank]) for rank, few in enumerate(few_rank_of)):
         return None
-    pairs = [pair for rank, few in enumerate(alike) for pair in zip(by_rank[rank], few_by_rank[few])]
+    pairs = [pair for rank, few in enumerate(few_rank_of) for pair in zip(by_rank[rank], few_by_rank[few])]
     stages = tuple(few for _, few in sorted(pairs))
     ends = [
         (chunk * ranks + at * (ranks - 1), chunk * few_ranks + at * (few_ranks - 1))
@@ -73,12 +73,15 @@ def few_stages(cfg: Config) -> FewStages | None:
         return None
     few_counts = [count for _, count in sorted(dict(zip(stages, counts)).items())]
     changes = {"model": {"n_layers": sum(few_counts)}, "passes": {"pipeline": {"stages": few_counts}}}
-    return FewStages(replaced(few_cfg, changes), table, alike, stages)
+    return FewStages(replaced(few_cfg, changes), table, few_rank_of, stages)
 
 
 def stages_by_rank(table: Table) -> list[list[int]]:
     """Return the stages of each rank of the pipeline in order."""
-    return [[stage for stage, of in enumerate(table.rank_of) if of == rank] for rank in range(table.ranks)]
+    return [
+        [stage for stage, rank_of_stage in enumerate(table.rank_of) if rank_of_stage == rank]
+        for rank in range(table.ranks)
+    ]
 
 
 def layers_by_stage(cfg: Config, stages: int) -> tuple[int, ...]:
@@ -95,12 +98,12 @@ def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:
     if labels is None:
         return None
     programs, passes = dict[str, Captured](), []
-    last = {done["program"]: done for done in step.report["passes"]}
+    report_of_program = {done["program"]: done for done in step.report["passes"]}
     for name, captured in step.programs.items():
         task = task_of(captured)
         of_rank = task.kind in OF_RANKS
-        compiled = few.ranks if of_rank else few.stages
-        for number in (n for n, stands_in in enumerate(compiled) if stands_in == task.stage):
+        few_numbers = few.ranks if of_rank else few.stages
+        for number in (n for n, few_number in enumerate(few_numbers) if few_number == task.stage):
             repeated = Task(number, task.kind)
             if of_rank:
                 new_name = names_in_update(step, task.stage, number, (few.ranks[-1], few.table.ranks - 1))
@@ -108,7 +111,7 @@ def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:
                 new_name = partial(name_in_stage, labels=labels, few_stage=task.stage, stage=number)
             program = dataclasses.replace(renamed(captured.program, new_name), task=repeated)
             programs[str(repeated)] = Captured(program, captured.ctx)
-            passes.append(last[name] | {"program": str(repeated)})
+            passes.append(report_of_program[name] | {"program": str(repeated)})
     table = build_table(cfg.passes.pipeline, cfg.mesh.pp, cfg.train.microbatches, Reporter(passes=passes).cost)
     return DryStep(programs, step.report | {"passes": passes}, step.flops_per_token, table)
 
@@ -137,19 +140,19 @@ def labels_of(step: DryStep) -> dict[str, tuple[int, str]] | None:
     """
     tasks = [(task_of(captured), captured.program) for captured in step.programs.values()]
     ends = {task: (carried(p.inputs), carried(p.outputs)) for task, p in tasks if task.kind not in OF_RANKS}
-    made_by = {value: task.stage for task, (_, made) in ends.items() for value in made}
+    stage_of_value = {value: task.stage for task, (_, outputs) in ends.items() for value in outputs}
     to_next, to_previous = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
-    for value, stage in made_by.items():
-        others = {task.stage for task, (read, _) in ends.items() if value in read} - {stage}
+    for value, stage in stage_of_value.items():
+        others = {task.stage for task, (inputs, _) in ends.items() if value in inputs} - {stage}
         if not others <= {stage - 1, stage + 1} or len(others) > 1:
             return None
         for other in others:
             (to_next if other > stage else to_previous)[stage].append(value)
-    stages = len({*made_by.values()})
-    ways = (to_next.values(), to_previous.values())
-    if any(len({*map(len, lists)}) > 1 or len(lists) not in (0, stages - 1) for lists in ways):
+    stages = len({*stage_of_value.values()})
+    lists_by_direction = (to_next.values(), to_previous.values())
+    if any(len({*map(len, lists)}) > 1 or len(lists) not in (0, stages - 1) for lists in lists_by_direction):
         return None
-    labels = {value: (stage, value) for value, stage in made_by.items()}
+    labels = {value: (stage, value) for value, stage in stage_of_value.items()}
     for label, lists in (("next", to_next), ("previous", to_previous)):
         labels |= {value: (stage, f"{label} {i}") for stage, values in lists.items() for i, value in enumerate(values)}
     return labels

@@ -22,37 +22,37 @@ def play(
     seconds: Mapping[str, float],
     send_s: Callable[[Message], float],
 ) -> Timing:
-    """Time the turns, each rank a stream; a turn waits for its inputs, and messages between two ranks are in sequence."""
-    clock, there, (reads, makes) = Clock(), dict[tuple[Key, int], float](), keys_of(turns, programs)
+    """Time the turns, each rank a stream; a turn waits for its inputs, and messages between two ranks run in turn."""
+    clock, arrival, (reads, makes) = Clock(), dict[tuple[Key, int], float](), keys_of(turns, programs)
     sent = defaultdict[Key, list[Message]](list)
     for message in messages(turns, programs):
         sent[message.key].append(message)
     for turn in turns:
-        after = max((there[key, turn.rank] for key in reads[turn].values()), default=0.0)
+        after = max((arrival[key, turn.rank] for key in reads[turn].values()), default=0.0)
         end = clock.run(turn, turn.rank, seconds[turn.program], after).end
         for key in makes[turn].values():
-            there[key, turn.rank] = end
+            arrival[key, turn.rank] = end
             for message in sent[key]:
                 pair = message.source, message.to
-                there[key, message.to] = clock.run(message, pair, send_s(message), end).end
+                arrival[key, message.to] = clock.run(message, pair, send_s(message), end).end
     return Timing(clock.spans).of(lambda work: isinstance(work, Turn))
 
 
-def kept_beside(
-    turns: Sequence[Turn], programs: Mapping[str, ir.Program], rank: int, size: Mapping[str, int]
+def kept_for_later(
+    turns: Sequence[Turn], programs: Mapping[str, ir.Program], rank: int, value_bytes: Mapping[str, int]
 ) -> Iterator[tuple[Turn, int]]:
     """Yield each turn of a rank with the bytes kept for later turns while it runs; `size` has each value's bytes."""
     reads, makes = keys_of(turns, programs)
     turns = [turn for turn in turns if turn.rank == rank]
-    left = Counter(key for turn in turns for key in reads[turn].values())
+    reads_left = Counter(key for turn in turns for key in reads[turn].values())
     kept = dict[Key, int]()
     for turn in turns:
-        own = list(reads[turn].values())
-        yield turn, sum(kept.values()) - sum(kept.get(key, 0) for key in own)
-        left.subtract(own)
-        kept |= {key: size[key[0]] for key in (*own, *makes[turn].values()) if left[key]}
-        for key in own:
-            if not left[key]:
+        inputs = list(reads[turn].values())
+        yield turn, sum(kept.values()) - sum(kept.get(key, 0) for key in inputs)
+        reads_left.subtract(inputs)
+        kept |= {key: value_bytes[key[0]] for key in (*inputs, *makes[turn].values()) if reads_left[key]}
+        for key in inputs:
+            if not reads_left[key]:
                 kept.pop(key, None)
 
 
@@ -64,7 +64,7 @@ class InFlight(NamedTuple):
 
 
 def in_flight(
-    turns: Sequence[Turn], programs: Mapping[str, ir.Program], rank: int, size: Mapping[str, int]
+    turns: Sequence[Turn], programs: Mapping[str, ir.Program], rank: int, value_bytes: Mapping[str, int]
 ) -> Iterator[tuple[Turn, InFlight]]:
     """Yield each turn of a rank with the bytes of messages that `Post` holds while it runs.
 
@@ -77,13 +77,13 @@ def in_flight(
         return
     table, (reads, makes) = Timetable(turns, programs, rank), keys_of(turns, programs)
     turns = [turn for turn in turns if turn.rank == rank]
-    readers = [(key, n) for n, turn in enumerate(turns) for key in reads[turn].values()]
+    readers = [(key, index) for index, turn in enumerate(turns) for key in reads[turn].values()]
     last, first = dict(readers), dict(reversed(readers))
-    made = {key: n for n, turn in enumerate(turns) for key in makes[turn].values()}
-    posted = {message.key: n for n, due in table.receives.items() for message in due}
-    proven = {message: n for n, arrived in table.arrived.items() for message in arrived}
+    made = {key: index for index, turn in enumerate(turns) for key in makes[turn].values()}
+    posted = {message.key: index for index, due in table.receives.items() for message in due}
+    proven = {message: index for index, arrived in table.arrived.items() for message in arrived}
     until = {key: max(proven.get(each, len(turns)) for each in sends) for key, sends in table.sends.items()}
-    for n, turn in enumerate(turns):
-        expected = [key for key, before in posted.items() if before - 1 <= n < first[key]]
-        sent = [key for key, end in until.items() if max(made[key], last.get(key, 0)) < n <= end]
-        yield turn, InFlight(*(sum(size[name] for name, _ in keys) for keys in (expected, sent)))
+    for index, turn in enumerate(turns):
+        received = [key for key, before in posted.items() if before - 1 <= index < first[key]]
+        sent = [key for key, end in until.items() if max(made[key], last.get(key, 0)) < index <= end]
+        yield turn, InFlight(*(sum(value_bytes[name] for name, _ in keys) for keys in (received, sent)))

@@ -1,6 +1,6 @@
 """The choices of a plan: meshes, microbatches, recomputation, methods of context parallelism, precision.
 
-Options that the user states stay fixed (`Asked.given`); all others are choices.
+Options that the user states stay fixed (`PlanRequest.given`); all others are choices.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A job to plan for: its options, and the dotted names of the options (or groups) that the user has stated."""
 
     cfg: Config
     given: frozenset[str] = frozenset()
 
-    def fixed(self, name: str) -> bool:
+    def is_fixed(self, name: str) -> bool:
         """Return True if an option, its group, or a part of it is stated."""
-        return any(f"{name}.".startswith(f"{one}.") or f"{one}.".startswith(f"{name}.") for one in self.given)
+        return any(f"{name}.".startswith(f"{option}.") or f"{option}.".startswith(f"{name}.") for option in self.stated)
 
     @property
     def gpus(self) -> int:
         """The number of GPUs; raises UserError if cluster.gpus is not set."""
         if self.cfg.cluster.gpus is None:
-            raise UserError("cluster.gpus", "is not set, and a plan is for so many; set cluster.gpus=8, say")
+            raise UserError("cluster.gpus", "is not set; state the number of GPUs to plan for, such as cluster.gpus=8")
         return self.cfg.cluster.gpus
 
 
@@ -107,9 +107,9 @@ class Candidate:
 
     def recomputes(self) -> str:
         """Return the recomputation as text."""
-        kept = "" if self.regather else ", weights kept"
-        some = "" if self.first is None else f"{self.first.policy} in the first {self.first.layers}, else "
-        return f"{some}{self.recompute}{' + collectives' if self.collectives else ''}{kept}"
+        weights = "" if self.regather else ", weights kept"
+        first_layers = "" if self.first is None else f"{self.first.policy} in the first {self.first.layers}, else "
+        return f"{first_layers}{self.recompute}{' + collectives' if self.collectives else ''}{weights}"
 
 
 def replaced(options: Any, changes: Mapping[str, Any]) -> Any:
@@ -128,83 +128,88 @@ def as_kept(value: Any) -> Any:
 
 
 @dataclass
-class Left:
+class LeftOut:
     """The number of settings left out before any estimate, by reason."""
 
     count: dict[str, int] = field(default_factory=dict)
 
-    def out(self, reason: str, times: int = 1) -> None:
+    def add(self, reason: str, times: int = 1) -> None:
         """Count `times` settings."""
         self.count[reason] = self.count.get(reason, 0) + times
 
 
-def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
+def candidates(request: PlanRequest, sizes: Sizes, left_out: LeftOut) -> Iterator[Candidate]:
     """Yield every setting that the batch and the heads of the job allow; count the others in `left`."""
-    cfg, at_once = asked.cfg, asked.cfg.passes.communication.batch_overlap
-    for mesh in meshes(asked, sizes):
-        data, rows = mesh.dp_replicate * mesh.dp_shard, cfg.train.global_batch_size
-        if rows % data:
-            left.out(f"train.global_batch_size={rows} does not divide among the ranks of data")
+    cfg, overlapped = request.cfg, request.cfg.passes.communication.batch_overlap
+    for mesh in meshes(request, sizes):
+        data_ranks, sequences = mesh.dp_replicate * mesh.dp_shard, cfg.train.global_batch_size
+        if sequences % data_ranks:
+            left_out.add(f"train.global_batch_size={sequences} is not divisible by the number of data ranks")
             continue
         if 2 * mesh.cp > cfg.train.seq_len or mesh.tp > max(sizes.heads.queries, sizes.heads.keys, 1) > 1:
-            left.out("more ranks than chunks of the sequence, or than heads")
+            left_out.add("more cp ranks than chunks of the sequence, or more tp ranks than heads")
             continue
-        for count in microbatches(asked, rows // data):
-            if count < mesh.pp:
-                left.out("fewer microbatches than pipeline stages")
+        for microbatch_count in microbatches(request, sequences // data_ranks):
+            if microbatch_count < mesh.pp:
+                left_out.add("fewer microbatches than pipeline stages")
                 continue
-            if count % at_once or at_once > 1 < mesh.pp:
-                left.out(f"microbatches that do not go by passes.communication.batch_overlap={at_once}")
+            if microbatch_count % overlapped or overlapped > 1 < mesh.pp:
+                left_out.add(f"the number of microbatches does not fit passes.communication.batch_overlap={overlapped}")
                 continue
-            for rest in itertools.product(
-                recomputations(asked, mesh), methods(asked, sizes, mesh), products(asked), chunks(asked, sizes, mesh)
+            for choice in itertools.product(
+                recomputations(request, mesh),
+                methods(request, sizes, mesh),
+                products(request),
+                chunks(request, sizes, mesh),
             ):
-                (recompute, collectives, regather), method, float8, parts = rest
-                yield Candidate(mesh, count, recompute, collectives, regather, method, float8, None, parts)
+                (recompute, collectives, regather), method, float8, stage_count = choice
+                yield Candidate(
+                    mesh, microbatch_count, recompute, collectives, regather, method, float8, None, stage_count
+                )
 
 
-def meshes(asked: Asked, sizes: Sizes) -> Iterator[MeshConfig]:
+def meshes(request: PlanRequest, sizes: Sizes) -> Iterator[MeshConfig]:
     """Yield every factorization of the ranks that keeps the stated axes."""
-    given = asked.cfg.mesh
-    wholly = "mesh" in asked.given
-    known = {
-        axis: getattr(given, axis)
+    mesh_options = request.cfg.mesh
+    mesh_is_stated = "mesh" in request.stated
+    stated = {
+        axis: getattr(mesh_options, axis)
         for axis in ("dp_replicate", "dp_shard", "cp", "tp")
-        if (wholly or f"mesh.{axis}" in asked.given) and getattr(given, axis) != -1
+        if (mesh_is_stated or f"mesh.{axis}" in request.stated) and getattr(mesh_options, axis) != -1
     }
-    for pp in pipelines(asked, sizes):
-        inside = asked.gpus // pp
-        for tp in choices(known, "tp", inside):
-            for cp in choices(known, "cp", inside // tp):
-                for shard in choices(known, "dp_shard", inside // tp // cp):
-                    replicate = inside // tp // cp // shard
-                    if known.get("dp_replicate", replicate) == replicate:
-                        for ep in spreads(asked, sizes, shard, cp, tp):
-                            yield MeshConfig(pp, replicate, shard, cp, tp, ep)
+    for pp in pipelines(request, sizes):
+        ranks = request.gpus // pp
+        for tp in choices(stated, "tp", ranks):
+            for cp in choices(stated, "cp", ranks // tp):
+                for dp_shard in choices(stated, "dp_shard", ranks // tp // cp):
+                    dp_replicate = ranks // tp // cp // dp_shard
+                    if stated.get("dp_replicate", dp_replicate) == dp_replicate:
+                        for ep in spreads(request, sizes, dp_shard, cp, tp):
+                            yield MeshConfig(pp, dp_replicate, dp_shard, cp, tp, ep)
 
 
-def pipelines(asked: Asked, sizes: Sizes) -> list[int]:
+def pipelines(request: PlanRequest, sizes: Sizes) -> list[int]:
     """Return the possible numbers of pipeline stages.
 
     It is the stated one; otherwise 1 and the divisors of the number of nodes, up to the number of layers.
     """
-    if asked.fixed("mesh.pp"):
-        return [asked.cfg.mesh.pp]
-    nodes = asked.gpus // asked.cfg.cluster.gpus_per_node
-    whole = asked.gpus % asked.cfg.cluster.gpus_per_node == 0
-    return [n for n in divisors(nodes) if n <= sizes.layers] if nodes and whole else [1]
+    if request.is_fixed("mesh.pp"):
+        return [request.cfg.mesh.pp]
+    nodes = request.gpus // request.cfg.cluster.gpus_per_node
+    fills_nodes = request.gpus % request.cfg.cluster.gpus_per_node == 0
+    return [n for n in divisors(nodes) if n <= sizes.layers] if nodes and fills_nodes else [1]
 
 
-def chunks(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[int | None]:
+def chunks(request: PlanRequest, sizes: Sizes, mesh: MeshConfig) -> list[int | None]:
     """Return the possible numbers of stages a pipeline rank."""
-    if mesh.pp == 1 or asked.fixed("passes.pipeline"):
+    if mesh.pp == 1 or request.is_fixed("passes.pipeline"):
         return [None]
     return [n for n in CHUNKS if mesh.pp * n <= sizes.layers]
 
 
-def choices(known: Mapping[str, int], axis: str, ranks: int) -> list[int]:
+def choices(stated: Mapping[str, int], axis: str, ranks: int) -> list[int]:
     """Return the possible sizes of an axis that divides `ranks` ranks."""
-    return [n for n in divisors(ranks) if known.get(axis, n) == n]
+    return [n for n in divisors(ranks) if stated.get(axis, n) == n]
 
 
 def divisors(count: int) -> list[int]:
@@ -212,55 +217,57 @@ def divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-def spreads(asked: Asked, sizes: Sizes, shard: int, cp: int, tp: int) -> list[int]:
+def spreads(request: PlanRequest, sizes: Sizes, dp_shard: int, cp: int, tp: int) -> list[int]:
     """Return the possible numbers of ranks to spread experts over."""
-    if asked.fixed("mesh.ep"):
-        return [asked.cfg.mesh.ep]
+    if request.is_fixed("mesh.ep"):
+        return [request.cfg.mesh.ep]
     if sizes.expert_count == 1:
         return [1]
-    found = [n * cp for n in divisors(shard) if 1 < n * cp <= sizes.expert_count]
-    over_all = [shard * cp * tp] if tp > 1 and shard * cp * tp <= sizes.expert_count else []
-    return sorted({1, *found, *over_all})
+    over_shards = [n * cp for n in divisors(dp_shard) if 1 < n * cp <= sizes.expert_count]
+    over_all_ranks = [dp_shard * cp * tp] if tp > 1 and dp_shard * cp * tp <= sizes.expert_count else []
+    return sorted({1, *over_shards, *over_all_ranks})
 
 
-def microbatches(asked: Asked, rows: int) -> list[int]:
+def microbatches(request: PlanRequest, sequences: int) -> list[int]:
     """Return the possible numbers of microbatches for a rank's sequences."""
-    if asked.fixed("train.microbatches"):
-        return [n for n in [asked.cfg.train.microbatches] if rows % n == 0]
-    return divisors(rows)
+    if request.is_fixed("train.microbatches"):
+        return [n for n in [request.cfg.train.microbatches] if sequences % n == 0]
+    return divisors(sequences)
 
 
-def recomputations(asked: Asked, mesh: MeshConfig) -> list[tuple[str, bool, bool]]:
+def recomputations(request: PlanRequest, mesh: MeshConfig) -> list[tuple[str, bool, bool]]:
     """Return the possible (policy, recompute collectives over `tp`, gather weights again in the backward)."""
-    if asked.fixed("passes.remat"):
-        return [("as given", False, asked.cfg.passes.remat.regather)]
-    names = [name for name in RECOMPUTE if name in asked.cfg.plan.recompute]
-    gathers = (True, False) if mesh.dp_shard * mesh.cp > 1 and mesh.pp == 1 else (True,)
-    both = [(name, again) for name in names for again in ((False, True) if repeats(name, mesh) else (False,))]
-    return [(name, again, regather) for name, again in both for regather in gathers]
+    if request.is_fixed("passes.remat"):
+        return [("as given", False, request.cfg.passes.remat.regather)]
+    names = [name for name in RECOMPUTE if name in request.cfg.plan.recompute]
+    regathers = (True, False) if mesh.dp_shard * mesh.cp > 1 and mesh.pp == 1 else (True,)
+    policies = [
+        (name, again) for name in names for again in ((False, True) if has_tp_collectives(name, mesh) else (False,))
+    ]
+    return [(name, again, regather) for name, again in policies for regather in regathers]
 
 
-def repeats(name: str, mesh: MeshConfig) -> bool:
+def has_tp_collectives(name: str, mesh: MeshConfig) -> bool:
     """Return True if a policy has collectives over `tp` to recompute."""
     return name != "none" and mesh.tp > 1
 
 
-def methods(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[str]:
+def methods(request: PlanRequest, sizes: Sizes, mesh: MeshConfig) -> list[str]:
     """Return the possible methods of attention over `cp`."""
-    if mesh.cp == 1 or asked.fixed("passes.context.method"):
+    if mesh.cp == 1 or request.is_fixed("passes.context.method"):
         return ["auto"]
     heads, ranks = sizes.heads, mesh.tp * mesh.cp
-    even = heads.queries % ranks == 0 and (heads.keys % ranks == 0 or ranks % max(heads.keys, 1) == 0)
-    partly = heads.queries % (2 * mesh.tp) == 0 and heads.keys % (2 * mesh.tp) == 0 and mesh.cp >= 4
-    can = {"ulysses": even, "hybrid": partly}
-    return [name for name in METHODS if can.get(name, True)]
+    fits_ulysses = heads.queries % ranks == 0 and (heads.keys % ranks == 0 or ranks % max(heads.keys, 1) == 0)
+    fits_hybrid = heads.queries % (2 * mesh.tp) == 0 and heads.keys % (2 * mesh.tp) == 0 and mesh.cp >= 4
+    is_possible = {"ulysses": fits_ulysses, "hybrid": fits_hybrid}
+    return [name for name in METHODS if is_possible.get(name, True)]
 
 
-def products(asked: Asked) -> list[bool]:
+def products(request: PlanRequest) -> list[bool]:
     """Return the choices for matmuls in float8: [False, True] or [False]."""
-    cast, plan = asked.cfg.passes.cast, asked.cfg.plan
-    may = plan.float8 and cast.float8 is None and cast.param_dtype == "bfloat16"
-    return [False, True] if may else [False]
+    cast, plan = request.cfg.passes.cast, request.cfg.plan
+    float8_is_possible = plan.float8 and cast.float8 is None and cast.param_dtype == "bfloat16"
+    return [False, True] if float8_is_possible else [False]
 
 
 def depth_pattern(model: ModelConfig) -> tuple[int, int]:

@@ -21,7 +21,7 @@ class Varied(NamedTuple):
 def vary_table(varied: Sequence[Varied]) -> Table:
     """Return a table with the best setting of each plan, a row each."""
     names = list(varied[0].values)
-    found = Table(*names, *answer.HEADINGS[1:], title=answer.title(varied[0].plan))
+    table = Table(*names, *answer.HEADINGS[1:], title=answer.title(varied[0].plan))
     for values, plan in varied:
-        found.add_row(*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
-    return found
+        table.add_row(*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
+    return table

@@ -11,10 +11,10 @@ from typing import Any
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import AUTO, Config
 from compiler_trainer.models.subject import subject
-from compiler_trainer.planning.auto import asked_of, differing
+from compiler_trainer.planning.auto import differing, plan_request
 from compiler_trainer.planning.search import all_forms, room
 from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import Left, replaced
+from compiler_trainer.planning.space import LeftOut, replaced
 from compiler_trainer.profile.predicted import Predicted, predicted
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.measured import Spent
@@ -138,9 +138,9 @@ def of_mesh(cfg: Config) -> Iterator[Config]:
     ranks = mesh_of(cfg.mesh).world_size
     if ranks == 1:
         return
-    asked = asked_of(dataclasses.replace(cfg, mesh=AUTO), ranks)
-    forms = all_forms(asked, sizes_of(cfg, subject(cfg).module), Left())
-    best = next((form for form in forms if form.bytes <= room(asked)), None)
+    request = plan_request(dataclasses.replace(cfg, mesh=AUTO), ranks)
+    forms = all_forms(request, sizes_of(cfg, subject(cfg).module), LeftOut())
+    best = next((form for form in forms if form.bytes <= room(request)), None)
     if best is not None and best.candidate.mesh != cfg.mesh:
         yield best.candidate.applied(cfg)
 

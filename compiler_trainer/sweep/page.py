@@ -9,7 +9,7 @@ from typing import Any
 
 from plotly import graph_objects as go
 
-from compiler_trainer.page import BLUE, ORANGE, drawn, page, plots, tr
+from compiler_trainer.page import BLUE, ORANGE, figure_html, page, plots, tr
 from compiler_trainer.page import table as in_html
 from compiler_trainer.sweep.stored import Point
 from compiler_trainer.sweep.table import MIB, SHOWN, as_text, figures, varying
@@ -80,7 +80,7 @@ def losses(found: Sequence[Point]) -> Iterator[str]:
     for column, what in LOSSES.items():
         if shown := with_values(found, column):
             said = "The star marks the best point." if column == score(found) else ""
-            yield drawn(over_options(shown, column, names), f"{what} at the end, nats a token".capitalize(), said)
+            yield figure_html(over_options(shown, column, names), f"{what} at the end, nats a token".capitalize(), said)
 
 
 def over_options(found: Sequence[Point], column: str, names: Sequence[str]) -> go.Figure:
@@ -139,14 +139,14 @@ def costs(found: Sequence[Point], folder: Path) -> Iterator[str]:
     if lines := loss_curves(found, folder, names):
         plot = go.Figure(lines).update_xaxes(title="step").update_yaxes(title="nats a token")
         plot.update_layout(height=380, legend=BELOW, showlegend=len(lines) <= NAMED)
-        yield drawn(plot, "Training loss by step", wide=True)
+        yield figure_html(plot, "Training loss by step", wide=True)
     for column, heading, unit in BARS:
         if with_values(found, column):
-            yield drawn(bars(found, column, unit), heading)
+            yield figure_html(bars(found, column, unit), heading)
     if with_values(found, "peak_mem_bytes", "tokens_per_s"):
         plot = go.Figure(memory_against_throughput(found, names)).update_layout(height=340)
         plot.update_xaxes(title="peak memory of a rank, MiB").update_yaxes(title="tokens/s")
-        yield drawn(plot, "Throughput against memory.", FRONT, wide=True)
+        yield figure_html(plot, "Throughput against memory.", FRONT, wide=True)
 
 
 def bars(found: Sequence[Point], column: str, unit: int) -> go.Figure:

@@ -22,7 +22,7 @@ from compiler_trainer.config.schema import (
     TrainConfig,
 )
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
-from compiler_trainer.planning.playing import kept_beside, play
+from compiler_trainer.planning.playing import kept_for_later, play
 from compiler_trainer.planning.stages import idle
 from compiler_trainer.step.turns import turns_of_step
 from passes.pipeline import tables
@@ -101,7 +101,7 @@ def test_a_rank_keeps_what_its_forwards_left(table):
     programs = programs_like(table)
     size = {o.name: 1 if o.name.startswith("kept") else 0 for p in programs.values() for o in p.outputs}
     turns = turns_of_step(programs, table, table.microbatches)
-    most = [max(beside for turn, beside in kept_beside(turns, programs, rank, size)) for rank in range(table.ranks)]
+    most = [max(beside for turn, beside in kept_for_later(turns, programs, rank, size)) for rank in range(table.ranks)]
     assert most == [count - 1 for count in tables.most_alive(table)]  # one is read, or just made
 
 

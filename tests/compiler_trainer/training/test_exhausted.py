@@ -82,10 +82,10 @@ def test_a_step_that_memory_does_not_hold_is_answered_and_what_is_said_to_fit_do
     said = failed.stderr.splitlines()
     assert failed.returncode == 1 and "Traceback" not in failed.stderr and len(said) < 20
     assert said[0] == "rank 0 is out of memory" and said[-1].startswith("error: out of memory")
-    assert re.match(r"measured: [\d.]+ MiB in use in %\w+, [\d.]+ MiB more asked for; [\d.]+ MiB is there", said[1])
-    assert re.match(r"predicted: a peak of [\d.]+ MiB at %\w+ \(\w+\.py:\d+\) of step; alive there are", said[2])
+    assert re.match(r"measured: [\d.]+ MiB in use in %\w+, [\d.]+ MiB more requested; [\d.]+ MiB is free", said[1])
+    assert re.match(r"predicted: a peak of [\d.]+ MiB at %\w+ \(\w+\.py:\d+\) of step; the largest tensors there:", said[2])
     assert any("activations of layers.*" in line for line in said)
-    fits = said[said.index("what fits, the fastest first by prediction:") + 1 : -1]
+    fits = said[said.index("settings that fit, fastest first by prediction:") + 1 : -1]
     assert 1 <= len(fits) <= 3
     done = trained(tmp_path, "run.dir=fits", *fits[0].partition(" (")[0].split())
     assert done.returncode == 0, done.stderr
