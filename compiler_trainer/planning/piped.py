@@ -88,8 +88,8 @@ def layers_by_stage(cfg: Config, stages: int) -> tuple[int, ...]:
     """Return the number of layers that `assign` gives each stage."""
     sizes = sizes_of(cfg, subject(cfg).module)
     heads, length = sizes.heads, cfg.train.seq_len
-    layer = 2 * sizes.used + 2 * length * heads.queries * (heads.key_dim + heads.value_dim)
-    return even([round(layer)] * (sizes.layers - 1) + [round(layer + 2 * sizes.head)], stages)
+    layer = 2 * sizes.active_entries + 2 * length * heads.queries * (heads.key_dim + heads.value_dim)
+    return even([round(layer)] * (sizes.layers - 1) + [round(layer + 2 * sizes.head_entries)], stages)
 
 
 def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:

@@ -55,22 +55,22 @@ class Rank:
     def tokens(self) -> int:
         """Tokens of a microbatch that the ranks of a `tp` group compute together."""
         ranks = self.axes.dp_replicate * self.axes.dp_shard
-        rows = math.ceil(self.cfg.train.global_batch_size / self.microbatches / ranks)
+        sequences = math.ceil(self.cfg.train.global_batch_size / self.microbatches / ranks)
         folded = 2 * self.axes.cp if self.axes.cp > 1 else 1
-        return rows * math.ceil(self.cfg.train.seq_len / folded) * folded // self.axes.cp
+        return sequences * math.ceil(self.cfg.train.seq_len / folded) * folded // self.axes.cp
 
     @cached_property
-    def used(self) -> int:
+    def compute_bytes(self) -> int:
         """Bytes of an entry in the dtype of computation."""
         return 2 if computes_in(self.cfg) == "bfloat16" else 4
 
     @cached_property
-    def reduced(self) -> int:
+    def reduce_bytes(self) -> int:
         """Bytes of an entry of a gradient in the dtype in which it is sent."""
-        return 4 if self.cfg.passes.cast.reduce_dtype == "float32" else self.used
+        return 4 if self.cfg.passes.cast.reduce_dtype == "float32" else self.compute_bytes
 
     @cached_property
-    def master(self) -> int:
+    def master_bytes(self) -> int:
         """Bytes of a stored entry."""
         return MASTER[self.cfg.train.dtype]
 
@@ -85,32 +85,32 @@ class Rank:
         return self.sizes.layers / self.axes.pp
 
     @cached_property
-    def local(self) -> float:
+    def local_entries(self) -> float:
         """Parameter entries that a rank stores."""
         return self.sizes.entries / (self.axes.pp * self.axes.tp * self.stored_over)
 
     @cached_property
-    def layer(self) -> float:
+    def layer_entries(self) -> float:
         """Entries of a layer on one rank of `tp` (and `ep`), when gathered."""
         return (self.sizes.dense + self.sizes.experts / self.axes.ep) / self.axes.tp
 
     # -- computing, seconds ---------------------------------------------------------------------------
 
     @cached_property
-    def products_s(self) -> float:
+    def matmuls_s(self) -> float:
         """Seconds of a layer's matmuls, forward."""
-        eight = self.float8 or self.cfg.passes.cast.float8 is not None
-        return self.product_s(2 * self.tokens * self.sizes.used / self.axes.tp, eight)
+        in_float8 = self.float8 or self.cfg.passes.cast.float8 is not None
+        return self.matmul_s(2 * self.tokens * self.sizes.active_entries / self.axes.tp, in_float8)
 
-    def product_s(self, flops: float, eight: bool = False) -> float:
+    def matmul_s(self, flops: float, in_float8: bool = False) -> float:
         """Return the seconds of a layer's matmuls of `flops` FLOPs in total, each of mean size."""
-        rates = self.cluster.rates.products[torch.float8_e4m3fn if eight else self.dtype]
-        return flops / rates.at(max(1.0, flops / self.sizes.products))
+        rates = self.cluster.rates.products[torch.float8_e4m3fn if in_float8 else self.dtype]
+        return flops / rates.at(max(1.0, flops / self.sizes.matmuls))
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of computation."""
-        return torch.bfloat16 if self.used == 2 else torch.float32
+        return torch.bfloat16 if self.compute_bytes == 2 else torch.float32
 
     @cached_property
     def attention_s(self) -> float:
@@ -136,18 +136,18 @@ class Rank:
     @cached_property
     def memory_bytes_per_s(self) -> float:
         """Bytes per second of elementwise kernels that read or write the input of a layer."""
-        return self.cluster.rates.memory.at(max(1, self.tokens * self.sizes.dim * self.used))
+        return self.cluster.rates.memory.at(max(1, self.tokens * self.sizes.dim * self.compute_bytes))
 
     @cached_property
     def moved_s(self) -> float:
         """Seconds to read the inputs and write the outputs of a layer's matmuls once."""
-        features = (self.sizes.made + self.sizes.read) / self.axes.tp
-        return self.tokens * features * self.used / self.memory_bytes_per_s
+        features = (self.sizes.output_features + self.sizes.input_features) / self.axes.tp
+        return self.tokens * features * self.compute_bytes / self.memory_bytes_per_s
 
     @cached_property
     def head_s(self) -> float:
         """Seconds of the head and the loss, forward and backward."""
-        return 3 * self.product_s(2 * self.tokens * self.sizes.head / self.axes.tp)
+        return 3 * self.matmul_s(2 * self.tokens * self.sizes.head_entries / self.axes.tp)
 
     # -- communication, seconds -----------------------------------------------------------------------
 
@@ -167,38 +167,38 @@ class Rank:
     @cached_property
     def gather_s(self) -> float:
         """Seconds to gather a layer's parameters."""
-        size = self.layer * self.used
+        size = self.layer_entries * self.compute_bytes
         return self.seconds("all_gather", size / self.stored_over, self.mesh.stored_over, self.buckets(size))
 
     @cached_property
     def reduce_s(self) -> float:
         """Seconds to reduce-scatter a layer's gradients."""
-        size = self.layer * self.reduced
+        size = self.layer_entries * self.reduce_bytes
         return self.seconds("reduce_scatter", size, self.mesh.stored_over, self.buckets(size))
 
     @cached_property
     def tables_s(self) -> float:
         """Seconds to gather embedding and head and to reduce their gradients; nothing hides them."""
-        tables = (self.sizes.looked_up + (0 if self.sizes.is_tied else self.sizes.head)) / self.axes.tp
-        gather = self.seconds("all_gather", tables * self.used / self.stored_over, self.mesh.stored_over, 2)
-        return gather + self.seconds("reduce_scatter", tables * self.reduced, self.mesh.stored_over, 2)
+        tables = (self.sizes.embedding_entries + (0 if self.sizes.is_tied else self.sizes.head_entries)) / self.axes.tp
+        gather = self.seconds("all_gather", tables * self.compute_bytes / self.stored_over, self.mesh.stored_over, 2)
+        return gather + self.seconds("reduce_scatter", tables * self.reduce_bytes, self.mesh.stored_over, 2)
 
     @cached_property
     def sum_s(self) -> float:
         """Seconds to sum a layer's gradients over replicas."""
-        size = self.layer * self.reduced / self.stored_over
+        size = self.layer_entries * self.reduce_bytes / self.stored_over
         return self.seconds("all_reduce", size, "dp_replicate", self.buckets(size))
 
     @cached_property
     def sum_tables_s(self) -> float:
         """Seconds to sum the gradients of embedding and head over replicas."""
-        tables = (self.sizes.looked_up + (0 if self.sizes.is_tied else self.sizes.head)) / self.axes.tp
-        return self.seconds("all_reduce", tables * self.reduced / self.stored_over, "dp_replicate", 2)
+        tables = (self.sizes.embedding_entries + (0 if self.sizes.is_tied else self.sizes.head_entries)) / self.axes.tp
+        return self.seconds("all_reduce", tables * self.reduce_bytes / self.stored_over, "dp_replicate", 2)
 
     @cached_property
     def sequence_s(self) -> float:
         """Seconds of one gather or one reduction of a layer's input over `tp`."""
-        part = self.tokens * self.sizes.dim * self.used / self.axes.tp
+        part = self.tokens * self.sizes.dim * self.compute_bytes / self.axes.tp
         return self.seconds("all_gather", part, "tp")
 
     @cached_property
@@ -207,12 +207,14 @@ class Rank:
         heads, ranks = self.sizes.heads, self.axes.cp
         queries, keys = (math.ceil(n / self.axes.tp) for n in (heads.queries, heads.keys))
         features = heads.key_dim + heads.value_dim
-        own = self.tokens * keys * features * self.used
-        exchanged = self.tokens * queries * features * self.used + own * max(1, ranks // max(keys, 1))
-        ring = (2 * (ranks - 1) + ranks * 4 / self.used) * self.seconds("shift", own, "cp")
-        swapped = 2 * self.seconds("all_to_all", exchanged, "cp", 4)
+        key_value_bytes = self.tokens * keys * features * self.compute_bytes
+        exchanged_bytes = self.tokens * queries * features * self.compute_bytes + key_value_bytes * max(
+            1, ranks // max(keys, 1)
+        )
+        ring = (2 * (ranks - 1) + ranks * 4 / self.compute_bytes) * self.seconds("shift", key_value_bytes, "cp")
+        swapped = 2 * self.seconds("all_to_all", exchanged_bytes, "cp", 4)
         waits = {"ring": max(0.0, ring - (self.attention_s + self.attention_backward_s)), "ulysses": swapped}
-        waits["all_gather"] = 2 * self.seconds("all_gather", own, "cp")
+        waits["all_gather"] = 2 * self.seconds("all_gather", key_value_bytes, "cp")
         waits["hybrid"] = swapped / 2 + max(0.0, ring / 2 - (self.attention_s + self.attention_backward_s))
         return waits | {"auto": min(waits.values())}
 
@@ -220,15 +222,18 @@ class Rank:
     def dispatch_s(self) -> float:
         """Seconds to send a layer's tokens to experts and back, forward and backward."""
         axis = self.mesh.experts_over
-        rows = self.tokens * min(self.sizes.routed, self.axes.ep)
-        return 4 * self.seconds("all_to_all", rows * self.sizes.dim * self.used, axis)
+        tokens = self.tokens * min(self.sizes.routed, self.axes.ep)
+        return 4 * self.seconds("all_to_all", tokens * self.sizes.dim * self.compute_bytes, axis)
 
     # -- memory, bytes --------------------------------------------------------------------------------
 
     @cached_property
     def state(self) -> Mapping[str, float]:
         """Bytes of the state between steps, by kind."""
-        return {"parameters": self.master * self.local, "optimizer": self.moment_bytes * self.local}
+        return {
+            "parameters": self.master_bytes * self.local_entries,
+            "optimizer": self.moment_bytes * self.local_entries,
+        }
 
     @cached_property
     def moment_bytes(self) -> float:
@@ -241,12 +246,12 @@ class Rank:
         """Bytes of a layer's tokens received from other ranks, in buffers bounded by the capacity factor."""
         moe, others = self.cfg.passes.moe, 1 - 1 / self.axes.ep
         shares = moe.capacity_factor if moe.dispatch == "bounded" else 0.0
-        return shares * others * self.tokens * self.sizes.routed * self.sizes.dim * self.used
+        return shares * others * self.tokens * self.sizes.routed * self.sizes.dim * self.compute_bytes
 
     @cached_property
     def logits(self) -> float:
         """Bytes of logits and of values computed from them, in chunks if they are large."""
-        weight = self.sizes.head / self.axes.tp * (4 + self.used) if self.chunk[1] > 1 else 0.0
+        weight = self.sizes.head_entries / self.axes.tp * (4 + self.compute_bytes) if self.chunk[1] > 1 else 0.0
         return LOGITS_ALIVE * self.chunk[0] + weight
 
     @cached_property
@@ -257,7 +262,7 @@ class Rank:
     @cached_property
     def chunk(self) -> tuple[float, int]:
         """(bytes of a chunk of logits, number of chunks)."""
-        whole = self.tokens * self.sizes.vocabulary * self.used / self.axes.tp
+        logits_bytes = self.tokens * self.sizes.vocabulary * self.compute_bytes / self.axes.tp
         options = self.cfg.passes.chunk_loss
-        chunks = options.chunks or max(1, math.ceil(whole / (options.logits_mib * 2**20)))
-        return whole / chunks, chunks
+        chunks = options.chunks or max(1, math.ceil(logits_bytes / (options.logits_mib * 2**20)))
+        return logits_bytes / chunks, chunks

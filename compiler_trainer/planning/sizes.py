@@ -29,28 +29,27 @@ class Heads:
 class Sizes:
     """The sizes of a model for closed forms: `layers` layers like their mean, embedding tables, and a head.
 
-    Entries are counts of numbers. `used` are a layer's entries that each token is multiplied with; `last` are those of
-    the layer's last matmul. `dense` and `experts` are the stored entries of a layer. The matmuls of a layer have `read`
-    input features and `made` output features a token.
+    Entries are counts of numbers. A layer multiplies each token with `active_entries`, `last_matmul_entries` of them in
+    its last matmul, and stores `dense` and `experts`. Its matmuls have `input_features` and `output_features` a token.
     """
 
     names: tuple[str, ...]  # of layers, in order
     dim: int
-    used: float
-    last: float
+    active_entries: float
+    last_matmul_entries: float
     dense: float
     experts: float
     expert_count: int
     routed: float  # experts that a token is sent to
-    products: float  # matmuls of a layer
-    made: float
-    read: float
+    matmuls: float  # of a layer
+    output_features: float
+    input_features: float
     vocabulary: int
-    looked_up: int
-    head: int
+    embedding_entries: int
+    head_entries: int
     is_tied: bool
     stored_bytes: int  # of all parameters
-    trained: int
+    trained_entries: int
     heads: Heads
 
     @property
@@ -61,7 +60,11 @@ class Sizes:
     @property
     def entries(self) -> float:
         """The number of trained entries."""
-        return self.layers * (self.dense + self.experts) + self.looked_up + (0 if self.is_tied else self.head)
+        return (
+            self.layers * (self.dense + self.experts)
+            + self.embedding_entries
+            + (0 if self.is_tied else self.head_entries)
+        )
 
 
 def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
@@ -83,21 +86,21 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
     return Sizes(
         names=names,
         dim=head[1],
-        used=total["used"] / count,
-        last=last / count,
+        active_entries=total["used"] / count,
+        last_matmul_entries=last / count,
         dense=total["dense"] / count,
         experts=total["experts"] / count,
         expert_count=max([shape[0] for shape in inside.values() if len(shape) == 3], default=1),
         routed=routed,
-        products=max(1.0, total["products"] / count),
-        made=total["made"] / count,
-        read=total["read"] / count,
+        matmuls=max(1.0, total["products"] / count),
+        output_features=total["made"] / count,
+        input_features=total["read"] / count,
         vocabulary=head[0],
-        looked_up=looked_up,
-        head=head[0] * head[1],
+        embedding_entries=looked_up,
+        head_entries=head[0] * head[1],
         is_tied=not heads and bool(tables),
         stored_bytes=sum(p.nbytes for p in module.parameters()),
-        trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        trained_entries=sum(p.numel() for p in module.parameters() if p.requires_grad),
         heads=heads_of(cfg),
     )
 

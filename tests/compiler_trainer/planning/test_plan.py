@@ -32,7 +32,7 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import answer, auto, compiled, plan_page
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step, request_of
-from compiler_trainer.planning.estimate import kept
+from compiler_trainer.planning.estimate import kept_bytes
 from compiler_trainer.planning.mix import mixtures
 from compiler_trainer.planning.plan import by_program
 from compiler_trainer.planning.rank import Rank
@@ -121,7 +121,7 @@ def test_rows_that_bounded_experts_are_sent_are_kept_by_each_layer():
     for dispatch in ("all_gather", "bounded"):
         cfg = replaced(mixture, {"passes": {"moe": {"dispatch": dispatch}}})
         rank = Rank(cfg, sizes(cfg), cluster_of(cfg.cluster), mesh, 1, False)
-        held.append(kept(rank, Candidate(mesh, 1, "full"), "full"))
+        held.append(kept_bytes(rank, Candidate(mesh, 1, "full"), "full"))
     tokens, choices, features, others = 2048, 2, 512, 3 / 4
     assert held[1] - held[0] == 1.25 * others * tokens * choices * features * 2
 
