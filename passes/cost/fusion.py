@@ -1,12 +1,12 @@
-"""Which operators run as one kernel, and the bytes each kernel moves: a model of what Inductor makes of a program.
+"""The operators that run as one kernel, and the bytes each kernel moves: a model of Inductor's fusion.
 
     mm -> to f32 -> square -> mean -> rsqrt -> mul -> to bf16 -> mm        three kernels: mm, a loop, mm
 
-Views move nothing. A matrix product, an attention, a sort or a scatter is a kernel of its own. Everything else is a
-loop. Two adjacent loops of a phase fuse if they are at the same depth, which is the number of kernels before them; a
-loop also fuses into the loop that alone reads it. A reduction of more than a row, or of a row above `ROW` entries, is
-the last of its kernel: what reads it has to wait for all of it. A kernel reads each outside value once and writes the
-values that others read; values inside it are never in memory.
+Views move nothing. A matmul, an attention, a sort or a scatter is a kernel of its own. Everything else is a loop: an
+operator of an elementwise or reduction kernel. Two adjacent loops of a phase fuse if they are at the same depth, which
+is the number of kernels before them. A loop also fuses into its only reader. A reduction over more than a row, or over
+a row above `ROW` entries, ends its kernel, because its readers need all of it. A kernel reads each outside value once
+and writes the values that others read; values inside it are never in memory.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ ROW = 65536
 WAITS = frozenset({c10d.wait_tensor.default, arrive})
 ALONE = frozenset({"embedding_dense_backward", "index_add", "index_put", "scatter", "scatter_add", "sort", "topk"})
 COPIES = frozenset({"_to_copy", "clone", "contiguous", "to"})
-COSTLY = frozenset({"erf", "exp", "gelu", "log", "sigmoid", "silu", "softplus", "tanh"})  # are not computed twice
-SMALL = 16  # a broadcast operand is so many times smaller than what comes out
-LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})  # read of a table only the entries they yield
+COSTLY = frozenset({"erf", "exp", "gelu", "log", "sigmoid", "silu", "softplus", "tanh"})  # too costly to compute twice
+SMALL = 16  # a broadcast operand is at least this many times smaller than the output
+LOOKUPS = frozenset(
+    {"embedding", "gather", "index", "index_select"}
+)  # read only the entries of a table that they return
 
 Fused = Callable[[fx.Node], bool]  # whether an operator may run with others in a kernel
-Kind = Literal["view", "copy", "loop", "alone", "collective", "wait"]  # a copy is made in what reads it
+Kind = Literal["view", "copy", "loop", "alone", "collective", "wait"]  # a copy is computed inside its readers
 
 
 @dataclass(eq=False)
 class Kernel:
-    """Operators that run at once, in the program's order; `after` are the kernels whose results they need.
+    """Operators of one kernel, in the program's order; `after` are the kernels whose results they need.
 
-    The storages in `unwritten` are of values that only the kernel itself reads.
+    The storages in `unwritten` hold values that only the kernel itself reads.
     """
 
     kind: Kind
@@ -53,9 +55,9 @@ class Kernel:
 
 
 def fuse(program: ir.Program, avals: Avals, fused: Fused = lambda node: True) -> list[Kernel]:
-    """The program's kernels, each after those it needs, otherwise as the last of their operators stand.
+    """Return the program's kernels in the order of their last operators, each after the kernels that it needs.
 
-    Of those that are not `fused` each operator is a kernel: what the eager backend runs.
+    An operator that is not `fused` is a kernel of its own, as in the eager backend.
     """
     found = Fusion(program, avals, fused)
     found.join_levels()
@@ -64,7 +66,7 @@ def fuse(program: ir.Program, avals: Avals, fused: Fused = lambda node: True) ->
 
 
 def in_order(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """The kernels in the order given, what a kernel needs moved before it."""
+    """Return the kernels in the given order, with the kernels that each needs moved before it."""
     done: dict[Kernel, None] = {}
     for kernel in kernels:
         stack = [kernel]
@@ -77,7 +79,7 @@ def in_order(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 
 def kind_of_kernel(node: fx.Node, avals: Avals) -> Kind:
-    """What running an operator takes."""
+    """Return the kind of kernel that an operator needs."""
     if node.target in WAITS:
         return "wait"
     if kind_of(node) is not None:
@@ -91,7 +93,7 @@ def kind_of_kernel(node: fx.Node, avals: Avals) -> Kind:
 
 
 def is_last(node: fx.Node, avals: Avals) -> bool:
-    """Whether what reads this loop cannot run in it: it reduces more than a row, or a long one."""
+    """Return True if no reader of this loop can run in its kernel: it reduces more than a row, or a long row."""
     operands = [v.layout.shape for n in node.all_input_nodes for v in tensors(avals.values[n])]
     if name_of(node) in LOOKUPS or not operands:
         return False
@@ -102,7 +104,7 @@ def is_last(node: fx.Node, avals: Avals) -> bool:
 
 
 def is_cheap(node: fx.Node, avals: Avals) -> bool:
-    """Whether a value is made of the entries of one other, which comes first, and of what is small beside it."""
+    """Return True if a value is computed elementwise from its first operand, and its other operands are small."""
     pointwise = torch.Tag.pointwise in node.target.tags and name_of(node) not in COSTLY  # type: ignore[union-attr]
     if not (pointwise or name_of(node) in COPIES) or not isinstance(node.args[0], fx.Node):
         return False
@@ -113,14 +115,14 @@ def is_cheap(node: fx.Node, avals: Avals) -> bool:
 
 
 class Fusion:
-    """Groups of operators; a group is known by one of its nodes, which `group` finds."""
+    """Groups of operators; `group` finds the node that identifies a node's group."""
 
     def __init__(self, program: ir.Program, avals: Avals, fused: Fused):
         self.avals = avals
         self.kinds = {node: kind_of_kernel(node, avals) for node in program.calls()}
         self.single = {node for node in self.kinds if not fused(node)}
         self.find_copies()
-        self.needs: dict[fx.Node, set[fx.Node]] = {}  # the operators, views looked through, that a node reads
+        self.needs: dict[fx.Node, set[fx.Node]] = {}  # the operators that a node reads, through views
         self.readers: dict[fx.Node, set[fx.Node]] = {node: set() for node in self.kinds}
         for node in (*self.kinds, program.graph.output_node()):
             self.needs[node] = set().union(*(self.origins(n) for n in node.all_input_nodes))
@@ -131,14 +133,14 @@ class Fusion:
         self.parent: dict[fx.Node, fx.Node] = {}
 
     def find_copies(self) -> None:
-        """Mark what is cheap to make and read only by loops of its phase, through views and others so marked."""
+        """Mark the operators that are cheap and read only by loops of their phase, through views and other copies."""
         for node in reversed(self.kinds):
             is_loop = self.kinds[node] == "loop" and is_cheap(node, self.avals)
             if is_loop and node not in self.single and self.is_read_by_loops(node, ir.phase(node)):
                 self.kinds[node] = "copy"
 
     def is_read_by_loops(self, node: fx.Node, phase: str) -> bool:
-        """Whether all that reads a value is a loop of a phase that writes into nothing that was there."""
+        """Return True if all readers of a value are loops of `phase` that change nothing in place."""
 
         def is_fine(user: fx.Node) -> bool:
             if self.kinds.get(user) == "view":
@@ -149,7 +151,7 @@ class Fusion:
         return all(map(is_fine, node.users))
 
     def read(self, operand: fx.Node) -> fx.Node:
-        """What a loop reads for an operand: what a copy was made of, in place of the copy."""
+        """Return the value that a loop reads for an operand: the source of a copy instead of the copy."""
         while self.kinds.get(operand) in ("view", "copy"):
             if not any(self.kinds.get(n) == "copy" for n in self.above(operand)):
                 return operand
@@ -157,20 +159,20 @@ class Fusion:
         return operand
 
     def above(self, operand: fx.Node) -> list[fx.Node]:
-        """A value and what it is a view or a copy of, one after another."""
+        """Return a value and the values it is a view or copy of, in sequence."""
         chain = [operand]
         while self.kinds.get(chain[-1]) in ("view", "copy") and chain[-1].all_input_nodes:
             chain.append(chain[-1].all_input_nodes[0])
         return chain
 
     def origins(self, node: fx.Node) -> set[fx.Node]:
-        """The operators that made a value; none for an input."""
+        """Return the operators that made a value; none for graph inputs."""
         if node not in self.kinds:
             return set()
         return self.needs[node] if self.kinds[node] in ("view", "copy") else {node}
 
     def group(self, node: fx.Node) -> fx.Node:
-        """The node by which the group of a node is known."""
+        """Return the node that identifies the group of a node."""
         root = node
         while root in self.parent:
             root = self.parent[root]
@@ -179,12 +181,12 @@ class Fusion:
         return root
 
     def join(self, a: fx.Node, b: fx.Node) -> None:
-        """Make two groups one."""
+        """Merge two groups."""
         if (a := self.group(a)) is not (b := self.group(b)):
             self.parent[a] = b
 
     def join_levels(self) -> None:
-        """Join loops with the loops they read that have as many kernels before them: no path leads out and back."""
+        """Join loops with the loops they read at the same depth, which creates no cycle between kernels."""
         level: dict[fx.Node, int] = {}
         for node, kind in self.kinds.items():
             level[node] = max((level[s] + self.ends(s) for s in self.needs[node]), default=0)
@@ -194,11 +196,11 @@ class Fusion:
                     self.join(source, node)
 
     def ends(self, node: fx.Node) -> bool:
-        """Whether what reads the node is in another kernel."""
+        """Return True if all readers of the node are in other kernels."""
         return self.kinds[node] != "loop" or node in self.last or node in self.single
 
     def join_sole_readers(self) -> None:
-        """Join groups of loops with the one group of loops that reads them: no path leads around."""
+        """Join groups of loops with their only reading group of loops, which creates no cycle between kernels."""
         members = self.members()
         for root in reversed(list(members)):
             own = members[root]
@@ -209,7 +211,7 @@ class Fusion:
                 self.join(root, only)
 
     def members(self) -> dict[fx.Node, list[fx.Node]]:
-        """The nodes of each group in order; groups in the order of their last nodes."""
+        """Return the nodes of each group in order; groups are in the order of their last nodes."""
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.kinds):
             if self.kinds[node] not in ("view", "copy"):
@@ -217,7 +219,7 @@ class Fusion:
         return {root: own[::-1] for root, own in reversed(found.items())}
 
     def kernels(self) -> list[Kernel]:
-        """The groups, with what they need and the bytes they move."""
+        """Return the groups as kernels, with the kernels they need and the bytes they move."""
         members = self.members()
         found = {root: Kernel(self.kinds[own[0]], own) for root, own in members.items()}
         for root, kernel in found.items():
@@ -229,7 +231,7 @@ class Fusion:
         return list(found.values())
 
     def read_bytes(self, kernel: Kernel) -> int:
-        """Bytes of values made outside, each once, and no more of a storage than it holds."""
+        """Return the bytes of values made outside the kernel, each counted once, at most the size of its storage."""
         own = set().union(*(self.made(node) for node in kernel.nodes))
         seen: dict[int, dict[fx.Node, int]] = {}
         for node in kernel.nodes:
@@ -245,7 +247,7 @@ class Fusion:
         return sum(min(sum(sizes.values()), self.avals.storage_bytes[s]) for s, sizes in seen.items())
 
     def written_bytes(self, kernel: Kernel) -> int:
-        """Bytes of results that are read outside, or that are written into what was there."""
+        """Return the bytes of results that are read outside the kernel or written in place."""
         own, total = set(kernel.nodes), 0
         for node in kernel.nodes:
             made = self.made(node)
@@ -256,7 +258,7 @@ class Fusion:
         return total
 
     def unwritten(self, kernel: Kernel) -> frozenset[int]:
-        """Storages that exist only while the kernel computes: what it makes and nothing else reads, and copies."""
+        """Return the storages that exist only while the kernel runs: values that only it reads, and copies."""
         own = set(kernel.nodes)
         inside = [node for node in kernel.nodes if self.readers[node] and self.readers[node] <= own]
         found = set[int]().union(*(self.made(node) for node in inside))
@@ -265,6 +267,6 @@ class Fusion:
         return frozenset(found)
 
     def made(self, node: fx.Node) -> set[int]:
-        """The storages that a node brings into being."""
+        """Return the storages that a node creates."""
         given = set().union(*(self.avals.storages(n) for n in node.all_input_nodes))
         return self.avals.storages(node) - given
