@@ -117,17 +117,17 @@ class Ledger:
     @cached_property
     def all_lives(self) -> list[Life]:
         """The lifetimes of the program's storages, and of those of layers that one layer stands for."""
-        own = [Life(s, 1, *life) for s, life in self.lives.items()]
-        return own if self.program.fold is None else [*own, *lives_left_out(self, self.program.fold)]
+        lives = [Life(s, 1, *life) for s, life in self.lives.items()]
+        return lives if self.program.fold is None else [*lives, *lives_left_out(self, self.program.fold)]
 
     @cached_property
     def makers(self) -> dict[int, fx.Node]:
         """The first node that holds each storage."""
-        found: dict[int, fx.Node] = {}
+        makers: dict[int, fx.Node] = {}
         for node in self.avals.values:
             for s in sorted(self.avals.storages(node)):
-                found.setdefault(s, node)
-        return found
+                makers.setdefault(s, node)
+        return makers
 
     @cached_property
     def kinds(self) -> dict[int, str]:
@@ -182,11 +182,11 @@ def count_traffic(program: ir.Program, avals: Avals) -> tuple[Traffic, ...]:
 def traffic_of(ledger: Ledger) -> tuple[Traffic, ...]:
     """Return the traffic by kind and axis."""
     calls: Counter[tuple[str, str]] = Counter()
-    sent: Counter[tuple[str, str]] = Counter()
+    total_bytes: Counter[tuple[str, str]] = Counter()
     for node, (kind, axis, size) in ledger.sends.items():
         calls[kind, axis] += ledger.times(node)
-        sent[kind, axis] += ledger.times(node) * size
-    return tuple(Traffic(kind, axis, calls[kind, axis], sent[kind, axis]) for kind, axis in sorted(calls))
+        total_bytes[kind, axis] += ledger.times(node) * size
+    return tuple(Traffic(kind, axis, calls[kind, axis], total_bytes[kind, axis]) for kind, axis in sorted(calls))
 
 
 def sent_bytes(node: fx.Node, avals: Avals, mesh: Mesh) -> int:
@@ -208,24 +208,24 @@ def payload_bytes(node: fx.Node, avals: Avals) -> int:
 # ---- FLOPs --------------------------------------------------------------------------------------
 
 
-def _product(a: tuple, b: tuple, *rest: Any, out_val: Any = None, **named: Any) -> int:
+def _matmul_flops(a: tuple, b: tuple, *rest: Any, out_val: Any = None, **named: Any) -> int:
     return 2 * math.prod(out_val) * a[-1]
 
 
-def _grouped_product(rows: tuple, weight: tuple, ends: tuple, among: float = 1.0, **named: Any) -> int:
+def _grouped_matmul_flops(rows: tuple, weight: tuple, ends: tuple, among: float = 1.0, **named: Any) -> int:
     return int(2 * math.prod(rows) * weight[2] / among)
 
 
-def _grouped_outer(rows: tuple, gradient: tuple, ends: tuple, groups: int, among: float, **named: Any) -> int:
+def _grouped_outer_flops(rows: tuple, gradient: tuple, ends: tuple, groups: int, among: float, **named: Any) -> int:
     return int(2 * math.prod(rows) * gradient[1] / among)
 
 
 # operators before decomposition that neither PyTorch's registry nor an attention record has
 FLOPS: dict[Any, Callable[..., int]] = {
-    aten.linear: _product,
-    aten.matmul: _product,
-    routed.grouped_mm.overloadpacket: _grouped_product,
-    routed.grouped_outer.overloadpacket: _grouped_outer,
+    aten.linear: _matmul_flops,
+    aten.matmul: _matmul_flops,
+    routed.grouped_mm.overloadpacket: _grouped_matmul_flops,
+    routed.grouped_outer.overloadpacket: _grouped_outer_flops,
 }
 
 
@@ -296,37 +296,37 @@ def lives_left_out(ledger: Ledger, fold: Fold) -> Iterator[Life]:
     A tensor kept for another phase is alive in all folded layers at once, from the time when the last of them made it
     until the first is done with it. A tensor of one phase is alive in one layer at a time.
     """
-    nodes, made = list(ledger.program.graph.nodes), dict[int | None, list[int]]()
-    for s, maker in ledger.makers.items():
-        if s in ledger.lives:
-            made.setdefault(ledger.layers[maker], []).append(s)
-    following = fold.number + fold.left_out + 1  # the layer after those left out has the same tensors
-    own, others = made.get(fold.number, []), made.get(following, [])
-    if len(own) != len(others):
-        message = f"{fold}, but holds {len(own)} values and {fold.stack}.{following} {len(others)}"
+    nodes, storages_by_layer = list(ledger.program.graph.nodes), dict[int | None, list[int]]()
+    for storage, maker in ledger.makers.items():
+        if storage in ledger.lives:
+            storages_by_layer.setdefault(ledger.layers[maker], []).append(storage)
+    next_number = fold.number + fold.left_out + 1  # the layer after those left out has the same tensors
+    storages, other_storages = storages_by_layer.get(fold.number, []), storages_by_layer.get(next_number, [])
+    if len(storages) != len(other_storages):
+        message = f"{fold}, but holds {len(storages)} values and {fold.stack}.{next_number} {len(other_storages)}"
         raise ir.LayersDiffer("accounting", None, message)
-    for s, other in zip(own, others, strict=True):
-        (born, last), (other_born, other_last) = ledger.lives[s], ledger.lives[other]
-        stays = nodes[born].op == "placeholder" or nodes[last].op == "output"
-        if stays or ir.phase(nodes[born]) != ir.phase(nodes[last]):
-            yield Life(s, fold.left_out, max(born, other_born), min(last, other_last))
+    for storage, other_storage in zip(storages, other_storages, strict=True):
+        (born, last), (other_born, other_last) = ledger.lives[storage], ledger.lives[other_storage]
+        is_input_or_output = nodes[born].op == "placeholder" or nodes[last].op == "output"
+        if is_input_or_output or ir.phase(nodes[born]) != ir.phase(nodes[last]):
+            yield Life(storage, fold.left_out, max(born, other_born), min(last, other_last))
 
 
 def lifetimes(program: ir.Program, avals: Avals) -> dict[int, tuple[int, int]]:
     """Return the indices of the first and last node at which each storage on the device is alive."""
-    hosted = set().union(*(avals.storages(n) for n in program.calls() if n.target is offload))
+    offloaded = set().union(*(avals.storages(n) for n in program.calls() if n.target is offload))
     end = len(program.graph.nodes) - 1
     lives = {s: (0, end) for node in program.placeholders() for s in avals.storages(node)}
-    given = lives.keys() | hosted
+    fixed = lives.keys() | offloaded
     for i, node in enumerate(program.graph.nodes):
-        yielded = avals.storages(node) if node in avals.values else frozenset[int]()
-        for s in yielded.union(*map(avals.storages, (*node.all_input_nodes, *sent(node)))):
-            if s not in given:
+        storages = avals.storages(node) if node in avals.values else frozenset[int]()
+        for s in storages.union(*map(avals.storages, (*node.all_input_nodes, *operands_in_flight(node)))):
+            if s not in fixed:
                 lives[s] = (lives[s][0] if s in lives else i, i)
     return lives
 
 
-def sent(node: fx.Node) -> list[fx.Node]:
+def operands_in_flight(node: fx.Node) -> list[fx.Node]:
     """Return the operands of the collective that a wait is for; they stay in memory until then."""
     return started(node).all_input_nodes if node.target is c10d.wait_tensor.default else []
 
@@ -345,20 +345,20 @@ KINDS_BY_PHASE = {"forward": "activations", "backward": "backward", "optimizer":
 def kinds_of_storages(program: ir.Program, avals: Avals) -> dict[int, str]:
     """Return the kind of each storage: parameters, optimizer (state), gradients, activations, communication, ..."""
     kind: dict[int, str] = {}
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+    for node, program_input in zip(program.placeholders(), program.inputs, strict=True):
         for s in avals.storages(node):
-            kind[s] = KINDS_OF_INPUT.get(given.kind, "batch")
+            kind[s] = KINDS_OF_INPUT.get(program_input.kind, "batch")
     gradients = gradient_storages(program, avals)
     for node in program.calls():
         for s in (s for s in avals.storages(node) if s not in kind):
-            own = KINDS_BY_PHASE[ir.phase(node)]
-            kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else own
+            kind_of_phase = KINDS_BY_PHASE[ir.phase(node)]
+            kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else kind_of_phase
     return kind
 
 
 def gradient_storages(program: ir.Program, avals: Avals) -> set[int]:
     """Return the storages of the backward that the optimizer reads or that the program returns."""
-    leaving = [n for n in program.graph.output_node().all_input_nodes if n.op == "call_function"]
-    read = [n for node in program.calls() if ir.phase(node) == "optimizer" for n in node.all_input_nodes]
-    ends = [n for n in (*leaving, *read) if n.op == "call_function" and ir.phase(n) == "backward"]
+    outputs = [n for n in program.graph.output_node().all_input_nodes if n.op == "call_function"]
+    optimizer_inputs = [n for node in program.calls() if ir.phase(node) == "optimizer" for n in node.all_input_nodes]
+    ends = [n for n in (*outputs, *optimizer_inputs) if n.op == "call_function" and ir.phase(n) == "backward"]
     return set().union(*(avals.storages(n) for n in ends)) if ends else set()

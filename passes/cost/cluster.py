@@ -68,22 +68,22 @@ class Cluster:
 
 def collective_seconds(kind: str, sent_bytes: int, axis: Reach, links: Links) -> float:
     """Return the time of a collective in which every rank sends `sent_bytes`."""
-    ranks = sorted(p for known, p in links.measured if known == kind)
+    ranks = sorted(p for measured_kind, p in links.measured if measured_kind == kind)
     if axis.nodes == 1 and ranks:
         return measured_seconds(kind, sent_bytes, axis.ranks, ranks, links)
-    inside = within_nodes(kind, sent_bytes, axis) / links.intra_bytes_per_s
-    outside = between_nodes(kind, sent_bytes, axis) / links.inter_bytes_per_s
-    moving = max(inside, outside)
-    ways = [latency(kind, axis, p) + moving / p.share for p in links.protocols]
+    intra_s = within_nodes(kind, sent_bytes, axis) / links.intra_bytes_per_s
+    inter_s = between_nodes(kind, sent_bytes, axis) / links.inter_bytes_per_s
+    moving = max(intra_s, inter_s)
+    times = [latency(kind, axis, p) + moving / p.share for p in links.protocols]
     if kind == "all_reduce":
-        ways += [tree_latency(axis, p) + moving / (TREE_SHARE * p.share) for p in links.protocols]
-    return min(ways)
+        times += [tree_latency(axis, p) + moving / (TREE_SHARE * p.share) for p in links.protocols]
+    return min(times)
 
 
-def measured_seconds(kind: str, sent_bytes: int, count: int, known: list[int], links: Links) -> float:
+def measured_seconds(kind: str, sent_bytes: int, count: int, measured_ranks: list[int], links: Links) -> float:
     """Return the seconds among `count` ranks of a node, interpolated between the nearest measured numbers of ranks."""
-    below = max((p for p in known if p <= count), default=known[0])
-    above = min((p for p in known if p >= count), default=known[-1])
+    below = max((p for p in measured_ranks if p <= count), default=measured_ranks[0])
+    above = min((p for p in measured_ranks if p >= count), default=measured_ranks[-1])
     first, last = (links.measured[kind, p].seconds(sent_bytes) for p in (below, above))
     return first if below == above else Curve(((below, first), (above, last))).at(count)
 

@@ -59,10 +59,10 @@ def fuse(program: ir.Program, avals: Avals, fused: Fused = lambda node: True) ->
 
     An operator that is not `fused` is a kernel of its own, as in the eager backend.
     """
-    found = Fusion(program, avals, fused)
-    found.join_levels()
-    found.join_sole_readers()
-    return in_order(found.kernels())
+    fusion = Fusion(program, avals, fused)
+    fusion.join_levels()
+    fusion.join_sole_readers()
+    return in_order(fusion.kernels())
 
 
 def in_order(kernels: Iterable[Kernel]) -> list[Kernel]:
@@ -86,8 +86,8 @@ def kind_of_kernel(node: fx.Node, avals: Avals) -> Kind:
         return "collective"
     if is_mutable(node):
         return "loop"
-    yielded = avals.storages(node)
-    if yielded <= set().union(*(avals.storages(n) for n in node.all_input_nodes)):
+    outputs = avals.storages(node)
+    if outputs <= set().union(*(avals.storages(n) for n in node.all_input_nodes)):
         return "view"
     return "alone" if name_of(node) in ALONE or count_flops(node, avals) else "loop"
 
@@ -98,20 +98,20 @@ def is_last(node: fx.Node, avals: Avals) -> bool:
     if name_of(node) in LOOKUPS or not operands:
         return False
     largest = max(operands, key=math.prod)
-    made = max((math.prod(v.layout.shape) for v in tensors(avals.values[node])), default=0)
+    output_size = max((math.prod(v.layout.shape) for v in tensors(avals.values[node])), default=0)
     row = largest[-1] if largest else 1
-    return made < math.prod(largest) and (row > ROW or made * row < math.prod(largest))
+    return output_size < math.prod(largest) and (row > ROW or output_size * row < math.prod(largest))
 
 
 def is_cheap(node: fx.Node, avals: Avals) -> bool:
     """Return True if a value is computed elementwise from its first operand, and its other operands are small."""
-    pointwise = torch.Tag.pointwise in node.target.tags and name_of(node) not in COSTLY  # type: ignore[union-attr]
-    if not (pointwise or name_of(node) in COPIES) or not isinstance(node.args[0], fx.Node):
+    is_pointwise = torch.Tag.pointwise in node.target.tags and name_of(node) not in COSTLY  # type: ignore[union-attr]
+    if not (is_pointwise or name_of(node) in COPIES) or not isinstance(node.args[0], fx.Node):
         return False
-    made = next(tensors(avals.values[node])).layout.shape
-    first, *rest = ([v.layout.shape for v in tensors(avals.values[n])] for n in node.all_input_nodes)
-    small = all(SMALL * math.prod(shape) <= math.prod(made) for shapes in rest for shape in shapes)
-    return small and [math.prod(shape) for shape in first] == [math.prod(made)]
+    output_shape = next(tensors(avals.values[node])).layout.shape
+    first, *others = ([v.layout.shape for v in tensors(avals.values[n])] for n in node.all_input_nodes)
+    others_are_small = all(SMALL * math.prod(shape) <= math.prod(output_shape) for shapes in others for shape in shapes)
+    return others_are_small and [math.prod(shape) for shape in first] == [math.prod(output_shape)]
 
 
 class Fusion:
@@ -142,23 +142,23 @@ class Fusion:
     def is_read_by_loops(self, node: fx.Node, phase: str) -> bool:
         """Return True if all readers of a value are loops of `phase` that change nothing in place."""
 
-        def is_fine(user: fx.Node) -> bool:
+        def is_loop_of_phase(user: fx.Node) -> bool:
             if self.kinds.get(user) == "view":
                 return self.is_read_by_loops(user, phase)
             is_loop = self.kinds.get(user) in ("loop", "copy") and ir.phase(user) == phase
             return is_loop and user not in self.single and not is_mutable(user)
 
-        return all(map(is_fine, node.users))
+        return all(map(is_loop_of_phase, node.users))
 
-    def read(self, operand: fx.Node) -> fx.Node:
+    def source_of(self, operand: fx.Node) -> fx.Node:
         """Return the value that a loop reads for an operand: the source of a copy instead of the copy."""
         while self.kinds.get(operand) in ("view", "copy"):
-            if not any(self.kinds.get(n) == "copy" for n in self.above(operand)):
+            if not any(self.kinds.get(n) == "copy" for n in self.view_chain(operand)):
                 return operand
             operand = operand.all_input_nodes[0]
         return operand
 
-    def above(self, operand: fx.Node) -> list[fx.Node]:
+    def view_chain(self, operand: fx.Node) -> list[fx.Node]:
         """Return a value and the values it is a view or copy of, in sequence."""
         chain = [operand]
         while self.kinds.get(chain[-1]) in ("view", "copy") and chain[-1].all_input_nodes:
@@ -189,84 +189,92 @@ class Fusion:
         """Join loops with the loops they read at the same depth, which creates no cycle between kernels."""
         level: dict[fx.Node, int] = {}
         for node, kind in self.kinds.items():
-            level[node] = max((level[s] + self.ends(s) for s in self.needs[node]), default=0)
+            level[node] = max((level[s] + self.ends_kernel(s) for s in self.needs[node]), default=0)
             for source in self.needs[node]:
                 together = level[source] == level[node] and ir.phase(source) == ir.phase(node)
-                if kind == "loop" and together and not self.ends(source) and node not in self.single:
+                if kind == "loop" and together and not self.ends_kernel(source) and node not in self.single:
                     self.join(source, node)
 
-    def ends(self, node: fx.Node) -> bool:
+    def ends_kernel(self, node: fx.Node) -> bool:
         """Return True if all readers of the node are in other kernels."""
         return self.kinds[node] != "loop" or node in self.last or node in self.single
 
     def join_sole_readers(self) -> None:
         """Join groups of loops with their only reading group of loops, which creates no cycle between kernels."""
         members = self.members()
-        for root in reversed(list(members)):
-            own = members[root]
-            if any(self.ends(node) for node in own):
+        for group_id in reversed(list(members)):
+            group_nodes = members[group_id]
+            if any(self.ends_kernel(node) for node in group_nodes):
                 continue
-            outside = {self.group(reader) for node in own for reader in self.readers[node]} - {self.group(root)}
-            if len(outside) == 1 and self.kinds.get(only := outside.pop()) == "loop" and only not in self.single:
-                self.join(root, only)
+            reading_groups = {self.group(reader) for node in group_nodes for reader in self.readers[node]} - {
+                self.group(group_id)
+            }
+            if (
+                len(reading_groups) == 1
+                and self.kinds.get(only_reader := reading_groups.pop()) == "loop"
+                and only_reader not in self.single
+            ):
+                self.join(group_id, only_reader)
 
     def members(self) -> dict[fx.Node, list[fx.Node]]:
         """Return the nodes of each group in order; groups are in the order of their last nodes."""
-        found: dict[fx.Node, list[fx.Node]] = {}
+        nodes_by_group: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.kinds):
             if self.kinds[node] not in ("view", "copy"):
-                found.setdefault(self.group(node), []).append(node)
-        return {root: own[::-1] for root, own in reversed(found.items())}
+                nodes_by_group.setdefault(self.group(node), []).append(node)
+        return {root: nodes[::-1] for root, nodes in reversed(nodes_by_group.items())}
 
     def kernels(self) -> list[Kernel]:
         """Return the groups as kernels, with the kernels they need and the bytes they move."""
         members = self.members()
-        found = {root: Kernel(self.kinds[own[0]], own) for root, own in members.items()}
-        for root, kernel in found.items():
-            needed = {self.group(s): None for n in kernel.nodes for s in self.needs[n]}
-            kernel.after = [found[s] for s in needed if s is not root]
+        kernel_of_group = {root: Kernel(self.kinds[nodes[0]], nodes) for root, nodes in members.items()}
+        for root, kernel in kernel_of_group.items():
+            needed_groups = {self.group(s): None for n in kernel.nodes for s in self.needs[n]}
+            kernel.after = [kernel_of_group[s] for s in needed_groups if s is not root]
             if kernel.kind in ("loop", "alone"):
                 kernel.moved_bytes = self.read_bytes(kernel) + self.written_bytes(kernel)
-                kernel.unwritten = self.unwritten(kernel)
-        return list(found.values())
+                kernel.unwritten = self.unwritten_storages(kernel)
+        return list(kernel_of_group.values())
 
     def read_bytes(self, kernel: Kernel) -> int:
         """Return the bytes of values made outside the kernel, each counted once, at most the size of its storage."""
-        own = set().union(*(self.made(node) for node in kernel.nodes))
-        seen: dict[int, dict[fx.Node, int]] = {}
+        created = set().union(*(self.created_storages(node) for node in kernel.nodes))
+        bytes_by_storage: dict[int, dict[fx.Node, int]] = {}
         for node in kernel.nodes:
             reads = node.all_input_nodes[1:] if name_of(node) == "copy_" else node.all_input_nodes
             limit = sum(v.layout.size_bytes for v in tensors(self.avals.values[node]))
             for operand in reads:
                 is_table = name_of(node) in LOOKUPS and operand is node.args[0]
-                source = self.read(operand)
+                source = self.source_of(operand)
                 for value in tensors(self.avals.values[source]):
-                    if value.storage not in own:
+                    if value.storage not in created:
                         size = min(value.layout.size_bytes, limit) if is_table else value.layout.size_bytes
-                        seen.setdefault(value.storage, {})[source] = size
-        return sum(min(sum(sizes.values()), self.avals.storage_bytes[s]) for s, sizes in seen.items())
+                        bytes_by_storage.setdefault(value.storage, {})[source] = size
+        return sum(min(sum(sizes.values()), self.avals.storage_bytes[s]) for s, sizes in bytes_by_storage.items())
 
     def written_bytes(self, kernel: Kernel) -> int:
         """Return the bytes of results that are read outside the kernel or written in place."""
-        own, total = set(kernel.nodes), 0
+        nodes, total = set(kernel.nodes), 0
         for node in kernel.nodes:
-            made = self.made(node)
-            kept = not self.readers[node] <= own
+            created = self.created_storages(node)
+            is_read_outside = not self.readers[node] <= nodes
             for value in tensors(self.avals.values[node]):
-                if kept or value.storage not in made:
+                if is_read_outside or value.storage not in created:
                     total += value.layout.size_bytes
         return total
 
-    def unwritten(self, kernel: Kernel) -> frozenset[int]:
+    def unwritten_storages(self, kernel: Kernel) -> frozenset[int]:
         """Return the storages that exist only while the kernel runs: values that only it reads, and copies."""
-        own = set(kernel.nodes)
-        inside = [node for node in kernel.nodes if self.readers[node] and self.readers[node] <= own]
-        found = set[int]().union(*(self.made(node) for node in inside))
+        nodes = set(kernel.nodes)
+        inner_nodes = [node for node in kernel.nodes if self.readers[node] and self.readers[node] <= nodes]
+        storages = set[int]().union(*(self.created_storages(node) for node in inner_nodes))
         for operand in (n for node in kernel.nodes for n in node.all_input_nodes):
-            found.update(s for n in self.above(operand) if self.kinds.get(n) == "copy" for s in self.made(n))
-        return frozenset(found)
+            storages.update(
+                s for n in self.view_chain(operand) if self.kinds.get(n) == "copy" for s in self.created_storages(n)
+            )
+        return frozenset(storages)
 
-    def made(self, node: fx.Node) -> set[int]:
+    def created_storages(self, node: fx.Node) -> set[int]:
         """Return the storages that a node creates."""
-        given = set().union(*(self.avals.storages(n) for n in node.all_input_nodes))
-        return self.avals.storages(node) - given
+        input_storages = set().union(*(self.avals.storages(n) for n in node.all_input_nodes))
+        return self.avals.storages(node) - input_storages

@@ -66,11 +66,11 @@ def predict(
 def operators_until(program: ir.Program, kernels: Iterable[Kernel]) -> dict[Kernel, int]:
     """Return the operators that the host runs for each kernel: its own, and views and waits since the kernel before."""
     place = {node: i for i, node in enumerate(program.calls(), 1)}
-    found, reached = {}, 0
+    operators, counted_until = {}, 0
     for kernel in kernels:
-        here = max(place[node] for node in kernel.nodes)
-        found[kernel], reached = max(0, here - reached), max(here, reached)
-    return found
+        last_place = max(place[node] for node in kernel.nodes)
+        operators[kernel], counted_until = max(0, last_place - counted_until), max(last_place, counted_until)
+    return operators
 
 
 def written_peak(program: ir.Program, avals: Avals, kernels: Iterable[Kernel]) -> int:
@@ -117,16 +117,16 @@ class Prices:
         """Return the FLOP/s of a matmul or an attention."""
         rates = self.cluster.rates
         if kernel_of(node):
-            behind = is_backward(node)
-            keys = next(tensors(self.avals.values[node.args[2 if behind else 1]])).layout
-            return (rates.attention_backward if behind else rates.attention).at(keys.shape[-2])
+            in_backward = is_backward(node)
+            keys = next(tensors(self.avals.values[node.args[2 if in_backward else 1]])).layout
+            return (rates.attention_backward if in_backward else rates.attention).at(keys.shape[-2])
         if node.target in GROUPED:
             return rates.grouped.at(flops / groups(node, self.avals))
         first = next(tensors(self.avals.values[node.all_input_nodes[0]])).layout
-        kind = torch.float8_e4m3fn if first.dtype.is_floating_point and first.dtype.itemsize == 1 else first.dtype
-        if kind not in rates.products:
+        dtype = torch.float8_e4m3fn if first.dtype.is_floating_point and first.dtype.itemsize == 1 else first.dtype
+        if dtype not in rates.products:
             raise ir.CompileError("predict", node, f"computes in {first.dtype}, for which the cluster states no rate")
-        return rates.products[kind].at(flops)
+        return rates.products[dtype].at(flops)
 
     def transfer(self, kernel: Kernel) -> tuple[str, int, Reach]:
         """Return the kind of a collective, the bytes that a rank sends, and the reach of its axis."""
@@ -138,16 +138,16 @@ class Prices:
 
     def sent(self, kernels: Iterable[Kernel]) -> dict[tuple[str, str], float]:
         """Return the bytes that a rank sends over each axis, inside its node and out of it."""
-        found: Counter[tuple[str, str]] = Counter()
+        total: Counter[tuple[str, str]] = Counter()
         for kernel in kernels:
             if kernel.kind == "collective":
                 transfer, axis = self.transfer(kernel), axis_of(kernel.nodes[0])
-                found[str(axis), "intra"] += within_nodes(*transfer)  # type: ignore[assignment]
-                found[str(axis), "inter"] += between_nodes(*transfer)  # type: ignore[assignment]
-        return dict(found)
+                total[str(axis), "intra"] += within_nodes(*transfer)  # type: ignore[assignment]
+                total[str(axis), "inter"] += between_nodes(*transfer)  # type: ignore[assignment]
+        return dict(total)
 
 
 def groups(node: fx.Node, avals: Avals) -> int:
     """Return the number of matrices of a grouped matmul."""
-    held = avals.values[node if node.target is routed.grouped_outer else node.args[1]]
-    return next(tensors(held)).layout.shape[0]
+    weights = avals.values[node if node.target is routed.grouped_outer else node.args[1]]
+    return next(tensors(weights)).layout.shape[0]

@@ -67,13 +67,13 @@ def play(
             continue
         host_s = (clock.now() if host_computes else host_s) + launch_s(kernel)
         launching += clock.wait(host_s)
-        took = cost(kernel)
+        cost_alone = cost(kernel)
         if kernel.kind == "collective":
-            clock.run(kernel, axis_of(kernel.nodes[0]), took.seconds, after=clock.now())
+            clock.run(kernel, axis_of(kernel.nodes[0]), cost_alone.seconds, after=clock.now())
         else:
-            keeps = beside.moving if took.is_moving else beside.computing
-            span = clock.run(kernel, COMPUTE, took.seconds, keeps=keeps)
-            alone += took.seconds
+            keeps = beside.moving if cost_alone.is_moving else beside.computing
+            span = clock.run(kernel, COMPUTE, cost_alone.seconds, keeps=keeps)
+            alone += cost_alone.seconds
             computing += span.end - span.start
     spans = sorted(clock.spans.items(), key=lambda each: each[1][:2])
     events = tuple(Event(kernel.nodes[-1].name, str(stream), *times) for kernel, (*times, stream) in spans)  # type: ignore[attr-defined]
