@@ -5,9 +5,9 @@
             -> joint, simplify, cse, reassociate, remat, async_tp, optimize
             -> bucket, collectives, communicators, take_turns, overlap, segment -> lower
 
-`build_pipeline` returns the programs of a job as a table. `forward` ends in the program that every rank runs to get the
-loss. Training goes on from there: with one microbatch as one `step` program, with several as `accumulate`, run once a
-microbatch, and `apply`. `async_tp`, `batch_overlap` and `take_turns` run only if they are asked for. `bucket` comes
+`build_pipeline` returns the programs of a job as a table. `forward` ends with the program of the loss on every rank.
+Training continues from there: with one microbatch as one `step` program, with several as `accumulate`, run once a
+microbatch, and `apply`. `async_tp`, `batch_overlap` and `take_turns` run only if options request them. `bucket` comes
 after `optimize` because the reductions of replicated gradients appear only there.
 """
 
@@ -82,8 +82,8 @@ class ProgramPlan:
     """One row of a pipeline: the program `name` is made from the program `source` by `passes`.
 
     A `shared` program is only a source of others; all others run. If there is a `cut`, it returns the programs that run
-    by name, each of which goes through `finish`. The program stores its state as the program `state_of` does, if given.
-    The forward is of training and of evaluation.
+    by name, each of which goes through `finish`. The program stores its state in the layout of the program `state_of`,
+    if given. The forward serves training and evaluation.
     """
 
     name: str
@@ -97,7 +97,7 @@ class ProgramPlan:
 
     @property
     def trains(self) -> bool:
-        """Tell whether the row belongs to training, not to evaluation or to both."""
+        """True if the row belongs to training, not to evaluation or to both."""
         return self.purpose == "training"
 
     @property
@@ -110,7 +110,7 @@ class ProgramPlan:
 class Pipeline:
     """The programs of a job as a table, each row after the row of its source.
 
-    With `folding`, one layer of many alike stands for others until `unfold`.
+    With `folding`, one of many similar layers stands for the others until `unfold`.
     """
 
     rows: tuple[ProgramPlan, ...]
@@ -123,7 +123,7 @@ class Pipeline:
 
     @property
     def trains(self) -> bool:
-        """Tell whether any row belongs to training."""
+        """True if any row belongs to training."""
         return any(row.trains for row in self.rows)
 
     def lineage(self, name: str, source: str = CAPTURED) -> Passes:
@@ -143,7 +143,7 @@ class Pipeline:
 
     @property
     def is_cut(self) -> bool:
-        """Tell whether programs of training are cut from one."""
+        """True if training programs are cut from a larger one."""
         return any(row.trains and row.cut for row in self.rows)
 
 
@@ -207,7 +207,7 @@ def communication_passes(request: CompileRequest) -> Passes:
 
 
 def evaluation_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
-    """Return the row of evaluation, if it is asked for: the forward without a backward, or that of each stage."""
+    """Return the row of evaluation, if requested: the forward without a backward, or the forward of each stage."""
     _, collectives, _, *ordered = communication_passes(request)
     finish = (collectives, *ordered, Segment(request.passes.segment.max_nodes))
     if not request.evaluate:
@@ -292,7 +292,7 @@ def in_eval_mode(pipeline: Pipeline) -> Pipeline:
 
 
 def build_extra(passes: PassesConfig) -> Passes:
-    """Return the user's own passes; raise UserError if one is no pass, or changes the stage of a program."""
+    """Return the user's own passes; raise UserError if an object is no pass or changes the stage of a program."""
     steps = []
     for number, own in enumerate(passes.extra):
         step = called(own, where := f"passes.extra[{number}]")
@@ -308,8 +308,8 @@ def build_extra(passes: PassesConfig) -> Passes:
 def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
     """Return the pipeline with the user's passes, each at the first position of each program whose stage it accepts.
 
-    Layers are not folded then: no other pass is known to treat those alike that are alike. Raises UserError if a pass
-    fits nowhere in training.
+    It does not fold layers, because user passes might treat similar layers differently. Raises UserError if a pass fits
+    nowhere in training.
     """
     if not extra:
         return pipeline
@@ -346,12 +346,12 @@ def without(passes: Passes, others: Sequence[Pass]) -> Passes:
 
 
 def once(when: str, pp: int) -> bool:
-    """Tell whether something is done once a step, not once a microbatch."""
+    """Return True if an option asks for once a step, not once a microbatch."""
     return when == "step" or when == "auto" and pp > 1
 
 
 def build_folding(request: CompileRequest) -> Folding | None:
-    """Return which layers may stand for others; None if options treat layers by number, or all of them at once."""
+    """Return the layers that may stand for others; None if options treat layers by number, or all of them together."""
     passes, optim, masters = request.passes, request.optim, request.parameter_dtypes
     if request.mesh["pp"] > 1 or request.microbatches > request.at_once and once(passes.accumulate.gather, 1):
         return None
@@ -362,7 +362,7 @@ def build_folding(request: CompileRequest) -> Folding | None:
     patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *remat.modules)
     patterns += tuple(pattern for group in optim.groups.values() for pattern in group.names)
     offloads = "offload" in (remat.policy, *remat.layers.values(), *remat.modules.values(), *remat.ops.values())
-    further = 2 if passes.cast.float8 or offloads else 0  # what is fetched comes early, as maxima do
+    further = 2 if passes.cast.float8 or offloads else 0  # fetches and maxima are issued layers early
     # Gathers start `prefetch` layers early, gradients are waited for as late, for each axis.
     return Folding(
         lambda name: (
@@ -377,13 +377,13 @@ def build_folding(request: CompileRequest) -> Folding | None:
 
 
 def build_cast(cast: CastConfig, masters: Mapping[str, torch.dtype]) -> Cast:
-    """The precision that a configuration asks for."""
+    """Return the cast to the precision of a configuration."""
     ops, modules = ({p: DTYPES[d] for p, d in patterns.items()} for patterns in (cast.ops, cast.modules))
     return Cast(masters, ops, modules, DTYPES[cast.output_dtype])
 
 
 def build_async_tp(request: CompileRequest, following: Passes) -> Passes:
-    """Return the pass that overlaps matmuls with rings, if it is asked for; `following` passes finish its program."""
+    """Return the pass that overlaps matmuls with rings, if requested; the `following` passes finish its program."""
     choice = request.passes.communication.async_tp
     if choice == "none":
         return ()
@@ -396,7 +396,7 @@ def with_async_tp(request: CompileRequest, following: Passes) -> Passes:
 
 
 def build_optimize(request: CompileRequest) -> Optimize:
-    """Return the update that a configuration asks for."""
+    """Return the update of a configuration."""
     optim, cast = request.optim, request.passes.cast
     default = build_optimizer(optim, DTYPES[cast.param_dtype])
     return Optimize(
@@ -413,7 +413,7 @@ def build_optimize(request: CompileRequest) -> Optimize:
 
 
 def build_remat(request: CompileRequest, rest: Passes, reserved: Callable[[Program], int] = lambda _: 0) -> Remat:
-    """Return the recomputation that is asked for; `rest` finish its program, `reserved` bytes are outside of it."""
+    """Return the recomputation of a request; the passes `rest` finish its program, `reserved` bytes are outside it."""
     remat = request.passes.remat
     budget_bytes = None if remat.budget_gib is None else int(remat.budget_gib * 2**30)
     return Remat(
@@ -433,7 +433,7 @@ def build_remat(request: CompileRequest, rest: Passes, reserved: Callable[[Progr
 
 
 def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimizer:
-    """The optimizer of a configuration; products of its own are made in the dtype `compute`."""
+    """Return the optimizer of a configuration; its own matmuls run in the dtype `compute`."""
     if optim._target_ is not None:
         return build_own({"_target_": optim._target_, **optim.arguments})
     if optim.name == "custom":
@@ -446,7 +446,7 @@ def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimize
 
 
 def build_own(own: Mapping[str, Any]) -> Optimizer:
-    """Return the user's own optimizer; raise UserError if it lacks a part."""
+    """Return the user's own optimizer; raise UserError if a method is missing."""
     optimizer = called(own, "optim")
     if missing := [name for name in ("moments", "scalars", "update") if not hasattr(optimizer, name)]:
         fix = "docs/guides/your-loop.md shows a whole one"
@@ -455,7 +455,7 @@ def build_own(own: Mapping[str, Any]) -> Optimizer:
 
 
 def build_group(label: str, group: GroupConfig, optim: OptimConfig, rest: Optimizer) -> Group:
-    """A group of parameters: as the rest, but for what it says."""
+    """Return a group of parameters: like the default, except for the options that it sets."""
     mine = AdamW(optim.betas, optim.eps, optim.weight_decay) if group.optimizer == "adamw" else rest
     if group.weight_decay is not None:
         if "weight_decay" not in getattr(mine, "__dataclass_fields__", ()):

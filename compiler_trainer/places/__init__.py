@@ -1,1 +1,1 @@
-"""Where what a run reads and writes lies: folders of arrays that are kept, object stores, copies of what is there."""
+"""Storage: folders of arrays on disk, object stores, and local copies of remote files."""

@@ -1,4 +1,4 @@
-"""Where what is made of text, or copied from a store, is kept: `<data.cache>/<key>/`, by all that it depends on."""
+"""The cache of tokenized text and of copies from stores: `<data.cache>/<key>/`, keyed by all inputs."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.places.kept import FILE, Kept, found, made
 
-NAME = re.compile(r"[0-9a-f]{20}(\.part)?")  # of what is kept: a cache may hold what others put there
-COPIES = "copies"  # its folder of what stores have as well
+NAME = re.compile(r"[0-9a-f]{20}(\.part)?")  # of an entry; the folder may also have files of others
+COPIES = "copies"  # the folder of copies of remote files
 GIB = 2**30
-UNUSED_S, UNREAD_S = 30 * 86_400, 600  # after which what was made may go, and a copy
+UNUSED_S, UNREAD_S = 30 * 86_400, 600  # minimum idle time before an entry, and a copy, may be deleted
 
 
 class Cache(NamedTuple):
-    """A folder, and the bytes above which it loses what was long unused."""
+    """A folder, and the size in bytes above which its least recently used entries are deleted."""
 
     folder: Path
     most_bytes: float = 256 * GIB
 
 
 def named(key: list[Any]) -> str:
-    """The name of what a key stands for."""
+    """Return the folder name of a key."""
     return hashlib.blake2b(json.dumps(key).encode(), digest_size=10).hexdigest()
 
 
 def in_cache(cache: Cache, key: list[Any], make: Callable[[Path], Any]) -> Kept:
-    """What a key stands for, made where the cache has none; raises UserError."""
+    """Return the entry of a key, made if the cache has none; raise UserError if the folder cannot be written."""
     folder = cache.folder / named(key)
     with writable("data.cache", folder):
         if (there := found(folder)) is not None:
@@ -50,7 +50,7 @@ def in_cache(cache: Cache, key: list[Any], make: Callable[[Path], Any]) -> Kept:
 
 @contextmanager
 def writable(option: str, folder: Path) -> Iterator[None]:
-    """Raise a UserError where a folder that an option names cannot be written."""
+    """Raise a UserError if a folder that an option names cannot be written."""
     try:
         yield
     except OSError as error:
@@ -58,15 +58,15 @@ def writable(option: str, folder: Path) -> Iterator[None]:
 
 
 def cache_of(cfg: DataConfig) -> Cache:
-    """What `data.cache` and `data.cache_gib` name."""
+    """Return the cache of `data.cache` and `data.cache_gib`."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
     return Cache(Path(cfg.cache).expanduser() if cfg.cache else usual, cfg.cache_gib * GIB)
 
 
 def bound(cache: Cache, coming: int = 0) -> int:
-    """Delete what was unused for long, first copies, the longest unused first; the bytes that there are too many still.
+    """Delete least recently used entries, copies first, until the cache fits; return the excess bytes that remain.
 
-    That is done where there is more than the cache may hold, `coming` bytes among it.
+    `coming` bytes are about to be added.
     """
     copies, own = listed(cache.folder / COPIES), listed(cache.folder)
     excess, gone = sum(size for _, size, _ in (*copies, *own)) + coming - cache.most_bytes, 0
@@ -83,17 +83,17 @@ def bound(cache: Cache, coming: int = 0) -> int:
 
 
 def listed(folder: Path) -> list[tuple[float, int, Path]]:
-    """(when it was last used, its bytes, where it is) of all that a folder keeps."""
+    """Return (time of last use, bytes, path) of each entry of a folder."""
     found = []
     for each in folder.iterdir() if folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # where another process deletes them too
+        with suppress(FileNotFoundError):  # another process may delete it meanwhile
             if NAME.fullmatch(each.name):
                 found.append((*used_and_size(each), each))
     return found
 
 
 def used_and_size(folder: Path) -> tuple[float, int]:
-    """When a folder was last used, and its bytes."""
+    """Return the time of last use of a folder, and its bytes."""
     states = [(path.name, path.stat()) for path in folder.rglob("*") if path.is_file()]
     times = [at.st_atime if name == FILE else at.st_mtime for name, at in states]
     return max(times, default=folder.stat().st_mtime), sum(at.st_size for _, at in states)

@@ -1,7 +1,7 @@
-"""What a name stands for on this machine: a path, a copy of what a store has, or what the hub's cache has.
+"""The local path of a name: a path, a copy from a store, or a snapshot in the hub's cache.
 
-Copies lie in the cache, whole or not at all. Above its bound those that were unread for long make room, and what finds
-none is refused.
+A copy in the cache is complete or absent. Above the cache's limit, copies that were not read recently are deleted; a
+copy without room is refused.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from compiler_trainer.places.cache import COPIES, UNREAD_S, Cache, bound, named,
 from compiler_trainer.places.kept import files_in, found, made
 from compiler_trainer.places.store import Entry, Place, chosen, one_line, parted
 
-LARGE = 2**28  # bytes, from which on it is said that they are copied
-HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")  # organization/name, and perhaps a revision
+LARGE = 2**28  # bytes from which on a copy is announced
+HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")  # organization/name, with an optional revision
 
 
 def file_here(name: str, cache: Cache, beside: str = "") -> str:
-    """The path of a file; of one in a store that of a copy, with the other one `beside` it if there is such."""
+    """Return the local path of a file; for a file in a store that of a copy, with the file `beside` next to it."""
     if not is_remote(name):
         return name
     folder, own = parted(name)
@@ -40,9 +40,9 @@ def file_here(name: str, cache: Cache, beside: str = "") -> str:
 def folder_here(
     option: str, name: str, patterns: tuple[str, ...], cache: Cache, is_whole: Callable[[Path], bool]
 ) -> Path:
-    """The folder of a name: one on a disk; else a copy of the files of a store that match patterns; else the hub's.
+    """Return the local folder of a name: a path, a copy of the files of a store that match patterns, or a hub snapshot.
 
-    Of the hub its cache is asked first, where `is_whole` says whether it has all. Raises UserError.
+    A snapshot comes from the hub's cache if `is_whole` says that it is complete there. Raises UserError.
     """
     if is_remote(name):
         place = Place(name)
@@ -54,7 +54,7 @@ def folder_here(
 
 
 def copied(place: Place, files: Mapping[str, Entry], cache: Cache) -> Path:
-    """A folder with copies of some files of a place; raises UserError where there are none, or no room for them."""
+    """Return a folder with copies of some files of a place; raise UserError if there are none, or no room."""
     if not files:
         raise UserError(place.url, "is not there, or is empty; look at its name, and at what the account may read")
     folder = cache.folder / COPIES / named([place.url, sorted(files.items())])
@@ -64,7 +64,7 @@ def copied(place: Place, files: Mapping[str, Entry], cache: Cache) -> Path:
 
 
 def make_room(cache: Cache, url: str, size: int) -> None:
-    """Let copies go that were unread for long; raises UserError where that is not enough."""
+    """Delete copies that were not read recently; raise UserError if that is not enough."""
     if lacking := bound(cache, size):
         what = f"{decimal(int(cache.most_bytes))} have no room for {url}, {decimal(size)}"
         fix = f"{decimal(lacking)} are lacking beside what was read in the last {UNREAD_S // 60} minutes; allow more"
@@ -72,8 +72,8 @@ def make_room(cache: Cache, url: str, size: int) -> None:
 
 
 def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) -> str:
-    """Copy files into a folder of the cache; raises UserError where one has no room, or did not come whole."""
-    for part in files_in(folder):  # of a process that was killed
+    """Copy files into a folder of the cache; raise UserError if there is no room, or a file arrives incomplete."""
+    for part in files_in(folder):  # left by a killed process
         part.unlink()
     size = sum(entry.size_bytes for entry in files.values())
     make_room(cache, place.url, size)
@@ -91,21 +91,21 @@ def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) 
 
 
 def of_hub(option: str, name: str, patterns: tuple[str, ...], is_whole: Callable[[Path], bool]) -> Path:
-    """A snapshot of a model of the hub, from its cache if that has all; raises UserError."""
+    """Return a hub model's snapshot, from the local cache if it is complete; raise UserError."""
     hub = library()
     repository, _, revision = name.partition("@")
     asked = dict(repo_id=repository, revision=revision or None, allow_patterns=list(patterns))
-    with suppress(Exception):  # whatever it raises: then the cache has it not
+    with suppress(Exception):  # any error means that the cache does not have it
         cached = Path(hub.snapshot_download(**asked, local_files_only=True))
         if is_whole(cached):
             return cached
     try:
         there = Path(hub.snapshot_download(**asked))
-    except Exception as error:  # of the network, of the hub, of the disk
+    except Exception as error:  # from the network, the hub, or the disk
         fix = "name a folder, or set HF_TOKEN where the model is gated"
         what = f"{name} is no folder here, nor in the hub's cache, and cannot be downloaded"
         raise UserError(option, f"{what}: {one_line(error)}; {fix}") from error
-    if not is_whole(there):  # without a network it is what there is
+    if not is_whole(there):  # without a network it may be incomplete
         what = f"of {name} the hub's cache has a part alone, in {there}"
         raise UserError(option, f"{what}; download it with a network, if it has files like {', '.join(patterns)}")
     print(f"{name} was downloaded to {there}", flush=True)
@@ -113,7 +113,6 @@ def of_hub(option: str, name: str, patterns: tuple[str, ...], is_whole: Callable
 
 
 def library() -> Any:
-    """huggingface_hub."""
     try:
         return import_module("huggingface_hub")
     except ImportError as error:

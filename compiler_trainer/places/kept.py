@@ -1,9 +1,9 @@
-"""Files on disk, most of them arrays, that one process makes and all that read them map.
+"""Folders of files, mostly arrays, that one process makes and many processes map.
 
     <folder>/  NAME.bin ...  kept.json
 
-A folder is there only once it is whole: until then `<folder>.part` holds what there is, and a later start goes on with
-it. Each start compares the files with what was written: all of a small one, blocks of a large one.
+A folder exists only when it is complete. Until then `<folder>.part` has the files so far, and a later start continues
+with them. Each start compares the files with their recorded digests: small files in full, large ones in blocks.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from numpy.typing import DTypeLike, NDArray
 from compiler_trainer.config.errors import UserError
 
 FILE = "kept.json"
-BLOCKS, BLOCK_BYTES = 64, 2**16  # of an array that is larger, so many are compared, spread over it
+BLOCKS, BLOCK_BYTES = 64, 2**16  # of a larger array, this many blocks are compared, spread over it
 
 
 class Kept(NamedTuple):
-    """A whole folder of files, and what was said of them when they were made."""
+    """A complete folder of files, and the summary recorded when it was made."""
 
     folder: Path
     holds: Any
 
     def array(self, name: str, dtype: DTypeLike) -> NDArray[Any]:
-        """One of the arrays, mapped to be read here and there."""
+        """Return one of the arrays, mapped for random access."""
         path = self.folder / f"{name}.bin"
         if not path.stat().st_size:
             return np.empty(0, dtype)
         with open(path, "rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # A row is of documents that lie anywhere: to read on behind each would read hundreds of times what is asked.
+        # A sequence has documents from anywhere: read-ahead would read hundreds of times the requested bytes.
         content.madvise(mmap.MADV_RANDOM)
         return np.frombuffer(content, dtype)
 
     @property
     def size_bytes(self) -> int:
-        """What it takes on disk."""
+        """The bytes of the folder on disk."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
 def found(folder: Path, moved: bool = False) -> Kept | None:
-    """What is in a folder; None where there is none, or where a file is not as it was left.
+    """Return the folder's contents; None if it does not exist, or a file has changed.
 
-    In a folder that may have `moved`, files may have another time of change.
+    In a folder that may have `moved`, times of change are ignored.
     """
     path = folder / FILE
     if not path.is_file():
@@ -67,23 +67,23 @@ def found(folder: Path, moved: bool = False) -> Kept | None:
         for name, was in kept["files"].items():
             if stamps(folder / name)[moved:] != was[moved:]:
                 return None
-        with suppress(OSError):  # of others, that may only be read
+        with suppress(OSError):  # read-only folders of others
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return Kept(folder, kept["holds"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing there, cut or altered
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, truncated or altered
         return None
 
 
 def stamps(path: Path) -> list[Any]:
-    """Time of change, size and digest of an array; raises OSError where it is no file."""
-    if not path.is_file():  # a pipe would be waited for
+    """Return time of change, size and digest of an array; raise OSError if it is no file."""
+    if not path.is_file():  # opening a pipe would block
         raise FileNotFoundError(path)
     state = path.stat()
     return [state.st_mtime_ns, state.st_size, sampled(path)]
 
 
 def sampled(path: Path) -> str:
-    """The digest of a file, of a large one that of blocks spread over it, its ends among them."""
+    """Return the digest of a file; for a large one that of blocks spread over it, both ends included."""
     digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
     step = max(BLOCK_BYTES, (size - BLOCK_BYTES) / (BLOCKS - 1))
     with open(path, "rb", buffering=0) as file:
@@ -94,12 +94,12 @@ def sampled(path: Path) -> str:
 
 
 def digest_of(holds: Any, files: dict[str, list[Any]]) -> str:
-    """What a folder says of itself."""
+    """Return the digest of a folder's summary."""
     return hashlib.blake2b(json.dumps([holds, files]).encode(), digest_size=16).hexdigest()
 
 
 def made(folder: Path, make: Callable[[Path], Any]) -> Kept:
-    """Let `make` write arrays into the folder that it is given and say what they hold, unless another process has."""
+    """Return a folder whose arrays `make` writes, unless another process has made it; `make` returns the summary."""
     partial = part_of(folder)
     with alone(partial / "lock"):
         there = found(folder)
@@ -108,7 +108,7 @@ def made(folder: Path, make: Callable[[Path], Any]) -> Kept:
             return there
         try:
             holds = make(partial)
-        except UserError:  # no later start would go on with this
+        except UserError:  # no later start could continue with this
             shutil.rmtree(partial)
             raise
         if folder.exists():
@@ -120,26 +120,26 @@ def made(folder: Path, make: Callable[[Path], Any]) -> Kept:
 
 
 def part_of(folder: Path) -> Path:
-    """Where a folder is made."""
+    """Return the folder for the unfinished files of a folder."""
     return folder.with_name(f"{folder.name}.part")
 
 
 def close(partial: Path, holds: Any) -> None:
-    """Write down what a folder holds, and how its files are left."""
+    """Write the summary of a folder, with the state of its files."""
     files = {str(path.relative_to(partial)): stamps(path) for path in files_in(partial)}
     summary = {"digest": digest_of(holds, files), "holds": holds, "files": files}
     (partial / FILE).write_text(json.dumps(summary))
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files below a folder, but for locks and what is written down of them."""
+    """Return the files below a folder, except locks and the summary."""
     found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
     return sorted(path for path in found if path.name != FILE)
 
 
 @contextmanager
 def alone(path: Path, shared: bool = False) -> Iterator[None]:
-    """Keep other processes, or only those that do not share, from the lock at a path: they wait."""
+    """Hold the lock at a path; other processes wait, or only those that do not share it."""
     how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,11 +149,11 @@ def alone(path: Path, shared: bool = False) -> Iterator[None]:
             except BlockingIOError:
                 print(f"waiting for another process that makes {path.parent}", flush=True)
                 fcntl.flock(lock, how)
-            if is_at(lock, path):  # else the other has made the folder, or has given up, and moved it away
+            if is_at(lock, path):  # otherwise another process has finished or abandoned the folder and moved it away
                 yield
                 return
 
 
 def is_at(file: IO[str], path: Path) -> bool:
-    """Whether an open file is the one at a path."""
+    """Return True if an open file is the one at a path."""
     return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())

@@ -1,6 +1,6 @@
-"""Files in an object store or behind https, by fsspec: s3://, gs://, https://, hf:// and what else it knows.
+"""Files in an object store or behind https, by fsspec: s3://, gs://, https://, hf:// and its other protocols.
 
-An object is there whole or not at all, and none can be renamed.
+An object is complete or absent, and cannot be renamed.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from compiler_trainer.config.files import is_remote
 LIBRARIES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "az": "adlfs",
     "abfs": "adlfs", "hf": "huggingface_hub",
-}  # fmt: skip  # what fsspec needs for a protocol
+}  # fmt: skip  # packages that fsspec needs for a protocol
 VERSIONS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "LastModified", "Last-Modified", "last_modified", "updated",
     "mtime", "created",
 )  # fmt: skip
 
-TRAFFIC = fsspec.Callback()  # its value grows while files of this process come and go
+TRAFFIC = fsspec.Callback()  # its value grows during transfers of this process
 
 
 class Unreachable(UserError):
-    """A store does not answer, or refuses."""
+    """The error for a store that does not answer, or refuses access."""
 
 
 class Entry(NamedTuple):
-    """An object: its bytes, and what is another number once the object is another."""
+    """An object: its bytes, and a number that changes with its contents."""
 
     size_bytes: int
     version: int
 
 
 def exists(name: str) -> bool:
-    """Whether there is such a file, on a disk or in a store."""
+    """Return True if a file exists, on a disk or in a store."""
     if not is_remote(name):
         return os.path.exists(name)
     place = Place(name)
@@ -52,14 +52,14 @@ def exists(name: str) -> bool:
 
 
 def parted(url: str) -> tuple[str, str]:
-    """The folder of a url, and the name in it."""
+    """Return (folder, file name) of a url."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return folder, name
 
 
 @contextmanager
 def reached(url: str) -> Iterator[None]:
-    """Raise UserError for what goes wrong with a store: what is not installed, not there, or not reached."""
+    """Raise UserError for errors of a store: a missing package, a missing file, or no connection."""
     protocol = url.partition("://")[0]
     try:
         yield
@@ -70,17 +70,17 @@ def reached(url: str) -> Iterator[None]:
         raise UserError(url, f"needs {needed}; pip install {needed}" if needed else one_line(error)) from error
     except FileNotFoundError as error:
         raise UserError(url, "is not there; look at its name, and at what the account may read") from error
-    except Exception as error:  # each library has its own
+    except Exception as error:  # each library has its own errors
         raise Unreachable(url, f"cannot be reached: {type(error).__name__}: {one_line(error)}") from error
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, on a line."""
+    """Return an error's text on one line."""
     return " ".join(str(error).split())
 
 
 class Place:
-    """A file or folder at a url; each method raises UserError, as Unreachable where the store does not answer."""
+    """A file or folder at a url; each method raises UserError, and Unreachable if the store does not answer."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
@@ -90,13 +90,13 @@ class Place:
             self.fs, self.path = fsspec.core.url_to_fs(self.url)
 
     def entry(self) -> Entry:
-        """What is at the url itself, a file; raises UserError where there is none."""
+        """Return the entry of the file at the url itself; raise UserError if there is none."""
         with reached(self.url):
             self.fs.invalidate_cache()
             return entry_of(self.url, self.fs.info(self.path))
 
     def files(self) -> dict[str, Entry]:
-        """All files below, by their names from here, sorted; none where there is no such folder."""
+        """Return all files below the url by relative name, sorted; none if there is no such folder."""
         with reached(self.url):
             self.fs.invalidate_cache()
             found = self.fs.find(self.path, detail=True)
@@ -104,27 +104,27 @@ class Place:
             return {name: entry_of(f"{self.url}/{name}", info) for name, info in below.items() if name}
 
     def matches(self) -> list[str]:
-        """The urls of the files that a glob matches, sorted."""
+        """Return the urls of the files that a glob matches, sorted."""
         with reached(self.url):
             self.fs.invalidate_cache()
             return sorted(self.fs.unstrip_protocol(path) for path in self.fs.glob(self.path))
 
     def is_glob(self) -> bool:
-        """Whether the url is a pattern; in one of https `?` is none."""
+        """Return True if the url is a pattern; in an https url `?` does not count."""
         return not self.url.startswith("http") and glob.has_magic(self.path)
 
     def open(self) -> Any:
-        """The file, to be read here and there."""
+        """Return the open file, for random access."""
         with reached(self.url):
             return self.fs.open(self.path, "rb")
 
     def read(self, name: str) -> bytes:
-        """A small file."""
+        """Return the contents of a small file."""
         with reached(f"{self.url}/{name}"):
             return self.fs.cat_file(f"{self.path}/{name}")
 
     def get(self, name: str, to: Path) -> None:
-        """Copy a file to the disk; raises UserError where its name leads out of a folder."""
+        """Copy a file to the disk; raise UserError if its name leads out of a folder."""
         if ".." in name.split("/"):
             raise UserError(f"{self.url}/{name}", "leads out of its folder; remove it there")
         with reached(f"{self.url}/{name}"):
@@ -132,19 +132,18 @@ class Place:
             self.fs.get_file(f"{self.path}/{name}", str(to), callback=TRAFFIC)
 
     def put(self, file: Path, name: str) -> None:
-        """Copy a file from the disk, which is then there as a whole."""
+        """Copy a file from the disk; it appears in the store only when complete."""
         with reached(f"{self.url}/{name}"):
             self.fs.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
             self.fs.put_file(str(file), f"{self.path}/{name}", callback=TRAFFIC)
 
     def remove(self, name: str) -> None:
-        """Delete a file."""
         with reached(f"{self.url}/{name}"):
             self.fs.rm_file(f"{self.path}/{name}")
 
 
 def entry_of(url: str, info: dict[str, Any]) -> Entry:
-    """What a store says of a file."""
+    """Return the entry of a file from a store's metadata."""
     if info.get("type") == "directory":
         raise UserError(url, "is a folder; name a file")
     if info.get("size") is None:
@@ -155,5 +154,5 @@ def entry_of(url: str, info: dict[str, Any]) -> Entry:
 
 
 def chosen(files: dict[str, Entry], patterns: tuple[str, ...]) -> dict[str, Entry]:
-    """The files whose names match one of some patterns."""
+    """Return the files whose names match any of some patterns."""
     return {name: entry for name, entry in files.items() if any(fnmatch.fnmatch(name, p) for p in patterns)}

@@ -1,4 +1,4 @@
-"""The programs of a job made ahead of it by one process, without its ranks and devices: what `lower.programs` names."""
+"""Ahead-of-time compilation of a job for `lower.programs`, in one process without the job's ranks and devices."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ CPU = torch.device("cpu")
 
 
 def compile_ahead(cfg: Config, out: Path, tell: Callable[[str], None]) -> str:
-    """Make the programs that a job's ranks would make, into a folder; what is there, in a sentence.
+    """Compile the programs of a job's ranks into a folder; return a sentence on its contents.
 
-    Raises UserError where they cannot be stored.
+    Raises UserError if they cannot be stored.
     """
     cfg = validate(for_predicting(cfg), dry_world_size(cfg))
     if cfg.passes.verify == "numeric":
@@ -69,7 +69,7 @@ def compile_ahead(cfg: Config, out: Path, tell: Callable[[str], None]) -> str:
 
 
 def device_name(cluster: ClusterConfig) -> str:
-    """What the devices of a cluster are called where they are; raises UserError where it does not say."""
+    """Return the name that a cluster's devices report; raise UserError if the cluster does not state it."""
     if cluster.host_computes:
         return name_of_device(CPU)
     if cluster.device is None:

@@ -1,4 +1,4 @@
-"""Whether an export gives tokens the log-probabilities that the trainer's own evaluation gives them."""
+"""The check that an export gives tokens the same log-probabilities as the trainer's own evaluation."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.training.evaluate import Measures
 from compiler_trainer.training.progress import Working
 
-ROUNDINGS = 64  # relative roundings of the coarsest dtype by which two right computations may differ
+ROUNDINGS = 64  # relative roundings of the coarsest dtype by which two correct computations may differ
 MOST_ROWS = 8
-FEW = 16  # tokens that tell whether an export is right
+FEW = 16  # tokens of the short check
 
 
 class Text(NamedTuple):
-    """The first document of a row: its batch, its tokens, and which of them, from the second on, are compared."""
+    """The first document of a sequence: its batch, its tokens, and the positions (from the second on) to compare."""
 
     batch: Batch
     ids: list[int]
@@ -45,10 +45,11 @@ class Text(NamedTuple):
 
 
 def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: bool = False) -> tuple[bool, str]:
-    """Whether a folder gives `tokens` tokens of held-out or `other` text what the trainer gives them, and how nearly.
+    """Return (True if a folder gives the trainer's log-probabilities, a sentence on the largest difference).
 
-    Of each row the first document is taken, which sees nothing but itself, as a server's request. `averaged` weights
-    are those of `train.ema`. Every rank calls it. Raises UserError where transformers does not load the folder.
+    It compares `tokens` tokens of validation or `other` text, from the first document of each sequence, which attends
+    only to itself as a server's request does. With `averaged` the weights are those of `train.ema`. Every rank calls
+    it. Raises UserError if transformers cannot load the folder.
     """
     ranks = start_ranks()
     one = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
@@ -60,7 +61,7 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: boo
 
 
 def check_export_alone(cfg: Config, out: Path, averaged: bool = False) -> tuple[bool, str]:
-    """The same of a few tokens drawn at random, on one device, without data and compilers."""
+    """Return the result of `check_export` for a few random tokens on one device, without data and compilers."""
     one = dataclasses.replace(cfg.train, global_batch_size=1, microbatches=1, seq_len=min(cfg.train.seq_len, FEW))
     lower = dataclasses.replace(cfg.lower, backend="eager", cudagraphs=False)
     cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=one, lower=lower, loss={})
@@ -75,7 +76,7 @@ def check_export_alone(cfg: Config, out: Path, averaged: bool = False) -> tuple[
 def compared_texts(
     cfg: Config, trained: Subject, texts: list[Text], out: Path, below: Mapping[str, int], averaged: bool
 ) -> tuple[bool, str]:
-    """Whether a folder gives texts the log-probabilities that the trainer gives them, and how nearly."""
+    """Return (True if a folder gives texts the trainer's log-probabilities, a sentence on the largest difference)."""
     trained = dataclasses.replace(trained, loss=partial(loss_of_predictions, trained.logits))
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, texts[0].batch, below, tell, averaged)
@@ -85,7 +86,7 @@ def compared_texts(
     if not is_first:
         return True, ""
     del step
-    torch.cuda.empty_cache()  # the other process needs the GPU
+    torch.cuda.empty_cache()  # transformers' process needs the GPU
     theirs = by_itself(out, [text.ids for text in texts])
     pairs = zip(texts, theirs["log_probabilities"], strict=True)
     own = torch.tensor([found[place - 1] for text, found in pairs for place in text.places])
@@ -95,12 +96,15 @@ def compared_texts(
 def loss_of_predictions(
     logits: Callable[[nn.Module, Mapping[str, Tensor]], Tensor], model: nn.Module, batch: Mapping[str, Tensor]
 ) -> Tensor:
-    """The cross-entropy alone: auxiliary terms of a loss are no log-probabilities."""
+    """Return the cross-entropy alone; auxiliary terms of a loss are no log-probabilities."""
     return cross_entropy(logits(model, batch), batch["labels"])
 
 
 def texts_of(loader: Loader, tokens: int) -> list[Text]:
-    """The first documents of a few rows, with so many tokens to compare; raises UserError if none is long enough."""
+    """Return the first documents of a few sequences, with `tokens` positions in total.
+
+    Raises UserError if all documents are too short.
+    """
     numbers = range(min(MOST_ROWS, len(loader.rows)))
     found = (text_of(loader, number, -(-tokens // len(numbers))) for number in numbers)
     texts = [text for text in found if text.places]
@@ -110,7 +114,7 @@ def texts_of(loader: Loader, tokens: int) -> list[Text]:
 
 
 def text_of(loader: Loader, number: int, tokens: int) -> Text:
-    """The first document of a row, and some places spread over it."""
+    """Return the first document of a sequence, and some positions spread over it."""
     rows = loader.rows.batch(np.full(loader.batch_size, number))
     if not {"tokens", "labels", "documents"} <= rows.keys():
         what = f"has rows of {', '.join(rows)}, and tokens, labels and documents are needed"
@@ -122,7 +126,7 @@ def text_of(loader: Loader, number: int, tokens: int) -> Text:
 
 
 def measured(step: Measures, text: Text, tell: Callable[[str], None]) -> list[float]:
-    """The log-probability of each token at a text's places: minus the loss where it is the only label."""
+    """Return the log-probability of each token at a text's positions: minus the loss if it is the only label."""
     found = []
     for place in text.places:
         labels = torch.full_like(text.batch["labels"], IGNORED_LABEL)
@@ -133,7 +137,7 @@ def measured(step: Measures, text: Text, tell: Callable[[str], None]) -> list[fl
 
 
 def by_itself(out: Path, texts: list[list[int]]) -> dict[str, Any]:
-    """What transformers says of texts in a process of its own; raises UserError where it fails."""
+    """Return transformers' output for texts, from a separate process; raise UserError if it fails."""
     command = [sys.executable, "-P", plainly.__file__, str(out)]
     done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True)
     if done.returncode:
@@ -143,13 +147,13 @@ def by_itself(out: Path, texts: list[list[int]]) -> dict[str, Any]:
 
 
 def coarsest(cfg: Config, exported: str) -> str:
-    """The dtype with the fewest digits of those that either side computes with."""
+    """Return the dtype with the fewest digits among those that either side computes in."""
     names = {exported, cfg.train.dtype, cfg.passes.cast.param_dtype or exported} & {"float32", "float16", "bfloat16"}
     return max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
 
 def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int) -> tuple[bool, str]:
-    """Whether log-probabilities are equal up to roundings of a dtype, and the worst of them."""
+    """Return (True if log-probabilities are equal up to roundings of a dtype, a sentence on the largest difference)."""
     allowed = ROUNDINGS * torch.finfo(getattr(torch, dtype)).eps * ours.abs().clamp(min=1)
     apart = (ours - theirs).abs()
     worst = int((apart / allowed).nan_to_num(torch.inf).argmax())

@@ -1,4 +1,4 @@
-"""A run's weights as a folder that others load: transformers and peft, or any reader of safetensors."""
+"""Export of a run's weights into a folder for transformers and peft, or for any reader of safetensors."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NOT_COPIED = frozenset((".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack"
 TELLS_OF_WEIGHTS = ("config.json", "model.safetensors.index", "pytorch_model.bin.index", "adapter_config")
 ANSWER = "forty-two"
 LAST = ("config.json", "adapter_config.json", "config.yaml")
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # of a tokenizer.json
-END = "<|endoftext|>"  # what a byte tokenizer ends a document with
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # next to a tokenizer.json
+END = "<|endoftext|>"  # a byte tokenizer's end of document
 
 
 def export_to_store(
     cfg: Config, url: str, dtype: torch.dtype | None, merge: bool, averaged: bool = False, check: bool = False
 ) -> str:
-    """Write it as a folder of a store, what says what it is last: without that nothing loads a part of it."""
+    """Write an export into a folder of a store, its configuration last: a partial export cannot be loaded."""
     place = Place(url)
     if place.files():
         raise UserError(url, "is there already; name a folder that is not")
@@ -54,17 +54,17 @@ def export_to_store(
 def export(
     cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, averaged: bool = False, check: bool = False
 ) -> str:
-    """Write the newest checkpoint of a run as a folder; what it is and how it is loaded, in a sentence.
+    """Write the newest checkpoint of a run as a folder; return a sentence on how to load it.
 
-    `dtype` is that of its floating numbers (None: `train.dtype`). Of a model with LoRA the terms alone are written, or,
-    with `merge`, the model with them added to its weights. `averaged` weights are those of `train.ema`. The folder is
-    there once it is whole and, with `check`, gives a few tokens the log-probabilities that the trainer gives them.
-    Raises UserError where a model has no such form, and RunError where it gives others.
+    `dtype` is the dtype of floating-point weights (None: `train.dtype`). For a model with LoRA only the adapters are
+    written or, with `merge`, the model with the adapters merged. `averaged` weights are those of `train.ema`. The
+    folder appears once it is complete and, with `check`, gives a few tokens the trainer's log-probabilities. Raises
+    UserError if a model has no such form, and RunError if the log-probabilities differ.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), "is there already; name a folder that is not, or an empty one")
     if isinstance(cfg.model, ModelConfig):
-        form_of(cfg.model)  # before its weights are read
+        form_of(cfg.model)  # fails before reading weights
     if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
         raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
     _, module = trained_model(cfg, averaged)
@@ -82,7 +82,7 @@ def export(
 
 
 def check_few(cfg: Config, made: Path, averaged: bool) -> str:
-    """A sentence on how near an export is; raises RunError where it gives a few tokens other log-probabilities."""
+    """Return a sentence on the difference of an export; raise RunError if its log-probabilities differ."""
     is_same, said = check_export_alone(cfg, made, averaged)
     if not is_same:
         fix = "nothing is written; look at what is unusual in the model, or write it unchecked with --no-check"
@@ -91,7 +91,7 @@ def check_few(cfg: Config, made: Path, averaged: bool) -> str:
 
 
 def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> str:
-    """Write a module with the weights of a run; how it is loaded, in a sentence."""
+    """Write a module with the weights of a run; return a sentence on how to load it."""
     if isinstance(cfg.model, FolderConfig):
         write_folder(cfg, module, out, dtype, merge)
         if not cfg.model.lora or merge:
@@ -102,7 +102,7 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         return f"{loaded_by_transformers(out)}{stops}"
     if isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, module)
-        model.config.max_position_embeddings = cfg.train.seq_len  # further ones it has not seen
+        model.config.max_position_embeddings = cfg.train.seq_len  # the model was not trained on longer ones
         end = tokenizer_of(cfg.data).end_of_document
         model.config.eos_token_id = model.generation_config.eos_token_id = end
         save(model.to(dtype), out)
@@ -116,18 +116,18 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
 
 
 def save(model: Any, out: Path) -> None:
-    """As transformers or peft write it, without bars of progress."""
+    """Save a model as transformers or peft do, without progress bars."""
     library("transformers.utils.logging").disable_progress_bar()
     model.save_pretrained(out)
 
 
 def loaded_by_transformers(out: Path) -> str:
-    """How such a folder is loaded."""
+    """Return a sentence on loading such a folder."""
     return f"load it with transformers' AutoModelForCausalLM.from_pretrained({str(out)!r})"
 
 
 def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> None:
-    """A folder as the one that the model came from; of LoRA the terms alone, or all of the weights with them added."""
+    """Write a folder like the model's own; for LoRA only the adapters, or all weights with the adapters merged."""
     assert isinstance(cfg.model, FolderConfig)
     named, here = cfg.model.path, folder_of(cfg).path
     if cfg.model.lora:
@@ -137,7 +137,7 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         untie_adapted(module)
         module = module.merge_and_unload()
     save(module.to(dtype), out)
-    (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it of config.json
+    (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it from config.json
     for file in sorted(Path(here).rglob("*")):
         name = file.relative_to(here)
         if file.is_file() and is_copied(name) and not (out / name).exists():
@@ -146,15 +146,15 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
 
 
 def is_copied(name: Path) -> bool:
-    """Whether an export copies a file of the model's folder: all but weights, their indexes and the config."""
+    """Return True if an export copies a file of the model's folder: all but weights, their indexes and the config."""
     inside = len(name.parts) == 1 or name.parts[0] == TEMPLATES and len(name.parts) == 2
     return inside and name.suffix not in NOT_COPIED and not name.name.startswith((".", *TELLS_OF_WEIGHTS))
 
 
 def untie_adapted(adapted: Any) -> None:
-    """Give weights of their own to layers that are tied, if LoRA adds terms to one of them.
+    """Give tied layers separate weights if LoRA adapts one of them.
 
-    Merged into the one tensor, terms of the head would be added to the embedding too, or the other way round.
+    Merged into the one tensor, the head's adapter would change the embedding too, or the other way round.
     """
     model, owners = plain(adapted), dict[nn.Parameter, list[tuple[nn.Module, str]]]()
     with_terms = [module.base_layer for module in model.modules() if hasattr(module, "lora_A")]
@@ -169,14 +169,14 @@ def untie_adapted(adapted: Any) -> None:
 
 
 def stop_at_turns(out: Path) -> str:
-    """Let generation stop at the token that ends an answer of a chat, next to the tokens at which it stopped before.
+    """Add the token that ends a chat answer to the tokens at which generation stops.
 
-    Return what to add to the sentence on the export.
+    Return the text to append to the sentence on the export.
     """
     known = sorted(ends_answers(str(out)))
     try:
         end = end_of_turn(out)
-    except Exception as error:  # of whatever kind: it is the folder's
+    except Exception as error:  # the folder's tokenizer may raise anything
         what = " ".join(str(error).split())
         return f"; transformers does not write chats with its tokenizer ({what}): generation stops at {known} as before"
     if end is None or end in known:
@@ -188,7 +188,7 @@ def stop_at_turns(out: Path) -> str:
 
 
 def end_of_turn(out: Path) -> int | None:
-    """The added token that the chat template of a folder writes first behind an answer; None if there is none."""
+    """Return the first added token that a folder's chat template writes after an answer; None if there is none."""
     tokenizer = library().AutoTokenizer.from_pretrained(out)
     if not tokenizer.chat_template:
         return None
@@ -199,7 +199,7 @@ def end_of_turn(out: Path) -> int | None:
 
 
 def untied(module: nn.Module) -> dict[str, Tensor]:
-    """The state of a module, what has two names under both, each with memory of its own."""
+    """Return the state of a module; tied tensors are under both names, each with its own memory."""
     seen: set[int] = set()
     found = {}
     for name, value in module.state_dict().items():
@@ -209,12 +209,12 @@ def untied(module: nn.Module) -> dict[str, Tensor]:
 
 
 def converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Floating numbers in another dtype."""
+    """Return floating-point values in another dtype."""
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def write_tokenizer(cfg: Config, out: Path) -> None:
-    """The tokenizer of the run and its chat template; that of bytes in the form of a tokenizer.json."""
+    """Write the tokenizer of the run and its chat template; a byte tokenizer in the form of a tokenizer.json."""
     if cfg.data.tokenizer != "bytes":
         there = Path(tokenizer_here(cfg.data))
         files = {"tokenizer.json": there, **{name: there.with_name(name) for name in BESIDE}}
@@ -231,7 +231,7 @@ def write_tokenizer(cfg: Config, out: Path) -> None:
 
 
 def name_end(out: Path, end: int) -> None:
-    """Let a tokenizer_config.json say which token ends a document, where there is none."""
+    """Write the token that ends a document into a tokenizer_config.json, unless there is one."""
     path = out / "tokenizer_config.json"
     if not path.exists():
         token = Tokenizer.from_file(str(out / "tokenizer.json")).id_to_token(end)
@@ -239,7 +239,7 @@ def name_end(out: Path, end: int) -> None:
 
 
 def byte_symbols() -> list[str]:
-    """The character that stands for each byte in a tokenizer.json: itself if it prints, else one from 256 on."""
+    """Return the character for each byte in a tokenizer.json: itself if it prints, otherwise one from 256 on."""
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in shown else next(others)) for byte in range(256)]

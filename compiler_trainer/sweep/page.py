@@ -1,4 +1,4 @@
-"""A sweep as one page that needs no network: which point is best, what its options did, and what each point costs."""
+"""A sweep as one page that needs no network: the best point, the effect of options, and the cost of each point."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from compiler_trainer.sweep.table import MIB, SHOWN, as_text, figures, varying
 from compiler_trainer.training import metrics
 
 FILE = "sweep.html"
-INSPECT = "inspect.html"  # of a point, once `compiler-trainer inspect --html` has made it
-LOSSES = {"eval_loss": "held-out loss", "loss": "training loss"}  # the first that points have says which is best
-# column, heading, unit in which it is drawn
+INSPECT = "inspect.html"  # of a point, made by `compiler-trainer inspect --html`
+LOSSES = {"eval_loss": "held-out loss", "loss": "training loss"}  # the first available one ranks the points
+# column, heading, unit
 BARS = (
     ("tokens_per_s", "Throughput, tokens/s", 1),
     ("peak_mem_bytes", "Peak memory of a rank, MiB", MIB),
@@ -27,8 +27,8 @@ BARS = (
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 BEST = {"symbol": "star", "size": 16, "color": ORANGE}
-LOG_FROM = 8.0  # values that span this factor lie on a logarithmic axis
-NAMED = 20  # lines that a legend names
+LOG_FROM = 8.0  # values that span this factor get a logarithmic axis
+NAMED = 20  # the most lines in a legend
 BELOW = {"orientation": "h", "y": -0.2, "yanchor": "top"}  # a legend
 FRONT = "The line joins the points that no other beats in both, the Pareto front. Numbers are points."
 
@@ -41,7 +41,7 @@ def write(found: Sequence[Point], folder: Path) -> None:
 
 
 def summary(found: Sequence[Point]) -> str:
-    """Which point is best, how many there are, and what they ran on."""
+    """Return a text on the best point, the number of points, and the machine."""
     counts = {status: sum(p["status"] == status for p in found) for status in ("done", "failed", "running")}
     ran, column = found[0]["environment"].get, score(found)
     ranks, commit = ran("ranks"), str(ran("commit"))
@@ -54,28 +54,28 @@ def summary(found: Sequence[Point]) -> str:
 
 
 def score(found: Sequence[Point]) -> str:
-    """The column that ranks points: the held-out loss, the training loss where none was measured."""
+    """Return the column that ranks points: the validation loss, or the training loss if none was measured."""
     return next((column for column in LOSSES if with_values(found, column)), "loss")
 
 
 def ranked(found: Sequence[Point]) -> list[Point]:
-    """The lowest loss first; then points without one, by number."""
+    """Return the points by loss, lowest first; then points without one, by number."""
     column = score(found)
     some = sorted(with_values(found, column), key=lambda p: p["result"][column])
     return some + [p for p in found if p not in some]
 
 
 def best(found: Sequence[Point]) -> Point | None:
-    """The point of the lowest loss; None if no point has one."""
+    """Return the point of the lowest loss; None if no point has one."""
     some = with_values(found, score(found))
     return ranked(some)[0] if some else None
 
 
-# ---- what options did ---------------------------------------------------------------------------------
+# ---- effects of options -------------------------------------------------------------------------------
 
 
 def losses(found: Sequence[Point]) -> Iterator[str]:
-    """The losses at the end over what was varied, the held-out one first."""
+    """Yield plots of the final losses over the varied options, the validation loss first."""
     names = varying(found)
     for column, what in LOSSES.items():
         if shown := with_values(found, column):
@@ -84,7 +84,7 @@ def losses(found: Sequence[Point]) -> Iterator[str]:
 
 
 def over_options(found: Sequence[Point], column: str, names: Sequence[str]) -> go.Figure:
-    """A loss over the option that takes most values, a line for each setting of the others."""
+    """Return a plot of a loss over the option with most values, a line for each setting of the others."""
     plot = go.Figure()
     first = max(names, key=lambda n: spread(found, n), default=None)
     at: dict[int, Any] = {p["point"]: value(p, first) if first else str(p["point"]) for p in found}
@@ -105,13 +105,13 @@ def over_options(found: Sequence[Point], column: str, names: Sequence[str]) -> g
 
 
 def spots(found: Sequence[Point], at: dict[int, Any], column: str, names: Sequence[str]) -> go.Scatter:
-    """Points at their places along the axis."""
+    """Return points at their positions on the x axis."""
     heights, said = [p["result"][column] for p in found], [label(p, names) for p in found]
     return go.Scatter(x=[at[p["point"]] for p in found], y=heights, hovertext=said)
 
 
 def axis(values: Sequence[float]) -> dict[str, Any]:
-    """An axis with a tick for each value, if they are few; logarithmic where they span a large factor."""
+    """Return an axis with a tick for each value, if they are few; logarithmic if they span a large factor."""
     marked = sorted(set(values))
     log = marked[0] > 0 and marked[-1] / marked[0] >= LOG_FROM
     ticks = {"tickvals": marked, "ticktext": [f"{v:g}" for v in marked]} if len(marked) <= 7 else {}
@@ -119,22 +119,22 @@ def axis(values: Sequence[float]) -> dict[str, Any]:
 
 
 def spread(found: Sequence[Point], name: str) -> tuple[bool, int]:
-    """Sorts options by whether they are numbers, then by how many values they take."""
+    """Return a key that sorts options by whether they are numbers, then by their number of values."""
     values = [value(p, name) for p in found]
     is_number = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     return is_number, len({as_text(v) for v in values})
 
 
 def value(found: Point, name: str) -> Any:
-    """The value of an option at a point, that of its configuration where the point does not set it."""
+    """Return the value of an option at a point, from its overrides or its configuration."""
     return found["overrides"].get(name, found.get("config", {}).get(name))
 
 
-# ---- what points cost ---------------------------------------------------------------------------------
+# ---- costs of points ----------------------------------------------------------------------------------
 
 
 def costs(found: Sequence[Point], folder: Path) -> Iterator[str]:
-    """The loss by step, bars of throughput, memory and compilation, and throughput against memory."""
+    """Yield plots of loss by step, throughput, memory, compilation, and throughput against memory."""
     names = varying(found)
     if lines := loss_curves(found, folder, names):
         plot = go.Figure(lines).update_xaxes(title="step").update_yaxes(title="nats a token")
@@ -150,7 +150,7 @@ def costs(found: Sequence[Point], folder: Path) -> Iterator[str]:
 
 
 def bars(found: Sequence[Point], column: str, unit: int) -> go.Figure:
-    """A bar a point, the best point's in another colour."""
+    """Return a plot with a bar for each point; the best point has another colour."""
     names, shown, star = varying(found), with_values(found, column), best(found)
     labels = [label(p, names) for p in shown]
     colours = [ORANGE if p is star else BLUE for p in shown]
@@ -161,34 +161,34 @@ def bars(found: Sequence[Point], column: str, unit: int) -> go.Figure:
 
 
 def label(found: Point, names: Sequence[str]) -> str:
-    """What sets a point apart: `3: tp=2 remat.policy=full`, names as short as they are clear.
+    """Return the distinguishing options of a point: `3: tp=2 remat.policy=full`, with names as short as possible.
 
-    It is escaped: plots take tags, and links, in their texts.
+    The text is escaped, because plots interpret tags and links.
     """
     return html.escape(f"{found['point']}: {options(found, names)}", quote=False)
 
 
 def options(found: Point, names: Sequence[str]) -> str:
-    """`tp=2 remat.policy=full`: what a point sets of these options."""
+    """Return the values that a point sets for these options: `tp=2 remat.policy=full`."""
     given = (f"{short(n, names)}={as_text(found['overrides'][n])}" for n in names if n in found["overrides"])
     return " ".join(given)
 
 
 def short(name: str, names: Sequence[str]) -> str:
-    """The last part of an option's name, with those before it that others have otherwise."""
+    """Return the shortest unambiguous ending of an option's name."""
     parts = name.split(".")
     ends = (".".join(parts[-n:]) for n in range(1, len(parts)))
     return next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in names) == 1), name)
 
 
 def with_values(found: Sequence[Point], *columns: str) -> list[Point]:
-    """The points that are done and have values in these columns."""
+    """Return the finished points that have values in these columns."""
     done = (p for p in found if p["status"] == "done")
     return [p for p in done if all(p["result"].get(column) is not None for column in columns)]
 
 
 def loss_curves(found: Sequence[Point], folder: Path, names: Sequence[str]) -> list[go.Scatter]:
-    """The loss of each point over its steps, as far as it came."""
+    """Return the training loss of each point over its steps so far."""
     lines = []
     for number, p in enumerate(found):
         path = folder / str(p["point"]) / metrics.FILE
@@ -203,7 +203,7 @@ def loss_curves(found: Sequence[Point], folder: Path, names: Sequence[str]) -> l
 
 
 def memory_against_throughput(found: Sequence[Point], names: Sequence[str]) -> list[go.Scatter]:
-    """All points, and the front of those that no other beats in both."""
+    """Return all points, and the Pareto front of memory and throughput."""
     shown = with_values(found, "peak_mem_bytes", "tokens_per_s")
 
     def scatter(some: Sequence[Point], **how: Any) -> go.Scatter:
@@ -220,7 +220,7 @@ def memory_against_throughput(found: Sequence[Point], names: Sequence[str]) -> l
 
 
 def pareto_front(found: Sequence[Point]) -> list[Point]:
-    """The points than which none is faster in as little memory, by memory."""
+    """Return the points for which no other is faster in as little memory, by memory."""
     by_memory = sorted(found, key=lambda p: (p["result"]["peak_mem_bytes"], -p["result"]["tokens_per_s"]))
     front: list[Point] = []
     for p in by_memory:
@@ -230,7 +230,7 @@ def pareto_front(found: Sequence[Point]) -> list[Point]:
 
 
 def table(found: Sequence[Point], folder: Path) -> list[str]:
-    """The rows of the console's table, the best point first; a point leads to its page, or else to its folder."""
+    """Return the rows of the console's table as HTML, the best point first; a point links to its page or its folder."""
     names, star = varying(found), best(found)
     headings = ("point", *names, "status", *(heading for _, heading, _ in SHOWN))
     lines = [tr("th", headings)]
@@ -243,7 +243,7 @@ def table(found: Sequence[Point], folder: Path) -> list[str]:
 
 
 def errors(found: Sequence[Point]) -> str:
-    """Why points failed, with their tracebacks folded away."""
+    """Return the errors of failed points, with folded tracebacks."""
     return "\n".join(
         f"<details><summary>point {p['point']}: {html.escape(p['error'])}</summary>"
         f"<pre>{html.escape(p['traceback'])}</pre></details>"

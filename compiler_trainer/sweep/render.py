@@ -1,4 +1,4 @@
-"""All that is made from the points of a sweep."""
+"""All output of a sweep, from its points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from compiler_trainer.sweep import page, table
 
 
 def render(folder: Path) -> bool:
-    """Write the sweep's files, print its table; whether all its points are done. Raises UserError if there are none."""
+    """Write the sweep's files and print its table; return True if all points are done.
+
+    Raises UserError if there are none.
+    """
     found = table.points(folder)
     table.write(folder)
     page.write(found, folder)

@@ -1,7 +1,7 @@
-"""The file that each point of a sweep keeps: what was asked of it (`config`, `overrides`), and what came of it.
+"""The file of each point of a sweep: its job (`config`, `overrides`), and its outcome.
 
-Each version of the file replaces the one before at once, so that an interruption at any time leaves a point
-that is either done, failed, or still `running`; the last two start anew when the sweep is started again.
+Each version of the file replaces the one before atomically. After an interruption a point is done, failed, or still
+`running`; the last two start again when the sweep is started again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """What is in the file of a point; what came of it only once it has ended."""
+    """The contents of a point's file; the outcome is there only after the end."""
 
     point: Count
     status: Literal["running", "done", "failed"]
@@ -39,7 +39,7 @@ class Stored:
 
 
 def check(cfg: Config) -> Point | None:
-    """The point in `cfg`'s folder if it is done; raises UserError if that folder holds another point or a plain run."""
+    """Return the point in `cfg`'s folder if it is done; raise UserError if another point or a plain run is there."""
     folder = Path(cfg.run.dir)
     found = read(folder)
     if found is None:
@@ -55,14 +55,14 @@ def check(cfg: Config) -> Point | None:
 
 
 def identity(cfg: Config) -> dict[str, Any]:
-    """The options of a point by dotted name, as they read in JSON; where it is stored is none of them."""
+    """Return the options of a point by dotted name, as in JSON, without `run.dir`."""
     options = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
     del options["run.dir"]
     return options
 
 
 def flat(options: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested options by their dotted names."""
+    """Return nested options by their dotted names."""
     found: dict[str, Any] = {}
     for key, value in options.items():
         name = f"{where}.{key}" if where else key
@@ -71,13 +71,13 @@ def flat(options: dict[str, Any], where: str = "") -> dict[str, Any]:
 
 
 def read(folder: Path) -> Point | None:
-    """The point in a folder, None if there is none; raises UserError naming the field that no point has."""
+    """Return the point in a folder, None if there is none; raise UserError naming an unknown field."""
     path = folder / FILE
     return json_of(path, Stored) if path.exists() else None
 
 
 def write(folder: Path, point: Point) -> None:
-    """Put a point's file in place, on disk when this returns."""
+    """Write a point's file atomically; it is on disk when this returns."""
     partial = folder / f"{FILE}.partial"
     with open(partial, "w", encoding="utf-8") as file:
         file.write(json.dumps(point, indent=1) + "\n")
