@@ -1,4 +1,4 @@
-"""In a program whose results are wrong, the first node that is: values in order, gradients on the way back."""
+"""The first wrong node of a program: values are compared in order, gradients on the way back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from passes.program.stages import Stage
 
 @dataclass(frozen=True)
 class Fault:
-    """The node at fault, the node before the pass that it should agree with, how they differ, and more to know."""
+    """The node at fault, the node before the pass that it should agree with, their difference, and details."""
 
     node: fx.Node
     origin: fx.Node | None
@@ -40,7 +40,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Stages:
-    """What was recorded of the program `after` a pass, of the one `before`, and of the last `whole` (global) one."""
+    """The recorded programs `after` and `before` a pass, and the last `whole` (global) one."""
 
     whole: Recorded
     before: Recorded
@@ -52,7 +52,7 @@ class Stages:
 
 
 def first_wrong_value(stages: Stages, ends: Iterable[fx.Node]) -> Fault | None:
-    """The first node that leads to one of `ends` and differs from what it should agree with."""
+    """Return the first node that leads to one of `ends` and differs from its counterpart."""
     leading = ancestors(ends)
     for node in stages.after.program.graph.nodes:
         if node in leading and node.name in stages.after.values:
@@ -65,7 +65,7 @@ def first_wrong_value(stages: Stages, ends: Iterable[fx.Node]) -> Fault | None:
 
 
 def counterpart(node: fx.Node, stages: Stages) -> tuple[fx.Node | None, list[Pair]]:
-    """The node that `node` should agree with, and both values' entries."""
+    """Return the node that `node` should agree with, and pairs of their entries."""
     after, before, whole = stages.after, stages.before, stages.whole
     spec = spec_of(node, after)
     if is_local(after) and (name := ir.stands_for(node)) in whole.values:
@@ -82,9 +82,9 @@ def counterpart(node: fx.Node, stages: Stages) -> tuple[fx.Node | None, list[Pai
 
 
 def beyond(pairs: Sequence[Pair], node: fx.Node, stages: Stages) -> Mismatch | None:
-    """The largest difference if it is more than rounding explains, by the largest entry of the value and its operands.
+    """Return the largest difference if it exceeds rounding, relative to the largest entry of value and operands.
 
-    A value that is zero but for rounding is measured against what it was computed from.
+    A value that is zero up to rounding is measured against its operands.
     """
     operands = [n for n in node.all_input_nodes if n.name in stages.after.values and is_float(n)]
     sources = [largest(part) for n in operands for part in stages.after.values[n.name]]
@@ -94,7 +94,7 @@ def beyond(pairs: Sequence[Pair], node: fx.Node, stages: Stages) -> Mismatch | N
 
 
 def operand_lines(node: fx.Node, origin: fx.Node, stages: Stages) -> Iterator[str]:
-    """What the node is computed from, and, where the pass changed that, what it was before."""
+    """Yield the operands of the node and, if the pass changed its call, the call before and after."""
     if format_node(origin) != format_node(node):
         yield f"was      {format_node(origin)}"
         yield f"is       {format_node(node)}"
@@ -106,7 +106,7 @@ def operand_lines(node: fx.Node, origin: fx.Node, stages: Stages) -> Iterator[st
 
 
 def first_wrong_gradient(stages: Stages) -> Fault | None:
-    """Going back from the loss, the first value of the whole program whose gradient the local program has wrong."""
+    """Return the first value of the global program, on the way back from the loss, whose local gradient is wrong."""
     after, whole = stages.after, stages.whole
     for origin in reversed(list(whole.program.graph.nodes)):
         roots = [n for n in roots_of(origin.name, after.program) if n.name in after.gradients]
@@ -124,13 +124,13 @@ def first_wrong_gradient(stages: Stages) -> Fault | None:
 
 
 def roots_of(name: str, program: ir.Program) -> list[fx.Node]:
-    """Nodes that stand for a value without being made from another one that does."""
+    """Return the nodes that stand for a value and are not made from another node that does."""
     standing = [node for node in program.graph.nodes if ir.stands_for(node) == name]
     return [node for node in standing if not any(other in standing for other in origins(node, name))]
 
 
 def origins(node: fx.Node, name: str) -> Iterator[fx.Node]:
-    """Nodes that a conversion of the value `name` goes back to, as far as they stand for nothing else."""
+    """Yield the nodes that a conversion of the value `name` comes from, as far as they stand for no other value."""
     for operand in node.all_input_nodes:
         if ir.stands_for(operand) in ("", name):
             yield operand
@@ -141,7 +141,10 @@ def origins(node: fx.Node, name: str) -> Iterator[fx.Node]:
 
 
 def first_not_finite(recorded: Recorded, ends: Iterable[fx.Node]) -> Fault | None:
-    """Where NaN, else an infinity, first comes of finite operands on the way to `ends`; constants may be infinite."""
+    """Return the first node on the way to `ends` that makes NaN, or otherwise an infinity, from finite operands.
+
+    Constants may be infinite.
+    """
     leading = ancestors(ends)
     seen = [n for n in recorded.program.graph.nodes if n in leading and n.name in recorded.values]
     for what, is_bad in (("an infinity", torch.isinf), ("NaN", torch.isnan)):
@@ -153,26 +156,26 @@ def first_not_finite(recorded: Recorded, ends: Iterable[fx.Node]) -> Fault | Non
 
 
 def holds(parts: Sequence[Tensor], is_bad: Callable[[Tensor], Tensor]) -> bool:
-    """Whether any rank's part has such an entry."""
+    """Return True if any rank's part has a bad entry."""
     return any(bool(is_bad(part).any()) for part in parts)
 
 
 def is_given(node: fx.Node, recorded: Recorded, is_bad: Callable[[Tensor], Tensor]) -> bool:
-    """Whether an operand, or a constant that the operator is called with, has such an entry already."""
+    """Return True if an operand or a constant argument already has a bad entry."""
     constants = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
     operands = [n for n in node.all_input_nodes if n.name in recorded.values]
     return any(not math.isfinite(c) for c in constants) or any(holds(recorded.values[n.name], is_bad) for n in operands)
 
 
 def leads_to_nan(node: fx.Node, recorded: Recorded) -> bool:
-    """Whether a result that depends on the node is NaN, or is itself infinite."""
+    """Return True if a result that depends on the node is infinite or NaN."""
     results = [n for n in recorded.program.results() if isinstance(n, fx.Node) and n.name in recorded.values]
     lost = [n for n in results if holds(recorded.values[n.name], lambda x: ~torch.isfinite(x))]
     return node in ancestors(lost)
 
 
 def first_gradient_not_finite(recorded: Recorded) -> Fault | None:
-    """Going back from the loss, the first value whose gradient is infinite or NaN."""
+    """Return the first value, on the way back from the loss, whose gradient is infinite or NaN."""
     for node in reversed(list(recorded.program.graph.nodes)):
         if holds(recorded.gradients.get(node.name, ()), lambda x: ~torch.isfinite(x)):
             details = tuple(f"used in  {format_node(user)}" for user in node.users)
@@ -184,7 +187,7 @@ def first_gradient_not_finite(recorded: Recorded) -> Fault | None:
 
 
 def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that lead to `ends`, these included; what writes into an input leads to it."""
+    """Return the nodes that lead to `ends`, including `ends`; a node that writes into an input leads to it."""
     found: set[fx.Node] = set()
     stack = list(ends)
     while stack:
@@ -197,15 +200,15 @@ def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def is_local(recorded: Recorded) -> bool:
-    """Whether the program is that of one rank."""
+    """Return True if the program is that of one rank."""
     return recorded.program.stage >= Stage.LOCAL
 
 
 def named(recorded: Recorded, name: str) -> fx.Node | None:
-    """The node of that name."""
+    """Return the node of a name; None if there is none."""
     return next((node for node in recorded.program.graph.nodes if node.name == name), None)
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether the node computes one tensor of floating point."""
+    """Return True if the node's value is a floating-point tensor."""
     return ir.is_tensor(node) and ir.example(node).is_floating_point()

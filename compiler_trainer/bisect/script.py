@@ -1,4 +1,4 @@
-"""A piece as Python text: a script that builds it again, applies the pass and exits with what it finds."""
+"""A piece as Python text: a script that rebuilds it, applies the pass and exits with the result."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from passes.program.torch_private import OpOverload
 
 
 class Inexpressible(Exception):
-    """A piece that has no text: it calls what exists in this process only."""
+    """A piece that cannot be written as text: it calls a function that exists only in this process."""
 
 
 def write(piece: Piece, path: Path, about: str) -> None:
-    """Write the script, and the values beside it as `.pt`; raises Inexpressible, with nothing written."""
+    """Write the script, and its values next to it as `.pt`; raise Inexpressible, with nothing written."""
     text = script(piece, about)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(dict(piece.values), path.with_suffix(".pt"))
@@ -32,7 +32,7 @@ def write(piece: Piece, path: Path, about: str) -> None:
 
 
 def script(piece: Piece, about: str) -> str:
-    """Python that builds the piece again, applies the pass, and exits with what it finds; raises Inexpressible."""
+    """Return Python that rebuilds the piece, applies the pass, and exits with the result; raise Inexpressible."""
     text = Text()
     sketch = piece.sketch
     body = [f"sketch = Sketch({text.of(sketch.mesh)}, {text.of(sketch.stage)})"]
@@ -62,13 +62,13 @@ def script(piece: Piece, about: str) -> str:
 
 
 class Text:
-    """Python expressions of values, and the imports that they need."""
+    """Python expressions for values, and their imports."""
 
     def __init__(self) -> None:
         self.imports: set[str] = set()
 
     def of(self, value: Any) -> str:
-        """The expression; raises Inexpressible."""
+        """Return the expression of a value; raise Inexpressible."""
         if isinstance(value, fx.Node):
             return value.name
         if isinstance(value, OpOverload) or value is operator.getitem:
@@ -99,7 +99,7 @@ class Text:
         raise Inexpressible(f"{value!r} has no text")
 
     def of_target(self, target: Any) -> str:
-        """An operator."""
+        """Return the expression of an operator."""
         if target is operator.getitem:
             return "operator.getitem"
         if namespace_of(target) in ("fn", "local"):
@@ -107,7 +107,7 @@ class Text:
         return f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}"
 
     def of_dataclass(self, value: Any) -> str:
-        """Its class with the fields that are not at their defaults; a function among them stays at its default."""
+        """Return a constructor call with the fields that differ from their defaults; functions keep their defaults."""
         cls = type(value)
         self.imports.add(f"from {cls.__module__} import {cls.__qualname__}")
         options = [f for f in fields(cls) if f.init and not is_default(f, getattr(value, f.name))]
@@ -115,7 +115,7 @@ class Text:
 
 
 def is_default(option: Field, value: Any) -> bool:
-    """Whether a field need not be written."""
+    """Return True if a field need not be written."""
     if inspect.isfunction(value):
         return option.default is not MISSING
     if option.default_factory is not MISSING:

@@ -1,7 +1,6 @@
 """Measure this machine and write it as a cluster.
 
-Every rank measures at the same time, so what they share (cores, memory, links) is shared in the figures as in a run
-with as many ranks.
+Every rank measures at the same time, so that cores, memory and links are shared as in a run with as many ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ GIB = 2**30
 
 
 def calibrate(out: Path, ranks: int, threads: int, clock: str) -> None:
-    """Measure, print a table, write the file; raises UserError on bad input."""
+    """Measure, print a table, write the file; raise UserError on bad input."""
     if ranks < 1 or threads < 1:
         raise UserError("--ranks, --threads", "must be at least 1")
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
@@ -46,7 +45,7 @@ def calibrate(out: Path, ranks: int, threads: int, clock: str) -> None:
 
 
 def measure(ranks: int, threads: int, clock: str = "wall") -> Found:
-    """What rank 0 measured while all ranks did."""
+    """Return rank 0's measurements, with all ranks measuring."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     manager = mp.Manager()
     results = manager.dict()
@@ -64,7 +63,7 @@ def probe(rank: int, ranks: int, threads: int, clock: str, results: Any, port: i
 
 
 def options_of(name: str, found: Found, ranks: int) -> dict[str, Any]:
-    """The measured figures as options of a cluster."""
+    """Return the measured figures as options of a cluster."""
     fast = {dtype: max(rate for _, rate in points) for dtype, points in found["products"].items()}
     bandwidth = max(rate for _, rate in found["memory"])
     source = f"measured: compiler-trainer calibrate, {found['at']}, load average {found['load']:.1f} before"
@@ -106,7 +105,7 @@ def options_of(name: str, found: Found, ranks: int) -> dict[str, Any]:
 
 
 def heading(ranks: int, threads: int, found: Found) -> str:
-    """What the file is, for who opens it."""
+    """Return the comment at the top of the file."""
     where = machine()
     return (
         f"# Measured by compiler-trainer calibrate with {ranks} ranks at once, {threads} threads each, {found['at']}:\n"
@@ -117,7 +116,7 @@ def heading(ranks: int, threads: int, found: Found) -> str:
 
 
 def show(found: Found) -> None:
-    """Print what was measured."""
+    """Print the measurements."""
     table = Table("what", "size: figure", title=f"measured, {found['device']}")
     for dtype, points in found["products"].items():
         table.add_row(f"products {dtype}, TFLOP/s by GFLOP", line(points))
@@ -134,6 +133,6 @@ def show(found: Found) -> None:
 
 
 def line(points: Any) -> str:
-    """A curve in one line."""
+    """Return a curve in one line."""
     return "  ".join(f"{size:g}: {figure:g}" for size, figure in points)
 

@@ -1,6 +1,6 @@
-"""A few small steps a feature on this machine, against eager PyTorch in fp64 on the CPU.
+"""A few small steps of each feature on this machine, against eager PyTorch in fp64 on the CPU.
 
-A feature is options of a job, so what fails here fails with `compiler-trainer` and the same options.
+A feature is a set of options, so a probe that fails here fails with `compiler-trainer` and the same options.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Probe:
-    """A feature: the options that ask for it, how far off it may be, and what to do where it fails."""
+    """A feature: its options, its tolerance, and what to do if it fails."""
 
     name: str
     options: tuple[str, ...]
     fix: str
     allowed: float = FP32
-    mesh: bool = False  # whether it is of several ranks
-    gpu: bool = False  # whether it is of GPUs alone
+    mesh: bool = False  # needs several ranks
+    gpu: bool = False  # needs a GPU
     steps: int = 1
 
 
@@ -75,7 +75,7 @@ PROBES = (
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a probe: seconds, the worst error or infinity, and why it failed."""
+    """The result of a probe: seconds, the worst error (infinite if it failed), and the reason."""
 
     probe: Probe
     seconds: float
@@ -88,14 +88,14 @@ class Tried:
 
 
 def probes(ranks: int) -> Iterator[Probe]:
-    """Those that this machine can be asked."""
+    """Yield the probes that this machine can run."""
     for probe in PROBES:
         if probe.mesh == (ranks > 1) and (torch.cuda.is_available() or not probe.gpu):
             yield probe
 
 
 def tried(probe: Probe, ranks: int) -> Tried:
-    """The probe's first step; on several ranks an error is raised, for the others would wait for this one."""
+    """Run a probe and return its result; on several ranks errors are raised, because the others would wait."""
     began = time.perf_counter()
     try:
         error = worst_error(job(probe, ranks), probe.steps)
@@ -107,14 +107,14 @@ def tried(probe: Probe, ranks: int) -> Tried:
 
 
 def shortened(failure: Exception) -> str:
-    """The beginning of what an error says; of a compiler's what it printed, not how it was called."""
+    """Return the beginning of an error's text; for a compiler error, its output without its command line."""
     what, _, of_command = str(failure).partition("Command:")
     printed = of_command.partition("Output:")[2]
     return f"{type(failure).__name__}: {' '.join((what + (printed or of_command)).split())[:300]}"
 
 
 def job(probe: Probe, ranks: int) -> Config:
-    """Its small job."""
+    """Return the small job of a probe."""
     cfg = settled(
         typed(compose([*SMALL, f"train.global_batch_size={4 * ranks}", *probe.options])), torch.cuda.is_available()
     )

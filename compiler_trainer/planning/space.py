@@ -1,6 +1,6 @@
 """The choices of a plan: meshes, microbatches, recomputation, methods of context parallelism, precision.
 
-Options that the user states stay fixed (`PlanRequest.given`); all others are choices.
+Options that the user states stay fixed (`PlanRequest.stated`); all others are choices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlanRequest:
     """A job to plan for: its options, and the dotted names of the options (or groups) that the user has stated."""
 
     cfg: Config
-    given: frozenset[str] = frozenset()
+    stated: frozenset[str] = frozenset()
 
     def is_fixed(self, name: str) -> bool:
         """Return True if an option, its group, or a part of it is stated."""

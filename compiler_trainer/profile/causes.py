@@ -1,4 +1,4 @@
-"""What makes a step slow that no prediction knows: data, a rank that others wait for, a machine unlike its cluster."""
+"""Causes of a slow step that no prediction covers: data, a straggling rank, a machine unlike its cluster."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from compiler_trainer.profile.changes import computing
 from compiler_trainer.training.measured import Spent
 from compiler_trainer.training.pace import SLOW
 
-WAITING = 0.05  # of a step, from which on the wait for data is worth a word
-FAR = 1.5  # times what is predicted
+WAITING = 0.05  # share of a step from which on the wait for data is reported
+FAR = 1.5  # times the predicted computing time
 OF_DATA = "tokenize ahead, put data.cache on a local disk; of a dataset of your own look at __getitem__"
 OF_RANK = "look for a hot device, another process, a slow link there"
 OF_RATES = "measure this machine by compiler-trainer calibrate; else look at clocks and other processes"
@@ -21,7 +21,7 @@ OF_RATES = "measure this machine by compiler-trainer calibrate; else look at clo
 
 @dataclass(frozen=True)
 class Cause:
-    """A line on what is slow, what it may save of a step at most, and what to do."""
+    """A cause: a line on the problem, the most that a fix may save of a step, and the fix."""
 
     what: str
     saves_ms: float
@@ -30,7 +30,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class OfRank:
-    """What a rank measured, and on which host."""
+    """The measurements of a rank, and its host."""
 
     rank: int
     host: str
@@ -38,23 +38,23 @@ class OfRank:
 
     @property
     def busy_ms(self) -> float:
-        """How long it did not wait for others."""
+        """The time of a step without waiting for other ranks."""
         return self.spent.step_ms - sum(self.spent.exposed_ms.values())
 
 
 def read(measured: Sequence[dict[str, Any]]) -> list[OfRank]:
-    """The ranks of `measured.json`."""
+    """Return the ranks of `measured.json`."""
     return [OfRank(each.pop("rank"), each.pop("host"), Spent(**each)) for each in map(dict, measured)]
 
 
 def causes(cfg: Config, ranks: Sequence[OfRank], expected: Spent) -> list[Cause]:
-    """Them, that which costs most first."""
+    """Return the causes, the most expensive first."""
     found = (*data(ranks), *straggler(ranks), *unlike(cfg, ranks, expected))
     return sorted(found, key=lambda cause: -cause.saves_ms)
 
 
 def data(ranks: Sequence[OfRank]) -> Iterator[Cause]:
-    """That a rank waits for its batch."""
+    """Yield the cause that a rank waits for its batch."""
     worst = max(ranks, key=lambda each: each.spent.data_ms)
     ms, step_ms = worst.spent.data_ms, worst.spent.step_ms
     if ms > WAITING * step_ms:
@@ -62,7 +62,7 @@ def data(ranks: Sequence[OfRank]) -> Iterator[Cause]:
 
 
 def straggler(ranks: Sequence[OfRank]) -> Iterator[Cause]:
-    """That one rank makes the others wait, and in what it takes longer."""
+    """Yield the cause that one rank delays the others, with the part that takes longer there."""
     usual = sorted(ranks, key=lambda each: each.busy_ms)[(len(ranks) - 1) // 2]
     slowest = max(ranks, key=lambda each: each.busy_ms)
     more = slowest.busy_ms - usual.busy_ms
@@ -76,12 +76,12 @@ def straggler(ranks: Sequence[OfRank]) -> Iterator[Cause]:
 
 
 def unlike(cfg: Config, ranks: Sequence[OfRank], expected: Spent) -> Iterator[Cause]:
-    """That computing takes longer than its cluster lets expect."""
+    """Yield the cause that computing takes longer than its cluster's rates predict."""
     real, should = statistics.median(computing(each.spent) for each in ranks), computing(expected)
     if real > FAR * should > 0:
         yield Cause(f"computing takes {real / should:.1f} times what {cfg.cluster.name} is predicted to", 0.0, OF_RATES)
 
 
 def parts(spent: Spent) -> dict[str, float]:
-    """What a rank does beside waiting for others."""
+    """Return the milliseconds of a rank's work, without waiting for others."""
     return {**spent.kinds, "host": spent.host_ms, "data": spent.data_ms}

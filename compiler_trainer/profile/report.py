@@ -1,4 +1,4 @@
-"""A profiled run: what its ranks measured beside what is predicted, causes, and what to change."""
+"""The profile of a run: measured and predicted times, causes, and possible changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from compiler_trainer.training.measured import COMPUTING
 from compiler_trainer.training.trace import MEASURED
 
 FILE = "profile.json"
-WORTH = 0.01  # of a step: what saves less is no proposal
+WORTH = 0.01  # share of a step that a proposal has to save
 SHOWN = 8
 GIB = 2**30
 NUMBER = re.compile(r"\.\d+$")
@@ -34,7 +34,7 @@ NUMBER = re.compile(r"\.\d+$")
 
 @dataclass(frozen=True)
 class Profile:
-    """What was found; `shown` is the rank that works longest: what it waits for is communication, and no other rank."""
+    """A profile; `shown` is the rank that works longest, so its waits are for communication, not for other ranks."""
 
     cluster: str
     ranks: list[OfRank]
@@ -45,12 +45,12 @@ class Profile:
 
     @property
     def worth(self) -> list[Change]:
-        """What fits and saves enough."""
+        """The changes that fit and save enough."""
         return [c for c in self.changes if c.fits and c.saves_ms > WORTH * self.shown.spent.step_ms][:SHOWN]
 
 
 def profile(cfg: Config) -> Profile:
-    """The profile of a run by its options; raises UserError where it has measured nothing."""
+    """Return the profile of a run from its options; raise UserError if it has no measurements."""
     cfg = described(cfg)
     ranks = measured(Path(cfg.run.dir))
     shown = max(ranks, key=lambda each: each.busy_ms)
@@ -61,7 +61,7 @@ def profile(cfg: Config) -> Profile:
 
 
 def described(cfg: Config) -> Config:
-    """The job with a cluster to predict for; raises UserError where neither options nor the device say which."""
+    """Return the job with a cluster to predict for; raise UserError if neither options nor the device name one."""
     cfg = for_running(cfg)
     if cfg.cluster.name == AUTO_CLUSTER.name:
         raise UserError("cluster", f"auto, but no cluster describes {here()}; name one, cluster=h100, say")
@@ -69,7 +69,7 @@ def described(cfg: Config) -> Config:
 
 
 def measured(folder: Path) -> list[OfRank]:
-    """What the ranks of a run measured; raises UserError where they did not, or where that is damaged."""
+    """Return the measurements of a run's ranks; raise UserError if they are missing or damaged."""
     path = folder / MEASURED
     fix = "train it with run.profile=true, or profile its options anew"
     if not path.is_file():
@@ -84,7 +84,7 @@ def measured(folder: Path) -> list[OfRank]:
 
 
 def as_json(found: Profile) -> dict[str, Any]:
-    """The profile as a JSON object."""
+    """Return the profile as a JSON object."""
     return {
         "ranks": [{"rank": r.rank, "host": r.host, **dataclasses.asdict(r.spent)} for r in found.ranks],
         "shown": found.shown.rank,
@@ -104,13 +104,13 @@ def write(found: Profile, folder: Path) -> None:
 
 
 def tables(found: Profile) -> list[Table]:
-    """Where the time goes by kind and axis, where in the model, and what to change."""
+    """Return tables of the time by kind and axis, by place in the model, and of changes."""
     shown = [by_kind(found), by_place(found)]
     return shown + ([to_change(found)] if found.worth else [])
 
 
 def by_kind(found: Profile) -> Table:
-    """Milliseconds of a step by what they are spent on."""
+    """Return a table of the milliseconds of a step by kind."""
     mine, expected = found.shown.spent, found.predicted.spent
     title = f"a step of rank {found.shown.rank}, the busiest of {len(found.ranks)}"
     table = Table("ms", "measured", "share", f"predicted for {found.cluster}", title=title)
@@ -126,7 +126,7 @@ def by_kind(found: Profile) -> Table:
 
 
 def by_place(found: Profile) -> Table:
-    """Milliseconds that are computed by phase and stack of layers."""
+    """Return a table of the milliseconds computed by phase and stack of layers."""
     table = Table("ms computed in", "measured", "predicted")
     real, should = (by_stack(each.places) for each in (found.shown.spent, found.predicted.spent))
     for place in dict.fromkeys((*should, *real)):
@@ -135,7 +135,7 @@ def by_place(found: Profile) -> Table:
 
 
 def by_stack(places: Mapping[str, float]) -> dict[str, float]:
-    """The same of layers together: `forward layers.*`."""
+    """Return the milliseconds with layers added up: `forward layers.*`."""
     found = defaultdict[str, float](float)
     for place, ms in places.items():
         found[NUMBER.sub(".*", place)] += ms
@@ -143,7 +143,7 @@ def by_stack(places: Mapping[str, float]) -> dict[str, float]:
 
 
 def to_change(found: Profile) -> Table:
-    """What is predicted to save time, and the memory that it needs."""
+    """Return a table of changes predicted to save time, with the memory that they need."""
     table = Table("change", "predicted to save, ms", "of a step", "GiB", title="what to change")
     for change in found.worth:
         share = change.saves_ms / found.shown.spent.step_ms
@@ -152,7 +152,7 @@ def to_change(found: Profile) -> Table:
 
 
 def lines(found: Profile) -> Sequence[str]:
-    """What is slow for reasons outside of the program, and what of changes is not in the table."""
+    """Return lines on causes outside of the program, and on changes that are not in the table."""
     said = [f"{c.what}{f' (up to {c.saves_ms:,.1f} ms)' if c.saves_ms else ''}; {c.fix}" for c in found.causes]
     none = [] if found.worth else ["no change of options is predicted to save more than 1 % of a step"]
     left = [f"does not fit: {c.options}" for c in found.changes if not c.fits and not c.refused and c.saves_ms > 0]
