@@ -50,11 +50,13 @@ class Trainer:
         **options: Options,
     ):
         named = Named()
-        own = {"model": model, "loss": loss, "data": data}
-        groups = {name: named.group(name, value) for name, value in (own | options).items() if value is not None}
-        for group, key, each in (("train", "callbacks", callbacks), ("run", "loggers", loggers)):
-            if each:
-                groups[group] = {**group_of(groups, group), key: named.inside({key: each}, group)[key]}
+        named_groups = {"model": model, "loss": loss, "data": data}
+        groups = {
+            name: named.group(name, value) for name, value in (named_groups | options).items() if value is not None
+        }
+        for group, key, values in (("train", "callbacks", callbacks), ("run", "loggers", loggers)):
+            if values:
+                groups[group] = {**group_of(groups, group), key: named.inside({key: values}, group)[key]}
         self.handed = named.objects
         self.cfg = composed(groups)
         self.run: Run | None = None
@@ -66,10 +68,10 @@ class Trainer:
         SystemExit if a signal or `run.time_limit` ends training.
         """
         with handed(self.handed):
-            found = on_ranks(self.cfg, [Keeps(self)])
+            result = on_ranks(self.cfg, [Keeps(self)])
         atexit.unregister(stop_ranks)
         atexit.register(stop_ranks)
-        return found
+        return result
 
     @property
     def folder(self) -> Path:
@@ -107,60 +109,60 @@ class Named:
 
     def inside(self, options: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return a mapping of options with names for all objects in it."""
-        found: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         for key, value in options.items():
             if key == "_target_" and not isinstance(value, str):
                 target, arguments = self.target(value, where)
-                found["_target_"] = target
+                named["_target_"] = target
                 is_apart = arguments and where.partition(".")[0] in APART
-                found |= {"arguments": arguments} if is_apart else arguments
+                named |= {"arguments": arguments} if is_apart else arguments
             elif isinstance(value, Mapping):
-                found[key] = self.inside(value, f"{where}.{key}")
+                named[key] = self.inside(value, f"{where}.{key}")
             elif isinstance(value, list | tuple):
-                things = [key in LISTS or isinstance(each, Mapping) for each in value]
-                found[key] = [
-                    self.group(f"{where}.{key}[{i}]", each) if is_thing else each
-                    for i, (each, is_thing) in enumerate(zip(value, things))
+                holds_objects = [key in LISTS or isinstance(item, Mapping) for item in value]
+                named[key] = [
+                    self.group(f"{where}.{key}[{i}]", item) if holds_object else item
+                    for i, (item, holds_object) in enumerate(zip(value, holds_objects))
                 ]
             else:
-                found[key] = value
-        return found
+                named[key] = value
+        return named
 
-    def target(self, thing: Any, where: str) -> tuple[str, Own]:
+    def target(self, target: Any, where: str) -> tuple[str, Own]:
         """Return the dotted name of a target, and the arguments that it needs in addition to the given ones."""
-        name = f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
-        if is_called(thing, name):
+        name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+        if is_called(target, name):
             return name, {}
-        if isinstance(thing, type):
+        if isinstance(target, type):
             raise UserError(where, f"{name} is not found by that name; define the class at the top of its module")
-        kind = name if callable(thing) and hasattr(thing, "__qualname__") else type(thing).__qualname__
-        self.objects[what := f"{where}: {kind}"] = thing
-        return GIVEN, {"what": what}
+        type_name = name if callable(target) and hasattr(target, "__qualname__") else type(target).__qualname__
+        self.objects[key := f"{where}: {type_name}"] = target
+        return GIVEN, {"what": key}
 
 
-def is_called(thing: Any, name: str) -> bool:
+def is_called(target: Any, name: str) -> bool:
     """Return True if a dotted name finds this class or function."""
-    if not (isinstance(thing, type) or isinstance(thing, Callable) and hasattr(thing, "__qualname__")):  # type: ignore
+    if not (isinstance(target, type) or isinstance(target, Callable) and hasattr(target, "__qualname__")):  # type: ignore
         return False
     try:
-        return get_object(name) is thing
+        return get_object(name) is target
     except (ImportError, ValueError):
         return False
 
 
 def group_of(groups: Mapping[str, Options], name: str) -> Mapping[str, Any]:
     """Return the options of a group; raise UserError if the group is a name, not a mapping."""
-    found = groups.get(name, {})
-    if isinstance(found, str):
-        raise UserError(name, f"{found!r} is not a group of options; give a mapping")
-    return found
+    options = groups.get(name, {})
+    if isinstance(options, str):
+        raise UserError(name, f"{options!r} is not a group of options; give a mapping")
+    return options
 
 
 def composed(groups: Mapping[str, Options]) -> Config:
     """Return the configuration of the default job with some groups of options; raise UserError on bad ones."""
     chosen = {name: choice for name, value in groups.items() if (choice := choice_of(name, value))}
-    given = {name: value for name, value in groups.items() if not isinstance(value, str)}
-    return typed(compose([f"{name}={choice}" for name, choice in chosen.items()], given))
+    overrides = {name: value for name, value in groups.items() if not isinstance(value, str)}
+    return typed(compose([f"{name}={choice}" for name, choice in chosen.items()], overrides))
 
 
 def choice_of(group: str, options: Options) -> str | None:

@@ -18,10 +18,10 @@ def say(text: str, to: TextIO | None = None) -> None:
     print(f"{text}\n", end="", file=to, flush=True)
 
 
-def wide(width: int = WIDTH, **how: Any) -> Console:
+def wide(width: int = WIDTH, **options: Any) -> Console:
     """Return a console for tables; if the output is no terminal, it is `width` columns wide."""
-    found = Console(file=sys.stdout, **how)
-    return found if found.is_terminal else Console(file=sys.stdout, width=width, **how)
+    console = Console(file=sys.stdout, **options)
+    return console if console.is_terminal else Console(file=sys.stdout, width=width, **options)
 
 
 def tabular() -> Console:

@@ -61,14 +61,14 @@ def page(title: str, body: str) -> str:
     return PAGE.format(title=html.escape(title), script=get_plotlyjs(), body=body)
 
 
-def figure_html(plot: go.Figure, title: str = "", said: str = "", wide: bool = False) -> str:
+def figure_html(plot: go.Figure, title: str = "", sentence: str = "", wide: bool = False) -> str:
     """Return a plot with its title and a caption; the plot is as wide as its container."""
     margin = {"l": 20, "r": 20, "t": 10, "b": 20}
     plot.update_layout(template="plotly_white", margin=margin)
     plot.update_xaxes(automargin=True).update_yaxes(automargin=True)
-    inside = plot.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, "displaylogo": False})
-    caption = f"<figcaption><b>{html.escape(title)}</b> {html.escape(said)}</figcaption>"
-    return f'<figure class="{"wide" if wide else ""}">{caption}{inside}</figure>'
+    plot_html = plot.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, "displaylogo": False})
+    caption = f"<figcaption><b>{html.escape(title)}</b> {html.escape(sentence)}</figcaption>"
+    return f'<figure class="{"wide" if wide else ""}">{caption}{plot_html}</figure>'
 
 
 def plots(parts: Iterable[str]) -> str:
@@ -85,5 +85,5 @@ def tr(tag: str, cells: Sequence[str | None], kind: str = "", link: str = "") ->
     """Return one row of a table; the first cell links to a file or folder."""
     texts = [html.escape(cell or "") for cell in cells]
     texts[0] = f'<a href="{html.escape(link)}">{texts[0]}</a>' if link else texts[0]
-    inside = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
-    return f'<tr class="{html.escape(kind)}">{inside}</tr>'
+    cell_html = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
+    return f'<tr class="{html.escape(kind)}">{cell_html}</tr>'

@@ -166,8 +166,8 @@ def check_at_once(at_once: int, microbatches: int, pp: int) -> None:
         fix = "make train.microbatches a multiple of it"
         raise UserError("passes.communication.batch_overlap", f"is {at_once}, of {microbatches} microbatches; {fix}")
     if at_once > 1 and pp > 1:
-        what = f"is {at_once} with mesh.pp={pp}, whose stages take microbatches one by one; set it to 1"
-        raise UserError("passes.communication.batch_overlap", what)
+        problem = f"is {at_once} with mesh.pp={pp}, whose stages take microbatches one by one; set it to 1"
+        raise UserError("passes.communication.batch_overlap", problem)
 
 
 def forward_passes(request: CompileRequest) -> Passes:
@@ -235,18 +235,18 @@ def training_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
     finish = communication_passes(request)
     joint: Passes = (Joint(), Simplify(), CSE(), Reassociate())
     if request.microbatches // request.at_once == pp == 1:
-        then = with_async_tp(request, (optimize, *finish))
-        return (ProgramPlan("step", FORWARD, (*joint, build_remat(request, then), *then, segment)),)
+        finishing = with_async_tp(request, (optimize, *finish))
+        return (ProgramPlan("step", FORWARD, (*joint, build_remat(request, finishing), *finishing, segment)),)
     joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
     shared = ProgramPlan("joint", FORWARD, joint, shared=True)
-    added_in = DTYPES[passes.accumulate.dtype]
-    total = Accumulate(request.skip_nonfinite, added_in)
-    apply = ApplyOnly(reduce_dtype=DTYPES[passes.cast.reduce_dtype], dtype=added_in)
+    sum_dtype = DTYPES[passes.accumulate.dtype]
+    accumulation = Accumulate(request.skip_nonfinite, sum_dtype)
+    apply = ApplyOnly(reduce_dtype=DTYPES[passes.cast.reduce_dtype], dtype=sum_dtype)
     if pp > 1 or once(passes.accumulate.gather, pp):
-        return shared, *cut_rows(request, total, apply, optimize, finish)
-    then = with_async_tp(request, (total, *finish))
-    remat = build_remat(request, then, optimize.state_bytes)
-    accumulate = ProgramPlan("accumulate", "joint", (remat, *then, segment))
+        return shared, *cut_rows(request, accumulation, apply, optimize, finish)
+    finishing = with_async_tp(request, (accumulation, *finish))
+    remat = build_remat(request, finishing, optimize.state_bytes)
+    accumulate = ProgramPlan("accumulate", "joint", (remat, *finishing, segment))
     return shared, accumulate, ProgramPlan("apply", "joint", (apply, optimize, *finish, segment))
 
 
@@ -286,21 +286,23 @@ def in_eval_mode(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with evaluation made from the model captured in eval mode."""
     name = f"{FORWARD}_eval"
     passes = pipeline[FORWARD].passes
-    row = ProgramPlan(name, CAPTURED_IN_EVAL, passes, shared=True, state_of=FORWARD, purpose="evaluation")
-    rows = [(row, replace(each, source=name)) if each.name == EVALUATE else (each,) for each in pipeline.rows]
-    return replace(pipeline, rows=tuple(each for group in rows for each in group))
+    eval_forward = ProgramPlan(name, CAPTURED_IN_EVAL, passes, shared=True, state_of=FORWARD, purpose="evaluation")
+    rows = [(eval_forward, replace(row, source=name)) if row.name == EVALUATE else (row,) for row in pipeline.rows]
+    return replace(pipeline, rows=tuple(row for group in rows for row in group))
 
 
 def build_extra(passes: PassesConfig) -> Passes:
     """Return the user's own passes; raise UserError if an object is no pass or changes the stage of a program."""
     steps = []
-    for number, own in enumerate(passes.extra):
-        step = called(own, where := f"passes.extra[{number}]")
+    for number, options in enumerate(passes.extra):
+        step = called(options, where := f"passes.extra[{number}]")
         if not isinstance(step, Pass):
-            what = f"{own['_target_']} returned a {type(step).__name__}"
-            raise UserError(where, f"{what}; return a passes.program.ir.Pass")
+            problem = f"{options['_target_']} returned a {type(step).__name__}"
+            raise UserError(where, f"{problem}; return a passes.program.ir.Pass")
         if step.gives is not None:
-            raise UserError(where, f"{step.name} gives a {step.gives} program; leave `gives` out, for others come next")
+            raise UserError(
+                where, f"{step.name} gives a {step.gives} program; leave `gives` out; other passes come next"
+            )
         steps.append(step)
     return tuple(steps)
 
@@ -317,21 +319,21 @@ def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
     stages, present = {CAPTURED: Stage.CAPTURED}, {CAPTURED: tuple[Pass, ...]()}  # at the end of each program
     placed_in_finish: dict[str, Passes] = {}
     for row in pipeline.rows:
-        begin, left = stages[row.source], without(extra, present[row.source])
-        later = names_of(row.finish, *(each.whole for each in pipeline.descendants(row.name)))
-        passes, fitting = placed(row.passes, begin, left, later, at_end=not row.finish)
+        begin, not_placed = stages[row.source], without(extra, present[row.source])
+        later = names_of(row.finish, *(descendant.whole for descendant in pipeline.descendants(row.name)))
+        passes, fitting = placed(row.passes, begin, not_placed, later, at_end=not row.finish)
         rows[row.name] = replace(row, passes=passes)
         stages[row.name], present[row.name] = end(passes, begin), (*present[row.source], *fitting)
     for row in [row for row in rows.values() if row.finish]:
-        alike = [each.name for each in rows.values() if each.finish and each.trains == row.trains]
-        before = [step for name in alike for step in present[name]]
-        finish, fitting = placed(row.finish, stages[row.name], without(extra, before))
+        siblings = [other.name for other in rows.values() if other.finish and other.trains == row.trains]
+        placed_before = [step for name in siblings for step in present[name]]
+        finish, fitting = placed(row.finish, stages[row.name], without(extra, placed_before))
         rows[row.name] = replace(row, finish=finish)
         placed_in_finish[row.name] = fitting
     present |= {name: (*present[name], *fitting) for name, fitting in placed_in_finish.items()}
-    if lost := without(extra, [step for row in rows.values() if row.trains for step in present[row.name]]):
-        takes, after = " or ".join(map(str, lost[0].takes)), ", ".join(lost[0].after) or "nothing"
-        raise UserError("passes.extra", f"{lost[0].name} takes a {takes} program after {after}: there is none")
+    if unplaced := without(extra, [step for row in rows.values() if row.trains for step in present[row.name]]):
+        takes, after = " or ".join(map(str, unplaced[0].takes)), ", ".join(unplaced[0].after) or "nothing"
+        raise UserError("passes.extra", f"{unplaced[0].name} takes a {takes} program after {after}: there is none")
     return replace(pipeline, rows=tuple(rows.values()), folding=None)
 
 
@@ -362,7 +364,7 @@ def build_folding(request: CompileRequest) -> Folding | None:
     patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *remat.modules)
     patterns += tuple(pattern for group in optim.groups.values() for pattern in group.names)
     offloads = "offload" in (remat.policy, *remat.layers.values(), *remat.modules.values(), *remat.ops.values())
-    further = 2 if passes.cast.float8 or offloads else 0  # fetches and maxima are issued layers early
+    extra_layers = 2 if passes.cast.float8 or offloads else 0  # fetches and maxima are issued layers early
     # Gathers start `prefetch` layers early, gradients are waited for as late, for each axis.
     return Folding(
         lambda name: (
@@ -370,8 +372,8 @@ def build_folding(request: CompileRequest) -> Folding | None:
             [p for p in patterns if within(name, p)],
             next((policy for p, policy in remat.layers.items() if within(name, p)), None),
         ),
-        before=3 + further,
-        after=2 + further,
+        before=3 + extra_layers,
+        after=2 + extra_layers,
         on_its_way=2 * prefetch,
     )
 
@@ -437,7 +439,7 @@ def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimize
     if optim._target_ is not None:
         return build_own({"_target_": optim._target_, **optim.arguments})
     if optim.name == "custom":
-        raise UserError("optim._target_", "is null with optim=custom; name what makes the optimizer")
+        raise UserError("optim._target_", "is null with optim=custom; name the optimizer's class or a function")
     if optim.name == "sgd":
         return SGD(optim.momentum, optim.weight_decay)
     if optim.name == "muon":
@@ -445,21 +447,21 @@ def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimize
     return AdamW(optim.betas, optim.eps, optim.weight_decay)
 
 
-def build_own(own: Mapping[str, Any]) -> Optimizer:
+def build_own(options: Mapping[str, Any]) -> Optimizer:
     """Return the user's own optimizer; raise UserError if a method is missing."""
-    optimizer = called(own, "optim")
+    optimizer = called(options, "optim")
     if missing := [name for name in ("moments", "scalars", "update") if not hasattr(optimizer, name)]:
-        fix = "docs/guides/your-loop.md shows a whole one"
-        raise UserError("optim._target_", f"{own['_target_']} returned an object without `{missing[0]}`; {fix}")
+        fix = "docs/guides/your-loop.md shows a complete one"
+        raise UserError("optim._target_", f"{options['_target_']} returned an object without `{missing[0]}`; {fix}")
     return optimizer
 
 
-def build_group(label: str, group: GroupConfig, optim: OptimConfig, rest: Optimizer) -> Group:
+def build_group(label: str, group: GroupConfig, optim: OptimConfig, default: Optimizer) -> Group:
     """Return a group of parameters: like the default, except for the options that it sets."""
-    mine = AdamW(optim.betas, optim.eps, optim.weight_decay) if group.optimizer == "adamw" else rest
+    optimizer = AdamW(optim.betas, optim.eps, optim.weight_decay) if group.optimizer == "adamw" else default
     if group.weight_decay is not None:
-        if "weight_decay" not in getattr(mine, "__dataclass_fields__", ()):
-            what = f"{type(mine).__name__} is no dataclass with a field weight_decay"
-            raise UserError(f"optim.groups.{label}.weight_decay", f"{group.weight_decay}, but {what}; leave it null")
-        mine = replace(mine, weight_decay=group.weight_decay)  # type: ignore[type-var]
-    return Group(mine, group.lr, frozenset(group.kinds), group.names, label)
+        if "weight_decay" not in getattr(optimizer, "__dataclass_fields__", ()):
+            problem = f"{type(optimizer).__name__} is no dataclass with a field weight_decay"
+            raise UserError(f"optim.groups.{label}.weight_decay", f"{group.weight_decay}, but {problem}; leave it null")
+        optimizer = replace(optimizer, weight_decay=group.weight_decay)  # type: ignore[type-var]
+    return Group(optimizer, group.lr, frozenset(group.kinds), group.names, label)

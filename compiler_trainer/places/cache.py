@@ -41,11 +41,11 @@ def in_cache(cache: Cache, key: list[Any], make: Callable[[Path], Any]) -> Kept:
     """Return the entry of a key, made if the cache has none; raise UserError if the folder cannot be written."""
     folder = cache.folder / named(key)
     with writable("data.cache", folder):
-        if (there := found(folder)) is not None:
-            return there
-        there = made(folder, make)
+        if (entry := found(folder)) is not None:
+            return entry
+        entry = made(folder, make)
         bound(cache)
-        return there
+        return entry
 
 
 @contextmanager
@@ -59,8 +59,8 @@ def writable(option: str, folder: Path) -> Iterator[None]:
 
 def cache_of(cfg: DataConfig) -> Cache:
     """Return the cache of `data.cache` and `data.cache_gib`."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
-    return Cache(Path(cfg.cache).expanduser() if cfg.cache else usual, cfg.cache_gib * GIB)
+    default_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
+    return Cache(Path(cfg.cache).expanduser() if cfg.cache else default_folder, cfg.cache_gib * GIB)
 
 
 def bound(cache: Cache, coming: int = 0) -> int:
@@ -68,32 +68,32 @@ def bound(cache: Cache, coming: int = 0) -> int:
 
     `coming` bytes are about to be added.
     """
-    copies, own = listed(cache.folder / COPIES), listed(cache.folder)
-    excess, gone = sum(size for _, size, _ in (*copies, *own)) + coming - cache.most_bytes, 0
-    for unused_s, entries in ((UNREAD_S, copies), (UNUSED_S, own)):
+    copies, entries_of_cache = listed(cache.folder / COPIES), listed(cache.folder)
+    excess, deleted = sum(size for _, size, _ in (*copies, *entries_of_cache)) + coming - cache.most_bytes, 0
+    for unused_s, entries in ((UNREAD_S, copies), (UNUSED_S, entries_of_cache)):
         for used, size, folder in sorted(entries):
-            if gone >= excess or used > time.time() - unused_s:
+            if deleted >= excess or used > time.time() - unused_s:
                 break
             shutil.rmtree(folder, ignore_errors=True)
-            gone += size
-    if gone:
-        most = decimal(int(cache.most_bytes))
-        print(f"{cache.folder} had more than {most}: the longest unused {decimal(gone)} were deleted", flush=True)
-    return max(0, int(excess - gone))
+            deleted += size
+    if deleted:
+        limit = decimal(int(cache.most_bytes))
+        print(f"{cache.folder} exceeded {limit}: deleted the least recently used {decimal(deleted)}", flush=True)
+    return max(0, int(excess - deleted))
 
 
 def listed(folder: Path) -> list[tuple[float, int, Path]]:
     """Return (time of last use, bytes, path) of each entry of a folder."""
-    found = []
-    for each in folder.iterdir() if folder.is_dir() else ():
+    entries = []
+    for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):  # another process may delete it meanwhile
-            if NAME.fullmatch(each.name):
-                found.append((*used_and_size(each), each))
-    return found
+            if NAME.fullmatch(path.name):
+                entries.append((*used_and_size(path), path))
+    return entries
 
 
 def used_and_size(folder: Path) -> tuple[float, int]:
     """Return the time of last use of a folder, and its bytes."""
     states = [(path.name, path.stat()) for path in folder.rglob("*") if path.is_file()]
-    times = [at.st_atime if name == FILE else at.st_mtime for name, at in states]
-    return max(times, default=folder.stat().st_mtime), sum(at.st_size for _, at in states)
+    times = [state.st_atime if name == FILE else state.st_mtime for name, state in states]
+    return max(times, default=folder.stat().st_mtime), sum(state.st_size for _, state in states)

@@ -30,11 +30,11 @@ def file_here(name: str, cache: Cache, beside: str = "") -> str:
     """Return the local path of a file; for a file in a store that of a copy, with the file `beside` next to it."""
     if not is_remote(name):
         return name
-    folder, own = parted(name)
-    entries = {own: Place(name).entry()}
+    folder, file_name = parted(name)
+    entries = {file_name: Place(name).entry()}
     if beside:
         entries[parted(beside)[1]] = Place(beside).entry()
-    return str(copied(Place(folder), entries, cache) / own)
+    return str(copied(Place(folder), entries, cache) / file_name)
 
 
 def folder_here(
@@ -48,7 +48,7 @@ def folder_here(
         place = Place(name)
         files = chosen(place.files(), patterns)
         if not files:
-            raise UserError(option, f"{name} has no file named like {', '.join(patterns)}")
+            raise UserError(option, f"{name} has no file that matches {', '.join(patterns)}")
         return copied(place, files, cache)
     return Path(name) if Path(name).exists() or not HUB.fullmatch(name) else of_hub(option, name, patterns, is_whole)
 
@@ -59,16 +59,16 @@ def copied(place: Place, files: Mapping[str, Entry], cache: Cache) -> Path:
         raise UserError(place.url, "is not there, or is empty; look at its name, and at what the account may read")
     folder = cache.folder / COPIES / named([place.url, sorted(files.items())])
     with writable("data.cache", folder):
-        there = found(folder) or made(folder, partial(fetch, place, files, cache))
-        return there.folder
+        entry = found(folder) or made(folder, partial(fetch, place, files, cache))
+        return entry.folder
 
 
 def make_room(cache: Cache, url: str, size: int) -> None:
     """Delete copies that were not read recently; raise UserError if that is not enough."""
-    if lacking := bound(cache, size):
-        what = f"{decimal(int(cache.most_bytes))} have no room for {url}, {decimal(size)}"
-        fix = f"{decimal(lacking)} are lacking beside what was read in the last {UNREAD_S // 60} minutes; allow more"
-        raise UserError("data.cache_gib", f"{what}: {fix}, or name another data.cache")
+    if missing_bytes := bound(cache, size):
+        problem = f"{decimal(int(cache.most_bytes))} have no room for {url}, {decimal(size)}"
+        fix = f"{decimal(missing_bytes)} more are needed beyond copies read in the last {UNREAD_S // 60} min; raise it"
+        raise UserError("data.cache_gib", f"{problem}: {fix}, or name another data.cache")
 
 
 def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) -> str:
@@ -82,8 +82,8 @@ def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) 
     for name, entry in files.items():
         place.get(name, folder / name)
         if (size := (folder / name).stat().st_size) != entry.size_bytes:
-            what = f"came with {size:,} of {entry.size_bytes:,} bytes"
-            raise UserError(f"{place.url}/{name}", f"{what}; start again, once nobody writes it")
+            problem = f"came with {size:,} of {entry.size_bytes:,} bytes"
+            raise UserError(f"{place.url}/{name}", f"{problem}; start again when nothing writes it")
     return place.url
 
 
@@ -94,22 +94,22 @@ def of_hub(option: str, name: str, patterns: tuple[str, ...], is_whole: Callable
     """Return a hub model's snapshot, from the local cache if it is complete; raise UserError."""
     hub = library()
     repository, _, revision = name.partition("@")
-    asked = dict(repo_id=repository, revision=revision or None, allow_patterns=list(patterns))
+    request = dict(repo_id=repository, revision=revision or None, allow_patterns=list(patterns))
     with suppress(Exception):  # any error means that the cache does not have it
-        cached = Path(hub.snapshot_download(**asked, local_files_only=True))
+        cached = Path(hub.snapshot_download(**request, local_files_only=True))
         if is_whole(cached):
             return cached
     try:
-        there = Path(hub.snapshot_download(**asked))
+        snapshot = Path(hub.snapshot_download(**request))
     except Exception as error:  # from the network, the hub, or the disk
         fix = "name a folder, or set HF_TOKEN where the model is gated"
-        what = f"{name} is no folder here, nor in the hub's cache, and cannot be downloaded"
-        raise UserError(option, f"{what}: {one_line(error)}; {fix}") from error
-    if not is_whole(there):  # without a network it may be incomplete
-        what = f"of {name} the hub's cache has a part alone, in {there}"
-        raise UserError(option, f"{what}; download it with a network, if it has files like {', '.join(patterns)}")
-    print(f"{name} was downloaded to {there}", flush=True)
-    return there
+        problem = f"{name} is no local folder, is not in the hub's cache, and cannot be downloaded"
+        raise UserError(option, f"{problem}: {one_line(error)}; {fix}") from error
+    if not is_whole(snapshot):  # without a network it may be incomplete
+        problem = f"the hub's cache has only a part of {name}, in {snapshot}"
+        raise UserError(option, f"{problem}; download it if it has files that match {', '.join(patterns)}")
+    print(f"{name} was downloaded to {snapshot}", flush=True)
+    return snapshot
 
 
 def library() -> Any:

@@ -64,8 +64,8 @@ def found(folder: Path, moved: bool = False) -> Kept | None:
         kept = json.loads(path.read_text())
         if kept["digest"] != digest_of(kept["holds"], kept["files"]):
             return None
-        for name, was in kept["files"].items():
-            if stamps(folder / name)[moved:] != was[moved:]:
+        for name, recorded in kept["files"].items():
+            if stamps(folder / name)[moved:] != recorded[moved:]:
                 return None
         with suppress(OSError):  # read-only folders of others
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
@@ -102,17 +102,17 @@ def made(folder: Path, make: Callable[[Path], Any]) -> Kept:
     """Return a folder whose arrays `make` writes, unless another process has made it; `make` returns the summary."""
     partial = part_of(folder)
     with alone(partial / "lock"):
-        there = found(folder)
-        if there is not None:
+        existing = found(folder)
+        if existing is not None:
             shutil.rmtree(partial)
-            return there
+            return existing
         try:
             holds = make(partial)
         except UserError:  # no later start could continue with this
             shutil.rmtree(partial)
             raise
         if folder.exists():
-            print(f"{folder} was cut or altered, and is made anew", flush=True)
+            print(f"{folder} was truncated or altered; making it again", flush=True)
             shutil.rmtree(folder)
         close(partial, holds)
         os.rename(partial, folder)
@@ -133,22 +133,22 @@ def close(partial: Path, holds: Any) -> None:
 
 def files_in(folder: Path) -> list[Path]:
     """Return the files below a folder, except locks and the summary."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
-    return sorted(path for path in found if path.name != FILE)
+    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
+    return sorted(path for path in paths if path.name != FILE)
 
 
 @contextmanager
 def alone(path: Path, shared: bool = False) -> Iterator[None]:
     """Hold the lock at a path; other processes wait, or only those that do not share it."""
-    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w") as lock:
             try:
-                fcntl.flock(lock, how | fcntl.LOCK_NB)
+                fcntl.flock(lock, operation | fcntl.LOCK_NB)
             except BlockingIOError:
                 print(f"waiting for another process that makes {path.parent}", flush=True)
-                fcntl.flock(lock, how)
+                fcntl.flock(lock, operation)
             if is_at(lock, path):  # otherwise another process has finished or abandoned the folder and moved it away
                 yield
                 return

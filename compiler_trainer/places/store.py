@@ -66,10 +66,10 @@ def reached(url: str) -> Iterator[None]:
     except UserError:
         raise
     except ImportError as error:
-        needed = LIBRARIES.get(protocol)
-        raise UserError(url, f"needs {needed}; pip install {needed}" if needed else one_line(error)) from error
+        package = LIBRARIES.get(protocol)
+        raise UserError(url, f"needs {package}; pip install {package}" if package else one_line(error)) from error
     except FileNotFoundError as error:
-        raise UserError(url, "is not there; look at its name, and at what the account may read") from error
+        raise UserError(url, "does not exist; check its name and the account's permissions") from error
     except Exception as error:  # each library has its own errors
         raise Unreachable(url, f"cannot be reached: {type(error).__name__}: {one_line(error)}") from error
 
@@ -86,7 +86,7 @@ class Place:
         self.url = url.rstrip("/")
         with reached(url):
             if url.partition("://")[0] not in fsspec.available_protocols():
-                raise UserError(url, f"is of no store that fsspec knows: {', '.join(LIBRARIES)} and others")
+                raise UserError(url, f"has a protocol unknown to fsspec, which knows {', '.join(LIBRARIES)} and others")
             self.fs, self.path = fsspec.core.url_to_fs(self.url)
 
     def entry(self) -> Entry:
@@ -99,8 +99,8 @@ class Place:
         """Return all files below the url by relative name, sorted; none if there is no such folder."""
         with reached(self.url):
             self.fs.invalidate_cache()
-            found = self.fs.find(self.path, detail=True)
-            below = {path.removeprefix(self.path).lstrip("/"): info for path, info in sorted(found.items())}
+            infos = self.fs.find(self.path, detail=True)
+            below = {path.removeprefix(self.path).lstrip("/"): info for path, info in sorted(infos.items())}
             return {name: entry_of(f"{self.url}/{name}", info) for name, info in below.items() if name}
 
     def matches(self) -> list[str]:

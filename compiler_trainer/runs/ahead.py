@@ -61,11 +61,11 @@ def compile_ahead(cfg: Config, out: Path, tell: Callable[[str], None]) -> str:
         compiled = compile_programs(request, observe=dumps, tell=tell, cache=cache)
     report = compiled.report
     if not report.key:
-        raise UserError("model", f"{report.notes[-1]}; such a job is compiled when it starts")
+        raise UserError("model", f"{report.notes[-1]}; such a job compiles when it starts")
     files = [path for path in out.iterdir() if path.name.startswith(report.key)]
     size = sum(path.stat().st_size for path in files)
-    made = f"{'was there' if report.is_read else 'made'}: {report.key[:12]}, {', '.join(compiled.programs)}"
-    return f"{made}, for {request.mesh.world_size:,} ranks on {request.device_name}; {size / 2**20:.1f} MiB in {out}"
+    status = f"{'was there' if report.is_read else 'made'}: {report.key[:12]}, {', '.join(compiled.programs)}"
+    return f"{status}, for {request.mesh.world_size:,} ranks on {request.device_name}; {size / 2**20:.1f} MiB in {out}"
 
 
 def device_name(cluster: ClusterConfig) -> str:
@@ -73,5 +73,5 @@ def device_name(cluster: ClusterConfig) -> str:
     if cluster.host_computes:
         return name_of_device(CPU)
     if cluster.device is None:
-        raise UserError("cluster.device", "says not which GPU it is; give what torch.cuda.get_device_name() says there")
+        raise UserError("cluster.device", "is not set; give the GPU's name from torch.cuda.get_device_name() there")
     return cluster.device

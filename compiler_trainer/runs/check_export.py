@@ -52,8 +52,8 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: boo
     it. Raises UserError if transformers cannot load the folder.
     """
     ranks = start_ranks()
-    one = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
-    cfg = dataclasses.replace(validate(dataclasses.replace(cfg, train=one), ranks), loss={})
+    train_options = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
+    cfg = dataclasses.replace(validate(dataclasses.replace(cfg, train=train_options), ranks), loss={})
     datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     texts = texts_of(datasets.eval or datasets.train, tokens)
@@ -62,14 +62,16 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: boo
 
 def check_export_alone(cfg: Config, out: Path, averaged: bool = False) -> tuple[bool, str]:
     """Return the result of `check_export` for a few random tokens on one device, without data and compilers."""
-    one = dataclasses.replace(cfg.train, global_batch_size=1, microbatches=1, seq_len=min(cfg.train.seq_len, FEW))
+    train_options = dataclasses.replace(
+        cfg.train, global_batch_size=1, microbatches=1, seq_len=min(cfg.train.seq_len, FEW)
+    )
     lower = dataclasses.replace(cfg.lower, backend="eager", cudagraphs=False)
-    cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=one, lower=lower, loss={})
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=train_options, lower=lower, loss={})
     cfg, trained = validate(cfg, start_ranks()), subject(cfg)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, trained.vocab_size or 2, (1, one.seq_len), generator=generator)
+    tokens = torch.randint(0, trained.vocab_size or 2, (1, train_options.seq_len), generator=generator)
     batch = row(tokens[0].tolist(), torch.device("cpu")) | {"labels": tokens}
-    text = Text(batch, tokens[0].tolist(), list(range(1, one.seq_len)))
+    text = Text(batch, tokens[0].tolist(), list(range(1, train_options.seq_len)))
     return compared_texts(cfg, trained, [text], out, {}, averaged)
 
 
@@ -89,8 +91,10 @@ def compared_texts(
     torch.cuda.empty_cache()  # transformers' process needs the GPU
     theirs = by_itself(out, [text.ids for text in texts])
     pairs = zip(texts, theirs["log_probabilities"], strict=True)
-    own = torch.tensor([found[place - 1] for text, found in pairs for place in text.places])
-    return compared(ours, own, coarsest(cfg, theirs["dtype"]), len(texts))
+    theirs_at_places = torch.tensor(
+        [log_probabilities[place - 1] for text, log_probabilities in pairs for place in text.places]
+    )
+    return compared(ours, theirs_at_places, coarsest(cfg, theirs["dtype"]), len(texts))
 
 
 def loss_of_predictions(
@@ -106,8 +110,8 @@ def texts_of(loader: Loader, tokens: int) -> list[Text]:
     Raises UserError if all documents are too short.
     """
     numbers = range(min(MOST_ROWS, len(loader.rows)))
-    found = (text_of(loader, number, -(-tokens // len(numbers))) for number in numbers)
-    texts = [text for text in found if text.places]
+    candidates = (text_of(loader, number, -(-tokens // len(numbers))) for number in numbers)
+    texts = [text for text in candidates if text.places]
     if not texts:
         raise UserError("data", "no row begins with two tokens of one document; name a longer text, data.files=[FILE]")
     return texts
@@ -117,8 +121,8 @@ def text_of(loader: Loader, number: int, tokens: int) -> Text:
     """Return the first document of a sequence, and some positions spread over it."""
     rows = loader.rows.batch(np.full(loader.batch_size, number))
     if not {"tokens", "labels", "documents"} <= rows.keys():
-        what = f"has rows of {', '.join(rows)}, and tokens, labels and documents are needed"
-        raise UserError("data", f"{what}; name a text, data=text data.files=[FILE]")
+        problem = f"has rows of {', '.join(rows)}, and tokens, labels and documents are needed"
+        raise UserError("data", f"{problem}; name a text, data=text data.files=[FILE]")
     batch = {name: torch.from_numpy(array) for name, array in rows.items()}
     length = int((batch["documents"][0] == 0).sum())
     places = np.unique(np.linspace(1, length - 1, tokens).round().astype(int)) if length > 1 else np.empty(0, int)
@@ -127,23 +131,23 @@ def text_of(loader: Loader, number: int, tokens: int) -> Text:
 
 def measured(step: Measures, text: Text, tell: Callable[[str], None]) -> list[float]:
     """Return the log-probability of each token at a text's positions: minus the loss if it is the only label."""
-    found = []
+    log_probabilities = []
     for place in text.places:
         labels = torch.full_like(text.batch["labels"], IGNORED_LABEL)
         labels[0, place - 1] = text.ids[place]
-        found.append(-step.measure(text.batch | {"labels": labels})["loss"])
+        log_probabilities.append(-step.measure(text.batch | {"labels": labels})["loss"])
         tell(f"token {place:,} of {len(text.ids):,} of a row")
-    return found
+    return log_probabilities
 
 
 def by_itself(out: Path, texts: list[list[int]]) -> dict[str, Any]:
     """Return transformers' output for texts, from a separate process; raise UserError if it fails."""
     command = [sys.executable, "-P", plainly.__file__, str(out)]
-    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise UserError(str(out), f"transformers does not compute with it: {said}")
-    return json.loads(done.stdout)
+    process = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True)
+    if process.returncode:
+        last_line = (process.stderr.strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
+        raise UserError(str(out), f"transformers does not compute with it: {last_line}")
+    return json.loads(process.stdout)
 
 
 def coarsest(cfg: Config, exported: str) -> str:
@@ -155,9 +159,9 @@ def coarsest(cfg: Config, exported: str) -> str:
 def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int) -> tuple[bool, str]:
     """Return (True if log-probabilities are equal up to roundings of a dtype, a sentence on the largest difference)."""
     allowed = ROUNDINGS * torch.finfo(getattr(torch, dtype)).eps * ours.abs().clamp(min=1)
-    apart = (ours - theirs).abs()
-    worst = int((apart / allowed).nan_to_num(torch.inf).argmax())
-    is_same = bool((apart <= allowed).all())
-    what = f"log-probabilities of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
+    differences = (ours - theirs).abs()
+    worst = int((differences / allowed).nan_to_num(torch.inf).argmax())
+    is_same = bool((differences <= allowed).all())
+    verdict = f"log-probabilities of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
     values = f"{theirs[worst]:.7g} where the trainer has {ours[worst]:.7g}"
-    return is_same, f"{what}: at most {apart[worst]:.2g} apart ({values}); {dtype} allows {allowed[worst]:.2g}"
+    return is_same, f"{verdict}: at most {differences[worst]:.2g} apart ({values}); {dtype} allows {allowed[worst]:.2g}"

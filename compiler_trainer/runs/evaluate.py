@@ -43,11 +43,11 @@ def evaluate(cfg: Config, other: bool) -> str:
         step = measuring(cfg, trained, peek(loader), datasets.below, tell)
         if not cfg.has_own_loss and step.mesh.world_size > 1:
             datasets.read_only(own_rows(step, step.ranks))
-        measured, count = means(step, told(loader, cfg.eval.batches, tell))
+        results, count = means(step, told(loader, cfg.eval.batches, tell))
     stop_ranks()
     if not cfg.loss:
-        measured["perplexity"] = math.exp(measured["loss"])
-    shown = ", ".join(f"{name} {value:.6g}" for name, value in measured.items())
+        results["perplexity"] = math.exp(results["loss"])
+    shown = ", ".join(f"{name} {value:.6g}" for name, value in results.items())
     return f"{shown}, {'pairs' if cfg.data.pairs else 'tokens'} {count:,} in {taken(loader, cfg.eval.batches)}"
 
 
@@ -100,5 +100,7 @@ def told(loader: Loader, batches: int | None, tell: Callable[[str], None]) -> It
 
 def taken(loader: Loader, batches: int | None) -> str:
     """Return a text on the number of sequences evaluated, and on the option to evaluate more."""
-    every = f"all {len(loader.rows):,} rows"
-    return every if batches is None else f"{batches:,} x {loader.batch_size:,} rows; eval.batches=null takes {every}"
+    all_rows = f"all {len(loader.rows):,} rows"
+    return (
+        all_rows if batches is None else f"{batches:,} x {loader.batch_size:,} rows; eval.batches=null takes {all_rows}"
+    )

@@ -41,14 +41,14 @@ def export_to_store(
     """Write an export into a folder of a store, its configuration last: a partial export cannot be loaded."""
     place = Place(url)
     if place.files():
-        raise UserError(url, "is there already; name a folder that is not")
+        raise UserError(url, "exists already; name a new folder")
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "export")
-        said = export(cfg, out, dtype, merge, averaged, check)
+        sentence = export(cfg, out, dtype, merge, averaged, check)
         files = [file for file in out.rglob("*") if file.is_file()]
         for file in sorted(files, key=lambda file: (file.name in LAST, file.name)):
             place.put(file, file.relative_to(out).as_posix())
-        return f"{len(files)} files; once they are on a disk, {said.replace(str(out), 'FOLDER')}"
+        return f"{len(files)} files; once they are on a disk, {sentence.replace(str(out), 'FOLDER')}"
 
 
 def export(
@@ -62,32 +62,32 @@ def export(
     UserError if a model has no such form, and RunError if the log-probabilities differ.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(str(out), "is there already; name a folder that is not, or an empty one")
+        raise UserError(str(out), "exists already; name a new or an empty folder")
     if isinstance(cfg.model, ModelConfig):
         form_of(cfg.model)  # fails before reading weights
     if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
-        raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
+        raise UserError("--merge", "needs a model with model.lora; this one has nothing to merge")
     _, module = trained_model(cfg, averaged)
-    place = out.resolve()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
-        made = Path(scratch, "export")
-        made.mkdir()
-        said = write(cfg, module, made, dtype, merge)
+    target = out.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        partial = Path(scratch, "export")
+        partial.mkdir()
+        sentence = write(cfg, module, partial, dtype, merge)
         del module  # the check needs memory of its own
         if check and isinstance(cfg.model, FolderConfig | ModelConfig):
-            said += check_few(cfg, made, averaged)
-        made.replace(place)
-    return said.replace(str(made), str(out))
+            sentence += check_few(cfg, partial, averaged)
+        partial.replace(target)
+    return sentence.replace(str(partial), str(out))
 
 
-def check_few(cfg: Config, made: Path, averaged: bool) -> str:
+def check_few(cfg: Config, folder: Path, averaged: bool) -> str:
     """Return a sentence on the difference of an export; raise RunError if its log-probabilities differ."""
-    is_same, said = check_export_alone(cfg, made, averaged)
+    is_same, sentence = check_export_alone(cfg, folder, averaged)
     if not is_same:
-        fix = "nothing is written; look at what is unusual in the model, or write it unchecked with --no-check"
-        raise RunError(f"the export computes something else than the trainer: {said}; {fix}")
-    return f"; {said}"
+        fix = "nothing is written; check unusual parts of the model, or skip the check with --no-check"
+        raise RunError(f"the export computes something different from the trainer: {sentence}; {fix}")
+    return f"; {sentence}"
 
 
 def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> str:
@@ -129,17 +129,17 @@ def loaded_by_transformers(out: Path) -> str:
 def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> None:
     """Write a folder like the model's own; for LoRA only the adapters, or all weights with the adapters merged."""
     assert isinstance(cfg.model, FolderConfig)
-    named, here = cfg.model.path, folder_of(cfg).path
+    configured_path, local_path = cfg.model.path, folder_of(cfg).path
     if cfg.model.lora:
-        base = str(Path(named).resolve()) if here == named else named
+        base = str(Path(configured_path).resolve()) if local_path == configured_path else configured_path
         module.peft_config["default"].base_model_name_or_path = base
     if merge:
         untie_adapted(module)
         module = module.merge_and_unload()
     save(module.to(dtype), out)
     (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it from config.json
-    for file in sorted(Path(here).rglob("*")):
-        name = file.relative_to(here)
+    for file in sorted(Path(local_path).rglob("*")):
+        name = file.relative_to(local_path)
         if file.is_file() and is_copied(name) and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copy(file, out / name)
@@ -147,8 +147,8 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
 
 def is_copied(name: Path) -> bool:
     """Return True if an export copies a file of the model's folder: all but weights, their indexes and the config."""
-    inside = len(name.parts) == 1 or name.parts[0] == TEMPLATES and len(name.parts) == 2
-    return inside and name.suffix not in NOT_COPIED and not name.name.startswith((".", *TELLS_OF_WEIGHTS))
+    is_top_level = len(name.parts) == 1 or name.parts[0] == TEMPLATES and len(name.parts) == 2
+    return is_top_level and name.suffix not in NOT_COPIED and not name.name.startswith((".", *TELLS_OF_WEIGHTS))
 
 
 def untie_adapted(adapted: Any) -> None:
@@ -173,17 +173,19 @@ def stop_at_turns(out: Path) -> str:
 
     Return the text to append to the sentence on the export.
     """
-    known = sorted(ends_answers(str(out)))
+    stops = sorted(ends_answers(str(out)))
     try:
         end = end_of_turn(out)
     except Exception as error:  # the folder's tokenizer may raise anything
-        what = " ".join(str(error).split())
-        return f"; transformers does not write chats with its tokenizer ({what}): generation stops at {known} as before"
-    if end is None or end in known:
+        message = " ".join(str(error).split())
+        return (
+            f"; transformers does not write chats with its tokenizer ({message}): generation stops at {stops} as before"
+        )
+    if end is None or end in stops:
         return ""
     path = out / GENERATION
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps(settings | {"eos_token_id": [*known, end]}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(settings | {"eos_token_id": [*stops, end]}, indent=2) + "\n", encoding="utf-8")
     return f"; {GENERATION} has token {end}, which ends an answer, as one more eos_token_id"
 
 
@@ -193,19 +195,19 @@ def end_of_turn(out: Path) -> int | None:
     if not tokenizer.chat_template:
         return None
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ANSWER}]
-    behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(ANSWER)[2]
-    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    after_answer = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(ANSWER)[2]
+    ids = tokenizer(after_answer, add_special_tokens=False)["input_ids"]
     return next((i for i in ids if i in tokenizer.added_tokens_decoder), None)
 
 
 def untied(module: nn.Module) -> dict[str, Tensor]:
     """Return the state of a module; tied tensors are under both names, each with its own memory."""
-    seen: set[int] = set()
-    found = {}
+    pointers: set[int] = set()
+    state = {}
     for name, value in module.state_dict().items():
-        found[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
-    return found
+        state[name] = value.clone() if value.data_ptr() in pointers else value
+        pointers.add(value.data_ptr())
+    return state
 
 
 def converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -216,8 +218,8 @@ def converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 def write_tokenizer(cfg: Config, out: Path) -> None:
     """Write the tokenizer of the run and its chat template; a byte tokenizer in the form of a tokenizer.json."""
     if cfg.data.tokenizer != "bytes":
-        there = Path(tokenizer_here(cfg.data))
-        files = {"tokenizer.json": there, **{name: there.with_name(name) for name in BESIDE}}
+        tokenizer_file = Path(tokenizer_here(cfg.data))
+        files = {"tokenizer.json": tokenizer_file, **{name: tokenizer_file.with_name(name) for name in BESIDE}}
         for name, file in files.items():
             if file.is_file() and not (out / name).exists():
                 shutil.copy(file, out / name)
@@ -240,6 +242,6 @@ def name_end(out: Path, end: int) -> None:
 
 def byte_symbols() -> list[str]:
     """Return the character for each byte in a tokenizer.json: itself if it prints, otherwise one from 256 on."""
-    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -21,12 +21,12 @@ def log_probabilities(folder: str, texts: list[list[int]]) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     model = loaded.to(device).eval()
-    found = []
+    results = []
     for text in texts:
         ids = torch.tensor([text], device=device)
-        chances = model(ids).logits[0, :-1].float().log_softmax(-1)
-        found.append(chances.gather(-1, ids[0, 1:, None])[:, 0].tolist())
-    return {"dtype": str(model.dtype).removeprefix("torch."), "log_probabilities": found}
+        log_chances = model(ids).logits[0, :-1].float().log_softmax(-1)
+        results.append(log_chances.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+    return {"dtype": str(model.dtype).removeprefix("torch."), "log_probabilities": results}
 
 
 if __name__ == "__main__":

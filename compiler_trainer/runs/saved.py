@@ -46,19 +46,19 @@ def options_of(run: Path, overrides: Sequence[str]) -> Config:
         return with_overrides(saved, OverridesParser.create().parse_overrides(list(overrides)))
 
 
-def with_overrides(saved: dict[str, Any], given: Sequence[Override]) -> Config:
+def with_overrides(saved: dict[str, Any], overrides: Sequence[Override]) -> Config:
     """Return the options with overrides applied; raise UserError naming the override at fault."""
-    for override in given:
+    for override in overrides:
         if override.is_sweep_override() or override.is_delete() or str(override.input_line).startswith("~"):
-            raise UserError(str(override.input_line), "is for a new run; here an override gives one option one value")
-    groups = {str(o.key_or_group) for o in given if (CONF / str(o.key_or_group)).is_dir()}
-    anew = [str(o.input_line) for o in given if str(o.key_or_group).split(".")[0] in groups]
-    composed: Any = compose(["data.tokenizer=bytes", *anew]) if anew else {}
-    if "data" in groups and not any(override.get_key_element() == "data.tokenizer" for override in given):
+            raise UserError(str(override.input_line), "is only for a new run; an override here sets one option")
+    groups = {str(o.key_or_group) for o in overrides if (CONF / str(o.key_or_group)).is_dir()}
+    group_overrides = [str(o.input_line) for o in overrides if str(o.key_or_group).split(".")[0] in groups]
+    composed: Any = compose(["data.tokenizer=bytes", *group_overrides]) if group_overrides else {}
+    if "data" in groups and not any(override.get_key_element() == "data.tokenizer" for override in overrides):
         composed["data"]["tokenizer"] = saved["data"]["tokenizer"]
     options = OmegaConf.create(saved | {group: composed[group] for group in groups})
     changed = []
-    for override in given:
+    for override in overrides:
         key = override.get_key_element().lstrip("+")
         if key.split(".")[0] not in options:
             raise UserError(key, f"no such option{did_you_mean(key, [str(name) for name in options])}")
@@ -91,7 +91,7 @@ def best(folder: Path) -> Path:
         losses |= {} if loss is None else {path: loss}
     if not losses:
         fix = "evaluate at checkpoints (eval.interval), or name one"
-        raise UserError("--checkpoint", f"best, but no checkpoint in {folder} has a held-out loss; {fix}")
+        raise UserError("--checkpoint", f"best, but no checkpoint in {folder} has a validation loss; {fix}")
     return min(losses, key=lambda path: (losses[path], -checkpoint.number_of(path)))
 
 
@@ -112,9 +112,10 @@ def trained_model(cfg: Config, averaged: bool = False) -> tuple[Subject, nn.Modu
 
     With `averaged` these are the averages of weights. Raises UserError if there are none.
     """
-    found = subject(cfg)
+    trained = subject(cfg)
     values = from_newest(cfg, checkpoint.read_averaged if averaged else checkpoint.read_model)
     assert values is not None
-    if any(name not in values for name, _ in found.module.named_parameters()):  # frozen ones are not in the checkpoint
-        values = {name: value[()] for name, value in found.initial() if name not in values} | values
-    return found, fill(found.module, values.items()).eval()
+    # frozen parameters are not in the checkpoint
+    if any(name not in values for name, _ in trained.module.named_parameters()):
+        values = {name: value[()] for name, value in trained.initial() if name not in values} | values
+    return trained, fill(trained.module, values.items()).eval()

@@ -17,7 +17,7 @@ from compiler_trainer.training import metrics
 
 FILE = "sweep.html"
 INSPECT = "inspect.html"  # of a point, made by `compiler-trainer inspect --html`
-LOSSES = {"eval_loss": "held-out loss", "loss": "training loss"}  # the first available one ranks the points
+LOSSES = {"eval_loss": "validation loss", "loss": "training loss"}  # the first available one ranks the points
 # column, heading, unit
 BARS = (
     ("tokens_per_s", "Throughput, tokens/s", 1),

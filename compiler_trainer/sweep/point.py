@@ -53,8 +53,8 @@ def run_point(cfg: Config, number: int, overrides: Sequence[str], outcome: Outco
     start_ranks()
     cause = min((f for f in gather(failure) if f is not None), default=None)
     if rank() == 0:
-        spent = {"wall_s": round(time.perf_counter() - began, 3), "compile_cache_hits": counts["loaded"] - loaded}
-        result = {**row.measured(Path(cfg.run.dir), cfg), **spent}
+        cost = {"wall_s": round(time.perf_counter() - began, 3), "compile_cache_hits": counts["loaded"] - loaded}
+        result = {**row.measured(Path(cfg.run.dir), cfg), **cost}
         end(Path(cfg.run.dir), objective, cause, result)
         table.write(Path(cfg.run.dir).parent)
         print(f"point {number}: {cause.error if cause else 'done'}", flush=True)
@@ -80,14 +80,14 @@ def begin(cfg: Config, number: int, overrides: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    asked = {"overrides": row.parsed(overrides), "config": identity(cfg), "environment": row.environment()}
-    write(folder, {"point": number, "status": "running", "started": started, **asked})
+    job = {"overrides": row.parsed(overrides), "config": identity(cfg), "environment": row.environment()}
+    write(folder, {"point": number, "status": "running", "started": started, **job})
 
 
 def end(folder: Path, objective: float | None, cause: Failure | None, result: dict[str, Any]) -> None:
     """Record the outcome of a point."""
-    found = read(folder)
-    assert found is not None
+    point = read(folder)
+    assert point is not None
     status = {"status": "failed" if cause else "done", "objective": None if cause else objective}
-    why = {"error": cause.error, "traceback": cause.traceback} if cause else {}
-    write(folder, {**found, **status, **why, "result": result})
+    error = {"error": cause.error, "traceback": cause.traceback} if cause else {}
+    write(folder, {**point, **status, **error, "result": result})

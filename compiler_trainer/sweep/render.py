@@ -12,9 +12,9 @@ def render(folder: Path) -> bool:
 
     Raises UserError if there are none.
     """
-    found = table.points(folder)
+    points = table.points(folder)
     table.write(folder)
-    page.write(found, folder)
-    table.show(found, folder)
+    page.write(points, folder)
+    table.show(points, folder)
     print(f"{folder}: sweep.parquet, sweep.csv, {page.FILE}")
-    return all(p["status"] == "done" for p in found)
+    return all(p["status"] == "done" for p in points)

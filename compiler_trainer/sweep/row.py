@@ -28,11 +28,11 @@ PER_MICROBATCH = "accumulate"  # the program that runs once a microbatch, not on
 
 def parsed(overrides: Sequence[str]) -> dict[str, Any]:
     """Return overrides as options and values: `+a.b=[1,2]` as {"a.b": [1, 2]}, a table by its entries, no `~a`."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if not override.is_delete():
-            found |= flat({override.key_or_group: override.value()})
-    return found
+            values |= flat({override.key_or_group: override.value()})
+    return values
 
 
 def measured(folder: Path, cfg: Config) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def of_report(report: dict[str, Any], cfg: Config) -> dict[str, Any]:
 
 def sent_bytes(passes: Iterable[dict[str, Any]], microbatches: int) -> Counter[str]:
     """Return bytes that a rank sends in a step over each axis, from the last pass of each training program."""
-    last = {p["program"]: p for p in passes if p["program"] in ("step", PER_MICROBATCH, "apply")}
+    report_of_program = {p["program"]: p for p in passes if p["program"] in ("step", PER_MICROBATCH, "apply")}
     sent: Counter[str] = Counter()
-    for name, record in last.items():
+    for name, record in report_of_program.items():
         for traffic in record["accounting"]["traffic"]:
             sent[traffic["axis"]] += traffic["sent_bytes"] * (microbatches if name == PER_MICROBATCH else 1)
     return sent

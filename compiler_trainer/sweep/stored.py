@@ -41,17 +41,17 @@ class Stored:
 def check(cfg: Config) -> Point | None:
     """Return the point in `cfg`'s folder if it is done; raise UserError if another point or a plain run is there."""
     folder = Path(cfg.run.dir)
-    found = read(folder)
-    if found is None:
+    stored = read(folder)
+    if stored is None:
         if folder.exists() and any(folder.iterdir()):
-            raise UserError("run.dir", f"{folder} is there already and is no point of a sweep; choose another folder")
+            raise UserError("run.dir", f"{folder} exists already and is no point of a sweep; choose another folder")
         return None
-    here, there = identity(cfg), found["config"]
-    if differ := [name for name in {**there, **here} if here.get(name) != there.get(name)]:
-        was, name = there.get(differ[0]), differ[0]
+    current, recorded = identity(cfg), stored["config"]
+    if changed := [name for name in {**recorded, **current} if current.get(name) != recorded.get(name)]:
+        old, name = recorded.get(changed[0]), changed[0]
         fix = "choose another folder, or start the sweep with the options it had"
-        raise UserError("run.dir", f"{folder} holds a point with {name}={was}, not {here.get(name)}; {fix}")
-    return found if found["status"] == "done" else None
+        raise UserError("run.dir", f"{folder} holds a point with {name}={old}, not {current.get(name)}; {fix}")
+    return stored if stored["status"] == "done" else None
 
 
 def identity(cfg: Config) -> dict[str, Any]:
@@ -63,11 +63,11 @@ def identity(cfg: Config) -> dict[str, Any]:
 
 def flat(options: dict[str, Any], where: str = "") -> dict[str, Any]:
     """Return nested options by their dotted names."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in options.items():
         name = f"{where}.{key}" if where else key
-        found |= flat(value, name) if isinstance(value, dict) and value else {name: value}
-    return found
+        flattened |= flat(value, name) if isinstance(value, dict) and value else {name: value}
+    return flattened
 
 
 def read(folder: Path) -> Point | None:

@@ -269,7 +269,7 @@ def test_a_damaged_cache_is_made_anew_and_said(damage, name, tmp_path, capsys):
     damage(stored.folder / name)
     found, _ = corpus(path)
     assert documents_of(found) == expected
-    assert f"{stored.folder} was cut or altered, and is made anew\n" in capsys.readouterr().out
+    assert f"{stored.folder} was truncated or altered; making it again\n" in capsys.readouterr().out
     assert not list(stored.folder.parent.glob("*.part"))
 
 
@@ -303,7 +303,7 @@ def test_a_cache_that_holds_too_much_loses_what_was_long_unused_and_nothing_else
     folders.append(corpus(tmp_path / "z.txt", cache_gib=300 / 2**30)[1].folder)
     left = set(cache.iterdir())
     assert {folders[1], folders[3], cache / "of others"} < left and not {folders[0], folders[2]} & left
-    assert f"{cache} had more than 300 bytes: the longest unused " in capsys.readouterr().out
+    assert f"{cache} exceeded 300 bytes: deleted the least recently used " in capsys.readouterr().out
 
 
 def test_two_that_want_the_same_corpus_make_it_once(tmp_path, monkeypatch, capsys):

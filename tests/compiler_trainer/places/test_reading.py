@@ -120,7 +120,7 @@ def test_the_cache_is_bounded_and_says_what_makes_room(tmp_path, store, own_cach
         patch.setattr(cache, "UNREAD_S", 0)
         assert Path(copies.file_here(urls[3], room)).read_text() == "3" * 10_000
     assert [path.exists() for path in paths] == [False, True, True]
-    assert f"{own_cache} had more than 35.0 kB: the longest unused 10." in capsys.readouterr().out
+    assert f"{own_cache} exceeded 35.0 kB: deleted the least recently used 10." in capsys.readouterr().out
     assert copies.file_here(urls[1], room) == str(paths[1])
     with pytest.raises(UserError, match="^data.cache_gib: "):  # what was read just now stays
         copies.file_here(urls[0], room)
@@ -155,10 +155,10 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, store):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    (f"{BUCKET}/none.txt", "none.txt: is not there; look at its name"),
+    (f"{BUCKET}/none.txt", "none.txt: does not exist; check its name"),
     (f"{BUCKET}/none/*.txt", "the glob matches no file"),
     ("s3://another/a.txt", "another/a.txt: is not there"),
-    ("nowhere://a/b.txt", "nowhere://a/b.txt: is of no store that fsspec knows: s3"),
+    ("nowhere://a/b.txt", "nowhere://a/b.txt: has a protocol unknown to fsspec, which knows s3"),
     (f"{BUCKET}/kinds", "no file below it ends in .txt"),
     (f"{BUCKET}/kinds/a.pdf", "unknown extension '.pdf'"),
 ])
@@ -236,9 +236,9 @@ def test_what_the_hubs_cache_has_in_part_is_not_taken_for_the_whole(hub):
     folder = folders.folder("llama")
     left_out = sorted(file.name for file in folder.glob("*.safetensors"))[-1]
     folders.cached(hub, "org/part", folder, left_out)
-    with pytest.raises(UserError, match="^model.path: of org/part the hub's cache has a part alone, in .*; download it"):
+    with pytest.raises(UserError, match="^model.path: the hub's cache has only a part of org/part, in .*; download it"):
         subject(Config(model=FolderConfig("org/part")))
-    with pytest.raises(UserError, match="^model.path: org/none is no folder here, nor in the hub's cache, .*HF_TOKEN"):
+    with pytest.raises(UserError, match="^model.path: org/none is no local folder, is not in the hub's cache, .*HF_TOKEN"):
         subject(Config(model=FolderConfig("org/none")))
     assert subject(Config(model=FolderConfig("org/part", init="random"))).name == "llama in org/part"
 

@@ -423,10 +423,10 @@ def test_a_module_of_ones_own_is_exported_by_its_names(run, trained, tmp_path):
     (["resume", "no\nwhere"], "error: no where: is no run folder: it has no config.yaml\n"),
     (["eval", "RUN", "optim.lrr=1"], "error: optim.lrr: no such option; did you mean 'lr'?\n"),
     (["eval", "RUN", "optimm.lr=1"], "error: optimm.lr: no such option; did you mean 'optim'?\n"),
-    (["resume", "RUN", "optim.lr=1,2"], "error: optim.lr=1,2: is for a new run; here an override gives one option one value\n"),
+    (["resume", "RUN", "optim.lr=1,2"], "error: optim.lr=1,2: is only for a new run; an override here sets one option\n"),
     (["resume", "RUN", "lr_schedule=no"], "error: lr_schedule: 'no' is not one of constant, cosine, custom, linear, wsd\n"),
-    (["export", "RUN", "RUN"], "error: RUN: is there already; name a folder that is not, or an empty one\n"),
-    (["export", "RUN", "OUT", "--merge"], "error: --merge: is for a model with model.lora, and this one has nothing to merge\n"),
+    (["export", "RUN", "RUN"], "error: RUN: exists already; name a new or an empty folder\n"),
+    (["export", "RUN", "OUT", "--merge"], "error: --merge: needs a model with model.lora; this one has nothing to merge\n"),
     (["generate", "RUN", "--tokens", "0"], "error: generate: --tokens and --top-k must be at least 1, --temperature 0 or more\n"),
     (["generate", "RUN", "--top-p", "0"], "error: generate: --top-p is 0; it must be above 0, at most 1\n"),
 ])

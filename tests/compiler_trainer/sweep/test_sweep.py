@@ -154,7 +154,7 @@ def test_the_lowest_held_out_loss_is_best_and_comes_first():
     _, best, *others = page.table(found, Path("none"))
     assert 'class="best"' in best and "1 (best)" in best and not any("(best)" in row for row in others)
     found[0]["environment"] = {"ranks": 1, "commit": None}
-    assert "Best: point 1 (lr=0.001), held-out loss 2.0000" in page.summary(found) and "1 rank," in page.summary(found)
+    assert "Best: point 1 (lr=0.001), validation loss 2.0000" in page.summary(found) and "1 rank," in page.summary(found)
     without = [point(0, loss=2.0), point(1, loss=1.0)]
     assert page.best(without)["point"] == 1 and page.best([point(0)]) is None
 
@@ -238,7 +238,7 @@ def test_what_is_no_point_is_not_removed(sweep, tmp_path, capsys):
     (tmp_path / "s/0").mkdir(parents=True)
     (tmp_path / "s/0/thesis.txt").touch()
     assert sweep("optim.lr=0.5") == (2, [])
-    assert "s/0 is there already" in capsys.readouterr().err and (tmp_path / "s/0/thesis.txt").exists()
+    assert "s/0 exists already" in capsys.readouterr().err and (tmp_path / "s/0/thesis.txt").exists()
 
 
 @pytest.mark.parametrize(("changes", "says"), [
