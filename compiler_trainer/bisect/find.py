@@ -94,7 +94,7 @@ def bisect(
     refused.
     """
     update = optim if isinstance(optim, OptimConfig) else build(OptimConfig, dict(optim or {}), "optim")
-    part = {key: value[: len(value) // microbatches] for key, value in batch.items()}
+    microbatch = {key: value[: len(value) // microbatches] for key, value in batch.items()}
     dtype = None
     if isinstance(passes, Pipeline):
         pipeline = passes
@@ -102,28 +102,28 @@ def bisect(
         options = passes if isinstance(passes, PassesConfig) else build(PassesConfig, dict(passes or {}), "passes")
         options = passes_on(options, on_gpu=False)
         request = CompileRequest(
-            model=model, loss_fn=loss_fn, batch=part, passes=options, optim=update, microbatches=microbatches
+            model=model, loss_fn=loss_fn, batch=microbatch, passes=options, optim=update, microbatches=microbatches
         )
         dtype, pipeline = DTYPES[options.cast.param_dtype], build_pipeline(request)
     sizes = dataclasses.asdict(mesh) if isinstance(mesh, MeshConfig) else dict(mesh or {})
     if sizes.get("pp", 1) > 1:
-        what = f"is {sizes['pp']}, and bisect follows one program from pass to pass; set mesh.pp=1"
-        raise UserError("mesh.pp", what)
+        problem = f"is {sizes['pp']}, but bisect follows a single program from pass to pass; set mesh.pp=1"
+        raise UserError("mesh.pp", problem)
     if pipeline.is_cut:
-        what = "bisect follows one program from pass to pass; set it to microbatch"
-        raise UserError("passes.accumulate.gather", what)
+        problem = "bisect follows a single program from pass to pass; set it to microbatch"
+        raise UserError("passes.accumulate.gather", problem)
     if any(step.name == "batch_overlap" for step in pipeline[FORWARD].passes):
         raise UserError("passes.communication.batch_overlap", "bisect follows one microbatch; set it to 1")
-    program, ctx = capture(model, loss_fn, part, torch.device("cpu"), dtype)
+    program, ctx = capture(model, loss_fn, microbatch, torch.device("cpu"), dtype)
     try:
         program = dataclasses.replace(program, mesh=Mesh.of(sizes))
     except MeshError as error:
         raise UserError(error.option, error.problem) from error
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
-    held = "every value of all ranks, before and after a pass"
-    tell(f"needs about {needed_bytes(program) / GIB:,.2f} GiB: {held} (measured on 3 to 20 million parameters)")
-    return Search(ctx, {**state, **part, **scalars}, tell).through(program, pipeline)
+    contents = "every value of all ranks, before and after a pass"
+    tell(f"needs about {needed_bytes(program) / GIB:,.2f} GiB: {contents} (measured on 3 to 20 million parameters)")
+    return Search(ctx, {**state, **microbatch, **scalars}, tell).through(program, pipeline)
 
 
 def needed_bytes(program: ir.Program) -> float:
@@ -150,23 +150,26 @@ class Search:
         start = whole = captured
         results = captured.results
         for name, steps in branches.items():
-            current, held = start, results
+            current, earlier_results = start, results
             for step in steps:
                 self.tell(f"{next(number)} of {last}: {name}, {step.name}")
-                found = self.apply(name, step, current, whole, held)
-                if isinstance(found, Finding):
-                    return found
-                current, held = found, (found.results if found.program.has_backward else held | found.results)
+                outcome = self.apply(name, step, current, whole, earlier_results)
+                if isinstance(outcome, Finding):
+                    return outcome
+                current, earlier_results = (
+                    outcome,
+                    (outcome.results if outcome.program.has_backward else earlier_results | outcome.results),
+                )
                 whole = whole if current.program.stage >= Stage.LOCAL else current
             if name == "forward":
-                start, results = current, held
+                start, results = current, earlier_results
         return None
 
     def start(self, program: ir.Program) -> Recorded | Finding:
         """Return the recorded captured program; a finding if its results are not finite."""
         captured = record(program, self.ctx, self.inputs)
-        lost = [result for result in captured.results.values() if not result.value.isfinite().all()]
-        if not lost:
+        not_finite = [result for result in captured.results.values() if not result.value.isfinite().all()]
+        if not not_finite:
             return captured
         ends = [end for end in program.results() if isinstance(end, fx.Node)]
         fault = locate.first_not_finite(captured, ends) or locate.first_gradient_not_finite(captured)
@@ -203,9 +206,9 @@ class Search:
         source: Source,
     ) -> Finding:
         """Return the finding of an exception in the pass, its program or the verifier, with the smallest piece."""
-        known = {node.name: node for node in source.program.calls()}
+        nodes = {node.name: node for node in source.program.calls()}
         at = error.node or raised_at(error.__cause__ or error)
-        node = known.get(at.name) or known.get(ir.stands_for(at)) if at is not None else None
+        node = nodes.get(at.name) or nodes.get(ir.stands_for(at)) if at is not None else None
         piece = smallest(source, step, kind, str(error), node, False) if node is not None else everything(source, step)
         message = str(error).partition("\n")[0]
         return Finding(kind, *stage, message, at, node, piece=piece if piece is not None and piece.kind else None)
@@ -226,9 +229,9 @@ class Search:
             return self.finding(kind, stage, message, fault, self.piece(source, step, fault, False))
         if not has_backward and (fault := locate.first_wrong_gradient(stages)):
             return self.finding("differs", stage, message, fault, self.piece(source, step, fault, True))
-        if not stages.before.program.has_backward and (found := wrong_derivative(source, step)):
-            fault = Fault(found[0], None, "its gradient in the joint graph is not its derivative")
-            return self.finding("differs", stage, message, fault, found[1])
+        if not stages.before.program.has_backward and (derivative := wrong_derivative(source, step)):
+            fault = Fault(derivative[0], None, "its gradient in the joint graph is not its derivative")
+            return self.finding("differs", stage, message, fault, derivative[1])
         fault = locate.first_not_finite(stages.after, ends)
         return self.finding("not finite" if fault else "differs", stage, message, fault, everything(source, step))
 
@@ -236,8 +239,8 @@ class Search:
         """Return the smallest piece around the node at fault."""
         name = fault.origin.name if fault.origin is not None else fault.node.name
         nodes = {node.name: node for node in source.program.graph.nodes}
-        around = nodes.get(fault.node.name if source.program.stage >= Stage.LOCAL else name)
-        return smallest(source, step, "differs", "", around, is_gradient) if around is not None else None
+        center = nodes.get(fault.node.name if source.program.stage >= Stage.LOCAL else name)
+        return smallest(source, step, "differs", "", center, is_gradient) if center is not None else None
 
     def finding(
         self, kind: Kind, stage: tuple[str, str], message: str, fault: Fault | None, piece: Piece | None
@@ -251,13 +254,13 @@ class Search:
 
 def wrong_results(pass_name: str, before: Results, after: Results, tolerance: float) -> dict[tuple[str, str], str]:
     """Return the error text of each result that differs by more than rounding, by kind and name."""
-    wrong = {}
+    messages = {}
     for key in after:
         try:
             compare(pass_name, before, {key: after[key]}, tolerance)
         except ir.CompileError as error:
-            wrong[key] = str(error).partition("\n")[0]
-    return wrong
+            messages[key] = str(error).partition("\n")[0]
+    return messages
 
 
 def ends_of(program: ir.Program, kind: str, name: str) -> list[fx.Node]:
@@ -265,7 +268,7 @@ def ends_of(program: ir.Program, kind: str, name: str) -> list[fx.Node]:
     returned = zip(program.results(), program.outputs, strict=True)
     written = zip(program.placeholders(), program.inputs, strict=True)
     found = [node for node, output in returned if (output.kind, output.name) == (kind, name)]
-    return found + [node for node, given in written if (given.kind, given.name) == (kind, name)]
+    return found + [node for node, program_input in written if (program_input.kind, program_input.name) == (kind, name)]
 
 
 def lost_in(recorded: Recorded, node: fx.Node) -> bool:
@@ -296,18 +299,18 @@ def with_terms(node: fx.Node, source: Source) -> list[fx.Node]:
 
 def raised_at(error: BaseException) -> fx.Node | None:
     """Return the node in the innermost function that had one when an exception was raised."""
-    found, frame = None, error.__traceback__
+    innermost, frame = None, error.__traceback__
     while frame is not None:
         values = frame.tb_frame.f_locals
         nodes = [v for v in (values.get("node"), *values.values()) if isinstance(v, fx.Node)]
-        found, frame = (nodes[0] if nodes else found), frame.tb_next
-    return found
+        innermost, frame = (nodes[0] if nodes else innermost), frame.tb_next
+    return innermost
 
 
 def source_of(recorded: Recorded, after: ir.Program | None, inputs: Mapping[str, Tensor]) -> Source:
     """Return the source of pieces of a recorded program; values have the placements of the program `after` the pass."""
     nodes = [node for node in nodes_of(recorded) if recorded.program.stage < Stage.LOCAL or ir.spec(node)]
-    wholes = {node.name: whole_value(node, recorded) for node in nodes}
+    full_values = {node.name: whole_value(node, recorded) for node in nodes}
     specs = {node.name: spec_of(node, recorded) for node in nodes}
     gradients = {
         node.name: total_gradient(recorded.gradients[node.name], specs[node.name], recorded.mesh)
@@ -316,14 +319,14 @@ def source_of(recorded: Recorded, after: ir.Program | None, inputs: Mapping[str,
     }
     if after is not None and recorded.program.stage < Stage.LOCAL:
         specs |= placed_in(after)
-    return Source(recorded.program, wholes | dict(inputs), specs, gradients)
+    return Source(recorded.program, full_values | dict(inputs), specs, gradients)
 
 
 def placed_in(program: ir.Program) -> dict[str, Spec]:
     """Return the placements of global values in a local program, by name: the first complete one, if there is one."""
-    found: dict[str, Spec] = {}
+    specs: dict[str, Spec] = {}
     for node in program.graph.nodes:
         name, spec = ir.stands_for(node), ir.spec(node)
-        if name and spec is not None and (name not in found or (found[name].partial and not spec.partial)):
-            found[name] = spec
-    return found
+        if name and spec is not None and (name not in specs or (specs[name].partial and not spec.partial)):
+            specs[name] = spec
+    return specs

@@ -57,10 +57,12 @@ def first_wrong_value(stages: Stages, ends: Iterable[fx.Node]) -> Fault | None:
     for node in stages.after.program.graph.nodes:
         if node in leading and node.name in stages.after.values:
             origin, pairs = counterpart(node, stages)
-            if origin is not None and (found := beyond(pairs, node, stages)):
+            if origin is not None and (mismatch := beyond(pairs, node, stages)):
                 origin = named(stages.before, node.name) or origin if is_local(stages.before) else origin
                 details = tuple(operand_lines(node, origin, stages))
-                return Fault(node, origin, "its value is wrong, those of all nodes before it are right", found, details)
+                return Fault(
+                    node, origin, "its value is wrong, those of all nodes before it are right", mismatch, details
+                )
     return None
 
 
@@ -75,10 +77,10 @@ def counterpart(node: fx.Node, stages: Stages) -> tuple[fx.Node | None, list[Pai
         return named(whole, name), list(against_whole(expected, after.values[node.name], spec, after.mesh))
     if is_local(after) != is_local(before) or node.name not in before.values:
         return None, []
-    expected_parts, found = before.values[node.name], after.values[node.name]
-    if expected_parts[0].shape != found[0].shape or tuple(found[0].shape) != spec.local_shape(after.mesh):
+    expected_parts, parts = before.values[node.name], after.values[node.name]
+    if expected_parts[0].shape != parts[0].shape or tuple(parts[0].shape) != spec.local_shape(after.mesh):
         return None, []
-    return named(before, node.name), list(against_local(expected_parts, found, spec, after.mesh))
+    return named(before, node.name), list(against_local(expected_parts, parts, spec, after.mesh))
 
 
 def beyond(pairs: Sequence[Pair], node: fx.Node, stages: Stages) -> Mismatch | None:
@@ -89,8 +91,8 @@ def beyond(pairs: Sequence[Pair], node: fx.Node, stages: Stages) -> Mismatch | N
     operands = [n for n in node.all_input_nodes if n.name in stages.after.values and is_float(n)]
     sources = [largest(part) for n in operands for part in stages.after.values[n.name]]
     scale = max([largest(expected) for _, _, expected, _ in pairs] + [NEGLIGIBLE * s for s in sources], default=0.0)
-    found = largest_difference(pairs)
-    return found if found.difference > stages.tolerance * (scale or 1.0) else None
+    worst = largest_difference(pairs)
+    return worst if worst.difference > stages.tolerance * (scale or 1.0) else None
 
 
 def operand_lines(node: fx.Node, origin: fx.Node, stages: Stages) -> Iterator[str]:
@@ -116,10 +118,10 @@ def first_wrong_gradient(stages: Stages) -> Fault | None:
         total = torch.zeros_like(expected)
         for node in roots:
             total += total_gradient(after.gradients[node.name], spec_of(node, after), after.mesh)
-        if found := beyond([(0, (0,) * total.dim(), expected, total)], origin, stages):
+        if mismatch := beyond([(0, (0,) * total.dim(), expected, total)], origin, stages):
             details = tuple(f"used in  {format_node(user)}" for node in roots for user in node.users)
             message = "its gradient is wrong, those of all values after it are right"
-            return Fault(roots[0], origin, message, found, details)
+            return Fault(roots[0], origin, message, mismatch, details)
     return None
 
 
@@ -146,12 +148,12 @@ def first_not_finite(recorded: Recorded, ends: Iterable[fx.Node]) -> Fault | Non
     Constants may be infinite.
     """
     leading = ancestors(ends)
-    seen = [n for n in recorded.program.graph.nodes if n in leading and n.name in recorded.values]
-    for what, is_bad in (("an infinity", torch.isinf), ("NaN", torch.isnan)):
-        for node in seen:
+    recorded_nodes = [n for n in recorded.program.graph.nodes if n in leading and n.name in recorded.values]
+    for name, is_bad in (("an infinity", torch.isinf), ("NaN", torch.isnan)):
+        for node in recorded_nodes:
             if holds(recorded.values[node.name], is_bad) and not is_given(node, recorded, is_bad):
-                if what == "NaN" or leads_to_nan(node, recorded):
-                    return Fault(node, None, f"yields {what} from operands that have none")
+                if name == "NaN" or leads_to_nan(node, recorded):
+                    return Fault(node, None, f"yields {name} from operands that have none")
     return None
 
 
@@ -170,8 +172,8 @@ def is_given(node: fx.Node, recorded: Recorded, is_bad: Callable[[Tensor], Tenso
 def leads_to_nan(node: fx.Node, recorded: Recorded) -> bool:
     """Return True if a result that depends on the node is infinite or NaN."""
     results = [n for n in recorded.program.results() if isinstance(n, fx.Node) and n.name in recorded.values]
-    lost = [n for n in results if holds(recorded.values[n.name], lambda x: ~torch.isfinite(x))]
-    return node in ancestors(lost)
+    not_finite = [n for n in results if holds(recorded.values[n.name], lambda x: ~torch.isfinite(x))]
+    return node in ancestors(not_finite)
 
 
 def first_gradient_not_finite(recorded: Recorded) -> Fault | None:
@@ -188,15 +190,15 @@ def first_gradient_not_finite(recorded: Recorded) -> Fault | None:
 
 def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes that lead to `ends`, including `ends`; a node that writes into an input leads to it."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     stack = list(ends)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             stack += node.all_input_nodes
             stack += [u for u in node.users if node.op == "placeholder" and is_mutable(u) and u.args[0] is node]
-    return found
+    return nodes
 
 
 def is_local(recorded: Recorded) -> bool:

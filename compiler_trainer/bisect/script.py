@@ -39,24 +39,30 @@ def script(piece: Piece, about: str) -> str:
     ends = iter(sketch.inputs)
     for node in sketch.graph.nodes:
         if node.op == "placeholder":
-            given = next(ends)
-            words: tuple = (node.name, given.name, given.kind, given.spec, ir.example(node).dtype)
+            program_input = next(ends)
+            words: tuple = (
+                node.name,
+                program_input.name,
+                program_input.kind,
+                program_input.spec,
+                ir.example(node).dtype,
+            )
             body.append(f"{node.name} = sketch.input({', '.join(map(text.of, words))})")
         else:
             words = (node.name, node.target, node.args, dict(node.kwargs))
-            origin: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node)}
-            origin |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
-            more = [f", {key}={text.of(value)}" for key, value in origin.items() if value]
-            more += [f", phase={text.of(ir.phase(node))}"] if ir.phase(node) != "forward" else []
-            body.append(f"{node.name} = sketch.call({', '.join(map(text.of, words))}{''.join(more)})")
+            attributes: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node)}
+            attributes |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
+            keywords = [f", {key}={text.of(value)}" for key, value in attributes.items() if value]
+            keywords += [f", phase={text.of(ir.phase(node))}"] if ir.phase(node) != "forward" else []
+            body.append(f"{node.name} = sketch.call({', '.join(map(text.of, words))}{''.join(keywords)})")
     for output, result in zip(sketch.outputs, sketch.results, strict=True):
         words = (output.name, output.kind, output.spec, result)
         body.append(f"sketch.output({', '.join(map(text.of, words))})")
     step = text.of(piece.step)
     imports = sorted({*text.imports, "from compiler_trainer.bisect.piece import Sketch, run"})
     head = ["import operator", "import sys", "from pathlib import Path", "", "import torch", "", *imports]
-    said = f", {gist(piece.message)!r}" if piece.kind == "crash" else ""
-    tail = [f'sys.exit(run(sketch, {step}, Path(__file__).with_suffix(".pt"), {piece.kind!r}{said}))']
+    gist_argument = f", {gist(piece.message)!r}" if piece.kind == "crash" else ""
+    tail = [f'sys.exit(run(sketch, {step}, Path(__file__).with_suffix(".pt"), {piece.kind!r}{gist_argument}))']
     doc = f'"""{about}\n\nExits with 1 while this is so, with 0 once it is mended.\n"""'
     return "\n".join([doc, "", *head, "", *body, *tail]) + "\n"
 

@@ -53,22 +53,22 @@ def is_alike(piece: Piece, kind: Kind, message: str) -> bool:
 def pruned(source: Source, piece: Piece, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece:
     """Return the piece without nodes that the failure does not need; the earliest are removed first."""
     for node in list(nodes):
-        fewer = [n for n in nodes if n is not node]
-        smaller = closed(source, piece.step, fewer, leaves) if fewer else None
+        remaining = [n for n in nodes if n is not node]
+        smaller = closed(source, piece.step, remaining, leaves) if remaining else None
         if smaller is not None and is_alike(smaller, piece.kind, piece.message):
-            piece, nodes = smaller, fewer
+            piece, nodes = smaller, remaining
     return piece
 
 
 def growing(program: ir.Program, node: fx.Node, is_gradient: bool) -> Iterator[list[fx.Node]]:
     """Yield growing sets of nodes around `node`: its ancestors or, for a gradient, its users."""
-    found = {n for n in (node.users if is_gradient else (node,)) if n.op == "call_function"}
+    reached = {n for n in (node.users if is_gradient else (node,)) if n.op == "call_function"}
     for distance in range(9):
-        chosen = found | {n.all_input_nodes[0] for n in found if n.target is operator.getitem}
+        chosen = reached | {n.all_input_nodes[0] for n in reached if n.target is operator.getitem}
         if distance in (0, 1, 2, 4, 8):
             yield [n for n in program.calls() if n in chosen]
-        around = [m for n in chosen for m in (n.users if is_gradient else n.all_input_nodes)]
-        found = chosen | {m for m in around if m.op == "call_function"}
+        neighbors = [m for n in chosen for m in (n.users if is_gradient else n.all_input_nodes)]
+        reached = chosen | {m for m in neighbors if m.op == "call_function"}
 
 
 def closed(source: Source, step: ir.Pass, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece | None:
@@ -81,24 +81,24 @@ def closed(source: Source, step: ir.Pass, nodes: Sequence[fx.Node], leaves: set[
     if leaves and not all(n.name in source.gradients for n in ends):
         return None
     sketch = Sketch(source.program.mesh, source.program.stage)
-    made = copy_nodes(source, sketch, nodes, leaves)
+    copies = copy_nodes(source, sketch, nodes, leaves)
     values = {i.name: source.wholes[i.name] for i in sketch.inputs if i.name in source.wholes}
     if leaves:
-        values |= close(source, sketch, ends, made)
+        values |= close(source, sketch, ends, copies)
     else:
         for end in ends:
             is_local = source.program.stage >= Stage.LOCAL
             spec = source.specs[end.name] if is_local else Spec.whole(tuple(ir.example(end).shape))
-            sketch.output(end.name, "metric", spec, made[end])
+            sketch.output(end.name, "metric", spec, copies[end])
     return Piece(sketch, step, values, *check(sketch, step, values))
 
 
 def everything(source: Source, step: ir.Pass) -> Piece:
     """Return the full program as a piece."""
     sketch = Sketch(source.program.mesh, source.program.stage)
-    made = copy_nodes(source, sketch, list(source.program.calls()), set())
+    copies = copy_nodes(source, sketch, list(source.program.calls()), set())
     for node, output in zip(source.program.results(), source.program.outputs, strict=True):
-        sketch.output(output.name, output.kind, output.spec, made[node])
+        sketch.output(output.name, output.kind, output.spec, copies[node])
     values = {i.name: source.wholes[i.name] for i in sketch.inputs if i.name in source.wholes}
     return Piece(sketch, step, values, *check(sketch, step, values))
 
@@ -108,19 +108,23 @@ def copy_nodes(
 ) -> dict[fx.Node, fx.Node]:
     """Copy the nodes into a sketch; values read from outside become inputs."""
     ends = dict(zip(source.program.placeholders(), source.program.inputs, strict=True))
-    inside, made = set(nodes), dict[fx.Node, fx.Node]()
-    outside = {operand for node in nodes for operand in node.all_input_nodes if operand not in inside}
+    node_set, copies = set(nodes), dict[fx.Node, fx.Node]()
+    outside = {operand for node in nodes for operand in node.all_input_nodes if operand not in node_set}
     for node in source.program.graph.nodes:
         if node in outside:
-            given = ends.get(node) or ir.Input(node.name, "batch", placed(source, node))
-            kind = "parameter" if node in leaves else given.kind
-            made[node] = sketch.input(node.name, given.name, kind, given.spec, ir.example(node).dtype)
-        elif node in inside:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-            told: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node), "phase": ir.phase(node)}
-            told |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
-            made[node] = sketch.call(node.name, node.target, args, kwargs, **told)
-    return made
+            program_input = ends.get(node) or ir.Input(node.name, "batch", placed(source, node))
+            kind = "parameter" if node in leaves else program_input.kind
+            copies[node] = sketch.input(node.name, program_input.name, kind, program_input.spec, ir.example(node).dtype)
+        elif node in node_set:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            attributes: dict[str, Any] = {
+                "source": ir.source(node),
+                "module": ir.module_path(node),
+                "phase": ir.phase(node),
+            }
+            attributes |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
+            copies[node] = sketch.call(node.name, node.target, args, kwargs, **attributes)
+    return copies
 
 
 def placed(source: Source, node: fx.Node) -> Spec:
@@ -141,9 +145,9 @@ def close(
             x = sketch.call(f"whole_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))
         # replicated copies: only the first rank's term counts, as the full sum
         weights = replace(spec, partial=tuple((axis, "sum") for axis in spec.replicate), replicate=())
-        given = sketch.input(name, name, "batch", weights, source.gradients[end.name].dtype)
+        weight = sketch.input(name, name, "batch", weights, source.gradients[end.name].dtype)
         values[name] = source.gradients[end.name]
-        product = sketch.call(f"times_{end.name}", aten.mul.Tensor, (x, given))
+        product = sketch.call(f"times_{end.name}", aten.mul.Tensor, (x, weight))
         x = sketch.call(f"sum_{end.name}", aten.sum.default, (product,))
         for axis in (*weights.sharded, *weights.partial_axes) if is_local else ():
             x = sketch.call(f"sum_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))

@@ -78,8 +78,8 @@ class Recorder(Lockstep):
         """Run one operator on all ranks."""
         if node.target is tap:
             value, name = node.args
-            seen = [e[value] for e in env]  # type: ignore[index]
-            self.values[str(name)] = seen if torch.is_grad_enabled() else [v.clone() for v in seen]
+            values = [e[value] for e in env]  # type: ignore[index]
+            self.values[str(name)] = values if torch.is_grad_enabled() else [v.clone() for v in values]
         return super().step(node, env)
 
 
@@ -89,8 +89,8 @@ def tapped(program: ir.Program) -> ir.Program:
     for node in list(program.graph.nodes):
         if node.op != "output" and ir.is_tensor(node):
             with program.graph.inserting_after(_last_input(program) if node.op == "placeholder" else node):
-                seen = program.graph.call_function(tap, (node, node.name))
-            ir.set_value(seen, ir.value(node))
+                tapped_node = program.graph.call_function(tap, (node, node.name))
+            ir.set_value(tapped_node, ir.value(node))
     program.module.recompile()
     return program
 
@@ -105,36 +105,36 @@ def record(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -
     A program that draws random numbers from PyTorch's generator is not recorded, because it is not deterministic.
     """
     is_local = program.stage >= Stage.LOCAL
-    found = Recorded(program, program.mesh if is_local else Mesh())
+    recorded = Recorded(program, program.mesh if is_local else Mesh())
     if any(map(is_random, program.calls())):
-        return found
+        return recorded
     differentiable = not program.has_backward and not any(body_of(node) for node in program.calls())
-    ready = tapped(program)
-    ready = with_authors_backward(ready) if is_local is False else Collectives()(ready, ctx)[0]
-    ready = ready if is_local else on_one_device(ready)
-    given = place_inputs(ready, inputs)
-    for values in given if differentiable else ():
-        for value, i in zip(values, ready.inputs, strict=True):
+    runnable = tapped(program)
+    runnable = with_authors_backward(runnable) if is_local is False else Collectives()(runnable, ctx)[0]
+    runnable = runnable if is_local else on_one_device(runnable)
+    rank_inputs = place_inputs(runnable, inputs)
+    for values in rank_inputs if differentiable else ():
+        for value, i in zip(values, runnable.inputs, strict=True):
             value.requires_grad_(i.kind == "parameter")
     with torch.set_grad_enabled(differentiable):
-        recorder = Recorder(ready)
-        found.results = collect(ready, recorder.run(given), given)
+        recorder = Recorder(runnable)
+        recorded.results = collect(runnable, recorder.run(rank_inputs), rank_inputs)
     if differentiable:
-        found.gradients = gradients_of(found.results, recorder.values)
-        found.results = found.results | differentiate(ready, found.results, given)
-    found.values = {name: [v.detach() for v in values] for name, values in recorder.values.items()}
-    return found
+        recorded.gradients = gradients_of(recorded.results, recorder.values)
+        recorded.results = recorded.results | differentiate(runnable, recorded.results, rank_inputs)
+    recorded.values = {name: [v.detach() for v in values] for name, values in recorder.values.items()}
+    return recorded
 
 
 def gradients_of(results: Results, values: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
     """Return the loss's gradients by node name, as each rank's term, for every value that the loss depends on."""
     losses = [r.value for (kind, _), r in results.items() if kind == "loss" and r.value.requires_grad]
-    names = [name for name, seen in values.items() if all(v.requires_grad for v in seen)]
+    names = [name for name, parts in values.items() if all(v.requires_grad for v in parts)]
     if not losses or not names:
         return {}
-    wanted = [v for name in names for v in values[name]]
-    found = iter(torch.autograd.grad(losses[0], wanted, retain_graph=True, materialize_grads=True))
-    return {name: [next(found) for _ in values[name]] for name in names}
+    tensors = [v for name in names for v in values[name]]
+    gradients = iter(torch.autograd.grad(losses[0], tensors, retain_graph=True, materialize_grads=True))
+    return {name: [next(gradients) for _ in values[name]] for name in names}
 
 
 # ---- comparing -----------------------------------------------------------------------------------
@@ -202,8 +202,8 @@ def total_gradient(terms: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
 
 def spec_of(node: fx.Node, recorded: Recorded) -> Spec:
     """Return the placement of a node's recorded values; full if unknown."""
-    known = ir.spec(node) if recorded.program.stage >= Stage.LOCAL else None
-    return known or Spec.whole(tuple(ir.example(node).shape))
+    spec = ir.spec(node) if recorded.program.stage >= Stage.LOCAL else None
+    return spec or Spec.whole(tuple(ir.example(node).shape))
 
 
 def whole_value(node: fx.Node, recorded: Recorded) -> Tensor:

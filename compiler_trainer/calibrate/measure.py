@@ -34,13 +34,13 @@ def calibrate(out: Path, ranks: int, threads: int, clock: str) -> None:
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         raise UserError("--ranks", f"there are {torch.cuda.device_count()} GPUs for {ranks} ranks")
     began = time.perf_counter()
-    found = measure(ranks, threads, clock)
-    options = options_of(out.stem, found, ranks)
+    figures = measure(ranks, threads, clock)
+    options = options_of(out.stem, figures, ranks)
     build(ClusterConfig, options, str(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(options, sort_keys=False, width=120, default_flow_style=None)
-    put(out, heading(ranks, threads, found) + text)
-    show(found)
+    put(out, heading(ranks, threads, figures) + text)
+    show(figures)
     print(f"{out}: {ranks} ranks, measured in {time.perf_counter() - began:.0f} s")
 
 
@@ -56,9 +56,9 @@ def measure(ranks: int, threads: int, clock: str = "wall") -> Found:
 def probe(rank: int, ranks: int, threads: int, clock: str, results: Any, port: int) -> None:
     """Measure on one of the ranks."""
     probes = Probes(rank, ranks, threads, port, clock)
-    found = probes.all()
+    figures = probes.all()
     if rank == 0:
-        results.update(found)
+        results.update(figures)
     ended()
 
 
@@ -106,10 +106,10 @@ def options_of(name: str, found: Found, ranks: int) -> dict[str, Any]:
 
 def heading(ranks: int, threads: int, found: Found) -> str:
     """Return the comment at the top of the file."""
-    where = machine()
+    facts = machine()
     return (
         f"# Measured by compiler-trainer calibrate with {ranks} ranks at once, {threads} threads each, {found['at']}:\n"
-        f"# {where['processor']}; GPU: {where['GPU']}; {where['versions']}.\n"
+        f"# {facts['processor']}; GPU: {facts['GPU']}; {facts['versions']}.\n"
         "# Sizes: GFLOP of products, keys of attention, MiB of memory and collectives. Grouped products are taken\n"
         "# to be as quick as others, float8 as bfloat16.\n"
     )
@@ -135,4 +135,3 @@ def show(found: Found) -> None:
 def line(points: Any) -> str:
     """Return a curve in one line."""
     return "  ".join(f"{size:g}: {figure:g}" for size, figure in points)
-

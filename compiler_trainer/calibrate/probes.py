@@ -109,9 +109,9 @@ class Probes:
         """Return a kernel whose operands and outputs are in no cache: each call uses different ones."""
         size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
         count = min(MOST_SETS, max(1, COLD_MIB * MIB // size))
-        given = itertools.cycle([[self.full(*shape, dtype=dtype) for shape in shapes] for _ in range(count)])
-        made: deque[Any] = deque(maxlen=count)
-        return lambda: made.append(run(*next(given)))
+        operands = itertools.cycle([[self.full(*shape, dtype=dtype) for shape in shapes] for _ in range(count)])
+        outputs: deque[Any] = deque(maxlen=count)
+        return lambda: outputs.append(run(*next(operands)))
 
     def wait(self) -> None:
         """Wait until the device has finished."""
@@ -171,7 +171,7 @@ class Probes:
 
     def attention(self) -> dict[str, list[list[float]]]:
         """Return [keys, TFLOP/s] of causal attention, forward and backward, with heads of 64."""
-        found: dict[str, list[list[float]]] = {"forward": [], "backward": []}
+        rates: dict[str, list[list[float]]] = {"forward": [], "backward": []}
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         for length in LENGTHS:
             heads = max(1, (8 if self.device.type == "cuda" else 1) * 2048 // length)
@@ -183,9 +183,9 @@ class Probes:
                 forward_s = self.seconds(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
             backward_s = self.seconds(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
             flops = heads * length * length * 64  # of one matmul: 2 a multiply-add, half of it masked
-            found["forward"].append([length, figure(2 * flops / forward_s / 1e12)])
-            found["backward"].append([length, figure(5 * flops / backward_s / 1e12)])
-        return found
+            rates["forward"].append([length, figure(2 * flops / forward_s / 1e12)])
+            rates["backward"].append([length, figure(5 * flops / backward_s / 1e12)])
+        return rates
 
     def memory(self) -> Iterator[list[float]]:
         """Yield [MiB, GB/s] of additions into new memory, as in a step."""
@@ -225,16 +225,16 @@ class Probes:
     def collective(self, kind: str, size_bytes: int, ranks: int, group: Any) -> Callable[[], Any]:
         """Return a collective whose largest buffer on a rank has `size_bytes`; its results are in new memory."""
         count = size_bytes // 4 // ranks * ranks
-        own, whole = self.full(count // ranks), self.full(count)
+        part, full = self.full(count // ranks), self.full(count)
         if kind == "all_gather":
-            return lambda: dist.all_gather_into_tensor(torch.empty_like(whole), own, group=group)
+            return lambda: dist.all_gather_into_tensor(torch.empty_like(full), part, group=group)
         if kind == "reduce_scatter":
-            return lambda: dist.reduce_scatter_tensor(torch.empty_like(own), whole, group=group)
+            return lambda: dist.reduce_scatter_tensor(torch.empty_like(part), full, group=group)
         if kind == "all_reduce":
-            return lambda: dist.all_reduce(whole.clone(), group=group)
+            return lambda: dist.all_reduce(full.clone(), group=group)
         if kind == "all_to_all":
-            return lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
-        return partial(shifted, whole, group)
+            return lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group)
+        return partial(shifted, full, group)
 
     def beside(self) -> list[float]:
         """Return the shares of speed kept: by a matmul and an addition during a collective, by it during matmuls."""
@@ -242,26 +242,26 @@ class Probes:
             return [1.0, 1.0, 1.0]
         x, w = self.full(512, 512), self.full(512, 512)
         a = self.full(int(4 * MIB / 12))
-        whole = self.full(8 * MIB)
-        kept = [self.together(run, whole) for run in (partial(torch.mm, x, w), partial(torch.add, a, a))]
-        return [figure(share) for share in (kept[0][0], kept[1][0], kept[0][1])]
+        full = self.full(8 * MIB)
+        shares = [self.together(run, full) for run in (partial(torch.mm, x, w), partial(torch.add, a, a))]
+        return [figure(share) for share in (shares[0][0], shares[1][0], shares[0][1])]
 
-    def together(self, run: Callable[[], Any], whole: Tensor) -> tuple[float, float]:
+    def together(self, run: Callable[[], Any], full: Tensor) -> tuple[float, float]:
         """Return the shares of speed that a kernel and an all-reduce keep while both run."""
-        alone_s, sending_s = self.seconds(run), self.seconds(partial(dist.all_reduce, whole))
-        kept = []
+        alone_s, sending_s = self.seconds(run), self.seconds(partial(dist.all_reduce, full))
+        shares = []
         for _ in range(3):
             self.meet()
             began, runs = time.perf_counter(), 0
-            work = dist.all_reduce(whole, async_op=True)
+            work = dist.all_reduce(full, async_op=True)
             while not work.is_completed():
                 run()
                 runs += 1
                 self.wait()
             work.wait()
             took_s = time.perf_counter() - began
-            kept.append((min(1.0, runs * alone_s / took_s), min(1.0, sending_s / took_s)))
-        middle = (statistics.median(share) for share in zip(*kept, strict=True))
+            shares.append((min(1.0, runs * alone_s / took_s), min(1.0, sending_s / took_s)))
+        middle = (statistics.median(share) for share in zip(*shares, strict=True))
         computing, sending = (self.mean(share) for share in middle)
         return max(computing, 0.05), max(sending, 0.05)
 

@@ -57,10 +57,10 @@ def installed(package: str) -> str:
 def host() -> Iterator[Fact]:
     """Yield processor, load, memory, limits and shared memory."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    busy = "other work takes the cores: times mean little" if load > 2 * cores else ""
+    busy = "other work uses the cores: times are unreliable" if load > 2 * cores else ""
     yield Fact("processor", f"{machine()['processor']}, load {load:.1f}", busy)
     total, free = memory()
-    taken = "other processes hold the rest: ps aux --sort=-rss" if free < HOST_SHARE * total else ""
+    taken = "other processes use the rest: ps aux --sort=-rss" if free < HOST_SHARE * total else ""
     yield Fact("memory", f"{free:.1f} of {total:.1f} GiB free", taken)
     files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     few = "raise it: ulimit -n 65536" if 0 < files < 1024 else ""
@@ -78,11 +78,11 @@ def memory() -> tuple[float, float]:
 
 def room(name: str, folder: Path, least_gib: float, fix: str) -> Fact:
     """Return the free space at a folder that exists or will."""
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    free = shutil.disk_usage(there).free / GIB
-    can = os.access(there, os.W_OK)
-    said = f"{folder}, {free:,.1f} GiB free" + ("" if can else ", not writable")
-    return Fact(name, said, "" if can and free >= least_gib else fix)
+    nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(nearest).free / GIB
+    is_writable = os.access(nearest, os.W_OK)
+    text = f"{folder}, {free:,.1f} GiB free" + ("" if is_writable else ", not writable")
+    return Fact(name, text, "" if is_writable and free >= least_gib else fix)
 
 
 def caches() -> Iterator[Fact]:
@@ -98,9 +98,11 @@ def compiler() -> Iterator[Fact]:
     if shutil.which(name) is None:
         yield Fact("C++ compiler", f"no {name}", "apt-get install g++, or set CXX; lower.backend=eager needs none")
         return
-    said = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20)
+    version_output = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20)
     yield Fact(
-        "C++ compiler", said.stdout.partition("\n")[0] or said.stderr, "it does not start" if said.returncode else ""
+        "C++ compiler",
+        version_output.stdout.partition("\n")[0] or version_output.stderr,
+        "it does not start" if version_output.returncode else "",
     )
 
 
@@ -123,24 +125,24 @@ def network() -> Iterator[Fact]:
 def gpus() -> Iterator[Fact]:
     """Yield the GPUs, their free memory, their links, and their driver."""
     if not torch.cuda.is_available():
-        there = shutil.which("nvidia-smi") is not None
-        fix = f"this PyTorch ({torch.__version__}) does not use them: its build, or the driver" if there else ""
-        yield Fact("GPUs", "none" if not there else "nvidia-smi is there, but PyTorch sees none", fix)
+        has_smi = shutil.which("nvidia-smi") is not None
+        fix = f"this PyTorch ({torch.__version__}) does not use them: its build, or the driver" if has_smi else ""
+        yield Fact("GPUs", "none" if not has_smi else "nvidia-smi is there, but PyTorch sees none", fix)
         return
     count = torch.cuda.device_count()
     yield Fact("GPUs", f"{machine()['GPU']}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")
     for each in range(count):
         free, total = torch.cuda.mem_get_info(each)
-        taken = "other processes hold the rest: nvidia-smi" if free < FREE_SHARE * total else ""
+        taken = "other processes use the rest: nvidia-smi" if free < FREE_SHARE * total else ""
         yield Fact(f"GPU {each}", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", taken)
     linked = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
     if count > 1:
         fix = "collectives go through the host: nvidia-smi topo -m"
         yield Fact("links", "each GPU reaches each" if linked else "not each GPU reaches each", "" if linked else fix)
-    said = subprocess.run(
+    clocks = subprocess.run(
         ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"], capture_output=True, text=True, timeout=20
     )
-    yield Fact("driver, clocks", "; ".join(said.stdout.strip().splitlines()))
+    yield Fact("driver, clocks", "; ".join(clocks.stdout.strip().splitlines()))
 
 
 FACTS: dict[str, Callable[[], Iterator[Fact]]] = {

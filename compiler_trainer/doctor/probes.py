@@ -45,19 +45,19 @@ class Probe:
     steps: int = 1
 
 
-EAGER = "lower.backend=eager trains without"
+EAGER = "lower.backend=eager trains without it"
 REPLAYED = 5  # steps: CUDA graphs run two, record, and replay three
 BF16_OPTIONS = ("passes.cast.param_dtype=bfloat16",)
 STAGES = ("mesh.pp=2", "train.microbatches=4")
 RING = ("mesh.cp=-1", "mesh.dp_shard=1", "passes.context.method=ring", "passes.context.skip_steps=false")
 RECORD, UNRECORDED = "lower.cudagraphs=true", "leave lower.cudagraphs=false"
 PROBES = (
-    Probe("eager", ("lower.backend=eager",), "PyTorch itself does not run here: install it anew"),
+    Probe("eager", ("lower.backend=eager",), "PyTorch itself does not run here: reinstall it"),
     Probe("compiled", (), f"Inductor needs a C++ compiler, or Triton on a GPU; {EAGER}"),
     Probe("bfloat16, flash attention", BF16_OPTIONS, "train in passes.cast.param_dtype=null", BF16),
     Probe("packed documents, FlexAttention on a GPU", ("model.attention=documents",), "use model.attention=causal"),
     Probe("float8", (*BF16_OPTIONS, "passes.cast.float8=tensorwise"), "needs an H100 or newer, or a CPU", FLOAT8),
-    Probe("experts", ("model=moe_debug",), f"grouped products need Triton on a GPU; {EAGER}"),
+    Probe("experts", ("model=moe_debug",), f"grouped matmuls need Triton on a GPU; {EAGER}"),
     Probe("recomputation", ("passes.remat.policy=full",), "use passes.remat.policy=none, and report it"),
     Probe("offloading", ("passes.remat.policy=offload",), "needs pinned memory (ulimit -l); use policy=selective"),
     Probe("CUDA graphs", (RECORD,), UNRECORDED, gpu=True, steps=REPLAYED),
@@ -108,9 +108,9 @@ def tried(probe: Probe, ranks: int) -> Tried:
 
 def shortened(failure: Exception) -> str:
     """Return the beginning of an error's text; for a compiler error, its output without its command line."""
-    what, _, of_command = str(failure).partition("Command:")
-    printed = of_command.partition("Output:")[2]
-    return f"{type(failure).__name__}: {' '.join((what + (printed or of_command)).split())[:300]}"
+    description, _, command = str(failure).partition("Command:")
+    printed = command.partition("Output:")[2]
+    return f"{type(failure).__name__}: {' '.join((description + (printed or command)).split())[:300]}"
 
 
 def job(probe: Probe, ranks: int) -> Config:
@@ -123,16 +123,26 @@ def job(probe: Probe, ranks: int) -> Config:
 
 def worst_error(cfg: Config, steps: int = 1) -> float:
     """Return the largest difference after some steps, over the largest entry of each value: moments are gradients."""
-    subject, few = subject_of(cfg), cfg.train.microbatches
+    subject, microbatches = subject_of(cfg), cfg.train.microbatches
     batches = [*itertools.islice(itertools.cycle(subject.batches), steps)]
     subject = dataclasses.replace(subject, batches=batches)
-    *_, wanted = oracle.train(subject, Settings(optim=cfg.optim, microbatches=few, lrs=(LR,) * steps))
+    *_, expected = oracle.train(subject, Settings(optim=cfg.optim, microbatches=microbatches, lrs=(LR,) * steps))
     model, device = copy.deepcopy(subject.model).float(), torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    how = {"mesh": cfg.mesh, "optim": cfg.optim, "passes": cfg.passes, "lower": cfg.lower}
-    step = compile_step(model, subject.loss, batches[0], **how, device=device, microbatches=few, evaluate=False)  # type: ignore[arg-type]
+    options = {"mesh": cfg.mesh, "optim": cfg.optim, "passes": cfg.passes, "lower": cfg.lower}
+    step = compile_step(
+        model,
+        subject.loss,
+        batches[0],
+        **options,  # type: ignore[arg-type]
+        device=device,
+        microbatches=microbatches,
+        evaluate=False,
+    )
     for batch in batches:
         metrics = step(batch, LR)
-    found = {name: torch.tensor(value) for name, value in metrics.items()} | dict(wholes(step))
-    return max(difference(found[name].cpu(), value) for name, value in wanted.items() if not name.startswith("chance."))
+    actual = {name: torch.tensor(value) for name, value in metrics.items()} | dict(wholes(step))
+    return max(
+        difference(actual[name].cpu(), value) for name, value in expected.items() if not name.startswith("chance.")
+    )

@@ -81,16 +81,18 @@ def compare(subject: Subject, settings: Settings, alone: bool = False) -> Outcom
     if differs := captured_otherwise(subject):
         return Outcome("wrong", math.inf, f"capture: {differs}", seconds=time.perf_counter() - began)
     try:
-        found = train(subject, settings)
+        states = train(subject, settings)
     except Exception as error:
         outcome = failed(error)
     else:
-        wanted = train(subject, replace(settings, mesh={})) if alone else oracle.train(subject, settings)
+        expected = train(subject, replace(settings, mesh={})) if alone else oracle.train(subject, settings)
         if settings.evaluates and not alone:
-            wanted[0]["evaluated"] = oracle.evaluate(subject, settings.microbatches)
-        outcome = judged(found, wanted, tolerance(subject, settings))
+            expected[0]["evaluated"] = oracle.evaluate(subject, settings.microbatches)
+        outcome = judged(states, expected, tolerance(subject, settings))
         if outcome.verdict == "wrong" and not alone and outcome.error < DRIFT:
-            outcome = judged(found, wanted, max(outcome.allowed, min(DRIFT, 2 * spread(subject, settings, wanted))))
+            outcome = judged(
+                states, expected, max(outcome.allowed, min(DRIFT, 2 * spread(subject, settings, expected)))
+            )
     return replace(outcome, seconds=time.perf_counter() - began)
 
 
@@ -111,16 +113,16 @@ def captured_otherwise(subject: Subject) -> str:
 def train(subject: Subject, settings: Settings) -> list[Found]:
     """Return the state after each step of a compiled step with all ranks in this process."""
     model = copy.deepcopy(subject.model)
-    how: dict[str, Any] = {"mesh": settings.mesh, "optim": settings.optim, "passes": settings.passes}
-    how |= {"microbatches": settings.microbatches, "ranks": "lockstep", "evaluate": settings.evaluates}
-    step = compile_step(model, subject.loss, subject.batches[0], **how)
-    found: list[Found] = []
+    options: dict[str, Any] = {"mesh": settings.mesh, "optim": settings.optim, "passes": settings.passes}
+    options |= {"microbatches": settings.microbatches, "ranks": "lockstep", "evaluate": settings.evaluates}
+    step = compile_step(model, subject.loss, subject.batches[0], **options)
+    states: list[Found] = []
     for batch, lr in zip(subject.batches, settings.lrs):
-        before = {"evaluated": step.evaluate(batch)} if settings.evaluates and not found else {}
-        measured = before | step(batch, lr)
+        evaluated = {"evaluated": step.evaluate(batch)} if settings.evaluates and not states else {}
+        measured = evaluated | step(batch, lr)
         metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in measured.items()}
-        found.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
-    return found
+        states.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
+    return states
 
 
 def wholes(step: Step) -> Found:
@@ -130,12 +132,14 @@ def wholes(step: Step) -> Found:
 
 def failed(error: Exception) -> Outcome:
     """Return a refusal if the error names its cause, otherwise a crash."""
-    names = isinstance(error, UserError) and (error.where != "model" or NAMES_PLACE.search(str(error)))
+    is_explained = isinstance(error, UserError) and (error.where != "model" or NAMES_PLACE.search(str(error)))
     where, message = type(error).__name__, str(error)
     if isinstance(error, UserError):
         where, message = error.where, error.message
-    trace = "" if names else traceback.format_exc()[-6000:]
-    return Outcome("refused" if names else "crash", where=where, why=" ".join(message.split())[:400], trace=trace)
+    trace = "" if is_explained else traceback.format_exc()[-6000:]
+    return Outcome(
+        "refused" if is_explained else "crash", where=where, why=" ".join(message.split())[:400], trace=trace
+    )
 
 
 def tolerance(subject: Subject, settings: Settings) -> float:
@@ -198,9 +202,9 @@ def judged(found: Sequence[Found], wanted: Sequence[Found], allowed: float) -> O
                 continue
             if name not in ours and number == 1 and not name.startswith("optim."):
                 continue  # the program does not use it
-            off = math.inf if name not in ours else difference(ours[name], value, theirs.get(f"chance.{name}"))
-            if off > worst:
-                worst, where = off, f"step {number}: {name}"
+            error = math.inf if name not in ours else difference(ours[name], value, theirs.get(f"chance.{name}"))
+            if error > worst:
+                worst, where = error, f"step {number}: {name}"
     return Outcome("right" if worst <= allowed else "wrong", worst, where, allowed=allowed)
 
 
@@ -216,5 +220,5 @@ def difference(ours: Tensor, theirs: Tensor, chance: Tensor | None = None) -> fl
     if theirs.numel() == 0 or torch.equal(ours.to(theirs.dtype), theirs):
         return 0.0
     wide = torch.complex128 if theirs.is_complex() else torch.float64
-    off = ((ours.to(wide) - theirs.to(wide)).abs().max() / (theirs.to(wide).abs().max() + FLOOR)).item()
-    return off if math.isfinite(off) else math.inf
+    error = ((ours.to(wide) - theirs.to(wide)).abs().max() / (theirs.to(wide).abs().max() + FLOOR)).item()
+    return error if math.isfinite(error) else math.inf

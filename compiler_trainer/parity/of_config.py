@@ -29,34 +29,36 @@ OTHER = 257  # token ids (bytes and the end of a document) if a model does not s
 def check(cfg: Config) -> Outcome:
     """Return the verdict on a job's step against eager PyTorch; raise UserError if they cannot be compared."""
     if cfg.optim.name in EIGHT_BITS:
-        raise UserError("optim", f"{cfg.optim.name} rounds moments, which eager PyTorch does not; use optim=adamw")
+        raise UserError(
+            "optim", f"{cfg.optim.name} rounds its moments, which eager PyTorch does not do; use optim=adamw"
+        )
     if cfg.optim.name == "custom":
-        raise UserError("optim", f"{cfg.optim._target_} is not one that eager PyTorch has; use optim=adamw")
+        raise UserError("optim", f"{cfg.optim._target_} is no optimizer of eager PyTorch; use optim=adamw")
     subject = subject_of(cfg)
     mesh = {axis: size for axis, size in vars(cfg.mesh).items() if size > 1}
     settings = Settings(mesh, cfg.optim, cfg.passes, cfg.train.microbatches, (cfg.optim.lr,) * STEPS)
     try:
-        random = compare.draws(subject)
+        draws_random = compare.draws(subject)
     except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError("model", f"eager PyTorch cannot run it in float64 on the CPU ({said})") from error
-    return compare.compare(subject, settings, alone=random)
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError("model", f"eager PyTorch cannot run it in float64 on the CPU ({message})") from error
+    return compare.compare(subject, settings, alone=draws_random)
 
 
 def subject_of(cfg: Config) -> Subject:
     """Return the job's model in fp64 with its initial weights, and random batches of its sizes."""
-    found = trained_by(cfg)
-    model = fill(found.module, ((name, value[()]) for name, value in found.initial())).double().train()
+    trained = trained_by(cfg)
+    model = fill(trained.module, ((name, value[()]) for name, value in trained.initial())).double().train()
     kinds = {kind for group in cfg.optim.groups.values() for kind in group.kinds}
     head = head_of(model) if "head" in kinds else ""
 
     def terms(model: nn.Module, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        return None, parted(found.loss(model, batch))[0]  # all labels count: a mean over sequences is the same
+        return None, parted(trained.loss(model, batch))[0]  # all labels count: a mean over sequences is the same
 
-    vocabulary = vocabulary_of(found, model)
+    vocabulary = vocabulary_of(trained, model)
     generators = (torch.Generator().manual_seed(cfg.train.seed + step) for step in range(STEPS))
-    rows = cfg.train.global_batch_size
-    batches = [batch_of(g, rows, cfg.train.seq_len, vocabulary) | pairs_of(cfg, g, rows) for g in generators]
+    sequences = cfg.train.global_batch_size
+    batches = [batch_of(g, sequences, cfg.train.seq_len, vocabulary) | pairs_of(cfg, g, sequences) for g in generators]
     return Subject(model, terms, batches, on_one_device, head)
 
 
@@ -68,7 +70,9 @@ def head_of(model: nn.Module) -> str:
             return name
     if getattr(model, "output", model) is None:  # tied
         return ""
-    raise UserError("optim.groups", "have the kind head, and which weight that is cannot be told; give names instead")
+    raise UserError(
+        "optim.groups", "have the kind head, but the model does not show which weight that is; give names instead"
+    )
 
 
 def vocabulary_of(found: Trained, model: nn.Module) -> int:
@@ -89,17 +93,19 @@ def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int
 
 def pairs_of(cfg: Config, generator: torch.Generator, rows: int) -> Batch:
     """Return the additional entries of a batch of preference pairs."""
-    found = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.pairs else {}
+    entries = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.pairs else {}
     if isinstance(cfg.loss, DpoConfig):
-        found |= {name: -torch.rand(rows, generator=generator) for name in REFERENCE}
-    return found
+        entries |= {name: -torch.rand(rows, generator=generator) for name in REFERENCE}
+    return entries
 
 
 def ranks_of(mesh: MeshConfig) -> int:
     """Return the number of ranks of a mesh; raise UserError if an axis is not stated."""
     sizes: Mapping[str, int] = vars(mesh)
-    if left := [axis for axis, size in sizes.items() if size < 1]:
-        raise UserError(f"mesh.{left[0]}", "is what other axes leave of the ranks, and here are none; give it")
+    if unstated := [axis for axis, size in sizes.items() if size < 1]:
+        raise UserError(
+            f"mesh.{unstated[0]}", "is the rest of the ranks, but no number of ranks is given here; state it"
+        )
     count = 1
     for axis, size in sizes.items():
         count *= 1 if axis == "ep" else size

@@ -39,8 +39,8 @@ class LoopedExperts(nn.Module):
             rows, weight = x[tokens], weights[tokens, slots, None]
             if self.weighs_input:
                 rows = rows * weight
-            made = (F.silu(rows @ self.w1[expert]) * (rows @ self.w3[expert])) @ self.w2[expert]
-            out = out.index_add(0, tokens, made if self.weighs_input else made * weight)
+            outputs = (F.silu(rows @ self.w1[expert]) * (rows @ self.w3[expert])) @ self.w2[expert]
+            out = out.index_add(0, tokens, outputs if self.weighs_input else outputs * weight)
         return out
 
 

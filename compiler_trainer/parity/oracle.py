@@ -60,7 +60,7 @@ def train(subject: Subject, settings: Settings) -> list[Found]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optim = build(OptimConfig, settings.optim, "optim")
     optimizers = list(optimizers_of(model, trained, subject, optim))
-    found, chance = [], dict(scaled(trained, optimizers))
+    states, chance = [], dict(scaled(trained, optimizers))
     for batch, lr in zip(subject.batches, settings.lrs):
         for parameter in trained.values():
             parameter.grad = None
@@ -79,16 +79,18 @@ def train(subject: Subject, settings: Settings) -> list[Found]:
             optimizer.step()
         state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **moments(trained, optimizers)}
         metrics = {"loss": loss, "grad_norm": norm} | {f"chance.{name}": entries for name, entries in chance.items()}
-        found.append({name: value.detach().clone() for name, value in (metrics | state).items()})
-    return found
+        states.append({name: value.detach().clone() for name, value in (metrics | state).items()})
+    return states
 
 
 def scaled(
     trained: dict[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, Tensor]]:
     """Return empty masks for parameters whose optimizer scales gradients by their size: rounding noise moves these."""
-    given = [p for o in optimizers if not isinstance(o, torch.optim.SGD) for g in o.param_groups for p in g["params"]]
-    ids = set(map(id, given))
+    parameters = [
+        p for o in optimizers if not isinstance(o, torch.optim.SGD) for g in o.param_groups for p in g["params"]
+    ]
+    ids = set(map(id, parameters))
     return ((name, torch.zeros_like(p, dtype=torch.bool)) for name, p in trained.items() if id(p) in ids)
 
 
@@ -100,8 +102,8 @@ def backward(subject: Subject, model: nn.Module, batch: Batch, microbatches: int
     something.
     """
     total = torch.zeros((), dtype=torch.float64)
-    for own, share in microbatches_of(batch, microbatches):
-        terms = list(terms_of(subject, model, own, share))
+    for microbatch, share in microbatches_of(batch, microbatches):
+        terms = list(terms_of(subject, model, microbatch, share))
         for term in terms:
             total = total + term.detach().double() / microbatches
         if terms:
@@ -113,8 +115,8 @@ def backward(subject: Subject, model: nn.Module, batch: Batch, microbatches: int
 def evaluate(subject: Subject, microbatches: int) -> Tensor:
     """Return the loss of the first batch; no microbatch changes the model for the next."""
     total = torch.zeros((), dtype=torch.float64)
-    for own, share in microbatches_of(subject.batches[0], microbatches):
-        for term in terms_of(subject, subject.eager(copy.deepcopy(subject.model)), own, share):
+    for microbatch, share in microbatches_of(subject.batches[0], microbatches):
+        for term in terms_of(subject, subject.eager(copy.deepcopy(subject.model)), microbatch, share):
             total = total + term.double() / microbatches
     return total
 
@@ -123,11 +125,11 @@ def microbatches_of(batch: Batch, number: int) -> Iterator[tuple[Batch, Tensor |
     """Yield each microbatch with its number of labels relative to the mean, if there are labels."""
     parts = {key: value.chunk(number) for key, value in batch.items()}
     labels = [(part >= 0).sum().double() for part in parts.get("labels", ())]
-    for at in range(number):
-        own = {key: chunks[at] for key, chunks in parts.items()}
-        if labels and not labels[at]:  # a mean over no labels is undefined: use any labels, with a share of zero
-            own["labels"] = torch.zeros_like(own["labels"])
-        yield own, labels[at] * number / sum(labels) if labels else None
+    for index in range(number):
+        microbatch = {key: chunks[index] for key, chunks in parts.items()}
+        if labels and not labels[index]:  # a mean over no labels is undefined: use any labels, with a share of zero
+            microbatch["labels"] = torch.zeros_like(microbatch["labels"])
+        yield microbatch, labels[index] * number / sum(labels) if labels else None
 
 
 def terms_of(subject: Subject, model: nn.Module, batch: Batch, share: Tensor | None) -> Iterator[Tensor]:
@@ -143,11 +145,11 @@ def optimizers_of(
     model: nn.Module, trained: dict[str, nn.Parameter], subject: Subject, optim: OptimConfig
 ) -> Iterator[torch.optim.Optimizer]:
     """Yield PyTorch's optimizers, one a parameter, by the groups of `optim`."""
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
     def group_of(name: str, parameter: nn.Parameter) -> GroupConfig:
         kinds = {"vector"} if parameter.dim() < 2 else set()
-        kinds |= {"embedding"} if id(parameter) in looked_up else set()
+        kinds |= {"embedding"} if id(parameter) in embeddings else set()
         kinds |= {"head"} if name == subject.head else set()
         for group in optim.groups.values():
             if kinds & set(group.kinds) or any(fnmatchcase(name, pattern) for pattern in group.names):
@@ -157,14 +159,14 @@ def optimizers_of(
     for name, parameter in trained.items():
         group = group_of(name, parameter)
         decay = optim.weight_decay if group.weight_decay is None else group.weight_decay
-        given = [{"params": [parameter], "factor": group.lr}]
-        which = group.optimizer or optim.name
-        if which == "sgd":
-            yield torch.optim.SGD(given, momentum=optim.momentum, weight_decay=decay)
-        elif which == "muon":
-            yield Muon(given, optim.momentum, decay)
+        groups = [{"params": [parameter], "factor": group.lr}]
+        kind = group.optimizer or optim.name
+        if kind == "sgd":
+            yield torch.optim.SGD(groups, momentum=optim.momentum, weight_decay=decay)
+        elif kind == "muon":
+            yield Muon(groups, optim.momentum, decay)
         else:
-            yield torch.optim.AdamW(given, betas=optim.betas, eps=optim.eps, weight_decay=decay)
+            yield torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps, weight_decay=decay)
 
 
 def moments(trained: dict[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> Found:

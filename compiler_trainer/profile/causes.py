@@ -49,13 +49,13 @@ def read(measured: Sequence[dict[str, Any]]) -> list[OfRank]:
 
 def causes(cfg: Config, ranks: Sequence[OfRank], expected: Spent) -> list[Cause]:
     """Return the causes, the most expensive first."""
-    found = (*data(ranks), *straggler(ranks), *unlike(cfg, ranks, expected))
-    return sorted(found, key=lambda cause: -cause.saves_ms)
+    all_causes = (*data(ranks), *straggler(ranks), *unlike(cfg, ranks, expected))
+    return sorted(all_causes, key=lambda cause: -cause.saves_ms)
 
 
 def data(ranks: Sequence[OfRank]) -> Iterator[Cause]:
     """Yield the cause that a rank waits for its batch."""
-    worst = max(ranks, key=lambda each: each.spent.data_ms)
+    worst = max(ranks, key=lambda of_rank: of_rank.spent.data_ms)
     ms, step_ms = worst.spent.data_ms, worst.spent.step_ms
     if ms > WAITING * step_ms:
         yield Cause(f"rank {worst.rank} waits {ms:,.1f} ms for data, {ms / step_ms:.0%} of a step", ms, OF_DATA)
@@ -63,23 +63,27 @@ def data(ranks: Sequence[OfRank]) -> Iterator[Cause]:
 
 def straggler(ranks: Sequence[OfRank]) -> Iterator[Cause]:
     """Yield the cause that one rank delays the others, with the part that takes longer there."""
-    usual = sorted(ranks, key=lambda each: each.busy_ms)[(len(ranks) - 1) // 2]
+    median = sorted(ranks, key=lambda each: each.busy_ms)[(len(ranks) - 1) // 2]
     slowest = max(ranks, key=lambda each: each.busy_ms)
-    more = slowest.busy_ms - usual.busy_ms
-    if slowest.busy_ms <= SLOW * usual.busy_ms or slowest.spent.data_ms - usual.spent.data_ms > more / 2:  # of data
-        return
-    here, there = parts(slowest.spent), parts(usual.spent)
-    most = max(here, key=lambda part: here[part] - there.get(part, 0.0))
-    longer = f"{here[most]:,.1f} ms of it {most}, where the other has {there.get(most, 0.0):,.1f}"
-    works = f"works {slowest.busy_ms:,.1f} ms, the median rank {usual.busy_ms:,.1f}"
-    yield Cause(f"rank {slowest.rank} ({slowest.host}) {works}; {longer}", more, OF_RANK)
+    extra_ms = slowest.busy_ms - median.busy_ms
+    if slowest.busy_ms <= SLOW * median.busy_ms or slowest.spent.data_ms - median.spent.data_ms > extra_ms / 2:
+        return  # `data` reports it
+    slow_parts, median_parts = parts(slowest.spent), parts(median.spent)
+    part = max(slow_parts, key=lambda part: slow_parts[part] - median_parts.get(part, 0.0))
+    longer = f"{slow_parts[part]:,.1f} ms of it {part}, where the other has {median_parts.get(part, 0.0):,.1f}"
+    works = f"works {slowest.busy_ms:,.1f} ms, the median rank {median.busy_ms:,.1f}"
+    yield Cause(f"rank {slowest.rank} ({slowest.host}) {works}; {longer}", extra_ms, OF_RANK)
 
 
 def unlike(cfg: Config, ranks: Sequence[OfRank], expected: Spent) -> Iterator[Cause]:
     """Yield the cause that computing takes longer than its cluster's rates predict."""
-    real, should = statistics.median(computing(each.spent) for each in ranks), computing(expected)
-    if real > FAR * should > 0:
-        yield Cause(f"computing takes {real / should:.1f} times what {cfg.cluster.name} is predicted to", 0.0, OF_RATES)
+    measured_ms, predicted_ms = statistics.median(computing(each.spent) for each in ranks), computing(expected)
+    if measured_ms > FAR * predicted_ms > 0:
+        yield Cause(
+            f"computing takes {measured_ms / predicted_ms:.1f} times the prediction for {cfg.cluster.name}",
+            0.0,
+            OF_RATES,
+        )
 
 
 def parts(spent: Spent) -> dict[str, float]:

@@ -46,32 +46,35 @@ class Change:
 
 def changes(cfg: Config, measured: Spent, now: Predicted, stage: int) -> list[Change]:
     """Return the possible changes, the largest saving first."""
-    found = [changed(cfg, other, measured, now, stage) for other in others(cfg)]
-    return sorted(found, key=lambda change: -change.saves_ms)
+    possible = [changed(cfg, other, measured, now, stage) for other in others(cfg)]
+    return sorted(possible, key=lambda change: -change.saves_ms)
 
 
 def changed(cfg: Config, other: Config, measured: Spent, now: Predicted, stage: int) -> Change:
     """Return the predicted effect of another job's options."""
     options = " ".join(differing(other, cfg))
     try:
-        then = predicted(other, stage if other.mesh.pp == cfg.mesh.pp else 0)
+        after = predicted(other, stage if other.mesh.pp == cfg.mesh.pp else 0)
     except UserError as error:
         return Change(options, refused=str(error))
-    return Change(options, saved_ms(measured, now, then), then.memory["device_bytes"], then.memory["fits"])
+    return Change(options, saved_ms(measured, now, after), after.memory["device_bytes"], after.memory["fits"])
 
 
-def saved_ms(measured: Spent, now: Predicted, then: Predicted) -> float:
+def saved_ms(measured: Spent, now: Predicted, other: Predicted) -> float:
     """Return the saving of a measured step: each measured part shrinks in proportion to its prediction.
 
     A new axis waits as much longer than predicted as the existing ones do.
     """
     slower = max(1.0, waiting(measured) / (waiting(now.spent) or math.inf))
-    axes = {*now.spent.exposed_ms, *then.spent.exposed_ms, *measured.exposed_ms}
-    parts = [(computing(measured), computing(now.spent), computing(then.spent))]
-    parts += [(measured.host_ms, now.spent.host_ms, then.spent.host_ms)]
+    axes = {*now.spent.exposed_ms, *other.spent.exposed_ms, *measured.exposed_ms}
+    parts = [(computing(measured), computing(now.spent), computing(other.spent))]
+    parts += [(measured.host_ms, now.spent.host_ms, other.spent.host_ms)]
     for axis in axes:
-        real, waits = measured.exposed_ms.get(axis, 0.0), [each.spent.exposed_ms.get(axis, 0.0) for each in (now, then)]
-        travels = [each.travel_ms.get(axis, 0.0) for each in (now, then)]
+        real, waits = (
+            measured.exposed_ms.get(axis, 0.0),
+            [each.spent.exposed_ms.get(axis, 0.0) for each in (now, other)],
+        )
+        travels = [each.travel_ms.get(axis, 0.0) for each in (now, other)]
         before, after = waits if waits[0] >= LITTLE * real else travels
         parts.append((real, before, after if before else slower * after))
     return sum(real * (1 - after / before) if before else -after for real, before, after in parts)

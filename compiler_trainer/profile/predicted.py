@@ -33,19 +33,19 @@ def predicted(cfg: Config, stage: int = 0) -> Predicted:
     """Return the prediction for a rank of a pipeline stage; raise UserError if a pass refuses the job."""
     step = compile_dry(cfg, None)
     report = predict_step(cfg, step)
-    made_of, runs = report["prediction"], runs_of(cfg, step, stage)
+    prediction, runs = report["prediction"], runs_of(cfg, step, stage)
     kinds, places, travel = (defaultdict[str, float](float) for _ in range(3))
-    where = known(step)
+    kind_and_place = known(step)
     for event in report["timeline"]:
         ms = runs[event["program"]] * (event["end_ms"] - event["start_ms"])
         if event["stream"] == COMPUTE:
-            kind, place = where[event["program"], event["node"]]
+            kind, place = kind_and_place[event["program"], event["node"]]
             kinds[kind] += ms
             places[place] += ms
         else:
             travel[event["stream"]] += ms
-    parts = dict(kinds), made_of["exposed_ms"], made_of["launch_ms"], 0.0, dict(places)
-    return Predicted(Spent(report["predicted"]["step_ms"], *parts), dict(travel), made_of["memory"])
+    parts = dict(kinds), prediction["exposed_ms"], prediction["launch_ms"], 0.0, dict(places)
+    return Predicted(Spent(report["predicted"]["step_ms"], *parts), dict(travel), prediction["memory"])
 
 
 def runs_of(cfg: Config, step: DryStep, stage: int) -> Mapping[str, int]:

@@ -207,7 +207,7 @@ def test_the_command_line_writes_a_script_and_exits_with_1(capsys, tmp_path):
 
 
 def test_pipeline_stages_are_refused():
-    with pytest.raises(UserError, match="mesh.pp: is 2, and bisect follows one program"):
+    with pytest.raises(UserError, match="mesh.pp: is 2, but bisect follows a single program"):
         bisect(torch.nn.Linear(2, 2), lambda m, b: m(b["x"]).sum(), {"x": torch.ones(2, 2)}, mesh={"pp": 2})
 
 

@@ -58,7 +58,7 @@ def test_a_straggler_is_named_with_its_host_and_what_takes_it_longer(cfg):
 def test_a_machine_unlike_its_cluster_is_said(cfg):
     hot = Spent(300.0, {"products": 190.0, "loops": 90.0}, {"fsdp": 10.0}, 1.0, 1.0)
     (found,) = causes(cfg, ranks(rank0=hot, rank1=hot, rank2=hot), EXPECTED)
-    assert found.what == "computing takes 3.1 times what cpu is predicted to"
+    assert found.what == "computing takes 3.1 times the prediction for cpu"
 
 
 @pytest.mark.parametrize(("wait", "travels", "saves"), [
