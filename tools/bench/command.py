@@ -1,11 +1,12 @@
-"""Our trainer against stock PyTorch on the same model, data and ranks: `python -m tools.bench --ranks 2 mesh.tp=2`.
+"""Benchmark our trainer and stock PyTorch on the same job: `python -m tools.bench --ranks 2 mesh.tp=2`.
 
-Each contender is a job of its own. It is started once with an empty cache (cold), once with what that left (warm), and
-stays; then steps are timed in turn, A B C A B C, all but one job asleep. What fails, or computes other losses than
-plain PyTorch on one rank, is a row with its error. Options are those of the trainer, the mesh among them.
+All contenders have the same model, data and ranks. Each is a separate job. It starts once with an empty cache (cold)
+and once with the filled cache (warm), and keeps running; then steps are timed in turn, A B C A B C, while the other
+jobs sleep. A contender that fails, or whose losses differ from plain PyTorch on one rank, is a row with its error.
+Options are those of the trainer, including the mesh.
 
-With `--once` each contender is started once, with an empty cache, and ends before the next begins: for models of which
-a device holds one.
+With `--once` each contender starts once, with an empty cache, and ends before the next begins: for models that fill a
+device.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ CONTENDERS = {
     "block": "stock, torch.compile of each block",
     "whole": "stock, torch.compile of the whole model",
 }
-REFERENCE = "eager"  # on one rank; its losses are the right ones
-TOLERANCE, IN_BF16, IN_FLOAT8 = 1e-3, 2e-2, 1e-1  # of losses
+REFERENCE = "eager"  # on one rank; its losses are the reference
+TOLERANCE, IN_BF16, IN_FLOAT8 = 1e-3, 2e-2, 1e-1  # absolute differences of losses
 MIB = 2**20
 OUTPUT = 6000  # characters of a failed contender's output that are printed
 HEADINGS = (
@@ -56,7 +57,7 @@ Found = dict[str, Any]
 
 
 def main() -> None:
-    """Run the benchmark; exits with 0 whatever contenders do, with 2 on bad input."""
+    """Run the benchmark; exit with 0 whatever contenders do, with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
@@ -85,7 +86,7 @@ def main() -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for options that cannot be run."""
+    """Raise UserError for options that cannot run."""
     for name in args.contenders.split(","):
         if name not in CONTENDERS:
             raise UserError("--contenders", f"{name!r} is not one of {', '.join(CONTENDERS)}")
@@ -99,7 +100,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
-    """Run the contenders; return the results of each by round. One that failed is not run again."""
+    """Run the contenders; return the results of each by round. A failed contender is not run again."""
     return measured_once(args) if args.once else measured_in_turns(args)
 
 
@@ -147,7 +148,7 @@ def measured_in_turns(args: argparse.Namespace) -> dict[str, list[Found]]:
 
 
 class Job:
-    """A contender in processes of its own, that runs rounds when told to; of one that failed all is {"error": why}."""
+    """A contender in separate processes that runs rounds on request; after a failure each result has an `error`."""
 
     def __init__(self, name: str, ranks: int, args: argparse.Namespace, scratch: Path, rounds: int | None = None):
         self.results = scratch / "results"
@@ -164,16 +165,16 @@ class Job:
         self.worker = subprocess.Popen(command, env=env, stdout=self.output, stderr=subprocess.STDOUT, text=True)
 
     def first(self) -> Found:
-        """What its first steps gave."""
+        """Return the results of its first steps."""
         return self.result("first")
 
     def round(self, number: int) -> Found:
-        """What a round gave."""
+        """Return the results of a round."""
         (self.results / f"go{number}").touch()
         return self.result(f"round{number}")
 
     def all(self) -> list[Found]:
-        """What its first steps and all rounds gave, one after the other."""
+        """Return the results of its first steps and of all rounds in sequence."""
         with closing(self):
             found = [self.first()]
             for number in range(self.rounds):
@@ -182,7 +183,7 @@ class Job:
             return found
 
     def result(self, what: str) -> Found:
-        """A file that it leaves, or why it leaves none."""
+        """Return the contents of a result file, or the error if there is none."""
         path, until = self.results / f"{what}.json", time.monotonic() + self.timeout_s
         while not path.exists():
             ended = self.worker.poll() is not None
@@ -192,7 +193,7 @@ class Job:
         return json.loads(path.read_text())
 
     def why(self, ended: bool) -> Found:
-        """What the rank that failed first said, or all that is known."""
+        """Return the error of the rank that failed first, or what is known otherwise."""
         self.close()
         output = (self.results.parent / "output").read_text()
         print(output[-OUTPUT:], file=sys.stderr)
@@ -203,7 +204,7 @@ class Job:
         return {"error": f"exit code {self.worker.returncode}: {' '.join(output.split()[-30:])}"}
 
     def close(self) -> None:
-        """End what still runs: torchrun then ends its ranks, but not those that it was just about to start."""
+        """End all processes: torchrun ends its ranks, except those that it was just about to start."""
         last = f"round{self.rounds - 1}" if self.rounds else "first"
         if not (self.results / f"{last}.json").exists():
             self.worker.terminate()  # does nothing to one that has ended
@@ -219,19 +220,22 @@ class Job:
 
 
 def first_error(results: Path) -> Found | None:
-    """What the rank that failed first said."""
+    """Return the error of the rank that failed first; None if there is none."""
     errors = (json.loads(path.read_text()) for path in results.glob("error.*.json"))
     return min(errors, key=lambda error: error["at"], default=None)
 
 
 def tolerance(cfg: Config) -> float:
-    """How far losses may be from those of plain PyTorch, which knows no float8, in the precision of a job."""
+    """Return the largest difference of losses from plain PyTorch, which has no float8, in the precision of a job."""
     cast = cfg.passes.cast
     return IN_FLOAT8 if cast.float8 else IN_BF16 if cast.param_dtype == "bfloat16" else TOLERANCE
 
 
 def compared(result: Found, right: Found, tolerance: float = TOLERANCE) -> Found:
-    """A result with how far its losses are from the right ones: an error if that is too far; or why nobody knows."""
+    """Return a result with the difference of its losses from the reference.
+
+    It is an error if the difference is too large; without a reference, the result has the reason as `unknown`.
+    """
     if "error" in result:
         return result
     if "error" in right:
@@ -243,7 +247,7 @@ def compared(result: Found, right: Found, tolerance: float = TOLERANCE) -> Found
 
 
 def one_line(result: Found) -> str:
-    """A round as it is shown while others run."""
+    """Return a round in one line, to show while others run."""
     return f"{result['tokens_per_s']:,.0f} tokens/s, {result['step_ms']:,.0f} ms a step"
 
 
@@ -251,7 +255,7 @@ def one_line(result: Found) -> str:
 
 
 def report(found: dict[str, list[Found]], args: argparse.Namespace) -> str:
-    """The table in Markdown, what it was measured on, and why contenders failed."""
+    """Return the table in Markdown, the machine, and the errors of failed contenders."""
     fastest_stock = max((median(found[n], "tokens_per_s") for n in ran(found) if n != "ours"), default=None)
     lines = [" | ".join(HEADINGS), "|".join(["---"] * len(HEADINGS))]
     floor_ms = median(found["ours"], "floor_ms") if "ours" in ran(found) else None
@@ -265,7 +269,7 @@ def report(found: dict[str, list[Found]], args: argparse.Namespace) -> str:
 
 
 def row(name: str, rounds: Sequence[Found], fastest_stock: float | None, floor_ms: float | None) -> list[str]:
-    """One contender: medians of its rounds, lowest to highest in brackets."""
+    """Return a row for a contender: medians of its rounds, with lowest and highest in parentheses."""
     if "error" in rounds[-1]:
         return [CONTENDERS[name], "failed", *[""] * (len(HEADINGS) - 2)]
     speeds = [r["tokens_per_s"] for r in rounds]
@@ -285,17 +289,17 @@ def row(name: str, rounds: Sequence[Found], fastest_stock: float | None, floor_m
 
 
 def ran(found: dict[str, list[Found]]) -> list[str]:
-    """The contenders that did not fail."""
+    """Return the contenders that did not fail."""
     return [name for name, rounds in found.items() if "error" not in rounds[-1]]
 
 
 def median(rounds: Sequence[Found], key: str) -> float:
-    """The median of a figure over rounds."""
+    """Return the median of a figure over rounds."""
     return statistics.median(r[key] for r in rounds)
 
 
 def machine() -> str:
-    """What the figures were measured on, and how busy it was beside them."""
+    """Return the machine and its load average."""
     device = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} {platform.machine()} cores"
     )
@@ -303,7 +307,7 @@ def machine() -> str:
 
 
 def arguments(args: argparse.Namespace) -> list[str]:
-    """The options that make the same benchmark again."""
+    """Return the options that repeat the benchmark."""
     names = [] if args.contenders == ",".join(CONTENDERS) else [f"--contenders {args.contenders}"]
     return [f"--ranks {args.ranks}", f"--rounds {args.rounds}", f"--steps {args.steps}", *names, *args.overrides]
 
@@ -312,26 +316,26 @@ def arguments(args: argparse.Namespace) -> list[str]:
 
 
 def title(args: argparse.Namespace) -> str:
-    """What a benchmark is called in the markers of a file: its mesh."""
+    """Return the title of a benchmark in the markers of a file: its mesh."""
     return " ".join(o for o in args.overrides if o.startswith("mesh.")) or f"{args.ranks} rank"
 
 
 def markers(name: str) -> tuple[str, str]:
-    """The lines around the table of a benchmark."""
+    """Return the lines around the table of a benchmark."""
     return f"<!-- bench {name} -->", f"<!-- end of bench {name} -->"
 
 
 def marked(text: str, name: str) -> re.Match[str] | None:
-    """The part of a text between a benchmark's markers, markers included."""
+    """Return the match of a benchmark's markers and the text between them; None if they are missing."""
     first, last = map(re.escape, markers(name))
     return re.search(f"{first}.*{last}", text, re.DOTALL)
 
 
 def renew(path: Path, name: str, table: str) -> None:
-    """Put a table between its markers in a file."""
+    """Replace the table between its markers in a file."""
     text = path.read_text()
     place = marked(text, name)
-    assert place is not None  # as `check` has seen
+    assert place is not None  # `check` has made sure
     first, last = markers(name)
     path.write_text(text[: place.start()] + f"{first}\n{table}\n{last}" + text[place.end() :])
 

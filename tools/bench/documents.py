@@ -1,10 +1,10 @@
-"""Attention over packed documents on the CPU: time over the pairs that see each other, and beside a mask in memory.
+"""Attention over packed documents on the CPU: time by visible pairs, compared with a mask in memory.
 
     python -m tools.bench.documents --tokens 65536 --counts 1,16,256
     python -m tools.bench.documents --tokens 8192 --counts 1,16,256 --mask      # and SDPA with a mask [tokens, tokens]
 
-A row holds documents of equal length, each token sees those before it in its own. Forward and backward, fp32, CPU
-seconds of one thread; rounds are taken in turn, the fastest counts.
+A sequence has documents of equal length; each token sees the earlier tokens of its document. Forward and backward,
+fp32, CPU seconds of one thread. Rounds of the contenders alternate; the fastest counts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def by_interval(count: int, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Contender:
-    """Forward and backward of attention by bounds."""
+    """Return the forward and backward of attention by bounds."""
     index = torch.arange(q.shape[2])[None]
     length = q.shape[2] // count
     told: tuple = (index // length * length, index + 1, None, [], q.shape[-1] ** -0.5, "")
@@ -59,7 +59,7 @@ def by_interval(count: int, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def masked(count: int, gradient: Tensor, *tensors: Tensor) -> Contender:
-    """Forward and backward of PyTorch's attention with a mask of booleans."""
+    """Return the forward and backward of PyTorch's attention with a boolean mask."""
     index = torch.arange(gradient.shape[2])
     ids = index // (gradient.shape[2] // count)
     mask = (ids[:, None] == ids) & (index[:, None] >= index)
@@ -73,7 +73,7 @@ def masked(count: int, gradient: Tensor, *tensors: Tensor) -> Contender:
 
 
 def timed(contenders: dict[tuple[str, int], Contender], rounds: int) -> dict[tuple[str, int], float]:
-    """CPU seconds of the fastest round of each, one round of all after the other."""
+    """Return the CPU seconds of each contender's fastest round; rounds alternate."""
     taken = dict.fromkeys(contenders, float("inf"))
     for _ in range(rounds):
         for key, run in contenders.items():
@@ -84,7 +84,7 @@ def timed(contenders: dict[tuple[str, int], Contender], rounds: int) -> dict[tup
 
 
 def table(taken: dict[tuple[str, int], float], tokens: int, heads: int) -> Table:
-    """CPU milliseconds, and nanoseconds for a pair that sees each other."""
+    """Return a table of CPU milliseconds, and nanoseconds a visible pair."""
     found = Table(title=f"{tokens:,} tokens, {heads} heads, forward and backward")
     for column in ("", "documents", "pairs seen, a head", "CPU ms", "ns a pair", "of one document"):
         found.add_column(column, justify="right" if column else "left")

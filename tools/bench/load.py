@@ -1,4 +1,4 @@
-"""Memory while a folder of transformers is loaded: what each rank holds, and its peak, over what it had before.
+"""Memory of loading a transformers folder: bytes held by each rank and its peak, above its start.
 
 python -m tools.bench.load FOLDER --ranks 4 --mesh dp_shard=2 tp=2
 """
@@ -33,7 +33,7 @@ PERIOD_S = 0.002
 
 
 class Peak:
-    """The most resident bytes of this process while a block runs, over those at its start."""
+    """The peak resident bytes of this process during a block, above those at its start."""
 
     def __enter__(self) -> Peak:
         gc.collect()
@@ -44,7 +44,7 @@ class Peak:
         return self
 
     def watch(self) -> None:
-        """Look until it is over."""
+        """Sample the resident bytes until the block ends."""
         while not self.done.wait(PERIOD_S):
             self.bytes = max(self.bytes, self.process.memory_info().rss)
 
@@ -55,7 +55,7 @@ class Peak:
 
 
 def load(folder: str, mesh: dict[str, int]) -> None:
-    """Load the folder on this rank and print what it took."""
+    """Load the folder on this rank and print its memory."""
     start_ranks()
     trained, named = subject(Config(model=FolderConfig(folder))), mesh_of(mesh)
     batch = {name: torch.zeros(named.world_size, 16, dtype=torch.int64) for name in INPUTS}
@@ -76,7 +76,7 @@ def load(folder: str, mesh: dict[str, int]) -> None:
 
 
 def main() -> int:
-    """Start the ranks, or be one of them; returns the exit code."""
+    """Start the ranks, or run as one of them; return the exit code."""
     takes = argparse.ArgumentParser("python -m tools.bench.load", description="Memory of loading a model folder.")
     takes.add_argument("folder", type=Path)
     takes.add_argument("--ranks", type=int, default=4)

@@ -1,10 +1,10 @@
 """Predicted against measured, on this machine: `python -m tools.bench.predicted --ranks 2 --out FILE.json`.
 
 The machine is calibrated with as many ranks (`compiler-trainer calibrate`), then each setting is trained for a few
-steps and predicted. Results are added to the file, and the table has medians of a setting's runs, as a shared machine
-is faster and slower by the minute. `backend` is what runs and is predicted: eager runs every operator as a kernel.
-`clock` is what is compared: steps, or with `cpu` what a rank computes in one, its collectives included and its waiting
-left out, which a busy machine leaves as it is.
+steps and predicted. Results are added to the file. The table has medians of a setting's runs, because the speed of a
+shared machine varies by the minute. `backend` is the backend that runs and is predicted: eager runs every operator as a
+kernel. `clock` is the quantity compared: the time of steps, or with `cpu` a rank's CPU time in a step with its
+collectives and without its waiting, which is the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train the model: its name and options."""
+    """A way to train the model: its name and options."""
 
     ranks: int
     name: str
@@ -51,7 +51,7 @@ class Setting:
 
 
 def setting(ranks: int, mesh: str, policy: str, method: str = "auto") -> Setting:
-    """A mesh, a policy of recomputation and a method of context parallelism."""
+    """Return the setting with a mesh, a policy of recomputation and a method of context parallelism."""
     options = [f"mesh.{axis}" for axis in mesh.split(" x ")]
     given = (*options, f"passes.remat.policy={policy}", f"passes.context.method={method}")
     return Setting(ranks, ", ".join([mesh, policy, *([method] if "cp" in mesh else [])]), given)
@@ -76,7 +76,7 @@ SETTINGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the settings of so many ranks, and print the table; exits with 2 on bad input."""
+    """Measure the settings of `--ranks` ranks and print the table; exit with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="none: only the table of what the file holds")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file of results, which is added to")
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every setting that is asked for, predicted and measured, on the machine as it is calibrated just before."""
+    """Yield every chosen setting, predicted and measured, on the machine as calibrated just before."""
     chosen = [s for s in SETTINGS if s.ranks == args.ranks and fnmatch.fnmatch(s.name, args.only)]
     if not chosen:
         raise UserError("--only", f"{args.only!r} names none of {', '.join(s.name for s in SETTINGS)}")
@@ -113,7 +113,7 @@ def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
-    """A few steps of a setting, one thread a rank; raises UserError with what it said if it fails."""
+    """Return the results of a few steps of a setting, one thread a rank; raise UserError with its error if it fails."""
     job_args = argparse.Namespace(
         ranks=args.ranks,
         overrides=[*MODEL, *chosen.options, f"lower.backend={args.backend}"],
@@ -141,7 +141,7 @@ def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str, Any]:
-    """What a dry run predicts on the calibrated machine."""
+    """Return the prediction of a dry run on the calibrated machine."""
     cfg = composed([*MODEL, *chosen.options, f"lower.backend={backend}"], chosen.ranks)
     cluster = build(ClusterConfig, options_of("here", found, chosen.ranks))
     cfg = replace(cfg, cluster=cluster, passes=replace(cfg.passes, verify="none"))
@@ -152,7 +152,7 @@ def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str,
 
 
 def report(results: Sequence[dict[str, Any]]) -> str:
-    """The table in Markdown, and the errors."""
+    """Return the table in Markdown, and the errors."""
     results = medians(results)
     headings = ("ranks", "setting", "backend", "runs", "ms measured", "predicted", "MiB measured", "predicted", "load")
     lines = [row(headings), row(["---"] * len(headings)), *map(line, results)]
@@ -165,7 +165,7 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 
 def medians(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A result for each setting: the median of its runs in every figure, and how many there are."""
+    """Return a result for each setting: the median of its runs in every figure, and their number."""
     alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for result in results:
         alike.setdefault(tuple(result[key] for key in ("ranks", "name", "backend", "clock")), []).append(result)
@@ -176,7 +176,7 @@ def medians(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def picks(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Of each number of ranks, backend and clock: how the setting that is predicted to be fastest fares."""
+    """Yield a line for each number of ranks, backend and clock on the setting predicted to be fastest."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in results:
         groups.setdefault((r["ranks"], r["backend"], r["clock"]), []).append(r)
@@ -188,7 +188,7 @@ def picks(results: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def line(r: dict[str, Any]) -> str:
-    """A setting."""
+    """Return the row of a setting."""
     ms, size = r["predicted_ms"] / r["measured_ms"] - 1, r["predicted_bytes"] / r["measured_bytes"] - 1
     times = [f"{r['measured_ms']:,.0f}", f"{r['predicted_ms']:,.0f} ({ms:+.0%})"]
     sizes = [f"{r['measured_bytes'] / MIB:,.1f}", f"{r['predicted_bytes'] / MIB:,.1f} ({size:+.1%})"]
@@ -197,12 +197,12 @@ def line(r: dict[str, Any]) -> str:
 
 
 def row(cells: Sequence[str]) -> str:
-    """Cells of a table in Markdown."""
+    """Return cells as a table row in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's coefficient: the correlation of places."""
+    """Return Spearman's rank correlation."""
     if len(pairs) < 2:
         return 1.0
     places = [[sorted(values).index(v) for v in values] for values in map(list, zip(*pairs, strict=True))]

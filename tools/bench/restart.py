@@ -1,7 +1,8 @@
-"""How long a job takes to its first step, by depth: `python -m tools.bench.restart --layers 4,12,24`.
+"""Time of a job to its first step, by depth: `python -m tools.bench.restart --layers 4,12,24`.
 
-The command itself, in processes of its own: cold with an empty cache; warm, with compiled bodies and no programs; and
-restarted, with both. Seconds of all cores, with `--ranks` of rank 0, beside those of `import torch`, in turns.
+It runs the command itself, in separate processes: cold with an empty cache; warm, with compiled regions and no
+programs; and restarted, with both. CPU seconds, with `--ranks` those of rank 0, next to those of `import torch`; runs
+alternate.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def row(layers: int, rounds: int, ranks: int, options: list[str], scratch: Path) -> str:
-    """A depth: medians of seconds of all cores."""
+    """Return the row of a depth: medians of CPU seconds."""
     found: dict[str, list[float]] = {"cold": [start(options, ranks, scratch)]}
     for _ in range(rounds):
         shutil.rmtree(scratch / "cache" / "programs")
@@ -53,7 +54,7 @@ def row(layers: int, rounds: int, ranks: int, options: list[str], scratch: Path)
 
 
 def start(options: list[str], ranks: int, scratch: Path) -> float:
-    """Seconds of all cores before the first step, of rank 0."""
+    """Return the CPU seconds of rank 0 before the first step."""
     run = scratch / "run"
     shutil.rmtree(run, ignore_errors=True)
     env = environ | {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
@@ -65,7 +66,7 @@ def start(options: list[str], ranks: int, scratch: Path) -> float:
 
 
 def importing() -> float:
-    """Seconds of all cores that `import torch` takes."""
+    """Return the CPU seconds of `import torch`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""How long a step waits for a checkpoint: the copy that it waits for, beside all of the writing.
+"""The time that a step waits for a checkpoint: the blocking copy, and the full time of writing.
 
     python -m tools.bench.save --mib 300 --ranks 1 2
 
@@ -30,14 +30,14 @@ TENSORS, ROWS = 24, 1024
 
 @dataclass
 class Sharded:
-    """State on one rank of several, its first dim in shards."""
+    """State on one of several ranks, sharded over its first dim."""
 
     mesh: Mesh
     ranks: tuple[int, ...]
     state: dict[str, tuple[Spec, dict[int, Tensor]]]
 
     def tensors(self) -> dict[str, tuple[Spec, dict[int, Tensor]]]:
-        """All of it."""
+        """Return all of the state."""
         return self.state
 
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def measure(rank: int, ranks: int, mib: int, rounds: int, folder: Path) -> None:
-    """Save some times, waiting for the copy alone and then for the rest; rank 0 prints the medians."""
+    """Save several times, waiting for the copy alone and then for the rest; rank 0 prints the medians."""
     if ranks > 1:
         dist.init_process_group(HOST, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     columns = mib * 2**20 // (TENSORS * ROWS * 4)

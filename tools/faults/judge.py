@@ -1,4 +1,4 @@
-"""What the verifiers say of models compiled by this tree, and whether their values are right."""
+"""The verdicts of the verifiers on models compiled by this tree, and the check of their values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from compiler_trainer.step.step import Step
 from passes.check.verify import WrongProgram
 from tools.faults.models import LRS, Case, make, train_plainly
 
-Verdict = dict[str, str]  # who looks -> what it says first, an empty string if nothing
+Verdict = dict[str, str]  # check -> its first complaint, an empty string if it has none
 
 
 def judge(names: Iterable[str]) -> Verdict:
-    """What is seen of the first model of which anything is seen."""
+    """Return the verdict on the first model that shows anything."""
     for name in names:
         verdict = look(make(name))
         if any(verdict.values()):
@@ -25,9 +25,9 @@ def judge(names: Iterable[str]) -> Verdict:
 
 
 def look(case: Case) -> Verdict:
-    """What the verifiers say of a case, and where its values are wrong.
+    """Return the complaints of the verifiers on a case, and of the comparison of values.
 
-    `numeric` checks also all that `spec` does, so that where it has nothing to say `spec` has nothing either.
+    `numeric` includes all checks of `spec`, so that without a complaint of `numeric` there is none of `spec`.
     """
     step, numeric = compiled(case, "numeric")
     if step is not None:
@@ -38,7 +38,7 @@ def look(case: Case) -> Verdict:
 
 
 def compiled(case: Case, verify: str) -> tuple[Step | None, str]:
-    """The step of all ranks in this process, or what the compiler or its verifier says."""
+    """Return the step of all ranks in this process, or the error of the compiler or its verifier."""
     how: dict[str, Any] = {"mesh": case.mesh, "optim": case.optim, "microbatches": case.microbatches}
     how |= {"passes": {**case.passes, "verify": verify}, "ranks": "lockstep", "lower": {"backend": "eager"}}
     try:
@@ -48,7 +48,7 @@ def compiled(case: Case, verify: str) -> tuple[Step | None, str]:
 
 
 def by_value(case: Case, step: Step) -> str:
-    """Where two steps differ from PyTorch's on one device."""
+    """Return the first difference of two steps from PyTorch's on one device; empty if there is none."""
     try:
         found = [step(batch, lr) for batch, lr in zip(case.batches, LRS, strict=True)]
     except Exception as error:
@@ -61,7 +61,7 @@ def by_value(case: Case, step: Step) -> str:
 
 
 def alike(ours: Any, theirs: Any, tolerance: float) -> bool:
-    """Whether two values agree, absolutely and relatively, and are of one dtype."""
+    """Return True if two values agree, absolutely and relatively, and have the same dtype."""
     ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
     return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 

@@ -28,7 +28,7 @@ VERDICTS = (
 
 
 def write(sessions: Sequence[Session], path: Path) -> None:
-    """Replace the generated part of a page by one session after another; the newest result of a part is taken."""
+    """Replace the generated part of a page; for each part the newest result of all sessions counts."""
     with tempfile.TemporaryDirectory() as folder:
         text = "\n".join((BEGIN, *lines(merged(sessions), Path(folder)), END))
     before, _, rest = path.read_text().partition(BEGIN)
@@ -36,7 +36,7 @@ def write(sessions: Sequence[Session], path: Path) -> None:
 
 
 def merged(sessions: Sequence[Session]) -> Session:
-    """Return the results of all sessions, of each part the newest that was reached."""
+    """Return the results of all sessions, for each part the newest that was reached."""
     results: dict[str, Result] = {}
     for session in sessions:
         results |= {n: r for n, r in session.results.items() if r.code is not None or n not in results}
@@ -59,7 +59,7 @@ def lines(session: Session, folder: Path) -> Iterator[str]:
 
 
 def verdicts(output: str) -> list[str]:
-    """Return the lines of an output that say what is right and what is not."""
+    """Return the lines of an output with verdicts."""
     lines = (
         " ".join(line.replace("│", " ").split()) for line in output.partition("Fatal Python error")[0].splitlines()
     )
@@ -77,7 +77,7 @@ def outcome(result: Result) -> str:
 
 
 def prediction(part: Part, folder: Path) -> dict[str, Any]:
-    """Return what the dry run of a part's job predicts for an H100; empty without one."""
+    """Return the prediction of a dry run of a part's job for an H100; empty without one."""
     if command := part.prediction(folder):
         subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
         return json.loads((folder / "dry" / part.slug / "report.json").read_text())["predicted"]
