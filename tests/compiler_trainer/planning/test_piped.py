@@ -1,4 +1,4 @@
-"""Plans with pipeline stages: of stages alike one is compiled, and tells what a dry run of all of them does."""
+"""Plans with pipeline stages: similar stages are compiled once, with the result of a dry run of all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: what there is to choose from, closed forms beside compiled programs, and what is said and written."""
+"""Plans: the choices, closed forms compared with compiled programs, and the output."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def every(request: PlanRequest) -> list[Candidate]:
 
 @pytest.fixture(scope="module")
 def found():
-    """A plan, compiled in this process."""
+    """Return a plan, compiled in this process."""
     request = PlanRequest(JOB)
     (plan,) = search([request], lambda chosen: [compile_one([request], candidate) for candidate in chosen])
     return plan
@@ -79,7 +79,7 @@ def test_a_model_is_captured_once_for_settings_of_one_shape(monkeypatch):
     assert len(counted) == 2
 
 
-# ---- what there is to choose from -----------------------------------------------------------------------
+# ---- choices --------------------------------------------------------------------------------------------
 
 
 def test_meshes_are_all_factorizations_and_batches_divide():
@@ -103,7 +103,7 @@ def test_a_batch_that_does_not_divide_is_counted():
     left = LeftOut()
     chosen = list(candidates(PlanRequest(replace(JOB, train=replace(JOB.train, global_batch_size=4))), sizes(JOB), left))
     assert max(c.mesh.dp_replicate * c.mesh.dp_shard for c in chosen) == 4
-    assert sum(left.count.values()) == 4  # 8 ranks of data
+    assert sum(left.count.values()) == 4  # 8 data ranks
 
 
 def test_float8_is_for_who_allows_it_and_experts_spread():
