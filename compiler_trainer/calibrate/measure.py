@@ -62,29 +62,29 @@ def probe(rank: int, ranks: int, threads: int, clock: str, results: Any, port: i
     ended()
 
 
-def options_of(name: str, found: Found, ranks: int) -> dict[str, Any]:
+def options_of(name: str, figures: Found, ranks: int) -> dict[str, Any]:
     """Return the measured figures as options of a cluster."""
-    fast = {dtype: max(rate for _, rate in points) for dtype, points in found["products"].items()}
-    bandwidth = max(rate for _, rate in found["memory"])
-    source = f"measured: compiler-trainer calibrate, {found['at']}, load average {found['load']:.1f} before"
+    fast = {dtype: max(rate for _, rate in points) for dtype, points in figures["products"].items()}
+    bandwidth = max(rate for _, rate in figures["memory"])
+    source = f"measured: compiler-trainer calibrate, {figures['at']}, load average {figures['load']:.1f} before"
     return {
         "name": name,
         "device": here(),
-        "gpus_per_node": max(ranks, 1) if found["device"] == "cuda" else 64,
+        "gpus_per_node": max(ranks, 1) if figures["device"] == "cuda" else 64,
         "peak_tflops": fast | {"float8": fast.get("float8", fast["bfloat16"])},
         "attention": "measured",
         "throttle": 1.0,
-        "kernel_us": found["kernel_us"],
-        "launch_us": found["launch_us"],
-        "operator_us": found["operator_us"],
-        "host_computes": found["device"] == "cpu",
-        "hbm_gib": found["memory_gib"],
+        "kernel_us": figures["kernel_us"],
+        "launch_us": figures["launch_us"],
+        "operator_us": figures["operator_us"],
+        "host_computes": figures["device"] == "cpu",
+        "hbm_gib": figures["memory_gib"],
         "hbm_gb_s": bandwidth,
-        "intra_gb_s": found.get("link_gb_s", 1.0),
-        "inter_gb_s": found.get("link_gb_s", 1.0),
-        "beside_computing": found["beside"][0],
-        "beside_moving": found["beside"][1],
-        "beside_sending": found["beside"][2],
+        "intra_gb_s": figures.get("link_gb_s", 1.0),
+        "inter_gb_s": figures.get("link_gb_s", 1.0),
+        "beside_computing": figures["beside"][0],
+        "beside_moving": figures["beside"][1],
+        "beside_sending": figures["beside"][2],
         "context_gib": 0.0,
         "communicator_gib": 0.0,
         "allocator_loss": 0.0,
@@ -92,14 +92,14 @@ def options_of(name: str, found: Found, ranks: int) -> dict[str, Any]:
         "sources": {"rates": source, "kernel_us": source, "beside_computing": source, "context_gib": "not measured"},
         "rates": {
             "products": {
-                **found["products"],
-                "float8": found["products"].get("float8", found["products"]["bfloat16"]),
-                "grouped": found["products"]["float32" if found["device"] == "cpu" else "bfloat16"],
+                **figures["products"],
+                "float8": figures["products"].get("float8", figures["products"]["bfloat16"]),
+                "grouped": figures["products"]["float32" if figures["device"] == "cpu" else "bfloat16"],
             },
-            "attention": [{"kernel": "measured", **found["attention"]}],
-            "memory": [[mib, round(rate / bandwidth, 4)] for mib, rate in found["memory"]],
-            "collectives": found["collectives"],
-            "protocols": [{"base_us": found["kernel_us"], "intra_us": 0.0, "inter_us": 0.0, "share": 1.0}],
+            "attention": [{"kernel": "measured", **figures["attention"]}],
+            "memory": [[mib, round(rate / bandwidth, 4)] for mib, rate in figures["memory"]],
+            "collectives": figures["collectives"],
+            "protocols": [{"base_us": figures["kernel_us"], "intra_us": 0.0, "inter_us": 0.0, "share": 1.0}],
         },
     }
 
@@ -115,20 +115,20 @@ def heading(ranks: int, threads: int, found: Found) -> str:
     )
 
 
-def show(found: Found) -> None:
+def show(figures: Found) -> None:
     """Print the measurements."""
-    table = Table("what", "size: figure", title=f"measured, {found['device']}")
-    for dtype, points in found["products"].items():
-        table.add_row(f"products {dtype}, TFLOP/s by GFLOP", line(points))
-    for way, points in found["attention"].items():
+    table = Table("what", "size: figure", title=f"measured, {figures['device']}")
+    for dtype, points in figures["products"].items():
+        table.add_row(f"matmuls {dtype}, TFLOP/s by GFLOP", line(points))
+    for way, points in figures["attention"].items():
         table.add_row(f"attention {way}, TFLOP/s by keys", line(points))
-    table.add_row("memory, GB/s by MiB moved", line(found["memory"]))
-    figures = [f"{found[name]:g}" for name in ("kernel_us", "launch_us", "operator_us")]
-    table.add_row("smallest kernel, launch, operator of the eager backend, us", ", ".join(figures))
-    for times in found["collectives"]:
+    table.add_row("memory, GB/s by MiB moved", line(figures["memory"]))
+    latencies = [f"{figures[name]:g}" for name in ("kernel_us", "launch_us", "operator_us")]
+    table.add_row("smallest kernel, launch, operator of the eager backend, us", ", ".join(latencies))
+    for times in figures["collectives"]:
         table.add_row(f"{times['kind']} of {times['ranks']}, us by MiB", line(times["us"]))
-    table.add_row("kept beside a collective: products, memory", f"{found['beside'][0]:g}, {found['beside'][1]:g}")
-    table.add_row("a collective keeps beside products", f"{found['beside'][2]:g}")
+    table.add_row("kept during a collective: matmuls, memory", f"{figures['beside'][0]:g}, {figures['beside'][1]:g}")
+    table.add_row("a collective keeps during matmuls", f"{figures['beside'][2]:g}")
     Console().print(table)
 
 

@@ -39,7 +39,7 @@ FUSED = "Call mix order reduction kernel"  # a comment in the generated code
 
 
 def norm_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of a norm's input, reduced along rows, and a bucket of two gradients reduced along columns."""
+    """Return the gradient of a norm's input, reduced along rows, and a bucket of two gradients reduced by column."""
     along_rows = (gradient * weight * x).sum(1, keepdim=True)
     return gradient * weight - x * along_rows, torch.cat([(gradient * x).sum(0), gradient.sum(0)])
 

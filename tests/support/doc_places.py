@@ -146,7 +146,7 @@ def store_of(cfg: Config, folder: Path) -> str | None:
 
 
 def tiny(cfg: Config, folder: Path) -> Config:
-    """Return a small job with its kind of model, data and optimizer: two layers of 16 features, four steps, one rank."""
+    """Return a small job with its kind of model, data and optimizer: two layers of 16 features, four steps."""
     small = cfg.model
     if isinstance(small, ModelConfig):
         vocabulary = 300 if cfg.data.tokenizer != "bytes" else 257

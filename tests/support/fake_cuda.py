@@ -116,7 +116,7 @@ def fake_h100() -> Iterator[list[CachingAutotuner]]:
 
 
 def programs_of(cfg: Config) -> dict[str, Captured]:
-    """Return the training programs of a job on CUDA, as bodies, of all stages; process groups exist but send nothing."""
+    """Return a job's training programs on CUDA, as bodies, of all stages; process groups exist but send nothing."""
     mesh = mesh_of(cfg.mesh)
     model = models.build(cfg.model, DTYPES[cfg.train.dtype])
     microbatches = cfg.train.microbatches

@@ -76,7 +76,7 @@ def compiled(case: Case) -> Any:
 
 
 def emitted(case: Case) -> dict[str, Any]:
-    """Return the numbers of FlexAttention's forward and backward kernels, of all kernels, and the most shared memory."""
+    """Return counts of FlexAttention's forward and backward kernels and of all, and the most shared memory."""
     with fake_h100() as kernels:
         compiled(case)
     shared = max(result.kernel.metadata.shared for kernel in kernels for result in kernel.compile_results)

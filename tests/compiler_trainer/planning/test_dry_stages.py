@@ -57,7 +57,7 @@ def found(tmp_path_factory) -> tuple[Path, dict]:
 
 
 def programs_like(table: tables.Table) -> dict:
-    """Return programs with the carried values of stages: activations, their gradients, and values that a stage keeps."""
+    """Return programs with the carried values of stages: activations, their gradients, and values kept by a stage."""
     last, split = table.stages - 1, table.is_split
 
     def program(reads: list[str], makes: list[str]) -> SimpleNamespace:
