@@ -1,4 +1,4 @@
-"""A compiler-first trainer for large language models: `Trainer` and `compile_step` are its Python faces."""
+"""A compiler-first trainer for large language models; its Python interface is `Trainer` and `compile_step`."""
 
 import time
 from importlib import import_module
@@ -26,7 +26,7 @@ __all__ = ["Callback", "Logger", "MLflow", "Run", "Trainer", "UserError", "WandB
 
 
 def __getattr__(name: str) -> Any:
-    """What is public, once it is asked for: processes that only read text do without torch."""
+    """Import a public name on first use, so that processes that only read text need no torch."""
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"compiler_trainer.{PLACES[name]}"), name)

@@ -1,4 +1,4 @@
-"""The trainer from Python: model, loss, data and options in; the loop is that of the command line."""
+"""The trainer from Python: model, loss, data and options as arguments; the loop is that of the command line."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from compiler_trainer.training.callbacks import Callback, Run
 from compiler_trainer.training.loggers import Logger
 
 Options = Mapping[str, Any] | str
-APART = ("optim", "lr_schedule", "data")  # groups with options of their own: arguments of a target stand in `arguments`
-LISTS = ("callbacks", "loggers", "extra")  # of what is called
+APART = ("optim", "lr_schedule", "data")  # groups whose `_target_` takes its arguments from the option `arguments`
+LISTS = ("callbacks", "loggers", "extra")  # options that list targets
 
 
 class Trainer:
-    """Trains a model, as the command line does with the same options: see docs/guides/your-loop.md.
+    """Trains a model as the command line does with the same options: see docs/guides/your-loop.md.
 
-    `model` is a plain module, which begins with the weights that it has, or the options of `model=...`; `loss` a
-    function of (model, batch), by default the cross-entropy of next tokens; `data` a dataset whose items are rows, or
-    the options of `data=...`. The other options are groups: a mapping, or the name of a choice
-    (`optim={"name": "muon", "lr": 1e-3}`, `recipe="pretrain"`). Each `_target_` may be the thing itself.
+    `model` is a plain module with its initial weights, or the options of `model=...`. `loss` is a function of (model,
+    batch), by default the cross-entropy of next tokens. `data` is a dataset of sequences, or the options of `data=...`.
+    The other options are groups: a mapping, or the name of a choice (`optim={"name": "muon", "lr": 1e-3}`,
+    `recipe="pretrain"`). Each `_target_` may be the object itself.
 
-    Under torchrun every rank makes the same one. Raises UserError on bad options.
+    Under torchrun every rank creates the same trainer. Raises UserError on bad options.
     """
 
     def __init__(
@@ -50,25 +50,28 @@ class Trainer:
         **options: Options,
     ):
         named = Named()
-        own = {"model": model, "loss": loss, "data": data}
-        groups = {name: named.group(name, value) for name, value in (own | options).items() if value is not None}
-        for group, key, each in (("train", "callbacks", callbacks), ("run", "loggers", loggers)):
-            if each:
-                groups[group] = {**group_of(groups, group), key: named.inside({key: each}, group)[key]}
+        named_groups = {"model": model, "loss": loss, "data": data}
+        groups = {
+            name: named.group(name, value) for name, value in (named_groups | options).items() if value is not None
+        }
+        for group, key, values in (("train", "callbacks", callbacks), ("run", "loggers", loggers)):
+            if values:
+                groups[group] = {**group_of(groups, group), key: named.inside({key: values}, group)[key]}
         self.handed = named.objects
         self.cfg = composed(groups)
         self.run: Run | None = None
 
     def train(self) -> float:
-        """Train to the end; the last held-out loss, else the last loss. With `run.dry` milliseconds of a step.
+        """Train to the end; return the last validation loss, or without evaluation the last loss.
 
-        Raises UserError with nothing written on bad input, and SystemExit where a signal or `run.time_limit` ended it.
+        With `run.dry` it returns the milliseconds of a step. Raises UserError with nothing written on bad input, and
+        SystemExit if a signal or `run.time_limit` ends training.
         """
         with handed(self.handed):
-            found = on_ranks(self.cfg, [Keeps(self)])
+            result = on_ranks(self.cfg, [Keeps(self)])
         atexit.unregister(stop_ranks)
         atexit.register(stop_ranks)
-        return found
+        return result
 
     @property
     def folder(self) -> Path:
@@ -76,95 +79,94 @@ class Trainer:
         return Path(self.run.cfg.run.dir if self.run else self.cfg.run.dir)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Trained parameters and buffers in full, by the model's own names; every rank calls it after `train`."""
+        """Return trained parameters and buffers in full, by the model's names; every rank calls it after `train`."""
         if self.run is None:
             raise RuntimeError("there is no trained state: call train() first")
         return self.run.state_dict()
 
 
 class Keeps(Callback):
-    """Lets a trainer know its run."""
+    """A callback that gives a trainer its run."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
 
     def on_start(self, run: Run) -> None:
-        """Keep it."""
         self.trainer.run = run
 
 
 @dataclass
 class Named:
-    """Options in which things have names: a class or function its own, an object one by which it is found again."""
+    """Options with names in place of objects: a class or function has its own name, another object a generated one."""
 
     objects: dict[str, Any] = field(default_factory=dict)
 
     def group(self, name: str, value: Any) -> Options:
-        """A group of options; a thing in its place is what it calls."""
+        """Return a group of options; an object in its place becomes the group's `_target_`."""
         if isinstance(value, str):
             return value
         return self.inside(value if isinstance(value, Mapping) else {"_target_": value}, name)
 
     def inside(self, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """A mapping of options, with all that is in it."""
-        found: dict[str, Any] = {}
+        """Return a mapping of options with names for all objects in it."""
+        named: dict[str, Any] = {}
         for key, value in options.items():
             if key == "_target_" and not isinstance(value, str):
                 target, arguments = self.target(value, where)
-                found["_target_"] = target
+                named["_target_"] = target
                 is_apart = arguments and where.partition(".")[0] in APART
-                found |= {"arguments": arguments} if is_apart else arguments
+                named |= {"arguments": arguments} if is_apart else arguments
             elif isinstance(value, Mapping):
-                found[key] = self.inside(value, f"{where}.{key}")
+                named[key] = self.inside(value, f"{where}.{key}")
             elif isinstance(value, list | tuple):
-                things = [key in LISTS or isinstance(each, Mapping) for each in value]
-                found[key] = [
-                    self.group(f"{where}.{key}[{i}]", each) if is_thing else each
-                    for i, (each, is_thing) in enumerate(zip(value, things))
+                holds_objects = [key in LISTS or isinstance(item, Mapping) for item in value]
+                named[key] = [
+                    self.group(f"{where}.{key}[{i}]", item) if holds_object else item
+                    for i, (item, holds_object) in enumerate(zip(value, holds_objects))
                 ]
             else:
-                found[key] = value
-        return found
+                named[key] = value
+        return named
 
-    def target(self, thing: Any, where: str) -> tuple[str, Own]:
-        """The dotted name of a thing, and the arguments that it is called with beside those that are given."""
-        name = f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
-        if is_called(thing, name):
+    def target(self, target: Any, where: str) -> tuple[str, Own]:
+        """Return the dotted name of a target, and the arguments that it needs in addition to the given ones."""
+        name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+        if is_called(target, name):
             return name, {}
-        if isinstance(thing, type):
+        if isinstance(target, type):
             raise UserError(where, f"{name} is not found by that name; define the class at the top of its module")
-        kind = name if callable(thing) and hasattr(thing, "__qualname__") else type(thing).__qualname__
-        self.objects[what := f"{where}: {kind}"] = thing
-        return GIVEN, {"what": what}
+        type_name = name if callable(target) and hasattr(target, "__qualname__") else type(target).__qualname__
+        self.objects[key := f"{where}: {type_name}"] = target
+        return GIVEN, {"what": key}
 
 
-def is_called(thing: Any, name: str) -> bool:
-    """Whether a thing is the class or function that a dotted name finds."""
-    if not (isinstance(thing, type) or isinstance(thing, Callable) and hasattr(thing, "__qualname__")):  # type: ignore
+def is_called(target: Any, name: str) -> bool:
+    """Return True if a dotted name finds this class or function."""
+    if not (isinstance(target, type) or isinstance(target, Callable) and hasattr(target, "__qualname__")):  # type: ignore
         return False
     try:
-        return get_object(name) is thing
+        return get_object(name) is target
     except (ImportError, ValueError):
         return False
 
 
 def group_of(groups: Mapping[str, Options], name: str) -> Mapping[str, Any]:
-    """The options of a group that is given as a mapping; raises UserError where it is a name."""
-    found = groups.get(name, {})
-    if isinstance(found, str):
-        raise UserError(name, f"{found!r} is not a group of options; give a mapping")
-    return found
+    """Return the options of a group; raise UserError if the group is a name, not a mapping."""
+    options = groups.get(name, {})
+    if isinstance(options, str):
+        raise UserError(name, f"{options!r} is not a group of options; give a mapping")
+    return options
 
 
 def composed(groups: Mapping[str, Options]) -> Config:
-    """The default job with groups of options; raises UserError."""
+    """Return the configuration of the default job with some groups of options; raise UserError on bad ones."""
     chosen = {name: choice for name, value in groups.items() if (choice := choice_of(name, value))}
-    given = {name: value for name, value in groups.items() if not isinstance(value, str)}
-    return typed(compose([f"{name}={choice}" for name, choice in chosen.items()], given))
+    overrides = {name: value for name, value in groups.items() if not isinstance(value, str)}
+    return typed(compose([f"{name}={choice}" for name, choice in chosen.items()], overrides))
 
 
 def choice_of(group: str, options: Options) -> str | None:
-    """The choice that a group's options go with, None for the default."""
+    """Return the name of the choice that a group's options belong to; None for the default."""
     if isinstance(options, str):
         return options
     if "_target_" in options:

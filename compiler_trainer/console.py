@@ -1,4 +1,4 @@
-"""What is said on the console: lines, and on a terminal one that renews itself."""
+"""Console output: lines, and on a terminal a line that updates itself."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, Self, TextIO
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
-WIDTH, WIDEST = 160, 220  # of what is no terminal
+WIDTH, WIDEST = 160, 220  # columns if the output is no terminal
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Print a line at once, on standard output or elsewhere, in one write: threads' lines do not mix."""
+    """Print a line at once in a single write, so that lines of threads do not mix."""
     print(f"{text}\n", end="", file=to, flush=True)
 
 
-def wide(width: int = WIDTH, **how: Any) -> Console:
-    """A console for tables: where it is no terminal, as wide as their columns need."""
-    found = Console(file=sys.stdout, **how)
-    return found if found.is_terminal else Console(file=sys.stdout, width=width, **how)
+def wide(width: int = WIDTH, **options: Any) -> Console:
+    """Return a console for tables; if the output is no terminal, it is `width` columns wide."""
+    console = Console(file=sys.stdout, **options)
+    return console if console.is_terminal else Console(file=sys.stdout, width=width, **options)
 
 
 def tabular() -> Console:
-    """A console for tables of graph nodes, whose text is shown as it is."""
+    """Return a console for tables of graph nodes, which prints text without markup."""
     return wide(WIDEST, highlight=False, markup=False)
 
 
 class Renewed:
-    """A line of `columns` that is there while this is used as a context manager, if the console is a terminal."""
+    """A self-updating line of `columns` on a terminal, as a context manager."""
 
     def __init__(self, *columns: ProgressColumn, to: TextIO | None = None, **options: Any):
         self.console = Console(file=to or sys.stdout)

@@ -46,7 +46,7 @@ function paint() {{
     const colours = {{ paper_bgcolor: of("--back"), plot_bgcolor: of("--back"), "font.color": of("--text") }};
     for (const axis of Object.keys(plot.layout).filter((key) => /^[xy]axis/.test(key)))
       Object.assign(colours, {{ [`${{axis}}.gridcolor`]: of("--line"), [`${{axis}}.zerolinecolor`]: of("--line") }});
-    Plotly.relayout(plot, colours).then(() => Plotly.Plots.resize(plot));  // those beside it came after it was drawn
+    Plotly.relayout(plot, colours).then(() => Plotly.Plots.resize(plot));  // plots added later have changed its width
   }}
 }}
 addEventListener("load", paint);
@@ -57,33 +57,33 @@ dark.addEventListener("change", paint);
 
 
 def page(title: str, body: str) -> str:
-    """A whole page; `body` is HTML."""
+    """Return a full page; `body` is HTML."""
     return PAGE.format(title=html.escape(title), script=get_plotlyjs(), body=body)
 
 
-def drawn(plot: go.Figure, title: str = "", said: str = "", wide: bool = False) -> str:
-    """A plot below its title and a sentence on it; it is as wide as its place."""
+def figure_html(plot: go.Figure, title: str = "", sentence: str = "", wide: bool = False) -> str:
+    """Return a plot with its title and a caption; the plot is as wide as its container."""
     margin = {"l": 20, "r": 20, "t": 10, "b": 20}
     plot.update_layout(template="plotly_white", margin=margin)
     plot.update_xaxes(automargin=True).update_yaxes(automargin=True)
-    inside = plot.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, "displaylogo": False})
-    caption = f"<figcaption><b>{html.escape(title)}</b> {html.escape(said)}</figcaption>"
-    return f'<figure class="{"wide" if wide else ""}">{caption}{inside}</figure>'
+    plot_html = plot.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, "displaylogo": False})
+    caption = f"<figcaption><b>{html.escape(title)}</b> {html.escape(sentence)}</figcaption>"
+    return f'<figure class="{"wide" if wide else ""}">{caption}{plot_html}</figure>'
 
 
 def plots(parts: Iterable[str]) -> str:
-    """Plots side by side, as many as the window has room for."""
+    """Return plots side by side, as many as fit in the window."""
     return f'<div class="plots">{"".join(parts)}</div>'
 
 
 def table(rows: Iterable[str], kind: str = "") -> str:
-    """A table, which scrolls where the window is narrower."""
+    """Return a table that scrolls if the window is narrower."""
     return f'<div class="table"><table class="{kind}">{chr(10).join(rows)}</table></div>'
 
 
 def tr(tag: str, cells: Sequence[str | None], kind: str = "", link: str = "") -> str:
-    """One row of a table; the first cell leads to a file or folder."""
+    """Return one row of a table; the first cell links to a file or folder."""
     texts = [html.escape(cell or "") for cell in cells]
     texts[0] = f'<a href="{html.escape(link)}">{texts[0]}</a>' if link else texts[0]
-    inside = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
-    return f'<tr class="{html.escape(kind)}">{inside}</tr>'
+    cell_html = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
+    return f'<tr class="{html.escape(kind)}">{cell_html}</tr>'

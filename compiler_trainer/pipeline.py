@@ -5,9 +5,9 @@
             -> joint, simplify, cse, reassociate, remat, async_tp, optimize
             -> bucket, collectives, communicators, take_turns, overlap, segment -> lower
 
-`build_pipeline` returns the programs of a job as a table. `forward` ends in the program that every rank runs to get the
-loss. Training goes on from there: with one microbatch as one `step` program, with several as `accumulate`, run once a
-microbatch, and `apply`. `async_tp`, `batch_overlap` and `take_turns` run only if they are asked for. `bucket` comes
+`build_pipeline` returns the programs of a job as a table. `forward` ends with the program of the loss on every rank.
+Training continues from there: with one microbatch as one `step` program, with several as `accumulate`, run once a
+microbatch, and `apply`. `async_tp`, `batch_overlap` and `take_turns` run only if options request them. `bucket` comes
 after `optimize` because the reductions of replicated gradients appear only there.
 """
 
@@ -82,8 +82,8 @@ class ProgramPlan:
     """One row of a pipeline: the program `name` is made from the program `source` by `passes`.
 
     A `shared` program is only a source of others; all others run. If there is a `cut`, it returns the programs that run
-    by name, each of which goes through `finish`. The program stores its state as the program `state_of` does, if given.
-    The forward is of training and of evaluation.
+    by name, each of which goes through `finish`. The program stores its state in the layout of the program `state_of`,
+    if given. The forward serves training and evaluation.
     """
 
     name: str
@@ -97,7 +97,7 @@ class ProgramPlan:
 
     @property
     def trains(self) -> bool:
-        """Tell whether the row belongs to training, not to evaluation or to both."""
+        """True if the row belongs to training, not to evaluation or to both."""
         return self.purpose == "training"
 
     @property
@@ -110,7 +110,7 @@ class ProgramPlan:
 class Pipeline:
     """The programs of a job as a table, each row after the row of its source.
 
-    With `folding`, one layer of many alike stands for others until `unfold`.
+    With `folding`, one of many similar layers stands for the others until `unfold`.
     """
 
     rows: tuple[ProgramPlan, ...]
@@ -123,7 +123,7 @@ class Pipeline:
 
     @property
     def trains(self) -> bool:
-        """Tell whether any row belongs to training."""
+        """True if any row belongs to training."""
         return any(row.trains for row in self.rows)
 
     def lineage(self, name: str, source: str = CAPTURED) -> Passes:
@@ -143,7 +143,7 @@ class Pipeline:
 
     @property
     def is_cut(self) -> bool:
-        """Tell whether programs of training are cut from one."""
+        """True if training programs are cut from a larger one."""
         return any(row.trains and row.cut for row in self.rows)
 
 
@@ -166,8 +166,8 @@ def check_at_once(at_once: int, microbatches: int, pp: int) -> None:
         fix = "make train.microbatches a multiple of it"
         raise UserError("passes.communication.batch_overlap", f"is {at_once}, of {microbatches} microbatches; {fix}")
     if at_once > 1 and pp > 1:
-        what = f"is {at_once} with mesh.pp={pp}, whose stages take microbatches one by one; set it to 1"
-        raise UserError("passes.communication.batch_overlap", what)
+        problem = f"is {at_once} with mesh.pp={pp}, whose stages take microbatches one by one; set it to 1"
+        raise UserError("passes.communication.batch_overlap", problem)
 
 
 def forward_passes(request: CompileRequest) -> Passes:
@@ -207,7 +207,7 @@ def communication_passes(request: CompileRequest) -> Passes:
 
 
 def evaluation_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
-    """Return the row of evaluation, if it is asked for: the forward without a backward, or that of each stage."""
+    """Return the row of evaluation, if requested: the forward without a backward, or the forward of each stage."""
     _, collectives, _, *ordered = communication_passes(request)
     finish = (collectives, *ordered, Segment(request.passes.segment.max_nodes))
     if not request.evaluate:
@@ -235,18 +235,18 @@ def training_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
     finish = communication_passes(request)
     joint: Passes = (Joint(), Simplify(), CSE(), Reassociate())
     if request.microbatches // request.at_once == pp == 1:
-        then = with_async_tp(request, (optimize, *finish))
-        return (ProgramPlan("step", FORWARD, (*joint, build_remat(request, then), *then, segment)),)
+        finishing = with_async_tp(request, (optimize, *finish))
+        return (ProgramPlan("step", FORWARD, (*joint, build_remat(request, finishing), *finishing, segment)),)
     joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
     shared = ProgramPlan("joint", FORWARD, joint, shared=True)
-    added_in = DTYPES[passes.accumulate.dtype]
-    total = Accumulate(request.skip_nonfinite, added_in)
-    apply = ApplyOnly(reduce_dtype=DTYPES[passes.cast.reduce_dtype], dtype=added_in)
+    sum_dtype = DTYPES[passes.accumulate.dtype]
+    accumulation = Accumulate(request.skip_nonfinite, sum_dtype)
+    apply = ApplyOnly(reduce_dtype=DTYPES[passes.cast.reduce_dtype], dtype=sum_dtype)
     if pp > 1 or once(passes.accumulate.gather, pp):
-        return shared, *cut_rows(request, total, apply, optimize, finish)
-    then = with_async_tp(request, (total, *finish))
-    remat = build_remat(request, then, optimize.state_bytes)
-    accumulate = ProgramPlan("accumulate", "joint", (remat, *then, segment))
+        return shared, *cut_rows(request, accumulation, apply, optimize, finish)
+    finishing = with_async_tp(request, (accumulation, *finish))
+    remat = build_remat(request, finishing, optimize.state_bytes)
+    accumulate = ProgramPlan("accumulate", "joint", (remat, *finishing, segment))
     return shared, accumulate, ProgramPlan("apply", "joint", (apply, optimize, *finish, segment))
 
 
@@ -286,21 +286,23 @@ def in_eval_mode(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with evaluation made from the model captured in eval mode."""
     name = f"{FORWARD}_eval"
     passes = pipeline[FORWARD].passes
-    row = ProgramPlan(name, CAPTURED_IN_EVAL, passes, shared=True, state_of=FORWARD, purpose="evaluation")
-    rows = [(row, replace(each, source=name)) if each.name == EVALUATE else (each,) for each in pipeline.rows]
-    return replace(pipeline, rows=tuple(each for group in rows for each in group))
+    eval_forward = ProgramPlan(name, CAPTURED_IN_EVAL, passes, shared=True, state_of=FORWARD, purpose="evaluation")
+    rows = [(eval_forward, replace(row, source=name)) if row.name == EVALUATE else (row,) for row in pipeline.rows]
+    return replace(pipeline, rows=tuple(row for group in rows for row in group))
 
 
 def build_extra(passes: PassesConfig) -> Passes:
-    """Return the user's own passes; raise UserError if one is no pass, or changes the stage of a program."""
+    """Return the user's own passes; raise UserError if an object is no pass or changes the stage of a program."""
     steps = []
-    for number, own in enumerate(passes.extra):
-        step = called(own, where := f"passes.extra[{number}]")
+    for number, options in enumerate(passes.extra):
+        step = called(options, where := f"passes.extra[{number}]")
         if not isinstance(step, Pass):
-            what = f"{own['_target_']} returned a {type(step).__name__}"
-            raise UserError(where, f"{what}; return a passes.program.ir.Pass")
+            problem = f"{options['_target_']} returned a {type(step).__name__}"
+            raise UserError(where, f"{problem}; return a passes.program.ir.Pass")
         if step.gives is not None:
-            raise UserError(where, f"{step.name} gives a {step.gives} program; leave `gives` out, for others come next")
+            raise UserError(
+                where, f"{step.name} gives a {step.gives} program; leave `gives` out; other passes come next"
+            )
         steps.append(step)
     return tuple(steps)
 
@@ -308,8 +310,8 @@ def build_extra(passes: PassesConfig) -> Passes:
 def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
     """Return the pipeline with the user's passes, each at the first position of each program whose stage it accepts.
 
-    Layers are not folded then: no other pass is known to treat those alike that are alike. Raises UserError if a pass
-    fits nowhere in training.
+    It does not fold layers, because user passes might treat similar layers differently. Raises UserError if a pass fits
+    nowhere in training.
     """
     if not extra:
         return pipeline
@@ -317,21 +319,21 @@ def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
     stages, present = {CAPTURED: Stage.CAPTURED}, {CAPTURED: tuple[Pass, ...]()}  # at the end of each program
     placed_in_finish: dict[str, Passes] = {}
     for row in pipeline.rows:
-        begin, left = stages[row.source], without(extra, present[row.source])
-        later = names_of(row.finish, *(each.whole for each in pipeline.descendants(row.name)))
-        passes, fitting = placed(row.passes, begin, left, later, at_end=not row.finish)
+        begin, not_placed = stages[row.source], without(extra, present[row.source])
+        later = names_of(row.finish, *(descendant.whole for descendant in pipeline.descendants(row.name)))
+        passes, fitting = placed(row.passes, begin, not_placed, later, at_end=not row.finish)
         rows[row.name] = replace(row, passes=passes)
         stages[row.name], present[row.name] = end(passes, begin), (*present[row.source], *fitting)
     for row in [row for row in rows.values() if row.finish]:
-        alike = [each.name for each in rows.values() if each.finish and each.trains == row.trains]
-        before = [step for name in alike for step in present[name]]
-        finish, fitting = placed(row.finish, stages[row.name], without(extra, before))
+        siblings = [other.name for other in rows.values() if other.finish and other.trains == row.trains]
+        placed_before = [step for name in siblings for step in present[name]]
+        finish, fitting = placed(row.finish, stages[row.name], without(extra, placed_before))
         rows[row.name] = replace(row, finish=finish)
         placed_in_finish[row.name] = fitting
     present |= {name: (*present[name], *fitting) for name, fitting in placed_in_finish.items()}
-    if lost := without(extra, [step for row in rows.values() if row.trains for step in present[row.name]]):
-        takes, after = " or ".join(map(str, lost[0].takes)), ", ".join(lost[0].after) or "nothing"
-        raise UserError("passes.extra", f"{lost[0].name} takes a {takes} program after {after}: there is none")
+    if unplaced := without(extra, [step for row in rows.values() if row.trains for step in present[row.name]]):
+        takes, after = " or ".join(map(str, unplaced[0].takes)), ", ".join(unplaced[0].after) or "nothing"
+        raise UserError("passes.extra", f"{unplaced[0].name} takes a {takes} program after {after}: there is none")
     return replace(pipeline, rows=tuple(rows.values()), folding=None)
 
 
@@ -346,12 +348,12 @@ def without(passes: Passes, others: Sequence[Pass]) -> Passes:
 
 
 def once(when: str, pp: int) -> bool:
-    """Tell whether something is done once a step, not once a microbatch."""
+    """Return True if an option asks for once a step, not once a microbatch."""
     return when == "step" or when == "auto" and pp > 1
 
 
 def build_folding(request: CompileRequest) -> Folding | None:
-    """Return which layers may stand for others; None if options treat layers by number, or all of them at once."""
+    """Return the layers that may stand for others; None if options treat layers by number, or all of them together."""
     passes, optim, masters = request.passes, request.optim, request.parameter_dtypes
     if request.mesh["pp"] > 1 or request.microbatches > request.at_once and once(passes.accumulate.gather, 1):
         return None
@@ -362,7 +364,7 @@ def build_folding(request: CompileRequest) -> Folding | None:
     patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *remat.modules)
     patterns += tuple(pattern for group in optim.groups.values() for pattern in group.names)
     offloads = "offload" in (remat.policy, *remat.layers.values(), *remat.modules.values(), *remat.ops.values())
-    further = 2 if passes.cast.float8 or offloads else 0  # what is fetched comes early, as maxima do
+    extra_layers = 2 if passes.cast.float8 or offloads else 0  # fetches and maxima are issued layers early
     # Gathers start `prefetch` layers early, gradients are waited for as late, for each axis.
     return Folding(
         lambda name: (
@@ -370,20 +372,20 @@ def build_folding(request: CompileRequest) -> Folding | None:
             [p for p in patterns if within(name, p)],
             next((policy for p, policy in remat.layers.items() if within(name, p)), None),
         ),
-        before=3 + further,
-        after=2 + further,
+        before=3 + extra_layers,
+        after=2 + extra_layers,
         on_its_way=2 * prefetch,
     )
 
 
 def build_cast(cast: CastConfig, masters: Mapping[str, torch.dtype]) -> Cast:
-    """The precision that a configuration asks for."""
+    """Return the cast to the precision of a configuration."""
     ops, modules = ({p: DTYPES[d] for p, d in patterns.items()} for patterns in (cast.ops, cast.modules))
     return Cast(masters, ops, modules, DTYPES[cast.output_dtype])
 
 
 def build_async_tp(request: CompileRequest, following: Passes) -> Passes:
-    """Return the pass that overlaps matmuls with rings, if it is asked for; `following` passes finish its program."""
+    """Return the pass that overlaps matmuls with rings, if requested; the `following` passes finish its program."""
     choice = request.passes.communication.async_tp
     if choice == "none":
         return ()
@@ -396,7 +398,7 @@ def with_async_tp(request: CompileRequest, following: Passes) -> Passes:
 
 
 def build_optimize(request: CompileRequest) -> Optimize:
-    """Return the update that a configuration asks for."""
+    """Return the update of a configuration."""
     optim, cast = request.optim, request.passes.cast
     default = build_optimizer(optim, DTYPES[cast.param_dtype])
     return Optimize(
@@ -413,7 +415,7 @@ def build_optimize(request: CompileRequest) -> Optimize:
 
 
 def build_remat(request: CompileRequest, rest: Passes, reserved: Callable[[Program], int] = lambda _: 0) -> Remat:
-    """Return the recomputation that is asked for; `rest` finish its program, `reserved` bytes are outside of it."""
+    """Return the recomputation of a request; the passes `rest` finish its program, `reserved` bytes are outside it."""
     remat = request.passes.remat
     budget_bytes = None if remat.budget_gib is None else int(remat.budget_gib * 2**30)
     return Remat(
@@ -433,11 +435,11 @@ def build_remat(request: CompileRequest, rest: Passes, reserved: Callable[[Progr
 
 
 def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimizer:
-    """The optimizer of a configuration; products of its own are made in the dtype `compute`."""
+    """Return the optimizer of a configuration; its own matmuls run in the dtype `compute`."""
     if optim._target_ is not None:
         return build_own({"_target_": optim._target_, **optim.arguments})
     if optim.name == "custom":
-        raise UserError("optim._target_", "is null with optim=custom; name what makes the optimizer")
+        raise UserError("optim._target_", "is null with optim=custom; name the optimizer's class or a function")
     if optim.name == "sgd":
         return SGD(optim.momentum, optim.weight_decay)
     if optim.name == "muon":
@@ -445,21 +447,21 @@ def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimize
     return AdamW(optim.betas, optim.eps, optim.weight_decay)
 
 
-def build_own(own: Mapping[str, Any]) -> Optimizer:
-    """Return the user's own optimizer; raise UserError if it lacks a part."""
-    optimizer = called(own, "optim")
+def build_own(options: Mapping[str, Any]) -> Optimizer:
+    """Return the user's own optimizer; raise UserError if a method is missing."""
+    optimizer = called(options, "optim")
     if missing := [name for name in ("moments", "scalars", "update") if not hasattr(optimizer, name)]:
-        fix = "docs/guides/your-loop.md shows a whole one"
-        raise UserError("optim._target_", f"{own['_target_']} returned an object without `{missing[0]}`; {fix}")
+        fix = "docs/guides/your-loop.md shows a complete one"
+        raise UserError("optim._target_", f"{options['_target_']} returned an object without `{missing[0]}`; {fix}")
     return optimizer
 
 
-def build_group(label: str, group: GroupConfig, optim: OptimConfig, rest: Optimizer) -> Group:
-    """A group of parameters: as the rest, but for what it says."""
-    mine = AdamW(optim.betas, optim.eps, optim.weight_decay) if group.optimizer == "adamw" else rest
+def build_group(label: str, group: GroupConfig, optim: OptimConfig, default: Optimizer) -> Group:
+    """Return a group of parameters: like the default, except for the options that it sets."""
+    optimizer = AdamW(optim.betas, optim.eps, optim.weight_decay) if group.optimizer == "adamw" else default
     if group.weight_decay is not None:
-        if "weight_decay" not in getattr(mine, "__dataclass_fields__", ()):
-            what = f"{type(mine).__name__} is no dataclass with a field weight_decay"
-            raise UserError(f"optim.groups.{label}.weight_decay", f"{group.weight_decay}, but {what}; leave it null")
-        mine = replace(mine, weight_decay=group.weight_decay)  # type: ignore[type-var]
-    return Group(mine, group.lr, frozenset(group.kinds), group.names, label)
+        if "weight_decay" not in getattr(optimizer, "__dataclass_fields__", ()):
+            problem = f"{type(optimizer).__name__} is no dataclass with a field weight_decay"
+            raise UserError(f"optim.groups.{label}.weight_decay", f"{group.weight_decay}, but {problem}; leave it null")
+        optimizer = replace(optimizer, weight_decay=group.weight_decay)  # type: ignore[type-var]
+    return Group(optimizer, group.lr, frozenset(group.kinds), group.names, label)

@@ -1,4 +1,4 @@
-"""Everything that decides which programs a training step has, as one value."""
+"""The request for the programs of a training step, with everything that decides them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CompileRequest:
 
     @cached_property
     def balance(self) -> Balance:
-        """The cluster's speed of computing beside that of its links."""
+        """The cluster's speed of computing relative to that of its links."""
         return balance_of(described(self.cluster), self.passes.cast.param_dtype)
 
     def table(self, costs: TaskCosts = unit) -> Table | None:

@@ -1,4 +1,4 @@
-"""`python -m compiler_trainer.train` is the same command, under the name that scripts for torchrun may have."""
+"""`python -m compiler_trainer.train`: the same command under a name that suits torchrun scripts."""
 
 from compiler_trainer.cli.command import main
 

@@ -1,1 +1,1 @@
-"""Tools beside the trainer: benchmarks."""
+"""Tools for developing and measuring the trainer."""

@@ -1,4 +1,4 @@
-"""The glossary: words of these pages, with what the code itself says of placements, operators, passes and stages."""
+"""The glossary: words of the documentation, with the code's own texts on placements, operators, passes and stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.program.stages import Stage
 
 WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
-STATES = {  # as a dump writes it; the state; in spmd_types; in JAX; what it is
+STATES = {  # as a dump writes it; the state; in spmd_types; in JAX; its meaning
     "[64@tp, 8]": ("shard", "Shard", "varying", "each rank has its own entries"),
     "[64, 8] sum(tp)": ("partial", "Partial", "unreduced", "each rank has a term of the sum"),
     "[64, 8] replicate(tp)": ("replicate", "Replicate", "reduced", "a copy used otherwise on each rank"),
@@ -34,7 +34,7 @@ AXIS = {
 
 
 def page() -> str:
-    """The page of the glossary."""
+    """Return the page of the glossary."""
     words = [(word, about["meaning"], link(about["more"])) for word, about in WORDS.items()]
     states = [(state, f"`{shown}`", types, jax, meaning) for shown, (state, types, jax, meaning) in STATES.items()]
     operators = [
@@ -60,17 +60,17 @@ def page() -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
 def link(where: str) -> str:
-    """A link from the page to another page, or to a file of the code."""
+    """Return a link from the page to another page, or to a file of the code."""
     base = "../" if where.endswith(".md") else "../../"
     return f"[{where.rsplit('/', 1)[1]}]({base}{where})"
 
 
 def stages() -> list[tuple[str, ...]]:
-    """Each stage with what its line in the code says of it."""
-    found = re.findall(r"^    ([A-Z]+) = \d+  # (.*)$", inspect.getsource(Stage), re.MULTILINE)
-    return [(name.lower(), meaning) for name, meaning in found]
+    """Return each stage with the comment on its line in the code."""
+    names_and_comments = re.findall(r"^    ([A-Z]+) = \d+  # (.*)$", inspect.getsource(Stage), re.MULTILINE)
+    return [(name.lower(), meaning) for name, meaning in names_and_comments]

@@ -1,6 +1,6 @@
-"""What of the documentation is made from the code: the pages of options and words, the table of what is supported.
+"""Generated parts of the documentation: the pages of options and words, and the table of supported features.
 
-    python -m tools.reference        writes options.md and glossary.md in docs/reference, and the table in README.md
+python -m tools.reference        writes options.md and glossary.md in docs/reference, and the table in README.md
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIRST, LAST = "<!-- support -->", "<!-- end of support -->"
 
 
 class Feature(NamedTuple):
-    """Something that a trainer may do: the options that ask for it, and the test that shows it."""
+    """A feature of the trainer: the options that request it, and the test that shows it."""
 
     name: str
     options: str
@@ -29,7 +29,7 @@ class Feature(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Something that users of other trainers look for in vain, and the options that are refused."""
+    """A feature of other trainers that is missing here, and the options that are refused."""
 
     name: str
     options: str
@@ -117,14 +117,14 @@ MISSING = (
 
 
 def support() -> str:
-    """The table of what is supported, and the line of what is not."""
-    rows = [f"| {title} | {', '.join(feature.name for feature in found)} |" for title, found in FEATURES.items()]
+    """Return the table of supported features, and the line of missing ones."""
+    rows = [f"| {title} | {', '.join(feature.name for feature in features)} |" for title, features in FEATURES.items()]
     missing = "; ".join(feature.name for feature in MISSING)
     return "\n".join(["| area | features |", "|---|---|", *rows, f"| **not supported** | {missing} |"])
 
 
 def options() -> str:
-    """The page of options."""
+    """Return the page of options."""
     head = (
         "# Options\n\n`python -m tools.reference` makes this page from the schema. On the command line\n"
         "`compiler-trainer --help optim` shows a group, `compiler-trainer --cfg job` the values of a job.\n"
@@ -133,33 +133,33 @@ def options() -> str:
 
 
 def section(group: Group) -> str:
-    """A group: what it is about, its choices, and a row an option."""
+    """Return the section of a group: its text, its choices, and a row an option."""
     folder = CONF / group.name
     choices = sorted(path.stem for path in folder.glob("*.yaml")) if group.name and folder.is_dir() else []
-    named = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
+    listed = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
     rows = "\n".join(f"| `{o.name}` | {cell(o.takes)} | {cell(default(o))} | {o.meaning} |" for o in group.options)
     about = " ".join(group.about.split())
-    return f"## {group.name or 'loss'}\n\n{about}\n\n{named}| option | takes | default | |\n|---|---|---|---|\n{rows}\n"
+    return f"## {group.name or 'loss'}\n\n{about}\n\n{listed}| option | takes | default | |\n|---|---|---|---|\n{rows}\n"
 
 
 def default(option: Option) -> str:
-    """An option's default, the same whenever the page is made."""
+    """Return an option's default, the same at each generation."""
     return "runs/DATE_TIME" if option.name == "run.dir" else option.default
 
 
 def cell(text: str) -> str:
-    """A text in a table; long tables of rates are cut."""
+    """Return a text in a table; long tables of rates are cut."""
     short = text if len(text) <= 60 else f"{text[:57]}..."
     return f"`{short}`".replace("|", "\\|") if short else ""
 
 
 def renewed(text: str) -> str:
-    """README with the table between its markers."""
+    """Return README with a new table between its markers."""
     return re.sub(f"{FIRST}.*?{LAST}", f"{FIRST}\n{support()}\n{LAST}", text, flags=re.DOTALL)
 
 
 def main() -> None:
-    """Write them."""
+    """Write the generated files."""
     OPTIONS.write_text(options())
     GLOSSARY.write_text(glossary.page())
     README.write_text(renewed(README.read_text()))

@@ -1,7 +1,7 @@
-"""The pictures of the documentation, made anew from runs in little: `make pages`.
+"""The pictures of the documentation, from small runs: `make pages`.
 
-    python -m tools.screens                  writes docs/pages/*.png
-    python -m tools.screens --keep FOLDER    keeps the runs, and uses them again
+python -m tools.screens                  writes docs/pages/*.png python -m tools.screens --keep FOLDER    keeps the runs
+and uses them again
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dis
 SMALL = ("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=192",
          "train.seq_len=64", "lower.backend=eager", "checkpoint.interval=null")
 
-# the runs: folder -> what the command is given
+# the runs: folder -> arguments of the command
 RUNS: dict[str, tuple[str, ...]] = {
     "trained": (*SMALL, "train.steps=80", "eval.interval=20"),
     "dry": ("run.dry=true", "mesh.dp_shard=2", "mesh.cp=2", "mesh.tp=2", "cluster=h100", "train.seq_len=4096"),
@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 class Screen(NamedTuple):
-    """A picture: the page, what is done there first (an address, a search), and where it is from."""
+    """A picture: the run, its page, and an address or a search to open there first."""
 
     run: str
     page: str
@@ -54,29 +54,29 @@ SCREENS = {
 
 
 def main() -> None:
-    """Make the runs that there are not yet, and take every picture."""
+    """Make the missing runs, and take every picture."""
     parser = argparse.ArgumentParser("tools.screens", description=__doc__)
     parser.add_argument("--keep", type=Path, help="a folder for the runs")
     parser.add_argument("--only", nargs="*", choices=SCREENS, help="these pictures")
-    given = parser.parse_args()
-    with folder_of(given.keep) as folder, browser() as chromium:
-        for name in given.only or SCREENS:
+    args = parser.parse_args()
+    with folder_of(args.keep) as folder, browser() as chromium:
+        for name in args.only or SCREENS:
             take(chromium, made(folder, SCREENS[name].run), SCREENS[name], PAGES / f"{name}.png")
             print(PAGES / f"{name}.png", flush=True)
 
 
 @contextmanager
-def folder_of(kept: Path | None) -> Iterator[Path]:
-    """The folder of the runs, one that goes away unless it is named."""
-    if kept is not None:
-        yield kept
+def folder_of(folder: Path | None) -> Iterator[Path]:
+    """Yield the folder of the runs, a temporary one unless it is named."""
+    if folder is not None:
+        yield folder
         return
     with tempfile.TemporaryDirectory() as scratch:
         yield Path(scratch)
 
 
 def made(folder: Path, name: str) -> Path:
-    """The run of that name, with its page; made if it is not there."""
+    """Return the run of a name, with its page; make it if it is missing."""
     run = folder / name
     if not run.exists():
         command(*RUNS[name], f"run.dir={run}")
@@ -86,13 +86,13 @@ def made(folder: Path, name: str) -> Path:
 
 
 def command(*arguments: str) -> None:
-    """Give the trainer's command some arguments; raises CalledProcessError."""
+    """Run the trainer's command with some arguments; raise CalledProcessError."""
     subprocess.run([sys.executable, "-m", "compiler_trainer", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Chromium without a display."""
+    """Yield Chromium without a display."""
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -106,19 +106,19 @@ def browser() -> Iterator[Any]:
 
 def take(chromium: Any, run: Path, screen: Screen, file: Path) -> None:
     """Open a page and take its picture."""
-    shown = chromium.new_page(viewport=SIZE)
-    shown.goto(f"file://{run.resolve() / screen.page}")
+    page = chromium.new_page(viewport=SIZE)
+    page.goto(f"file://{run.resolve() / screen.page}")
     if screen.page == "inspect.html":
-        shown.wait_for_selector("body[data-ready]")
-        shown.evaluate(f"location.hash = {screen.address!r}")
-        shown.wait_for_function(f"document.body.dataset.shown === '#{screen.address}'")
+        page.wait_for_selector("body[data-ready]")
+        page.evaluate(f"location.hash = {screen.address!r}")
+        page.wait_for_function(f"document.body.dataset.shown === '#{screen.address}'")
     if screen.search:
-        shown.locator("input[type=search]").first.fill(screen.search)
-        if shown.locator("#lines .row").count() == 0:
+        page.locator("input[type=search]").first.fill(screen.search)
+        if page.locator("#lines .row").count() == 0:
             raise SystemExit(f"{file.name}: nothing is found for {screen.search!r}")
-    shown.wait_for_timeout(1500)  # drawings come in
-    shown.screenshot(path=str(file))
-    shown.close()
+    page.wait_for_timeout(1500)  # drawings fade in
+    page.screenshot(path=str(file))
+    page.close()
 
 
 if __name__ == "__main__":

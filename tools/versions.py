@@ -1,7 +1,7 @@
-"""Test and train with other versions of PyTorch and Python, each pair in an environment of its own.
+"""Test and train with other versions of PyTorch and Python, each pair in a separate environment.
 
     python -m tools.versions 2.11.0:python3.12 2.15.0:python3.13                # a row a pair
-    python -m tools.versions 2.11.0:python3.12 --write docs/measured/versions.md # which the page then has
+    python -m tools.versions 2.11.0:python3.12 --write docs/measured/versions.md # adds the row to the page
 
 `make venv` makes the environments, `.venv-TORCH-PYTHON`, gigabytes each. Exit codes: 0 all tests passed, 1 some failed.
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
-# of each folder something, and all that touches what PyTorch keeps to itself: capture, tracing, Inductor, FlexAttention
+# some tests of each folder, and all that touch private parts of PyTorch: capture, tracing, Inductor, FlexAttention
 TESTS = tuple(
     f"tests/{path}"
     for path in (
@@ -63,27 +63,27 @@ TESTS = tuple(
     )
 )
 STEPS = 20
-JOB = ("data=synthetic", f"train.steps={STEPS}")  # the default one reads the interpreter's own library, another in each
+JOB = ("data=synthetic", f"train.steps={STEPS}")  # the default data is Python's own library, which differs
 HEAD = ("torch", "Python", "passed", "failed", "skipped", "minutes", "loss, step 1", f"step {STEPS}", "eval loss", "")
 Row = tuple[str, ...]
 
 
 class Pair(NamedTuple):
-    """A PyTorch, and the command of a Python."""
+    """A version of PyTorch, and the command of a Python."""
 
     torch: str
     python: str
 
     @staticmethod
     def parse(text: str) -> Pair:
-        """Of `TORCH:PYTHON`; raises ArgumentTypeError."""
+        """Return the pair of `TORCH:PYTHON`; raise ArgumentTypeError."""
         torch, _, python = text.partition(":")
         if not torch or not python:
             raise argparse.ArgumentTypeError(f"{text}: give TORCH:PYTHON, as in 2.11.0:python3.12")
         return Pair(torch, python)
 
     def installed(self) -> Path:
-        """The interpreter of its environment, made if it is not there."""
+        """Return the interpreter of the pair's environment, made if it is missing."""
         venv = ROOT / f".venv-{self.torch}-{Path(self.python).name}"
         options = f"TORCH=torch=={self.torch}", f"PYTHON={self.python}", f"VENV={venv}"
         subprocess.run(["make", "venv", *options], cwd=ROOT, check=True)
@@ -91,7 +91,7 @@ class Pair(NamedTuple):
 
 
 def row(pair: Pair, jobs: int) -> Row:
-    """What the tests and the job came to."""
+    """Return the results of the tests and of the job."""
     python = pair.installed()
     with tempfile.TemporaryDirectory(prefix="versions-") as scratch:
         version = subprocess.run([python, "-c", VERSION], check=True, capture_output=True, text=True).stdout.strip()
@@ -102,14 +102,14 @@ VERSION = "import platform; print(platform.python_version())"
 
 
 def tested(python: Path, scratch: Path, jobs: int) -> Row:
-    """How many tests passed, failed, were skipped, in how many minutes; the rest of a row names those that failed."""
+    """Return counts of passed, failed and skipped tests, and minutes; failed tests are named."""
     report = scratch / "tests.xml"
     subprocess.run([python, "-m", "pytest", f"-n{jobs}", "--dist=worksteal", f"--junitxml={report}", *TESTS], cwd=ROOT)
     return counted(ElementTree.parse(report).getroot())
 
 
 def counted(report: ElementTree.Element) -> Row:
-    """Of a JUnit report: how many passed, which failed, how many were skipped, minutes."""
+    """Return for a JUnit report: the number passed, the names of failed tests, the number skipped, minutes."""
     (suite,) = report.iter("testsuite")
     cases = list(suite.iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
@@ -120,56 +120,56 @@ def counted(report: ElementTree.Element) -> Row:
 
 
 def trained(python: Path, scratch: Path) -> Row:
-    """The job's first, last and held-out loss, and nothing; where it failed what it ended with."""
+    """Return the job's first, last and validation loss, and an empty text, or the last line of its error."""
     run = scratch / "run"
-    own = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "kernels"), "XDG_CACHE_HOME": str(scratch / "tokens")}
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "kernels"), "XDG_CACHE_HOME": str(scratch / "tokens")}
     command = [str(python), "-m", "compiler_trainer", *JOB, f"run.dir={run}"]
-    job = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
+    job = subprocess.run(command, cwd=ROOT, env=os.environ | caches, capture_output=True, text=True)
     if job.returncode:
         return "", "", "", job.stderr.strip().splitlines()[-1]
     return (*losses([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]), "")
 
 
 def losses(steps: Sequence[Mapping[str, float]]) -> Row:
-    """Of a run's metrics."""
+    """Return the losses of a run's metrics."""
     return f"{steps[0]['loss']:.5f}", f"{steps[-1]['loss']:.5f}", f"{steps[-1]['eval_loss']:.5f}"
 
 
 def renewed(page: str, rows: Sequence[Row]) -> str:
-    """The page with these rows instead of those of the same versions."""
+    """Return the page with these rows in place of those of the same versions."""
     before, _, rest = page.partition(BEGIN)
     old, _, after = rest.partition(END)
-    kept = [cells for line in old.splitlines() if (cells := cells_of(line))]
-    found = {cells[:2]: cells for cells in [*kept, *rows]}
-    lines = [HEAD, ("---",) * len(HEAD), *(found[key] for key in sorted(found, key=numbers))]
+    old_rows = [cells for line in old.splitlines() if (cells := cells_of(line))]
+    row_of_versions = {cells[:2]: cells for cells in [*old_rows, *rows]}
+    lines = [HEAD, ("---",) * len(HEAD), *(row_of_versions[key] for key in sorted(row_of_versions, key=numbers))]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def cells_of(line: str) -> Row:
-    """Of a table's line, nothing if it is of its head."""
+    """Return the cells of a table's line, none for its head."""
     cells = tuple(cell.strip() for cell in line.split("|")[1:-1])
     return cells if cells and cells[0][:1].isdigit() else ()
 
 
 def numbers(versions: Row) -> list[list[int]]:
-    """What versions are sorted by."""
+    """Return the sort key of versions."""
     return [[int(part) for part in version.split(".")] for version in versions]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try each pair, show and write; the exit code."""
-    takes = argparse.ArgumentParser("python -m tools.versions", description=(__doc__ or "").splitlines()[0])
-    takes.add_argument("pairs", nargs="+", type=Pair.parse, metavar="TORCH:PYTHON", help="such as 2.11.0:python3.12")
-    takes.add_argument("--write", type=Path, help="the page whose rows are renewed")
-    takes.add_argument("--jobs", type=int, default=2, help="tests at once")
-    given = takes.parse_args(arguments)
+    """Test each pair, print and write the rows; return the exit code."""
+    parser = argparse.ArgumentParser("python -m tools.versions", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("pairs", nargs="+", type=Pair.parse, metavar="TORCH:PYTHON", help="such as 2.11.0:python3.12")
+    parser.add_argument("--write", type=Path, help="the page in which to replace the rows")
+    parser.add_argument("--jobs", type=int, default=2, help="tests at once")
+    args = parser.parse_args(arguments)
     rows = []
-    for pair in given.pairs:
-        rows.append(row(pair, given.jobs))
+    for pair in args.pairs:
+        rows.append(row(pair, args.jobs))
         print(" | ".join(rows[-1]), flush=True)
-        if given.write:
-            given.write.write_text(renewed(given.write.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        if args.write:
+            args.write.write_text(renewed(args.write.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return 1 if any(cells[3] != "0" or cells[-1] for cells in rows) else 0
 
 

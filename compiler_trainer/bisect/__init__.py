@@ -1,1 +1,1 @@
-"""Find the pass and the node at which a run goes wrong."""
+"""Bisection of a failing run to a pass and a node."""

@@ -1,4 +1,4 @@
-"""What is bisected: the first step of a run with some options, or the step after a checkpoint."""
+"""The step to bisect: the first step of a run with some options, or the step after a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from compiler_trainer.training.trainer import peek
 
 
 class Case(NamedTuple):
-    """Options, what they train, the module with its values, and a batch."""
+    """A step to bisect: options, their subject, the module with its values, and a batch."""
 
     cfg: Config
     trained: Subject
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 def at_start(overrides: Sequence[str]) -> Case:
-    """The first step of a run with some options, its weights in fp64."""
+    """Return the first step of a run with some options, its weights in fp64."""
     cfg = on_its_ranks(for_running(typed(compose(overrides))))
     trained, datasets = subject(cfg), read(cfg)
     check_vocabulary(datasets, trained.vocab_size)
@@ -41,7 +41,7 @@ def at_start(overrides: Sequence[str]) -> Case:
 
 
 def at_checkpoint(run: Path, overrides: Sequence[str]) -> Case:
-    """The step after a checkpoint, the newest or the one that `checkpoint.resume` names, as it was computed."""
+    """Return the step after a checkpoint, the newest or `checkpoint.resume`, in the run's own dtypes."""
     cfg = on_its_ranks(for_running(options_of(run, overrides)))
     datasets, stored = read(cfg), from_newest(cfg, opened)
     assert stored is not None
@@ -51,15 +51,15 @@ def at_checkpoint(run: Path, overrides: Sequence[str]) -> Case:
 
 
 def on_its_ranks(cfg: Config) -> Config:
-    """The config on as many ranks as its mesh asks for; raises UserError."""
+    """Return the validated config for the ranks of its mesh; raise UserError."""
     return validate(cfg, math.prod(max(size, 1) for size in dataclasses.asdict(cfg.mesh).values()))
 
 
 def read(cfg: Config) -> Datasets:
-    """The data of a run."""
+    """Return the data of a run."""
     return datasets_of(cfg, reference=0.0)
 
 
 def in_fp64(trained: Subject) -> nn.Module:
-    """The model with its initial weights, in fp64."""
+    """Return the model with its initial weights, in fp64."""
     return fill(trained.module, ((name, value[()]) for name, value in trained.initial())).double()

@@ -1,10 +1,11 @@
 """Find the pass and the node at which a run goes wrong.
 
 The model, its loss and one batch go through the pipeline pass by pass, in fp64 unless `passes.cast` says otherwise.
-After each pass the program is run, all ranks in this process, and held to the one before it. The first pass after
-which results differ, become infinite, or cannot be computed is at fault; of its program the first node is that whose
-value is wrong while all before it are right, or, if only gradients are wrong, the first on the way back. What is left
-is cut to the smallest program that still shows it, and written as a script that exits with 1 until that is mended.
+After each pass, the program runs with all ranks in this process and is compared with the program before. The first pass
+after which results differ, become infinite, or cannot be computed is at fault. The node at fault is the first in its
+program whose value is wrong although all values before are right or, if only gradients are wrong, the first on the way
+back. The program is then cut to the smallest piece that still fails, and written as a script that exits with 1 until
+the fault is fixed.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from passes.program.stages import Stage
 
 Kind = Literal["crash", "differs", "illegal", "not finite"]
 GIB = 2**30
-# What is held at most, measured on decoders of 3 to 20 million parameters with AdamW, on 1 to 4 ranks, to a fifth:
-HELD, UPDATED = 20, 80  # times the values of the captured program, and times the trained parameters on each rank
+# Peak memory, measured on decoders of 3 to 20 million parameters with AdamW on 1 to 4 ranks, accurate to a fifth:
+HELD, UPDATED = 20, 80  # x the values of the captured program, x the trained parameters on each rank
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What went wrong: after which pass of which program, at which node, in what way, and a piece that shows it.
+    """A fault: the program and pass, the node, the kind of error, and a piece that reproduces it.
 
-    `node` is of the program that the pass left (of the one it was given, if it left none); `origin` is the node
-    of the program before, or of the whole one, that it should agree with.
+    `node` belongs to the program after the pass (or before it, if the pass raised). `origin` is the node of the program
+    before, or of the last global one, that it should agree with.
     """
 
     kind: Kind
@@ -86,14 +87,14 @@ def bisect(
     seed: int = 0,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Finding | None:
-    """The first pass and node at which numbers change, become infinite or cannot be computed; None if nowhere.
+    """Return the first pass and node at which numbers change, become infinite or cannot be computed, if any.
 
-    Everything is run as given: use a model of float64 and a small batch. `passes` may be options, or a pipeline of
-    one's own. `tell` is called with what it needs, and with each pass that begins. Raises UserError where the input is
+    Everything runs in the given dtypes: use a float64 model and a small batch. `passes` may be options or a pipeline.
+    `tell` is called with the memory needed, and at the beginning of each pass. Raises UserError if the input is
     refused.
     """
     update = optim if isinstance(optim, OptimConfig) else build(OptimConfig, dict(optim or {}), "optim")
-    part = {key: value[: len(value) // microbatches] for key, value in batch.items()}
+    microbatch = {key: value[: len(value) // microbatches] for key, value in batch.items()}
     dtype = None
     if isinstance(passes, Pipeline):
         pipeline = passes
@@ -101,32 +102,32 @@ def bisect(
         options = passes if isinstance(passes, PassesConfig) else build(PassesConfig, dict(passes or {}), "passes")
         options = passes_on(options, on_gpu=False)
         request = CompileRequest(
-            model=model, loss_fn=loss_fn, batch=part, passes=options, optim=update, microbatches=microbatches
+            model=model, loss_fn=loss_fn, batch=microbatch, passes=options, optim=update, microbatches=microbatches
         )
         dtype, pipeline = DTYPES[options.cast.param_dtype], build_pipeline(request)
     sizes = dataclasses.asdict(mesh) if isinstance(mesh, MeshConfig) else dict(mesh or {})
     if sizes.get("pp", 1) > 1:
-        what = f"is {sizes['pp']}, and bisect follows one program from pass to pass; set mesh.pp=1"
-        raise UserError("mesh.pp", what)
+        problem = f"is {sizes['pp']}, but bisect follows a single program from pass to pass; set mesh.pp=1"
+        raise UserError("mesh.pp", problem)
     if pipeline.is_cut:
-        what = "bisect follows one program from pass to pass; set it to microbatch"
-        raise UserError("passes.accumulate.gather", what)
+        problem = "bisect follows a single program from pass to pass; set it to microbatch"
+        raise UserError("passes.accumulate.gather", problem)
     if any(step.name == "batch_overlap" for step in pipeline[FORWARD].passes):
         raise UserError("passes.communication.batch_overlap", "bisect follows one microbatch; set it to 1")
-    program, ctx = capture(model, loss_fn, part, torch.device("cpu"), dtype)
+    program, ctx = capture(model, loss_fn, microbatch, torch.device("cpu"), dtype)
     try:
         program = dataclasses.replace(program, mesh=Mesh.of(sizes))
     except MeshError as error:
         raise UserError(error.option, error.problem) from error
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
-    held = "every value of all ranks, before and after a pass"
-    tell(f"needs about {needed_bytes(program) / GIB:,.2f} GiB: {held} (measured on 3 to 20 million parameters)")
-    return Search(ctx, {**state, **part, **scalars}, tell).through(program, pipeline)
+    contents = "every value of all ranks, before and after a pass"
+    tell(f"needs about {needed_bytes(program) / GIB:,.2f} GiB: {contents} (measured on 3 to 20 million parameters)")
+    return Search(ctx, {**state, **microbatch, **scalars}, tell).through(program, pipeline)
 
 
 def needed_bytes(program: ir.Program) -> float:
-    """About how much memory is taken where a captured program goes through the passes of a training step."""
+    """Return the approximate memory needed to run a captured program through the passes of a training step."""
     sizes = {node: ir.example(node).nbytes for node in program.graph.nodes if ir.is_tensor(node)}
     trained = sum(sizes[n] for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter")
     return HELD * sum(sizes.values()) + UPDATED * trained * program.mesh.world_size
@@ -139,7 +140,7 @@ class Search:
         self.ctx, self.inputs, self.tell = ctx, inputs, tell
 
     def through(self, program: ir.Program, pipeline: Pipeline) -> Finding | None:
-        """The first fault of the forward passes and of those of each training program."""
+        """Return the first fault in the forward passes and in those of each training program."""
         branches = {FORWARD: pipeline[FORWARD].passes} | pipeline.training()
         number, last = itertools.count(1), 1 + sum(map(len, branches.values()))
         self.tell(f"{next(number)} of {last}: capture")
@@ -149,23 +150,26 @@ class Search:
         start = whole = captured
         results = captured.results
         for name, steps in branches.items():
-            current, held = start, results
+            current, earlier_results = start, results
             for step in steps:
                 self.tell(f"{next(number)} of {last}: {name}, {step.name}")
-                found = self.apply(name, step, current, whole, held)
-                if isinstance(found, Finding):
-                    return found
-                current, held = found, (found.results if found.program.has_backward else held | found.results)
+                outcome = self.apply(name, step, current, whole, earlier_results)
+                if isinstance(outcome, Finding):
+                    return outcome
+                current, earlier_results = (
+                    outcome,
+                    (outcome.results if outcome.program.has_backward else earlier_results | outcome.results),
+                )
                 whole = whole if current.program.stage >= Stage.LOCAL else current
             if name == "forward":
-                start, results = current, held
+                start, results = current, earlier_results
         return None
 
     def start(self, program: ir.Program) -> Recorded | Finding:
-        """The captured program's own numbers, which have to be finite."""
+        """Return the recorded captured program; a finding if its results are not finite."""
         captured = record(program, self.ctx, self.inputs)
-        lost = [result for result in captured.results.values() if not result.value.isfinite().all()]
-        if not lost:
+        not_finite = [result for result in captured.results.values() if not result.value.isfinite().all()]
+        if not not_finite:
             return captured
         ends = [end for end in program.results() if isinstance(end, fx.Node)]
         fault = locate.first_not_finite(captured, ends) or locate.first_gradient_not_finite(captured)
@@ -175,7 +179,7 @@ class Search:
     def apply(
         self, name: str, step: ir.Pass, before: Recorded, whole: Recorded, results: Results
     ) -> Recorded | Finding:
-        """What a pass leaves, run; or what is wrong with it."""
+        """Return the recorded program after a pass, or the finding of its fault."""
         stage = (name, step.name)
         kind: Literal["crash", "illegal"] = "crash"
         try:
@@ -201,10 +205,10 @@ class Search:
         error: ir.CompileError,
         source: Source,
     ) -> Finding:
-        """What raised, in the pass, in what it left or in the verifier, and the smallest piece that does."""
-        known = {node.name: node for node in source.program.calls()}
+        """Return the finding of an exception in the pass, its program or the verifier, with the smallest piece."""
+        nodes = {node.name: node for node in source.program.calls()}
         at = error.node or raised_at(error.__cause__ or error)
-        node = known.get(at.name) or known.get(ir.stands_for(at)) if at is not None else None
+        node = nodes.get(at.name) or nodes.get(ir.stands_for(at)) if at is not None else None
         piece = smallest(source, step, kind, str(error), node, False) if node is not None else everything(source, step)
         message = str(error).partition("\n")[0]
         return Finding(kind, *stage, message, at, node, piece=piece if piece is not None and piece.kind else None)
@@ -212,7 +216,10 @@ class Search:
     def locate(
         self, stage: tuple[str, str], step: ir.Pass, stages: Stages, wrong: dict[tuple[str, str], str], source: Source
     ) -> Finding:
-        """The first wrong node, by values if any but gradients are wrong or gradients are nodes, and its piece."""
+        """Return the finding of the first wrong node, with its piece.
+
+        It searches by values if results other than gradients are wrong or gradients are nodes, otherwise by gradients.
+        """
         program = stages.after.program
         has_backward = program.has_backward
         message = next(iter(wrong.values()))
@@ -222,23 +229,23 @@ class Search:
             return self.finding(kind, stage, message, fault, self.piece(source, step, fault, False))
         if not has_backward and (fault := locate.first_wrong_gradient(stages)):
             return self.finding("differs", stage, message, fault, self.piece(source, step, fault, True))
-        if not stages.before.program.has_backward and (found := wrong_derivative(source, step)):
-            fault = Fault(found[0], None, "its gradient in the joint graph is not its derivative")
-            return self.finding("differs", stage, message, fault, found[1])
+        if not stages.before.program.has_backward and (derivative := wrong_derivative(source, step)):
+            fault = Fault(derivative[0], None, "its gradient in the joint graph is not its derivative")
+            return self.finding("differs", stage, message, fault, derivative[1])
         fault = locate.first_not_finite(stages.after, ends)
         return self.finding("not finite" if fault else "differs", stage, message, fault, everything(source, step))
 
     def piece(self, source: Source, step: ir.Pass, fault: Fault, is_gradient: bool) -> Piece | None:
-        """The smallest piece around the node from which the fault comes."""
+        """Return the smallest piece around the node at fault."""
         name = fault.origin.name if fault.origin is not None else fault.node.name
         nodes = {node.name: node for node in source.program.graph.nodes}
-        around = nodes.get(fault.node.name if source.program.stage >= Stage.LOCAL else name)
-        return smallest(source, step, "differs", "", around, is_gradient) if around is not None else None
+        center = nodes.get(fault.node.name if source.program.stage >= Stage.LOCAL else name)
+        return smallest(source, step, "differs", "", center, is_gradient) if center is not None else None
 
     def finding(
         self, kind: Kind, stage: tuple[str, str], message: str, fault: Fault | None, piece: Piece | None
     ) -> Finding:
-        """The finding of a fault, if its node is known."""
+        """Return the finding of a fault, with its node if known."""
         if fault is None:
             return Finding(kind, *stage, message, piece=piece)
         details = (fault.message, *fault.details)
@@ -246,31 +253,31 @@ class Search:
 
 
 def wrong_results(pass_name: str, before: Results, after: Results, tolerance: float) -> dict[tuple[str, str], str]:
-    """What is said of each result that differs by more than rounding explains, by kind and name."""
-    wrong = {}
+    """Return the error text of each result that differs by more than rounding, by kind and name."""
+    messages = {}
     for key in after:
         try:
             compare(pass_name, before, {key: after[key]}, tolerance)
         except ir.CompileError as error:
-            wrong[key] = str(error).partition("\n")[0]
-    return wrong
+            messages[key] = str(error).partition("\n")[0]
+    return messages
 
 
 def ends_of(program: ir.Program, kind: str, name: str) -> list[fx.Node]:
-    """The node that a result leaves by: what is returned, or the input that is written."""
+    """Return the nodes of a result: the returned nodes, or the input that is written."""
     returned = zip(program.results(), program.outputs, strict=True)
     written = zip(program.placeholders(), program.inputs, strict=True)
     found = [node for node, output in returned if (output.kind, output.name) == (kind, name)]
-    return found + [node for node, given in written if (given.kind, given.name) == (kind, name)]
+    return found + [node for node, program_input in written if (program_input.kind, program_input.name) == (kind, name)]
 
 
 def lost_in(recorded: Recorded, node: fx.Node) -> bool:
-    """Whether a node yields an entry that is infinite or NaN."""
+    """Return True if a node's value has an infinite or NaN entry."""
     return any(not value.isfinite().all() for value in recorded.values[node.name])
 
 
 def wrong_derivative(source: Source, step: ir.Pass) -> tuple[fx.Node, Piece] | None:
-    """Going back from the loss, the first operator that the pass differentiates wrongly, by itself."""
+    """Return the first operator on the way back from the loss whose derivative the pass gets wrong, and its piece."""
     for node in reversed(list(source.program.calls())):
         nodes = with_terms(node, source)
         leaves = {n for m in nodes for n in m.all_input_nodes if n not in nodes and locate.is_float(n)}
@@ -281,7 +288,7 @@ def wrong_derivative(source: Source, step: ir.Pass) -> tuple[fx.Node, Piece] | N
 
 
 def with_terms(node: fx.Node, source: Source) -> list[fx.Node]:
-    """The node, and before it what computes the terms of sums that it takes: a sum is no input, its terms would be."""
+    """Return the node, after the nodes that compute the terms of its partial operands, which cannot be inputs."""
     nodes = [node]
     for operand in node.all_input_nodes:
         spec = source.specs.get(operand.name)
@@ -291,19 +298,19 @@ def with_terms(node: fx.Node, source: Source) -> list[fx.Node]:
 
 
 def raised_at(error: BaseException) -> fx.Node | None:
-    """The node in the hands of the innermost function that had one when an exception was raised."""
-    found, frame = None, error.__traceback__
+    """Return the node in the innermost function that had one when an exception was raised."""
+    innermost, frame = None, error.__traceback__
     while frame is not None:
         values = frame.tb_frame.f_locals
         nodes = [v for v in (values.get("node"), *values.values()) if isinstance(v, fx.Node)]
-        found, frame = (nodes[0] if nodes else found), frame.tb_next
-    return found
+        innermost, frame = (nodes[0] if nodes else innermost), frame.tb_next
+    return innermost
 
 
 def source_of(recorded: Recorded, after: ir.Program | None, inputs: Mapping[str, Tensor]) -> Source:
-    """Where pieces of a recorded program come from; its values are placed as the program `after` the pass has them."""
+    """Return the source of pieces of a recorded program; values have the placements of the program `after` the pass."""
     nodes = [node for node in nodes_of(recorded) if recorded.program.stage < Stage.LOCAL or ir.spec(node)]
-    wholes = {node.name: whole_value(node, recorded) for node in nodes}
+    full_values = {node.name: whole_value(node, recorded) for node in nodes}
     specs = {node.name: spec_of(node, recorded) for node in nodes}
     gradients = {
         node.name: total_gradient(recorded.gradients[node.name], specs[node.name], recorded.mesh)
@@ -312,14 +319,14 @@ def source_of(recorded: Recorded, after: ir.Program | None, inputs: Mapping[str,
     }
     if after is not None and recorded.program.stage < Stage.LOCAL:
         specs |= placed_in(after)
-    return Source(recorded.program, wholes | dict(inputs), specs, gradients)
+    return Source(recorded.program, full_values | dict(inputs), specs, gradients)
 
 
 def placed_in(program: ir.Program) -> dict[str, Spec]:
-    """How a local program places the values of the whole one, by name there: as first found complete, if ever."""
-    found: dict[str, Spec] = {}
+    """Return the placements of global values in a local program, by name: the first complete one, if there is one."""
+    specs: dict[str, Spec] = {}
     for node in program.graph.nodes:
         name, spec = ir.stands_for(node), ir.spec(node)
-        if name and spec is not None and (name not in found or (found[name].partial and not spec.partial)):
-            found[name] = spec
-    return found
+        if name and spec is not None and (name not in specs or (specs[name].partial and not spec.partial)):
+            specs[name] = spec
+    return specs

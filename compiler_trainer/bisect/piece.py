@@ -1,4 +1,4 @@
-"""A program small enough to be written out, with a pass that goes wrong on it: what a repro script is made of."""
+"""A small program and a pass that fails on it: the contents of a repro script."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kind = Literal["", "crash", "differs", "illegal"]
 
 
 class Sketch:
-    """A program written node by node; what a node computes is worked out on fake tensors."""
+    """A program written node by node; values are computed on fake tensors."""
 
     def __init__(self, mesh: Mesh, stage: Stage):
         self.mesh, self.stage = mesh, stage
@@ -39,7 +39,7 @@ class Sketch:
         self.results: list[fx.Node] = []
 
     def input(self, node_name: str, name: str, kind: ir.InputKind, spec: Spec, dtype: torch.dtype) -> fx.Node:
-        """A placeholder: a whole tensor until the program is local."""
+        """Add a placeholder: a full tensor unless the program is local."""
         shape = spec.local_shape(self.mesh) if self.stage >= Stage.LOCAL else spec.shape
         first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         with self.graph.inserting_before(first) if first is not None else nullcontext():
@@ -63,7 +63,7 @@ class Sketch:
         layer: Layer | None = None,
         role: Role | None = None,
     ) -> fx.Node:
-        """An operator."""
+        """Add an operator."""
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name)
         values, named = fx.map_arg((args, kwargs or {}), ir.value)
         with self.ctx.fake_mode, torch.no_grad():
@@ -73,12 +73,12 @@ class Sketch:
         return node
 
     def output(self, name: str, kind: ir.OutputKind, spec: Spec, node: fx.Node) -> None:
-        """A result."""
+        """Add a result."""
         self.outputs.append(ir.Output(name, kind, spec))
         self.results.append(node)
 
     def program(self) -> ir.Program:
-        """The program that returns the results."""
+        """Return the program that returns the results."""
         graph = fx.Graph()
         graph.graph_copy(self.graph, nodes := dict[fx.Node, fx.Node]())
         graph.output(tuple(nodes[result] for result in self.results))
@@ -88,7 +88,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Piece:
-    """A program, a pass, whole values of its inputs by name, and in what way it goes wrong (empty: in none)."""
+    """A program, a pass, full values of its inputs by name, and the kind of its failure (empty if it is right)."""
 
     sketch: Sketch
     step: ir.Pass
@@ -98,7 +98,7 @@ class Piece:
 
 
 def check(sketch: Sketch, step: ir.Pass, values: Mapping[str, Tensor]) -> tuple[Kind, str]:
-    """In what way a pass goes wrong on a program, and what is said of it; two empty strings if it is right."""
+    """Return the kind and message of a pass's failure on a program; two empty strings if it is right."""
     program = sketch.program()
     kind: Kind = "crash"
     try:
@@ -115,9 +115,10 @@ def check(sketch: Sketch, step: ir.Pass, values: Mapping[str, Tensor]) -> tuple[
 
 
 def run(sketch: Sketch, step: ir.Pass, values: Path, wrong: Kind, said: str = "") -> int:
-    """Check and say what is found, for a script: the exit code is 1 if the pass still goes wrong in this way.
+    """Check a pass for a script and print the result; return the exit code 1 if it still fails in this way.
 
-    Of a crash, `said` is the gist; a piece of a program may be refused for what it lacks once the crash is mended.
+    For a crash, `said` is the gist of its message, because a piece may be refused for another reason once the crash is
+    fixed.
     """
     kind, message = check(sketch, step, torch.load(values, weights_only=True))
     print(f"{kind}: {message}" if kind else f"{step.name}: right")
@@ -125,5 +126,5 @@ def run(sketch: Sketch, step: ir.Pass, values: Path, wrong: Kind, said: str = ""
 
 
 def gist(message: str) -> str:
-    """The first line of an error without names, places and numbers."""
+    """Return the first line of an error without names, places and numbers."""
     return re.sub(r"%\w+|\([^)]*\)|\d+", "", message.partition("\n")[0]).strip()

@@ -1,4 +1,4 @@
-"""A piece as Python text: a script that builds it again, applies the pass and exits with what it finds."""
+"""A piece as Python text: a script that rebuilds it, applies the pass and exits with the result."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from passes.program.torch_private import OpOverload
 
 
 class Inexpressible(Exception):
-    """A piece that has no text: it calls what exists in this process only."""
+    """A piece that cannot be written as text: it calls a function that exists only in this process."""
 
 
 def write(piece: Piece, path: Path, about: str) -> None:
-    """Write the script, and the values beside it as `.pt`; raises Inexpressible, with nothing written."""
+    """Write the script, and its values next to it as `.pt`; raise Inexpressible, with nothing written."""
     text = script(piece, about)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(dict(piece.values), path.with_suffix(".pt"))
@@ -32,43 +32,49 @@ def write(piece: Piece, path: Path, about: str) -> None:
 
 
 def script(piece: Piece, about: str) -> str:
-    """Python that builds the piece again, applies the pass, and exits with what it finds; raises Inexpressible."""
+    """Return Python that rebuilds the piece, applies the pass, and exits with the result; raise Inexpressible."""
     text = Text()
     sketch = piece.sketch
     body = [f"sketch = Sketch({text.of(sketch.mesh)}, {text.of(sketch.stage)})"]
     ends = iter(sketch.inputs)
     for node in sketch.graph.nodes:
         if node.op == "placeholder":
-            given = next(ends)
-            words: tuple = (node.name, given.name, given.kind, given.spec, ir.example(node).dtype)
+            program_input = next(ends)
+            words: tuple = (
+                node.name,
+                program_input.name,
+                program_input.kind,
+                program_input.spec,
+                ir.example(node).dtype,
+            )
             body.append(f"{node.name} = sketch.input({', '.join(map(text.of, words))})")
         else:
             words = (node.name, node.target, node.args, dict(node.kwargs))
-            origin: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node)}
-            origin |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
-            more = [f", {key}={text.of(value)}" for key, value in origin.items() if value]
-            more += [f", phase={text.of(ir.phase(node))}"] if ir.phase(node) != "forward" else []
-            body.append(f"{node.name} = sketch.call({', '.join(map(text.of, words))}{''.join(more)})")
+            attributes: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node)}
+            attributes |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
+            keywords = [f", {key}={text.of(value)}" for key, value in attributes.items() if value]
+            keywords += [f", phase={text.of(ir.phase(node))}"] if ir.phase(node) != "forward" else []
+            body.append(f"{node.name} = sketch.call({', '.join(map(text.of, words))}{''.join(keywords)})")
     for output, result in zip(sketch.outputs, sketch.results, strict=True):
         words = (output.name, output.kind, output.spec, result)
         body.append(f"sketch.output({', '.join(map(text.of, words))})")
     step = text.of(piece.step)
     imports = sorted({*text.imports, "from compiler_trainer.bisect.piece import Sketch, run"})
     head = ["import operator", "import sys", "from pathlib import Path", "", "import torch", "", *imports]
-    said = f", {gist(piece.message)!r}" if piece.kind == "crash" else ""
-    tail = [f'sys.exit(run(sketch, {step}, Path(__file__).with_suffix(".pt"), {piece.kind!r}{said}))']
+    gist_argument = f", {gist(piece.message)!r}" if piece.kind == "crash" else ""
+    tail = [f'sys.exit(run(sketch, {step}, Path(__file__).with_suffix(".pt"), {piece.kind!r}{gist_argument}))']
     doc = f'"""{about}\n\nExits with 1 while this is so, with 0 once it is mended.\n"""'
     return "\n".join([doc, "", *head, "", *body, *tail]) + "\n"
 
 
 class Text:
-    """Python expressions of values, and the imports that they need."""
+    """Python expressions for values, and their imports."""
 
     def __init__(self) -> None:
         self.imports: set[str] = set()
 
     def of(self, value: Any) -> str:
-        """The expression; raises Inexpressible."""
+        """Return the expression of a value; raise Inexpressible."""
         if isinstance(value, fx.Node):
             return value.name
         if isinstance(value, OpOverload) or value is operator.getitem:
@@ -99,7 +105,7 @@ class Text:
         raise Inexpressible(f"{value!r} has no text")
 
     def of_target(self, target: Any) -> str:
-        """An operator."""
+        """Return the expression of an operator."""
         if target is operator.getitem:
             return "operator.getitem"
         if namespace_of(target) in ("fn", "local"):
@@ -107,7 +113,7 @@ class Text:
         return f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}"
 
     def of_dataclass(self, value: Any) -> str:
-        """Its class with the fields that are not at their defaults; a function among them stays at its default."""
+        """Return a constructor call with the fields that differ from their defaults; functions keep their defaults."""
         cls = type(value)
         self.imports.add(f"from {cls.__module__} import {cls.__qualname__}")
         options = [f for f in fields(cls) if f.init and not is_default(f, getattr(value, f.name))]
@@ -115,7 +121,7 @@ class Text:
 
 
 def is_default(option: Field, value: Any) -> bool:
-    """Whether a field need not be written."""
+    """Return True if a field need not be written."""
     if inspect.isfunction(value):
         return option.default is not MISSING
     if option.default_factory is not MISSING:

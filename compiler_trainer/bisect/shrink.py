@@ -1,8 +1,8 @@
-"""Cut a program to the smallest piece on which a pass still goes wrong.
+"""Cut a program to the smallest piece on which a pass still fails.
 
-A piece is some nodes of the program that the pass was given; what they read from outside becomes inputs, with the
-values and placements found there. Where a gradient is wrong the piece ends in a loss: its result times the gradient
-that the whole program has there.
+A piece is some nodes of the program before the pass; values read from outside become inputs with their recorded values
+and placements. If a gradient is wrong, the piece ends in a loss: its result times the gradient of the full program
+there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Source:
-    """Where pieces are cut from: a program, whole values by input and node name, placements and gradients by node."""
+    """The source of pieces: a program, full values by input and node name, placements and gradients by node."""
 
     program: ir.Program
     wholes: Mapping[str, Tensor]
@@ -35,7 +35,7 @@ class Source:
 
 
 def smallest(source: Source, step: ir.Pass, kind: Kind, message: str, node: fx.Node, is_gradient: bool) -> Piece | None:
-    """The first piece, of growing size, on which the pass goes wrong in the given way; None if there is none."""
+    """Return the smallest piece, of growing size, on which the pass fails in the given way; None if there is none."""
     leaves = {node} if is_gradient else set()
     for nodes in growing(source.program, node, is_gradient):
         piece = closed(source, step, nodes, leaves)
@@ -46,33 +46,33 @@ def smallest(source: Source, step: ir.Pass, kind: Kind, message: str, node: fx.N
 
 
 def is_alike(piece: Piece, kind: Kind, message: str) -> bool:
-    """Whether a piece goes wrong in this way: if it raises, by saying the same but for names and numbers."""
+    """Return True if a piece fails in this way; for a crash, with the same message up to names and numbers."""
     return piece.kind == kind and (kind != "crash" or gist(piece.message) == gist(message))
 
 
 def pruned(source: Source, piece: Piece, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece:
-    """The piece without what it does not take to go wrong in the same way: its earliest nodes are left out first."""
+    """Return the piece without nodes that the failure does not need; the earliest are removed first."""
     for node in list(nodes):
-        fewer = [n for n in nodes if n is not node]
-        smaller = closed(source, piece.step, fewer, leaves) if fewer else None
+        remaining = [n for n in nodes if n is not node]
+        smaller = closed(source, piece.step, remaining, leaves) if remaining else None
         if smaller is not None and is_alike(smaller, piece.kind, piece.message):
-            piece, nodes = smaller, fewer
+            piece, nodes = smaller, remaining
     return piece
 
 
 def growing(program: ir.Program, node: fx.Node, is_gradient: bool) -> Iterator[list[fx.Node]]:
-    """Nodes around `node`, more each time: what leads to it, or, of a gradient, what it leads to."""
-    found = {n for n in (node.users if is_gradient else (node,)) if n.op == "call_function"}
+    """Yield growing sets of nodes around `node`: its ancestors or, for a gradient, its users."""
+    reached = {n for n in (node.users if is_gradient else (node,)) if n.op == "call_function"}
     for distance in range(9):
-        chosen = found | {n.all_input_nodes[0] for n in found if n.target is operator.getitem}
+        chosen = reached | {n.all_input_nodes[0] for n in reached if n.target is operator.getitem}
         if distance in (0, 1, 2, 4, 8):
             yield [n for n in program.calls() if n in chosen]
-        around = [m for n in chosen for m in (n.users if is_gradient else n.all_input_nodes)]
-        found = chosen | {m for m in around if m.op == "call_function"}
+        neighbors = [m for n in chosen for m in (n.users if is_gradient else n.all_input_nodes)]
+        reached = chosen | {m for m in neighbors if m.op == "call_function"}
 
 
 def closed(source: Source, step: ir.Pass, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece | None:
-    """The piece of some nodes; with `leaves`, of the gradients of those it reads. None if it cannot be cut there."""
+    """Return the piece of some nodes; with `leaves`, the piece of their gradients. None if it cannot be cut there."""
     ends = [n for n in nodes if ir.is_tensor(n) and not any(user in nodes for user in n.users)]
     if not ends or not all(n.name in source.specs for n in ends):
         return None
@@ -81,24 +81,24 @@ def closed(source: Source, step: ir.Pass, nodes: Sequence[fx.Node], leaves: set[
     if leaves and not all(n.name in source.gradients for n in ends):
         return None
     sketch = Sketch(source.program.mesh, source.program.stage)
-    made = copy_nodes(source, sketch, nodes, leaves)
+    copies = copy_nodes(source, sketch, nodes, leaves)
     values = {i.name: source.wholes[i.name] for i in sketch.inputs if i.name in source.wholes}
     if leaves:
-        values |= close(source, sketch, ends, made)
+        values |= close(source, sketch, ends, copies)
     else:
         for end in ends:
             is_local = source.program.stage >= Stage.LOCAL
             spec = source.specs[end.name] if is_local else Spec.whole(tuple(ir.example(end).shape))
-            sketch.output(end.name, "metric", spec, made[end])
+            sketch.output(end.name, "metric", spec, copies[end])
     return Piece(sketch, step, values, *check(sketch, step, values))
 
 
 def everything(source: Source, step: ir.Pass) -> Piece:
-    """The whole program as a piece."""
+    """Return the full program as a piece."""
     sketch = Sketch(source.program.mesh, source.program.stage)
-    made = copy_nodes(source, sketch, list(source.program.calls()), set())
+    copies = copy_nodes(source, sketch, list(source.program.calls()), set())
     for node, output in zip(source.program.results(), source.program.outputs, strict=True):
-        sketch.output(output.name, output.kind, output.spec, made[node])
+        sketch.output(output.name, output.kind, output.spec, copies[node])
     values = {i.name: source.wholes[i.name] for i in sketch.inputs if i.name in source.wholes}
     return Piece(sketch, step, values, *check(sketch, step, values))
 
@@ -106,25 +106,29 @@ def everything(source: Source, step: ir.Pass) -> Piece:
 def copy_nodes(
     source: Source, sketch: Sketch, nodes: Sequence[fx.Node], leaves: set[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Write the nodes into a sketch; what they read from outside becomes inputs."""
+    """Copy the nodes into a sketch; values read from outside become inputs."""
     ends = dict(zip(source.program.placeholders(), source.program.inputs, strict=True))
-    inside, made = set(nodes), dict[fx.Node, fx.Node]()
-    outside = {operand for node in nodes for operand in node.all_input_nodes if operand not in inside}
+    node_set, copies = set(nodes), dict[fx.Node, fx.Node]()
+    outside = {operand for node in nodes for operand in node.all_input_nodes if operand not in node_set}
     for node in source.program.graph.nodes:
         if node in outside:
-            given = ends.get(node) or ir.Input(node.name, "batch", placed(source, node))
-            kind = "parameter" if node in leaves else given.kind
-            made[node] = sketch.input(node.name, given.name, kind, given.spec, ir.example(node).dtype)
-        elif node in inside:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-            told: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node), "phase": ir.phase(node)}
-            told |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
-            made[node] = sketch.call(node.name, node.target, args, kwargs, **told)
-    return made
+            program_input = ends.get(node) or ir.Input(node.name, "batch", placed(source, node))
+            kind = "parameter" if node in leaves else program_input.kind
+            copies[node] = sketch.input(node.name, program_input.name, kind, program_input.spec, ir.example(node).dtype)
+        elif node in node_set:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            attributes: dict[str, Any] = {
+                "source": ir.source(node),
+                "module": ir.module_path(node),
+                "phase": ir.phase(node),
+            }
+            attributes |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
+            copies[node] = sketch.call(node.name, node.target, args, kwargs, **attributes)
+    return copies
 
 
 def placed(source: Source, node: fx.Node) -> Spec:
-    """How a value lies that comes from outside; padding that may hold anything holds ones, which a mask has to hide."""
+    """Return the placement of an outside value; undefined padding is filled with ones, which a mask has to hide."""
     spec = source.specs.get(node.name) or Spec.whole(tuple(ir.example(node).shape))
     return replace(spec, fill=1.0 if spec.fill is None else spec.fill)
 
@@ -132,18 +136,18 @@ def placed(source: Source, node: fx.Node) -> Spec:
 def close(
     source: Source, sketch: Sketch, ends: Sequence[fx.Node], made: Mapping[fx.Node, fx.Node]
 ) -> dict[str, Tensor]:
-    """End the sketch in a loss, each end times its gradient, summed; returns the gradients as values of inputs."""
+    """End the sketch in a loss, the sum of each end times its gradient; return the gradients as values of inputs."""
     is_local = source.program.stage >= Stage.LOCAL
     losses, values = [], {}
     for end in ends:
         spec, x, name = source.specs[end.name], made[end], f"gradient_of_{end.name}"
         for axis in spec.partial_axes if is_local else ():
             x = sketch.call(f"whole_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))
-        # of copies that differ in use the first rank's counts: its term is all of the sum
+        # replicated copies: only the first rank's term counts, as the full sum
         weights = replace(spec, partial=tuple((axis, "sum") for axis in spec.replicate), replicate=())
-        given = sketch.input(name, name, "batch", weights, source.gradients[end.name].dtype)
+        weight = sketch.input(name, name, "batch", weights, source.gradients[end.name].dtype)
         values[name] = source.gradients[end.name]
-        product = sketch.call(f"times_{end.name}", aten.mul.Tensor, (x, given))
+        product = sketch.call(f"times_{end.name}", aten.mul.Tensor, (x, weight))
         x = sketch.call(f"sum_{end.name}", aten.sum.default, (product,))
         for axis in (*weights.sharded, *weights.partial_axes) if is_local else ():
             x = sketch.call(f"sum_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))

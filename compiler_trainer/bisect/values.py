@@ -1,7 +1,7 @@
-"""What every node of a program yields: all ranks in lockstep on whole inputs, values and gradients of the loss.
+"""The value of every node of a program, and the loss's gradients, with all ranks in lockstep on full inputs.
 
-Values of two programs are compared whole. A local node is held to the node of the global program that it stands
-for, on every rank and whatever its placement; where it stands for none, to the node of its name one pass before.
+Full values of two programs are compared. A local node is compared with the global node that it stands for, on every
+rank and for any placement; if it stands for none, with the node of the same name one pass earlier.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEGLIGIBLE = 1e-3  # of the largest operand
 
 @dataclass
 class Recorded:
-    """A program that was run: its results, and by node name the local values and gradients of all ranks."""
+    """A program that was run: its results, and all ranks' local values and gradients by node name."""
 
     program: ir.Program
     mesh: Mesh
@@ -46,7 +46,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Where two values of one tensor differ most; `index` is that of the whole tensor."""
+    """The largest difference between two values of a tensor; `index` is in the full tensor."""
 
     difference: float
     index: tuple[int, ...]
@@ -63,34 +63,34 @@ class Mismatch:
 
 
 def tap(value: Tensor, name: str) -> Tensor:
-    """Stands beside a node so that its value is seen, also once the node itself is written in other operators."""
+    """Return the value; mark a node whose value is recorded, even if the node itself is decomposed."""
     return value
 
 
 class Recorder(Lockstep):
-    """The simulator; keeps what taps see, as copies unless gradients are wanted of it."""
+    """The simulator that records tapped values, as copies unless gradients are needed."""
 
     def __init__(self, program: ir.Program):
         super().__init__(program)
         self.values: dict[str, list[Tensor]] = {}
 
     def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
-        """One operator on all ranks."""
+        """Run one operator on all ranks."""
         if node.target is tap:
             value, name = node.args
-            seen = [e[value] for e in env]  # type: ignore[index]
-            self.values[str(name)] = seen if torch.is_grad_enabled() else [v.clone() for v in seen]
+            values = [e[value] for e in env]  # type: ignore[index]
+            self.values[str(name)] = values if torch.is_grad_enabled() else [v.clone() for v in values]
         return super().step(node, env)
 
 
 def tapped(program: ir.Program) -> ir.Program:
-    """A copy with a tap beside every tensor."""
+    """Return a copy with a tap after every tensor."""
     program = program.copy()
     for node in list(program.graph.nodes):
         if node.op != "output" and ir.is_tensor(node):
             with program.graph.inserting_after(_last_input(program) if node.op == "placeholder" else node):
-                seen = program.graph.call_function(tap, (node, node.name))
-            ir.set_value(seen, ir.value(node))
+                tapped_node = program.graph.call_function(tap, (node, node.name))
+            ir.set_value(tapped_node, ir.value(node))
     program.module.recompile()
     return program
 
@@ -100,51 +100,51 @@ def _last_input(program: ir.Program) -> fx.Node:
 
 
 def record(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> Recorded:
-    """Run a program on whole inputs; raises CompileError naming the node that does not take its operands.
+    """Run a program on full inputs; raise CompileError naming the node that does not accept its operands.
 
-    Nothing is recorded of a program that draws random numbers from PyTorch's generator: it is not determined.
+    A program that draws random numbers from PyTorch's generator is not recorded, because it is not deterministic.
     """
     is_local = program.stage >= Stage.LOCAL
-    found = Recorded(program, program.mesh if is_local else Mesh())
+    recorded = Recorded(program, program.mesh if is_local else Mesh())
     if any(map(is_random, program.calls())):
-        return found
+        return recorded
     differentiable = not program.has_backward and not any(body_of(node) for node in program.calls())
-    ready = tapped(program)
-    ready = with_authors_backward(ready) if is_local is False else Collectives()(ready, ctx)[0]
-    ready = ready if is_local else on_one_device(ready)
-    given = place_inputs(ready, inputs)
-    for values in given if differentiable else ():
-        for value, i in zip(values, ready.inputs, strict=True):
+    runnable = tapped(program)
+    runnable = with_authors_backward(runnable) if is_local is False else Collectives()(runnable, ctx)[0]
+    runnable = runnable if is_local else on_one_device(runnable)
+    rank_inputs = place_inputs(runnable, inputs)
+    for values in rank_inputs if differentiable else ():
+        for value, i in zip(values, runnable.inputs, strict=True):
             value.requires_grad_(i.kind == "parameter")
     with torch.set_grad_enabled(differentiable):
-        recorder = Recorder(ready)
-        found.results = collect(ready, recorder.run(given), given)
+        recorder = Recorder(runnable)
+        recorded.results = collect(runnable, recorder.run(rank_inputs), rank_inputs)
     if differentiable:
-        found.gradients = gradients_of(found.results, recorder.values)
-        found.results = found.results | differentiate(ready, found.results, given)
-    found.values = {name: [v.detach() for v in values] for name, values in recorder.values.items()}
-    return found
+        recorded.gradients = gradients_of(recorded.results, recorder.values)
+        recorded.results = recorded.results | differentiate(runnable, recorded.results, rank_inputs)
+    recorded.values = {name: [v.detach() for v in values] for name, values in recorder.values.items()}
+    return recorded
 
 
 def gradients_of(results: Results, values: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
-    """The loss's gradient for every value that it depends on, by node name: each rank's term."""
+    """Return the loss's gradients by node name, as each rank's term, for every value that the loss depends on."""
     losses = [r.value for (kind, _), r in results.items() if kind == "loss" and r.value.requires_grad]
-    names = [name for name, seen in values.items() if all(v.requires_grad for v in seen)]
+    names = [name for name, parts in values.items() if all(v.requires_grad for v in parts)]
     if not losses or not names:
         return {}
-    wanted = [v for name in names for v in values[name]]
-    found = iter(torch.autograd.grad(losses[0], wanted, retain_graph=True, materialize_grads=True))
-    return {name: [next(found) for _ in values[name]] for name in names}
+    tensors = [v for name in names for v in values[name]]
+    gradients = iter(torch.autograd.grad(losses[0], tensors, retain_graph=True, materialize_grads=True))
+    return {name: [next(gradients) for _ in values[name]] for name in names}
 
 
 # ---- comparing -----------------------------------------------------------------------------------
 
 
-Pair = tuple[int, tuple[int, ...], Tensor, Tensor]  # rank, offset in the whole tensor, expected entries, found ones
+Pair = tuple[int, tuple[int, ...], Tensor, Tensor]  # rank, offset in the full tensor, expected and actual entries
 
 
 def against_whole(expected: Tensor, found: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Iterator[Pair]:
-    """Every rank's valid entries with those of the whole value; of a sum, its terms added, once."""
+    """Yield every rank's valid entries with those of the full value; the terms of a partial sum are added first."""
     if spec.partial:
         yield 0, (0,) * expected.dim(), expected, unshard(found, spec, mesh)
         return
@@ -154,14 +154,14 @@ def against_whole(expected: Tensor, found: Sequence[Tensor], spec: Spec, mesh: M
 
 
 def against_local(expected: Sequence[Tensor], found: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Iterator[Pair]:
-    """Every rank's valid entries before and after."""
+    """Yield every rank's valid entries before and after."""
     for rank, place in enumerate(mesh):
         for box in boxes(spec, mesh, place):
             yield rank, box.offset, box.of_local(expected[rank]), box.of_local(found[rank])
 
 
 def largest_difference(pairs: Iterable[Pair]) -> Mismatch:
-    """Where entries differ most; a difference of zero if nowhere."""
+    """Return the largest difference of entries; zero if there is none."""
     worst = Mismatch(0.0, (), 0.0, 0.0, 0)
     for rank, offset, expected, found in pairs:
         difference = distance(expected, found)
@@ -174,21 +174,24 @@ def largest_difference(pairs: Iterable[Pair]) -> Mismatch:
 
 
 def distance(a: Tensor, b: Tensor) -> Tensor:
-    """Absolute differences; none between equal infinities or two NaNs, an infinite one if only one is finite."""
+    """Return absolute differences: 0 between equal infinities or two NaNs, infinite if only one is finite."""
     a, b = a.detach().double(), b.detach().double()
     same = (a == b) | (a.isnan() & b.isnan())
     return torch.where(same, 0.0, (a - b).abs().nan_to_num(torch.inf))
 
 
 def largest(value: Tensor) -> float:
-    """The largest finite magnitude."""
+    """Return the largest finite magnitude."""
     finite = value.detach().double()
     finite = finite[finite.isfinite()]
     return finite.abs().amax().item() if finite.numel() else 0.0
 
 
 def total_gradient(terms: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
-    """The whole gradient of a value from every rank's term: copies' terms are added, those of a sum are all alike."""
+    """Return the full gradient of a value from every rank's term.
+
+    Terms of copies are added; the terms of a partial sum have equal gradients.
+    """
     total = terms[0].new_zeros(spec.shape)
     for place, term in zip(mesh, terms, strict=True):
         if all(place[axis] == 0 for axis in spec.partial_axes):
@@ -198,16 +201,16 @@ def total_gradient(terms: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
 
 
 def spec_of(node: fx.Node, recorded: Recorded) -> Spec:
-    """How the recorded values of a node are placed; as they are where nothing is known."""
-    known = ir.spec(node) if recorded.program.stage >= Stage.LOCAL else None
-    return known or Spec.whole(tuple(ir.example(node).shape))
+    """Return the placement of a node's recorded values; full if unknown."""
+    spec = ir.spec(node) if recorded.program.stage >= Stage.LOCAL else None
+    return spec or Spec.whole(tuple(ir.example(node).shape))
 
 
 def whole_value(node: fx.Node, recorded: Recorded) -> Tensor:
-    """The value of a node as one tensor."""
+    """Return the value of a node as one tensor."""
     return unshard(recorded.values[node.name], spec_of(node, recorded), recorded.mesh)
 
 
 def nodes_of(recorded: Recorded) -> Iterator[fx.Node]:
-    """Nodes whose values were recorded, in order."""
+    """Return the nodes with recorded values, in order."""
     return (node for node in recorded.program.graph.nodes if node.name in recorded.values)

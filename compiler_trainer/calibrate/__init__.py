@@ -1,1 +1,1 @@
-"""Measure the machine, as a cluster to predict for."""
+"""Measurement of the machine as a cluster to predict for."""

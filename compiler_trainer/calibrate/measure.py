@@ -1,7 +1,6 @@
 """Measure this machine and write it as a cluster.
 
-Every rank measures at the same time, so what they share (cores, memory, links) is shared in the figures as in a run
-with as many ranks.
+Every rank measures at the same time, so that cores, memory and links are shared as in a run with as many ranks.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ GIB = 2**30
 
 
 def calibrate(out: Path, ranks: int, threads: int, clock: str) -> None:
-    """Measure, print a table, write the file; raises UserError on bad input."""
+    """Measure, print a table, write the file; raise UserError on bad input."""
     if ranks < 1 or threads < 1:
         raise UserError("--ranks, --threads", "must be at least 1")
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         raise UserError("--ranks", f"there are {torch.cuda.device_count()} GPUs for {ranks} ranks")
     began = time.perf_counter()
-    found = measure(ranks, threads, clock)
-    options = options_of(out.stem, found, ranks)
+    figures = measure(ranks, threads, clock)
+    options = options_of(out.stem, figures, ranks)
     build(ClusterConfig, options, str(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(options, sort_keys=False, width=120, default_flow_style=None)
-    put(out, heading(ranks, threads, found) + text)
-    show(found)
+    put(out, heading(ranks, threads, figures) + text)
+    show(figures)
     print(f"{out}: {ranks} ranks, measured in {time.perf_counter() - began:.0f} s")
 
 
 def measure(ranks: int, threads: int, clock: str = "wall") -> Found:
-    """What rank 0 measured while all ranks did."""
+    """Return rank 0's measurements, with all ranks measuring."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     manager = mp.Manager()
     results = manager.dict()
@@ -57,35 +56,35 @@ def measure(ranks: int, threads: int, clock: str = "wall") -> Found:
 def probe(rank: int, ranks: int, threads: int, clock: str, results: Any, port: int) -> None:
     """Measure on one of the ranks."""
     probes = Probes(rank, ranks, threads, port, clock)
-    found = probes.all()
+    figures = probes.all()
     if rank == 0:
-        results.update(found)
+        results.update(figures)
     ended()
 
 
-def options_of(name: str, found: Found, ranks: int) -> dict[str, Any]:
-    """The measured figures as options of a cluster."""
-    fast = {dtype: max(rate for _, rate in points) for dtype, points in found["products"].items()}
-    bandwidth = max(rate for _, rate in found["memory"])
-    source = f"measured: compiler-trainer calibrate, {found['at']}, load average {found['load']:.1f} before"
+def options_of(name: str, figures: Found, ranks: int) -> dict[str, Any]:
+    """Return the measured figures as options of a cluster."""
+    fast = {dtype: max(rate for _, rate in points) for dtype, points in figures["products"].items()}
+    bandwidth = max(rate for _, rate in figures["memory"])
+    source = f"measured: compiler-trainer calibrate, {figures['at']}, load average {figures['load']:.1f} before"
     return {
         "name": name,
         "device": here(),
-        "gpus_per_node": max(ranks, 1) if found["device"] == "cuda" else 64,
+        "gpus_per_node": max(ranks, 1) if figures["device"] == "cuda" else 64,
         "peak_tflops": fast | {"float8": fast.get("float8", fast["bfloat16"])},
         "attention": "measured",
         "throttle": 1.0,
-        "kernel_us": found["kernel_us"],
-        "launch_us": found["launch_us"],
-        "operator_us": found["operator_us"],
-        "host_computes": found["device"] == "cpu",
-        "hbm_gib": found["memory_gib"],
+        "kernel_us": figures["kernel_us"],
+        "launch_us": figures["launch_us"],
+        "operator_us": figures["operator_us"],
+        "host_computes": figures["device"] == "cpu",
+        "hbm_gib": figures["memory_gib"],
         "hbm_gb_s": bandwidth,
-        "intra_gb_s": found.get("link_gb_s", 1.0),
-        "inter_gb_s": found.get("link_gb_s", 1.0),
-        "beside_computing": found["beside"][0],
-        "beside_moving": found["beside"][1],
-        "beside_sending": found["beside"][2],
+        "intra_gb_s": figures.get("link_gb_s", 1.0),
+        "inter_gb_s": figures.get("link_gb_s", 1.0),
+        "beside_computing": figures["beside"][0],
+        "beside_moving": figures["beside"][1],
+        "beside_sending": figures["beside"][2],
         "context_gib": 0.0,
         "communicator_gib": 0.0,
         "allocator_loss": 0.0,
@@ -93,47 +92,46 @@ def options_of(name: str, found: Found, ranks: int) -> dict[str, Any]:
         "sources": {"rates": source, "kernel_us": source, "beside_computing": source, "context_gib": "not measured"},
         "rates": {
             "products": {
-                **found["products"],
-                "float8": found["products"].get("float8", found["products"]["bfloat16"]),
-                "grouped": found["products"]["float32" if found["device"] == "cpu" else "bfloat16"],
+                **figures["products"],
+                "float8": figures["products"].get("float8", figures["products"]["bfloat16"]),
+                "grouped": figures["products"]["float32" if figures["device"] == "cpu" else "bfloat16"],
             },
-            "attention": [{"kernel": "measured", **found["attention"]}],
-            "memory": [[mib, round(rate / bandwidth, 4)] for mib, rate in found["memory"]],
-            "collectives": found["collectives"],
-            "protocols": [{"base_us": found["kernel_us"], "intra_us": 0.0, "inter_us": 0.0, "share": 1.0}],
+            "attention": [{"kernel": "measured", **figures["attention"]}],
+            "memory": [[mib, round(rate / bandwidth, 4)] for mib, rate in figures["memory"]],
+            "collectives": figures["collectives"],
+            "protocols": [{"base_us": figures["kernel_us"], "intra_us": 0.0, "inter_us": 0.0, "share": 1.0}],
         },
     }
 
 
 def heading(ranks: int, threads: int, found: Found) -> str:
-    """What the file is, for who opens it."""
-    where = machine()
+    """Return the comment at the top of the file."""
+    facts = machine()
     return (
         f"# Measured by compiler-trainer calibrate with {ranks} ranks at once, {threads} threads each, {found['at']}:\n"
-        f"# {where['processor']}; GPU: {where['GPU']}; {where['versions']}.\n"
+        f"# {facts['processor']}; GPU: {facts['GPU']}; {facts['versions']}.\n"
         "# Sizes: GFLOP of products, keys of attention, MiB of memory and collectives. Grouped products are taken\n"
         "# to be as quick as others, float8 as bfloat16.\n"
     )
 
 
-def show(found: Found) -> None:
-    """Print what was measured."""
-    table = Table("what", "size: figure", title=f"measured, {found['device']}")
-    for dtype, points in found["products"].items():
-        table.add_row(f"products {dtype}, TFLOP/s by GFLOP", line(points))
-    for way, points in found["attention"].items():
+def show(figures: Found) -> None:
+    """Print the measurements."""
+    table = Table("what", "size: figure", title=f"measured, {figures['device']}")
+    for dtype, points in figures["products"].items():
+        table.add_row(f"matmuls {dtype}, TFLOP/s by GFLOP", line(points))
+    for way, points in figures["attention"].items():
         table.add_row(f"attention {way}, TFLOP/s by keys", line(points))
-    table.add_row("memory, GB/s by MiB moved", line(found["memory"]))
-    figures = [f"{found[name]:g}" for name in ("kernel_us", "launch_us", "operator_us")]
-    table.add_row("smallest kernel, launch, operator of the eager backend, us", ", ".join(figures))
-    for times in found["collectives"]:
+    table.add_row("memory, GB/s by MiB moved", line(figures["memory"]))
+    latencies = [f"{figures[name]:g}" for name in ("kernel_us", "launch_us", "operator_us")]
+    table.add_row("smallest kernel, launch, operator of the eager backend, us", ", ".join(latencies))
+    for times in figures["collectives"]:
         table.add_row(f"{times['kind']} of {times['ranks']}, us by MiB", line(times["us"]))
-    table.add_row("kept beside a collective: products, memory", f"{found['beside'][0]:g}, {found['beside'][1]:g}")
-    table.add_row("a collective keeps beside products", f"{found['beside'][2]:g}")
+    table.add_row("kept during a collective: matmuls, memory", f"{figures['beside'][0]:g}, {figures['beside'][1]:g}")
+    table.add_row("a collective keeps during matmuls", f"{figures['beside'][2]:g}")
     Console().print(table)
 
 
 def line(points: Any) -> str:
-    """A curve in one line."""
+    """Return a curve in one line."""
     return "  ".join(f"{size:g}: {figure:g}" for size, figure in points)
-

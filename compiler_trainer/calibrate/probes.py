@@ -1,4 +1,4 @@
-"""What a calibration measures on each rank: products, attention, memory, launches, collectives, all together."""
+"""The measurements of a calibration on each rank: matmuls, attention, memory, launches, collectives, overlap."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from passes.program.record import read_values
 
 Found = dict[str, Any]
 MIB, GIB = 2**20, 2**30
-SPELL_S = 0.12  # for which a figure is measured, in three rounds of which the middle one counts
+SPELL_S = 0.12  # seconds to measure a figure, in three rounds; the median counts
 PRODUCTS = ((128, 64), (256, 128), (1024, 128), (2048, 256), (2048, 512), (2048, 1024))  # rows, width of weights
-COLD_MIB = 96  # operands are taken in turn out of so much: no cache holds them, as it does not in a step
+COLD_MIB = 96  # of operands used in turn: more than any cache holds, as in a step
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-LENGTHS = (64, 192, 512, 768, 1024, 2048)  # the CPU's kernel takes other blocks from 192 and 768 on
+LENGTHS = (64, 192, 512, 768, 1024, 2048)  # the CPU's kernel changes its block sizes at 192 and 768
 MOVED_MIB = (0.0625, 0.25, 1, 4, 16, 64)
 MOST_SETS = 200
 TURNS = 200
@@ -39,7 +39,7 @@ TFLOPS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def joined() -> int:
-    """A port at which ranks of this machine may meet."""
+    """Return a free port on this machine for the ranks to connect to."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -53,10 +53,10 @@ def ended() -> None:
 
 
 class Probes:
-    """The measurements of one rank, all ranks at the same one.
+    """The measurements of one rank; all ranks run the same one at a time.
 
-    The clock `cpu` counts what the threads of a rank compute: other work on the machine does not change it, and waiting
-    is not in it, so nothing is slower beside anything.
+    The clock `cpu` counts the computing time of a rank's threads. Other work on the machine does not change it, and
+    waiting does not count, so overlap slows nothing down.
     """
 
     def __init__(self, rank: int, ranks: int, threads: int, port: int, clock: str = "wall"):
@@ -74,7 +74,7 @@ class Probes:
             dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
 
     def all(self) -> Found:
-        """Every figure, by the names of `compiler-trainer calibrate`."""
+        """Return every figure, by the names of `compiler-trainer calibrate`."""
         found: Found = {
             "device": self.device.type,
             "at": datetime.now().strftime("%Y-%m-%d %H:%M"),
@@ -94,7 +94,7 @@ class Probes:
         return found
 
     def memory_gib(self) -> float:
-        """What a rank may hold."""
+        """Return the memory for one rank."""
         if self.device.type == "cuda":
             return figure(torch.cuda.get_device_properties(self.device).total_memory / GIB)
         return figure(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / self.ranks)
@@ -102,30 +102,30 @@ class Probes:
     # ---- time -------------------------------------------------------------------------------------
 
     def full(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Random numbers on the device."""
+        """Return random numbers on the device."""
         return torch.randn(shape, device=self.device).to(dtype)
 
     def cold(self, run: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Callable[[], Any]:
-        """A kernel on operands that are in no cache, into memory that is in none: it takes others each time."""
+        """Return a kernel whose operands and outputs are in no cache: each call uses different ones."""
         size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
         count = min(MOST_SETS, max(1, COLD_MIB * MIB // size))
-        given = itertools.cycle([[self.full(*shape, dtype=dtype) for shape in shapes] for _ in range(count)])
-        made: deque[Any] = deque(maxlen=count)
-        return lambda: made.append(run(*next(given)))
+        operands = itertools.cycle([[self.full(*shape, dtype=dtype) for shape in shapes] for _ in range(count)])
+        outputs: deque[Any] = deque(maxlen=count)
+        return lambda: outputs.append(run(*next(operands)))
 
     def wait(self) -> None:
-        """Until the device has done all it was given."""
+        """Wait until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def meet(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         self.wait()
         if self.ranks > 1:
             dist.barrier()
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """Of one run, while all ranks do the same: the middle of three rounds, the mean over ranks."""
+        """Return the seconds of one run, all ranks doing the same: the median of three rounds, the mean over ranks."""
         run()
         began = self.now()
         run()
@@ -142,11 +142,11 @@ class Probes:
         return self.mean(statistics.median(rounds))
 
     def agreed(self, times: int) -> int:
-        """The number of rank 0."""
+        """Return the number of rank 0."""
         return round(self.mean(float(times if self.rank == 0 else 0)) * self.ranks)
 
     def mean(self, value: float) -> float:
-        """Over ranks."""
+        """Return the mean over ranks."""
         if self.ranks == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -156,8 +156,8 @@ class Probes:
     # ---- kernels ----------------------------------------------------------------------------------
 
     def products(self, dtype: torch.dtype) -> Iterator[list[float]]:
-        """[GFLOP, TFLOP/s] of the three products of a linear layer together: forward, to its input, to its weight."""
-        slow = self.device.type == "cpu" and dtype is torch.bfloat16  # without hardware for it, a fortieth of fp32
+        """Yield [GFLOP, TFLOP/s] of a linear layer's three matmuls: forward, input gradient, weight gradient."""
+        slow = self.device.type == "cpu" and dtype is torch.bfloat16  # without hardware support, a fortieth of fp32
         scale = 4 if self.device.type == "cuda" else 1
         for rows, width in PRODUCTS[: 3 if slow else None]:
             shapes = [(n * scale, width * scale) for n in (rows, rows, width)]
@@ -170,32 +170,32 @@ class Probes:
             yield [figure(flops / 1e9), figure(3 * flops / sum(map(self.seconds, kernels)) / 1e12)]
 
     def attention(self) -> dict[str, list[list[float]]]:
-        """[keys, TFLOP/s] of causal attention, forward and backward, heads of 64."""
-        found: dict[str, list[list[float]]] = {"forward": [], "backward": []}
+        """Return [keys, TFLOP/s] of causal attention, forward and backward, with heads of 64."""
+        rates: dict[str, list[list[float]]] = {"forward": [], "backward": []}
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         for length in LENGTHS:
             heads = max(1, (8 if self.device.type == "cuda" else 1) * 2048 // length)
-            laid_out = [self.full(1, length, heads, 64, dtype=dtype).transpose(1, 2) for _ in range(3)]  # as models do
+            laid_out = [self.full(1, length, heads, 64, dtype=dtype).transpose(1, 2) for _ in range(3)]  # as in models
             q, k, v = (x.requires_grad_() for x in laid_out)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             gradient = torch.ones_like(out)
             with torch.no_grad():
                 forward_s = self.seconds(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
             backward_s = self.seconds(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
-            flops = heads * length * length * 64  # of one product, of which half is hidden: 2 a multiply-add, halved
-            found["forward"].append([length, figure(2 * flops / forward_s / 1e12)])
-            found["backward"].append([length, figure(5 * flops / backward_s / 1e12)])
-        return found
+            flops = heads * length * length * 64  # of one matmul: 2 a multiply-add, half of it masked
+            rates["forward"].append([length, figure(2 * flops / forward_s / 1e12)])
+            rates["backward"].append([length, figure(5 * flops / backward_s / 1e12)])
+        return rates
 
     def memory(self) -> Iterator[list[float]]:
-        """[MiB, GB/s] of additions, their results in memory of their own, as those of a step are."""
+        """Yield [MiB, GB/s] of additions into new memory, as in a step."""
         for mib in MOVED_MIB:
             count = int(mib * MIB / 12)
             run = self.cold(torch.add, [(count,), (count,)], torch.float32)
             yield [mib, figure(12 * count / self.seconds(run) / 1e9)]
 
     def launch_s(self) -> float:
-        """What the host takes to launch a kernel."""
+        """Return the host's time to launch a kernel."""
         x, times = self.full(16), 1000
         self.meet()
         began = time.perf_counter()
@@ -204,7 +204,7 @@ class Probes:
         return (time.perf_counter() - began) / times
 
     def operator_s(self) -> float:
-        """What the host takes for an operator of the eager backend, here one that computes nothing."""
+        """Return the host's time for an operator of the eager backend that computes nothing."""
         graph, x = make_fx(turned, tracing_mode="fake")(self.full(4, 4)), self.full(4, 4)
         read_values(graph.graph)
         interpreter = NamingInterpreter(graph)
@@ -213,7 +213,7 @@ class Probes:
     # ---- collectives ------------------------------------------------------------------------------
 
     def collectives(self) -> Iterator[Found]:
-        """Times by kind, ranks of a group and MiB, all groups of a size at work at once."""
+        """Yield times by kind, ranks of a group and MiB, with all groups of a size at work at once."""
         for size in (n for n in range(2, self.ranks + 1) if self.ranks % n == 0):
             groups = [dist.new_group(range(first, first + size)) for first in range(0, self.ranks, size)]
             group = groups[self.rank // size]
@@ -223,51 +223,51 @@ class Probes:
                 yield {"kind": kind, "ranks": size, "us": times}
 
     def collective(self, kind: str, size_bytes: int, ranks: int, group: Any) -> Callable[[], Any]:
-        """A collective whose largest buffer on a rank has that many bytes; the results are in new memory."""
+        """Return a collective whose largest buffer on a rank has `size_bytes`; its results are in new memory."""
         count = size_bytes // 4 // ranks * ranks
-        own, whole = self.full(count // ranks), self.full(count)
+        part, full = self.full(count // ranks), self.full(count)
         if kind == "all_gather":
-            return lambda: dist.all_gather_into_tensor(torch.empty_like(whole), own, group=group)
+            return lambda: dist.all_gather_into_tensor(torch.empty_like(full), part, group=group)
         if kind == "reduce_scatter":
-            return lambda: dist.reduce_scatter_tensor(torch.empty_like(own), whole, group=group)
+            return lambda: dist.reduce_scatter_tensor(torch.empty_like(part), full, group=group)
         if kind == "all_reduce":
-            return lambda: dist.all_reduce(whole.clone(), group=group)
+            return lambda: dist.all_reduce(full.clone(), group=group)
         if kind == "all_to_all":
-            return lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
-        return partial(shifted, whole, group)
+            return lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group)
+        return partial(shifted, full, group)
 
     def beside(self) -> list[float]:
-        """Shares of their speed that a product and an addition keep beside a collective, and it beside products."""
+        """Return the shares of speed kept: by a matmul and an addition during a collective, by it during matmuls."""
         if self.ranks == 1 or not self.is_wall:
             return [1.0, 1.0, 1.0]
         x, w = self.full(512, 512), self.full(512, 512)
         a = self.full(int(4 * MIB / 12))
-        whole = self.full(8 * MIB)
-        kept = [self.together(run, whole) for run in (partial(torch.mm, x, w), partial(torch.add, a, a))]
-        return [figure(share) for share in (kept[0][0], kept[1][0], kept[0][1])]
+        full = self.full(8 * MIB)
+        shares = [self.together(run, full) for run in (partial(torch.mm, x, w), partial(torch.add, a, a))]
+        return [figure(share) for share in (shares[0][0], shares[1][0], shares[0][1])]
 
-    def together(self, run: Callable[[], Any], whole: Tensor) -> tuple[float, float]:
-        """Shares of speed that a kernel and an all-reduce keep while both run."""
-        alone_s, sending_s = self.seconds(run), self.seconds(partial(dist.all_reduce, whole))
-        kept = []
+    def together(self, run: Callable[[], Any], full: Tensor) -> tuple[float, float]:
+        """Return the shares of speed that a kernel and an all-reduce keep while both run."""
+        alone_s, sending_s = self.seconds(run), self.seconds(partial(dist.all_reduce, full))
+        shares = []
         for _ in range(3):
             self.meet()
             began, runs = time.perf_counter(), 0
-            work = dist.all_reduce(whole, async_op=True)
+            work = dist.all_reduce(full, async_op=True)
             while not work.is_completed():
                 run()
                 runs += 1
                 self.wait()
             work.wait()
             took_s = time.perf_counter() - began
-            kept.append((min(1.0, runs * alone_s / took_s), min(1.0, sending_s / took_s)))
-        middle = (statistics.median(share) for share in zip(*kept, strict=True))
+            shares.append((min(1.0, runs * alone_s / took_s), min(1.0, sending_s / took_s)))
+        middle = (statistics.median(share) for share in zip(*shares, strict=True))
         computing, sending = (self.mean(share) for share in middle)
         return max(computing, 0.05), max(sending, 0.05)
 
 
 def turned(x: Tensor) -> Tensor:
-    """Many views of a matrix."""
+    """Return the last of many views of a matrix."""
     for _ in range(TURNS):
         x = x.t()
     return x
@@ -284,11 +284,11 @@ def shifted(x: Tensor, group: Any) -> None:
 
 
 def link_gb_s(times: Found) -> float:
-    """What a rank sends in a second of the largest transfer that was measured."""
+    """Return the bandwidth of the largest measured transfer, GB/s."""
     mib, us = times["us"][-1]
     return figure(mib * MIB / us / 1e3)
 
 
 def figure(value: float) -> float:
-    """Four digits of a number."""
+    """Round a number to four digits."""
     return float(f"{value:.4g}")

@@ -1,1 +1,1 @@
-"""What this machine is, and what of ours works on it."""
+"""Facts about this machine, and the features that work on it."""

@@ -1,4 +1,4 @@
-"""What this machine is, a line each, and what to do about what looks wrong."""
+"""Facts about this machine, a line each, with a fix if something looks wrong."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from passes.program.torch_private import compiler_folder
 
 GIB = 2**30
 PACKAGES = ("compiler-trainer", "torch", "triton", "transformers", "torchao")
-CACHE_GIB, SHARED_GIB, FREE_SHARE, HOST_SHARE = 1, 0.25, 0.9, 0.5  # less is worth a word
+CACHE_GIB, SHARED_GIB, FREE_SHARE, HOST_SHARE = 1, 0.25, 0.9, 0.5  # less is reported
 QUERY = "driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
 
 
 class Fact(NamedTuple):
-    """Something about the machine; `fix` says what to do where it looks wrong."""
+    """A fact about the machine; `fix` says what to do if it looks wrong."""
 
     name: str
     said: str
@@ -33,7 +33,7 @@ class Fact(NamedTuple):
 
 
 def facts() -> Iterator[Fact]:
-    """All that a report of a bug needs; a fact that cannot be read says why."""
+    """Yield the facts that a bug report needs; a fact that cannot be read has its error as text."""
     for name, read in FACTS.items():
         try:
             yield from read()
@@ -42,12 +42,12 @@ def facts() -> Iterator[Fact]:
 
 
 def versions() -> Iterator[Fact]:
-    """Of what counts, and of Python."""
+    """Yield the versions of important packages and of Python."""
     yield Fact("versions", ", ".join((*map(installed, PACKAGES), machine()["versions"].split(", ", 1)[1])))
 
 
 def installed(package: str) -> str:
-    """Its version."""
+    """Return a package's name and version."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
@@ -55,12 +55,12 @@ def installed(package: str) -> str:
 
 
 def host() -> Iterator[Fact]:
-    """Processor, load, what processes may share and open."""
+    """Yield processor, load, memory, limits and shared memory."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    busy = "other work takes the cores: times mean little" if load > 2 * cores else ""
+    busy = "other work uses the cores: times are unreliable" if load > 2 * cores else ""
     yield Fact("processor", f"{machine()['processor']}, load {load:.1f}", busy)
     total, free = memory()
-    taken = "other processes hold the rest: ps aux --sort=-rss" if free < HOST_SHARE * total else ""
+    taken = "other processes use the rest: ps aux --sort=-rss" if free < HOST_SHARE * total else ""
     yield Fact("memory", f"{free:.1f} of {total:.1f} GiB free", taken)
     files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     few = "raise it: ulimit -n 65536" if 0 < files < 1024 else ""
@@ -70,42 +70,44 @@ def host() -> Iterator[Fact]:
 
 
 def memory() -> tuple[float, float]:
-    """GiB of the host, and those that are free or hold files that can be read again."""
+    """Return (GiB of the host, GiB that are free or hold droppable file caches)."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(lines[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
     return total, free
 
 
 def room(name: str, folder: Path, least_gib: float, fix: str) -> Fact:
-    """What is free where a folder lies, or will."""
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    free = shutil.disk_usage(there).free / GIB
-    can = os.access(there, os.W_OK)
-    said = f"{folder}, {free:,.1f} GiB free" + ("" if can else ", not writable")
-    return Fact(name, said, "" if can and free >= least_gib else fix)
+    """Return the free space at a folder that exists or will."""
+    nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(nearest).free / GIB
+    is_writable = os.access(nearest, os.W_OK)
+    text = f"{folder}, {free:,.1f} GiB free" + ("" if is_writable else ", not writable")
+    return Fact(name, text, "" if is_writable and free >= least_gib else fix)
 
 
 def caches() -> Iterator[Fact]:
-    """Where compiled kernels and temporary files go."""
+    """Yield the folders of compiled kernels and temporary files."""
     fix = "make room, or set TORCHINDUCTOR_CACHE_DIR"
     yield room("kernels", compiler_folder(), CACHE_GIB, fix)
     yield room("temporary files", Path(tempfile.gettempdir()), CACHE_GIB, "make room, or set TMPDIR")
 
 
 def compiler() -> Iterator[Fact]:
-    """What builds C++ kernels, and the wrapper of those of a GPU."""
+    """Yield the compiler of C++ kernels and of the wrapper of GPU kernels."""
     name = os.environ.get("CXX", "g++")
     if shutil.which(name) is None:
         yield Fact("C++ compiler", f"no {name}", "apt-get install g++, or set CXX; lower.backend=eager needs none")
         return
-    said = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20)
+    version_output = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20)
     yield Fact(
-        "C++ compiler", said.stdout.partition("\n")[0] or said.stderr, "it does not start" if said.returncode else ""
+        "C++ compiler",
+        version_output.stdout.partition("\n")[0] or version_output.stderr,
+        "it does not start" if version_output.returncode else "",
     )
 
 
 def network() -> Iterator[Fact]:
-    """Whether ranks of this machine can talk, over which interfaces."""
+    """Yield the network interfaces, and the result of a connection between processes of this machine."""
     named = os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
     names = [name for _, name in socket.if_nameindex()]
     missing = (
@@ -121,26 +123,26 @@ def network() -> Iterator[Fact]:
 
 
 def gpus() -> Iterator[Fact]:
-    """GPUs, what is free of them, how they are linked, and what drives them."""
+    """Yield the GPUs, their free memory, their links, and their driver."""
     if not torch.cuda.is_available():
-        there = shutil.which("nvidia-smi") is not None
-        fix = f"this PyTorch ({torch.__version__}) does not use them: its build, or the driver" if there else ""
-        yield Fact("GPUs", "none" if not there else "nvidia-smi is there, but PyTorch sees none", fix)
+        has_smi = shutil.which("nvidia-smi") is not None
+        fix = f"this PyTorch ({torch.__version__}) does not use them: its build, or the driver" if has_smi else ""
+        yield Fact("GPUs", "none" if not has_smi else "nvidia-smi is there, but PyTorch sees none", fix)
         return
     count = torch.cuda.device_count()
     yield Fact("GPUs", f"{machine()['GPU']}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")
     for each in range(count):
         free, total = torch.cuda.mem_get_info(each)
-        taken = "other processes hold the rest: nvidia-smi" if free < FREE_SHARE * total else ""
+        taken = "other processes use the rest: nvidia-smi" if free < FREE_SHARE * total else ""
         yield Fact(f"GPU {each}", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", taken)
     linked = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
     if count > 1:
         fix = "collectives go through the host: nvidia-smi topo -m"
         yield Fact("links", "each GPU reaches each" if linked else "not each GPU reaches each", "" if linked else fix)
-    said = subprocess.run(
+    clocks = subprocess.run(
         ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"], capture_output=True, text=True, timeout=20
     )
-    yield Fact("driver, clocks", "; ".join(said.stdout.strip().splitlines()))
+    yield Fact("driver, clocks", "; ".join(clocks.stdout.strip().splitlines()))
 
 
 FACTS: dict[str, Callable[[], Iterator[Fact]]] = {

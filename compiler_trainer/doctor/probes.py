@@ -1,6 +1,6 @@
-"""A few small steps a feature on this machine, against eager PyTorch in fp64 on the CPU.
+"""A few small steps of each feature on this machine, against eager PyTorch in fp64 on the CPU.
 
-A feature is options of a job, so what fails here fails with `compiler-trainer` and the same options.
+A feature is a set of options, so a probe that fails here fails with `compiler-trainer` and the same options.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Probe:
-    """A feature: the options that ask for it, how far off it may be, and what to do where it fails."""
+    """A feature: its options, its tolerance, and what to do if it fails."""
 
     name: str
     options: tuple[str, ...]
     fix: str
     allowed: float = FP32
-    mesh: bool = False  # whether it is of several ranks
-    gpu: bool = False  # whether it is of GPUs alone
+    mesh: bool = False  # needs several ranks
+    gpu: bool = False  # needs a GPU
     steps: int = 1
 
 
-EAGER = "lower.backend=eager trains without"
+EAGER = "lower.backend=eager trains without it"
 REPLAYED = 5  # steps: CUDA graphs run two, record, and replay three
 BF16_OPTIONS = ("passes.cast.param_dtype=bfloat16",)
 STAGES = ("mesh.pp=2", "train.microbatches=4")
 RING = ("mesh.cp=-1", "mesh.dp_shard=1", "passes.context.method=ring", "passes.context.skip_steps=false")
 RECORD, UNRECORDED = "lower.cudagraphs=true", "leave lower.cudagraphs=false"
 PROBES = (
-    Probe("eager", ("lower.backend=eager",), "PyTorch itself does not run here: install it anew"),
+    Probe("eager", ("lower.backend=eager",), "PyTorch itself does not run here: reinstall it"),
     Probe("compiled", (), f"Inductor needs a C++ compiler, or Triton on a GPU; {EAGER}"),
     Probe("bfloat16, flash attention", BF16_OPTIONS, "train in passes.cast.param_dtype=null", BF16),
     Probe("packed documents, FlexAttention on a GPU", ("model.attention=documents",), "use model.attention=causal"),
     Probe("float8", (*BF16_OPTIONS, "passes.cast.float8=tensorwise"), "needs an H100 or newer, or a CPU", FLOAT8),
-    Probe("experts", ("model=moe_debug",), f"grouped products need Triton on a GPU; {EAGER}"),
+    Probe("experts", ("model=moe_debug",), f"grouped matmuls need Triton on a GPU; {EAGER}"),
     Probe("recomputation", ("passes.remat.policy=full",), "use passes.remat.policy=none, and report it"),
     Probe("offloading", ("passes.remat.policy=offload",), "needs pinned memory (ulimit -l); use policy=selective"),
     Probe("CUDA graphs", (RECORD,), UNRECORDED, gpu=True, steps=REPLAYED),
@@ -75,7 +75,7 @@ PROBES = (
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a probe: seconds, the worst error or infinity, and why it failed."""
+    """The result of a probe: seconds, the worst error (infinite if it failed), and the reason."""
 
     probe: Probe
     seconds: float
@@ -88,14 +88,14 @@ class Tried:
 
 
 def probes(ranks: int) -> Iterator[Probe]:
-    """Those that this machine can be asked."""
+    """Yield the probes that this machine can run."""
     for probe in PROBES:
         if probe.mesh == (ranks > 1) and (torch.cuda.is_available() or not probe.gpu):
             yield probe
 
 
 def tried(probe: Probe, ranks: int) -> Tried:
-    """The probe's first step; on several ranks an error is raised, for the others would wait for this one."""
+    """Run a probe and return its result; on several ranks errors are raised, because the others would wait."""
     began = time.perf_counter()
     try:
         error = worst_error(job(probe, ranks), probe.steps)
@@ -107,14 +107,14 @@ def tried(probe: Probe, ranks: int) -> Tried:
 
 
 def shortened(failure: Exception) -> str:
-    """The beginning of what an error says; of a compiler's what it printed, not how it was called."""
-    what, _, of_command = str(failure).partition("Command:")
-    printed = of_command.partition("Output:")[2]
-    return f"{type(failure).__name__}: {' '.join((what + (printed or of_command)).split())[:300]}"
+    """Return the beginning of an error's text; for a compiler error, its output without its command line."""
+    description, _, command = str(failure).partition("Command:")
+    printed = command.partition("Output:")[2]
+    return f"{type(failure).__name__}: {' '.join((description + (printed or command)).split())[:300]}"
 
 
 def job(probe: Probe, ranks: int) -> Config:
-    """Its small job."""
+    """Return the small job of a probe."""
     cfg = settled(
         typed(compose([*SMALL, f"train.global_batch_size={4 * ranks}", *probe.options])), torch.cuda.is_available()
     )
@@ -123,16 +123,26 @@ def job(probe: Probe, ranks: int) -> Config:
 
 def worst_error(cfg: Config, steps: int = 1) -> float:
     """Return the largest difference after some steps, over the largest entry of each value: moments are gradients."""
-    subject, few = subject_of(cfg), cfg.train.microbatches
+    subject, microbatches = subject_of(cfg), cfg.train.microbatches
     batches = [*itertools.islice(itertools.cycle(subject.batches), steps)]
     subject = dataclasses.replace(subject, batches=batches)
-    *_, wanted = oracle.train(subject, Settings(optim=cfg.optim, microbatches=few, lrs=(LR,) * steps))
+    *_, expected = oracle.train(subject, Settings(optim=cfg.optim, microbatches=microbatches, lrs=(LR,) * steps))
     model, device = copy.deepcopy(subject.model).float(), torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    how = {"mesh": cfg.mesh, "optim": cfg.optim, "passes": cfg.passes, "lower": cfg.lower}
-    step = compile_step(model, subject.loss, batches[0], **how, device=device, microbatches=few, evaluate=False)  # type: ignore[arg-type]
+    options = {"mesh": cfg.mesh, "optim": cfg.optim, "passes": cfg.passes, "lower": cfg.lower}
+    step = compile_step(
+        model,
+        subject.loss,
+        batches[0],
+        **options,  # type: ignore[arg-type]
+        device=device,
+        microbatches=microbatches,
+        evaluate=False,
+    )
     for batch in batches:
         metrics = step(batch, LR)
-    found = {name: torch.tensor(value) for name, value in metrics.items()} | dict(wholes(step))
-    return max(difference(found[name].cpu(), value) for name, value in wanted.items() if not name.startswith("chance."))
+    actual = {name: torch.tensor(value) for name, value in metrics.items()} | dict(wholes(step))
+    return max(
+        difference(actual[name].cpu(), value) for name, value in expected.items() if not name.startswith("chance.")
+    )

@@ -1,1 +1,1 @@
-"""Whether compiled steps train a model as eager PyTorch on one device does."""
+"""The check that compiled steps train a model as eager PyTorch on one device does."""

@@ -1,4 +1,4 @@
-"""Train a model by eager PyTorch and by a compiled step of all its ranks, and say how the two differ."""
+"""Train a model by eager PyTorch and by a compiled step of all its ranks, and compare the results."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.step import Step
 
 Verdict = Literal["right", "refused", "crash", "wrong"]
-EXACT, ROUNDED = 1e-10, 2e-5  # what may differ: in fp64; with the model, or parts of it, in fp32
-DRIFT = 1e-6  # in fp64, at most, where eager PyTorch itself differs so from parameters rounded otherwise
-ROUNDINGS = 3  # that are tried
-FLOOR = 1e-3  # what is smaller is measured against this
+EXACT, ROUNDED = 1e-10, 2e-5  # tolerance in fp64; with the model, or parts of it, in fp32
+DRIFT = 1e-6  # the largest fp64 tolerance for models whose eager results depend this much on rounding
+ROUNDINGS = 3  # perturbations to try
+FLOOR = 1e-3  # added to the magnitude that differences are divided by
 NAMES_PLACE = re.compile(r"\w\.py:\d+|%\w+")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict on a model: the worst error with its value, or why it was refused (at option `where`) or failed."""
+    """The verdict on a model: the worst error with its value, or the reason of a refusal (at `where`) or failure."""
 
     verdict: Verdict
     error: float = 0.0
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class Narrow(TorchFunctionMode):
-    """Notices whether anything that has a gradient is computed in less than fp64: constants are the same either way."""
+    """A mode that notices differentiable values computed in less than fp64; constants are the same either way."""
 
     seen = False
 
@@ -71,85 +71,92 @@ class Narrow(TorchFunctionMode):
 
 
 def compare(subject: Subject, settings: Settings, alone: bool = False) -> Outcome:
-    """Train it both ways; with `alone` against a compiled step of one rank, as what draws random numbers must be."""
+    """Train a model both ways and return the verdict.
+
+    With `alone` the reference is a compiled step of one rank, which models that draw random numbers need.
+    """
     began = time.perf_counter()
     if settings.evaluates and not alone and has_modes(subject):
         settings = replace(settings, evaluates=False)
     if differs := captured_otherwise(subject):
         return Outcome("wrong", math.inf, f"capture: {differs}", seconds=time.perf_counter() - began)
     try:
-        found = train(subject, settings)
+        states = train(subject, settings)
     except Exception as error:
         outcome = failed(error)
     else:
-        wanted = train(subject, replace(settings, mesh={})) if alone else oracle.train(subject, settings)
+        expected = train(subject, replace(settings, mesh={})) if alone else oracle.train(subject, settings)
         if settings.evaluates and not alone:
-            wanted[0]["evaluated"] = oracle.evaluate(subject, settings.microbatches)
-        outcome = judged(found, wanted, tolerance(subject, settings))
+            expected[0]["evaluated"] = oracle.evaluate(subject, settings.microbatches)
+        outcome = judged(states, expected, tolerance(subject, settings))
         if outcome.verdict == "wrong" and not alone and outcome.error < DRIFT:
-            outcome = judged(found, wanted, max(outcome.allowed, min(DRIFT, 2 * spread(subject, settings, wanted))))
+            outcome = judged(
+                states, expected, max(outcome.allowed, min(DRIFT, 2 * spread(subject, settings, expected)))
+            )
     return replace(outcome, seconds=time.perf_counter() - began)
 
 
 def captured_otherwise(subject: Subject) -> str:
-    """The first difference between the captured program and eager PyTorch in fp32, empty if there is none.
+    """Return the first difference between the captured program and eager PyTorch in fp32; empty if there is none.
 
-    Steps are compared in fp64, where casts to fp32 change something; of a model that draws random numbers they are
+    Steps are compared in fp64, where casts to fp32 change results; steps of a model that draws random numbers are
     compared with a compiled step, which shares the capture. Empty, too, if the model cannot be captured or run.
     """
     model = copy.deepcopy(subject.model).float()
     batch = {name: v.float() if v.is_floating_point() else v for name, v in subject.batches[0].items()}
     try:
         return captured_difference(model, subject.loss, batch, subject.eager)
-    except Exception:  # which the comparison of steps tells
+    except Exception:  # the comparison of steps reports it
         return ""
 
 
 def train(subject: Subject, settings: Settings) -> list[Found]:
-    """What each step leaves, by a compiled step of all ranks in this process."""
+    """Return the state after each step of a compiled step with all ranks in this process."""
     model = copy.deepcopy(subject.model)
-    how: dict[str, Any] = {"mesh": settings.mesh, "optim": settings.optim, "passes": settings.passes}
-    how |= {"microbatches": settings.microbatches, "ranks": "lockstep", "evaluate": settings.evaluates}
-    step = compile_step(model, subject.loss, subject.batches[0], **how)
-    found: list[Found] = []
+    options: dict[str, Any] = {"mesh": settings.mesh, "optim": settings.optim, "passes": settings.passes}
+    options |= {"microbatches": settings.microbatches, "ranks": "lockstep", "evaluate": settings.evaluates}
+    step = compile_step(model, subject.loss, subject.batches[0], **options)
+    states: list[Found] = []
     for batch, lr in zip(subject.batches, settings.lrs):
-        before = {"evaluated": step.evaluate(batch)} if settings.evaluates and not found else {}
-        measured = before | step(batch, lr)
+        evaluated = {"evaluated": step.evaluate(batch)} if settings.evaluates and not states else {}
+        measured = evaluated | step(batch, lr)
         metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in measured.items()}
-        found.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
-    return found
+        states.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
+    return states
 
 
 def wholes(step: Step) -> Found:
-    """Full parameters, buffers and moments of a step."""
+    """Return full parameters, buffers and moments of a step."""
     return {name.removeprefix("model."): value for name, value in step.wholes("model.", "optim.").items()}
 
 
 def failed(error: Exception) -> Outcome:
-    """Refused, if the error says what is at fault; a crash if it does not."""
-    names = isinstance(error, UserError) and (error.where != "model" or NAMES_PLACE.search(str(error)))
+    """Return a refusal if the error names its cause, otherwise a crash."""
+    is_explained = isinstance(error, UserError) and (error.where != "model" or NAMES_PLACE.search(str(error)))
     where, message = type(error).__name__, str(error)
     if isinstance(error, UserError):
         where, message = error.where, error.message
-    trace = "" if names else traceback.format_exc()[-6000:]
-    return Outcome("refused" if names else "crash", where=where, why=" ".join(message.split())[:400], trace=trace)
+    trace = "" if is_explained else traceback.format_exc()[-6000:]
+    return Outcome(
+        "refused" if is_explained else "crash", where=where, why=" ".join(message.split())[:400], trace=trace
+    )
 
 
 def tolerance(subject: Subject, settings: Settings) -> float:
-    """How far the two may differ, by the precision of what is computed."""
+    """Return the largest allowed error, by the precision of the computation."""
     cast = build(PassesConfig, settings.passes, "passes").cast
-    if not {cast.param_dtype, cast.reduce_dtype, cast.output_dtype} <= {None, "auto"}:  # auto is none on the CPU
+    if not {cast.param_dtype, cast.reduce_dtype, cast.output_dtype} <= {None, "auto"}:  # auto means none on the CPU
         return ROUNDED
     return ROUNDED if rounds(subject) else EXACT
 
 
 def spread(subject: Subject, settings: Settings, wanted: Sequence[Found]) -> float:
-    """How far apart eager PyTorch's own results lie where the last bit of each parameter is another."""
+    """Return the largest error among eager PyTorch's own results when the last bit of each parameter changes."""
     return max(judged(oracle.train(rounded(subject, seed), settings), wanted, 0.0).error for seed in range(ROUNDINGS))
 
 
 def rounded(subject: Subject, seed: int) -> Subject:
-    """The same model, each parameter moved by its last bit, up or down."""
+    """Return the same model with each parameter's last bit moved up or down."""
     generator, model = torch.Generator().manual_seed(seed), copy.deepcopy(subject.model)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.is_floating_point()):
@@ -159,14 +166,14 @@ def rounded(subject: Subject, seed: int) -> Subject:
 
 
 def rounds(subject: Subject) -> bool:
-    """Whether the model computes parts in less than fp64."""
+    """Return True if the model computes parts in less than fp64."""
     with Narrow() as narrow:
         subject.loss(subject.eager(copy.deepcopy(subject.model)), subject.batches[0])
     return narrow.seen
 
 
 def draws(subject: Subject) -> bool:
-    """Whether the loss depends on random numbers."""
+    """Return True if the loss depends on random numbers."""
     losses = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -175,7 +182,7 @@ def draws(subject: Subject) -> bool:
 
 
 def has_modes(subject: Subject) -> bool:
-    """Whether the loss may be another in eval mode."""
+    """Return True if the loss differs in eval mode."""
     losses = []
     for training in (True, False):
         torch.manual_seed(0)
@@ -184,9 +191,9 @@ def has_modes(subject: Subject) -> bool:
 
 
 def judged(found: Sequence[Found], wanted: Sequence[Found], allowed: float) -> Outcome:
-    """How far what steps left is from what was wanted, at worst; a value that one of the two lacks is wrong.
+    """Return the verdict on the states after each step, by the worst error; a value that either side lacks is wrong.
 
-    Entries that rounding moved are not compared; their gradients are, as moments.
+    Entries moved by rounding alone are not compared; their gradients are, as moments.
     """
     worst, where = 0.0, ""
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True), 1):
@@ -194,17 +201,17 @@ def judged(found: Sequence[Found], wanted: Sequence[Found], allowed: float) -> O
             if name.startswith("chance."):
                 continue
             if name not in ours and number == 1 and not name.startswith("optim."):
-                continue  # nothing reads it
-            off = math.inf if name not in ours else difference(ours[name], value, theirs.get(f"chance.{name}"))
-            if off > worst:
-                worst, where = off, f"step {number}: {name}"
+                continue  # the program does not use it
+            error = math.inf if name not in ours else difference(ours[name], value, theirs.get(f"chance.{name}"))
+            if error > worst:
+                worst, where = error, f"step {number}: {name}"
     return Outcome("right" if worst <= allowed else "wrong", worst, where, allowed=allowed)
 
 
 def difference(ours: Tensor, theirs: Tensor, chance: Tensor | None = None) -> float:
-    """The largest difference of two entries over the largest entry wanted; infinite if shapes or infinities differ.
+    """Return the largest difference of entries over the largest expected entry; infinite if shapes or infs differ.
 
-    Entries left to `chance` are not compared.
+    Entries marked in `chance` are not compared.
     """
     if ours.shape != theirs.shape:
         return math.inf
@@ -213,5 +220,5 @@ def difference(ours: Tensor, theirs: Tensor, chance: Tensor | None = None) -> fl
     if theirs.numel() == 0 or torch.equal(ours.to(theirs.dtype), theirs):
         return 0.0
     wide = torch.complex128 if theirs.is_complex() else torch.float64
-    off = ((ours.to(wide) - theirs.to(wide)).abs().max() / (theirs.to(wide).abs().max() + FLOOR)).item()
-    return off if math.isfinite(off) else math.inf
+    error = ((ours.to(wide) - theirs.to(wide)).abs().max() / (theirs.to(wide).abs().max() + FLOOR)).item()
+    return error if math.isfinite(error) else math.inf

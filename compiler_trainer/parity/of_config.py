@@ -20,65 +20,69 @@ from compiler_trainer.parity.one_device import on_one_device
 from compiler_trainer.parity.subject import Batch, Settings, Subject
 
 STEPS = 3
-SMALL = (  # where the command line says nothing else; an epsilon this large hides what rounding makes of no gradient
+SMALL = (  # defaults; the large epsilon hides rounding noise where a gradient is zero
     "mesh.dp_shard=1", "train.seq_len=13", "train.global_batch_size=3", "optim.eps=1e-3", "optim.lr=0.05",
 )  # fmt: skip
-OTHER = 257  # as many token ids as bytes and the end of a document, where a model does not tell
+OTHER = 257  # token ids (bytes and the end of a document) if a model does not state them
 
 
 def check(cfg: Config) -> Outcome:
-    """Whether the job's step is that of eager PyTorch on one device; raises UserError where that cannot be asked."""
+    """Return the verdict on a job's step against eager PyTorch; raise UserError if they cannot be compared."""
     if cfg.optim.name in EIGHT_BITS:
-        raise UserError("optim", f"{cfg.optim.name} rounds moments, which eager PyTorch does not; use optim=adamw")
+        raise UserError(
+            "optim", f"{cfg.optim.name} rounds its moments, which eager PyTorch does not do; use optim=adamw"
+        )
     if cfg.optim.name == "custom":
-        raise UserError("optim", f"{cfg.optim._target_} is not one that eager PyTorch has; use optim=adamw")
+        raise UserError("optim", f"{cfg.optim._target_} is no optimizer of eager PyTorch; use optim=adamw")
     subject = subject_of(cfg)
     mesh = {axis: size for axis, size in vars(cfg.mesh).items() if size > 1}
     settings = Settings(mesh, cfg.optim, cfg.passes, cfg.train.microbatches, (cfg.optim.lr,) * STEPS)
     try:
-        random = compare.draws(subject)
+        draws_random = compare.draws(subject)
     except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError("model", f"eager PyTorch cannot run it in float64 on the CPU ({said})") from error
-    return compare.compare(subject, settings, alone=random)
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError("model", f"eager PyTorch cannot run it in float64 on the CPU ({message})") from error
+    return compare.compare(subject, settings, alone=draws_random)
 
 
 def subject_of(cfg: Config) -> Subject:
-    """The job's model in fp64 with its first weights, and random batches of its sizes."""
-    found = trained_by(cfg)
-    model = fill(found.module, ((name, value[()]) for name, value in found.initial())).double().train()
+    """Return the job's model in fp64 with its initial weights, and random batches of its sizes."""
+    trained = trained_by(cfg)
+    model = fill(trained.module, ((name, value[()]) for name, value in trained.initial())).double().train()
     kinds = {kind for group in cfg.optim.groups.values() for kind in group.kinds}
     head = head_of(model) if "head" in kinds else ""
 
     def terms(model: nn.Module, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        return None, parted(found.loss(model, batch))[0]  # all labels count, so that a mean over them is one over rows
+        return None, parted(trained.loss(model, batch))[0]  # all labels count: a mean over sequences is the same
 
-    vocabulary = vocabulary_of(found, model)
+    vocabulary = vocabulary_of(trained, model)
     generators = (torch.Generator().manual_seed(cfg.train.seed + step) for step in range(STEPS))
-    rows = cfg.train.global_batch_size
-    batches = [batch_of(g, rows, cfg.train.seq_len, vocabulary) | pairs_of(cfg, g, rows) for g in generators]
+    sequences = cfg.train.global_batch_size
+    batches = [batch_of(g, sequences, cfg.train.seq_len, vocabulary) | pairs_of(cfg, g, sequences) for g in generators]
     return Subject(model, terms, batches, on_one_device, head)
 
 
 def head_of(model: nn.Module) -> str:
-    """The name of the weight of the last product; raises UserError where the model does not tell."""
+    """Return the name of the last matmul's weight; raise UserError if the model does not tell."""
     output = getattr(model, "output", None) or getattr(model, "lm_head", None) or getattr(model, "head", None)
     for name, parameter in model.named_parameters():
         if output is not None and parameter is output.weight:
             return name
     if getattr(model, "output", model) is None:  # tied
         return ""
-    raise UserError("optim.groups", "have the kind head, and which weight that is cannot be told; give names instead")
+    raise UserError(
+        "optim.groups", "have the kind head, but the model does not show which weight that is; give names instead"
+    )
 
 
 def vocabulary_of(found: Trained, model: nn.Module) -> int:
-    """How many token ids there are."""
+    """Return the number of token ids."""
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     return found.vocab_size or (tables[0] if tables else OTHER)
 
 
 def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int) -> Batch:
-    """Random tokens and labels, in rows of several documents."""
+    """Return random tokens and labels, in sequences of several documents."""
     tokens, labels = (torch.randint(0, vocabulary, (rows, length), generator=generator) for _ in range(2))
     begins = torch.rand(rows, length, generator=generator) < 0.2
     begins[:, 0] = True
@@ -88,18 +92,20 @@ def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int
 
 
 def pairs_of(cfg: Config, generator: torch.Generator, rows: int) -> Batch:
-    """What a batch of preference pairs has beside its tokens."""
-    found = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.pairs else {}
+    """Return the additional entries of a batch of preference pairs."""
+    entries = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.pairs else {}
     if isinstance(cfg.loss, DpoConfig):
-        found |= {name: -torch.rand(rows, generator=generator) for name in REFERENCE}
-    return found
+        entries |= {name: -torch.rand(rows, generator=generator) for name in REFERENCE}
+    return entries
 
 
 def ranks_of(mesh: MeshConfig) -> int:
-    """How many ranks a mesh has whose axes are all stated; raises UserError where one is not."""
+    """Return the number of ranks of a mesh; raise UserError if an axis is not stated."""
     sizes: Mapping[str, int] = vars(mesh)
-    if left := [axis for axis, size in sizes.items() if size < 1]:
-        raise UserError(f"mesh.{left[0]}", "is what other axes leave of the ranks, and here are none; give it")
+    if unstated := [axis for axis, size in sizes.items() if size < 1]:
+        raise UserError(
+            f"mesh.{unstated[0]}", "is the rest of the ranks, but no number of ranks is given here; state it"
+        )
     count = 1
     for axis, size in sizes.items():
         count *= 1 if axis == "ep" else size

@@ -1,6 +1,7 @@
-"""Our decoder, or one of transformers, as eager PyTorch can train it on a CPU in any dtype.
+"""A decoder of ours or of transformers that eager PyTorch can train on a CPU in any dtype.
 
-Experts loop over ordinary products, for grouped ones take no fp64; masks are dense, for FlexAttention has no backward.
+Experts loop over ordinary matmuls, because grouped ones do not support fp64. Masks are dense, because FlexAttention has
+no backward on CPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class LoopedExperts(nn.Module):
-    """The same sum as `Experts`, of whose parameters it has its own copies by the same names."""
+    """The same sum as `Experts`, with copies of its parameters under the same names."""
 
     def __init__(self, experts: Experts):
         super().__init__()
@@ -31,20 +32,20 @@ class LoopedExperts(nn.Module):
         self.weighs_input = experts.weighs_input
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[N, D] of tokens `x` [N, D], experts int64 `ids` [N, k] and their `weights` [N, k]."""
+        """Return [N, D] for tokens `x` [N, D], experts int64 `ids` [N, k] and their `weights` [N, k]."""
         out = torch.zeros_like(x)
         for expert in range(self.w1.shape[0]):
             tokens, slots = torch.where(ids == expert)
             rows, weight = x[tokens], weights[tokens, slots, None]
             if self.weighs_input:
                 rows = rows * weight
-            made = (F.silu(rows @ self.w1[expert]) * (rows @ self.w3[expert])) @ self.w2[expert]
-            out = out.index_add(0, tokens, made if self.weighs_input else made * weight)
+            outputs = (F.silu(rows @ self.w1[expert]) * (rows @ self.w3[expert])) @ self.w2[expert]
+            out = out.index_add(0, tokens, outputs if self.weighs_input else outputs * weight)
         return out
 
 
 def looped(model: Model) -> Model:
-    """A copy of the model with looped experts in place of grouped ones."""
+    """Return a copy of the model with looped experts in place of grouped ones."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
@@ -53,7 +54,7 @@ def looped(model: Model) -> Model:
 
 
 def on_one_device(model: Model) -> Model:
-    """A copy of the model that eager PyTorch can train."""
+    """Return a copy of the model that eager PyTorch can train."""
     model = looped(model)
     published: Any = plain(model)
     if hasattr(published, "set_experts_implementation"):  # of transformers
@@ -61,7 +62,7 @@ def on_one_device(model: Model) -> Model:
     if isinstance(model, Llama) and model.cfg.attention == "documents":
         forward = model.forward
 
-        @functools.wraps(forward)  # who calls it looks for the names of its arguments
+        @functools.wraps(forward)  # callers inspect the names of its arguments
         def dense(*args: Any, **kwargs: Any) -> Any:
             with patch.object(attention, "flex_attention", masked_attention):
                 return forward(*args, **kwargs)
@@ -71,13 +72,13 @@ def on_one_device(model: Model) -> Model:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
-    """What `flex_attention` gives of q [B, H, T, h] over k and v [B, K, T, h]."""
+    """Return the result of `flex_attention` for q [B, H, T, h] over k and v [B, K, T, h]."""
     rows, size = q.shape[0], q.shape[2]
     mask = create_mask(block_mask.mask_mod, rows, None, size, size, device=q.device)  # type: ignore[arg-type]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
 
 
 def sliced_products(rows: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
-    """What `F.grouped_mm` gives of rows [M, in], w [E, in, out] and the ends of each expert's rows, in any dtype."""
+    """Return `F.grouped_mm` of rows [M, in], w [E, in, out] and the ends of each expert's rows, in any dtype."""
     starts = [0, *offs.tolist()[:-1]]
     return torch.cat([rows[a:b] @ w[e] for e, (a, b) in enumerate(zip(starts, offs.tolist(), strict=True))])

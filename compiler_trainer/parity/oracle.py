@@ -16,9 +16,9 @@ from compiler_trainer.config.schema import GroupConfig, OptimConfig
 from compiler_trainer.parity.subject import Batch, Settings, Subject
 
 # after a step: loss, grad_norm, parameters, buffers, moments as `optim.MOMENT.NAME`; of eager PyTorch also
-# `chance.NAME`, which entries of a parameter were moved by what rounding left of a gradient of zero
+# `chance.NAME`, the entries of a parameter moved only by rounding noise of a zero gradient
 Found = dict[str, Tensor]
-ROUNDING = 1e-12  # of the largest gradient: what is smaller, and not zero, is taken for rounding
+ROUNDING = 1e-12  # of the largest gradient: smaller nonzero gradients count as rounding noise
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum", "muon": "momentum"}
 
 
@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """The matrices [..., m, n] with singular values near 1, times 0.2 sqrt(max(m, n))."""
+    """Return the matrices [..., m, n] with singular values near 1, times 0.2 sqrt(max(m, n))."""
     size = 0.2 * math.sqrt(max(matrix.shape[-2:]))
     if matrix.shape[-2] > matrix.shape[-1]:
         return orthogonal(matrix.mT).mT
@@ -55,12 +55,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def train(subject: Subject, settings: Settings) -> list[Found]:
-    """What each step leaves, by eager PyTorch, whose optimizers pass over parameters that take no part."""
+    """Return the state after each step of eager PyTorch; its optimizers skip parameters without a gradient."""
     model = subject.eager(copy.deepcopy(subject.model))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optim = build(OptimConfig, settings.optim, "optim")
     optimizers = list(optimizers_of(model, trained, subject, optim))
-    found, chance = [], dict(scaled(trained, optimizers))
+    states, chance = [], dict(scaled(trained, optimizers))
     for batch, lr in zip(subject.batches, settings.lrs):
         for parameter in trained.values():
             parameter.grad = None
@@ -70,7 +70,7 @@ def train(subject: Subject, settings: Settings) -> list[Found]:
         for name, entries in ((name, entries) for name, entries in chance.items() if name in gradients):
             gradient = gradients[name].abs()
             small = gradient < ROUNDING * largest
-            if small.all() or (small & (gradient > 0)).any():  # else they are zeros of rows that take no part
+            if small.all() or (small & (gradient > 0)).any():  # otherwise they are exact zeros of unused rows
                 entries |= small
         norm = nn.utils.clip_grad_norm_(trained.values(), optim.max_norm or math.inf)
         for optimizer in optimizers:
@@ -79,28 +79,31 @@ def train(subject: Subject, settings: Settings) -> list[Found]:
             optimizer.step()
         state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **moments(trained, optimizers)}
         metrics = {"loss": loss, "grad_norm": norm} | {f"chance.{name}": entries for name, entries in chance.items()}
-        found.append({name: value.detach().clone() for name, value in (metrics | state).items()})
-    return found
+        states.append({name: value.detach().clone() for name, value in (metrics | state).items()})
+    return states
 
 
 def scaled(
     trained: dict[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, Tensor]]:
-    """No entries yet of each parameter whose optimizer divides gradients by their size, so that rounding moves it."""
-    given = [p for o in optimizers if not isinstance(o, torch.optim.SGD) for g in o.param_groups for p in g["params"]]
-    ids = set(map(id, given))
+    """Return empty masks for parameters whose optimizer scales gradients by their size: rounding noise moves these."""
+    parameters = [
+        p for o in optimizers if not isinstance(o, torch.optim.SGD) for g in o.param_groups for p in g["params"]
+    ]
+    ids = set(map(id, parameters))
     return ((name, torch.zeros_like(p, dtype=torch.bool)) for name, p in trained.items() if id(p) in ids)
 
 
 def backward(subject: Subject, model: nn.Module, batch: Batch, microbatches: int) -> Tensor:
-    """The loss of a batch, its gradients times the number of microbatches added to the parameters'.
+    """Return the loss of a batch; add its gradients times the number of microbatches to the parameters'.
 
-    Each microbatch's own loss is differentiated, not its share of the whole: functions that are not linear in the
-    gradient can tell. They get a gradient of zero from a microbatch without labels, which they may make something of.
+    Each microbatch's own loss is differentiated, not its share of the batch's, because functions that are not linear in
+    the gradient depend on it. A microbatch without labels gives them a zero gradient, from which they may compute
+    something.
     """
     total = torch.zeros((), dtype=torch.float64)
-    for own, share in microbatches_of(batch, microbatches):
-        terms = list(terms_of(subject, model, own, share))
+    for microbatch, share in microbatches_of(batch, microbatches):
+        terms = list(terms_of(subject, model, microbatch, share))
         for term in terms:
             total = total + term.detach().double() / microbatches
         if terms:
@@ -110,27 +113,27 @@ def backward(subject: Subject, model: nn.Module, batch: Batch, microbatches: int
 
 @torch.no_grad()
 def evaluate(subject: Subject, microbatches: int) -> Tensor:
-    """The loss of the first batch, of which no microbatch leaves anything in the model for the next."""
+    """Return the loss of the first batch; no microbatch changes the model for the next."""
     total = torch.zeros((), dtype=torch.float64)
-    for own, share in microbatches_of(subject.batches[0], microbatches):
-        for term in terms_of(subject, subject.eager(copy.deepcopy(subject.model)), own, share):
+    for microbatch, share in microbatches_of(subject.batches[0], microbatches):
+        for term in terms_of(subject, subject.eager(copy.deepcopy(subject.model)), microbatch, share):
             total = total + term.double() / microbatches
     return total
 
 
 def microbatches_of(batch: Batch, number: int) -> Iterator[tuple[Batch, Tensor | None]]:
-    """Each with how many labels it has of the mean number, if there are labels."""
+    """Yield each microbatch with its number of labels relative to the mean, if there are labels."""
     parts = {key: value.chunk(number) for key, value in batch.items()}
     labels = [(part >= 0).sum().double() for part in parts.get("labels", ())]
-    for at in range(number):
-        own = {key: chunks[at] for key, chunks in parts.items()}
-        if labels and not labels[at]:  # a mean of nothing, whose share is zero: that of any labels, times zero
-            own["labels"] = torch.zeros_like(own["labels"])
-        yield own, labels[at] * number / sum(labels) if labels else None
+    for index in range(number):
+        microbatch = {key: chunks[index] for key, chunks in parts.items()}
+        if labels and not labels[index]:  # a mean over no labels is undefined: use any labels, with a share of zero
+            microbatch["labels"] = torch.zeros_like(microbatch["labels"])
+        yield microbatch, labels[index] * number / sum(labels) if labels else None
 
 
 def terms_of(subject: Subject, model: nn.Module, batch: Batch, share: Tensor | None) -> Iterator[Tensor]:
-    """The terms of a microbatch's loss: its share of a mean over the whole batch's labels, and a mean of its own."""
+    """Yield the terms of a microbatch's loss: its share of a mean over the batch's labels, and a mean of its own."""
     over_labels, other = subject.terms(model, batch)
     if other is not None:
         yield other
@@ -141,12 +144,12 @@ def terms_of(subject: Subject, model: nn.Module, batch: Batch, share: Tensor | N
 def optimizers_of(
     model: nn.Module, trained: dict[str, nn.Parameter], subject: Subject, optim: OptimConfig
 ) -> Iterator[torch.optim.Optimizer]:
-    """PyTorch's optimizers for the groups of `optim`, one of those that are alike."""
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    """Yield PyTorch's optimizers, one a parameter, by the groups of `optim`."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
     def group_of(name: str, parameter: nn.Parameter) -> GroupConfig:
         kinds = {"vector"} if parameter.dim() < 2 else set()
-        kinds |= {"embedding"} if id(parameter) in looked_up else set()
+        kinds |= {"embedding"} if id(parameter) in embeddings else set()
         kinds |= {"head"} if name == subject.head else set()
         for group in optim.groups.values():
             if kinds & set(group.kinds) or any(fnmatchcase(name, pattern) for pattern in group.names):
@@ -156,18 +159,18 @@ def optimizers_of(
     for name, parameter in trained.items():
         group = group_of(name, parameter)
         decay = optim.weight_decay if group.weight_decay is None else group.weight_decay
-        given = [{"params": [parameter], "factor": group.lr}]
-        which = group.optimizer or optim.name
-        if which == "sgd":
-            yield torch.optim.SGD(given, momentum=optim.momentum, weight_decay=decay)
-        elif which == "muon":
-            yield Muon(given, optim.momentum, decay)
+        groups = [{"params": [parameter], "factor": group.lr}]
+        kind = group.optimizer or optim.name
+        if kind == "sgd":
+            yield torch.optim.SGD(groups, momentum=optim.momentum, weight_decay=decay)
+        elif kind == "muon":
+            yield Muon(groups, optim.momentum, decay)
         else:
-            yield torch.optim.AdamW(given, betas=optim.betas, eps=optim.eps, weight_decay=decay)
+            yield torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps, weight_decay=decay)
 
 
 def moments(trained: dict[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> Found:
-    """What optimizers keep of each parameter; their first moments are sums of gradients."""
+    """Return the moments of each parameter from the optimizers; first moments are sums of gradients."""
     names = {id(parameter): name for name, parameter in trained.items()}
     return {
         f"optim.{MOMENTS[moment]}.{names[id(parameter)]}": value

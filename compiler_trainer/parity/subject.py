@@ -1,4 +1,4 @@
-"""What is trained twice, by eager PyTorch and by a compiled step, and how."""
+"""The subject of a comparison: a model trained twice, by eager PyTorch and by a compiled step, and its settings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Terms = Callable[[nn.Module, Batch], tuple[Tensor | None, Tensor | None]]
 class Subject:
     """A model in the dtype of the comparison, its loss and a batch for each step.
 
-    The loss is the sum of two terms: a mean over the labels that are not negative, and a mean of another kind.
-    `eager` makes of the model the one that eager PyTorch can run; `head` names the weight of the last product.
+    The loss is the sum of two terms: a mean over the labels that are not negative, and a mean of another kind. `eager`
+    converts the model to one that eager PyTorch can run; `head` names the weight of the last matmul.
     """
 
     model: nn.Module
@@ -29,7 +29,7 @@ class Subject:
     head: str = ""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The scalar to minimise, as a user writes it."""
+        """Return the scalar to minimise, as a user writes it."""
         over_labels, other = self.terms(model, batch)
         if over_labels is None or other is None:
             return over_labels if other is None else other  # type: ignore[return-value]
@@ -38,7 +38,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Settings:
-    """How it is trained: ranks along each axis, the optimizer, options of passes, the learning rate of each step.
+    """The settings of training: ranks along each axis, optimizer, options of passes, the learning rate of each step.
 
     With `evaluates` the first batch is evaluated before it is trained on.
     """

@@ -1,4 +1,4 @@
-"""A plan in words and numbers: the table, `plan.json`, and the recipe that trains it."""
+"""A plan as text and numbers: the table, `plan.json`, and the recipe that trains the best setting."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from compiler_trainer.training.speed import computes_in
 
 RECIPE, JSON = "plan.yaml", "plan.json"
 SHOWN = 12  # rows of a table
-BYTES = 4 * 257  # a vocabulary from this size on is none of bytes
-HIDDEN = ("plan", "run", "recipe", "cluster.gpus", "hydra")  # what a recipe does not repeat
-AXIS = {"dp_shard": "fsdp"}  # one name for what stores parameters
-NAMES = {  # what a step waits for
+BYTES = 4 * 257  # vocabularies from this size on are not for bytes
+HIDDEN = ("plan", "run", "recipe", "cluster.gpus", "hydra")  # options that a recipe does not repeat
+AXIS = {"dp_shard": "fsdp"}  # one name for the axes that shard parameters
+NAMES = {  # causes of waiting
     "fsdp": "parameters and gradients (dp_shard, cp)",
     "dp_replicate": "gradients of replicas (dp_replicate)",
     "tp": "activations (tp)",
@@ -37,171 +37,188 @@ HEADINGS = ("", "mesh", "microbatches", "recomputation", "attention", "tokens/s/
 
 
 def title(plan: Plan) -> str:
-    """`llama3_8b on 8 GPUs of h100`."""
-    cfg = plan.asked.cfg
-    return f"{named(cfg.model)} on {plan.asked.gpus:,} GPUs of {cfg.cluster.name}"
+    """Return the job's title: `llama3_8b on 8 GPUs of h100`."""
+    cfg = plan.request.cfg
+    return f"{named(cfg.model)} on {plan.request.gpus:,} GPUs of {cfg.cluster.name}"
 
 
 def job(plan: Plan) -> str:
-    """`16 sequences of 8,192 tokens a step`."""
-    train = plan.asked.cfg.train
+    """Return the batch: `16 sequences of 8,192 tokens a step`."""
+    train = plan.request.cfg.train
     return f"{train.global_batch_size:,} sequences of {train.seq_len:,} tokens a step"
 
 
-def counted(plan: Plan) -> str:
-    """How many settings were looked at, and how."""
-    compiled = sum(one.candidate.first is None for one in (*plan.ranked, *plan.too_large))
+def setting_counts(plan: Plan) -> str:
+    """Return the number of settings, by closed form and compiled."""
+    compiled = sum(estimate.candidate.first is None for estimate in (*plan.ranked, *plan.too_large))
     return f"{plan.count:,} settings in closed form, the best {compiled} compiled"
 
 
-def row(plan: Plan, number: int | str, found: Estimate) -> tuple[str, ...]:
-    """The cells of a table."""
-    candidate = found.candidate
+def row(plan: Plan, number: int | str, estimate: Estimate) -> tuple[str, ...]:
+    """Return the cells of a table's row."""
+    candidate = estimate.candidate
     method = candidate.method if candidate.mesh.cp > 1 else ""
-    precision = ", float8" if candidate.float8 and len(products(plan)) > 1 else ""
-    speed, share = f"{plan.tokens_per_s(found):,.0f}", f"{plan.mfu(found):.1%}"
-    kept, size = candidate.recomputes() + precision, f"{found.bytes / GIB:.3g}"
-    return (str(number), candidate.axes(), str(candidate.microbatches), kept, method, speed, share, size, bound(found))
+    precision = ", float8" if candidate.float8 and len(float8_values(plan)) > 1 else ""
+    speed, mfu = f"{plan.tokens_per_s(estimate):,.0f}", f"{plan.mfu(estimate):.1%}"
+    recomputation, size = candidate.recomputes() + precision, f"{estimate.bytes / GIB:.3g}"
+    return (
+        str(number),
+        candidate.axes(),
+        str(candidate.microbatches),
+        recomputation,
+        method,
+        speed,
+        mfu,
+        size,
+        bound(estimate),
+    )
 
 
-def bound(found: Estimate) -> str:
-    """What a step spends its time on: computing, and the axis that it waits for most."""
-    computing = f"computing {found.compute_s / found.step_s:.0%}"
-    waits = {axis: s for axis, s in found.exposed_s.items() if s > 0.01 * found.step_s}
+def bound(estimate: Estimate) -> str:
+    """Return the share of a step spent computing, and the axis that it waits for longest."""
+    computing = f"computing {estimate.compute_s / estimate.step_s:.0%}"
+    waits = {axis: s for axis, s in estimate.exposed_s.items() if s > 0.01 * estimate.step_s}
     if not waits:
         return computing
     axis = max(waits, key=lambda a: waits[a])
-    return f"{computing}, {axis} {waits[axis] / found.step_s:.0%}"
+    return f"{computing}, {axis} {waits[axis] / estimate.step_s:.0%}"
 
 
-def products(plan: Plan) -> set[bool]:
-    """Whether those of the settings that were compiled are in float8."""
-    return {one.candidate.float8 for one in (*plan.ranked, *plan.too_large)}
+def float8_values(plan: Plan) -> set[bool]:
+    """Return the values of float8 among the compiled settings."""
+    return {estimate.candidate.float8 for estimate in (*plan.ranked, *plan.too_large)}
 
 
 def computed_in(plan: Plan) -> str:
-    """`, in bfloat16`."""
-    eight = " and float8" if products(plan) == {True} else ""
-    return f", in {computes_in(plan.asked.cfg)}{eight}"
+    """Return the precision: `, in bfloat16`."""
+    eight = " and float8" if float8_values(plan) == {True} else ""
+    return f", in {computes_in(plan.request.cfg)}{eight}"
 
 
 def table(plan: Plan) -> Table:
-    """The compiled settings that fit, best first."""
-    caption = "\n".join(filter(None, (counted(plan) + computed_in(plan), error_bar(plan.asked.cfg))))
-    found = Table(*HEADINGS, title=f"{title(plan)}: {job(plan)}", caption=caption)
-    for number, one in enumerate(plan.ranked[:SHOWN], 1):
-        found.add_row(*row(plan, number, one))
-    return found
+    """Return a table of the compiled settings that fit, fastest first."""
+    caption = "\n".join(filter(None, (setting_counts(plan) + computed_in(plan), error_bar(plan.request.cfg))))
+    rows = Table(*HEADINGS, title=f"{title(plan)}: {job(plan)}", caption=caption)
+    for number, estimate in enumerate(plan.ranked[:SHOWN], 1):
+        rows.add_row(*row(plan, number, estimate))
+    return rows
 
 
-# ---- why others lost ----------------------------------------------------------------------------------
+# ---- reasons against other settings -------------------------------------------------------------------
 
 
-def why(plan: Plan, other: Estimate, best: Estimate) -> str:
-    """Why a setting is not the best: the memory that it needs, or what it spends its time on instead."""
-    if other.bytes > room(plan.asked):
+def reason_against(plan: Plan, other: Estimate, best: Estimate) -> str:
+    """Return the reason why a setting is not the best: missing memory, or the largest extra time."""
+    if other.bytes > room(plan.request):
         kind = max(other.memory, key=lambda k: other.memory[k] - best.memory.get(k, 0.0))
         size = f"{other.memory[kind] / GIB:,.1f} GiB of {kind}"
-        return f"needs {other.bytes / GIB:,.1f} GiB of {room(plan.asked) / GIB:,.1f}: {size}"
-    mine, its = by_name(best.exposed_s), by_name(other.exposed_s)
-    more = {name: s - mine.get(name, 0.0) for name, s in its.items()}
-    more["computing"] = other.compute_s - best.compute_s
-    name = max(more, key=lambda n: more[n])
+        return f"needs {other.bytes / GIB:,.1f} GiB of {room(plan.request) / GIB:,.1f}: {size}"
+    best_waits, waits = waits_by_name(best.exposed_s), waits_by_name(other.exposed_s)
+    extra_s = {name: s - best_waits.get(name, 0.0) for name, s in waits.items()}
+    extra_s["computing"] = other.compute_s - best.compute_s
+    name = max(extra_s, key=lambda n: extra_s[n])
     slower = f"{other.step_s / best.step_s - 1:.1%} slower"
     if name == "computing":
-        return f"{slower}: computes {1e3 * more[name]:,.0f} ms longer"
+        return f"{slower}: computes {1e3 * extra_s[name]:,.0f} ms longer"
     sent = sum(sum(links.values()) for axis, links in other.sent.items() if AXIS.get(axis, axis) == name)
-    what = f" for {sent / 1e9:,.1f} GB that a rank sends" if sent else ""
-    return f"{slower}: waits {1e3 * more[name]:,.0f} ms more for {NAMES.get(name, name)}{what}"
+    cause = f" for {sent / 1e9:,.1f} GB that a rank sends" if sent else ""
+    return f"{slower}: waits {1e3 * extra_s[name]:,.0f} ms more for {NAMES.get(name, name)}{cause}"
 
 
-def by_name(exposed: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of waiting, by one name an axis."""
-    found: dict[str, float] = {}
+def waits_by_name(exposed: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of waiting, summed by one name an axis."""
+    total: dict[str, float] = {}
     for axis, s in exposed.items():
         name = AXIS.get(axis, axis).partition(".")[0]
-        found[name] = found.get(name, 0.0) + s
-    return found
+        total[name] = total.get(name, 0.0) + s
+    return total
 
 
-def losers(plan: Plan, count: int = 40) -> list[tuple[Estimate, str]]:
-    """The best setting of each other mesh, and why it is not the best: compiled ones beside each other, else forms."""
+def others_with_reasons(plan: Plan, count: int = 40) -> list[tuple[Estimate, str]]:
+    """Return the best setting of each other mesh with the reason why it is not the best.
+
+    Compiled settings are compared with the compiled best, closed forms with its closed form.
+    """
     best = plan.best
-    form = next((e for e in plan.forms if e.candidate == best.candidate), best)
-    seen, found = {best.candidate.mesh}, list[tuple[Estimate, str]]()
-    fitting = [e for e in plan.forms if e.bytes <= room(plan.asked)]
-    for one in (*plan.ranked, *plan.too_large, *fitting, *plan.forms):
-        if one.candidate.mesh not in seen:
-            seen.add(one.candidate.mesh)
-            found.append((one, why(plan, one, best if one.is_compiled else form)))
-    return found[:count]
+    best_form = next((e for e in plan.forms if e.candidate == best.candidate), best)
+    meshes, reasons = {best.candidate.mesh}, list[tuple[Estimate, str]]()
+    fitting = [e for e in plan.forms if e.bytes <= room(plan.request)]
+    for estimate in (*plan.ranked, *plan.too_large, *fitting, *plan.forms):
+        if estimate.candidate.mesh not in meshes:
+            meshes.add(estimate.candidate.mesh)
+            reasons.append((estimate, reason_against(plan, estimate, best if estimate.is_compiled else best_form)))
+    return reasons[:count]
 
 
 # ---- files --------------------------------------------------------------------------------------------
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as a JSON object."""
+    """Return the plan as a JSON object."""
 
-    def of(found: Estimate) -> dict[str, Any]:
+    def of(estimate: Estimate) -> dict[str, Any]:
         return {
-            "options": found.candidate.options(),
-            "step_ms": 1e3 * found.step_s,
-            "tokens_per_s_per_gpu": plan.tokens_per_s(found),
-            "mfu": plan.mfu(found),
-            "compute_ms": 1e3 * found.compute_s,
-            "exposed_ms": {axis: 1e3 * s for axis, s in found.exposed_s.items()},
-            "sent_bytes": {axis: dict(links) for axis, links in found.sent.items()},
-            "peak_mem_bytes": round(found.bytes),
-            "memory": {kind: round(size) for kind, size in found.memory.items()},
-            "compiled": found.is_compiled,
+            "options": estimate.candidate.options(),
+            "step_ms": 1e3 * estimate.step_s,
+            "tokens_per_s_per_gpu": plan.tokens_per_s(estimate),
+            "mfu": plan.mfu(estimate),
+            "compute_ms": 1e3 * estimate.compute_s,
+            "exposed_ms": {axis: 1e3 * s for axis, s in estimate.exposed_s.items()},
+            "sent_bytes": {axis: dict(links) for axis, links in estimate.sent.items()},
+            "peak_mem_bytes": round(estimate.bytes),
+            "memory": {kind: round(size) for kind, size in estimate.memory.items()},
+            "compiled": estimate.is_compiled,
         }
 
     return {
         "job": f"{title(plan)}: {job(plan)}",
-        "gpus": plan.asked.gpus,
-        "memory_bytes": round(room(plan.asked)),
-        "error": error_bar(plan.asked.cfg),
+        "gpus": plan.request.gpus,
+        "memory_bytes": round(room(plan.request)),
+        "error": error_bar(plan.request.cfg),
         "settings": plan.count,
         "left_out": plan.left,
-        "ranked": [of(found) for found in plan.ranked],
-        "too_large": [of(found) for found in plan.too_large],
-        "refused": {f"{c.axes()}, {c.recomputes()}": said for c, said in plan.refused.items()},
-        "others": [{**of(found), "why": said} for found, said in losers(plan)],
+        "ranked": [of(estimate) for estimate in plan.ranked],
+        "too_large": [of(estimate) for estimate in plan.too_large],
+        "refused": {f"{c.axes()}, {c.recomputes()}": reason for c, reason in plan.refused.items()},
+        "others": [{**of(estimate), "why": reason} for estimate, reason in others_with_reasons(plan)],
     }
 
 
 def recipe(plan: Plan, overrides: Sequence[str], groups: Iterable[str]) -> str:
-    """A recipe that trains the best: what was stated, and what was chosen, with what is predicted as comments."""
-    chosen, stated = stated_options(overrides, set(groups))
+    """Return a recipe that trains the best setting: stated and chosen options, the prediction as comments."""
+    defaults_lines, stated = stated_options(overrides, set(groups))
     best = plan.best
-    planned_for = OmegaConf.create(update(plan.asked.cfg))  # of it memory and time: a job without says so itself
-    options = OmegaConf.merge(planned_for, OmegaConf.create(stated), OmegaConf.create(best.candidate.options()))
+    update_options = OmegaConf.create(update(plan.request.cfg))  # the prediction holds only for this update
+    options = OmegaConf.merge(update_options, OmegaConf.create(stated), OmegaConf.create(best.candidate.options()))
     body = yaml.safe_dump(OmegaConf.to_container(options), sort_keys=False, default_flow_style=None, width=110)
-    defaults = "".join(f"  - {line}\n" for line in chosen)
+    defaults = "".join(f"  - {line}\n" for line in defaults_lines)
     waits = ", ".join(f"{axis} {1e3 * s:,.0f} ms" for axis, s in best.exposed_s.items() if s > 1e-3 * best.step_s)
     lines = [
         f"{title(plan)}: {job(plan)}.",
         f"Predicted: {plan.tokens_per_s(best):,.0f} tokens/s/GPU, MFU {plan.mfu(best):.1%}, "
         f"{1e3 * best.step_s:,.0f} ms a step, {best.bytes / GIB:.3g} GiB a GPU.",
-        f"Waits: {waits or 'none'}. The best of {counted(plan)}.",
-        f"Start it on {plan.asked.gpus:,} ranks with recipe=THIS_FILE. Text and tokenizer are yours to say; optimizer,",
-        "schedule and length are those that it was planned for.",
+        f"Waits: {waits or 'none'}. The best of {setting_counts(plan)}.",
+        f"Start it on {plan.request.gpus:,} ranks with recipe=THIS_FILE. State text and tokenizer yourself; optimizer,",
+        "schedule and length are those of the plan.",
     ]
     head = "".join(f"# {line}\n" for line in lines)
     return f"# @package _global_\n{head}" + (f"defaults:\n{defaults}" if defaults else "") + body
 
 
 def update(cfg: Config) -> dict[str, Any]:
-    """The options of the update, and of what a step takes, as they were planned for."""
+    """Return the options of the update and of the batch, as the plan assumes them."""
     steps = {"steps": cfg.train.steps, "seq_len": cfg.train.seq_len, "global_batch_size": cfg.train.global_batch_size}
-    own = {"optim": dataclasses.asdict(cfg.optim), "lr_schedule": dataclasses.asdict(cfg.lr_schedule), "train": steps}
+    options = {
+        "optim": dataclasses.asdict(cfg.optim),
+        "lr_schedule": dataclasses.asdict(cfg.lr_schedule),
+        "train": steps,
+    }
     vocabulary = getattr(cfg.model, "vocab_size", 0)
-    return own | ({"data": {"tokenizer": ""}} if cfg.data.tokenizer == "bytes" and vocabulary >= BYTES else {})
+    return options | ({"data": {"tokenizer": ""}} if cfg.data.tokenizer == "bytes" and vocabulary >= BYTES else {})
 
 
 def stated_options(overrides: Sequence[str], groups: set[str]) -> tuple[list[str], dict[str, Any]]:
-    """(lines of a list of defaults, options) that overrides of a command line stand for."""
+    """Return (lines of a defaults list, options) for the overrides of a command line."""
     lines: list[str] = []
     options = OmegaConf.create()
     for override in OverridesParser.create().parse_overrides(list(overrides)):

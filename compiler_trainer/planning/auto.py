@@ -1,4 +1,4 @@
-"""`mesh=auto`, `train.microbatches=auto`: how a job starts; and a word where another mesh is predicted to be faster.
+"""`mesh=auto` and `train.microbatches=auto` at the start of a job; and a note if another mesh would be faster.
 
 Nothing else is chosen here: recomputation and precision are as the options say.
 """
@@ -15,122 +15,129 @@ from compiler_trainer.config.schema import AUTO, AUTOMATIC, PLANNED, Config, is_
 from compiler_trainer.config.validate import dry_world_size, resolve_mesh, stated
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.planning import answer
-from compiler_trainer.planning.search import GIB, Found, Plan, all_forms, one, room, search
+from compiler_trainer.planning.search import GIB, Outcome, Plan, all_forms, compile_one, room, search
 from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import Asked, Candidate, Left, replaced
+from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, replaced
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks
 from compiler_trainer.training.compare import leaves
 from compiler_trainer.training.progress import announce
 
-FEW = 4  # settings that are compiled while a job waits
-SPARE = 0.8  # of the memory that there is: closed forms are a little off
+FEW = 4  # settings to compile while a job waits
+SPARE = 0.8  # share of the memory to plan with, because closed forms are approximate
 FASTER = 1.1
 
 
 def settled(cfg: Config) -> Config:
-    """`cfg` with all that was to be planned, alike on all ranks; raises UserError where nothing fits."""
+    """Return `cfg` with all automatic options chosen, the same on all ranks; raise UserError if nothing fits."""
     if not is_open(cfg):
         return cfg
     ranks = dry_world_size(cfg) if cfg.run.dry else start_ranks()
     cfg = for_predicting(cfg) if cfg.run.dry else for_running(cfg)
-    if stated(cfg.mesh) == ranks:  # nothing is left for other axes
+    if stated(cfg.mesh) == ranks:  # the stated axes take all ranks
         cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **dict.fromkeys(open_axes(cfg.mesh), 1)))
     if not is_open(cfg):
         return cfg
     if len(open_axes(cfg.mesh)) > 1:
-        chosen = searched(asked_of(cfg, ranks))
+        candidate = fastest_by_search(plan_request(cfg, ranks))
     else:
-        chosen = by_forms(asked_of(dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, ranks)), ranks))
-    mesh, microbatches = from_rank_0(lambda: (chosen.mesh, chosen.microbatches))
+        candidate = fastest_by_forms(plan_request(dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, ranks)), ranks))
+    mesh, microbatches = from_rank_0(lambda: (candidate.mesh, candidate.microbatches))
     return dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, microbatches=microbatches))
 
 
-def searched(asked: Asked) -> Candidate:
-    """The fastest that fits, of settings whose programs were compiled; it is said."""
-    (plan,) = search([asked], lambda chosen: compiled_by_ranks(asked, chosen))
+def fastest_by_search(request: PlanRequest) -> Candidate:
+    """Return the fastest setting that fits, among compiled ones; announce it."""
+    (plan,) = search([request], lambda chosen: compiled_by_ranks(request, chosen))
     announce(choice(plan))
     return plan.best.candidate
 
 
-def by_forms(asked: Asked) -> Candidate:
-    """The fastest that fits with room to spare, else that of least memory, by closed forms; it is said."""
-    forms = all_forms(asked, sizes_of(asked.cfg, subject(asked.cfg).module), Left())
-    if not forms:  # rows do not divide among the ranks of data: what is padded is not accumulated
-        return Candidate(asked.cfg.mesh)
-    fitting = (form for form in forms if form.bytes <= SPARE * room(asked))
+def fastest_by_forms(request: PlanRequest) -> Candidate:
+    """Return the fastest setting by closed forms that fits with room to spare, otherwise the smallest; announce it."""
+    forms = all_forms(request, sizes_of(request.cfg, subject(request.cfg).module), LeftOut())
+    if not forms:  # sequences do not divide among data ranks: padded batches are not accumulated
+        return Candidate(request.cfg.mesh)
+    fitting = (form for form in forms if form.bytes <= SPARE * room(request))
     best = next(fitting, None) or min(forms, key=lambda form: form.bytes)
-    size = f"about {best.bytes / GIB:,.3g} of {room(asked) / GIB:,.3g} GiB on {asked.cfg.cluster.name}"
+    size = f"about {best.bytes / GIB:,.3g} of {room(request) / GIB:,.3g} GiB on {request.cfg.cluster.name}"
     announce(f"train.microbatches=auto: {best.candidate.microbatches}, {size}")
     return best.candidate
 
 
-def asked_of(cfg: Config, ranks: int) -> Asked:
-    """The job as one to find a mesh or microbatches for; all else is as its options say."""
+def plan_request(cfg: Config, ranks: int) -> PlanRequest:
+    """Return the job to find a mesh or microbatches for; all other options stay as they are."""
     cluster = dataclasses.replace(cfg.cluster, gpus=ranks)
     plan = dataclasses.replace(cfg.plan, compile=min(FEW, cfg.plan.compile))
-    left = open_axes(cfg.mesh)
-    given = {"mesh"} if not left else {f"mesh.{axis}" for axis in (*PLANNED, "pp") if axis not in left}
-    if left and cfg.mesh.ep != 1:
-        given.add("mesh.ep")
-    given |= {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
-    given |= set() if cfg.train.microbatches == AUTOMATIC else {"train.microbatches"}
-    return Asked(dataclasses.replace(cfg, cluster=cluster, plan=plan), frozenset(given | {"passes"}))
+    open_of_mesh = open_axes(cfg.mesh)
+    stated = {"mesh"} if not open_of_mesh else {f"mesh.{axis}" for axis in (*PLANNED, "pp") if axis not in open_of_mesh}
+    if open_of_mesh and cfg.mesh.ep != 1:
+        stated.add("mesh.ep")
+    stated |= {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
+    stated |= set() if cfg.train.microbatches == AUTOMATIC else {"train.microbatches"}
+    return PlanRequest(dataclasses.replace(cfg, cluster=cluster, plan=plan), frozenset(stated | {"passes"}))
 
 
-def compiled_by_ranks(asked: Asked, chosen: Sequence[Candidate]) -> list[Found]:
-    """Compiled settings, each by one rank, known to all."""
-    ranks = asked.gpus if dist.is_initialized() else 1
-    by_rank = gather([one([asked], candidate) for candidate in chosen[rank() :: ranks]])
+def compiled_by_ranks(request: PlanRequest, chosen: Sequence[Candidate]) -> list[Outcome]:
+    """Compile settings, each on one rank; return the results of all on all ranks."""
+    ranks = request.gpus if dist.is_initialized() else 1
+    by_rank = gather([compile_one([request], candidate) for candidate in chosen[rank() :: ranks]])
     return [by_rank[i % ranks][i // ranks] for i in range(len(chosen))]
 
 
 def choice(plan: Plan) -> str:
-    """What was taken, and why, in one line."""
+    """Return the chosen setting, and the best other one with its reason, in one line."""
     best = plan.best
     speed = f"{plan.tokens_per_s(best):,.0f} tokens/s/GPU"
-    size = f"{best.bytes / GIB:,.2f} of {room(plan.asked) / GIB:,.2f} GiB"
+    size = f"{best.bytes / GIB:,.2f} of {room(plan.request) / GIB:,.2f} GiB"
     setting = f"{best.candidate.axes()}, microbatches {best.candidate.microbatches}"
-    took = f"mesh=auto: {setting}, predicted {speed} and {size} on {plan.asked.cfg.cluster.name}"
-    others = answer.losers(plan, 1)
-    return f"{took}; next, {others[0][0].candidate.axes()}: {others[0][1]}" if others else took
+    chosen = f"mesh=auto: {setting}, predicted {speed} and {size} on {plan.request.cfg.cluster.name}"
+    others = answer.others_with_reasons(plan, 1)
+    return f"{chosen}; next, {others[0][0].candidate.axes()}: {others[0][1]}" if others else chosen
 
 
 def remark(cfg: Config, trained: Subject) -> str:
-    """That the job is predicted not to fit, or to be slower than on another mesh, by closed forms; else empty."""
+    """Return a note that the job is predicted not to fit, or to be slower than on another mesh; empty if neither.
+
+    The prediction is by closed forms.
+    """
     mesh = cfg.mesh
     ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
     if not cfg.plan.suggest or cfg.cluster.device != here():
         return ""
-    asked = asked_of(dataclasses.replace(cfg, mesh=AUTO), ranks)
-    forms = all_forms(asked, sizes_of(cfg, trained.module), Left())
-    own = next((form for form in forms if form.candidate.mesh == mesh), None)
-    if own is not None and own.bytes > room(asked):
-        size = f"about {own.bytes / GIB:,.1f} of {room(asked) / GIB:,.1f} GiB"
-        return f"note: this is predicted not to fit {cfg.cluster.name}: {size}; {what_fits(cfg)}"
-    best = next((form for form in forms if form.bytes <= room(asked)), None)
-    if own is None or best is None or own.step_s < FASTER * best.step_s:
+    request = plan_request(dataclasses.replace(cfg, mesh=AUTO), ranks)
+    forms = all_forms(request, sizes_of(cfg, trained.module), LeftOut())
+    current = next((form for form in forms if form.candidate.mesh == mesh), None)
+    if current is not None and current.bytes > room(request):
+        size = f"about {current.bytes / GIB:,.1f} of {room(request) / GIB:,.1f} GiB"
+        return f"note: this is predicted not to fit on {cfg.cluster.name}: {size}; {what_fits(cfg)}"
+    best = next((form for form in forms if form.bytes <= room(request)), None)
+    if current is None or best is None or current.step_s < FASTER * best.step_s:
         return ""
-    faster = f"{own.step_s / best.step_s - 1:.0%} faster on {cfg.cluster.name}"
-    return f"note: {best.candidate.axes()} is predicted to be {faster} than {own.candidate.axes()}; mesh=auto takes it"
+    faster = f"{current.step_s / best.step_s - 1:.0%} faster on {cfg.cluster.name}"
+    return (
+        f"note: {best.candidate.axes()} is predicted to be {faster} than {current.candidate.axes()}; mesh=auto takes it"
+    )
 
 
 def what_fits(cfg: Config) -> str:
-    """The options that let a job fit, the fastest by closed forms; or that no mesh and recomputation does."""
+    """Return the options that let a job fit, the fastest by closed forms; or a text that nothing fits."""
     train = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
     ranks = mesh_of(cfg.mesh).world_size
-    asked = Asked(replaced(cfg, {"cluster": {"gpus": ranks}}), frozenset(train | {"passes.cast", "passes.context"}))
-    forms = all_forms(asked, sizes_of(cfg, subject(cfg).module), Left())
-    best = next((form for form in forms if form.bytes <= SPARE * room(asked)), None)
+    request = PlanRequest(
+        replaced(cfg, {"cluster": {"gpus": ranks}}), frozenset(train | {"passes.cast", "passes.context"})
+    )
+    forms = all_forms(request, sizes_of(cfg, subject(cfg).module), LeftOut())
+    best = next((form for form in forms if form.bytes <= SPARE * room(request)), None)
     if best is None:
-        return "no mesh, microbatches and recomputation fit; take more GPUs, shorter rows, or optim=adamw8bit"
-    changed = " ".join(differing(best.candidate.applied(cfg), cfg))
-    return f"what fits is {changed} (about {best.bytes / GIB:,.1f} GiB); compiler-trainer plan looks further"
+        return "no mesh, microbatches and recomputation fit; use more GPUs, shorter sequences, or optim=adamw8bit"
+    changes = " ".join(differing(best.candidate.applied(cfg), cfg))
+    return f"this fits: {changes} (about {best.bytes / GIB:,.1f} GiB); compiler-trainer plan searches further"
 
 
 def differing(other: Config, cfg: Config) -> Iterator[str]:
-    """The options that another job has otherwise, as a command line says them."""
-    here, there = (dict(leaves(dataclasses.asdict(one))) for one in (cfg, other))
+    """Yield the options in which another job differs, as command-line overrides."""
+    here, there = (dict(leaves(dataclasses.asdict(config))) for config in (cfg, other))
     for name, value in there.items():
         if value != here.get(name):
             yield f"{name}={str(value).lower() if isinstance(value, bool) else value}"

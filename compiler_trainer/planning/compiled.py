@@ -1,8 +1,8 @@
-"""The cost of a setting, read from the programs that would run: those of a dry run, each layer and stage of a kind
-compiled once.
+"""The cost of a setting, read from the compiled programs of a dry run; similar layers and stages are compiled once.
 
-Layers alike stand as one until the end (`passes/program/folds.py`), stages alike share programs (`piped.py`). A model
-of options is captured with few layers, and the one that stands for others then stands for those that are missing, too.
+One layer stands for identical ones until the end (`passes/program/folds.py`), and identical stages share programs
+(`piped.py`). A model defined by options is captured with few layers; the layer that stands for others then also stands
+for the missing ones.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from passes.program.folds import Fold, Folding, number_in, renumbered
 from passes.program.layer import Layer
 
 T = TypeVar("T", ir.Input, ir.Output)
-MOST_CAPTURES = 4  # sizes of microbatches, say
-DRAWN = 4  # layers, or periods of them, of a timeline
+MOST_CAPTURES = 4  # for example, of different microbatch sizes
+DRAWN = 4  # layers of a timeline, or periods of layers
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
-captures: dict[str, Captured] = {}  # by what they depend on, in this process; the most recently used is the last
+captures: dict[str, Captured] = {}  # of this process, by their inputs; the most recently used is the last
 
 
 def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig]) -> tuple[Estimate, ...]:
@@ -47,15 +47,15 @@ def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig
 def predicted(cfg: Config, candidate: Candidate, step: DryStep) -> Estimate:
     """Return the prediction of a dry run as an estimate."""
     report = predict_step(cfg, step)
-    found, memory = report["prediction"], report["prediction"]["memory"]
+    prediction, memory = report["prediction"], report["prediction"]["memory"]
     return Estimate(
         candidate,
-        compute_s=found["compute_ms"] / 1e3,
-        exposed_s={axis: ms / 1e3 for axis, ms in found["exposed_ms"].items() if ms > 0},
+        compute_s=prediction["compute_ms"] / 1e3,
+        exposed_s={axis: ms / 1e3 for axis, ms in prediction["exposed_ms"].items() if ms > 0},
         memory=memory["kinds"],
         step_s=report["predicted"]["step_ms"] / 1e3,
         bytes=memory["bytes"],
-        sent=found["sent_bytes"],
+        sent=prediction["sent_bytes"],
         place=f"{memory['program']} {memory['node']}",
     )
 
@@ -69,23 +69,23 @@ def compile_setting(cfg: Config) -> DryStep:
 
 
 def compile_layers(cfg: Config) -> DryStep:
-    """Return the programs of a job whose model is captured once for settings that share the shapes of a microbatch."""
+    """Return the programs of a job; settings with the same microbatch shapes share one capture of the model."""
     trained = subject(cfg)
     request, report = request_of(cfg, trained), Reporter()
     pipeline = build_pipeline(request)
     exported = report.time("capture", lambda: Exported(captured(cfg, request, pipeline.folding)))
-    made = compile_exported(request, pipeline, exported, report, None, lambda what: None, brief=True)
-    return flat_step(cfg, trained, request, made)
+    compiled = compile_exported(request, pipeline, exported, report, None, lambda what: None, brief=True)
+    return flat_step(cfg, trained, request, compiled)
 
 
 def captured(cfg: Config, request: CompileRequest, folding: Folding | None) -> Captured:
-    """Return the model's graph on the mesh of a request."""
+    """Return the model's graph on the mesh of a request, captured or from the cache."""
     depths = None if folding is None else dataclasses.astuple(dataclasses.replace(folding, alike=None))  # type: ignore
     train, passes = cfg.train, cfg.passes
     shapes = {name: (value.shape, value.dtype) for name, value in request.batch.items()}
     patterns = passes.cast, passes.shard.plan, passes.remat.layers, passes.remat.modules, cfg.optim.groups
-    alone = request.mesh.without("pp").world_size == 1
-    key = repr((cfg.model, cfg.loss, train.dtype, train.seed, shapes, patterns, depths, alone))
+    is_one_rank = request.mesh.without("pp").world_size == 1
+    key = repr((cfg.model, cfg.loss, train.dtype, train.seed, shapes, patterns, depths, is_one_rank))
     if key not in captures:
         captures[key] = export_few(cfg, request, folding)
     program, ctx = captures[key] = captures.pop(key)
@@ -95,7 +95,7 @@ def captured(cfg: Config, request: CompileRequest, folding: Folding | None) -> C
 
 
 def export_few(cfg: Config, request: CompileRequest, folding: Folding | None) -> Captured:
-    """Return the model's graph, folded as that of all layers would be, from a model of few layers if there is one."""
+    """Return the model's folded graph, captured with few layers if possible."""
     count = few_layers(cfg, request, folding)
     if count is None:
         return export_once(request, folding)
@@ -103,11 +103,11 @@ def export_few(cfg: Config, request: CompileRequest, folding: Folding | None) ->
     program, ctx = export_once(dataclasses.replace(request, model=small.module, loss_fn=small.loss), folding)
     if program.fold is None:
         return export_once(request, folding)
-    return Captured(deepened(program, program.fold, cfg.model.n_layers - count), ctx)  # type: ignore[union-attr]
+    return Captured(with_more_layers(program, program.fold, cfg.model.n_layers - count), ctx)  # type: ignore[union-attr]
 
 
-def deepened(program: ir.Program, fold: Fold, missing: int) -> ir.Program:
-    """Return a program whose folded layer stands for `missing` more layers: those after it get their numbers."""
+def with_more_layers(program: ir.Program, fold: Fold, missing: int) -> ir.Program:
+    """Return a program whose folded layer stands for `missing` more layers; layers after it are renumbered."""
     all_but_missing = dataclasses.replace(fold, left_out=0)
 
     def renamed(end: T) -> T:
@@ -132,24 +132,27 @@ def deepened(program: ir.Program, fold: Fold, missing: int) -> ir.Program:
 
 
 def few_layers(cfg: Config, request: CompileRequest, folding: Folding | None) -> int | None:
-    """Return how many layers stay of a model that is folded, and some; None if options may tell its layers apart."""
+    """Return the number of layers to capture of a folded model; None if options may treat its layers differently."""
     if folding is None or not isinstance(cfg.model, ModelConfig) or not are_alike(request.model, folding.alike):
         return None
     first, period = depth_pattern(cfg.model)
-    stay = folding.among(request.mesh.world_size)
-    count = first + stay.before + stay.after + 3  # the ends of the run may differ, and one is left out
+    kept_layers = folding.among(request.mesh.world_size)
+    # 3: the first and last of the run may differ, and one is left out
+    count = first + kept_layers.before + kept_layers.after + 3
     return count if period == 1 and count < cfg.model.n_layers else None
 
 
 def are_alike(module: nn.Module, alike: Callable[[str], Hashable]) -> bool:
-    """Tell whether options say the same of modules and parameters that differ in the layer alone."""
-    answers: dict[str, str] = {}
+    """Return True if options treat modules and parameters alike that differ only in the layer number."""
+    option_of_name: dict[str, str] = {}
     names = itertools.chain(module.named_modules(), module.named_parameters())
-    return all(answers.setdefault(NUMBER.sub(".*", name), repr(alike(name))) == repr(alike(name)) for name, _ in names)
+    return all(
+        option_of_name.setdefault(NUMBER.sub(".*", name), repr(alike(name))) == repr(alike(name)) for name, _ in names
+    )
 
 
-def drawn(cfg: Config, candidate: Candidate) -> tuple[int | None, DryStep]:
-    """Return (layers, programs) of a setting to be drawn, with few layers if options make a model of many."""
+def for_timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, DryStep]:
+    """Return (layers, programs) of a setting for its timeline, with few layers if options define the model."""
     if isinstance(cfg.model, ModelConfig) and candidate.mesh.pp == 1:
         layers, (first, period) = cfg.model.n_layers, depth_pattern(cfg.model)
         cfg = replaced(cfg, {"model": {"n_layers": min(layers, first + DRAWN * period)}})

@@ -1,6 +1,6 @@
-"""The error of predictions, as far as other trainers publish throughput: docs/measured/published.md.
+"""The error of predictions against throughput published for other trainers: docs/measured/published.md.
 
-A test compares these figures with that page's table.
+A test compares these figures with the table of that page.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from compiler_trainer.config.schema import Config, ModelConfig
 from compiler_trainer.planning.sizes import routed_rows
 
-MEDIAN, LARGEST = 0.085, 0.222  # of the rows that are judged, all of them dense models
-EXPERTS = 0.44, 0.57  # of the rows of mixtures of experts whose host waits for counts of rows: predicted so much faster
+MEDIAN, LARGEST = 0.085, 0.222  # over the judged rows of the table, all of dense models
+EXPERTS = 0.44, 0.57  # predicted faster by this, for mixtures of experts whose host waits for token counts
 
 
 def error_bar(cfg: Config) -> str:
-    """Return how far such a prediction is off, in a sentence; empty for a CPU, for which nothing is published."""
+    """Return a sentence on the error of a prediction; empty for a CPU, for which nothing is published."""
     if cfg.cluster.host_computes:
         return ""
     has_experts = bool(cfg.model.experts) if isinstance(cfg.model, ModelConfig) else routed_rows(cfg) > 1

@@ -1,6 +1,7 @@
-"""Between two recomputations: the first layers by one, the rest by another, as many as it takes to fit.
+"""Interpolation between two recomputations: as many of the first layers by the second one as it takes to fit.
 
-Time and bytes are on the line between the two settings, the peak at most: it may be at another place of the step.
+Time and bytes lie on the line between the two settings. The peak is an upper bound: it may be at another place of the
+step.
 """
 
 from __future__ import annotations
@@ -18,39 +19,45 @@ POLICIES = ("none", "selective", "attention", "full")  # of one layer
 
 
 class Mixture(NamedTuple):
-    """What lies between two settings that differ in recomputation alone."""
+    """The estimate between two settings that differ only in recomputation."""
 
     estimate: Estimate
     ends: tuple[Candidate, Candidate]
 
 
-def mixtures(found: Iterable[Estimate], limit: float, names: Sequence[str]) -> list[Mixture]:
-    """The fastest that fits between the settings of each kind, fastest first; `names` are the layers in order."""
+def mixtures(estimates: Iterable[Estimate], limit: float, names: Sequence[str]) -> list[Mixture]:
+    """Return the fastest mixture that fits of each kind of settings, fastest first; `names` are the layers in order."""
     kinds: dict[Candidate, list[Estimate]] = {}
-    for one in found:
-        even = one.candidate.first is None and one.candidate.mesh.pp == 1  # else the first layers are of one stage
-        if one.candidate.recompute in POLICIES and even:
-            kinds.setdefault(replace(one.candidate, recompute=""), []).append(one)
-    best = []
-    for alike in kinds.values():
-        between = (mixed(light, heavy, limit, tuple(names)) for light, heavy in itertools.permutations(alike, 2))
-        best += sorted(filter(None, between), key=lambda m: m.estimate.step_s)[:1]
-    return sorted(best, key=lambda m: m.estimate.step_s)
+    for estimate in estimates:
+        # with stages, the first layers are all in one
+        has_one_policy = estimate.candidate.first is None and estimate.candidate.mesh.pp == 1
+        if estimate.candidate.recompute in POLICIES and has_one_policy:
+            kinds.setdefault(replace(estimate.candidate, recompute=""), []).append(estimate)
+    fastest = []
+    for estimates_of_kind in kinds.values():
+        mixtures_of_kind = (
+            mix(light, heavy, limit, tuple(names)) for light, heavy in itertools.permutations(estimates_of_kind, 2)
+        )
+        fastest += sorted(filter(None, mixtures_of_kind), key=lambda m: m.estimate.step_s)[:1]
+    return sorted(fastest, key=lambda m: m.estimate.step_s)
 
 
-def mixed(light: Estimate, heavy: Estimate, limit: float, names: tuple[str, ...]) -> Mixture | None:
-    """The least layers like `heavy`, which fits, that make `light` fit, which does not; None where that is no gain."""
+def mix(light: Estimate, heavy: Estimate, limit: float, names: tuple[str, ...]) -> Mixture | None:
+    """Return the mixture with the fewest layers like `heavy` that fits.
+
+    None unless `heavy` fits, `light` does not, and `light` is faster.
+    """
     if not (light.bytes > limit >= heavy.bytes and light.step_s < heavy.step_s):
         return None
     count = math.ceil(len(names) * (light.bytes - limit) / (light.bytes - heavy.bytes))
     if count >= len(names):
         return None
     candidate = replace(light.candidate, first=First(count, heavy.candidate.recompute, names))
-    return Mixture(between(candidate, light, heavy, count / len(names)), (light.candidate, heavy.candidate))
+    return Mixture(interpolated(candidate, light, heavy, count / len(names)), (light.candidate, heavy.candidate))
 
 
-def between(candidate: Candidate, light: Estimate, heavy: Estimate, share: float) -> Estimate:
-    """What a setting takes of which a `share` of the layers are as in `heavy`, the others as in `light`."""
+def interpolated(candidate: Candidate, light: Estimate, heavy: Estimate, share: float) -> Estimate:
+    """Return the estimate of a setting with a `share` of its layers as in `heavy` and the others as in `light`."""
 
     def line(low: float, high: float) -> float:
         return low + share * (high - low)

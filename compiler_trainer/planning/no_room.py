@@ -1,4 +1,4 @@
-"""What is said where memory does not hold a step: what was measured and predicted, what is alive, and what fits."""
+"""The report after running out of memory: measured and predicted bytes, the largest tensors, and settings that fit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.planning.auto import FEW, differing
 from compiler_trainer.planning.dry import DryStep, compile_dry, predict_step
 from compiler_trainer.planning.estimate import Estimate
-from compiler_trainer.planning.search import Found, one, room, search
-from compiler_trainer.planning.space import Asked, Candidate, replaced
+from compiler_trainer.planning.search import Outcome, compile_one, room, search
+from compiler_trainer.planning.space import Candidate, PlanRequest, replaced
 from compiler_trainer.step.ranks import start_ranks
 from compiler_trainer.training.exhausted import Failure, free_bytes, used_bytes
 from passes.cost.accounting import Ledger, peak_of
@@ -25,78 +25,80 @@ from passes.program.abstract_eval import abstract_eval
 
 MIB, GIB = 2**20, 2**30
 SHOWN = 3  # settings that fit
-LARGEST = 6  # of what is alive
-SPARE, PROCESS_GIB = 0.8, 1 / 16  # of a CPU's free memory: its heap has gaps, and threads and kernels take some
-LESS = 0.95  # of what did not fit: a setting that needs more is none, whatever is predicted
+LARGEST = 6  # tensors that are alive
+SPARE, PROCESS_GIB = 0.8, 1 / 16  # share of a CPU's free memory to plan with (heaps fragment); threads and kernels
+LESS = 0.95  # of the memory of the failed setting: settings that need more are refused whatever is predicted
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
-OPEN = ("cast", "context", "pipeline")  # passes that stay as they are
+OPEN = ("cast", "context", "pipeline")  # passes whose options stay as they are
 
 
 def answer(cfg: Config, failure: Failure) -> Iterator[str]:
-    """Lines on a job that ran out of memory; what it held has to be let go before."""
+    """Yield lines on a job that ran out of memory; the caller frees the job's memory first."""
     ranks = start_ranks()
     cfg = validate(for_running(cfg), ranks)
     free, used = free_bytes(), used_bytes()
-    asked = f", {size(failure.asked_bytes)} more asked for" if failure.asked_bytes else ""
-    yield f"measured: {size(max(0, failure.used_bytes - used))} in use in {failure.where}{asked}; {size(free)} is there"
+    more = f", {size(failure.asked_bytes)} more requested" if failure.asked_bytes else ""
+    yield f"measured: {size(max(0, failure.used_bytes - used))} in use in {failure.where}{more}; {size(free)} is free"
     step = compile_dry(cfg, None)
     memory = predict_step(cfg, step)["prediction"]["memory"]
     at = f"%{memory['node']} ({memory['line'] or 'no source line'})"
-    yield f"predicted: a peak of {size(memory['bytes'])} at {at} of {memory['program']}; alive there are"
-    yield from (f"  {size(count):>10}  {what}" for what, count in alive(step, memory))
-    yield from settings(limited(cfg, ranks, free, memory["bytes"]), cfg)
+    yield f"predicted: a peak of {size(memory['bytes'])} at {at} of {memory['program']}; the largest tensors there:"
+    yield from (f"  {size(count):>10}  {text}" for text, count in largest_alive(step, memory))
+    yield from settings(limited_request(cfg, ranks, free, memory["bytes"]), cfg)
 
 
-def alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
-    """What is largest at the peak, by what it is and the module that makes it, layers together."""
+def largest_alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return the largest tensors at the peak as (kind and module, bytes); modules of all layers count together."""
     program, ctx = step.programs[memory["program"]]
     ledger = Ledger(program, abstract_eval(program, ctx))
-    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs, strict=True)}
-    found = Counter[str]()
+    names = {
+        node: program_input.name for node, program_input in zip(program.placeholders(), program.inputs, strict=True)
+    }
+    bytes_by_text = Counter[str]()
     for storage, times in peak_of(ledger).alive.items():
         maker = ledger.makers[storage]
-        where = names.get(maker) or ir.module_path(maker) or f"%{maker.name}"
-        what = f"{ledger.kinds[storage]} of {NUMBER.sub('.*', where)}"
-        found.update({what: times * ledger.avals.storage_bytes[storage]})
-    return found.most_common(LARGEST)
+        module = names.get(maker) or ir.module_path(maker) or f"%{maker.name}"
+        text = f"{ledger.kinds[storage]} of {NUMBER.sub('.*', module)}"
+        bytes_by_text.update({text: times * ledger.avals.storage_bytes[storage]})
+    return bytes_by_text.most_common(LARGEST)
 
 
-def limited(cfg: Config, ranks: int, free: int, own: int) -> Asked:
-    """The job as one to plan for, on devices that hold less than it takes, and no more than is there."""
-    given = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
-    given |= {f"passes.{name}" for name in OPEN}
+def limited_request(cfg: Config, ranks: int, free: int, used: int) -> PlanRequest:
+    """Return the job to plan for, on devices with less memory than it takes and no more than is free."""
+    stated = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
+    stated |= {f"passes.{name}" for name in OPEN}
     plan = {"compile": min(FEW, cfg.plan.compile)}
     cluster = {"gpus": ranks, "hbm_gib": free / GIB}
     if cfg.cluster.host_computes:
         cluster |= {"hbm_gib": SPARE * free / GIB, "context_gib": PROCESS_GIB, "communicator_gib": 0.0}
-    asked = Asked(replaced(cfg, {"cluster": cluster, "plan": plan}), frozenset(given))
-    there = asked.cfg.cluster.hbm_gib * min(1.0, LESS * own / max(room(asked), 1.0))
-    return Asked(replaced(asked.cfg, {"cluster": {"hbm_gib": there}}), asked.given)
+    request = PlanRequest(replaced(cfg, {"cluster": cluster, "plan": plan}), frozenset(stated))
+    usable_gib = request.cfg.cluster.hbm_gib * min(1.0, LESS * used / max(room(request), 1.0))
+    return PlanRequest(replaced(request.cfg, {"cluster": {"hbm_gib": usable_gib}}), request.stated)
 
 
-def settings(asked: Asked, cfg: Config) -> Iterator[str]:
-    """The settings that fit, the fastest first, each with what it costs of time."""
+def settings(request: PlanRequest, cfg: Config) -> Iterator[str]:
+    """Yield lines on the settings that fit, fastest first, each with its time relative to the job's."""
 
-    def compile_all(chosen: Sequence[Candidate]) -> list[Found]:
-        return [one([asked], candidate) for candidate in chosen]
+    def compile_all(chosen: Sequence[Candidate]) -> list[Outcome]:
+        return [compile_one([request], candidate) for candidate in chosen]
 
     try:
-        (plan,) = search([asked], compile_all)
+        (plan,) = search([request], compile_all)
     except UserError as error:
         yield f"no setting fits: {error.message}"
         return
-    own = one([asked], Candidate(cfg.mesh, cfg.train.microbatches))
-    yield "what fits, the fastest first by prediction:"
-    for found in plan.ranked[:SHOWN]:
-        time = "" if isinstance(own, str) else f", {found.step_s / own[0].step_s - 1:+.0%} time"
-        yield f"  {setting(found, cfg)} ({size(round(found.bytes))}{time})"
+    baseline = compile_one([request], Candidate(cfg.mesh, cfg.train.microbatches))
+    yield "settings that fit, fastest first by prediction:"
+    for estimate in plan.ranked[:SHOWN]:
+        time = "" if isinstance(baseline, str) else f", {estimate.step_s / baseline[0].step_s - 1:+.0%} time"
+        yield f"  {setting(estimate, cfg)} ({size(round(estimate.bytes))}{time})"
 
 
-def setting(found: Estimate, cfg: Config) -> str:
-    """The options of a setting that differ, as a command line says them."""
-    return " ".join(differing(found.candidate.applied(cfg), cfg))
+def setting(estimate: Estimate, cfg: Config) -> str:
+    """Return the changed options of a setting as command-line overrides."""
+    return " ".join(differing(estimate.candidate.applied(cfg), cfg))
 
 
 def size(count: int) -> str:
-    """Bytes in MiB or GiB."""
+    """Return bytes as text in MiB or GiB."""
     return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.1f} MiB"

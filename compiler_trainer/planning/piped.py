@@ -1,10 +1,10 @@
-"""Pipeline stages alike, compiled once: ranks of the pipeline between the first and the last that have as many layers.
+"""Compile pipeline stages that are alike once: inner ranks of the pipeline with equal numbers of layers.
 
     compiled     F0         F1         F2            3 ranks: embedding, 2 layers | 2 layers | 2 layers, head
     repeated     F0   F1 F2 F3 F4 F5 F6   F7         8 ranks; F2 to F6 are the graph of F1 with other names
 
-A value that a stage sends its neighbour is known by its place among those sent, so that one graph may stand anywhere
-between others: each stage must send its next one as many values, and so its previous one.
+A value for a neighbouring stage is identified by its position among the values sent, so that one graph can stand at any
+position: each stage must send the same number of values to its next stage, and the same number to its previous one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T", ir.Input, ir.Output)
 
 @dataclass(frozen=True)
 class FewStages:
-    """A job on few ranks of the pipeline, the table of all ranks, and the rank and stage compiled in place of each."""
+    """A job on few ranks of the pipeline, the table of all ranks, and the compiled rank and stage that replace each."""
 
     cfg: Config
     table: Table
@@ -42,7 +42,7 @@ class FewStages:
 
 
 def few_stages(cfg: Config) -> FewStages | None:
-    """Return a job on few ranks of the pipeline whose stages are those of `cfg`; None if all have to be compiled."""
+    """Return a job on few ranks of the pipeline with every kind of stage of `cfg`; None if all have to be compiled."""
     ranks = cfg.mesh.pp
     if ranks == 1 or not isinstance(cfg.model, ModelConfig) or depth_pattern(cfg.model)[1] > 1:
         return None
@@ -54,53 +54,56 @@ def few_stages(cfg: Config) -> FewStages | None:
     by_rank = stages_by_rank(table)
     kinds = [tuple(counts[stage] for stage in stages) for stages in by_rank]
     between = list(dict.fromkeys(kinds[1:-1]))
-    alike = (0, *(1 + between.index(kind) for kind in kinds[1:-1]), 1 + len(between))
+    few_rank_of = (0, *(1 + between.index(kind) for kind in kinds[1:-1]), 1 + len(between))
     few_ranks = 2 + len(between)
     changes = {"mesh": {"pp": few_ranks}, "passes": {"pipeline": {"schedule": schedule, "chunks": max(2, chunks)}}}
     few_cfg = replaced(cfg, changes)
     few_table = build_table(few_cfg.passes.pipeline, few_ranks, cfg.train.microbatches)
     few_by_rank = stages_by_rank(few_table)
-    if few_ranks == ranks or any(len(few_by_rank[few]) != len(by_rank[rank]) for rank, few in enumerate(alike)):
+    if few_ranks == ranks or any(len(few_by_rank[few]) != len(by_rank[rank]) for rank, few in enumerate(few_rank_of)):
         return None
-    pairs = [pair for rank, few in enumerate(alike) for pair in zip(by_rank[rank], few_by_rank[few])]
+    pairs = [pair for rank, few in enumerate(few_rank_of) for pair in zip(by_rank[rank], few_by_rank[few])]
     stages = tuple(few for _, few in sorted(pairs))
     ends = [
         (chunk * ranks + at * (ranks - 1), chunk * few_ranks + at * (few_ranks - 1))
         for chunk in range(chunks)
         for at in (0, 1)
     ]
-    if any(stages[stage] != few for stage, few in ends):  # chunks lie in another order than those of the few
+    if any(stages[stage] != few for stage, few in ends):  # the order of chunks differs from that on few ranks
         return None
     few_counts = [count for _, count in sorted(dict(zip(stages, counts)).items())]
     changes = {"model": {"n_layers": sum(few_counts)}, "passes": {"pipeline": {"stages": few_counts}}}
-    return FewStages(replaced(few_cfg, changes), table, alike, stages)
+    return FewStages(replaced(few_cfg, changes), table, few_rank_of, stages)
 
 
 def stages_by_rank(table: Table) -> list[list[int]]:
     """Return the stages of each rank of the pipeline in order."""
-    return [[stage for stage, of in enumerate(table.rank_of) if of == rank] for rank in range(table.ranks)]
+    return [
+        [stage for stage, rank_of_stage in enumerate(table.rank_of) if rank_of_stage == rank]
+        for rank in range(table.ranks)
+    ]
 
 
 def layers_by_stage(cfg: Config, stages: int) -> tuple[int, ...]:
-    """Return how many layers `assign` gives each stage."""
+    """Return the number of layers that `assign` gives each stage."""
     sizes = sizes_of(cfg, subject(cfg).module)
     heads, length = sizes.heads, cfg.train.seq_len
-    layer = 2 * sizes.used + 2 * length * heads.queries * (heads.key_dim + heads.value_dim)
-    return even([round(layer)] * (sizes.layers - 1) + [round(layer + 2 * sizes.head)], stages)
+    layer = 2 * sizes.active_entries + 2 * length * heads.queries * (heads.key_dim + heads.value_dim)
+    return even([round(layer)] * (sizes.layers - 1) + [round(layer + 2 * sizes.head_entries)], stages)
 
 
 def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:
-    """Return the programs of all stages of `cfg` from those of few; None if some stages send others other values."""
+    """Return the programs of all stages of `cfg` from those of few; None if some stages send different values."""
     labels = labels_of(step)
     if labels is None:
         return None
     programs, passes = dict[str, Captured](), []
-    last = {done["program"]: done for done in step.report["passes"]}
+    report_of_program = {done["program"]: done for done in step.report["passes"]}
     for name, captured in step.programs.items():
         task = task_of(captured)
         of_rank = task.kind in OF_RANKS
-        compiled = few.ranks if of_rank else few.stages
-        for number in (n for n, stands_in in enumerate(compiled) if stands_in == task.stage):
+        few_numbers = few.ranks if of_rank else few.stages
+        for number in (n for n, few_number in enumerate(few_numbers) if few_number == task.stage):
             repeated = Task(number, task.kind)
             if of_rank:
                 new_name = names_in_update(step, task.stage, number, (few.ranks[-1], few.table.ranks - 1))
@@ -108,7 +111,7 @@ def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:
                 new_name = partial(name_in_stage, labels=labels, few_stage=task.stage, stage=number)
             program = dataclasses.replace(renamed(captured.program, new_name), task=repeated)
             programs[str(repeated)] = Captured(program, captured.ctx)
-            passes.append(last[name] | {"program": str(repeated)})
+            passes.append(report_of_program[name] | {"program": str(repeated)})
     table = build_table(cfg.passes.pipeline, cfg.mesh.pp, cfg.train.microbatches, Reporter(passes=passes).cost)
     return DryStep(programs, step.report | {"passes": passes}, step.flops_per_token, table)
 
@@ -120,7 +123,7 @@ def task_of(captured: Captured) -> Task:
 
 
 def renamed(program: ir.Program, new_name: Callable[[str], str]) -> ir.Program:
-    """Return a program over the same graph with other names of the values that it is sent and sends."""
+    """Return a program over the same graph with other names for its carried values."""
 
     def change(end: T) -> T:
         return dataclasses.replace(end, name=new_name(end.name)) if end.kind == "carried" else end
@@ -131,46 +134,45 @@ def renamed(program: ir.Program, new_name: Callable[[str], str]) -> ir.Program:
 
 
 def labels_of(step: DryStep) -> dict[str, tuple[int, str]] | None:
-    """Return the stage that makes each value, and a label for it: the place among the values for the same neighbour.
+    """Return for each value the stage that makes it and a label: its position among the values for the same neighbour.
 
-    None if values go to other stages than neighbours, or stages make different numbers of them.
+    None if values go to stages that are not neighbours, or stages make different numbers of them.
     """
     tasks = [(task_of(captured), captured.program) for captured in step.programs.values()]
     ends = {task: (carried(p.inputs), carried(p.outputs)) for task, p in tasks if task.kind not in OF_RANKS}
-    made_by = {value: task.stage for task, (_, made) in ends.items() for value in made}
+    stage_of_value = {value: task.stage for task, (_, outputs) in ends.items() for value in outputs}
     to_next, to_previous = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
-    for value, stage in made_by.items():
-        others = {task.stage for task, (read, _) in ends.items() if value in read} - {stage}
+    for value, stage in stage_of_value.items():
+        others = {task.stage for task, (inputs, _) in ends.items() if value in inputs} - {stage}
         if not others <= {stage - 1, stage + 1} or len(others) > 1:
             return None
         for other in others:
             (to_next if other > stage else to_previous)[stage].append(value)
-    stages = len({*made_by.values()})
-    ways = (to_next.values(), to_previous.values())
-    if any(len({*map(len, lists)}) > 1 or len(lists) not in (0, stages - 1) for lists in ways):
+    stages = len({*stage_of_value.values()})
+    lists_by_direction = (to_next.values(), to_previous.values())
+    if any(len({*map(len, lists)}) > 1 or len(lists) not in (0, stages - 1) for lists in lists_by_direction):
         return None
-    labels = {value: (stage, value) for value, stage in made_by.items()}
+    labels = {value: (stage, value) for value, stage in stage_of_value.items()}
     for label, lists in (("next", to_next), ("previous", to_previous)):
         labels |= {value: (stage, f"{label} {i}") for stage, values in lists.items() for i, value in enumerate(values)}
     return labels
 
 
 def carried(ends: Iterable[ir.Input | ir.Output]) -> list[str]:
-    """Return the names of carried values."""
     return [end.name for end in ends if end.kind == "carried"]
 
 
 def name_in_stage(name: str, labels: Mapping[str, tuple[int, str]], few_stage: int, stage: int) -> str:
-    """Return the name of a value that a stage reads or makes, if the compiled stage calls it `name`."""
+    """Return the name, in a stage, of the value that the compiled stage calls `name`."""
     source, label = labels[name]
     return f"stage {stage + source - few_stage}: {label}"  # names of updates begin with the number of their rank
 
 
 def names_in_update(step: DryStep, few_rank: int, rank: int, last: tuple[int, int]) -> Callable[[str], str]:
-    """Return the function that renames what a compiled rank's update reads and makes as a rank's update names it.
+    """Return the function that renames the carried values of a compiled rank's update to those of a rank's update.
 
-    `last` are the last of the compiled ranks and of all. Ranks exchange squared norms and terms of the gradients of
-    parameters that the first and the last rank share (`passes/program/task.py`); all else stays on the rank.
+    `last` is (last compiled rank, last rank of all). Ranks exchange squared norms, and gradient terms of parameters
+    that the first and the last rank share (`passes/program/task.py`); all other values stay on the rank.
     """
     sources = {0: 0, last[0]: last[1], few_rank: rank}
     parameters = {i.name for c in step.programs.values() for i in c.program.inputs if i.kind == "parameter"}

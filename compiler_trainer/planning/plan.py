@@ -1,4 +1,4 @@
-"""`compiler-trainer plan`: the best way to run a job on a cluster, as a table, a page and a recipe in a run folder."""
+"""`compiler-trainer plan`: find the best setting for a job on a cluster; write a table, a page and a recipe."""
 
 from __future__ import annotations
 
@@ -14,84 +14,86 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say, wide
 from compiler_trainer.models.subject import named
 from compiler_trainer.planning import answer, plan_page
-from compiler_trainer.planning.search import Plan, search, side_by_side
-from compiler_trainer.planning.space import Asked
+from compiler_trainer.planning.search import Plan, compile_in_parallel, search
+from compiler_trainer.planning.space import PlanRequest
 from compiler_trainer.planning.vary import Varied, vary_table
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents
 
 
 class Question(NamedTuple):
-    """What a command line asks a plan for: options, its overrides, and the names of groups that have choices."""
+    """A request of the command line for a plan: options, overrides, and the names of groups with choices."""
 
     cfg: Config
     overrides: Sequence[str]
     groups: frozenset[str]
-    varied: dict[str, Any] = {}  # what this one of several has otherwise
+    varied: dict[str, Any] = {}  # option values of this question, if there are several
 
     @property
-    def asked(self) -> Asked:
-        """The job, with the options that it states; raises UserError where they cannot hold together."""
+    def request(self) -> PlanRequest:
+        """The job to plan for, with its stated options; raises UserError if they contradict each other."""
         names = (override.lstrip("+~").partition("=")[0] for override in self.overrides)
-        asked = Asked(self.cfg, frozenset(name for name in names if name not in self.groups))
+        request = PlanRequest(self.cfg, frozenset(name for name in names if name not in self.groups))
         dry = dataclasses.replace(self.cfg.run, dry=True)
-        validate(closed(dataclasses.replace(self.cfg, run=dry)), asked.gpus)
-        return asked
+        validate(closed(dataclasses.replace(self.cfg, run=dry)), request.gpus)
+        return request
 
 
 def plan(question: Question) -> Plan:
-    """Plan for one job, into its run folder; raises UserError, with nothing written, on bad input."""
+    """Plan for one job and write into its run folder; raise UserError, with nothing written, on bad input."""
     began = time.perf_counter()
-    asked = question.asked
-    place = checked_folder(question.cfg)
-    train = asked.cfg.train
-    what = f"{train.global_batch_size:,} rows of {train.seq_len:,} tokens a step"
-    say(f"planning {named(asked.cfg.model)} on {asked.gpus:,} GPUs of {asked.cfg.cluster.name}: {what}")
-    with side_by_side([asked]) as compile_all:
-        (found,) = search([asked], compile_all)
-    wide().print(answer.table(found))
-    place.mkdir(parents=True, exist_ok=True)
-    schema.save(found.best.candidate.applied(question.cfg), place / folder.CONFIG)
-    answer.write(found, answer.recipe(found, question.overrides, question.groups), place)
-    plan_page.write(found, place)
-    say(f"planned in {time.perf_counter() - began:.1f} s; train it with recipe={place / answer.RECIPE}")
-    say_contents(place)
-    return found
+    request = question.request
+    run_folder = checked_folder(question.cfg)
+    train = request.cfg.train
+    batch = f"{train.global_batch_size:,} sequences of {train.seq_len:,} tokens a step"
+    say(f"planning {named(request.cfg.model)} on {request.gpus:,} GPUs of {request.cfg.cluster.name}: {batch}")
+    with compile_in_parallel([request]) as compile_all:
+        (result,) = search([request], compile_all)
+    wide().print(answer.table(result))
+    run_folder.mkdir(parents=True, exist_ok=True)
+    schema.save(result.best.candidate.applied(question.cfg), run_folder / folder.CONFIG)
+    answer.write(result, answer.recipe(result, question.overrides, question.groups), run_folder)
+    plan_page.write(result, run_folder)
+    say(f"planned in {time.perf_counter() - began:.1f} s; train it with recipe={run_folder / answer.RECIPE}")
+    say_contents(run_folder)
+    return result
 
 
 def plan_all(questions: Sequence[Question]) -> list[Varied]:
-    """Plan for jobs that differ in some options; those that differ in the cluster alone share what is compiled."""
+    """Plan for jobs that differ in some options; jobs that differ only in the cluster share compiled programs."""
     began = time.perf_counter()
-    place = checked_folder(questions[0].cfg)
-    jobs = [question.asked for question in questions]
-    found: dict[int, Plan] = {}
-    for alike in by_program(jobs):
-        with side_by_side([jobs[i] for i in alike]) as compile_all:
-            found |= dict(zip(alike, search([jobs[i] for i in alike], compile_all)))
-    varied = [Varied(question.varied, found[i]) for i, question in enumerate(questions)]
-    wide().print(vary_table(varied))
-    place.mkdir(parents=True, exist_ok=True)
-    for number, (question, one) in enumerate(zip(questions, varied)):
-        point = place / str(number)
+    run_folder = checked_folder(questions[0].cfg)
+    jobs = [question.request for question in questions]
+    plans: dict[int, Plan] = {}
+    for indices in by_program(jobs):
+        with compile_in_parallel([jobs[i] for i in indices]) as compile_all:
+            plans |= dict(zip(indices, search([jobs[i] for i in indices], compile_all)))
+    variants = [Varied(question.varied, plans[i]) for i, question in enumerate(questions)]
+    wide().print(vary_table(variants))
+    run_folder.mkdir(parents=True, exist_ok=True)
+    for number, (question, variant) in enumerate(zip(questions, variants)):
+        point = run_folder / str(number)
         point.mkdir(exist_ok=True)
-        overrides = [*question.overrides, *(f"{name}={value}" for name, value in one.values.items())]
-        answer.write(one.plan, answer.recipe(one.plan, overrides, question.groups), point)
-    plan_page.write_varied(varied, place)
-    say(f"planned {len(varied)} times in {time.perf_counter() - began:.1f} s; recipes are {place}/N/{answer.RECIPE}")
-    say_contents(place)
-    return varied
+        overrides = [*question.overrides, *(f"{name}={value}" for name, value in variant.values.items())]
+        answer.write(variant.plan, answer.recipe(variant.plan, overrides, question.groups), point)
+    plan_page.write_varied(variants, run_folder)
+    say(
+        f"made {len(variants)} plans in {time.perf_counter() - began:.1f} s; recipes are {run_folder}/N/{answer.RECIPE}"
+    )
+    say_contents(run_folder)
+    return variants
 
 
-def by_program(jobs: Sequence[Asked]) -> list[list[int]]:
-    """The numbers of jobs whose programs are the same: they differ in rates of the cluster, not in its GPUs."""
+def by_program(jobs: Sequence[PlanRequest]) -> list[list[int]]:
+    """Return the indices of jobs by group; jobs of a group differ only in the cluster's rates and share programs."""
     groups: dict[str, list[int]] = {}
-    for i, asked in enumerate(jobs):
-        alike = dataclasses.replace(asked.cfg, cluster=schema.ClusterConfig(gpus=asked.gpus))
-        groups.setdefault(repr((dataclasses.replace(alike, run=None), sorted(asked.given))), []).append(i)  # type: ignore[arg-type]
+    for i, request in enumerate(jobs):
+        without_rates = dataclasses.replace(request.cfg, cluster=schema.ClusterConfig(gpus=request.gpus))
+        groups.setdefault(repr((dataclasses.replace(without_rates, run=None), sorted(request.stated))), []).append(i)  # type: ignore[arg-type]
     return list(groups.values())
 
 
 def checked_folder(cfg: Config) -> Path:
-    """The run folder, which nothing is in the way of."""
+    """Return the run folder; raise UserError if files are in the way."""
     folder.check(dataclasses.replace(cfg, checkpoint=CheckpointConfig(interval=None)), None, 0)
     return Path(cfg.run.dir)

@@ -1,4 +1,4 @@
-"""A plan as one page that needs no network: what is best, what it spends its time on, and why the others are not."""
+"""The page of a plan, which needs no network: the best setting, its time, and why the others are slower."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from plotly import graph_objects as go
 
 from compiler_trainer.config.clusters import cluster_of
-from compiler_trainer.page import BLUE, ORANGE, drawn, page, plots, table, tr
+from compiler_trainer.page import BLUE, ORANGE, figure_html, page, plots, table, tr
 from compiler_trainer.planning import answer, compiled
 from compiler_trainer.planning.error import error_bar
 from compiler_trainer.planning.estimate import Estimate
@@ -31,23 +31,25 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 def write(plan: Plan, folder: Path) -> None:
     """Write `plan.html` into a run folder."""
-    layers, step = compiled.drawn(plan.asked.cfg, plan.best.candidate)
-    cluster = cluster_of(plan.asked.cfg.cluster)
+    layers, step = compiled.for_timeline(plan.request.cfg, plan.best.candidate)
+    cluster = cluster_of(plan.request.cfg.cluster)
     timelines = {name: predict(*captured, cluster).timeline for name, captured in step.programs.items()}
-    of = "" if layers in (None, getattr(plan.asked.cfg.model, "n_layers", None)) else f" of its first {layers} layers"
+    layers_note = (
+        "" if layers in (None, getattr(plan.request.cfg.model, "n_layers", None)) else f" of its first {layers} layers"
+    )
     parts = (
-        f"<p>{html.escape(answer.job(plan))}. {html.escape(answer.counted(plan))}.</p>",
-        f"<p>{html.escape(error_bar(plan.asked.cfg))}</p>",
+        f"<p>{html.escape(answer.job(plan))}. {html.escape(answer.setting_counts(plan))}.</p>",
+        f"<p>{html.escape(error_bar(plan.request.cfg))}</p>",
         table(ranking(plan)),
         plots(
             (
-                drawn(memory_against_throughput(plan), "Throughput against memory.", FRONT),
-                drawn(steps(plan.ranked[: answer.SHOWN]), "A step of each, ms:", "computing, and waiting."),
+                figure_html(memory_against_throughput(plan), "Throughput against memory.", FRONT),
+                figure_html(steps(plan.ranked[: answer.SHOWN]), "A step of each, ms:", "computing, and waiting."),
             )
         ),
-        f"<h2>The best one's timeline{of}</h2>",
+        f"<h2>The best one's timeline{layers_note}</h2>",
         "<p>Kernels on the compute stream, collectives of each axis; a gap in computing is a wait.</p>",
-        *(drawn(gantt(name, timeline)) for name, timeline in timelines.items()),
+        *(figure_html(gantt(name, timeline)) for name, timeline in timelines.items()),
         "<h2>Why the others are slower</h2><p>The best setting of each other mesh.</p>",
         table(reasons(plan), "words"),
         left_out(plan),
@@ -56,91 +58,93 @@ def write(plan: Plan, folder: Path) -> None:
 
 
 def ranking(plan: Plan) -> list[str]:
-    """The table of the console in HTML, with those that do not fit below."""
+    """Return the console's table as HTML rows, with the settings that do not fit at the end."""
     lines = [tr("th", answer.HEADINGS)]
-    lines += [tr("td", answer.row(plan, n, one)) for n, one in enumerate(plan.ranked[: answer.SHOWN], 1)]
-    return lines + [tr("td", answer.row(plan, "too large", one), "failed") for one in plan.too_large]
+    lines += [tr("td", answer.row(plan, n, estimate)) for n, estimate in enumerate(plan.ranked[: answer.SHOWN], 1)]
+    return lines + [tr("td", answer.row(plan, "too large", estimate), "failed") for estimate in plan.too_large]
 
 
 def reasons(plan: Plan) -> list[str]:
-    """A row for the best setting of each other mesh: what it is, and why it lost."""
+    """Return a row for the best setting of each other mesh, with the reason why it is not the best."""
     lines = [tr("th", ("mesh", "microbatches", "recomputation", "tokens/s/GPU", "estimated from", "why not"))]
-    for one, said in answer.losers(plan):
-        candidate, source = one.candidate, "graphs" if one.is_compiled else "closed form"
-        speed = f"{plan.tokens_per_s(one):,.0f}"
-        cells = (candidate.axes(), str(candidate.microbatches), candidate.recomputes(), speed, source, said)
+    for estimate, reason in answer.others_with_reasons(plan):
+        candidate, source = estimate.candidate, "graphs" if estimate.is_compiled else "closed form"
+        speed = f"{plan.tokens_per_s(estimate):,.0f}"
+        cells = (candidate.axes(), str(candidate.microbatches), candidate.recomputes(), speed, source, reason)
         lines.append(tr("td", cells))
     return lines
 
 
 def left_out(plan: Plan) -> str:
-    """What was refused, or left out from the start."""
-    said = [f"{count} meshes: {reason}" for reason, count in plan.left.items()]
-    said += [f"{c.axes()}, {c.recomputes()}: refused, {why}" for c, why in plan.refused.items()]
-    return "".join(f"<p>{html.escape(line)}</p>" for line in said)
+    """Return paragraphs on settings that were refused or left out from the start."""
+    lines = [f"{count} meshes: {reason}" for reason, count in plan.left.items()]
+    lines += [f"{c.axes()}, {c.recomputes()}: refused, {cause}" for c, cause in plan.refused.items()]
+    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 # ---- plots --------------------------------------------------------------------------------------------
 
 
 def memory_against_throughput(plan: Plan) -> go.Figure:
-    """Settings by memory and throughput, compiled ones and closed forms."""
-    near = SHOWN_MEMORY * room(plan.asked)
+    """Return a plot of settings by memory and throughput, compiled ones and closed forms."""
+    near = SHOWN_MEMORY * room(plan.request)
     slowest = SHOWN_SPEED * plan.tokens_per_s(plan.best)
     forms = [e for e in best_of_each(plan) if e.bytes < near and plan.tokens_per_s(e) > slowest]
     points = (
         scatter(plan, forms, "closed form", color=GREY, size=5, opacity=0.5),
         scatter(plan, plan.ranked, "compiled", color=BLUE, size=10),
         scatter(plan, plan.too_large, "compiled, too large", color=BLUE, size=10, symbol="circle-open"),
-        front(plan),
+        pareto_front(plan),
     )
-    plot = go.Figure(points).add_vline(room(plan.asked) / GIB, line_dash="dot", line_color=GREY)
+    plot = go.Figure(points).add_vline(room(plan.request) / GIB, line_dash="dot", line_color=GREY)
     plot.update_xaxes(title="peak memory of a GPU, GiB").update_yaxes(title="tokens/s/GPU")
     return plot.update_layout(height=460, legend=BELOW)
 
 
-def steps(found: Sequence[Estimate]) -> go.Figure:
-    """What the best spend their steps on."""
-    plot = go.Figure(bars(found)).update_xaxes(title="ms").update_yaxes(autorange="reversed", type="category")
+def steps(estimates: Sequence[Estimate]) -> go.Figure:
+    """Return a bar chart of the time of a step of each setting."""
+    plot = go.Figure(bars(estimates)).update_xaxes(title="ms").update_yaxes(autorange="reversed", type="category")
     return plot.update_layout(height=460, barmode="stack", legend=BELOW)
 
 
 def best_of_each(plan: Plan) -> list[Estimate]:
-    """The fastest closed form of each mesh and recomputation."""
-    found: dict[tuple[object, ...], Estimate] = {}
-    for one in plan.forms:
-        found.setdefault((one.candidate.mesh, one.candidate.recompute), one)
-    return list(found.values())[:FAINT]
+    """Return the fastest closed form of each mesh and recomputation."""
+    fastest: dict[tuple[object, ...], Estimate] = {}
+    for form in plan.forms:
+        fastest.setdefault((form.candidate.mesh, form.candidate.recompute), form)
+    return list(fastest.values())[:FAINT]
 
 
-def scatter(plan: Plan, found: Sequence[Estimate], name: str, **marker: object) -> go.Scatter:
-    """Settings as points."""
-    memory, speed = [e.bytes / GIB for e in found], [plan.tokens_per_s(e) for e in found]
-    return go.Scatter(x=memory, y=speed, mode="markers", name=name, marker=marker, hovertext=[label(e) for e in found])
+def scatter(plan: Plan, estimates: Sequence[Estimate], name: str, **marker: object) -> go.Scatter:
+    """Return settings as points."""
+    memory, speed = [e.bytes / GIB for e in estimates], [plan.tokens_per_s(e) for e in estimates]
+    return go.Scatter(
+        x=memory, y=speed, mode="markers", name=name, marker=marker, hovertext=[label(e) for e in estimates]
+    )
 
 
-def front(plan: Plan) -> go.Scatter:
-    """The Pareto front of compiled settings."""
+def pareto_front(plan: Plan) -> go.Scatter:
+    """Return the Pareto front of compiled settings."""
     best: list[Estimate] = []
-    for one in sorted((*plan.ranked, *plan.too_large), key=lambda e: (e.bytes, e.step_s)):
-        if not best or one.step_s < best[-1].step_s:
-            best.append(one)
+    for estimate in sorted((*plan.ranked, *plan.too_large), key=lambda e: (e.bytes, e.step_s)):
+        if not best or estimate.step_s < best[-1].step_s:
+            best.append(estimate)
     memory, speed = [e.bytes / GIB for e in best], [plan.tokens_per_s(e) for e in best]
     line = {"color": ORANGE, "shape": "hv"}
     return go.Scatter(x=memory, y=speed, mode="lines", name="Pareto front", line=line)
 
 
-def label(found: Estimate) -> str:
-    """A setting in a line."""
-    candidate = found.candidate
+def label(estimate: Estimate) -> str:
+    """Return a setting in one line."""
+    candidate = estimate.candidate
     method = f", {candidate.method}" if candidate.mesh.cp > 1 else ""
     return f"{candidate.axes()}, {candidate.microbatches} microbatches, {candidate.recomputes()}{method}"
 
 
-def bars(found: Sequence[Estimate]) -> list[go.Bar]:
-    """Milliseconds computed, and waited for each axis."""
-    names = [f"{n}: {e.candidate.axes()}" for n, e in enumerate(found, 1)]
-    parts = [{"computing": e.compute_s, **answer.by_name(e.exposed_s)} for e in found]
+def bars(estimates: Sequence[Estimate]) -> list[go.Bar]:
+    """Return bars of milliseconds computed and waited for each axis."""
+    names = [f"{n}: {e.candidate.axes()}" for n, e in enumerate(estimates, 1)]
+    parts = [{"computing": e.compute_s, **answer.waits_by_name(e.exposed_s)} for e in estimates]
     return [
         go.Bar(
             y=names,
@@ -148,7 +152,7 @@ def bars(found: Sequence[Estimate]) -> list[go.Bar]:
             orientation="h",
             name=answer.NAMES.get(kind, kind),
             marker_color=colour,
-            hovertext=[label(e) for e in found],
+            hovertext=[label(e) for e in estimates],
         )
         for kind, colour in COLOURS.items()
         if any(part.get(kind) for part in parts)
@@ -156,7 +160,7 @@ def bars(found: Sequence[Estimate]) -> list[go.Bar]:
 
 
 def gantt(name: str, timeline: Timeline) -> go.Figure:
-    """The kernels and collectives of a program, each on its stream."""
+    """Return a chart of a program's kernels and collectives, each on its stream."""
     streams = list(dict.fromkeys([COMPUTE, *(event.stream for event in timeline.events)]))
     plot = go.Figure()
     for stream in streams:
@@ -189,24 +193,24 @@ def write_varied(varied: Sequence[Varied], folder: Path) -> None:
     for number, (values, plan) in enumerate(varied):
         cells = (*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
         lines.append(tr("td", cells, link=f"{number}/"))
-    drawings = (drawn(plot, title) for title, plot in over_values(varied).items())
+    drawings = (figure_html(plot, title) for title, plot in over_values(varied).items())
     body = f"{plots(drawings)}{table(lines)}"
     (folder / FILE).write_text(page(f"Plans: {answer.title(varied[0].plan)}", body), encoding="utf-8")
 
 
 def over_values(varied: Sequence[Varied]) -> dict[str, go.Figure]:
-    """Throughput and memory of the best over the first option, a line for the values of the others."""
+    """Return plots of throughput and memory of the best setting over the first option, a line for each other value."""
     first, *others = varied[0].values
     lines: dict[str, list[Varied]] = {}
-    for one in varied:
-        lines.setdefault(other_values(one.values, others), []).append(one)
+    for variant in varied:
+        lines.setdefault(other_values(variant.values, others), []).append(variant)
     speed, memory = go.Figure(), go.Figure()
     for number, (name, points) in enumerate(lines.items()):
         line = {"dash": DASHES[number % len(DASHES)], "color": [*COLOURS.values()][number % len(COLOURS)]}
-        at, said = [p.values[first] for p in points], [label(p.plan.best) for p in points]
-        how = {"x": at, "hovertext": said, "name": name, "mode": "lines+markers", "line": line}
-        speed.add_scatter(y=[p.plan.tokens_per_s(p.plan.best) for p in points], **how)
-        memory.add_scatter(y=[p.plan.best.bytes / GIB for p in points], **how)
+        values, hovertexts = [p.values[first] for p in points], [label(p.plan.best) for p in points]
+        trace = {"x": values, "hovertext": hovertexts, "name": name, "mode": "lines+markers", "line": line}
+        speed.add_scatter(y=[p.plan.tokens_per_s(p.plan.best) for p in points], **trace)
+        memory.add_scatter(y=[p.plan.best.bytes / GIB for p in points], **trace)
     for plot in (speed, memory):
         plot.update_xaxes(title=first).update_yaxes(rangemode="tozero")
         plot.update_layout(height=380, legend=BELOW, showlegend=len(lines) > 1)
@@ -214,5 +218,5 @@ def over_values(varied: Sequence[Varied]) -> dict[str, go.Figure]:
 
 
 def other_values(values: Mapping[str, object], others: Sequence[str]) -> str:
-    """The values of the options that are not on the axis."""
+    """Return the values of the options that are not on the x axis."""
     return ", ".join(f"{name}={values[name]}" for name in others) or "best"

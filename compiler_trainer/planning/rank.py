@@ -1,7 +1,7 @@
-"""What one rank does of a microbatch on a mesh, in closed form, whatever it recomputes: seconds and bytes.
+"""The costs of one rank in closed form, before recomputation: seconds and bytes of a microbatch on a mesh.
 
-Factors that no formula gives, such as how often a value is read and written beside the products, are those of compiled
-programs of Llama 3 8B (docs/guides/plan.md). Each quantity is computed once, however many settings share it.
+Factors that no formula gives, such as how often elementwise kernels read and write a value, come from compiled programs
+of Llama 3 8B (docs/guides/plan.md). Each quantity is computed once and shared by many settings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ATTENTION_BACKWARD = 2.5  # FLOPs of the forward
 
 
 def moments_of(optim: OptimConfig) -> float:
-    """How many moments an optimizer keeps an entry, or the bytes of one in eight bits as a share."""
+    """Return the number of moments an entry of an optimizer; 8-bit moments count as their share of the bytes."""
     if optim.name == "custom":
         return len(build_optimizer(optim, None).moments)
     return MOMENTS.get(optim.name, float(optim.momentum > 0))
@@ -38,7 +38,7 @@ def moments_of(optim: OptimConfig) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """A rank of a job on a cluster, on a mesh, in so many microbatches, with products in float8 or not."""
+    """A rank of a job on a cluster and a mesh, with a number of microbatches, and matmuls in float8 or not."""
 
     cfg: Config
     sizes: Sizes
@@ -49,111 +49,110 @@ class Rank:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh itself."""
         return Mesh.of(dataclasses.asdict(self.axes))
 
     @cached_property
     def tokens(self) -> int:
-        """Of a microbatch, those that the ranks of `tp` have together."""
+        """Tokens of a microbatch that the ranks of a `tp` group compute together."""
         ranks = self.axes.dp_replicate * self.axes.dp_shard
-        rows = math.ceil(self.cfg.train.global_batch_size / self.microbatches / ranks)
+        sequences = math.ceil(self.cfg.train.global_batch_size / self.microbatches / ranks)
         folded = 2 * self.axes.cp if self.axes.cp > 1 else 1
-        return rows * math.ceil(self.cfg.train.seq_len / folded) * folded // self.axes.cp
+        return sequences * math.ceil(self.cfg.train.seq_len / folded) * folded // self.axes.cp
 
     @cached_property
-    def used(self) -> int:
-        """Bytes of an entry as it is computed with."""
+    def compute_bytes(self) -> int:
+        """Bytes of an entry in the dtype of computation."""
         return 2 if computes_in(self.cfg) == "bfloat16" else 4
 
     @cached_property
-    def reduced(self) -> int:
-        """Bytes of an entry of a gradient as it travels."""
-        return 4 if self.cfg.passes.cast.reduce_dtype == "float32" else self.used
+    def reduce_bytes(self) -> int:
+        """Bytes of an entry of a gradient in the dtype in which it is sent."""
+        return 4 if self.cfg.passes.cast.reduce_dtype == "float32" else self.compute_bytes
 
     @cached_property
-    def master(self) -> int:
-        """Bytes of an entry as it is stored."""
+    def master_bytes(self) -> int:
+        """Bytes of a stored entry."""
         return MASTER[self.cfg.train.dtype]
 
     @cached_property
     def stored_over(self) -> int:
-        """Ranks that share out a parameter, those of `tp` aside."""
+        """The number of ranks that shard a parameter, without `tp`."""
         return self.axes.dp_shard * self.axes.cp
 
     @cached_property
     def layers(self) -> float:
-        """Of those that there are, the share of a rank of the pipeline."""
+        """Layers of one rank of the pipeline."""
         return self.sizes.layers / self.axes.pp
 
     @cached_property
-    def local(self) -> float:
-        """Numbers that a rank stores of the parameters."""
+    def local_entries(self) -> float:
+        """Parameter entries that a rank stores."""
         return self.sizes.entries / (self.axes.pp * self.axes.tp * self.stored_over)
 
     @cached_property
-    def layer(self) -> float:
-        """Numbers of a layer that ranks of `tp` share out no further: what is gathered of it."""
+    def layer_entries(self) -> float:
+        """Entries of a layer on one rank of `tp` (and `ep`), when gathered."""
         return (self.sizes.dense + self.sizes.experts / self.axes.ep) / self.axes.tp
 
     # -- computing, seconds ---------------------------------------------------------------------------
 
     @cached_property
-    def products_s(self) -> float:
-        """A layer's products, forward."""
-        eight = self.float8 or self.cfg.passes.cast.float8 is not None
-        return self.product_s(2 * self.tokens * self.sizes.used / self.axes.tp, eight)
+    def matmuls_s(self) -> float:
+        """Seconds of a layer's matmuls, forward."""
+        in_float8 = self.float8 or self.cfg.passes.cast.float8 is not None
+        return self.matmul_s(2 * self.tokens * self.sizes.active_entries / self.axes.tp, in_float8)
 
-    def product_s(self, flops: float, eight: bool = False) -> float:
-        """Products of a layer that have so many FLOPs together, each as large as the mean one."""
-        rates = self.cluster.rates.products[torch.float8_e4m3fn if eight else self.dtype]
-        return flops / rates.at(max(1.0, flops / self.sizes.products))
+    def matmul_s(self, flops: float, in_float8: bool = False) -> float:
+        """Return the seconds of a layer's matmuls of `flops` FLOPs in total, each of mean size."""
+        rates = self.cluster.rates.products[torch.float8_e4m3fn if in_float8 else self.dtype]
+        return flops / rates.at(max(1.0, flops / self.sizes.matmuls))
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """That of computation."""
-        return torch.bfloat16 if self.used == 2 else torch.float32
+        """The dtype of computation."""
+        return torch.bfloat16 if self.compute_bytes == 2 else torch.float32
 
     @cached_property
     def attention_s(self) -> float:
-        """A layer's causal attention, forward."""
+        """Seconds of a layer's causal attention, forward."""
         return self.attention_flops / self.cluster.rates.attention.at(self.keys)
 
     @cached_property
     def attention_backward_s(self) -> float:
-        """The same, backward."""
+        """Seconds of a layer's causal attention, backward."""
         return ATTENTION_BACKWARD * self.attention_flops / self.cluster.rates.attention_backward.at(self.keys)
 
     @cached_property
     def attention_flops(self) -> float:
-        """Of causal attention: half of the pairs, of whole heads."""
+        """FLOPs of a layer's causal attention: half of the pairs, whole heads a rank."""
         heads, length = self.sizes.heads, self.cfg.train.seq_len
         return self.tokens * length * math.ceil(heads.queries / self.axes.tp) * (heads.key_dim + heads.value_dim)
 
     @cached_property
     def keys(self) -> float:
-        """How many a kernel of attention is given at once."""
+        """The number of keys in one call of the attention kernel."""
         return max(1.0, self.cfg.train.seq_len / self.axes.cp)
 
     @cached_property
     def memory_bytes_per_s(self) -> float:
-        """Of loops that read or write what enters a layer."""
-        return self.cluster.rates.memory.at(max(1, self.tokens * self.sizes.dim * self.used))
+        """Bytes per second of elementwise kernels that read or write the input of a layer."""
+        return self.cluster.rates.memory.at(max(1, self.tokens * self.sizes.dim * self.compute_bytes))
 
     @cached_property
     def moved_s(self) -> float:
-        """Reading and writing once what a layer's products read and make."""
-        features = (self.sizes.made + self.sizes.read) / self.axes.tp
-        return self.tokens * features * self.used / self.memory_bytes_per_s
+        """Seconds to read the inputs and write the outputs of a layer's matmuls once."""
+        features = (self.sizes.output_features + self.sizes.input_features) / self.axes.tp
+        return self.tokens * features * self.compute_bytes / self.memory_bytes_per_s
 
     @cached_property
     def head_s(self) -> float:
-        """Head and loss, forward and backward."""
-        return 3 * self.product_s(2 * self.tokens * self.sizes.head / self.axes.tp)
+        """Seconds of the head and the loss, forward and backward."""
+        return 3 * self.matmul_s(2 * self.tokens * self.sizes.head_entries / self.axes.tp)
 
     # -- communication, seconds -----------------------------------------------------------------------
 
     def seconds(self, kind: str, payload: float, axis: str | None, calls: float = 1) -> float:
-        """A collective to which a rank brings so many bytes, in so many calls."""
+        """Return the seconds of a collective with `payload` bytes of each rank, divided among `calls` calls."""
         if axis is None or axis not in self.mesh.names or payload <= 0:
             return 0.0
         sent = SENT[kind](int(payload / calls), self.mesh[axis])
@@ -161,104 +160,109 @@ class Rank:
         return calls * collective_seconds(kind, sent, among, self.cluster.links)
 
     def buckets(self, size: float) -> float:
-        """In how many calls so many bytes travel that a layer has on a rank."""
+        """Return the number of buckets for `size` bytes of a layer on a rank."""
         bucket = max(self.cfg.passes.communication.bucket_mib, 1e-3) * 2**20
         return max(1.0, math.ceil(size / bucket))
 
     @cached_property
     def gather_s(self) -> float:
-        """Gathering a layer's parameters."""
-        size = self.layer * self.used
+        """Seconds to gather a layer's parameters."""
+        size = self.layer_entries * self.compute_bytes
         return self.seconds("all_gather", size / self.stored_over, self.mesh.stored_over, self.buckets(size))
 
     @cached_property
     def reduce_s(self) -> float:
-        """Reducing a layer's gradients to who stores them."""
-        size = self.layer * self.reduced
+        """Seconds to reduce-scatter a layer's gradients."""
+        size = self.layer_entries * self.reduce_bytes
         return self.seconds("reduce_scatter", size, self.mesh.stored_over, self.buckets(size))
 
     @cached_property
     def tables_s(self) -> float:
-        """Gathering embedding and head, and reducing their gradients: at the ends, beside nothing."""
-        tables = (self.sizes.looked_up + (0 if self.sizes.is_tied else self.sizes.head)) / self.axes.tp
-        gather = self.seconds("all_gather", tables * self.used / self.stored_over, self.mesh.stored_over, 2)
-        return gather + self.seconds("reduce_scatter", tables * self.reduced, self.mesh.stored_over, 2)
+        """Seconds to gather embedding and head and to reduce their gradients; nothing hides them."""
+        tables = (self.sizes.embedding_entries + (0 if self.sizes.is_tied else self.sizes.head_entries)) / self.axes.tp
+        gather = self.seconds("all_gather", tables * self.compute_bytes / self.stored_over, self.mesh.stored_over, 2)
+        return gather + self.seconds("reduce_scatter", tables * self.reduce_bytes, self.mesh.stored_over, 2)
 
     @cached_property
     def sum_s(self) -> float:
-        """Adding a layer's gradients over replicas."""
-        size = self.layer * self.reduced / self.stored_over
+        """Seconds to sum a layer's gradients over replicas."""
+        size = self.layer_entries * self.reduce_bytes / self.stored_over
         return self.seconds("all_reduce", size, "dp_replicate", self.buckets(size))
 
     @cached_property
     def sum_tables_s(self) -> float:
-        """Adding the gradients of embedding and head over replicas."""
-        tables = (self.sizes.looked_up + (0 if self.sizes.is_tied else self.sizes.head)) / self.axes.tp
-        return self.seconds("all_reduce", tables * self.reduced / self.stored_over, "dp_replicate", 2)
+        """Seconds to sum the gradients of embedding and head over replicas."""
+        tables = (self.sizes.embedding_entries + (0 if self.sizes.is_tied else self.sizes.head_entries)) / self.axes.tp
+        return self.seconds("all_reduce", tables * self.reduce_bytes / self.stored_over, "dp_replicate", 2)
 
     @cached_property
     def sequence_s(self) -> float:
-        """One gather or one reduction of a layer's input over `tp`."""
-        part = self.tokens * self.sizes.dim * self.used / self.axes.tp
+        """Seconds of one gather or one reduction of a layer's input over `tp`."""
+        part = self.tokens * self.sizes.dim * self.compute_bytes / self.axes.tp
         return self.seconds("all_gather", part, "tp")
 
     @cached_property
     def context_s(self) -> Mapping[str, float]:
-        """What each method of context parallelism keeps a layer waiting, forward and backward."""
+        """Seconds that a layer waits for each method of context parallelism, forward and backward."""
         heads, ranks = self.sizes.heads, self.axes.cp
         queries, keys = (math.ceil(n / self.axes.tp) for n in (heads.queries, heads.keys))
         features = heads.key_dim + heads.value_dim
-        own = self.tokens * keys * features * self.used
-        exchanged = self.tokens * queries * features * self.used + own * max(1, ranks // max(keys, 1))
-        ring = (2 * (ranks - 1) + ranks * 4 / self.used) * self.seconds("shift", own, "cp")
-        swapped = 2 * self.seconds("all_to_all", exchanged, "cp", 4)
+        key_value_bytes = self.tokens * keys * features * self.compute_bytes
+        exchanged_bytes = self.tokens * queries * features * self.compute_bytes + key_value_bytes * max(
+            1, ranks // max(keys, 1)
+        )
+        ring = (2 * (ranks - 1) + ranks * 4 / self.compute_bytes) * self.seconds("shift", key_value_bytes, "cp")
+        swapped = 2 * self.seconds("all_to_all", exchanged_bytes, "cp", 4)
         waits = {"ring": max(0.0, ring - (self.attention_s + self.attention_backward_s)), "ulysses": swapped}
-        waits["all_gather"] = 2 * self.seconds("all_gather", own, "cp")
+        waits["all_gather"] = 2 * self.seconds("all_gather", key_value_bytes, "cp")
         waits["hybrid"] = swapped / 2 + max(0.0, ring / 2 - (self.attention_s + self.attention_backward_s))
         return waits | {"auto": min(waits.values())}
 
     @cached_property
     def dispatch_s(self) -> float:
-        """Rows of a layer that travel to experts and back, forward and backward."""
+        """Seconds to send a layer's tokens to experts and back, forward and backward."""
         axis = self.mesh.experts_over
-        rows = self.tokens * min(self.sizes.routed, self.axes.ep)
-        return 4 * self.seconds("all_to_all", rows * self.sizes.dim * self.used, axis)
+        tokens = self.tokens * min(self.sizes.routed, self.axes.ep)
+        return 4 * self.seconds("all_to_all", tokens * self.sizes.dim * self.compute_bytes, axis)
 
     # -- memory, bytes --------------------------------------------------------------------------------
 
     @cached_property
     def state(self) -> Mapping[str, float]:
-        """What is stored from step to step."""
-        return {"parameters": self.master * self.local, "optimizer": self.moment_bytes * self.local}
+        """Bytes of the state between steps, by kind."""
+        return {
+            "parameters": self.master_bytes * self.local_entries,
+            "optimizer": self.moment_bytes * self.local_entries,
+        }
 
     @cached_property
     def moment_bytes(self) -> float:
-        """Bytes of the moments of an entry, without the scales of those in eight bits."""
+        """Bytes of the moments of an entry, without the scales of 8-bit moments."""
         optim = self.cfg.optim
         return moments_of(optim) * MASTER[optim.state or self.cfg.train.dtype]
 
     @cached_property
     def expert_rows(self) -> float:
-        """Rows of a layer that arrive from other ranks in buffers of `bounded` shares."""
+        """Bytes of a layer's tokens received from other ranks, in buffers bounded by the capacity factor."""
         moe, others = self.cfg.passes.moe, 1 - 1 / self.axes.ep
         shares = moe.capacity_factor if moe.dispatch == "bounded" else 0.0
-        return shares * others * self.tokens * self.sizes.routed * self.sizes.dim * self.used
+        return shares * others * self.tokens * self.sizes.routed * self.sizes.dim * self.compute_bytes
 
     @cached_property
     def logits(self) -> float:
-        """Logits and what is made of them, in chunks where they are large."""
-        weight = self.sizes.head / self.axes.tp * (4 + self.used) if self.chunk[1] > 1 else 0.0
+        """Bytes of logits and of values computed from them, in chunks if they are large."""
+        weight = self.sizes.head_entries / self.axes.tp * (4 + self.compute_bytes) if self.chunk[1] > 1 else 0.0
         return LOGITS_ALIVE * self.chunk[0] + weight
 
     @cached_property
     def logits_later(self) -> float:
-        """What is left of that when the head's own gradient is there."""
+        """Bytes left of them when the head's own gradient is computed."""
         return LOGITS_LATER * self.chunk[0]
 
     @cached_property
     def chunk(self) -> tuple[float, int]:
-        """(bytes of a chunk of logits, how many there are)."""
-        whole = self.tokens * self.sizes.vocabulary * self.used / self.axes.tp
+        """(bytes of a chunk of logits, number of chunks)."""
+        logits_bytes = self.tokens * self.sizes.vocabulary * self.compute_bytes / self.axes.tp
         options = self.cfg.passes.chunk_loss
-        chunks = options.chunks or max(1, math.ceil(whole / (options.logits_mib * 2**20)))
-        return whole / chunks, chunks
+        chunks = options.chunks or max(1, math.ceil(logits_bytes / (options.logits_mib * 2**20)))
+        return logits_bytes / chunks, chunks

@@ -1,7 +1,7 @@
-"""The search: closed forms of every setting, the best of them compiled, and the best of these.
+"""The search: estimate every setting by closed forms, compile the best, and rank the compiled ones.
 
-A third of those to compile are the best by closed forms, of different kinds; what they show corrects the forms for the
-next third, and so on.
+Settings are compiled in rounds. The first third are the best by closed forms, of different kinds; their results correct
+the closed forms for the next third, and so on.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from compiler_trainer.planning.estimate import Estimate, estimates
 from compiler_trainer.planning.mix import mixtures
 from compiler_trainer.planning.rank import Rank
 from compiler_trainer.planning.sizes import Sizes, sizes_of
-from compiler_trainer.planning.space import Asked, Candidate, Left, candidates
+from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, candidates
 from compiler_trainer.training.speed import peak_flops
 
 GIB = 2**30
-ROUNDS = 3  # in which settings are compiled: what one shows corrects the forms for the next
-SLOW = 1.5  # times the fastest that fits: beyond it nothing is a choice
-WORTH = 0.99  # of the fastest's time: from which on a mixture of two recomputations is worth compiling both
-TRIES = 3  # times that further settings are compiled where none fits
+ROUNDS = 3  # of compiling settings; the results of a round correct the closed forms for the next
+SLOW = 1.5  # times the fastest setting that fits; slower ones are not considered
+WORTH = 0.99  # of the fastest time: a mixture of two recomputations has to be faster to be worth compiling both
+TRIES = 3  # more rounds if no compiled setting fits
 
-Found = tuple[Estimate, ...] | str  # of a setting, for each job; or why it is refused
-Compile = Callable[[Sequence[Candidate]], list[Found]]
+Outcome = tuple[Estimate, ...] | str  # estimates of a setting for each job, or the reason why a pass refused it
+Compile = Callable[[Sequence[Candidate]], list[Outcome]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found of `count` settings: compiled ones that fit, best first, those that do not, and closed forms.
+    """The result of a search over `count` settings.
 
-    `forms` are in order of time; `refused` are settings that a pass cannot do, with the reason; `left` counts what was
-    left out from the start.
+    `ranked` are compiled settings that fit, fastest first, `too_large` those that do not fit. `forms` are closed forms,
+    fastest first. `refused` are settings that a pass cannot compile, with the reason. `left` counts the settings left
+    out from the start.
     """
 
-    asked: Asked
+    request: PlanRequest
     flops_per_token: int
     ranked: list[Estimate]
     too_large: list[Estimate]
@@ -58,153 +59,155 @@ class Plan:
 
     @property
     def best(self) -> Estimate:
-        """The fastest of those that fit."""
+        """The fastest setting that fits."""
         return self.ranked[0]
 
-    def tokens_per_s(self, found: Estimate) -> float:
-        """Of one GPU."""
-        train = self.asked.cfg.train
-        return train.global_batch_size * train.seq_len / self.asked.gpus / found.step_s
+    def tokens_per_s(self, estimate: Estimate) -> float:
+        """Return the tokens per second of one GPU."""
+        train = self.request.cfg.train
+        return train.global_batch_size * train.seq_len / self.request.gpus / estimate.step_s
 
-    def mfu(self, found: Estimate) -> float:
-        """Of the peak in the dtype of computation."""
-        return self.flops_per_token * self.tokens_per_s(found) / peak_flops(self.asked.cfg)
-
-
-def room(asked: Asked) -> float:
-    """Bytes of a GPU that may be alive, beside what the cluster says of the device and its allocator."""
-    cluster = asked.cfg.cluster
-    beside = cluster.context_gib + (cluster.communicator_gib if asked.gpus > 1 else 0.0)
-    return GIB * (cluster.hbm_gib - beside) / (1 + cluster.allocator_loss)
+    def mfu(self, estimate: Estimate) -> float:
+        """Return the MFU, relative to the peak in the dtype of computation."""
+        return self.flops_per_token * self.tokens_per_s(estimate) / peak_flops(self.request.cfg)
 
 
-def all_forms(asked: Asked, sizes: Sizes, left: Left) -> list[Estimate]:
-    """The closed forms of every setting, fastest first; of meshes whose state alone is too large, the count."""
-    cluster, found = cluster_of(asked.cfg.cluster), list[Estimate]()
+def room(request: PlanRequest) -> float:
+    """Return the bytes of tensors that fit on a GPU, without its context, communicators and the allocator's loss."""
+    cluster = request.cfg.cluster
+    device_gib = cluster.context_gib + (cluster.communicator_gib if request.gpus > 1 else 0.0)
+    return GIB * (cluster.hbm_gib - device_gib) / (1 + cluster.allocator_loss)
+
+
+def all_forms(request: PlanRequest, sizes: Sizes, left: LeftOut) -> list[Estimate]:
+    """Return the closed forms of every setting, fastest first; count the settings left out in `left`."""
+    cluster, forms = cluster_of(request.cfg.cluster), list[Estimate]()
     groups: dict[tuple, list[Candidate]] = {}
-    for candidate in candidates(asked, sizes, left):
+    for candidate in candidates(request, sizes, left):
         groups.setdefault((candidate.mesh, candidate.microbatches, candidate.float8), []).append(candidate)
-    for key, alike in groups.items():
-        found += estimates(Rank(asked.cfg, sizes, cluster, *key), alike)
-    return sorted(found, key=lambda e: e.step_s)
+    for key, candidates_of_rank in groups.items():
+        forms += estimates(Rank(request.cfg, sizes, cluster, *key), candidates_of_rank)
+    return sorted(forms, key=lambda e: e.step_s)
 
 
 @dataclass
-class Sought:
-    """A job that is being planned for: its closed forms, and what is known of compiled settings by now."""
+class SearchState:
+    """The search for one job: its closed forms, and the compiled settings so far."""
 
-    asked: Asked
+    request: PlanRequest
     flops_per_token: int
     plain: list[Estimate]
     count: int
-    left: Left
+    left: LeftOut
     layers: tuple[str, ...] = ()
     known: dict[Candidate, Estimate] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
 
     def next(self, turn: int) -> list[Candidate]:
-        """What to compile in a turn: a part of what is asked for, and more as long as none fits."""
-        count, limit, done = self.asked.cfg.plan.compile, room(self.asked), {*self.known, *self.refused}
+        """Return the settings to compile in a round: a part of `plan.compile`, and more as long as none fits."""
+        count, limit, done = self.request.cfg.plan.compile, room(self.request), {*self.known, *self.refused}
         wanted = -(-count // ROUNDS)
         if turn < ROUNDS:
             wanted = min(wanted, count - len(done))
         elif any(e.bytes <= limit for e in self.known.values()):
             return []
         forms = correct(self.plain, self.known)
-        ends = self.worth_mixing(forms) if turn == ROUNDS - 1 else []
+        ends = self.ends_to_compile(forms) if turn == ROUNDS - 1 else []
         return list(dict.fromkeys((*ends, *shortlist(forms, limit, done, wanted))))[:wanted]
 
     def mixed(self) -> list[Estimate]:
-        """What lies between compiled settings that differ in recomputation alone, and fits."""
-        return [found.estimate for found in mixtures(self.known.values(), room(self.asked), self.layers)]
+        """Return the estimates that fit between compiled settings that differ only in recomputation."""
+        return [mixture.estimate for mixture in mixtures(self.known.values(), room(self.request), self.layers)]
 
-    def worth_mixing(self, forms: list[Estimate]) -> list[Candidate]:
-        """What to compile of two settings between which one is predicted to be the fastest that fits."""
-        limit = room(self.asked)
+    def ends_to_compile(self, forms: list[Estimate]) -> list[Candidate]:
+        """Return the settings to compile for the mixture of two that is predicted to be the fastest that fits."""
+        limit = room(self.request)
         fastest = min((e.step_s for e in (*self.known.values(), *self.mixed()) if e.bytes <= limit), default=math.inf)
         for mixture in mixtures((self.known.get(e.candidate, e) for e in forms), limit, self.layers):
-            unknown = [end for end in mixture.ends if end not in self.known and end not in self.refused]
-            if unknown and mixture.estimate.step_s < WORTH * fastest:
-                return unknown
+            not_compiled = [end for end in mixture.ends if end not in self.known and end not in self.refused]
+            if not_compiled and mixture.estimate.step_s < WORTH * fastest:
+                return not_compiled
         return []
 
     def plan(self) -> Plan:
-        """What was found; raises UserError where nothing fits, saying by how much and what to change."""
-        limit = room(self.asked)
+        """Return the plan; raise UserError if nothing fits, with the missing memory and the options to change."""
+        limit = room(self.request)
         by_speed = sorted((*self.known.values(), *self.mixed()), key=lambda e: e.step_s)
         ranked = [e for e in by_speed if e.bytes <= limit]
         if not ranked and not by_speed:
-            raise UserError("plan", f"every setting that was compiled is refused: {next(iter(self.refused.values()))}")
+            raise UserError("plan", f"every compiled setting is refused: {next(iter(self.refused.values()))}")
         if not ranked:
-            raise nothing_fits(self.asked, min(by_speed, key=lambda e: e.bytes))
+            raise nothing_fits(self.request, min(by_speed, key=lambda e: e.bytes))
         too_large = [e for e in by_speed if e.bytes > limit]
         forms = correct(self.plain, self.known)
         counts = (self.count, self.left.count)
-        return Plan(self.asked, self.flops_per_token, ranked, too_large, self.refused, forms, *counts)
+        return Plan(self.request, self.flops_per_token, ranked, too_large, self.refused, forms, *counts)
 
 
-def sought(asked: Asked) -> Sought:
-    """A job with the closed forms of every setting; raises UserError where there is none, or none can fit."""
-    trained, left = subject(asked.cfg), Left()
-    sizes = sizes_of(asked.cfg, trained.module)
-    forms = all_forms(asked, sizes, left)
+def start_search(request: PlanRequest) -> SearchState:
+    """Return the search for a job with all closed forms; raise UserError if there is no setting, or none can fit."""
+    trained, left = subject(request.cfg), LeftOut()
+    sizes = sizes_of(request.cfg, trained.module)
+    forms = all_forms(request, sizes, left)
     if not forms:
-        what = "; ".join(left.count) or "no mesh has that many ranks with the axes that are stated"
-        raise UserError("train.global_batch_size", f"leaves no setting: {what}; change the batch, or cluster.gpus")
+        reasons = "; ".join(left.count) or "no mesh with the stated axes has that many ranks"
+        raise UserError(
+            "train.global_batch_size", f"leaves no possible setting: {reasons}; change the batch or cluster.gpus"
+        )
     least = min(forms, key=lambda e: e.bytes)
-    if all(e.least_bytes > room(asked) for e in forms):
-        raise nothing_fits(asked, least)
-    flops = trained.flops_per_token(asked.cfg.train.seq_len)
-    return Sought(asked, flops, worth_keeping(forms, room(asked)), len(forms), left, sizes.names)
+    if all(e.least_bytes > room(request) for e in forms):
+        raise nothing_fits(request, least)
+    flops = trained.flops_per_token(request.cfg.train.seq_len)
+    return SearchState(request, flops, possible_best(forms, room(request)), len(forms), left, sizes.names)
 
 
-def worth_keeping(forms: list[Estimate], limit: float) -> list[Estimate]:
-    """Settings that may become the best, and of each mesh the fastest and the smallest: what is said of the others."""
+def possible_best(forms: list[Estimate], limit: float) -> list[Estimate]:
+    """Return the settings that may become the best, and the fastest and the smallest of each mesh for the report."""
     fitting = next((e.step_s for e in forms if e.bytes <= limit), math.inf)
-    chosen = {id(e) for e in forms if e.step_s <= SLOW * fitting}
+    kept_ids = {id(e) for e in forms if e.step_s <= SLOW * fitting}
     for order in (forms, sorted(forms, key=lambda e: e.bytes)):
-        first: dict[MeshConfig, Estimate] = {}
-        for one in order:
-            first.setdefault(one.candidate.mesh, one)
-        chosen |= set(map(id, first.values()))
-    return [e for e in forms if id(e) in chosen]
+        fastest: dict[MeshConfig, Estimate] = {}
+        for estimate in order:
+            fastest.setdefault(estimate.candidate.mesh, estimate)
+        kept_ids |= set(map(id, fastest.values()))
+    return [e for e in forms if id(e) in kept_ids]
 
 
-def search(jobs: Sequence[Asked], compile_all: Compile) -> list[Plan]:
-    """Plans for jobs that differ in the cluster alone, for each; raises UserError where nothing fits."""
-    all_sought = [sought(asked) for asked in jobs]
+def search(jobs: Sequence[PlanRequest], compile_all: Compile) -> list[Plan]:
+    """Return a plan for each of several jobs that differ only in the cluster; raise UserError if nothing fits."""
+    states = [start_search(request) for request in jobs]
     for turn in range(ROUNDS + TRIES):
-        chosen = list(dict.fromkeys(candidate for job in all_sought for candidate in job.next(turn)))
-        for candidate, found in zip(chosen, compile_all(chosen) if chosen else [], strict=True):
-            for i, job in enumerate(all_sought):
-                if isinstance(found, str):
-                    job.refused[candidate] = found
+        chosen = list(dict.fromkeys(candidate for state in states for candidate in state.next(turn)))
+        for candidate, outcome in zip(chosen, compile_all(chosen) if chosen else [], strict=True):
+            for i, state in enumerate(states):
+                if isinstance(outcome, str):
+                    state.refused[candidate] = outcome
                 else:
-                    job.known[candidate] = found[i]
-    return [job.plan() for job in all_sought]
+                    state.known[candidate] = outcome[i]
+    return [state.plan() for state in states]
 
 
-def shortlist(forms: Iterable[Estimate], limit: float, known: set[Candidate], count: int) -> list[Candidate]:
-    """The fastest settings that may fit, one of a kind; then those that need least memory."""
+def shortlist(forms: Iterable[Estimate], limit: float, done: set[Candidate], count: int) -> list[Candidate]:
+    """Return the fastest settings that may fit, one of each kind, then those that need least memory."""
     possible = (form for form in forms if form.least_bytes <= limit)
     order = sorted(possible, key=lambda e: (e.bytes > limit, e.step_s if e.bytes <= limit else e.bytes))
     chosen: dict[object, Candidate] = {}
-    for found in order:
-        if found.candidate not in known and len(chosen) < count:
-            chosen.setdefault(kind_of(found.candidate), found.candidate)
+    for form in order:
+        if form.candidate not in done and len(chosen) < count:
+            chosen.setdefault(kind_of(form.candidate), form.candidate)
     return list(chosen.values())
 
 
-def correct(forms: list[Estimate], known: dict[Candidate, Estimate]) -> list[Estimate]:
-    """Closed forms times what they are off by on the average where graphs are known, by recomputation and method."""
-    if not known:
+def correct(forms: list[Estimate], actual_by_candidate: dict[Candidate, Estimate]) -> list[Estimate]:
+    """Return closed forms multiplied by the median error of compiled settings of the same recomputation and kind."""
+    if not actual_by_candidate:
         return forms
-    off: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    errors: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for form in forms:
-        if (real := known.get(form.candidate)) is not None:
+        if (actual := actual_by_candidate.get(form.candidate)) is not None:
             for key in ((), (form.candidate.recompute,), kind_of(form.candidate)):
-                off.setdefault(key, []).append((real.step_s / form.step_s, real.bytes / form.bytes))
-    factors = {key: tuple(statistics.median(f) for f in zip(*pairs)) for key, pairs in off.items()}
+                errors.setdefault(key, []).append((actual.step_s / form.step_s, actual.bytes / form.bytes))
+    factors = {key: tuple(statistics.median(f) for f in zip(*pairs)) for key, pairs in errors.items()}
 
     def corrected(form: Estimate) -> Estimate:
         candidate = form.candidate
@@ -212,55 +215,60 @@ def correct(forms: list[Estimate], known: dict[Candidate, Estimate]) -> list[Est
         time, size = next(factors[key] for key in keys if key in factors)
         exposed = {axis: s * time for axis, s in form.exposed_s.items()}
         memory = {kind: n * size for kind, n in form.memory.items()}
-        how = {"step_s": form.step_s * time, "compute_s": form.compute_s * time, "bytes": form.bytes * size}
-        return replace(form, exposed_s=exposed, memory=memory, **how)
+        changes = {"step_s": form.step_s * time, "compute_s": form.compute_s * time, "bytes": form.bytes * size}
+        return replace(form, exposed_s=exposed, memory=memory, **changes)
 
     return sorted(map(corrected, forms), key=lambda e: e.step_s)
 
 
 def kind_of(candidate: Candidate) -> tuple[str, ...]:
-    """Settings that closed forms are off by alike."""
+    """Return the kind of a setting: closed forms have similar errors for settings of a kind."""
     parallel = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     axes = "".join(axis for axis in parallel if getattr(candidate.mesh, axis) > 1)
     return candidate.recompute, str(candidate.regather), str(candidate.collectives), candidate.method, axes
 
 
-def nothing_fits(asked: Asked, least: Estimate) -> UserError:
-    """By how much the setting that needs least memory needs too much, and what to change."""
-    cfg, need, there = asked.cfg, least.bytes / GIB, room(asked) / GIB
+def nothing_fits(request: PlanRequest, least: Estimate) -> UserError:
+    """Return the error with the setting that needs least memory, the memory it lacks, and the options to change."""
+    cfg, needed_gib, gpu_gib = request.cfg, least.bytes / GIB, room(request) / GIB
     largest = max(least.memory, key=lambda kind: least.memory[kind])
     setting = f"{least.candidate.axes()}, {least.candidate.recomputes()}"
-    what = f"the least is {need:,.1f} GiB ({setting}), most of it {largest}"
-    beside = "cluster.context_gib, communicator_gib and allocator_loss"
-    have = f"a GPU of {cfg.cluster.name} has {there:,.1f} GiB beside {beside}"
-    fixed = {"activations", "update"} & {largest}
-    change = "a shorter train.seq_len" if fixed else "more GPUs, or optim=adamw8bit"
-    return UserError("plan", f"nothing fits: {what}, and {have}, {need - there:,.1f} too few; plan for {change}")
+    smallest = f"the least is {needed_gib:,.1f} GiB ({setting}), most of it {largest}"
+    reserved = "cluster.context_gib, communicator_gib and allocator_loss"
+    limit = f"a GPU of {cfg.cluster.name} has {gpu_gib:,.1f} GiB after {reserved}"
+    is_activation = {"activations", "update"} & {largest}
+    change = "a shorter train.seq_len" if is_activation else "more GPUs, or optim=adamw8bit"
+    return UserError(
+        "plan", f"nothing fits: {smallest}, and {limit}, {needed_gib - gpu_gib:,.1f} GiB too few; plan for {change}"
+    )
 
 
 # ---- compiling side by side ---------------------------------------------------------------------------
 
 
-def one(jobs: Sequence[Asked], candidate: Candidate) -> Found:
-    """A compiled setting, or why it is refused."""
+def compile_one(jobs: Sequence[PlanRequest], candidate: Candidate) -> Outcome:
+    """Return the estimates of a compiled setting for each job, or the reason why a pass refused it."""
     try:
-        return compiled.estimate(jobs[0].cfg, candidate, [asked.cfg.cluster for asked in jobs])
+        return compiled.estimate(jobs[0].cfg, candidate, [request.cfg.cluster for request in jobs])
     except UserError as error:
         return str(error)
 
 
 @contextmanager
-def side_by_side(jobs: Sequence[Asked]) -> Iterator[Compile]:
-    """Compiles settings in processes, as many as cores; they start as copies of this one, with all that is imported."""
+def compile_in_parallel(jobs: Sequence[PlanRequest]) -> Iterator[Compile]:
+    """Return a context in which settings are compiled in parallel processes, one a core.
+
+    They are forks of this process, so that nothing is imported again.
+    """
     plan = jobs[0].cfg.plan
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    how = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("fork")
     count = min(plan.processes or cores, plan.compile)
-    with ProcessPoolExecutor(count, mp_context=how, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
-        def compile_all(chosen: Sequence[Candidate]) -> list[Found]:
+        def compile_all(chosen: Sequence[Candidate]) -> list[Outcome]:
             order = sorted(range(len(chosen)), key=lambda i: (chosen[i].float8, chosen[i].microbatches))
-            found = dict(zip(order, pool.map(one, [jobs] * len(chosen), [chosen[i] for i in order])))
-            return [found[i] for i in range(len(chosen))]
+            outcomes = dict(zip(order, pool.map(compile_one, [jobs] * len(chosen), [chosen[i] for i in order])))
+            return [outcomes[i] for i in range(len(chosen))]
 
         yield compile_all

@@ -1,4 +1,4 @@
-"""What closed forms have to know of a model, read from the shapes of its parameters: nothing is captured."""
+"""The sizes of a model that closed forms need, read from the shapes of its parameters; nothing is captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.program.layer import layer_names, layer_of
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention of a layer: heads of queries and of keys, features of a key and of a value; no heads if unknown."""
+    """The attention of a layer: query heads, key heads, features of a key and of a value; 0 heads if unknown."""
 
     queries: int = 0
     keys: int = 0
@@ -27,44 +27,48 @@ class Heads:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model as closed forms see it: `layers` layers like their mean, tables that are looked up, and a head.
+    """The sizes of a model for closed forms: `layers` layers like their mean, embedding tables, and a head.
 
-    Entries are counts of numbers. `used` are those that a token is multiplied with, of which `last` in the layer's
-    last product; `dense` and `experts` those stored. A token makes `made` features in products of `read` features.
+    Entries are counts of numbers. A layer multiplies each token with `active_entries`, `last_matmul_entries` of them in
+    its last matmul, and stores `dense` and `experts`. Its matmuls have `input_features` and `output_features` a token.
     """
 
     names: tuple[str, ...]  # of layers, in order
     dim: int
-    used: float
-    last: float
+    active_entries: float
+    last_matmul_entries: float
     dense: float
     experts: float
     expert_count: int
-    routed: float  # rows that a token becomes among experts
-    products: float  # of a layer
-    made: float
-    read: float
+    routed: float  # experts that a token is sent to
+    matmuls: float  # of a layer
+    output_features: float
+    input_features: float
     vocabulary: int
-    looked_up: int
-    head: int
+    embedding_entries: int
+    head_entries: int
     is_tied: bool
     stored_bytes: int  # of all parameters
-    trained: int
+    trained_entries: int
     heads: Heads
 
     @property
     def layers(self) -> int:
-        """How many there are; a model without any is one."""
+        """The number of layers; a model without any counts as one layer."""
         return max(1, len(self.names))
 
     @property
     def entries(self) -> float:
-        """All numbers that are trained."""
-        return self.layers * (self.dense + self.experts) + self.looked_up + (0 if self.is_tied else self.head)
+        """The number of trained entries."""
+        return (
+            self.layers * (self.dense + self.experts)
+            + self.embedding_entries
+            + (0 if self.is_tied else self.head_entries)
+        )
 
 
 def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
-    """The sizes of what `cfg` trains."""
+    """Return the sizes of the model that `cfg` trains."""
     tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     known = layer_names(name.rpartition(".")[0] for name in shapes)
@@ -82,21 +86,21 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
     return Sizes(
         names=names,
         dim=head[1],
-        used=total["used"] / count,
-        last=last / count,
+        active_entries=total["used"] / count,
+        last_matmul_entries=last / count,
         dense=total["dense"] / count,
         experts=total["experts"] / count,
         expert_count=max([shape[0] for shape in inside.values() if len(shape) == 3], default=1),
         routed=routed,
-        products=max(1.0, total["products"] / count),
-        made=total["made"] / count,
-        read=total["read"] / count,
+        matmuls=max(1.0, total["products"] / count),
+        output_features=total["made"] / count,
+        input_features=total["read"] / count,
         vocabulary=head[0],
-        looked_up=looked_up,
-        head=head[0] * head[1],
+        embedding_entries=looked_up,
+        head_entries=head[0] * head[1],
         is_tied=not heads and bool(tables),
         stored_bytes=sum(p.nbytes for p in module.parameters()),
-        trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        trained_entries=sum(p.numel() for p in module.parameters() if p.requires_grad),
         heads=heads_of(cfg),
     )
 
@@ -104,7 +108,7 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
 def totals(
     inside: Mapping[str, tuple[int, ...]], layers: Mapping[str, str], routed: float
 ) -> tuple[dict[str, float], float]:
-    """Sums over all layers, and over layers the entries that a token uses of the last matrix of each."""
+    """Return (sums over all layers, sum over layers of the entries that a token uses of a layer's last matrix)."""
     total = dict.fromkeys(("used", "dense", "experts", "products", "made", "read"), 0.0)
     last: dict[str, float] = {}
     for name, shape in inside.items():
@@ -125,7 +129,7 @@ def totals(
 
 
 def routed_rows(cfg: Config) -> float:
-    """Experts that a token takes."""
+    """Return the number of experts that a token is sent to; 1 without experts."""
     if isinstance(cfg.model, ModelConfig):
         return float(cfg.model.experts.top_k) if cfg.model.experts else 1.0
     if isinstance(cfg.model, FolderConfig):
@@ -134,7 +138,7 @@ def routed_rows(cfg: Config) -> float:
 
 
 def heads_of(cfg: Config) -> Heads:
-    """The attention of a layer, as far as options or a config.json tell."""
+    """Return the attention of a layer as the options or a config.json state it."""
     if isinstance(cfg.model, ModelConfig):
         return Heads(cfg.model.n_heads, cfg.model.n_kv_heads, *head_dims(cfg.model))
     if isinstance(cfg.model, FolderConfig):

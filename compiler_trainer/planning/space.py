@@ -1,6 +1,6 @@
-"""What there is to choose from: meshes, microbatches, recomputation, methods of context parallelism, precision.
+"""The choices of a plan: meshes, microbatches, recomputation, methods of context parallelism, precision.
 
-What the options state stays as they state it (`Asked.given`); all else is a choice.
+Options that the user states stay fixed (`PlanRequest.stated`); all others are choices.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A job to plan for: its options, and the dotted names of those (or of their groups) that are not to be chosen."""
+class PlanRequest:
+    """A job to plan for: its options, and the dotted names of the options (or groups) that the user has stated."""
 
     cfg: Config
-    given: frozenset[str] = frozenset()
+    stated: frozenset[str] = frozenset()
 
-    def fixed(self, name: str) -> bool:
-        """Whether an option, its group, or a part of it is stated."""
-        return any(f"{name}.".startswith(f"{one}.") or f"{one}.".startswith(f"{name}.") for one in self.given)
+    def is_fixed(self, name: str) -> bool:
+        """Return True if an option, its group, or a part of it is stated."""
+        return any(f"{name}.".startswith(f"{option}.") or f"{option}.".startswith(f"{name}.") for option in self.stated)
 
     @property
     def gpus(self) -> int:
-        """How many there are; raises UserError where nothing says."""
+        """The number of GPUs; raises UserError if cluster.gpus is not set."""
         if self.cfg.cluster.gpus is None:
-            raise UserError("cluster.gpus", "is not set, and a plan is for so many; set cluster.gpus=8, say")
+            raise UserError("cluster.gpus", "is not set; state the number of GPUs to plan for, such as cluster.gpus=8")
         return self.cfg.cluster.gpus
 
 
 class First(NamedTuple):
-    """That the first so many of the layers that have these `names` have a policy of their own."""
+    """A policy of recomputation for the first `layers` of the layers with these `names`."""
 
     layers: int
     policy: str
     names: tuple[str, ...]
 
     def patterns(self) -> dict[str, str]:
-        """The policy by patterns of names: `layers.[0-9]` and `layers.1[0-4]` for fifteen."""
+        """Return the policy by patterns of names: `layers.[0-9]` and `layers.1[0-4]` for fifteen layers."""
         tens: dict[str, list[str]] = {}
         for name in self.names[: self.layers]:
             tens.setdefault(name[:-1], []).append(name[-1])
@@ -63,9 +63,10 @@ class First(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job. `recompute` is a name of `POLICIES`; with `collectives`, those of `tp` are repeated too.
+    """One setting to run a job with.
 
-    A rank of the pipeline has `chunks` stages; with None they are as the options say.
+    `recompute` is a name of `POLICIES`; with `collectives`, collectives over `tp` are recomputed too. A rank of the
+    pipeline has `chunks` stages; None leaves that to the options.
     """
 
     mesh: MeshConfig
@@ -79,7 +80,7 @@ class Candidate:
     chunks: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """The options that it sets, by group."""
+        """Return the options that the setting changes, by group."""
         passes: dict[str, Any] = {}
         if self.recompute != "as given":
             passes["remat"] = {**POLICIES[self.recompute], "regather": self.regather}
@@ -95,24 +96,24 @@ class Candidate:
         return {"mesh": dataclasses.asdict(self.mesh), "train": train} | ({"passes": passes} if passes else {})
 
     def applied(self, cfg: Config) -> Config:
-        """`cfg` run so."""
+        """Return `cfg` with the options of this setting."""
         return replaced(cfg, self.options())
 
     def axes(self) -> str:
-        """`dp_shard 4 x tp 2`."""
+        """Return the mesh as text: `dp_shard 4 x tp 2`."""
         sizes = dataclasses.asdict(self.mesh)
         named = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
         return f"{named} in {self.chunks} chunks" if (self.chunks or 1) > 1 else named
 
     def recomputes(self) -> str:
-        """Its recomputation in words."""
-        kept = "" if self.regather else ", weights kept"
-        some = "" if self.first is None else f"{self.first.policy} in the first {self.first.layers}, else "
-        return f"{some}{self.recompute}{' + collectives' if self.collectives else ''}{kept}"
+        """Return the recomputation as text."""
+        weights = "" if self.regather else ", weights kept"
+        first_layers = "" if self.first is None else f"{self.first.policy} in the first {self.first.layers}, else "
+        return f"{first_layers}{self.recompute}{' + collectives' if self.collectives else ''}{weights}"
 
 
 def replaced(options: Any, changes: Mapping[str, Any]) -> Any:
-    """A dataclass with some fields of it, and of dataclasses in it, replaced."""
+    """Return a dataclass with some fields replaced, also in nested dataclasses."""
     old = {name: getattr(options, name) for name in changes}
     new = {
         name: replaced(old[name], value) if dataclasses.is_dataclass(old[name]) else as_kept(value)
@@ -122,145 +123,155 @@ def replaced(options: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def as_kept(value: Any) -> Any:
-    """A value as configurations hold it: lists are tuples there."""
+    """Return a value as configurations hold it, with tuples in place of lists."""
     return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass
-class Left:
-    """Settings that were left out before anything was computed, and how many, by reason."""
+class LeftOut:
+    """The number of settings left out before any estimate, by reason."""
 
     count: dict[str, int] = field(default_factory=dict)
 
-    def out(self, reason: str, times: int = 1) -> None:
-        """Count some."""
+    def add(self, reason: str, times: int = 1) -> None:
+        """Count `times` settings."""
         self.count[reason] = self.count.get(reason, 0) + times
 
 
-def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
-    """Every way to run the job that its batch and its heads allow; others are counted as `left` out."""
-    cfg, at_once = asked.cfg, asked.cfg.passes.communication.batch_overlap
-    for mesh in meshes(asked, sizes):
-        data, rows = mesh.dp_replicate * mesh.dp_shard, cfg.train.global_batch_size
-        if rows % data:
-            left.out(f"train.global_batch_size={rows} does not divide among the ranks of data")
+def candidates(request: PlanRequest, sizes: Sizes, left_out: LeftOut) -> Iterator[Candidate]:
+    """Yield every setting that the batch and the heads of the job allow; count the others in `left`."""
+    cfg, overlapped = request.cfg, request.cfg.passes.communication.batch_overlap
+    for mesh in meshes(request, sizes):
+        data_ranks, sequences = mesh.dp_replicate * mesh.dp_shard, cfg.train.global_batch_size
+        if sequences % data_ranks:
+            left_out.add(f"train.global_batch_size={sequences} is not divisible by the number of data ranks")
             continue
         if 2 * mesh.cp > cfg.train.seq_len or mesh.tp > max(sizes.heads.queries, sizes.heads.keys, 1) > 1:
-            left.out("more ranks than chunks of the sequence, or than heads")
+            left_out.add("more cp ranks than chunks of the sequence, or more tp ranks than heads")
             continue
-        for count in microbatches(asked, rows // data):
-            if count < mesh.pp:
-                left.out("fewer microbatches than pipeline stages")
+        for microbatch_count in microbatches(request, sequences // data_ranks):
+            if microbatch_count < mesh.pp:
+                left_out.add("fewer microbatches than pipeline stages")
                 continue
-            if count % at_once or at_once > 1 < mesh.pp:
-                left.out(f"microbatches that do not go by passes.communication.batch_overlap={at_once}")
+            if microbatch_count % overlapped or overlapped > 1 < mesh.pp:
+                left_out.add(f"the number of microbatches does not fit passes.communication.batch_overlap={overlapped}")
                 continue
-            for rest in itertools.product(
-                recomputations(asked, mesh), methods(asked, sizes, mesh), products(asked), chunks(asked, sizes, mesh)
+            for choice in itertools.product(
+                recomputations(request, mesh),
+                methods(request, sizes, mesh),
+                products(request),
+                chunks(request, sizes, mesh),
             ):
-                (recompute, collectives, regather), method, float8, parts = rest
-                yield Candidate(mesh, count, recompute, collectives, regather, method, float8, None, parts)
+                (recompute, collectives, regather), method, float8, stage_count = choice
+                yield Candidate(
+                    mesh, microbatch_count, recompute, collectives, regather, method, float8, None, stage_count
+                )
 
 
-def meshes(asked: Asked, sizes: Sizes) -> Iterator[MeshConfig]:
-    """Every factorization of the ranks that keeps the axes that are stated."""
-    given = asked.cfg.mesh
-    wholly = "mesh" in asked.given
-    known = {
-        axis: getattr(given, axis)
+def meshes(request: PlanRequest, sizes: Sizes) -> Iterator[MeshConfig]:
+    """Yield every factorization of the ranks that keeps the stated axes."""
+    mesh_options = request.cfg.mesh
+    mesh_is_stated = "mesh" in request.stated
+    stated = {
+        axis: getattr(mesh_options, axis)
         for axis in ("dp_replicate", "dp_shard", "cp", "tp")
-        if (wholly or f"mesh.{axis}" in asked.given) and getattr(given, axis) != -1
+        if (mesh_is_stated or f"mesh.{axis}" in request.stated) and getattr(mesh_options, axis) != -1
     }
-    for pp in pipelines(asked, sizes):
-        inside = asked.gpus // pp
-        for tp in choices(known, "tp", inside):
-            for cp in choices(known, "cp", inside // tp):
-                for shard in choices(known, "dp_shard", inside // tp // cp):
-                    replicate = inside // tp // cp // shard
-                    if known.get("dp_replicate", replicate) == replicate:
-                        for ep in spreads(asked, sizes, shard, cp, tp):
-                            yield MeshConfig(pp, replicate, shard, cp, tp, ep)
+    for pp in pipelines(request, sizes):
+        ranks = request.gpus // pp
+        for tp in choices(stated, "tp", ranks):
+            for cp in choices(stated, "cp", ranks // tp):
+                for dp_shard in choices(stated, "dp_shard", ranks // tp // cp):
+                    dp_replicate = ranks // tp // cp // dp_shard
+                    if stated.get("dp_replicate", dp_replicate) == dp_replicate:
+                        for ep in spreads(request, sizes, dp_shard, cp, tp):
+                            yield MeshConfig(pp, dp_replicate, dp_shard, cp, tp, ep)
 
 
-def pipelines(asked: Asked, sizes: Sizes) -> list[int]:
-    """How many stages a pipeline may have: what is stated, else one, or as many nodes as have a layer each."""
-    if asked.fixed("mesh.pp"):
-        return [asked.cfg.mesh.pp]
-    nodes = asked.gpus // asked.cfg.cluster.gpus_per_node
-    whole = asked.gpus % asked.cfg.cluster.gpus_per_node == 0
-    return [n for n in divisors(nodes) if n <= sizes.layers] if nodes and whole else [1]
+def pipelines(request: PlanRequest, sizes: Sizes) -> list[int]:
+    """Return the possible numbers of pipeline stages.
+
+    It is the stated one; otherwise 1 and the divisors of the number of nodes, up to the number of layers.
+    """
+    if request.is_fixed("mesh.pp"):
+        return [request.cfg.mesh.pp]
+    nodes = request.gpus // request.cfg.cluster.gpus_per_node
+    fills_nodes = request.gpus % request.cfg.cluster.gpus_per_node == 0
+    return [n for n in divisors(nodes) if n <= sizes.layers] if nodes and fills_nodes else [1]
 
 
-def chunks(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[int | None]:
-    """How many stages a rank of the pipeline may have."""
-    if mesh.pp == 1 or asked.fixed("passes.pipeline"):
+def chunks(request: PlanRequest, sizes: Sizes, mesh: MeshConfig) -> list[int | None]:
+    """Return the possible numbers of stages a pipeline rank."""
+    if mesh.pp == 1 or request.is_fixed("passes.pipeline"):
         return [None]
     return [n for n in CHUNKS if mesh.pp * n <= sizes.layers]
 
 
-def choices(known: Mapping[str, int], axis: str, ranks: int) -> list[int]:
-    """The sizes that an axis may have of so many ranks."""
-    return [n for n in divisors(ranks) if known.get(axis, n) == n]
+def choices(stated: Mapping[str, int], axis: str, ranks: int) -> list[int]:
+    """Return the possible sizes of an axis that divides `ranks` ranks."""
+    return [n for n in divisors(ranks) if stated.get(axis, n) == n]
 
 
 def divisors(count: int) -> list[int]:
-    """Those of a number, in order."""
+    """Return the divisors of a number in ascending order."""
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-def spreads(asked: Asked, sizes: Sizes, shard: int, cp: int, tp: int) -> list[int]:
-    """Over how many ranks experts may be spread."""
-    if asked.fixed("mesh.ep"):
-        return [asked.cfg.mesh.ep]
+def spreads(request: PlanRequest, sizes: Sizes, dp_shard: int, cp: int, tp: int) -> list[int]:
+    """Return the possible numbers of ranks to spread experts over."""
+    if request.is_fixed("mesh.ep"):
+        return [request.cfg.mesh.ep]
     if sizes.expert_count == 1:
         return [1]
-    found = [n * cp for n in divisors(shard) if 1 < n * cp <= sizes.expert_count]
-    over_all = [shard * cp * tp] if tp > 1 and shard * cp * tp <= sizes.expert_count else []
-    return sorted({1, *found, *over_all})
+    over_shards = [n * cp for n in divisors(dp_shard) if 1 < n * cp <= sizes.expert_count]
+    over_all_ranks = [dp_shard * cp * tp] if tp > 1 and dp_shard * cp * tp <= sizes.expert_count else []
+    return sorted({1, *over_shards, *over_all_ranks})
 
 
-def microbatches(asked: Asked, rows: int) -> list[int]:
-    """Into how many a rank's rows may be divided."""
-    if asked.fixed("train.microbatches"):
-        return [n for n in [asked.cfg.train.microbatches] if rows % n == 0]
-    return divisors(rows)
+def microbatches(request: PlanRequest, sequences: int) -> list[int]:
+    """Return the possible numbers of microbatches for a rank's sequences."""
+    if request.is_fixed("train.microbatches"):
+        return [n for n in [request.cfg.train.microbatches] if sequences % n == 0]
+    return divisors(sequences)
 
 
-def recomputations(asked: Asked, mesh: MeshConfig) -> list[tuple[str, bool, bool]]:
-    """(policy, whether collectives of `tp` are repeated, whether weights are gathered again)."""
-    if asked.fixed("passes.remat"):
-        return [("as given", False, asked.cfg.passes.remat.regather)]
-    names = [name for name in RECOMPUTE if name in asked.cfg.plan.recompute]
-    gathers = (True, False) if mesh.dp_shard * mesh.cp > 1 and mesh.pp == 1 else (True,)
-    both = [(name, again) for name in names for again in ((False, True) if repeats(name, mesh) else (False,))]
-    return [(name, again, regather) for name, again in both for regather in gathers]
+def recomputations(request: PlanRequest, mesh: MeshConfig) -> list[tuple[str, bool, bool]]:
+    """Return the possible (policy, recompute collectives over `tp`, gather weights again in the backward)."""
+    if request.is_fixed("passes.remat"):
+        return [("as given", False, request.cfg.passes.remat.regather)]
+    names = [name for name in RECOMPUTE if name in request.cfg.plan.recompute]
+    regathers = (True, False) if mesh.dp_shard * mesh.cp > 1 and mesh.pp == 1 else (True,)
+    policies = [
+        (name, again) for name in names for again in ((False, True) if has_tp_collectives(name, mesh) else (False,))
+    ]
+    return [(name, again, regather) for name, again in policies for regather in regathers]
 
 
-def repeats(name: str, mesh: MeshConfig) -> bool:
-    """Whether a policy has collectives of `tp` to repeat."""
+def has_tp_collectives(name: str, mesh: MeshConfig) -> bool:
+    """Return True if a policy has collectives over `tp` to recompute."""
     return name != "none" and mesh.tp > 1
 
 
-def methods(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[str]:
-    """How attention may run over `cp`."""
-    if mesh.cp == 1 or asked.fixed("passes.context.method"):
+def methods(request: PlanRequest, sizes: Sizes, mesh: MeshConfig) -> list[str]:
+    """Return the possible methods of attention over `cp`."""
+    if mesh.cp == 1 or request.is_fixed("passes.context.method"):
         return ["auto"]
     heads, ranks = sizes.heads, mesh.tp * mesh.cp
-    even = heads.queries % ranks == 0 and (heads.keys % ranks == 0 or ranks % max(heads.keys, 1) == 0)
-    partly = heads.queries % (2 * mesh.tp) == 0 and heads.keys % (2 * mesh.tp) == 0 and mesh.cp >= 4
-    can = {"ulysses": even, "hybrid": partly}
-    return [name for name in METHODS if can.get(name, True)]
+    fits_ulysses = heads.queries % ranks == 0 and (heads.keys % ranks == 0 or ranks % max(heads.keys, 1) == 0)
+    fits_hybrid = heads.queries % (2 * mesh.tp) == 0 and heads.keys % (2 * mesh.tp) == 0 and mesh.cp >= 4
+    is_possible = {"ulysses": fits_ulysses, "hybrid": fits_hybrid}
+    return [name for name in METHODS if is_possible.get(name, True)]
 
 
-def products(asked: Asked) -> list[bool]:
-    """Whether products may be in float8."""
-    cast, plan = asked.cfg.passes.cast, asked.cfg.plan
-    may = plan.float8 and cast.float8 is None and cast.param_dtype == "bfloat16"
-    return [False, True] if may else [False]
+def products(request: PlanRequest) -> list[bool]:
+    """Return the choices for matmuls in float8: [False, True] or [False]."""
+    cast, plan = request.cfg.passes.cast, request.cfg.plan
+    float8_is_possible = plan.float8 and cast.float8 is None and cast.param_dtype == "bfloat16"
+    return [False, True] if float8_is_possible else [False]
 
 
 def depth_pattern(model: ModelConfig) -> tuple[int, int]:
-    """Layers before the first of those that repeat, and after how many they do."""
+    """Return (layers before the first repeated layer, period of the repetition)."""
     experts = model.experts
     every = experts.every if experts else 1
     return (experts.dense_layers if experts else 0), math.lcm(every, model.nope_every or 1)

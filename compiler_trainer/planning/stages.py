@@ -1,4 +1,4 @@
-"""What a dry run says of pipeline stages: the layers and seconds of each, who waits, what is sent and kept."""
+"""The report of a dry run on pipeline stages: layers and seconds of each, idle time, messages, and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pipeline_of(
     memory: Sequence[Mapping[str, Any]],
     sent: Iterable[Message],
 ) -> dict[str, Any]:
-    """The report; `memory` is that of each pipeline rank, `sent` are the messages of a step."""
+    """Return the report; `memory` is that of each pipeline rank, `sent` are the messages of a step."""
     return {
         "schedule": schedule,
         "idle": idle(timing),
@@ -37,48 +37,48 @@ def pipeline_of(
         "task_ms": {name: 1e3 * s for name, s in seconds.items()},
         "busy_ms": [1e3 * timing.busy[rank] for rank in range(table.ranks)],
         "forwards_kept": most_alive(table),
-        "memory": [{key: found[key] for key in ("device_bytes", "bytes", "fits", "kinds")} for found in memory],
-        "sent_a_microbatch": borders(sent, sizes_of(programs)),
+        "memory": [{key: peak[key] for key in ("device_bytes", "bytes", "fits", "kinds")} for peak in memory],
+        "sent_a_microbatch": traffic_between_ranks(sent, sizes_of(programs)),
     }
 
 
 def idle(timing: Timing) -> float:
-    """The share of all ranks' time in which nothing runs, until the last microbatch is done."""
+    """Return the idle share of all ranks' time until the last microbatch is done."""
     return timing.of(lambda turn: turn.microbatch is not None).idle
 
 
-def drawn(schedule: str, table: Table, timing: Timing) -> dict[str, Any]:
-    """The table as a page draws it."""
+def drawing(schedule: str, table: Table, timing: Timing) -> dict[str, Any]:
+    """Return the schedule in the form in which a page draws it."""
     return {"schedule": schedule, "unit": "ms", "idle": idle(timing), "slots": slots(timing, table.ranks)}
 
 
 def layers_of(program: ir.Program) -> list[str]:
-    """The layers that a program computes."""
+    """Return the names of the layers that a program computes."""
     return list(dict.fromkeys(str(layer) for node in program.calls() if (layer := ir.layer(node))))
 
 
-def borders(sent: Iterable[Message], size: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Bytes of the first microbatch from one rank to another, and of which values."""
-    found: dict[tuple[int, int], dict[str, Any]] = {}
+def traffic_between_ranks(sent: Iterable[Message], size: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the bytes of the first microbatch from one rank to another, and the names of the values sent."""
+    by_pair: dict[tuple[int, int], dict[str, Any]] = {}
     for message in sent:
         name, microbatch = message.key
         if microbatch == 0:
-            new = {"source": message.source, "to": message.to, "bytes": 0, "values": []}
-            border = found.setdefault((message.source, message.to), new)
+            no_messages = {"source": message.source, "to": message.to, "bytes": 0, "values": []}
+            border = by_pair.setdefault((message.source, message.to), no_messages)
             border["bytes"] += size[name]
             border["values"].append(name)
-    return [found[pair] for pair in sorted(found)]
+    return [by_pair[pair] for pair in sorted(by_pair)]
 
 
 def slots(timing: Timing, ranks: int) -> list[list[tuple[str, float, float]]]:
-    """A row a rank: what it does, from when to when, in milliseconds."""
+    """Return a row a rank: (label of the task, start, end), in milliseconds."""
     rows: list[list[tuple[str, float, float]]] = [[] for _ in range(ranks)]
     for turn, (start, end, _) in timing.spans.items():
-        rows[turn.rank].append((label(turn), round(1e3 * start, 4), round(1e3 * end, 4)))
+        rows[turn.rank].append((turn_label(turn), round(1e3 * start, 4), round(1e3 * end, 4)))
     return rows
 
 
-def label(turn: Turn) -> str:
+def turn_label(turn: Turn) -> str:
     """Return `F0.2` for the forward of microbatch 0 in stage 2, `U1` for the update of rank 1."""
     if turn.microbatch is None or turn.task is None:
         return turn.program
@@ -86,12 +86,12 @@ def label(turn: Turn) -> str:
 
 
 def sizes_of(programs: Mapping[str, ir.Program]) -> dict[str, int]:
-    """Bytes of carried values, by name."""
+    """Return the bytes of carried values, by name."""
     return {
-        given.name: ir.example(node).nbytes
+        program_input.name: ir.example(node).nbytes
         for program in programs.values()
-        for given, node in zip(program.inputs, program.placeholders(), strict=True)
-        if given.kind == "carried"
+        for program_input, node in zip(program.inputs, program.placeholders(), strict=True)
+        if program_input.kind == "carried"
     }
 
 
@@ -99,15 +99,18 @@ def sizes_of(programs: Mapping[str, ir.Program]) -> dict[str, int]:
 
 
 def link(mesh: Mesh, message: Message, gpus_per_node: int) -> Reach:
-    """Two ranks in a node, or in two; those beside them send as well, so that the farthest pair counts."""
+    """Return the reach of a message: two ranks in a node, or in two nodes.
+
+    Ranks next to the two send as well, so the farthest pair counts.
+    """
     first, last = sorted((message.source, message.to))
-    apart = mesh.stride(PP)
-    together = first * apart // gpus_per_node == ((last + 1) * apart - 1) // gpus_per_node
-    return Reach(1, 2) if together else Reach(2, 1)
+    stride = mesh.stride(PP)
+    in_one_node = first * stride // gpus_per_node == ((last + 1) * stride - 1) // gpus_per_node
+    return Reach(1, 2) if in_one_node else Reach(2, 1)
 
 
 def send_s(size: Mapping[str, int], mesh: Mesh, cluster: Cluster, message: Message) -> float:
-    """How long a message travels."""
+    """Return the seconds that a message travels."""
     between = link(mesh, message, cluster.gpus_per_node)
     return collective_seconds("shift", size[message.key[0]], between, cluster.links)
 
@@ -115,7 +118,7 @@ def send_s(size: Mapping[str, int], mesh: Mesh, cluster: Cluster, message: Messa
 def sent_by(
     rank: int, sent: Iterable[Message], size: Mapping[str, int], mesh: Mesh, cluster: Cluster
 ) -> dict[str, int]:
-    """Bytes that a pipeline rank sends in a step to others, by link."""
+    """Return the bytes that a pipeline rank sends to other ranks in a step, by link."""
     total = Counter(intra=0, inter=0)
     for message in sent:
         if message.source == rank:

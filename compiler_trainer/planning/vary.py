@@ -1,4 +1,4 @@
-"""What if: plans for several values of options, beside each other."""
+"""Plans for several values of options, in one table."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from compiler_trainer.planning.search import Plan
 
 
 class Varied(NamedTuple):
-    """A plan, and the values that options have in it."""
+    """A plan and its values of the varied options."""
 
     values: dict[str, Any]
     plan: Plan
 
 
 def vary_table(varied: Sequence[Varied]) -> Table:
-    """The best of each plan, a row each."""
+    """Return a table with the best setting of each plan, a row each."""
     names = list(varied[0].values)
-    found = Table(*names, *answer.HEADINGS[1:], title=answer.title(varied[0].plan))
+    table = Table(*names, *answer.HEADINGS[1:], title=answer.title(varied[0].plan))
     for values, plan in varied:
-        found.add_row(*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
-    return found
+        table.add_row(*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
+    return table

@@ -1,1 +1,1 @@
-"""Where a step's time goes, measured beside predicted, and what to change."""
+"""The time of a step, measured and predicted, and the options that would shorten it."""

@@ -1,4 +1,4 @@
-"""What makes a step slow that no prediction knows: data, a rank that others wait for, a machine unlike its cluster."""
+"""Causes of a slow step that no prediction covers: data, a straggling rank, a machine unlike its cluster."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from compiler_trainer.profile.changes import computing
 from compiler_trainer.training.measured import Spent
 from compiler_trainer.training.pace import SLOW
 
-WAITING = 0.05  # of a step, from which on the wait for data is worth a word
-FAR = 1.5  # times what is predicted
+WAITING = 0.05  # share of a step from which on the wait for data is reported
+FAR = 1.5  # times the predicted computing time
 OF_DATA = "tokenize ahead, put data.cache on a local disk; of a dataset of your own look at __getitem__"
 OF_RANK = "look for a hot device, another process, a slow link there"
 OF_RATES = "measure this machine by compiler-trainer calibrate; else look at clocks and other processes"
@@ -21,7 +21,7 @@ OF_RATES = "measure this machine by compiler-trainer calibrate; else look at clo
 
 @dataclass(frozen=True)
 class Cause:
-    """A line on what is slow, what it may save of a step at most, and what to do."""
+    """A cause: a line on the problem, the most that a fix may save of a step, and the fix."""
 
     what: str
     saves_ms: float
@@ -30,7 +30,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class OfRank:
-    """What a rank measured, and on which host."""
+    """The measurements of a rank, and its host."""
 
     rank: int
     host: str
@@ -38,50 +38,54 @@ class OfRank:
 
     @property
     def busy_ms(self) -> float:
-        """How long it did not wait for others."""
+        """The time of a step without waiting for other ranks."""
         return self.spent.step_ms - sum(self.spent.exposed_ms.values())
 
 
 def read(measured: Sequence[dict[str, Any]]) -> list[OfRank]:
-    """The ranks of `measured.json`."""
+    """Return the ranks of `measured.json`."""
     return [OfRank(each.pop("rank"), each.pop("host"), Spent(**each)) for each in map(dict, measured)]
 
 
 def causes(cfg: Config, ranks: Sequence[OfRank], expected: Spent) -> list[Cause]:
-    """Them, that which costs most first."""
-    found = (*data(ranks), *straggler(ranks), *unlike(cfg, ranks, expected))
-    return sorted(found, key=lambda cause: -cause.saves_ms)
+    """Return the causes, the most expensive first."""
+    all_causes = (*data(ranks), *straggler(ranks), *unlike(cfg, ranks, expected))
+    return sorted(all_causes, key=lambda cause: -cause.saves_ms)
 
 
 def data(ranks: Sequence[OfRank]) -> Iterator[Cause]:
-    """That a rank waits for its batch."""
-    worst = max(ranks, key=lambda each: each.spent.data_ms)
+    """Yield the cause that a rank waits for its batch."""
+    worst = max(ranks, key=lambda of_rank: of_rank.spent.data_ms)
     ms, step_ms = worst.spent.data_ms, worst.spent.step_ms
     if ms > WAITING * step_ms:
         yield Cause(f"rank {worst.rank} waits {ms:,.1f} ms for data, {ms / step_ms:.0%} of a step", ms, OF_DATA)
 
 
 def straggler(ranks: Sequence[OfRank]) -> Iterator[Cause]:
-    """That one rank makes the others wait, and in what it takes longer."""
-    usual = sorted(ranks, key=lambda each: each.busy_ms)[(len(ranks) - 1) // 2]
+    """Yield the cause that one rank delays the others, with the part that takes longer there."""
+    median = sorted(ranks, key=lambda each: each.busy_ms)[(len(ranks) - 1) // 2]
     slowest = max(ranks, key=lambda each: each.busy_ms)
-    more = slowest.busy_ms - usual.busy_ms
-    if slowest.busy_ms <= SLOW * usual.busy_ms or slowest.spent.data_ms - usual.spent.data_ms > more / 2:  # of data
-        return
-    here, there = parts(slowest.spent), parts(usual.spent)
-    most = max(here, key=lambda part: here[part] - there.get(part, 0.0))
-    longer = f"{here[most]:,.1f} ms of it {most}, where the other has {there.get(most, 0.0):,.1f}"
-    works = f"works {slowest.busy_ms:,.1f} ms, the median rank {usual.busy_ms:,.1f}"
-    yield Cause(f"rank {slowest.rank} ({slowest.host}) {works}; {longer}", more, OF_RANK)
+    extra_ms = slowest.busy_ms - median.busy_ms
+    if slowest.busy_ms <= SLOW * median.busy_ms or slowest.spent.data_ms - median.spent.data_ms > extra_ms / 2:
+        return  # `data` reports it
+    slow_parts, median_parts = parts(slowest.spent), parts(median.spent)
+    part = max(slow_parts, key=lambda part: slow_parts[part] - median_parts.get(part, 0.0))
+    longer = f"{slow_parts[part]:,.1f} ms of it {part}, where the other has {median_parts.get(part, 0.0):,.1f}"
+    works = f"works {slowest.busy_ms:,.1f} ms, the median rank {median.busy_ms:,.1f}"
+    yield Cause(f"rank {slowest.rank} ({slowest.host}) {works}; {longer}", extra_ms, OF_RANK)
 
 
 def unlike(cfg: Config, ranks: Sequence[OfRank], expected: Spent) -> Iterator[Cause]:
-    """That computing takes longer than its cluster lets expect."""
-    real, should = statistics.median(computing(each.spent) for each in ranks), computing(expected)
-    if real > FAR * should > 0:
-        yield Cause(f"computing takes {real / should:.1f} times what {cfg.cluster.name} is predicted to", 0.0, OF_RATES)
+    """Yield the cause that computing takes longer than its cluster's rates predict."""
+    measured_ms, predicted_ms = statistics.median(computing(each.spent) for each in ranks), computing(expected)
+    if measured_ms > FAR * predicted_ms > 0:
+        yield Cause(
+            f"computing takes {measured_ms / predicted_ms:.1f} times the prediction for {cfg.cluster.name}",
+            0.0,
+            OF_RATES,
+        )
 
 
 def parts(spent: Spent) -> dict[str, float]:
-    """What a rank does beside waiting for others."""
+    """Return the milliseconds of a rank's work, without waiting for others."""
     return {**spent.kinds, "host": spent.host_ms, "data": spent.data_ms}

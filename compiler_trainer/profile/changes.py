@@ -1,4 +1,4 @@
-"""Options that might make a step shorter, and what each is predicted to save of what was measured."""
+"""Options that might shorten a step, with the time that each is predicted to save of the measured step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import AUTO, Config
 from compiler_trainer.models.subject import subject
-from compiler_trainer.planning.auto import asked_of, differing
+from compiler_trainer.planning.auto import differing, plan_request
 from compiler_trainer.planning.search import all_forms, room
 from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import Left, replaced
+from compiler_trainer.planning.space import LeftOut, replaced
 from compiler_trainer.profile.predicted import Predicted, predicted
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.measured import Spent
 
-USUAL_MIB = 25.0  # of a bucket
+USUAL_MIB = 25.0  # size of a bucket
 LIGHTER = {
     "full": ("selective", "none"),
     "attention": ("selective", "none"),
@@ -27,14 +27,14 @@ LIGHTER = {
     "selective": ("none",),
 }
 ONCE = (("gather",), ("reduce",), ("gather", "reduce"))
-LITTLE = 0.1  # of what is measured: a predicted wait below it says nothing, how long collectives travel does
+LITTLE = 0.1  # share of the measured wait; below it, use the predicted time of collectives instead of their wait
 
 
 @dataclass(frozen=True)
 class Change:
-    """Options as a command line has them, what they are predicted to save of a measured step, and what they need.
+    """Options as on a command line, the predicted saving of a measured step, and the memory they need.
 
-    `refused` says why a pass does not take them.
+    `refused` is the reason why a pass refuses them.
     """
 
     options: str
@@ -45,60 +45,63 @@ class Change:
 
 
 def changes(cfg: Config, measured: Spent, now: Predicted, stage: int) -> list[Change]:
-    """What might be changed, that which saves most first."""
-    found = [changed(cfg, other, measured, now, stage) for other in others(cfg)]
-    return sorted(found, key=lambda change: -change.saves_ms)
+    """Return the possible changes, the largest saving first."""
+    possible = [changed(cfg, other, measured, now, stage) for other in others(cfg)]
+    return sorted(possible, key=lambda change: -change.saves_ms)
 
 
 def changed(cfg: Config, other: Config, measured: Spent, now: Predicted, stage: int) -> Change:
-    """What is predicted of a job that has some options otherwise."""
+    """Return the predicted effect of another job's options."""
     options = " ".join(differing(other, cfg))
     try:
-        then = predicted(other, stage if other.mesh.pp == cfg.mesh.pp else 0)
+        after = predicted(other, stage if other.mesh.pp == cfg.mesh.pp else 0)
     except UserError as error:
         return Change(options, refused=str(error))
-    return Change(options, saved_ms(measured, now, then), then.memory["device_bytes"], then.memory["fits"])
+    return Change(options, saved_ms(measured, now, after), after.memory["device_bytes"], after.memory["fits"])
 
 
-def saved_ms(measured: Spent, now: Predicted, then: Predicted) -> float:
-    """What of a measured step is saved: each part of it becomes shorter by as much as it is predicted to.
+def saved_ms(measured: Spent, now: Predicted, other: Predicted) -> float:
+    """Return the saving of a measured step: each measured part shrinks in proportion to its prediction.
 
-    An axis that is new keeps it waiting as much longer than predicted as those that there are.
+    A new axis waits as much longer than predicted as the existing ones do.
     """
     slower = max(1.0, waiting(measured) / (waiting(now.spent) or math.inf))
-    axes = {*now.spent.exposed_ms, *then.spent.exposed_ms, *measured.exposed_ms}
-    parts = [(computing(measured), computing(now.spent), computing(then.spent))]
-    parts += [(measured.host_ms, now.spent.host_ms, then.spent.host_ms)]
+    axes = {*now.spent.exposed_ms, *other.spent.exposed_ms, *measured.exposed_ms}
+    parts = [(computing(measured), computing(now.spent), computing(other.spent))]
+    parts += [(measured.host_ms, now.spent.host_ms, other.spent.host_ms)]
     for axis in axes:
-        real, waits = measured.exposed_ms.get(axis, 0.0), [each.spent.exposed_ms.get(axis, 0.0) for each in (now, then)]
-        travels = [each.travel_ms.get(axis, 0.0) for each in (now, then)]
+        real, waits = (
+            measured.exposed_ms.get(axis, 0.0),
+            [each.spent.exposed_ms.get(axis, 0.0) for each in (now, other)],
+        )
+        travels = [each.travel_ms.get(axis, 0.0) for each in (now, other)]
         before, after = waits if waits[0] >= LITTLE * real else travels
         parts.append((real, before, after if before else slower * after))
     return sum(real * (1 - after / before) if before else -after for real, before, after in parts)
 
 
 def waiting(spent: Spent) -> float:
-    """Milliseconds that collectives are waited for."""
+    """Return the milliseconds of waiting for collectives."""
     return sum(spent.exposed_ms.values())
 
 
 def computing(spent: Spent) -> float:
-    """Milliseconds that are computed."""
+    """Return the milliseconds of computing."""
     return sum(spent.kinds.values())
 
 
-# ---- what might be otherwise --------------------------------------------------------------------------
+# ---- possible changes ---------------------------------------------------------------------------------
 
 
 def others(cfg: Config) -> Iterator[Config]:
-    """The job with one thing otherwise, as far as it has that thing."""
+    """Yield the job with one change each, if the change applies to it."""
     for options in (*of_communication(cfg), *of_microbatches(cfg), *of_computing(cfg)):
         yield replaced(cfg, options)
     yield from of_mesh(cfg)
 
 
 def of_communication(cfg: Config) -> Iterator[Mapping[str, Any]]:
-    """Buckets, prefetching, microbatches side by side, gathering once."""
+    """Yield changes of buckets, prefetching, overlapped microbatches, and gathering once."""
     if mesh_of(cfg.mesh).world_size == 1:
         return
     now = cfg.passes.communication
@@ -113,7 +116,7 @@ def of_communication(cfg: Config) -> Iterator[Mapping[str, Any]]:
 
 
 def of_microbatches(cfg: Config) -> Iterator[Mapping[str, Any]]:
-    """Fewer of them; communication once a step."""
+    """Yield fewer microbatches, and communication once a step."""
     if cfg.train.microbatches == 1:
         return
     yield {"train": {"microbatches": cfg.train.microbatches // 2}}
@@ -122,7 +125,7 @@ def of_microbatches(cfg: Config) -> Iterator[Mapping[str, Any]]:
 
 
 def of_computing(cfg: Config) -> Iterator[Mapping[str, Any]]:
-    """Less recomputation, kernels that are compiled, launches that are recorded, a narrower dtype."""
+    """Yield less recomputation, compiled kernels, recorded launches, and a narrower dtype."""
     cast = cfg.passes.cast
     yield from (passes(remat={"policy": policy}) for policy in LIGHTER.get(cfg.passes.remat.policy, ()))
     if cfg.lower.backend == "eager":
@@ -134,17 +137,17 @@ def of_computing(cfg: Config) -> Iterator[Mapping[str, Any]]:
 
 
 def of_mesh(cfg: Config) -> Iterator[Config]:
-    """The mesh that closed forms predict to be the fastest of those that fit, if that is another."""
+    """Yield the job on the fastest mesh that fits by closed forms, if it differs."""
     ranks = mesh_of(cfg.mesh).world_size
     if ranks == 1:
         return
-    asked = asked_of(dataclasses.replace(cfg, mesh=AUTO), ranks)
-    forms = all_forms(asked, sizes_of(cfg, subject(cfg).module), Left())
-    best = next((form for form in forms if form.bytes <= room(asked)), None)
+    request = plan_request(dataclasses.replace(cfg, mesh=AUTO), ranks)
+    forms = all_forms(request, sizes_of(cfg, subject(cfg).module), LeftOut())
+    best = next((form for form in forms if form.bytes <= room(request)), None)
     if best is not None and best.candidate.mesh != cfg.mesh:
         yield best.candidate.applied(cfg)
 
 
 def passes(**options: Any) -> Mapping[str, Any]:
-    """Options of passes."""
+    """Return options of passes."""
     return {"passes": options}

@@ -1,4 +1,4 @@
-"""What a dry run predicts of a rank's step, in the terms in which a trace is read."""
+"""The prediction of a dry run for a rank's step, in the categories of a trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from passes.program.abstract_eval import Avals, recorded
 
 @dataclass(frozen=True)
 class Predicted:
-    """A step of a rank: milliseconds by kind and place, those that collectives travel by axis, and memory."""
+    """A rank's step: milliseconds by kind and place, milliseconds of collectives by axis, and memory."""
 
     spent: Spent
     travel_ms: Mapping[str, float]
@@ -30,39 +30,39 @@ class Predicted:
 
 
 def predicted(cfg: Config, stage: int = 0) -> Predicted:
-    """What a dry run says of a rank of a pipeline stage; raises UserError where a pass refuses."""
+    """Return the prediction for a rank of a pipeline stage; raise UserError if a pass refuses the job."""
     step = compile_dry(cfg, None)
     report = predict_step(cfg, step)
-    made_of, runs = report["prediction"], runs_of(cfg, step, stage)
+    prediction, runs = report["prediction"], runs_of(cfg, step, stage)
     kinds, places, travel = (defaultdict[str, float](float) for _ in range(3))
-    where = known(step)
+    kind_and_place = known(step)
     for event in report["timeline"]:
         ms = runs[event["program"]] * (event["end_ms"] - event["start_ms"])
         if event["stream"] == COMPUTE:
-            kind, place = where[event["program"], event["node"]]
+            kind, place = kind_and_place[event["program"], event["node"]]
             kinds[kind] += ms
             places[place] += ms
         else:
             travel[event["stream"]] += ms
-    parts = dict(kinds), made_of["exposed_ms"], made_of["launch_ms"], 0.0, dict(places)
-    return Predicted(Spent(report["predicted"]["step_ms"], *parts), dict(travel), made_of["memory"])
+    parts = dict(kinds), prediction["exposed_ms"], prediction["launch_ms"], 0.0, dict(places)
+    return Predicted(Spent(report["predicted"]["step_ms"], *parts), dict(travel), prediction["memory"])
 
 
 def runs_of(cfg: Config, step: DryStep, stage: int) -> Mapping[str, int]:
-    """How often a stage runs each program in a step."""
+    """Return the number of runs of each program in a step of a stage."""
     programs = {name: captured.program for name, captured in step.programs.items()}
     return Counter(t.program for t in turns_of_step(programs, step.table, cfg.train.microbatches) if t.rank == stage)
 
 
 def known(step: DryStep) -> dict[tuple[str, str], tuple[str, str]]:
-    """(kind, place) of each operator, by its program and its name."""
+    """Return (kind, place) of each operator, by program and name."""
     nodes = ((name, node) for name, (program, _) in step.programs.items() for node in program.calls())
     sizes = recorded()
     return {(name, node.name): (kind_of_operator(node, sizes), place_of(node)) for name, node in nodes}
 
 
 def kind_of_operator(node: fx.Node, sizes: Avals) -> str:
-    """What it is to compute an operator."""
+    """Return the kind of computation of an operator."""
     if kernel_of(node):
         return ATTENTION
     return PRODUCTS if count_flops(node, sizes) else LOOPS

@@ -1,4 +1,4 @@
-"""A profiled run: what its ranks measured beside what is predicted, causes, and what to change."""
+"""The profile of a run: measured and predicted times, causes, and possible changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from compiler_trainer.training.measured import COMPUTING
 from compiler_trainer.training.trace import MEASURED
 
 FILE = "profile.json"
-WORTH = 0.01  # of a step: what saves less is no proposal
+WORTH = 0.01  # share of a step that a proposal has to save
 SHOWN = 8
 GIB = 2**30
 NUMBER = re.compile(r"\.\d+$")
@@ -34,7 +34,7 @@ NUMBER = re.compile(r"\.\d+$")
 
 @dataclass(frozen=True)
 class Profile:
-    """What was found; `shown` is the rank that works longest: what it waits for is communication, and no other rank."""
+    """A profile; `shown` is the rank that works longest, so its waits are for communication, not for other ranks."""
 
     cluster: str
     ranks: list[OfRank]
@@ -45,23 +45,23 @@ class Profile:
 
     @property
     def worth(self) -> list[Change]:
-        """What fits and saves enough."""
+        """The changes that fit and save enough."""
         return [c for c in self.changes if c.fits and c.saves_ms > WORTH * self.shown.spent.step_ms][:SHOWN]
 
 
 def profile(cfg: Config) -> Profile:
-    """The profile of a run by its options; raises UserError where it has measured nothing."""
+    """Return the profile of a run from its options; raise UserError if it has no measurements."""
     cfg = described(cfg)
     ranks = measured(Path(cfg.run.dir))
     shown = max(ranks, key=lambda each: each.busy_ms)
     stage = shown.rank * cfg.mesh.pp // len(ranks)
     now = predicted(cfg, stage)
-    found = causes(cfg, ranks, now.spent), changes(cfg, shown.spent, now, stage)
-    return Profile(cfg.cluster.name, ranks, shown, now, *found)
+    causes_and_changes = causes(cfg, ranks, now.spent), changes(cfg, shown.spent, now, stage)
+    return Profile(cfg.cluster.name, ranks, shown, now, *causes_and_changes)
 
 
 def described(cfg: Config) -> Config:
-    """The job with a cluster to predict for; raises UserError where neither options nor the device say which."""
+    """Return the job with a cluster to predict for; raise UserError if neither options nor the device name one."""
     cfg = for_running(cfg)
     if cfg.cluster.name == AUTO_CLUSTER.name:
         raise UserError("cluster", f"auto, but no cluster describes {here()}; name one, cluster=h100, say")
@@ -69,91 +69,96 @@ def described(cfg: Config) -> Config:
 
 
 def measured(folder: Path) -> list[OfRank]:
-    """What the ranks of a run measured; raises UserError where they did not, or where that is damaged."""
+    """Return the measurements of a run's ranks; raise UserError if they are missing or damaged."""
     path = folder / MEASURED
-    fix = "train it with run.profile=true, or profile its options anew"
+    fix = "train it with run.profile=true, or profile its options again"
     if not path.is_file():
         raise UserError(str(folder), f"has no {MEASURED}: {fix}")
     try:
-        found = read(json.loads(path.read_text())["ranks"])
-        if found and all(math.isfinite(each.busy_ms) for each in found):
-            return found
+        ranks = read(json.loads(path.read_text())["ranks"])
+        if ranks and all(math.isfinite(each.busy_ms) for each in ranks):
+            return ranks
     except (OSError, ValueError, LookupError, TypeError):
         pass
     raise UserError(str(path), f"is damaged: {fix}")
 
 
-def as_json(found: Profile) -> dict[str, Any]:
-    """The profile as a JSON object."""
+def as_json(profiled: Profile) -> dict[str, Any]:
+    """Return the profile as a JSON object."""
     return {
-        "ranks": [{"rank": r.rank, "host": r.host, **dataclasses.asdict(r.spent)} for r in found.ranks],
-        "shown": found.shown.rank,
-        "cluster": found.cluster,
-        "predicted": {**dataclasses.asdict(found.predicted.spent), "memory": dict(found.predicted.memory)},
-        "causes": [dataclasses.asdict(cause) for cause in found.causes],
-        "changes": [dataclasses.asdict(change) for change in found.changes],
+        "ranks": [{"rank": r.rank, "host": r.host, **dataclasses.asdict(r.spent)} for r in profiled.ranks],
+        "shown": profiled.shown.rank,
+        "cluster": profiled.cluster,
+        "predicted": {**dataclasses.asdict(profiled.predicted.spent), "memory": dict(profiled.predicted.memory)},
+        "causes": [dataclasses.asdict(cause) for cause in profiled.causes],
+        "changes": [dataclasses.asdict(change) for change in profiled.changes],
     }
 
 
-def write(found: Profile, folder: Path) -> None:
+def write(profiled: Profile, folder: Path) -> None:
     """Write `profile.json` into a run folder."""
-    put(folder / FILE, json.dumps(as_json(found), indent=1) + "\n")
+    put(folder / FILE, json.dumps(as_json(profiled), indent=1) + "\n")
 
 
 # ---- on the console -----------------------------------------------------------------------------------
 
 
-def tables(found: Profile) -> list[Table]:
-    """Where the time goes by kind and axis, where in the model, and what to change."""
-    shown = [by_kind(found), by_place(found)]
-    return shown + ([to_change(found)] if found.worth else [])
+def tables(profiled: Profile) -> list[Table]:
+    """Return tables of the time by kind and axis, by place in the model, and of changes."""
+    shown = [by_kind(profiled), by_place(profiled)]
+    return shown + ([to_change(profiled)] if profiled.worth else [])
 
 
-def by_kind(found: Profile) -> Table:
-    """Milliseconds of a step by what they are spent on."""
-    mine, expected = found.shown.spent, found.predicted.spent
-    title = f"a step of rank {found.shown.rank}, the busiest of {len(found.ranks)}"
-    table = Table("ms", "measured", "share", f"predicted for {found.cluster}", title=title)
-    rows = [(kind, mine.kinds.get(kind, 0.0), expected.kinds.get(kind, 0.0)) for kind in COMPUTING]
-    real, should = mine.exposed_ms, expected.exposed_ms
-    rows += [(f"waiting for {axis}", real.get(axis, 0.0), should.get(axis, 0.0)) for axis in {**real, **should}]
-    rows += [("host, nothing computed", mine.host_ms, expected.host_ms), ("data", mine.data_ms, 0.0)]
-    for name, ms, should_ms in (*rows, ("step", mine.step_ms, expected.step_ms)):
+def by_kind(profiled: Profile) -> Table:
+    """Return a table of the milliseconds of a step by kind."""
+    measured, expected = profiled.shown.spent, profiled.predicted.spent
+    title = f"a step of rank {profiled.shown.rank}, the busiest of {len(profiled.ranks)}"
+    table = Table("ms", "measured", "share", f"predicted for {profiled.cluster}", title=title)
+    rows = [(kind, measured.kinds.get(kind, 0.0), expected.kinds.get(kind, 0.0)) for kind in COMPUTING]
+    measured_waits, predicted_waits = measured.exposed_ms, expected.exposed_ms
+    rows += [
+        (f"waiting for {axis}", measured_waits.get(axis, 0.0), predicted_waits.get(axis, 0.0))
+        for axis in {**measured_waits, **predicted_waits}
+    ]
+    rows += [("host, nothing computed", measured.host_ms, expected.host_ms), ("data", measured.data_ms, 0.0)]
+    for name, ms, should_ms in (*rows, ("step", measured.step_ms, expected.step_ms)):
         if name == "step":
             table.add_section()
-        table.add_row(name, f"{ms:,.1f}", f"{ms / mine.step_ms:.0%}", f"{should_ms:,.1f}")
+        table.add_row(name, f"{ms:,.1f}", f"{ms / measured.step_ms:.0%}", f"{should_ms:,.1f}")
     return table
 
 
-def by_place(found: Profile) -> Table:
-    """Milliseconds that are computed by phase and stack of layers."""
+def by_place(profiled: Profile) -> Table:
+    """Return a table of the milliseconds computed by phase and stack of layers."""
     table = Table("ms computed in", "measured", "predicted")
-    real, should = (by_stack(each.places) for each in (found.shown.spent, found.predicted.spent))
-    for place in dict.fromkeys((*should, *real)):
-        table.add_row(place or "what has no name", f"{real.get(place, 0.0):,.1f}", f"{should.get(place, 0.0):,.1f}")
+    measured, predicted = (by_stack(each.places) for each in (profiled.shown.spent, profiled.predicted.spent))
+    for place in dict.fromkeys((*predicted, *measured)):
+        table.add_row(place or "unnamed", f"{measured.get(place, 0.0):,.1f}", f"{predicted.get(place, 0.0):,.1f}")
     return table
 
 
 def by_stack(places: Mapping[str, float]) -> dict[str, float]:
-    """The same of layers together: `forward layers.*`."""
-    found = defaultdict[str, float](float)
+    """Return the milliseconds with layers added up: `forward layers.*`."""
+    total = defaultdict[str, float](float)
     for place, ms in places.items():
-        found[NUMBER.sub(".*", place)] += ms
-    return found
+        total[NUMBER.sub(".*", place)] += ms
+    return total
 
 
-def to_change(found: Profile) -> Table:
-    """What is predicted to save time, and the memory that it needs."""
+def to_change(profiled: Profile) -> Table:
+    """Return a table of changes predicted to save time, with the memory that they need."""
     table = Table("change", "predicted to save, ms", "of a step", "GiB", title="what to change")
-    for change in found.worth:
-        share = change.saves_ms / found.shown.spent.step_ms
+    for change in profiled.worth:
+        share = change.saves_ms / profiled.shown.spent.step_ms
         table.add_row(change.options, f"{change.saves_ms:,.1f}", f"{share:.0%}", f"{change.device_bytes / GIB:,.3g}")
     return table
 
 
-def lines(found: Profile) -> Sequence[str]:
-    """What is slow for reasons outside of the program, and what of changes is not in the table."""
-    said = [f"{c.what}{f' (up to {c.saves_ms:,.1f} ms)' if c.saves_ms else ''}; {c.fix}" for c in found.causes]
-    none = [] if found.worth else ["no change of options is predicted to save more than 1 % of a step"]
-    left = [f"does not fit: {c.options}" for c in found.changes if not c.fits and not c.refused and c.saves_ms > 0]
-    return [*said, *none, *left]
+def lines(profiled: Profile) -> Sequence[str]:
+    """Return lines on causes outside of the program, and on changes that are not in the table."""
+    causes = [f"{c.what}{f' (up to {c.saves_ms:,.1f} ms)' if c.saves_ms else ''}; {c.fix}" for c in profiled.causes]
+    no_change = [] if profiled.worth else ["no change of options is predicted to save more than 1 % of a step"]
+    too_large = [
+        f"does not fit: {c.options}" for c in profiled.changes if not c.fits and not c.refused and c.saves_ms > 0
+    ]
+    return [*causes, *no_change, *too_large]

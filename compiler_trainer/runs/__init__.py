@@ -1,1 +1,1 @@
-"""What is done with a run that there is: going on, measuring, sampling, and handing its weights to others."""
+"""Commands on an existing run: resume it, evaluate it, sample from it, export its weights."""

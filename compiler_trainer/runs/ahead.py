@@ -1,4 +1,4 @@
-"""The programs of a job made ahead of it by one process, without its ranks and devices: what `lower.programs` names."""
+"""Ahead-of-time compilation of a job for `lower.programs`, in one process without the job's ranks and devices."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ CPU = torch.device("cpu")
 
 
 def compile_ahead(cfg: Config, out: Path, tell: Callable[[str], None]) -> str:
-    """Make the programs that a job's ranks would make, into a folder; what is there, in a sentence.
+    """Compile the programs of a job's ranks into a folder; return a sentence on its contents.
 
-    Raises UserError where they cannot be stored.
+    Raises UserError if they cannot be stored.
     """
     cfg = validate(for_predicting(cfg), dry_world_size(cfg))
     if cfg.passes.verify == "numeric":
@@ -61,17 +61,17 @@ def compile_ahead(cfg: Config, out: Path, tell: Callable[[str], None]) -> str:
         compiled = compile_programs(request, observe=dumps, tell=tell, cache=cache)
     report = compiled.report
     if not report.key:
-        raise UserError("model", f"{report.notes[-1]}; such a job is compiled when it starts")
+        raise UserError("model", f"{report.notes[-1]}; such a job compiles when it starts")
     files = [path for path in out.iterdir() if path.name.startswith(report.key)]
     size = sum(path.stat().st_size for path in files)
-    made = f"{'was there' if report.is_read else 'made'}: {report.key[:12]}, {', '.join(compiled.programs)}"
-    return f"{made}, for {request.mesh.world_size:,} ranks on {request.device_name}; {size / 2**20:.1f} MiB in {out}"
+    status = f"{'was there' if report.is_read else 'made'}: {report.key[:12]}, {', '.join(compiled.programs)}"
+    return f"{status}, for {request.mesh.world_size:,} ranks on {request.device_name}; {size / 2**20:.1f} MiB in {out}"
 
 
 def device_name(cluster: ClusterConfig) -> str:
-    """What the devices of a cluster are called where they are; raises UserError where it does not say."""
+    """Return the name that a cluster's devices report; raise UserError if the cluster does not state it."""
     if cluster.host_computes:
         return name_of_device(CPU)
     if cluster.device is None:
-        raise UserError("cluster.device", "says not which GPU it is; give what torch.cuda.get_device_name() says there")
+        raise UserError("cluster.device", "is not set; give the GPU's name from torch.cuda.get_device_name() there")
     return cluster.device

@@ -1,4 +1,4 @@
-"""Whether an export gives tokens the log-probabilities that the trainer's own evaluation gives them."""
+"""The check that an export gives tokens the same log-probabilities as the trainer's own evaluation."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.training.evaluate import Measures
 from compiler_trainer.training.progress import Working
 
-ROUNDINGS = 64  # relative roundings of the coarsest dtype by which two right computations may differ
+ROUNDINGS = 64  # relative roundings of the coarsest dtype by which two correct computations may differ
 MOST_ROWS = 8
-FEW = 16  # tokens that tell whether an export is right
+FEW = 16  # tokens of the short check
 
 
 class Text(NamedTuple):
-    """The first document of a row: its batch, its tokens, and which of them, from the second on, are compared."""
+    """The first document of a sequence: its batch, its tokens, and the positions (from the second on) to compare."""
 
     batch: Batch
     ids: list[int]
@@ -45,14 +45,15 @@ class Text(NamedTuple):
 
 
 def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: bool = False) -> tuple[bool, str]:
-    """Whether a folder gives `tokens` tokens of held-out or `other` text what the trainer gives them, and how nearly.
+    """Return (True if a folder gives the trainer's log-probabilities, a sentence on the largest difference).
 
-    Of each row the first document is taken, which sees nothing but itself, as a server's request. `averaged` weights
-    are those of `train.ema`. Every rank calls it. Raises UserError where transformers does not load the folder.
+    It compares `tokens` tokens of validation or `other` text, from the first document of each sequence, which attends
+    only to itself as a server's request does. With `averaged` the weights are those of `train.ema`. Every rank calls
+    it. Raises UserError if transformers cannot load the folder.
     """
     ranks = start_ranks()
-    one = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
-    cfg = dataclasses.replace(validate(dataclasses.replace(cfg, train=one), ranks), loss={})
+    train_options = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
+    cfg = dataclasses.replace(validate(dataclasses.replace(cfg, train=train_options), ranks), loss={})
     datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     texts = texts_of(datasets.eval or datasets.train, tokens)
@@ -60,22 +61,24 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: boo
 
 
 def check_export_alone(cfg: Config, out: Path, averaged: bool = False) -> tuple[bool, str]:
-    """The same of a few tokens drawn at random, on one device, without data and compilers."""
-    one = dataclasses.replace(cfg.train, global_batch_size=1, microbatches=1, seq_len=min(cfg.train.seq_len, FEW))
+    """Return the result of `check_export` for a few random tokens on one device, without data and compilers."""
+    train_options = dataclasses.replace(
+        cfg.train, global_batch_size=1, microbatches=1, seq_len=min(cfg.train.seq_len, FEW)
+    )
     lower = dataclasses.replace(cfg.lower, backend="eager", cudagraphs=False)
-    cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=one, lower=lower, loss={})
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=train_options, lower=lower, loss={})
     cfg, trained = validate(cfg, start_ranks()), subject(cfg)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, trained.vocab_size or 2, (1, one.seq_len), generator=generator)
+    tokens = torch.randint(0, trained.vocab_size or 2, (1, train_options.seq_len), generator=generator)
     batch = row(tokens[0].tolist(), torch.device("cpu")) | {"labels": tokens}
-    text = Text(batch, tokens[0].tolist(), list(range(1, one.seq_len)))
+    text = Text(batch, tokens[0].tolist(), list(range(1, train_options.seq_len)))
     return compared_texts(cfg, trained, [text], out, {}, averaged)
 
 
 def compared_texts(
     cfg: Config, trained: Subject, texts: list[Text], out: Path, below: Mapping[str, int], averaged: bool
 ) -> tuple[bool, str]:
-    """Whether a folder gives texts the log-probabilities that the trainer gives them, and how nearly."""
+    """Return (True if a folder gives texts the trainer's log-probabilities, a sentence on the largest difference)."""
     trained = dataclasses.replace(trained, loss=partial(loss_of_predictions, trained.logits))
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, texts[0].batch, below, tell, averaged)
@@ -85,36 +88,41 @@ def compared_texts(
     if not is_first:
         return True, ""
     del step
-    torch.cuda.empty_cache()  # the other process needs the GPU
+    torch.cuda.empty_cache()  # transformers' process needs the GPU
     theirs = by_itself(out, [text.ids for text in texts])
     pairs = zip(texts, theirs["log_probabilities"], strict=True)
-    own = torch.tensor([found[place - 1] for text, found in pairs for place in text.places])
-    return compared(ours, own, coarsest(cfg, theirs["dtype"]), len(texts))
+    theirs_at_places = torch.tensor(
+        [log_probabilities[place - 1] for text, log_probabilities in pairs for place in text.places]
+    )
+    return compared(ours, theirs_at_places, coarsest(cfg, theirs["dtype"]), len(texts))
 
 
 def loss_of_predictions(
     logits: Callable[[nn.Module, Mapping[str, Tensor]], Tensor], model: nn.Module, batch: Mapping[str, Tensor]
 ) -> Tensor:
-    """The cross-entropy alone: auxiliary terms of a loss are no log-probabilities."""
+    """Return the cross-entropy alone; auxiliary terms of a loss are no log-probabilities."""
     return cross_entropy(logits(model, batch), batch["labels"])
 
 
 def texts_of(loader: Loader, tokens: int) -> list[Text]:
-    """The first documents of a few rows, with so many tokens to compare; raises UserError if none is long enough."""
+    """Return the first documents of a few sequences, with `tokens` positions in total.
+
+    Raises UserError if all documents are too short.
+    """
     numbers = range(min(MOST_ROWS, len(loader.rows)))
-    found = (text_of(loader, number, -(-tokens // len(numbers))) for number in numbers)
-    texts = [text for text in found if text.places]
+    candidates = (text_of(loader, number, -(-tokens // len(numbers))) for number in numbers)
+    texts = [text for text in candidates if text.places]
     if not texts:
         raise UserError("data", "no row begins with two tokens of one document; name a longer text, data.files=[FILE]")
     return texts
 
 
 def text_of(loader: Loader, number: int, tokens: int) -> Text:
-    """The first document of a row, and some places spread over it."""
+    """Return the first document of a sequence, and some positions spread over it."""
     rows = loader.rows.batch(np.full(loader.batch_size, number))
     if not {"tokens", "labels", "documents"} <= rows.keys():
-        what = f"has rows of {', '.join(rows)}, and tokens, labels and documents are needed"
-        raise UserError("data", f"{what}; name a text, data=text data.files=[FILE]")
+        problem = f"has rows of {', '.join(rows)}, and tokens, labels and documents are needed"
+        raise UserError("data", f"{problem}; name a text, data=text data.files=[FILE]")
     batch = {name: torch.from_numpy(array) for name, array in rows.items()}
     length = int((batch["documents"][0] == 0).sum())
     places = np.unique(np.linspace(1, length - 1, tokens).round().astype(int)) if length > 1 else np.empty(0, int)
@@ -122,38 +130,38 @@ def text_of(loader: Loader, number: int, tokens: int) -> Text:
 
 
 def measured(step: Measures, text: Text, tell: Callable[[str], None]) -> list[float]:
-    """The log-probability of each token at a text's places: minus the loss where it is the only label."""
-    found = []
+    """Return the log-probability of each token at a text's positions: minus the loss if it is the only label."""
+    log_probabilities = []
     for place in text.places:
         labels = torch.full_like(text.batch["labels"], IGNORED_LABEL)
         labels[0, place - 1] = text.ids[place]
-        found.append(-step.measure(text.batch | {"labels": labels})["loss"])
+        log_probabilities.append(-step.measure(text.batch | {"labels": labels})["loss"])
         tell(f"token {place:,} of {len(text.ids):,} of a row")
-    return found
+    return log_probabilities
 
 
 def by_itself(out: Path, texts: list[list[int]]) -> dict[str, Any]:
-    """What transformers says of texts in a process of its own; raises UserError where it fails."""
+    """Return transformers' output for texts, from a separate process; raise UserError if it fails."""
     command = [sys.executable, "-P", plainly.__file__, str(out)]
-    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise UserError(str(out), f"transformers does not compute with it: {said}")
-    return json.loads(done.stdout)
+    process = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True)
+    if process.returncode:
+        last_line = (process.stderr.strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
+        raise UserError(str(out), f"transformers does not compute with it: {last_line}")
+    return json.loads(process.stdout)
 
 
 def coarsest(cfg: Config, exported: str) -> str:
-    """The dtype with the fewest digits of those that either side computes with."""
+    """Return the dtype with the fewest digits among those that either side computes in."""
     names = {exported, cfg.train.dtype, cfg.passes.cast.param_dtype or exported} & {"float32", "float16", "bfloat16"}
     return max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
 
 def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int) -> tuple[bool, str]:
-    """Whether log-probabilities are equal up to roundings of a dtype, and the worst of them."""
+    """Return (True if log-probabilities are equal up to roundings of a dtype, a sentence on the largest difference)."""
     allowed = ROUNDINGS * torch.finfo(getattr(torch, dtype)).eps * ours.abs().clamp(min=1)
-    apart = (ours - theirs).abs()
-    worst = int((apart / allowed).nan_to_num(torch.inf).argmax())
-    is_same = bool((apart <= allowed).all())
-    what = f"log-probabilities of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
+    differences = (ours - theirs).abs()
+    worst = int((differences / allowed).nan_to_num(torch.inf).argmax())
+    is_same = bool((differences <= allowed).all())
+    verdict = f"log-probabilities of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
     values = f"{theirs[worst]:.7g} where the trainer has {ours[worst]:.7g}"
-    return is_same, f"{what}: at most {apart[worst]:.2g} apart ({values}); {dtype} allows {allowed[worst]:.2g}"
+    return is_same, f"{verdict}: at most {differences[worst]:.2g} apart ({values}); {dtype} allows {allowed[worst]:.2g}"

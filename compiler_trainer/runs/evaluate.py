@@ -1,4 +1,4 @@
-"""The loss of a trained model on text: what its run held out, or other text."""
+"""The loss of a trained model on its run's validation text or on other text."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from compiler_trainer.training.trainer import peek
 
 
 def evaluate(cfg: Config, other: bool) -> str:
-    """Mean loss in nats, metrics, of next tokens the perplexity, and of how many tokens or pairs, in a line.
+    """Return a line with the mean loss in nats, metrics, perplexity of next tokens, and the number of tokens or pairs.
 
-    Of what the run held out, or, of `other` text, of all that `cfg.data` names, `eval.batches` are taken as training
-    takes them. Every rank calls it.
+    It evaluates `eval.batches` of the run's validation text or, for `other` text, of all data that `cfg.data` names.
+    Every rank calls it.
     """
     cfg = validate(cfg, start_ranks())
     datasets, trained = data_of(cfg, other), subject(cfg)
@@ -43,16 +43,16 @@ def evaluate(cfg: Config, other: bool) -> str:
         step = measuring(cfg, trained, peek(loader), datasets.below, tell)
         if not cfg.has_own_loss and step.mesh.world_size > 1:
             datasets.read_only(own_rows(step, step.ranks))
-        measured, count = means(step, told(loader, cfg.eval.batches, tell))
+        results, count = means(step, told(loader, cfg.eval.batches, tell))
     stop_ranks()
     if not cfg.loss:
-        measured["perplexity"] = math.exp(measured["loss"])
-    shown = ", ".join(f"{name} {value:.6g}" for name, value in measured.items())
+        results["perplexity"] = math.exp(results["loss"])
+    shown = ", ".join(f"{name} {value:.6g}" for name, value in results.items())
     return f"{shown}, {'pairs' if cfg.data.pairs else 'tokens'} {count:,} in {taken(loader, cfg.eval.batches)}"
 
 
 def data_of(cfg: Config, other: bool) -> Datasets:
-    """What a run is evaluated on: what it held out, or all of `other` text."""
+    """Return the data to evaluate: the run's validation text, or all of `other` text."""
     if other:
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, eval_fraction=0.0, validation=()))
     return read_data(cfg)
@@ -66,9 +66,9 @@ def measuring(
     tell: Callable[[str], None],
     averaged: bool = False,
 ) -> Step:
-    """The compiled evaluation of a run, with the weights of its newest checkpoint, for batches like one.
+    """Return the compiled evaluation step of a run for batches like `batch`, with the weights of its newest checkpoint.
 
-    With `averaged` these are the averages of weights. Raises UserError where there are none.
+    With `averaged` these are the averages of weights. Raises UserError if there are none.
     """
     step = compile_step(
         trained.module,
@@ -91,7 +91,7 @@ def measuring(
 
 
 def told(loader: Loader, batches: int | None, tell: Callable[[str], None]) -> Iterator[tuple[str, Batch]]:
-    """The batches to evaluate, each of which is told of."""
+    """Yield the batches to evaluate and report the progress of each."""
     count = len(by_source(loader, batches))
     for number, batch in enumerate(held_out(loader, batches), 1):
         tell(f"batch {number:,} of {count:,}")
@@ -99,6 +99,8 @@ def told(loader: Loader, batches: int | None, tell: Callable[[str], None]) -> It
 
 
 def taken(loader: Loader, batches: int | None) -> str:
-    """How much is evaluated, and how more would be."""
-    every = f"all {len(loader.rows):,} rows"
-    return every if batches is None else f"{batches:,} x {loader.batch_size:,} rows; eval.batches=null takes {every}"
+    """Return a text on the number of sequences evaluated, and on the option to evaluate more."""
+    all_rows = f"all {len(loader.rows):,} rows"
+    return (
+        all_rows if batches is None else f"{batches:,} x {loader.batch_size:,} rows; eval.batches=null takes {all_rows}"
+    )

@@ -1,4 +1,4 @@
-"""A run's weights as a folder that others load: transformers and peft, or any reader of safetensors."""
+"""Export of a run's weights into a folder for transformers and peft, or for any reader of safetensors."""
 
 from __future__ import annotations
 
@@ -31,67 +31,67 @@ NOT_COPIED = frozenset((".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack"
 TELLS_OF_WEIGHTS = ("config.json", "model.safetensors.index", "pytorch_model.bin.index", "adapter_config")
 ANSWER = "forty-two"
 LAST = ("config.json", "adapter_config.json", "config.yaml")
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # of a tokenizer.json
-END = "<|endoftext|>"  # what a byte tokenizer ends a document with
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # next to a tokenizer.json
+END = "<|endoftext|>"  # a byte tokenizer's end of document
 
 
 def export_to_store(
     cfg: Config, url: str, dtype: torch.dtype | None, merge: bool, averaged: bool = False, check: bool = False
 ) -> str:
-    """Write it as a folder of a store, what says what it is last: without that nothing loads a part of it."""
+    """Write an export into a folder of a store, its configuration last: a partial export cannot be loaded."""
     place = Place(url)
     if place.files():
-        raise UserError(url, "is there already; name a folder that is not")
+        raise UserError(url, "exists already; name a new folder")
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "export")
-        said = export(cfg, out, dtype, merge, averaged, check)
+        sentence = export(cfg, out, dtype, merge, averaged, check)
         files = [file for file in out.rglob("*") if file.is_file()]
         for file in sorted(files, key=lambda file: (file.name in LAST, file.name)):
             place.put(file, file.relative_to(out).as_posix())
-        return f"{len(files)} files; once they are on a disk, {said.replace(str(out), 'FOLDER')}"
+        return f"{len(files)} files; once they are on a disk, {sentence.replace(str(out), 'FOLDER')}"
 
 
 def export(
     cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, averaged: bool = False, check: bool = False
 ) -> str:
-    """Write the newest checkpoint of a run as a folder; what it is and how it is loaded, in a sentence.
+    """Write the newest checkpoint of a run as a folder; return a sentence on how to load it.
 
-    `dtype` is that of its floating numbers (None: `train.dtype`). Of a model with LoRA the terms alone are written, or,
-    with `merge`, the model with them added to its weights. `averaged` weights are those of `train.ema`. The folder is
-    there once it is whole and, with `check`, gives a few tokens the log-probabilities that the trainer gives them.
-    Raises UserError where a model has no such form, and RunError where it gives others.
+    `dtype` is the dtype of floating-point weights (None: `train.dtype`). For a model with LoRA only the adapters are
+    written or, with `merge`, the model with the adapters merged. `averaged` weights are those of `train.ema`. The
+    folder appears once it is complete and, with `check`, gives a few tokens the trainer's log-probabilities. Raises
+    UserError if a model has no such form, and RunError if the log-probabilities differ.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(str(out), "is there already; name a folder that is not, or an empty one")
+        raise UserError(str(out), "exists already; name a new or an empty folder")
     if isinstance(cfg.model, ModelConfig):
-        form_of(cfg.model)  # before its weights are read
+        form_of(cfg.model)  # fails before reading weights
     if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
-        raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
+        raise UserError("--merge", "needs a model with model.lora; this one has nothing to merge")
     _, module = trained_model(cfg, averaged)
-    place = out.resolve()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
-        made = Path(scratch, "export")
-        made.mkdir()
-        said = write(cfg, module, made, dtype, merge)
+    target = out.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        partial = Path(scratch, "export")
+        partial.mkdir()
+        sentence = write(cfg, module, partial, dtype, merge)
         del module  # the check needs memory of its own
         if check and isinstance(cfg.model, FolderConfig | ModelConfig):
-            said += check_few(cfg, made, averaged)
-        made.replace(place)
-    return said.replace(str(made), str(out))
+            sentence += check_few(cfg, partial, averaged)
+        partial.replace(target)
+    return sentence.replace(str(partial), str(out))
 
 
-def check_few(cfg: Config, made: Path, averaged: bool) -> str:
-    """A sentence on how near an export is; raises RunError where it gives a few tokens other log-probabilities."""
-    is_same, said = check_export_alone(cfg, made, averaged)
+def check_few(cfg: Config, folder: Path, averaged: bool) -> str:
+    """Return a sentence on the difference of an export; raise RunError if its log-probabilities differ."""
+    is_same, sentence = check_export_alone(cfg, folder, averaged)
     if not is_same:
-        fix = "nothing is written; look at what is unusual in the model, or write it unchecked with --no-check"
-        raise RunError(f"the export computes something else than the trainer: {said}; {fix}")
-    return f"; {said}"
+        fix = "nothing is written; check unusual parts of the model, or skip the check with --no-check"
+        raise RunError(f"the export computes something different from the trainer: {sentence}; {fix}")
+    return f"; {sentence}"
 
 
 def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> str:
-    """Write a module with the weights of a run; how it is loaded, in a sentence."""
+    """Write a module with the weights of a run; return a sentence on how to load it."""
     if isinstance(cfg.model, FolderConfig):
         write_folder(cfg, module, out, dtype, merge)
         if not cfg.model.lora or merge:
@@ -102,7 +102,7 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         return f"{loaded_by_transformers(out)}{stops}"
     if isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, module)
-        model.config.max_position_embeddings = cfg.train.seq_len  # further ones it has not seen
+        model.config.max_position_embeddings = cfg.train.seq_len  # the model was not trained on longer ones
         end = tokenizer_of(cfg.data).end_of_document
         model.config.eos_token_id = model.generation_config.eos_token_id = end
         save(model.to(dtype), out)
@@ -116,45 +116,45 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
 
 
 def save(model: Any, out: Path) -> None:
-    """As transformers or peft write it, without bars of progress."""
+    """Save a model as transformers or peft do, without progress bars."""
     library("transformers.utils.logging").disable_progress_bar()
     model.save_pretrained(out)
 
 
 def loaded_by_transformers(out: Path) -> str:
-    """How such a folder is loaded."""
+    """Return a sentence on loading such a folder."""
     return f"load it with transformers' AutoModelForCausalLM.from_pretrained({str(out)!r})"
 
 
 def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> None:
-    """A folder as the one that the model came from; of LoRA the terms alone, or all of the weights with them added."""
+    """Write a folder like the model's own; for LoRA only the adapters, or all weights with the adapters merged."""
     assert isinstance(cfg.model, FolderConfig)
-    named, here = cfg.model.path, folder_of(cfg).path
+    configured_path, local_path = cfg.model.path, folder_of(cfg).path
     if cfg.model.lora:
-        base = str(Path(named).resolve()) if here == named else named
+        base = str(Path(configured_path).resolve()) if local_path == configured_path else configured_path
         module.peft_config["default"].base_model_name_or_path = base
     if merge:
         untie_adapted(module)
         module = module.merge_and_unload()
     save(module.to(dtype), out)
-    (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it of config.json
-    for file in sorted(Path(here).rglob("*")):
-        name = file.relative_to(here)
+    (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it from config.json
+    for file in sorted(Path(local_path).rglob("*")):
+        name = file.relative_to(local_path)
         if file.is_file() and is_copied(name) and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copy(file, out / name)
 
 
 def is_copied(name: Path) -> bool:
-    """Whether an export copies a file of the model's folder: all but weights, their indexes and the config."""
-    inside = len(name.parts) == 1 or name.parts[0] == TEMPLATES and len(name.parts) == 2
-    return inside and name.suffix not in NOT_COPIED and not name.name.startswith((".", *TELLS_OF_WEIGHTS))
+    """Return True if an export copies a file of the model's folder: all but weights, their indexes and the config."""
+    is_top_level = len(name.parts) == 1 or name.parts[0] == TEMPLATES and len(name.parts) == 2
+    return is_top_level and name.suffix not in NOT_COPIED and not name.name.startswith((".", *TELLS_OF_WEIGHTS))
 
 
 def untie_adapted(adapted: Any) -> None:
-    """Give weights of their own to layers that are tied, if LoRA adds terms to one of them.
+    """Give tied layers separate weights if LoRA adapts one of them.
 
-    Merged into the one tensor, terms of the head would be added to the embedding too, or the other way round.
+    Merged into the one tensor, the head's adapter would change the embedding too, or the other way round.
     """
     model, owners = plain(adapted), dict[nn.Parameter, list[tuple[nn.Module, str]]]()
     with_terms = [module.base_layer for module in model.modules() if hasattr(module, "lora_A")]
@@ -169,55 +169,57 @@ def untie_adapted(adapted: Any) -> None:
 
 
 def stop_at_turns(out: Path) -> str:
-    """Let generation stop at the token that ends an answer of a chat, next to the tokens at which it stopped before.
+    """Add the token that ends a chat answer to the tokens at which generation stops.
 
-    Return what to add to the sentence on the export.
+    Return the text to append to the sentence on the export.
     """
-    known = sorted(ends_answers(str(out)))
+    stops = sorted(ends_answers(str(out)))
     try:
         end = end_of_turn(out)
-    except Exception as error:  # of whatever kind: it is the folder's
-        what = " ".join(str(error).split())
-        return f"; transformers does not write chats with its tokenizer ({what}): generation stops at {known} as before"
-    if end is None or end in known:
+    except Exception as error:  # the folder's tokenizer may raise anything
+        message = " ".join(str(error).split())
+        return (
+            f"; transformers does not write chats with its tokenizer ({message}): generation stops at {stops} as before"
+        )
+    if end is None or end in stops:
         return ""
     path = out / GENERATION
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps(settings | {"eos_token_id": [*known, end]}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(settings | {"eos_token_id": [*stops, end]}, indent=2) + "\n", encoding="utf-8")
     return f"; {GENERATION} has token {end}, which ends an answer, as one more eos_token_id"
 
 
 def end_of_turn(out: Path) -> int | None:
-    """The added token that the chat template of a folder writes first behind an answer; None if there is none."""
+    """Return the first added token that a folder's chat template writes after an answer; None if there is none."""
     tokenizer = library().AutoTokenizer.from_pretrained(out)
     if not tokenizer.chat_template:
         return None
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ANSWER}]
-    behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(ANSWER)[2]
-    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    after_answer = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(ANSWER)[2]
+    ids = tokenizer(after_answer, add_special_tokens=False)["input_ids"]
     return next((i for i in ids if i in tokenizer.added_tokens_decoder), None)
 
 
 def untied(module: nn.Module) -> dict[str, Tensor]:
-    """The state of a module, what has two names under both, each with memory of its own."""
-    seen: set[int] = set()
-    found = {}
+    """Return the state of a module; tied tensors are under both names, each with its own memory."""
+    pointers: set[int] = set()
+    state = {}
     for name, value in module.state_dict().items():
-        found[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
-    return found
+        state[name] = value.clone() if value.data_ptr() in pointers else value
+        pointers.add(value.data_ptr())
+    return state
 
 
 def converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Floating numbers in another dtype."""
+    """Return floating-point values in another dtype."""
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def write_tokenizer(cfg: Config, out: Path) -> None:
-    """The tokenizer of the run and its chat template; that of bytes in the form of a tokenizer.json."""
+    """Write the tokenizer of the run and its chat template; a byte tokenizer in the form of a tokenizer.json."""
     if cfg.data.tokenizer != "bytes":
-        there = Path(tokenizer_here(cfg.data))
-        files = {"tokenizer.json": there, **{name: there.with_name(name) for name in BESIDE}}
+        tokenizer_file = Path(tokenizer_here(cfg.data))
+        files = {"tokenizer.json": tokenizer_file, **{name: tokenizer_file.with_name(name) for name in BESIDE}}
         for name, file in files.items():
             if file.is_file() and not (out / name).exists():
                 shutil.copy(file, out / name)
@@ -231,7 +233,7 @@ def write_tokenizer(cfg: Config, out: Path) -> None:
 
 
 def name_end(out: Path, end: int) -> None:
-    """Let a tokenizer_config.json say which token ends a document, where there is none."""
+    """Write the token that ends a document into a tokenizer_config.json, unless there is one."""
     path = out / "tokenizer_config.json"
     if not path.exists():
         token = Tokenizer.from_file(str(out / "tokenizer.json")).id_to_token(end)
@@ -239,7 +241,7 @@ def name_end(out: Path, end: int) -> None:
 
 
 def byte_symbols() -> list[str]:
-    """The character that stands for each byte in a tokenizer.json: itself if it prints, else one from 256 on."""
-    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """Return the character for each byte in a tokenizer.json: itself if it prints, otherwise one from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

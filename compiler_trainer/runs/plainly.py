@@ -1,8 +1,8 @@
-"""Log-probabilities that transformers computes by itself: run as a file, which imports nothing of this trainer.
+"""Log-probabilities computed by transformers alone: run as a file, imports nothing of this trainer.
 
     python -P plainly.py FOLDER < texts.json
 
-Of texts [[id, ...], ...] it prints the folder's dtype, and [[log-probability of each id but the first, ...], ...].
+For texts [[id, ...], ...] it prints the folder's dtype, and [[log-probability of each id but the first, ...], ...].
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM
 
 @torch.inference_mode()
 def log_probabilities(folder: str, texts: list[list[int]]) -> dict[str, Any]:
-    """What `main` prints."""
+    """Return the dtype and the log-probabilities of the module's output."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     model = loaded.to(device).eval()
-    found = []
+    results = []
     for text in texts:
         ids = torch.tensor([text], device=device)
-        chances = model(ids).logits[0, :-1].float().log_softmax(-1)
-        found.append(chances.gather(-1, ids[0, 1:, None])[:, 0].tolist())
-    return {"dtype": str(model.dtype).removeprefix("torch."), "log_probabilities": found}
+        log_chances = model(ids).logits[0, :-1].float().log_softmax(-1)
+        results.append(log_chances.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+    return {"dtype": str(model.dtype).removeprefix("torch."), "log_probabilities": results}
 
 
 if __name__ == "__main__":

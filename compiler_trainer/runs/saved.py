@@ -1,4 +1,4 @@
-"""A run folder as a command finds it: its options, some of them given anew, and its newest checkpoint."""
+"""A run folder for commands: its options with overrides, and its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -31,48 +31,48 @@ T = TypeVar("T")
 
 
 def options_of(run: Path, overrides: Sequence[str]) -> Config:
-    """The options of the run in a folder, those of `overrides` given anew.
+    """Return the options of the run in a folder, with `overrides` applied.
 
-    `data=text` takes the whole group anew, but for the tokenizer, which is the model's; `data.seed=1` takes one option.
+    `data=text` replaces the whole group except the tokenizer, which is the model's; `data.seed=1` replaces one option.
     Raises UserError naming the override at fault.
     """
     if not os.path.lexists(run / "config.yaml"):
         raise UserError(str(run), "is no run folder: it has no config.yaml")
-    checkpoint.check_format(run / "checkpoints")  # before options, which an older version named otherwise
+    checkpoint.check_format(run / "checkpoints")  # before the options, whose names differ in older versions
     saved = dataclasses.asdict(schema.load(run / "config.yaml"))
     saved["run"]["dir"] = str(run)
-    saved["checkpoint"] |= {"resume": None, "allow": ()}  # these were for its own start
+    saved["checkpoint"] |= {"resume": None, "allow": ()}  # these apply only to the run's own start
     with as_user_errors():
         return with_overrides(saved, OverridesParser.create().parse_overrides(list(overrides)))
 
 
-def with_overrides(saved: dict[str, Any], given: Sequence[Override]) -> Config:
-    """The options with some given anew; raises UserError naming the override at fault."""
-    for override in given:
+def with_overrides(saved: dict[str, Any], overrides: Sequence[Override]) -> Config:
+    """Return the options with overrides applied; raise UserError naming the override at fault."""
+    for override in overrides:
         if override.is_sweep_override() or override.is_delete() or str(override.input_line).startswith("~"):
-            raise UserError(str(override.input_line), "is for a new run; here an override gives one option one value")
-    groups = {str(o.key_or_group) for o in given if (CONF / str(o.key_or_group)).is_dir()}
-    anew = [str(o.input_line) for o in given if str(o.key_or_group).split(".")[0] in groups]
-    composed: Any = compose(["data.tokenizer=bytes", *anew]) if anew else {}
-    if "data" in groups and not any(override.get_key_element() == "data.tokenizer" for override in given):
+            raise UserError(str(override.input_line), "is only for a new run; an override here sets one option")
+    groups = {str(o.key_or_group) for o in overrides if (CONF / str(o.key_or_group)).is_dir()}
+    group_overrides = [str(o.input_line) for o in overrides if str(o.key_or_group).split(".")[0] in groups]
+    composed: Any = compose(["data.tokenizer=bytes", *group_overrides]) if group_overrides else {}
+    if "data" in groups and not any(override.get_key_element() == "data.tokenizer" for override in overrides):
         composed["data"]["tokenizer"] = saved["data"]["tokenizer"]
     options = OmegaConf.create(saved | {group: composed[group] for group in groups})
     changed = []
-    for override in given:
+    for override in overrides:
         key = override.get_key_element().lstrip("+")
         if key.split(".")[0] not in options:
             raise UserError(key, f"no such option{did_you_mean(key, [str(name) for name in options])}")
         if key.split(".")[0] not in groups:
             OmegaConf.update(options, key, override.value(), merge=True, force_add=True)
             changed.append(key)
-    resolved = {key: OmegaConf.select(options, key) for key in changed}  # what was saved is as it is meant
+    resolved = {key: OmegaConf.select(options, key) for key in changed}  # saved options are already resolved
     for key, value in resolved.items():
         OmegaConf.update(options, key, value, merge=True, force_add=True)
     return schema.build(Config, OmegaConf.to_container(options, resolve=False))
 
 
 def at_checkpoint(cfg: Config, which: str | None) -> Config:
-    """The run with the checkpoint to read: `latest` (or None), `best` by held-out loss, or a path."""
+    """Return the run with the checkpoint to read: `latest` (or None), `best` by validation loss, or a path."""
     if which in (None, "latest"):
         return cfg
     resume = str(best(checkpoints_of(cfg))) if which == "best" else which
@@ -80,7 +80,7 @@ def at_checkpoint(cfg: Config, which: str | None) -> Config:
 
 
 def best(folder: Path) -> Path:
-    """The checkpoint of the lowest held-out loss, the newest of several; raises UserError where none was evaluated."""
+    """Return the checkpoint of the lowest validation loss, the newest of several; raise UserError if there is none."""
     losses: dict[Path, float] = {}
     for path in checkpoint.complete(folder):
         try:
@@ -91,30 +91,31 @@ def best(folder: Path) -> Path:
         losses |= {} if loss is None else {path: loss}
     if not losses:
         fix = "evaluate at checkpoints (eval.interval), or name one"
-        raise UserError("--checkpoint", f"best, but no checkpoint in {folder} has a held-out loss; {fix}")
+        raise UserError("--checkpoint", f"best, but no checkpoint in {folder} has a validation loss; {fix}")
     return min(losses, key=lambda path: (losses[path], -checkpoint.number_of(path)))
 
 
 def from_newest(cfg: Config, action: Callable[[Path], T]) -> T | None:
-    """What `action` gives for the newest whole checkpoint of a run, or for the one that `checkpoint.resume` names."""
+    """Return the result of `action` for a run's newest complete checkpoint, or for the one in `checkpoint.resume`."""
     result, _ = first_whole(going_on(cfg, "latest"), action)
     return result
 
 
 def going_on(cfg: Config, resume: str) -> Config:
-    """The run from the checkpoint that it names on; where it names none, from `resume`."""
+    """Return the run with `checkpoint.resume` set, by default to `resume`."""
     resume = cfg.checkpoint.resume or resume
     return dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, resume=resume))
 
 
 def trained_model(cfg: Config, averaged: bool = False) -> tuple[Subject, nn.Module]:
-    """What was trained, and the module itself with the values of its newest checkpoint, in eval mode, on the CPU.
+    """Return the subject, and its module with the values of the newest checkpoint, in eval mode, on the CPU.
 
-    With `averaged` these are the averages of weights. Raises UserError where there are none.
+    With `averaged` these are the averages of weights. Raises UserError if there are none.
     """
-    found = subject(cfg)
+    trained = subject(cfg)
     values = from_newest(cfg, checkpoint.read_averaged if averaged else checkpoint.read_model)
     assert values is not None
-    if any(name not in values for name, _ in found.module.named_parameters()):  # frozen ones, kept elsewhere
-        values = {name: value[()] for name, value in found.initial() if name not in values} | values
-    return found, fill(found.module, values.items()).eval()
+    # frozen parameters are not in the checkpoint
+    if any(name not in values for name, _ in trained.module.named_parameters()):
+        values = {name: value[()] for name, value in trained.initial() if name not in values} | values
+    return trained, fill(trained.module, values.items()).eval()

@@ -1,1 +1,1 @@
-"""A multirun: each point runs once and leaves a row (`point`, `row`); rows become a table and a page of plots."""
+"""Multiruns: each point runs once and leaves a row (`point`, `row`); rows become a table and a page of plots."""

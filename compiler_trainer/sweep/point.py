@@ -1,4 +1,4 @@
-"""One point of a sweep: run once, recorded whatever becomes of it, left alone once it is done."""
+"""One point of a sweep: run once, recorded whatever happens, skipped once it is done."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from compiler_trainer.sweep import row, table
 from compiler_trainer.sweep.stored import check, identity, read, write
 from passes.lower.inductor import counts
 
-Outcome = Callable[[Config], float]  # trains one job; the loss that it ends with
+Outcome = Callable[[Config], float]  # trains one job and returns its final loss
 
 
 class Failure(NamedTuple):
-    """Why a rank stopped; of several, the one that stopped first (`at`, seconds) is the cause."""
+    """The error that stopped a rank; of several, the first one (`at`, seconds) is the cause."""
 
     at: float
     error: str
@@ -30,14 +30,17 @@ class Failure(NamedTuple):
 
 
 def join_tasks() -> None:
-    """Let the tasks that submitit started for a point be its ranks, as torchrun's processes are."""
+    """Make the tasks that submitit started for a point its ranks, like torchrun's processes."""
     from submitit.helpers import TorchDistributedEnvironment  # of the extra `sweep`
 
-    TorchDistributedEnvironment().export(set_cuda_visible_devices=False)  # every rank takes its own by number
+    TorchDistributedEnvironment().export(set_cuda_visible_devices=False)  # every rank selects its own by number
 
 
 def run_point(cfg: Config, number: int, overrides: Sequence[str], outcome: Outcome) -> float | None:
-    """Train a point unless it is done, on all ranks; its objective, None if it failed. Raises UserError as `check`."""
+    """Train a point on all ranks unless it is done; return its objective, None if it failed.
+
+    Raises UserError as `check` does.
+    """
     start_ranks()
     done = from_rank_0(lambda: check(cfg))
     if done is not None:
@@ -50,8 +53,8 @@ def run_point(cfg: Config, number: int, overrides: Sequence[str], outcome: Outco
     start_ranks()
     cause = min((f for f in gather(failure) if f is not None), default=None)
     if rank() == 0:
-        spent = {"wall_s": round(time.perf_counter() - began, 3), "compile_cache_hits": counts["loaded"] - loaded}
-        result = {**row.measured(Path(cfg.run.dir), cfg), **spent}
+        cost = {"wall_s": round(time.perf_counter() - began, 3), "compile_cache_hits": counts["loaded"] - loaded}
+        result = {**row.measured(Path(cfg.run.dir), cfg), **cost}
         end(Path(cfg.run.dir), objective, cause, result)
         table.write(Path(cfg.run.dir).parent)
         print(f"point {number}: {cause.error if cause else 'done'}", flush=True)
@@ -59,7 +62,7 @@ def run_point(cfg: Config, number: int, overrides: Sequence[str], outcome: Outco
 
 
 def attempt(cfg: Config, outcome: Outcome) -> tuple[float | None, Failure | None]:
-    """Train; the objective, or why there is none, with this rank out of its process group."""
+    """Train; return (objective, None) or (None, failure), with this rank out of its process group."""
     objective = failure = None
     try:
         objective = outcome(cfg)
@@ -67,24 +70,24 @@ def attempt(cfg: Config, outcome: Outcome) -> tuple[float | None, Failure | None
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         failure = Failure(time.time(), " ".join(text.split()), traceback.format_exc())
     stop_ranks()
-    gc.collect()  # a group that nothing holds closes its connections, which ends the ranks that wait for this one
+    gc.collect()  # an unreferenced group closes its connections, which ends ranks that wait for this one
     return objective, failure
 
 
 def begin(cfg: Config, number: int, overrides: Sequence[str]) -> None:
-    """Make the point's folder anew."""
+    """Create the point's folder from scratch."""
     folder = Path(cfg.run.dir)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    asked = {"overrides": row.parsed(overrides), "config": identity(cfg), "environment": row.environment()}
-    write(folder, {"point": number, "status": "running", "started": started, **asked})
+    job = {"overrides": row.parsed(overrides), "config": identity(cfg), "environment": row.environment()}
+    write(folder, {"point": number, "status": "running", "started": started, **job})
 
 
 def end(folder: Path, objective: float | None, cause: Failure | None, result: dict[str, Any]) -> None:
-    """Record what came of a point."""
-    found = read(folder)
-    assert found is not None
+    """Record the outcome of a point."""
+    point = read(folder)
+    assert point is not None
     status = {"status": "failed" if cause else "done", "objective": None if cause else objective}
-    why = {"error": cause.error, "traceback": cause.traceback} if cause else {}
-    write(folder, {**found, **status, **why, "result": result})
+    error = {"error": cause.error, "traceback": cause.traceback} if cause else {}
+    write(folder, {**point, **status, **error, "result": result})

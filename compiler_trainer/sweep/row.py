@@ -1,4 +1,4 @@
-"""What a point's row says: what was asked, what its run folder tells, and what it ran on."""
+"""The row of a point: its overrides, the results in its run folder, and its environment."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ PER_MICROBATCH = "accumulate"  # the program that runs once a microbatch, not on
 
 
 def parsed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides as options and values: `+a.b=[1,2]` is {"a.b": [1, 2]}, a table gives its entries, `~a` is none."""
-    found: dict[str, Any] = {}
+    """Return overrides as options and values: `+a.b=[1,2]` as {"a.b": [1, 2]}, a table by its entries, no `~a`."""
+    values: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if not override.is_delete():
-            found |= flat({override.key_or_group: override.value()})
-    return found
+            values |= flat({override.key_or_group: override.value()})
+    return values
 
 
 def measured(folder: Path, cfg: Config) -> dict[str, Any]:
-    """What a run folder holds by now: the last and best losses, medians over steps, compilation and communication."""
+    """Return the results in a run folder so far: last and best losses, medians over steps, compilation, traffic."""
     records = metrics.read(folder / metrics.FILE) if (folder / metrics.FILE).exists() else []
     report = folder / "report.json"
     return {**of_steps(records), **(of_report(json.loads(report.read_text()), cfg) if report.exists() else {})}
 
 
 def of_steps(records: Sequence[metrics.Record]) -> dict[str, Any]:
-    """Losses of all steps; times of those after the first, which is slower: it is profiled, and kernels are loaded."""
+    """Return losses over all steps, and times without the first step, which is profiled and loads kernels."""
     if not records:
         return {}
-    losses = [r["loss"] for r in records if "loss" in r]  # a step whose update was left out may have none
+    losses = [r["loss"] for r in records if "loss" in r]  # a step with a skipped update may have none
     held_out = [r["eval_loss"] for r in records if "eval_loss" in r]
     timed = records[1:] or records
     return {
@@ -62,7 +62,7 @@ def of_steps(records: Sequence[metrics.Record]) -> dict[str, Any]:
 
 
 def of_report(report: dict[str, Any], cfg: Config) -> dict[str, Any]:
-    """Seconds of compilation, bytes that a rank sends in a step by axis, and what was predicted."""
+    """Return seconds of compilation, bytes that a rank sends in a step by axis, and the prediction."""
     sent = sent_bytes(report["passes"], cfg.train.microbatches)
     wire = {f"wire_bytes.{axis}": count for axis, count in sorted(sent.items())}
     predicted = flat({"predicted": report["predicted"]}) if "predicted" in report else {}
@@ -71,10 +71,10 @@ def of_report(report: dict[str, Any], cfg: Config) -> dict[str, Any]:
 
 
 def sent_bytes(passes: Iterable[dict[str, Any]], microbatches: int) -> Counter[str]:
-    """Bytes that a rank sends in a step over each axis, as the last pass of each training program has them."""
-    last = {p["program"]: p for p in passes if p["program"] in ("step", PER_MICROBATCH, "apply")}
+    """Return bytes that a rank sends in a step over each axis, from the last pass of each training program."""
+    report_of_program = {p["program"]: p for p in passes if p["program"] in ("step", PER_MICROBATCH, "apply")}
     sent: Counter[str] = Counter()
-    for name, record in last.items():
+    for name, record in report_of_program.items():
         for traffic in record["accounting"]["traffic"]:
             sent[traffic["axis"]] += traffic["sent_bytes"] * (microbatches if name == PER_MICROBATCH else 1)
     return sent
@@ -82,7 +82,7 @@ def sent_bytes(passes: Iterable[dict[str, Any]], microbatches: int) -> Counter[s
 
 @functools.cache
 def environment() -> dict[str, Any]:
-    """Versions, machine and commit."""
+    """Return versions, machine and commit."""
     return {
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "python": platform.python_version(),
@@ -95,7 +95,7 @@ def environment() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, None if it is not there."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -103,7 +103,7 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the sources, marked `+` where files differ from it; None if they are not in a clone."""
+    """Return the commit of the sources, with `+` if files differ from it; None outside a git clone."""
     if not (ROOT / ".git").exists():
         return None
     git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)

@@ -1,7 +1,7 @@
-"""The file that each point of a sweep keeps: what was asked of it (`config`, `overrides`), and what came of it.
+"""The file of each point of a sweep: its job (`config`, `overrides`), and its outcome.
 
-Each version of the file replaces the one before at once, so that an interruption at any time leaves a point
-that is either done, failed, or still `running`; the last two start anew when the sweep is started again.
+Each version of the file replaces the one before atomically. After an interruption a point is done, failed, or still
+`running`; the last two start again when the sweep is started again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """What is in the file of a point; what came of it only once it has ended."""
+    """The contents of a point's file; the outcome is there only after the end."""
 
     point: Count
     status: Literal["running", "done", "failed"]
@@ -39,45 +39,45 @@ class Stored:
 
 
 def check(cfg: Config) -> Point | None:
-    """The point in `cfg`'s folder if it is done; raises UserError if that folder holds another point or a plain run."""
+    """Return the point in `cfg`'s folder if it is done; raise UserError if another point or a plain run is there."""
     folder = Path(cfg.run.dir)
-    found = read(folder)
-    if found is None:
+    stored = read(folder)
+    if stored is None:
         if folder.exists() and any(folder.iterdir()):
-            raise UserError("run.dir", f"{folder} is there already and is no point of a sweep; choose another folder")
+            raise UserError("run.dir", f"{folder} exists already and is no point of a sweep; choose another folder")
         return None
-    here, there = identity(cfg), found["config"]
-    if differ := [name for name in {**there, **here} if here.get(name) != there.get(name)]:
-        was, name = there.get(differ[0]), differ[0]
+    current, recorded = identity(cfg), stored["config"]
+    if changed := [name for name in {**recorded, **current} if current.get(name) != recorded.get(name)]:
+        old, name = recorded.get(changed[0]), changed[0]
         fix = "choose another folder, or start the sweep with the options it had"
-        raise UserError("run.dir", f"{folder} holds a point with {name}={was}, not {here.get(name)}; {fix}")
-    return found if found["status"] == "done" else None
+        raise UserError("run.dir", f"{folder} holds a point with {name}={old}, not {current.get(name)}; {fix}")
+    return stored if stored["status"] == "done" else None
 
 
 def identity(cfg: Config) -> dict[str, Any]:
-    """The options of a point by dotted name, as they read in JSON; where it is stored is none of them."""
+    """Return the options of a point by dotted name, as in JSON, without `run.dir`."""
     options = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
     del options["run.dir"]
     return options
 
 
 def flat(options: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested options by their dotted names."""
-    found: dict[str, Any] = {}
+    """Return nested options by their dotted names."""
+    flattened: dict[str, Any] = {}
     for key, value in options.items():
         name = f"{where}.{key}" if where else key
-        found |= flat(value, name) if isinstance(value, dict) and value else {name: value}
-    return found
+        flattened |= flat(value, name) if isinstance(value, dict) and value else {name: value}
+    return flattened
 
 
 def read(folder: Path) -> Point | None:
-    """The point in a folder, None if there is none; raises UserError naming the field that no point has."""
+    """Return the point in a folder, None if there is none; raise UserError naming an unknown field."""
     path = folder / FILE
     return json_of(path, Stored) if path.exists() else None
 
 
 def write(folder: Path, point: Point) -> None:
-    """Put a point's file in place, on disk when this returns."""
+    """Write a point's file atomically; it is on disk when this returns."""
     partial = folder / f"{FILE}.partial"
     with open(partial, "w", encoding="utf-8") as file:
         file.write(json.dumps(point, indent=1) + "\n")

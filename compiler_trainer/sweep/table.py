@@ -34,28 +34,28 @@ SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def points(folder: Path) -> list[Point]:
-    """The points of the sweep in `folder`, by number; raises UserError if there are none."""
-    found = [read(file.parent) for file in folder.glob(f"*/{FILE}")]
-    if not found:
+    """Return the points of the sweep in `folder`, by number; raise UserError if there are none."""
+    unsorted = [read(file.parent) for file in folder.glob(f"*/{FILE}")]
+    if not unsorted:
         raise UserError(str(folder), "holds no point of a sweep; name the run.dir of a multirun")
-    return sorted((p for p in found if p is not None), key=lambda p: p["point"])
+    return sorted((p for p in unsorted if p is not None), key=lambda p: p["point"])
 
 
 def write(folder: Path) -> None:
-    """Write `sweep.parquet` and `sweep.csv`: a row a point, a column an override, result, or part of the machine."""
-    found = pa.Table.from_pylist(rows(points(folder)))
+    """Write `sweep.parquet` and `sweep.csv`: a row a point, a column an override, result, or environment entry."""
+    columns = pa.Table.from_pylist(rows(points(folder)))
     for name, save in (("sweep.parquet", parquet.write_table), ("sweep.csv", csv.write_csv)):
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{name}", delete=False) as partial:
-            save(found, partial)
+            save(columns, partial)
         os.chmod(partial.name, 0o644)
-        os.replace(partial.name, folder / name)  # jobs that run at the same time each write all rows there are
+        os.replace(partial.name, folder / name)  # concurrent jobs each write all rows so far
 
 
-def rows(found: Sequence[Point]) -> list[Row]:
-    """Each point as one flat row, all of the same columns; those whose values are of several types are text."""
+def rows(points: Sequence[Point]) -> list[Row]:
+    """Return each point as one flat row, all with the same columns; columns of several types are text."""
     flattened = [
         {**{name: p.get(name) for name in HEAD}, **p["overrides"], **p.get("result", {}), **p["environment"]}
-        for p in found
+        for p in points
     ]
     names = list(dict.fromkeys(name for row in flattened for name in row))
     mixed = {name for name in names if not is_uniform([row.get(name) for row in flattened])}
@@ -63,40 +63,40 @@ def rows(found: Sequence[Point]) -> list[Row]:
 
 
 def is_uniform(values: Sequence[Any]) -> bool:
-    """Whether values are of one type that a column can have, where they are not None."""
+    """Return True if all values but None are of one type that a column can have."""
     kinds = {type(value) for value in values if value is not None}
     return kinds <= {int, float} or len(kinds) == 1 and kinds <= {str, bool}
 
 
 def as_text(value: Any) -> str | None:
-    """A value as it would be written on the command line."""
+    """Return a value as the command line would have it."""
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def varying(found: Sequence[Point]) -> list[str]:
-    """Names of the overrides in which points differ."""
-    names = dict.fromkeys(name for p in found for name in p["overrides"])
-    return [n for n in names if any(p["overrides"].get(n) != found[0]["overrides"].get(n) for p in found)]
+def varying(points: Sequence[Point]) -> list[str]:
+    """Return the names of the overrides in which points differ."""
+    names = dict.fromkeys(name for p in points for name in p["overrides"])
+    return [n for n in names if any(p["overrides"].get(n) != points[0]["overrides"].get(n) for p in points)]
 
 
-def show(found: Sequence[Point], folder: Path) -> None:
-    """Print the sweep as a table, and below it why points failed."""
+def show(points: Sequence[Point], folder: Path) -> None:
+    """Print the sweep as a table, with the errors of failed points below."""
     console = wide(markup=False)
-    names = varying(found)
+    names = varying(points)
     table = Table(title=str(folder), title_justify="left")
     for heading in ("point", *names, "status"):
         table.add_column(heading)
     for _, heading, _ in SHOWN:
         table.add_column(heading, justify="right")
-    for p in found:
+    for p in points:
         table.add_row(str(p["point"]), *(as_text(p["overrides"].get(n)) for n in names), p["status"], *figures(p))
     console.print(table)
-    for p in found:
+    for p in points:
         if "error" in p:
             console.print(f"point {p['point']}: {p['error']}", highlight=False)
 
 
-def figures(found: Point) -> list[str]:
-    """What is shown of a point's results, nothing where there is no value."""
-    result = found.get("result", {})
+def figures(point: Point) -> list[str]:
+    """Return the shown results of a point, empty if there is no value."""
+    result = point.get("result", {})
     return ["" if result.get(column) is None else text(result[column]) for column, _, text in SHOWN]

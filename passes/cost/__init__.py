@@ -1,1 +1,1 @@
-"""What a program sends, computes and keeps, and how long it takes."""
+"""The cost of a program: bytes sent, FLOPs, memory, and time."""

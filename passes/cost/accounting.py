@@ -1,6 +1,6 @@
-"""What a program will cost, read from its graph: bytes on the wire, FLOPs, and the peak of live memory.
+"""The cost of a program, read from its graph: bytes on the wire, FLOPs, and the peak of live memory.
 
-Where one layer stands for several, the sums are those of all of them.
+If one layer stands for several, the sums count all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from passes.program.torch_private import OpOverload, c10d
 
 aten = torch.ops.aten
 
-# kind -> bytes that a rank sends, of its own n bytes and p ranks, by the ring algorithms
+# kind -> bytes that a rank sends by the ring algorithms, given its own n bytes and p ranks
 SENT: dict[str, Callable[[int, int], int]] = {
     "all_gather": lambda n, p: n * (p - 1),
     "reduce_scatter": lambda n, p: n * (p - 1) // p,
@@ -43,7 +43,7 @@ SENT: dict[str, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of collective sends over one axis in a step: `sent_bytes` a rank, in `calls` calls."""
+    """The traffic of one kind of collective over one axis in a step: `calls` calls, `sent_bytes` a rank."""
 
     kind: str
     axis: str
@@ -53,9 +53,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Accounting:
-    """Costs of one rank's step: `flops` by phase; memory in bytes, by what is alive at `peak_node` (in `peak_line`).
+    """Costs of one rank's step: `flops` by phase, memory in bytes, and bytes `alive` by kind at `peak_node`.
 
-    `recomputed_flops` are those of the backward that repeat the forward.
+    `peak_line` is the source line of `peak_node`; `recomputed_flops` are the FLOPs of the backward that repeat the
+    forward.
     """
 
     traffic: tuple[Traffic, ...]
@@ -69,7 +70,7 @@ class Accounting:
 
 
 class Life(NamedTuple):
-    """So many storages like one, and the nodes, by index, at which they are first and last alive."""
+    """The lifetime of `times` equal storages: the indices of the first and last node where they are alive."""
 
     storage: int
     times: int
@@ -79,14 +80,14 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """What each node of a program costs, for sums and for rows by node: each is found once, when first asked for."""
+    """The cost of each node of a program; each table is computed once, on first use."""
 
     program: ir.Program
     avals: Avals
 
     @cached_property
     def layers(self) -> dict[fx.Node, int | None]:
-        """The number of the layer of each node, in the stack in which one layer stands for others."""
+        """The number of each node's layer in the stack in which one layer stands for others."""
         fold = self.program.fold
         assert fold is not None
         inputs = dict(zip(self.program.placeholders(), self.program.inputs, strict=True))
@@ -94,53 +95,53 @@ class Ledger:
         return {node: fold.number_of(layer) for node, layer in layers.items()}
 
     def times(self, node: fx.Node) -> int:
-        """For how many nodes of the whole program a node stands."""
+        """Return the number of nodes of the full program that a node stands for."""
         fold = self.program.fold
         return 1 + fold.left_out if fold and self.layers[node] == fold.number else 1
 
     @cached_property
     def flops(self) -> dict[fx.Node, int]:
-        """FLOPs, of nodes that have any."""
+        """FLOPs of each node that has any."""
         return {node: count for node in self.program.calls() if (count := count_flops(node, self.avals))}
 
     @cached_property
     def sends(self) -> dict[fx.Node, tuple[str, str, int]]:
-        """(kind, axis, bytes that a rank sends) of collectives."""
+        """(kind, axis, bytes that a rank sends) of each collective."""
         return dict(collectives(self.program, self.avals))
 
     @cached_property
     def lives(self) -> dict[int, tuple[int, int]]:
-        """The first and the last node, by index, at which each storage on the device is alive."""
+        """The indices of the first and last node at which each storage on the device is alive."""
         return lifetimes(self.program, self.avals)
 
     @cached_property
     def all_lives(self) -> list[Life]:
-        """The lives of the program's storages, and of those of layers that one stands for."""
-        own = [Life(s, 1, *life) for s, life in self.lives.items()]
-        return own if self.program.fold is None else [*own, *lives_left_out(self, self.program.fold)]
+        """The lifetimes of the program's storages, and of those of layers that one layer stands for."""
+        lives = [Life(s, 1, *life) for s, life in self.lives.items()]
+        return lives if self.program.fold is None else [*lives, *lives_left_out(self, self.program.fold)]
 
     @cached_property
     def makers(self) -> dict[int, fx.Node]:
         """The first node that holds each storage."""
-        found: dict[int, fx.Node] = {}
+        makers: dict[int, fx.Node] = {}
         for node in self.avals.values:
             for s in sorted(self.avals.storages(node)):
-                found.setdefault(s, node)
-        return found
+                makers.setdefault(s, node)
+        return makers
 
     @cached_property
     def kinds(self) -> dict[int, str]:
-        """What each storage holds."""
+        """The kind of each storage."""
         return kinds_of_storages(self.program, self.avals)
 
 
 def account(program: ir.Program, avals: Avals) -> Accounting:
-    """The program's costs; once it is local, those of one rank."""
+    """Return the program's costs; for a local program, those of one rank."""
     return summed(Ledger(program, avals))
 
 
 def summed(ledger: Ledger) -> Accounting:
-    """The sums of what nodes cost."""
+    """Return the sums of the costs of all nodes."""
     flops: Counter[str] = Counter()
     for node, count in ledger.flops.items():
         flops[ir.phase(node)] += ledger.times(node) * count
@@ -165,7 +166,7 @@ def summed(ledger: Ledger) -> Accounting:
 
 
 def collectives(program: ir.Program, avals: Avals) -> Iterator[tuple[fx.Node, tuple[str, str, int]]]:
-    """Each collective with its kind, its axis and the bytes that a rank sends."""
+    """Yield each collective with its kind, its axis and the bytes that a rank sends."""
     for node in program.calls():
         kind = kind_of(node)
         axis = axis_of(node) if kind is not None else None
@@ -174,29 +175,29 @@ def collectives(program: ir.Program, avals: Avals) -> Iterator[tuple[fx.Node, tu
 
 
 def count_traffic(program: ir.Program, avals: Avals) -> tuple[Traffic, ...]:
-    """Collectives by kind and axis."""
+    """Return the traffic by kind and axis."""
     return traffic_of(Ledger(program, avals))
 
 
 def traffic_of(ledger: Ledger) -> tuple[Traffic, ...]:
-    """Collectives by kind and axis."""
+    """Return the traffic by kind and axis."""
     calls: Counter[tuple[str, str]] = Counter()
-    sent: Counter[tuple[str, str]] = Counter()
+    total_bytes: Counter[tuple[str, str]] = Counter()
     for node, (kind, axis, size) in ledger.sends.items():
         calls[kind, axis] += ledger.times(node)
-        sent[kind, axis] += ledger.times(node) * size
-    return tuple(Traffic(kind, axis, calls[kind, axis], sent[kind, axis]) for kind, axis in sorted(calls))
+        total_bytes[kind, axis] += ledger.times(node) * size
+    return tuple(Traffic(kind, axis, calls[kind, axis], total_bytes[kind, axis]) for kind, axis in sorted(calls))
 
 
 def sent_bytes(node: fx.Node, avals: Avals, mesh: Mesh) -> int:
-    """Bytes that a rank sends in a collective."""
+    """Return the bytes that a rank sends in a collective."""
     kind, axis = kind_of(node), axis_of(node)
     assert kind is not None and axis is not None
     return SENT[kind](payload_bytes(node, avals), mesh[axis])
 
 
 def payload_bytes(node: fx.Node, avals: Avals) -> int:
-    """Bytes that a rank brings to a collective, in the dtype that travels, padding included."""
+    """Return a rank's own bytes for a collective, in the dtype on the wire, padding included."""
     operands = [v.layout for v in tensors([avals.values[n] for n in node.all_input_nodes])]
     record = RESHARD_OPS.get(node.target)
     if record is not None and record.sends is not None:
@@ -207,29 +208,29 @@ def payload_bytes(node: fx.Node, avals: Avals) -> int:
 # ---- FLOPs --------------------------------------------------------------------------------------
 
 
-def _product(a: tuple, b: tuple, *rest: Any, out_val: Any = None, **named: Any) -> int:
+def _matmul_flops(a: tuple, b: tuple, *rest: Any, out_val: Any = None, **named: Any) -> int:
     return 2 * math.prod(out_val) * a[-1]
 
 
-def _grouped_product(rows: tuple, weight: tuple, ends: tuple, among: float = 1.0, **named: Any) -> int:
+def _grouped_matmul_flops(rows: tuple, weight: tuple, ends: tuple, among: float = 1.0, **named: Any) -> int:
     return int(2 * math.prod(rows) * weight[2] / among)
 
 
-def _grouped_outer(rows: tuple, gradient: tuple, ends: tuple, groups: int, among: float, **named: Any) -> int:
+def _grouped_outer_flops(rows: tuple, gradient: tuple, ends: tuple, groups: int, among: float, **named: Any) -> int:
     return int(2 * math.prod(rows) * gradient[1] / among)
 
 
-# what neither PyTorch's registry has nor a record of attention, of operators before they are decomposed
+# operators before decomposition that neither PyTorch's registry nor an attention record has
 FLOPS: dict[Any, Callable[..., int]] = {
-    aten.linear: _product,
-    aten.matmul: _product,
-    routed.grouped_mm.overloadpacket: _grouped_product,
-    routed.grouped_outer.overloadpacket: _grouped_outer,
+    aten.linear: _matmul_flops,
+    aten.matmul: _matmul_flops,
+    routed.grouped_mm.overloadpacket: _grouped_matmul_flops,
+    routed.grouped_outer.overloadpacket: _grouped_outer_flops,
 }
 
 
 def count_flops(node: fx.Node, avals: Avals) -> int:
-    """FLOPs of a matrix product, convolution or attention (2 a multiply-add, causal ones in full); 0 of others."""
+    """Return the FLOPs of a matmul, convolution or attention (2 a multiply-add, causal ones in full); 0 for others."""
     if not isinstance(node.target, OpOverload) or (formula := formula_of(node.target)) is None:
         return 0
 
@@ -243,11 +244,11 @@ def count_flops(node: fx.Node, avals: Avals) -> int:
 
 @functools.cache
 def formula_of(op: OpOverload) -> Callable[..., int] | None:
-    """The FLOPs of an operator as a function of its operands' and its result's shapes, or None if it has none."""
+    """Return an operator's FLOPs as a function of the shapes of its operands and its result; None if it has none."""
     return operators.formula_of(op) or FLOPS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
 
 
-@functools.lru_cache(maxsize=1 << 12)  # layers alike have the same shapes
+@functools.lru_cache(maxsize=1 << 12)  # similar layers have the same shapes
 def _evaluate(formula: Callable[..., int], args: tuple, kwargs: tuple, out: Any) -> int:
     return int(formula(*args, **dict(kwargs), out_val=out))
 
@@ -257,7 +258,7 @@ def _evaluate(formula: Callable[..., int], args: tuple, kwargs: tuple, out: Any)
 
 @dataclass(frozen=True)
 class Peak:
-    """Most bytes alive at once, the node at which they are, and their storages, each with how many it stands for."""
+    """The most bytes alive at once, the node of the peak, and the storages there with the number each stands for."""
 
     bytes: int
     node: fx.Node
@@ -265,16 +266,16 @@ class Peak:
 
 
 def peak_memory(program: ir.Program, avals: Avals) -> Peak:
-    """Where most memory is alive: inputs live throughout, the rest from birth to last use.
+    """Return the peak of live memory: inputs are alive throughout, other storages from first to last use.
 
-    An estimate: memory that a kernel uses inside, and what an allocator wastes, is not in the graph; nor is host memory
-    that values are offloaded to counted.
+    An estimate: the graph has no workspaces of kernels and no waste of the allocator. Host memory of offloaded values
+    is not counted.
     """
     return peak_of(Ledger(program, avals))
 
 
 def peak_of(ledger: Ledger) -> Peak:
-    """Where most memory is alive."""
+    """Return the peak of live memory."""
     nodes, size = list(ledger.program.graph.nodes), ledger.avals.storage_bytes
     change = [0] * (len(nodes) + 1)
     for life in ledger.all_lives:
@@ -290,43 +291,43 @@ def peak_of(ledger: Ledger) -> Peak:
 
 
 def lives_left_out(ledger: Ledger, fold: Fold) -> Iterator[Life]:
-    """The storages of the layers that one stands for, while all of them are alive.
+    """Yield the lifetimes of the storages of layers that one layer stands for, for the time when all of them are alive.
 
-    A tensor kept for another phase is alive in all folded layers at once, from when the last of them made it until the
-    first is done with it; a tensor of one phase, in one layer at a time.
+    A tensor kept for another phase is alive in all folded layers at once, from the time when the last of them made it
+    until the first is done with it. A tensor of one phase is alive in one layer at a time.
     """
-    nodes, made = list(ledger.program.graph.nodes), dict[int | None, list[int]]()
-    for s, maker in ledger.makers.items():
-        if s in ledger.lives:
-            made.setdefault(ledger.layers[maker], []).append(s)
-    following = fold.number + fold.left_out + 1  # beyond those left out: what all of them have, it has as well
-    own, others = made.get(fold.number, []), made.get(following, [])
-    if len(own) != len(others):
-        message = f"{fold}, but holds {len(own)} values and {fold.stack}.{following} {len(others)}"
+    nodes, storages_by_layer = list(ledger.program.graph.nodes), dict[int | None, list[int]]()
+    for storage, maker in ledger.makers.items():
+        if storage in ledger.lives:
+            storages_by_layer.setdefault(ledger.layers[maker], []).append(storage)
+    next_number = fold.number + fold.left_out + 1  # the layer after those left out has the same tensors
+    storages, other_storages = storages_by_layer.get(fold.number, []), storages_by_layer.get(next_number, [])
+    if len(storages) != len(other_storages):
+        message = f"{fold}, but holds {len(storages)} values and {fold.stack}.{next_number} {len(other_storages)}"
         raise ir.LayersDiffer("accounting", None, message)
-    for s, other in zip(own, others, strict=True):
-        (born, last), (other_born, other_last) = ledger.lives[s], ledger.lives[other]
-        stays = nodes[born].op == "placeholder" or nodes[last].op == "output"
-        if stays or ir.phase(nodes[born]) != ir.phase(nodes[last]):
-            yield Life(s, fold.left_out, max(born, other_born), min(last, other_last))
+    for storage, other_storage in zip(storages, other_storages, strict=True):
+        (born, last), (other_born, other_last) = ledger.lives[storage], ledger.lives[other_storage]
+        is_input_or_output = nodes[born].op == "placeholder" or nodes[last].op == "output"
+        if is_input_or_output or ir.phase(nodes[born]) != ir.phase(nodes[last]):
+            yield Life(storage, fold.left_out, max(born, other_born), min(last, other_last))
 
 
 def lifetimes(program: ir.Program, avals: Avals) -> dict[int, tuple[int, int]]:
-    """The first and the last node, by index, at which each storage on the device is alive."""
-    hosted = set().union(*(avals.storages(n) for n in program.calls() if n.target is offload))
+    """Return the indices of the first and last node at which each storage on the device is alive."""
+    offloaded = set().union(*(avals.storages(n) for n in program.calls() if n.target is offload))
     end = len(program.graph.nodes) - 1
     lives = {s: (0, end) for node in program.placeholders() for s in avals.storages(node)}
-    given = lives.keys() | hosted
+    fixed = lives.keys() | offloaded
     for i, node in enumerate(program.graph.nodes):
-        yielded = avals.storages(node) if node in avals.values else frozenset[int]()
-        for s in yielded.union(*map(avals.storages, (*node.all_input_nodes, *sent(node)))):
-            if s not in given:
+        storages = avals.storages(node) if node in avals.values else frozenset[int]()
+        for s in storages.union(*map(avals.storages, (*node.all_input_nodes, *operands_in_flight(node)))):
+            if s not in fixed:
                 lives[s] = (lives[s][0] if s in lives else i, i)
     return lives
 
 
-def sent(node: fx.Node) -> list[fx.Node]:
-    """What the collective that a wait is for sends: that stays in memory until then."""
+def operands_in_flight(node: fx.Node) -> list[fx.Node]:
+    """Return the operands of the collective that a wait is for; they stay in memory until then."""
     return started(node).all_input_nodes if node.target is c10d.wait_tensor.default else []
 
 
@@ -342,22 +343,22 @@ KINDS_BY_PHASE = {"forward": "activations", "backward": "backward", "optimizer":
 
 
 def kinds_of_storages(program: ir.Program, avals: Avals) -> dict[int, str]:
-    """What each storage holds: parameters, optimizer (state), gradients, activations, communication, ..."""
+    """Return the kind of each storage: parameters, optimizer (state), gradients, activations, communication, ..."""
     kind: dict[int, str] = {}
-    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+    for node, program_input in zip(program.placeholders(), program.inputs, strict=True):
         for s in avals.storages(node):
-            kind[s] = KINDS_OF_INPUT.get(given.kind, "batch")
+            kind[s] = KINDS_OF_INPUT.get(program_input.kind, "batch")
     gradients = gradient_storages(program, avals)
     for node in program.calls():
         for s in (s for s in avals.storages(node) if s not in kind):
-            own = KINDS_BY_PHASE[ir.phase(node)]
-            kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else own
+            kind_of_phase = KINDS_BY_PHASE[ir.phase(node)]
+            kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else kind_of_phase
     return kind
 
 
 def gradient_storages(program: ir.Program, avals: Avals) -> set[int]:
-    """Storages of the backward that the optimizer reads or that leave the program."""
-    leaving = [n for n in program.graph.output_node().all_input_nodes if n.op == "call_function"]
-    read = [n for node in program.calls() if ir.phase(node) == "optimizer" for n in node.all_input_nodes]
-    ends = [n for n in (*leaving, *read) if n.op == "call_function" and ir.phase(n) == "backward"]
+    """Return the storages of the backward that the optimizer reads or that the program returns."""
+    outputs = [n for n in program.graph.output_node().all_input_nodes if n.op == "call_function"]
+    optimizer_inputs = [n for node in program.calls() if ir.phase(node) == "optimizer" for n in node.all_input_nodes]
+    ends = [n for n in (*outputs, *optimizer_inputs) if n.op == "call_function" and ir.phase(n) == "backward"]
     return set().union(*(avals.storages(n) for n in ends)) if ends else set()

@@ -1,13 +1,13 @@
-"""The clock: when each piece of work of a step starts and ends, for nodes of a program and tasks of a pipeline alike.
+"""The clock: start and end of each piece of work in a step, for nodes of a program and tasks of a pipeline alike.
 
     clock = Clock()
     clock.run("mm", COMPUTE, 3.0)                        # 0 to 3
     clock.run("gather", "tp", 2.0, after=clock.now())    # 3 to 5: each axis has a stream for its collectives
-    clock.run("silu", COMPUTE, 1.0)                      # 3 to 4, while the gather travels
-    clock.wait(clock.end("gather"))                      # 1.0: the kernels' stream does nothing until 5
+    clock.run("silu", COMPUTE, 1.0)                      # 3 to 4, during the gather
+    clock.wait(clock.end("gather"))                      # 1.0: the compute stream does nothing until 5
 
-A stream does one thing at a time, in the order of the calls. A kernel and the collectives that travel meanwhile slow
-each other down: the kernel `keeps` a share of its speed, the collectives the share `sending` of theirs.
+A stream does one thing at a time, in the order of the calls. A kernel and the collectives that overlap it slow each
+other down: the kernel `keeps` a share of its speed, the collectives the share `sending` of theirs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """The span of each piece of work, seconds or whatever the durations are."""
+    """The span of each piece of work, in seconds or another unit of the durations."""
 
     spans: Mapping[Any, Span]
 
@@ -60,7 +60,7 @@ class Timing:
 
 @dataclass
 class Clock:
-    """The spans of all work so far, and when each stream is free."""
+    """The spans of all work so far, and the time at which each stream is free."""
 
     sending: float = 1.0
     spans: dict[Hashable, Span] = field(default_factory=dict)
@@ -68,15 +68,15 @@ class Clock:
     travelling: list[Hashable] = field(default_factory=list)  # collectives that may be under way
 
     def now(self, stream: Hashable = COMPUTE) -> float:
-        """Return when a stream is free."""
+        """Return the time at which a stream is free."""
         return self.free[stream]
 
     def end(self, work: Hashable) -> float:
-        """Return when a piece of work ends."""
+        """Return the end of a piece of work."""
         return self.spans[work].end
 
     def wait(self, moment: float, stream: Hashable = COMPUTE) -> float:
-        """Let a stream do nothing until a moment; return for how long."""
+        """Block a stream until a moment; return the time that it waits."""
         before = self.free[stream]
         self.free[stream] = max(before, moment)
         return self.free[stream] - before
@@ -95,7 +95,7 @@ class Clock:
         return span
 
     def delay_collectives(self, start: float, end: float) -> None:
-        """Let the collectives that travel or queue while a kernel runs be as much later as it slows them down."""
+        """Delay the collectives that run or queue during a kernel by the time that it slows them down."""
 
         def delayed(moment: float) -> float:
             return moment + lost(moment - start, self.sending, end - start)
@@ -108,5 +108,5 @@ class Clock:
 
 
 def lost(duration: float, share: float, meanwhile: float) -> float:
-    """Return the time that work loses which runs at a share of its speed until a time `meanwhile` has passed."""
+    """Return the time lost by work that runs at a share of its speed during the first `meanwhile`."""
     return max(0.0, min(duration / share - duration, meanwhile * (1 - share)))

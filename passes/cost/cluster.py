@@ -1,11 +1,11 @@
-"""A described cluster, and how long its links take for a collective.
+"""A described cluster, and the time of a collective on its links.
 
-Ranks fill nodes in order, so an axis whose inner axes have s ranks together meets gpus_per_node / s of its P ranks in a
-node: it spans n nodes with m ranks in each. Inside a node times are measured, by kind, ranks and bytes, with all ranks
-of the node at work. Between nodes they follow NCCL's own model (`ncclTopoTuneModel`, nccl 2.29): a ring sends every
-byte over the links inside a node, and of what a rank sends (n - 1) / (P - 1) crosses between nodes, for all ranks of a
-node pull at once, each over its own adapter; what takes longer counts, and every step adds the latency of a hop, of
-the protocol that is quickest for the size. A sum of few bytes goes up and down a tree instead.
+Ranks fill nodes in order. If the inner axes of an axis have s ranks together, gpus_per_node / s of its P ranks are in
+one node: the axis spans n nodes with m ranks in each. Times inside a node are measured by kind, ranks and bytes, with
+all ranks of the node at work. Times between nodes follow NCCL's own model (`ncclTopoTuneModel`, nccl 2.29): a ring
+sends every byte over the links inside a node, and (n - 1) / (P - 1) of a rank's bytes go between nodes, because all
+ranks of a node send at once, each over its own adapter. The slower of the two counts. Each step adds the latency of a
+hop, for the protocol that is fastest at the size. A sum of few bytes uses a tree instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TREE_SHARE = 0.92  # of a ring's bandwidth, in NCCL's model
 
 @dataclass(frozen=True)
 class Protocol:
-    """How bytes travel: seconds before the first, of a hop inside a node and between; the share of bandwidth."""
+    """A protocol of NCCL: seconds before the first byte and of a hop inside and between nodes, share of bandwidth."""
 
     base_s: float = 0.0
     intra_s: float = 0.0
@@ -32,9 +32,9 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Links:
-    """What one GPU sends in one direction inside its node and out of it, and the protocols to choose from.
+    """The bandwidth of one GPU in one direction, inside its node and out of it, and the protocols to choose from.
 
-    `measured`: of (kind, ranks in a node), seconds by the bytes that a rank sends.
+    `measured`: for (kind, ranks in a node), seconds by the bytes that a rank sends.
     """
 
     intra_bytes_per_s: float
@@ -45,18 +45,18 @@ class Links:
 
 @dataclass(frozen=True)
 class Beside:
-    """Shares of its speed that a kernel keeps beside a collective, and a collective beside a kernel."""
+    """The shares of speed that a kernel keeps during a collective, and a collective during a kernel."""
 
-    computing: float = 1.0  # a product or an attention
-    moving: float = 1.0  # what memory limits
+    computing: float = 1.0  # a matmul or an attention
+    moving: float = 1.0  # a kernel limited by memory
     sending: float = 1.0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What one GPU reaches, the links between GPUs, and what one of the two costs the other.
+    """The rates of one GPU, the links between GPUs, and the slowdown when both are in use.
 
-    All wait for the rank whose experts get most rows: `expert_load` times the mean.
+    All ranks wait for the rank whose experts get most tokens: `expert_load` times the mean.
     """
 
     gpus_per_node: int
@@ -67,29 +67,29 @@ class Cluster:
 
 
 def collective_seconds(kind: str, sent_bytes: int, axis: Reach, links: Links) -> float:
-    """How long a collective takes in which every rank sends that much."""
-    ranks = sorted(p for known, p in links.measured if known == kind)
+    """Return the time of a collective in which every rank sends `sent_bytes`."""
+    ranks = sorted(p for measured_kind, p in links.measured if measured_kind == kind)
     if axis.nodes == 1 and ranks:
         return measured_seconds(kind, sent_bytes, axis.ranks, ranks, links)
-    inside = within_nodes(kind, sent_bytes, axis) / links.intra_bytes_per_s
-    outside = between_nodes(kind, sent_bytes, axis) / links.inter_bytes_per_s
-    moving = max(inside, outside)
-    ways = [latency(kind, axis, p) + moving / p.share for p in links.protocols]
+    intra_s = within_nodes(kind, sent_bytes, axis) / links.intra_bytes_per_s
+    inter_s = between_nodes(kind, sent_bytes, axis) / links.inter_bytes_per_s
+    moving = max(intra_s, inter_s)
+    times = [latency(kind, axis, p) + moving / p.share for p in links.protocols]
     if kind == "all_reduce":
-        ways += [tree_latency(axis, p) + moving / (TREE_SHARE * p.share) for p in links.protocols]
-    return min(ways)
+        times += [tree_latency(axis, p) + moving / (TREE_SHARE * p.share) for p in links.protocols]
+    return min(times)
 
 
-def measured_seconds(kind: str, sent_bytes: int, count: int, known: list[int], links: Links) -> float:
-    """Seconds among so many ranks of a node: between the two nearest numbers that were measured."""
-    below = max((p for p in known if p <= count), default=known[0])
-    above = min((p for p in known if p >= count), default=known[-1])
+def measured_seconds(kind: str, sent_bytes: int, count: int, measured_ranks: list[int], links: Links) -> float:
+    """Return the seconds among `count` ranks of a node, interpolated between the nearest measured numbers of ranks."""
+    below = max((p for p in measured_ranks if p <= count), default=measured_ranks[0])
+    above = min((p for p in measured_ranks if p >= count), default=measured_ranks[-1])
     first, last = (links.measured[kind, p].seconds(sent_bytes) for p in (below, above))
     return first if below == above else Curve(((below, first), (above, last))).at(count)
 
 
 def latency(kind: str, axis: Reach, protocol: Protocol) -> float:
-    """Seconds until the first byte is there: the hops of a ring; one hop where peers meet directly."""
+    """Return the seconds until the first byte arrives: the hops of a ring, or one hop if peers communicate directly."""
     if kind in ("all_to_all", "shift"):
         return protocol.base_s + (protocol.inter_s if axis.nodes > 1 else protocol.intra_s)
     times = 2 if kind == "all_reduce" else 1
@@ -98,6 +98,6 @@ def latency(kind: str, axis: Reach, protocol: Protocol) -> float:
 
 
 def tree_latency(axis: Reach, protocol: Protocol) -> float:
-    """Seconds up a tree of nodes, the ranks of each in a chain, and down again."""
+    """Return the seconds up a tree of nodes, the ranks of each in a chain, and down again."""
     hops = (axis.per_node - 1) * protocol.intra_s + math.ceil(math.log2(axis.nodes)) * protocol.inter_s
     return protocol.base_s + 2 * hops

@@ -1,4 +1,4 @@
-"""What each node of a program costs, for tools to list, sort and draw; sums are in `passes/cost/accounting.py`."""
+"""The cost of each node of a program, for tools to list, sort and draw; sums are in `passes/cost/accounting.py`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from passes.cost.accounting import Ledger
 
 @dataclass(frozen=True)
 class Costs:
-    """Rows in the graph's order, nodes by name; of one rank once the program is local.
+    """Rows in the graph's order, nodes by name; of one rank if the program is local.
 
-    `collectives`: (node, kind, axis, bytes sent). `flops`: (node, FLOPs) where there are any. `storages`: (the node
-    that makes it, the last node at which it is alive, bytes, what it holds); those of inputs are alive throughout.
+    `collectives`: (node, kind, axis, bytes sent). `flops`: (node, FLOPs) for nodes that have any. `storages`: (first
+    node, last node where it is alive, bytes, kind); inputs are alive throughout.
     """
 
     collectives: tuple[tuple[str, str, str, int], ...]
@@ -21,13 +21,13 @@ class Costs:
     storages: tuple[tuple[str, str, int, str], ...]
 
     def as_json(self) -> str:
-        """JSON with a line a row."""
+        """Return JSON with one line a row."""
         tables = (f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in vars(self).items())
         return "{\n" + ",\n".join(tables) + "\n}\n"
 
 
 def costs(ledger: Ledger) -> Costs:
-    """The costs of every node, those of layers that one stands for at the one."""
+    """Return the costs of every node; a layer that stands for others has the costs of all of them."""
     return Costs(
         tuple((node.name, kind, axis, ledger.times(node) * n) for node, (kind, axis, n) in ledger.sends.items()),
         tuple((node.name, ledger.times(node) * n) for node, n in ledger.flops.items()),
@@ -36,7 +36,7 @@ def costs(ledger: Ledger) -> Costs:
 
 
 def storage_rows(ledger: Ledger) -> tuple[tuple[str, str, int, str], ...]:
-    """Every storage on the device that takes memory, in the order in which they are made."""
+    """Return every storage on the device that takes memory, in the order of their first nodes."""
     names, size = [node.name for node in ledger.program.graph.nodes], ledger.avals.storage_bytes
     order = sorted(ledger.all_lives, key=lambda life: (life.born, life.storage))
     lives = [(life, ledger.makers[life.storage].name) for life in order if size[life.storage]]

@@ -1,9 +1,9 @@
-"""How long a step will take on a described cluster, read from the final graph: nothing is run.
+"""The time of a step on a described cluster, read from the final graph; nothing is run.
 
-A product takes its FLOPs at the rate that products of its size and dtype reach, an attention at that of its length, a
-loop (`fusion.py`) the bytes that it moves; for collectives see `cluster.py`, for what runs beside what `timeline.py`.
+A matmul takes its FLOPs at the rate of matmuls of its size and dtype, an attention at the rate of its length, an
+elementwise kernel (`fusion.py`) the bytes that it moves. `cluster.py` has the collectives, `timeline.py` the overlap.
 
-The program's own order is played, as the last pass left it: that is what is lowered.
+The program is played in the order of the last pass, which is the order that is lowered.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GROUPED = (routed.grouped_mm, routed.grouped_outer)
 
 @dataclass(frozen=True)
 class Prediction:
-    """The timeline of a program, the bytes that a rank sends by (axis, link), and the most that are alive at once.
+    """The timeline of a program, the bytes that a rank sends by (axis, link), and the most bytes alive at once.
 
-    The last is without what stays inside kernels.
+    The last is without values inside kernels.
     """
 
     timeline: Timeline
@@ -48,10 +48,10 @@ def predict(
     fused: Fused = lambda node: True,
     interpreted: bool = False,
 ) -> Prediction:
-    """What one run of a program with its collectives written out takes; what is not `fused` is a kernel an operator.
+    """Return the prediction for one run of a program with explicit collectives.
 
-    An `interpreted` program costs the host time for each operator, views included. Raises CompileError naming the first
-    product in a dtype that the cluster has no rate for.
+    Operators that are not `fused` are kernels of their own. An `interpreted` program costs the host time for each
+    operator, views included. Raises CompileError with the first matmul in a dtype that the cluster has no rate for.
     """
     avals = abstract_eval(program, ctx)
     costs = Prices(program, avals, cluster)
@@ -64,17 +64,17 @@ def predict(
 
 
 def operators_until(program: ir.Program, kernels: Iterable[Kernel]) -> dict[Kernel, int]:
-    """How many operators the host runs for each kernel: itself, and views and waits since the one before."""
+    """Return the operators that the host runs for each kernel: its own, and views and waits since the kernel before."""
     place = {node: i for i, node in enumerate(program.calls(), 1)}
-    found, reached = {}, 0
+    operators, counted_until = {}, 0
     for kernel in kernels:
-        here = max(place[node] for node in kernel.nodes)
-        found[kernel], reached = max(0, here - reached), max(here, reached)
-    return found
+        last_place = max(place[node] for node in kernel.nodes)
+        operators[kernel], counted_until = max(0, last_place - counted_until), max(last_place, counted_until)
+    return operators
 
 
 def written_peak(program: ir.Program, avals: Avals, kernels: Iterable[Kernel]) -> int:
-    """The most bytes alive at once in the program's order, of storages that are written at all."""
+    """Return the most bytes alive at once in the program's order, of storages that are written to memory."""
     unwritten = frozenset[int]().union(*(kernel.unwritten for kernel in kernels))
     change = [0] * (len(program.graph.nodes) + 1)
     for storage, (born, last) in lifetimes(program, avals).items():
@@ -93,20 +93,20 @@ class Prices:
     cluster: Cluster
 
     def of(self, kernel: Kernel) -> Cost:
-        """How long a kernel or a collective takes on its stream."""
+        """Return the time of a kernel or a collective on its stream."""
         if kernel.kind == "collective":
             return Cost(collective_seconds(*self.transfer(kernel), self.cluster.links))
         rates = self.cluster.rates
         computing = sum(flops / self.rate(node, flops) for node in kernel.nodes if (flops := self.flops(node)))
         moving = kernel.moved_bytes / rates.memory.at(max(1, kernel.moved_bytes))
-        if computing:  # what was measured of products begins when they are launched
+        if computing:  # measured times of matmuls include the launch
             return Cost(max(computing, moving, rates.kernel_s), is_moving=moving > computing)
         return Cost(moving + rates.kernel_s)
 
     def flops(self, node: fx.Node) -> float:
-        """FLOPs that a kernel really does: a causal attention leaves out half of what is counted.
+        """Return the FLOPs that a kernel really does: a causal attention does half of the counted ones.
 
-        Of experts that are spread over ranks, those of the rank that gets most rows: no more than it has room for.
+        For spread experts it is those of the rank that gets most tokens, at most the capacity.
         """
         counted = count_flops(node, self.avals)
         if counted and node.target in GROUPED:
@@ -114,22 +114,22 @@ class Prices:
         return counted / 2 if counted and kernel_of(node) and bind(node).get("is_causal") else counted
 
     def rate(self, node: fx.Node, flops: float) -> float:
-        """FLOPs a second of a product or an attention."""
+        """Return the FLOP/s of a matmul or an attention."""
         rates = self.cluster.rates
         if kernel_of(node):
-            behind = is_backward(node)
-            keys = next(tensors(self.avals.values[node.args[2 if behind else 1]])).layout
-            return (rates.attention_backward if behind else rates.attention).at(keys.shape[-2])
+            in_backward = is_backward(node)
+            keys = next(tensors(self.avals.values[node.args[2 if in_backward else 1]])).layout
+            return (rates.attention_backward if in_backward else rates.attention).at(keys.shape[-2])
         if node.target in GROUPED:
             return rates.grouped.at(flops / groups(node, self.avals))
         first = next(tensors(self.avals.values[node.all_input_nodes[0]])).layout
-        kind = torch.float8_e4m3fn if first.dtype.is_floating_point and first.dtype.itemsize == 1 else first.dtype
-        if kind not in rates.products:
+        dtype = torch.float8_e4m3fn if first.dtype.is_floating_point and first.dtype.itemsize == 1 else first.dtype
+        if dtype not in rates.products:
             raise ir.CompileError("predict", node, f"computes in {first.dtype}, for which the cluster states no rate")
-        return rates.products[kind].at(flops)
+        return rates.products[dtype].at(flops)
 
     def transfer(self, kernel: Kernel) -> tuple[str, int, Reach]:
-        """The kind of a collective, the bytes that a rank sends, and where its axis lies."""
+        """Return the kind of a collective, the bytes that a rank sends, and the reach of its axis."""
         (node,) = kernel.nodes
         kind, axis = kind_of(node), axis_of(node)
         assert kind is not None and axis is not None
@@ -137,17 +137,17 @@ class Prices:
         return kind, sent, reach(self.program.mesh, axis, self.cluster.gpus_per_node)
 
     def sent(self, kernels: Iterable[Kernel]) -> dict[tuple[str, str], float]:
-        """Bytes that a rank sends over each axis, inside its node and out of it."""
-        found: Counter[tuple[str, str]] = Counter()
+        """Return the bytes that a rank sends over each axis, inside its node and out of it."""
+        total: Counter[tuple[str, str]] = Counter()
         for kernel in kernels:
             if kernel.kind == "collective":
                 transfer, axis = self.transfer(kernel), axis_of(kernel.nodes[0])
-                found[str(axis), "intra"] += within_nodes(*transfer)  # type: ignore[assignment]
-                found[str(axis), "inter"] += between_nodes(*transfer)  # type: ignore[assignment]
-        return dict(found)
+                total[str(axis), "intra"] += within_nodes(*transfer)  # type: ignore[assignment]
+                total[str(axis), "inter"] += between_nodes(*transfer)  # type: ignore[assignment]
+        return dict(total)
 
 
 def groups(node: fx.Node, avals: Avals) -> int:
-    """How many matrices a grouped product has."""
-    held = avals.values[node if node.target is routed.grouped_outer else node.args[1]]
-    return next(tensors(held)).layout.shape[0]
+    """Return the number of matrices of a grouped matmul."""
+    weights = avals.values[node if node.target is routed.grouped_outer else node.args[1]]
+    return next(tensors(weights)).layout.shape[0]

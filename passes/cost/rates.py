@@ -1,7 +1,7 @@
-"""Rates by size: what a kernel or a collective reaches depends on how large it is.
+"""Rates by size: the speed of a kernel or a collective depends on its size.
 
-A curve is a few measured points. Between two of them both the size and the figure are interpolated in their logarithms;
-beyond the first and the last a rate stays as it is there, and a time grows with the size from the last point on.
+A curve is a few measured points. Between two points, size and figure are interpolated in their logarithms. Beyond the
+first and the last point a rate is constant; a time grows with the size beyond the last point.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ class Curve:
 
     @staticmethod
     def flat(figure: float) -> Curve:
-        """The same figure whatever the size."""
+        """Return a curve with the same figure for all sizes."""
         return Curve(((1.0, figure),))
 
     def scaled(self, size: float = 1.0, figure: float = 1.0) -> Curve:
-        """Sizes and figures in other units."""
+        """Return the curve with sizes and figures in other units."""
         return Curve(tuple((x * size, y * figure) for x, y in self.points))
 
     @cached_property
     def logarithms(self) -> tuple[list[float], list[float]]:
-        """Those of sizes and of figures."""
+        """The logarithms of the sizes and of the figures."""
         return [math.log(x) for x, _ in self.points], [math.log(y) for _, y in self.points]
 
     def at(self, size: float) -> float:
-        """The figure at a size."""
+        """Return the figure at a size."""
         return interpolated(self, size)
 
     def seconds(self, size: float) -> float:
-        """The figure as a time: beyond the last point it grows as the size does."""
+        """Return the figure as a time: beyond the last point it grows with the size."""
         return self.at(size) * max(1.0, size / self.points[-1][0])
 
 
-@lru_cache(maxsize=1 << 14)  # layers alike have the same sizes
+@lru_cache(maxsize=1 << 14)  # similar layers have the same sizes
 def interpolated(curve: Curve, size: float) -> float:
-    """The figure of a curve at a size."""
+    """Return the figure of a curve at a size."""
     first, last = curve.points[0], curve.points[-1]
     if size <= first[0] or size >= last[0]:
         return first[1] if size <= first[0] else last[1]
@@ -59,12 +59,12 @@ def interpolated(curve: Curve, size: float) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the kernels of one GPU reach.
+    """The rates of the kernels of one GPU.
 
-    FLOP/s: of products by their FLOPs, of grouped ones by the FLOPs of a group, of attention by the length of keys.
-    Bytes/s: of what memory moves, by the bytes that a kernel moves. `kernel_s` is the least that a kernel takes, and is
-    added to those that only move memory; `launch_s` is what the host takes to launch one, `operator_s`
-    what it takes for an operator that is interpreted; where `host_computes` it does neither meanwhile.
+    FLOP/s: of matmuls by their FLOPs, of grouped matmuls by the FLOPs of a group, of attention by the number of keys.
+    Bytes/s: of memory, by the bytes that a kernel moves. `kernel_s` is the least time of a kernel, and is added to
+    kernels that only move memory. `launch_s` is the host's time to launch a kernel, `operator_s` its time for an
+    interpreted operator; if `host_computes`, the host does neither while it computes.
     """
 
     products: dict[torch.dtype, Curve]

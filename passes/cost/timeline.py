@@ -1,8 +1,8 @@
 """The timeline of a step on one rank: kernels in order on its compute stream, collectives on one stream an axis.
 
-A collective starts when what was issued before it is done and its axis is free; a wait holds the compute stream until
+A collective starts when all work issued before it is done and its axis is free. A wait blocks the compute stream until
 its collective is done, and this time counts as exposed on that axis. The host launches one thing after another; nothing
-starts before that. A host that is the device launches nothing while it computes or waits.
+starts before its launch. A host that is the device launches nothing while it computes or waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from passes.program.operators import axis_of
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds that a kernel or a collective takes alone, and whether memory limits it, not arithmetic."""
+    """The seconds of a kernel or collective alone; `is_moving` if memory limits it, not arithmetic."""
 
     seconds: float
     is_moving: bool = True
@@ -27,7 +27,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Event:
-    """One kernel or collective on the timeline: its stream is `compute` or an axis."""
+    """A kernel or collective on the timeline; its stream is `compute` or an axis."""
 
     node: str
     stream: str
@@ -39,7 +39,7 @@ class Event:
 class Timeline:
     """A step on one rank: its seconds, those of computing, and `slowed_s`, the part of these lost to collectives.
 
-    `exposed_s` are the seconds that the rank waits for each axis, `launch_s` those in which it has nothing launched.
+    `exposed_s` are the seconds that the rank waits for each axis, `launch_s` those in which nothing is launched.
     """
 
     step_s: float
@@ -57,7 +57,7 @@ def play(
     launch_s: Callable[[Kernel], float],
     host_computes: bool = False,
 ) -> Timeline:
-    """Let the kernels run in the given order, each on its stream."""
+    """Run the kernels in the given order, each on its stream, and return the timeline."""
     clock, exposed = Clock(beside.sending), Counter[str]()
     computing = alone = launching = host_s = 0.0
     for kernel in kernels:
@@ -67,13 +67,13 @@ def play(
             continue
         host_s = (clock.now() if host_computes else host_s) + launch_s(kernel)
         launching += clock.wait(host_s)
-        took = cost(kernel)
+        cost_alone = cost(kernel)
         if kernel.kind == "collective":
-            clock.run(kernel, axis_of(kernel.nodes[0]), took.seconds, after=clock.now())
+            clock.run(kernel, axis_of(kernel.nodes[0]), cost_alone.seconds, after=clock.now())
         else:
-            keeps = beside.moving if took.is_moving else beside.computing
-            span = clock.run(kernel, COMPUTE, took.seconds, keeps=keeps)
-            alone += took.seconds
+            keeps = beside.moving if cost_alone.is_moving else beside.computing
+            span = clock.run(kernel, COMPUTE, cost_alone.seconds, keeps=keeps)
+            alone += cost_alone.seconds
             computing += span.end - span.start
     spans = sorted(clock.spans.items(), key=lambda each: each[1][:2])
     events = tuple(Event(kernel.nodes[-1].name, str(stream), *times) for kernel, (*times, stream) in spans)  # type: ignore[attr-defined]
@@ -81,5 +81,5 @@ def play(
 
 
 def longest(timeline: Timeline, count: int) -> list[Event]:
-    """Return the kernels and collectives that take longest."""
+    """Return the kernels and collectives that take longest, the longest first."""
     return sorted(timeline.events, key=lambda event: event.start_s - event.end_s)[:count]

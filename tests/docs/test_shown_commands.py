@@ -32,11 +32,11 @@ from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.models.subject import subject
-from compiler_trainer.planning.auto import asked_of
+from compiler_trainer.planning.auto import plan_request
 from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.planning.search import all_forms, room
 from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import Left
+from compiler_trainer.planning.space import LeftOut
 from compiler_trainer.training.trainer import train
 
 ALL = commands()
@@ -172,8 +172,8 @@ def has_stages(command: Command) -> bool:
 @pytest.mark.parametrize("command", [c for c in of_kind("job") if is_on_gpus(c) and not has_stages(c)], ids=named)
 def test_fits_by_closed_forms(places, tmp_path, command):
     (cfg,) = configs(command, tmp_path)
-    wanted = asked_of(on_h100(cfg, ranks_of(command, cfg)), ranks_of(command, cfg))
-    forms = all_forms(wanted, sizes_of(wanted.cfg, subject(wanted.cfg).module), Left())
+    wanted = plan_request(on_h100(cfg, ranks_of(command, cfg)), ranks_of(command, cfg))
+    forms = all_forms(wanted, sizes_of(wanted.cfg, subject(wanted.cfg).module), LeftOut())
     matches = [form for form in forms if agree(cfg.mesh, form.candidate.mesh)]
     least = min((form.bytes for form in matches), default=math.inf)
     assert least <= 1.05 * room(wanted), f"{command}: {least / GIB:.1f} of {room(wanted) / GIB:.1f} GiB"

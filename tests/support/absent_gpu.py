@@ -1,4 +1,4 @@
-"""Programs of this folder that compile for a GPU that is not there: the library that they need, and how they are run."""
+"""Programs of this folder that compile for an absent GPU: the library that they need, and the way to run them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def library() -> Path:
-    """The library by which PyTorch's CPU build traces for CUDA."""
+    """Return the library with which PyTorch's CPU build traces for CUDA."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: pip install -c constraints.txt triton")
     if torch.version.cuda is not None:

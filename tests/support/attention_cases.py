@@ -22,7 +22,7 @@ def random(*shape: int) -> Tensor:
 
 
 def shuffled(ranks: int, each: int) -> Order:
-    """So many blocks a rank, in any order."""
+    """Return the order with `each` blocks a rank, shuffled."""
     blocks = torch.randperm(ranks * each, generator=torch.Generator().manual_seed(ranks)).view(ranks, each)
     return Order(table=tuple(map(tuple, blocks.tolist())))
 
@@ -33,11 +33,11 @@ def grids(size: int) -> tuple[Tensor, Tensor]:
 
 
 def documents(size: int) -> Tensor:
-    """Ids of documents of 1, 2, 3... tokens, two rows that differ."""
+    """Return ids of documents of 1, 2, 3... tokens, in two sequences that differ."""
     lengths = torch.repeat_interleave(torch.arange(size), torch.arange(size) + 1)[:size]
     return torch.stack([lengths, lengths.roll(size // 3).cummax(0)[0]])
 
 
 def sequence(x: Tensor) -> Spec:
-    """The sequence sharded on cp, padding garbage."""
+    """Return the placement of a sequence sharded on cp, with undefined padding."""
     return sharded(x.shape, x.dim() - 2, "cp", None)

@@ -20,7 +20,7 @@ LENGTHS = (1, 2, 3, 50, 60, 1, 1, 130, 20, 200)
 
 
 def bounds_of(name: str, size: int) -> tuple[Tensor, Tensor]:
-    """First and last of the keys that queries see, two rows that differ."""
+    """Return the first and last keys that queries see, in two sequences that differ."""
     ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[:size]
     ids = torch.stack([ids, ids.flip(0).neg()])
     start, end = (torch.searchsorted(ids, ids, right=right) for right in (False, True))

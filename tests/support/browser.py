@@ -1,4 +1,4 @@
-"""Pages in Chromium without a display, and what of them a reader would see cut off."""
+"""Pages in Chromium without a display, and a search for parts that a reader would see cut off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
          "--disable-component-update --disable-sync").split()
 SMALLEST_PX = 11
-# letters on canvases are remembered as they are drawn, with where they lie
+# texts drawn on canvases are recorded with their positions
 REMEMBER = """
 const plain = CanvasRenderingContext2D.prototype.fillText;
 window.letters = [];
@@ -53,7 +53,7 @@ CUT = """(smallest) => {
 
 
 def opened(browser: Any, file: Path, width: int = 1300, scheme: str = "light") -> Any:
-    """A page; `errors` are what it complains of and what it asks the network for."""
+    """Return a page; `errors` has its console errors and network requests."""
     shown = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     shown.errors = []
     shown.on("console", lambda message: shown.errors.append(message.text) if message.type in ("error", "warning") else None)
@@ -65,7 +65,7 @@ def opened(browser: Any, file: Path, width: int = 1300, scheme: str = "light") -
 
 
 def cut(shown: Any) -> list[str]:
-    """What reaches out of the window or its plot, lies on other text, or is too small to read."""
-    shown.wait_for_timeout(100)  # plots take the size of their place
+    """Return the texts that reach out of the window or their plot, overlap other text, or are too small to read."""
+    shown.wait_for_timeout(100)  # plots adapt to the size of their container
     found: list[str] = shown.evaluate(CUT, SMALLEST_PX)
     return found

@@ -1,8 +1,8 @@
-"""Gradients of a norm in a bucket, as Inductor writes them for CUDA, without a GPU: which elements the kernels store.
+"""Gradients of a norm in a bucket, as Inductor writes them for CUDA, without a GPU: the elements that kernels store.
 
-A program, on the built `trace_cuda.cpp` and a list of pairs as JSON, of a shape and of Inductor's options, with
-TRITON_INTERPRET=1 in the environment. It compiles the body in each shape for an H100 that is not there, runs the
-generated code on the CPU, every kernel in Triton's interpreter, in memory that is filled with NaN, and prints JSON:
+A program that takes the built `trace_cuda.cpp` and a list of pairs as JSON, of a shape and of Inductor's options, with
+TRITON_INTERPRET=1 in the environment. It compiles the body in each shape for an absent H100, runs the generated code on
+the CPU, with every kernel in Triton's interpreter and memory filled with NaN, and prints JSON:
 
     [{"fused": true, "unwritten": [0, 2048], "error": 0.0}, ...]
 
@@ -39,7 +39,7 @@ FUSED = "Call mix order reduction kernel"  # a comment in the generated code
 
 
 def norm_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of a norm's input, reduced along rows, and a bucket of two gradients reduced along columns."""
+    """Return the gradient of a norm's input, reduced along rows, and a bucket of two gradients reduced by column."""
     along_rows = (gradient * weight * x).sum(1, keepdim=True)
     return gradient * weight - x * along_rows, torch.cat([(gradient * x).sum(0), gradient.sum(0)])
 
@@ -61,7 +61,7 @@ def generated(shape: tuple[int, int], options: Mapping[str, Any]) -> str:
 
 
 def filled_with_nan(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate memory in which an element that nobody stores can be told."""
+    """Allocate memory filled with NaN, to detect elements that nothing stores."""
     return torch.empty_strided(shape, stride, dtype=dtype).fill_(torch.nan)
 
 

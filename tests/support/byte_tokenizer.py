@@ -15,7 +15,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def write_tokenizer(folder: Path) -> str:
-    """Write both; the path of the tokenizer.json."""
+    """Write the tokenizer and its configuration; return the path of the tokenizer.json."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -26,6 +26,6 @@ def write_tokenizer(folder: Path) -> str:
 
 
 def write_template(folder: Path, template: str) -> None:
-    """Let the folder's tokenizer have this template."""
+    """Set the chat template of the folder's tokenizer."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config | ({"chat_template": template} if template else {})))

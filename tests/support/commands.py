@@ -8,7 +8,7 @@ from compiler_trainer.cli import command
 
 
 def call(*arguments: object) -> int:
-    """Do what the arguments say; the exit code."""
+    """Run the command with some arguments; return the exit code."""
     with patch("sys.argv", ["compiler-trainer", *map(str, arguments)]):
         try:
             command.main()

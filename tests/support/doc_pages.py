@@ -1,4 +1,4 @@
-"""The commands that README and docs/ show, found in the text and told apart."""
+"""The commands that README and docs/ show, parsed and classified."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ PAGES = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") i
 
 TRAIN = ("compiler-trainer", "-m compiler_trainer")
 STARTS = ("compiler-trainer", "torchrun", "python -m", "pip install", "make ", ".venv/bin/")
-OTHERS = {  # commands that are not ours: first word -> what the others of the line are not checked for
+OTHERS = {  # commands of others: first word -> the reason not to check the line
     "git": "git clone", "cd": "", "source": ".venv/bin/activate", "hf": "hf download", "vllm": "vllm serve",
     "tensorboard": "", "lm_eval": "lm_eval --model hf", "apt-get": "", "tlparse": "", "head=$(scontrol": "SLURM",
 }
 SHELL_FENCES = ("sh", "bash")
-FIXED = {  # of a shell script, and of synopses
+FIXED = {  # variables of shell scripts and synopses
     "$SLURM_NNODES": "8", "$SLURM_JOB_ID": "1", "$head:29500": "node0:29500", "N": "2", "/shared/": "shared/",
 }
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page: its words without prompt, comment, `VAR=value` in front, and line breaks."""
+    """One command of a page: its words without prompt, comment, leading `VAR=value`, and line breaks."""
 
     page: str
     line: int
@@ -36,7 +36,7 @@ class Command:
 
     @property
     def kind(self) -> str:
-        """What it is: job, sweep, plan, verb, help, tool, pip, make, pytest or other; raises ValueError."""
+        """The kind of command: job, sweep, plan, verb, help, tool, pip, make, pytest or other; raises ValueError."""
         first, rest = self.words[0], self.words[1:]
         if first == "torchrun" and "compiler_trainer" not in self.words:
             return "other"
@@ -62,36 +62,36 @@ class Command:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What the trainer is given, after torchrun and its options if it is started so."""
+        """The arguments of the trainer, without torchrun and its options."""
         if "compiler_trainer" in self.words:
             return self.words[self.words.index("compiler_trainer") + 1 :]
         return self.words[1:]
 
     @property
     def options(self) -> list[str]:
-        """Its overrides."""
+        """The overrides."""
         flagged = {"--config-dir", "--vary", "--cfg"}
         pairs = zip(("", *self.arguments), self.arguments)
         return [word for before, word in pairs if "=" in word and not word.startswith("--") and before not in flagged]
 
     def flag(self, name: str) -> str | None:
-        """What follows a flag."""
+        """Return the word after a flag; None without it."""
         return self.words[self.words.index(name) + 1] if name in self.words else None
 
     @property
     def ranks(self) -> int:
-        """How many processes it starts."""
+        """The number of processes that the command starts."""
         tasks = [int(o.partition("=")[2]) for o in self.options if o.startswith("hydra.launcher.tasks_per_node=")]
         return int(self.flag("--nproc-per-node") or self.flag("-n") or 1) * int(self.flag("--nnodes") or 1) * (tasks or [1])[0]
 
 
 def commands() -> list[Command]:
-    """Every command of every page."""
+    """Return every command of every page."""
     return [command for page in PAGES for command in commands_of(page.read_text(), str(page.relative_to(ROOT)))]
 
 
 def commands_of(text: str, page: str) -> Iterator[Command]:
-    """The commands of one page, in blocks of code and in the text."""
+    """Yield the commands of one page, in code blocks and in the text."""
     for line, code, is_shell in code_lines(text):
         if is_shell or code.startswith(STARTS):
             yield from parsed(page, line, code)
@@ -101,7 +101,7 @@ def commands_of(text: str, page: str) -> Iterator[Command]:
 
 
 def code_lines(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Lines of blocks of code, continued ones joined: number, text, and whether all such lines are commands."""
+    """Yield lines of code blocks, continued ones joined: number, text, and True if all of these are commands."""
     fence, joined, began = None, "", 0
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("```"):
@@ -112,7 +112,7 @@ def code_lines(text: str) -> Iterator[tuple[int, str, bool]]:
         code = line.strip()
         is_shell = fence in SHELL_FENCES
         if fence == "console":
-            is_shell = code.startswith("$ ") or joined != ""  # a line that goes on has no prompt
+            is_shell = code.startswith("$ ") or joined != ""  # a continued line has no prompt
             code = code.removeprefix("$ ") if is_shell else ""
         elif fence not in (None, *SHELL_FENCES):
             continue
@@ -127,7 +127,7 @@ def code_lines(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def spans(text: str) -> Iterator[tuple[int, str]]:
-    """What stands between backticks outside of blocks, with the number of its line."""
+    """Yield texts between backticks outside of blocks, with their line numbers."""
     inside, kept = False, []
     for line in text.splitlines():
         inside ^= line.startswith("```")
@@ -138,7 +138,7 @@ def spans(text: str) -> Iterator[tuple[int, str]]:
 
 
 def parsed(page: str, line: int, code: str) -> Iterator[Command]:
-    """The commands of a line of shell."""
+    """Yield the commands of a line of shell."""
     for part in re.split(r" && | &$", code):
         words = [fixed(word) for word in shlex.split(part, comments=True) if word not in ("...", "&")]
         while words and (words[0] == "srun" or re.match(r"[A-Z_]+=", words[0])):
@@ -148,5 +148,5 @@ def parsed(page: str, line: int, code: str) -> Iterator[Command]:
 
 
 def fixed(word: str) -> str:
-    """A word with what a scheduler fills in, and with folders of a cluster below this one."""
+    """Return a word with a scheduler's variables filled in, and with folders of a cluster below the current one."""
     return FIXED.get(word, word).replace("/shared/", FIXED["/shared/"])

@@ -1,4 +1,4 @@
-"""A folder that has what the commands of the pages name, in little: text, conversations, models, runs, a cluster."""
+"""A folder with small versions of the files that commands on the pages name: text, chats, models, runs, a cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PAIR = {"prompt": "?", "chosen": "Sea.", "rejected": "No."}
 DECODER = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24)
 QWEN = FolderConfig(path="qwen", attention="causal")
 
-# what a page calls a run -> the run it stands for
+# a run's name on a page -> the kind of run
 RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
     "runs/8b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
@@ -54,7 +54,7 @@ RUNS = {
 
 
 def furnish(folder: Path) -> None:
-    """Make the files that commands read; the current folder is `folder`."""
+    """Make the files that commands read in `folder`, the current folder."""
     for name in ("books/a.txt", "code/a.txt", "notes.txt", "shared/books/a.txt"):
         Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
         Path(folder, name).write_text(SENTENCE * 40)
@@ -87,7 +87,7 @@ def furnish(folder: Path) -> None:
 
 
 def furnish_elsewhere(folder: Path, store: Store) -> None:
-    """Let a store and the hub's cache have what pages name there."""
+    """Put the files that pages name into a store and the hub's cache."""
     for name in ("books", "tokens", "qwen"):
         store.put(folder / name, name)
     store.put(folder / "TOK", "tok/tokenizer.json")
@@ -97,24 +97,24 @@ def furnish_elsewhere(folder: Path, store: Store) -> None:
 
 
 def shown_file(page: str, name: str) -> str:
-    """What a page says is in a file, in a block whose first line is its name."""
+    """Return the contents of a file shown on a page, in a block whose first line is its name."""
     (text,) = re.findall(rf"^```\w+\n# {re.escape(name)}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     return text
 
 
 def python_of(page: str) -> str:
-    """The Python of a page's first two blocks, which belong together."""
+    """Return the Python of a page's first two blocks, which belong together."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     return "\n\n".join(blocks[:2])
 
 
 def shown_module(page: str, name: str) -> str:
-    """The blocks of a page that are of one module, each of which begins with its name."""
+    """Return the blocks of a page that belong to one module; each begins with its name."""
     return "\n\n".join(re.findall(rf"^```python\n(# {name}\.py.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE))
 
 
 def tokenizer(of_chat: bool = True) -> Tokenizer:
-    """A token a byte, the end of a document, and the tokens of a conversation, which are special ones in a chat."""
+    """Return a tokenizer with a token a byte, the end of a document, and special tokens for chats."""
     special = ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *letters])}, []))
@@ -124,7 +124,7 @@ def tokenizer(of_chat: bool = True) -> Tokenizer:
 
 
 def run_of(kind: str) -> Path:
-    """A run of four steps in `kept/`, made once; `dry` is the dry run of a mesh."""
+    """Return a run of four steps in `kept/`, made once; `dry` is the dry run of a mesh."""
     path = Path("kept", kind)
     if kind == "dry" and not path.exists():
         mesh = MeshConfig(dp_shard=2, tp=2)
@@ -141,12 +141,12 @@ def run_of(kind: str) -> Path:
 
 
 def store_of(cfg: Config, folder: Path) -> str | None:
-    """A store of its own for a job that has one."""
+    """Return a separate store for a job that has one."""
     return cfg.checkpoint.store and f"s3://bucket/{folder.parent.name}"
 
 
 def tiny(cfg: Config, folder: Path) -> Config:
-    """A job in little: its kind of model, data and optimizer, two layers of sixteen features, four steps on one rank."""
+    """Return a small job with its kind of model, data and optimizer: two layers of 16 features, four steps."""
     small = cfg.model
     if isinstance(small, ModelConfig):
         vocabulary = 300 if cfg.data.tokenizer != "bytes" else 257

@@ -1,4 +1,4 @@
-"""Stages of run folders, changed as if passes had left others."""
+"""Stages of run folders, modified as if passes had produced other programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from passes.program.saved import dumped
 
 
 def change(stage: Stage, edit: Callable[[fx.Graph], None] = lambda graph: None, **fields) -> ir.Program:
-    """Edit the graph of a stage, and fields of its program, and write both files of it again."""
+    """Edit the graph of a stage and fields of its program, and write both of its files again."""
     program = replace(stage.graph, **fields)
     edit(program.graph)
     stage.dump.write_text(dumped({stage.program: program}))

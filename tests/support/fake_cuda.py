@@ -1,7 +1,7 @@
-"""An H100 that is not there: PyTorch's CPU build traces for it, Inductor writes Triton for it, Triton compiles to cubin.
+"""An absent H100: PyTorch's CPU build traces for it, Inductor writes Triton for it, Triton compiles to cubin.
 
-Run as a program, on the built `trace_cuda.cpp` and a config as JSON, it compiles the bodies of that job's programs and
-prints what it counted as JSON. It is a program because the library has to be loaded before PyTorch is.
+Run as a program with the built `trace_cuda.cpp` and a config as JSON, it compiles the bodies of that job's programs and
+prints its counts as JSON. It is a program because the library has to be loaded before PyTorch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ H100 = SimpleNamespace(
     gcnArchName="",
     uuid="fake",
 )
-SHOWN = {  # what PyTorch asks of CUDA in Python
+SHOWN = {  # properties of CUDA that PyTorch queries in Python
     "get_device_properties": lambda device=None: H100,
     "get_device_capability": lambda device=None: (H100.major, H100.minor),
     "current_device": lambda: 0,
@@ -75,11 +75,11 @@ SHOWN = {  # what PyTorch asks of CUDA in Python
     "is_bf16_supported": lambda *_, **__: True,
     "synchronize": lambda *_: None,
 }
-EXTERN = ("attention", "_scaled_mm", "grouped_mm")  # what CUDA has kernels of its own for, to be told by name
+EXTERN = ("attention", "_scaled_mm", "grouped_mm")  # operators with their own CUDA kernels, by name
 
 
 class Driver:
-    """What Triton asks of the device."""
+    """The driver that Triton queries for the device."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 10 * H100.major + H100.minor, H100.warp_size)
@@ -96,7 +96,7 @@ class Driver:
 
 @contextlib.contextmanager
 def fake_h100() -> Iterator[list[CachingAutotuner]]:
-    """While on, Inductor compiles for an H100; yields the kernels that Triton has compiled, which are not loaded."""
+    """Let Inductor compile for an H100; yield the kernels that Triton has compiled, which are not loaded."""
     kernels: list[CachingAutotuner] = []
     driver.set_active(Driver())
     has_triton.cache_clear()
@@ -116,7 +116,7 @@ def fake_h100() -> Iterator[list[CachingAutotuner]]:
 
 
 def programs_of(cfg: Config) -> dict[str, Captured]:
-    """The training programs of a job on CUDA, as bodies, of all stages; process groups are there and send nothing."""
+    """Return a job's training programs on CUDA, as bodies, of all stages; process groups exist but send nothing."""
     mesh = mesh_of(cfg.mesh)
     model = models.build(cfg.model, DTYPES[cfg.train.dtype])
     microbatches = cfg.train.microbatches
@@ -144,12 +144,12 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
 
 
 def is_flex(kernel: CachingAutotuner, backward: bool) -> bool:
-    """Whether Triton's kernel is FlexAttention's forward, or its backward."""
+    """Return True if Triton's kernel is FlexAttention's forward, or its backward."""
     return "arg_KV_IDX" in kernel.fn.arg_names and ("arg_DO" in kernel.fn.arg_names) == backward
 
 
 def compile_all(programs: dict[str, Captured]) -> dict[str, Any]:
-    """Compile every body for an H100; what there was to compile, and what came of it."""
+    """Compile every body for an H100; return the inputs and results of compilation."""
     extern, squares = Counter[str](), set[tuple[int, ...]]()
 
     def watched(module: torch.fx.GraphModule, *given: Any) -> Any:

@@ -1,8 +1,8 @@
 """Attention by interval as Inductor writes it for CUDA, forward and backward in one graph, without a GPU.
 
-A program, on the built `trace_cuda.cpp` and cases as JSON. It compiles each case for an H100 that is not there and prints
-what its kernels take. Where the environment has TRITON_INTERPRET=1, it runs the compiled graph instead, every kernel of
-it in Triton's interpreter, on the CPU, and prints how far the results are from those of the CPU's own kernel.
+A program that takes the built `trace_cuda.cpp` and cases as JSON. It compiles each case for an absent H100 and prints
+the resources of its kernels. With TRITON_INTERPRET=1 in the environment, it runs the compiled graph instead, with every
+kernel in Triton's interpreter on the CPU, and prints the difference of the results from the CPU's own kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 def values_of(case: Case) -> list[Tensor]:
-    """Queries, keys, values, the gradient, bounds and, where keys lie in two runs, which half comes first."""
+    """Return queries, keys, values, the gradient, bounds and, if keys lie in two runs, the half that comes first."""
     random = torch.Generator().manual_seed(0)
     (h, g), (e, f) = case.heads, case.widths
     shapes = (h, e), (g, e), (g, f), (h, f)
@@ -57,15 +57,15 @@ def values_of(case: Case) -> list[Tensor]:
 
 
 def both(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, first: Tensor, last: Tensor, *half: Tensor):
-    """Attention with its log-sum-exp, and its gradients."""
-    runs = torch.stack([half[0], 1 - half[0]]) * (k.shape[2] // 2) if half else None  # made in the graph, as by a ring
+    """Return attention with its log-sum-exp, and its gradients."""
+    runs = torch.stack([half[0], 1 - half[0]]) * (k.shape[2] // 2) if half else None  # computed in the graph, as a ring does
     given = (first, last, runs, [], 0.3, "")
     out, lse = attend(q, k, v, *given)
     return out, lse, *attend_backward(gradient, q, k, v, out, lse, *given)
 
 
 def compiled(case: Case) -> Any:
-    """What Inductor makes of it for an H100."""
+    """Return Inductor's result for an H100."""
     values = values_of(case)
     with FakeTensorMode() as mode:
         given = [torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in values]
@@ -76,7 +76,7 @@ def compiled(case: Case) -> Any:
 
 
 def emitted(case: Case) -> dict[str, Any]:
-    """How many kernels are FlexAttention's forward and backward, of how many; the most memory that one shares."""
+    """Return counts of FlexAttention's forward and backward kernels and of all, and the most shared memory."""
     with fake_h100() as kernels:
         compiled(case)
     shared = max(result.kernel.metadata.shared for kernel in kernels for result in kernel.compile_results)
@@ -88,13 +88,13 @@ def emitted(case: Case) -> dict[str, Any]:
 
 
 class Interpreted:
-    """A kernel that Triton's interpreter runs, in the first of its configurations."""
+    """A kernel that Triton's interpreter runs, in its first configuration."""
 
     def __init__(self, name: str, source: str):
         self.kernel = getattr(PyCodeCache.load(source), name)
 
     def run(self, *args: Any, stream: int) -> None:
-        """Launch it."""
+        """Launch the kernel."""
         names, chosen = self.kernel.fn.arg_names, self.kernel.configs[0]
         grids = self.kernel.inductor_meta.get("extra_launcher_args", [])
         given = dict(zip([*names, *grids], [*args[: len(args) - len(grids)], *args[len(args) - len(grids) :]]))
@@ -113,7 +113,7 @@ ON_CPU = {  # of the graph's own code
 
 
 def interpreted(case: Case) -> list[float]:
-    """The largest difference of out, lse and the gradients from what the CPU's own kernel computes in fp64."""
+    """Return the largest difference of out, lse and the gradients from the CPU's own kernel in fp64."""
     triton_helpers.set_driver_to_gpu = lambda: None
     values = values_of(case)
     wanted = both(*(x.double() if x.is_floating_point() else x for x in values))
@@ -127,12 +127,12 @@ def interpreted(case: Case) -> list[float]:
 
 
 def farthest(x: Tensor, y: Tensor) -> float:
-    """The largest difference; infinities have to be the same."""
+    """Return the largest difference; infinities have to be equal."""
     return float(torch.where(x == y, 0.0, (x - y).abs()).max())
 
 
 def main(cases: Sequence[dict[str, Any]]) -> list[Any]:
-    """What was found of each case."""
+    """Return the result of each case."""
     ask = interpreted if os.environ.get("TRITON_INTERPRET") == "1" else emitted
     return [ask(Case(**case)) for case in cases]
 

@@ -29,7 +29,7 @@ CONFIGS: dict[str, Any] = {
 
 @functools.cache
 def folder(kind: str) -> Path:
-    """A folder of that kind; shared between tests, which must not write into it."""
+    """Return a folder of that kind; tests share it and must not write into it."""
     torch.manual_seed(0)
     path = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
     model(kind).save_pretrained(path, max_shard_size="20KB")
@@ -37,7 +37,7 @@ def folder(kind: str) -> Path:
 
 
 def model(kind: str) -> Any:
-    """A model of that kind with random weights, biases and norms among them."""
+    """Return a model of that kind with random weights, including biases and norms."""
     made = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -46,14 +46,14 @@ def model(kind: str) -> Any:
 
 
 def loaded(path: Path, dtype: torch.dtype = torch.float64) -> Any:
-    """What transformers loads of a folder, in training mode."""
+    """Return the model that transformers loads from a folder, in training mode."""
     made = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).train()
-    made.set_experts_implementation("eager")  # grouped products there are not for fp64
+    made.set_experts_implementation("eager")  # its grouped matmuls do not support fp64
     return made
 
 
 def cached(hub: Path, name: str, folder: Path, left_out: str = "") -> None:
-    """Let the hub's cache have a model."""
+    """Put a model into the hub's cache."""
     repository, commit = hub / f"models--{name.replace('/', '--')}", "0" * 40
     (repository / "refs").mkdir(parents=True)
     (repository / "refs/main").write_text(commit)

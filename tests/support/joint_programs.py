@@ -64,7 +64,7 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def example(model_class=Model, **sizes) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model and a batch of 6 rows, the same at each call."""
+    """Return a model and a batch of 6 sequences, the same at each call."""
     torch.manual_seed(0)
     model = model_class(**sizes)
     return model, {"tokens": torch.randint(0, 11, (6, 4)), "labels": torch.randint(0, 11, (6, 4))}
@@ -72,7 +72,7 @@ def example(model_class=Model, **sizes) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @functools.cache
 def joint(mesh: tuple[tuple[str, int], ...] = (), n_blocks: int = 2) -> tuple[ir.Program, ir.Context]:
-    """The joint program of `example` on a mesh; shared between tests, which passes must leave alone."""
+    """Return the joint program of `example` on a mesh; tests share it, so passes must leave it alone."""
     model, batch = example(n_blocks=n_blocks)
     program, ctx = capture(model, loss_fn, batch, torch.device("cpu"))
     program = replace(program, mesh=Mesh.of(dict(mesh)))
@@ -82,7 +82,7 @@ def joint(mesh: tuple[tuple[str, int], ...] = (), n_blocks: int = 2) -> tuple[ir
 
 
 def run(program: ir.Program, ctx: ir.Context, **sizes) -> list[tuple[Tensor, ...]]:
-    """Every rank's outputs on the values of `example`, and what its inputs hold afterwards."""
+    """Return every rank's outputs on the values of `example`, and the contents of its inputs afterwards."""
     model, batch = example(**sizes)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
     return run_on(program, ctx, values)
@@ -90,12 +90,12 @@ def run(program: ir.Program, ctx: ir.Context, **sizes) -> list[tuple[Tensor, ...
 
 @functools.cache
 def plain(mesh: tuple[tuple[str, int], ...] = ()) -> list[tuple[Tensor, ...]]:
-    """What the joint program gives before any further pass."""
+    """Return the outputs of the joint program before any further pass."""
     return run(*joint(mesh))
 
 
 def run_on(program: ir.Program, ctx: ir.Context, values: dict[str, Tensor]) -> list[tuple[Tensor, ...]]:
-    """Every rank's outputs on full values by input name (others are 0.5), and what its inputs hold afterwards."""
+    """Return every rank's outputs on full values by input name (others are 0.5), and its inputs afterwards."""
     program, _ = Collectives()(program, ctx)
     nodes = program.placeholders()
 
@@ -120,7 +120,7 @@ class Tiny:
         self.inputs: list[ir.Input] = []
 
     def input(self, name: str, spec: Spec, kind: ir.InputKind = "parameter") -> fx.Node:
-        """A placeholder of fp32."""
+        """Add a placeholder of fp32."""
         node = self.graph.placeholder(name)
         with self.ctx.fake_mode:
             ir.set_value(node, torch.empty(spec.local_shape(self.mesh), device=self.device))
@@ -128,7 +128,7 @@ class Tiny:
         return node
 
     def call(self, target: Any, *args: Any, phase: str = "forward", module: str = "", **kwargs: Any) -> fx.Node:
-        """An operator of a phase and a module, whose outermost number is that of its layer."""
+        """Add an operator of a phase and a module, whose outermost number is that of its layer."""
         node = self.graph.create_node("call_function", target, args, kwargs, op_name(target).split(".")[0])
         values, named = fx.map_arg((args, kwargs), ir.value)
         with self.ctx.fake_mode:
@@ -138,7 +138,7 @@ class Tiny:
         return node
 
     def program(self, *results: fx.Node) -> ir.Program:
-        """The program that returns the results as gradients."""
+        """Return the program that returns the results as gradients."""
         self.graph.output(tuple(results))
         outputs = tuple(ir.Output(n.name, "gradient", Spec.whole(tuple(ir.example(n).shape))) for n in results)
         module = fx.GraphModule(nn.Module(), self.graph)
@@ -146,22 +146,22 @@ class Tiny:
 
 
 def count(program: ir.Program, op, phase: str) -> int:
-    """How many nodes of a phase call an operator."""
+    """Return the number of nodes of a phase that call an operator."""
     return sum(node.target is op and ir.phase(node) == phase for node in program.calls())
 
 
 def equal(a: list[tuple[Tensor, ...]], b: list[tuple[Tensor, ...]]) -> bool:
-    """Whether all ranks' outputs agree bit for bit."""
+    """Return True if all ranks' outputs agree bit for bit."""
     return all(torch.equal(x, y) for xs, ys in zip(a, b, strict=True) for x, y in zip(xs, ys, strict=True))
 
 
 def alike(a: list[tuple[Tensor, ...]], b: list[tuple[Tensor, ...]], tolerance: float = 1e-5) -> bool:
-    """Whether all ranks' outputs agree but for rounding."""
+    """Return True if all ranks' outputs agree up to rounding."""
     pairs = [pair for xs, ys in zip(a, b, strict=True) for pair in zip(xs, ys, strict=True)]
     return all(torch.allclose(x, y, atol=tolerance, rtol=tolerance) for x, y in pairs)
 
 
 def body(program: ir.Program) -> str:
-    """The program's operators, a line each, without values and origins."""
+    """Return the program's operators, a line each, without values and origins."""
     lines = print_program(program).partition("# nodes:")[2].splitlines()[1:]
     return "\n".join(line.split(" :")[0] for line in lines)

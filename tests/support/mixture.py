@@ -1,4 +1,4 @@
-"""A small mixture of experts whose rows are sorted by expert, as models write it in different ways."""
+"""A small mixture of experts with tokens sorted by expert, in the ways in which models write it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH, INNER, TOP = 6, 5, 2
 
 
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`F.grouped_mm` where it is captured; a loop of products on one device, where it takes no fp64."""
+    """Return `F.grouped_mm` under capture; a loop of matmuls on one device, because it does not support fp64."""
     return (F.grouped_mm if torch.compiler.is_exporting() else sliced_products)(rows, weight, offs=ends)
 
 
@@ -22,7 +22,7 @@ def by_histogram(ids: Tensor, experts: int) -> Tensor:
 
 
 def in_pairs(ids: Tensor, experts: int) -> Tensor:
-    """Bins of two experts each: as many as there are experts, half of them empty."""
+    """Return counts in bins of two experts each: as many bins as experts, half of them empty."""
     return torch.histc(ids.double(), bins=experts, min=0, max=2 * experts - 1)
 
 
@@ -51,12 +51,12 @@ BACK = {"inverse": inverse_put, "argsort": inverse_sorted, "put": rows_put}
 
 
 def of_the_unsorted(ids: Tensor, experts: int) -> Tensor:
-    """Which of the experts each slot chose, [slots, experts]."""
+    """Return a mask of the expert that each slot chose, [slots, experts]."""
     return ids[:, None] == torch.arange(experts)
 
 
 class Mixture(nn.Module):
-    """Rows of B sequences of T tokens through the TOP of E experts that a router chooses, and back."""
+    """B sequences of T tokens through the TOP of E experts that a router chooses, and back."""
 
     def __init__(self, experts: int = 6, biases: bool = False, counts: str = "histogram", back: str = "inverse",
                  between: nn.Module | None = None, favoured: int | None = None):
@@ -65,7 +65,7 @@ class Mixture(nn.Module):
         self.first, self.last = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
         self.norm = nn.LayerNorm(WIDTH)
         self.router = nn.Linear(WIDTH, experts)
-        self.router.weight.data *= 4  # so that tokens differ in what they choose, and all experts are chosen
+        self.router.weight.data *= 4  # so that tokens choose differently, and all experts are chosen
         self.up = nn.Parameter(torch.randn(experts, 2 * INNER, WIDTH) / 2)
         self.down = nn.Parameter(torch.randn(experts, INNER, WIDTH) / 2)
         self.bias = nn.Parameter(torch.randn(experts, WIDTH)) if biases else None
@@ -77,7 +77,7 @@ class Mixture(nn.Module):
         return self.last(x + self.experts(self.norm(x).flatten(0, 1)).view_as(x))
 
     def experts(self, x: Tensor) -> Tensor:
-        """[N, WIDTH] of N tokens."""
+        """Return [N, WIDTH] for N tokens."""
         weights, ids = self.at("scores", self.router(x)).softmax(-1).topk(TOP)
         weights, ids = self.at("chosen", self.weigh(weights, ids)), ids.reshape(-1)
         share = of_the_unsorted(ids, self.up.shape[0]).double().mean(0).to(x.dtype)  # as for an auxiliary loss
@@ -91,7 +91,7 @@ class Mixture(nn.Module):
         return self.back(rows, perm).view(-1, TOP, WIDTH).sum(1) * (1 + share[0])
 
     def at(self, place: str, x: Tensor) -> Tensor:
-        """What stands at a place."""
+        """Return the value at a hook point."""
         return x
 
     def weigh(self, weights: Tensor, ids: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Mixture(nn.Module):
 
 
 class Dropping(Mixture):
-    """What a mixture is that finds no room for rows beyond the first so many from a source to an owner."""
+    """A mixture without room for tokens beyond the first few from a source to an owner."""
 
     def __init__(self, sources: int, owners: int, capacity: int, **changes):
         super().__init__(**changes)
@@ -118,13 +118,13 @@ class Dropping(Mixture):
 
 
 def mixture(**changes) -> Mixture:
-    """The same weights at each call."""
+    """Return a mixture with the same weights at each call."""
     torch.manual_seed(0)
     return Mixture(**changes).double()
 
 
 def sequences(rows: int = 4, length: int = 6) -> list[Batch]:
-    """Three batches for a mixture."""
+    """Return three batches for a mixture."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"x": (rows, length, 3), "y": (rows, length, 2)}
     return [{k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()} for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Run folders of a small net on four ranks, and a timeline, for tests of what shows them."""
+"""Run folders of a small net on four ranks, and a timeline, for tests of the tools that show them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loss(model, batch):
 
 
 def write_run(folder: Path, **passes) -> Path:
-    """The run folder of a small net on four ranks, all in this process."""
+    """Write the run folder of a small net on four ranks, all in this process."""
     torch.manual_seed(0)
     plan = {"layers.*.up.weight": {"tp": 0}, "layers.*.down.weight": {"tp": 1}}
     step = ct.compile_step(Net(), loss, {"x": torch.randn(6, 5, 12)}, mesh=MESH, ranks="lockstep", optim={"name": "adamw"},

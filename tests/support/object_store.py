@@ -1,4 +1,4 @@
-"""An S3 server on the loopback, moto's, whose objects outlive it: it may be stopped and started again."""
+"""An S3 server (moto) on the loopback interface, whose objects survive a restart of the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUCKET = "s3://bucket"
 
 
 class Store:
-    """A server with one bucket, and what a client needs to know to reach it, as variables of the environment."""
+    """A server with one bucket, and the environment variables that a client needs to reach it."""
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -36,7 +36,7 @@ class Store:
         self.server.stop()
 
     def put(self, folder: Path, name: str) -> str:
-        """Copy a file, or a folder with what is below, to a name in the bucket; its url."""
+        """Copy a file or a folder to a name in the bucket; return its url."""
         files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
         for file in files:
             below = "" if file == folder else f"/{file.relative_to(folder)}"
@@ -44,7 +44,7 @@ class Store:
         return f"{BUCKET}/{name}"
 
     def names(self, below: str = "") -> set[str]:
-        """What is in the bucket, below a name."""
+        """Return the names in the bucket below a name."""
         fs = fsspec.filesystem("s3")
         fs.invalidate_cache()
         return {path.removeprefix("bucket/") for path in fs.find(f"bucket/{below}")}
@@ -52,12 +52,12 @@ class Store:
 
 @contextmanager
 def served() -> Iterator[Store]:
-    """A store that this process and those that it starts reach."""
+    """Yield a store that this process and its children reach."""
     with pytest.MonkeyPatch.context() as patch:
         found = Store()
         for name, value in found.env.items():
             patch.setenv(name, value)
-        urlopen(Request(f"{found.env['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST")).close()  # objects outlive a server
+        urlopen(Request(f"{found.env['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST")).close()  # objects survive the server
         fsspec.filesystem("s3").mkdir("bucket")
         yield found
         found.stop()

@@ -1,4 +1,4 @@
-"""What plain PyTorch makes of a model, and small models on which to compare it with compiled steps."""
+"""Training by plain PyTorch, and small models to compare it with compiled steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADAMW = {"name": "adamw", "betas": (0.8, 0.9), "weight_decay": 0.1, "max_norm": 
 
 
 def llama(n_layers: int = 1, dtype: torch.dtype = torch.float64, **changes: Any) -> Llama:
-    """A Llama whose feed-forward and vocabulary divide by nothing; the same weights at each call."""
+    """Return a Llama whose feed-forward and vocabulary are divisible by nothing; the same weights at each call."""
     torch.manual_seed(0)
     sizes = {"dim": 24, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 37, "vocab_size": VOCAB}
     cfg = ModelConfig(n_layers=n_layers, **{**sizes, **changes})
@@ -32,13 +32,13 @@ def llama(n_layers: int = 1, dtype: torch.dtype = torch.float64, **changes: Any)
 
 
 def llama_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy in the model's own dtype."""
+    """Return the mean cross-entropy in the model's own dtype."""
     logits = model(batch["tokens"], batch["positions"])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
 
 def batches(n: int = len(LRS), rows: int = 5) -> list[Batch]:
-    """Batches in which some labels are ignored, in different number in each row."""
+    """Return batches with ignored labels, a different number of them in each sequence."""
     generator = torch.Generator().manual_seed(1)
     positions = torch.arange(SEQ_LEN).expand(rows, SEQ_LEN).contiguous()
 
@@ -51,7 +51,7 @@ def batches(n: int = len(LRS), rows: int = 5) -> list[Batch]:
 
 
 class Perceptron(nn.Module):
-    """Layers with biases, one parameter with a single entry, one that takes no part, and a frozen one."""
+    """Layers with biases, a parameter with a single entry, an unused one, and a frozen one."""
 
     def __init__(self, between: nn.Module):
         super().__init__()
@@ -64,18 +64,18 @@ class Perceptron(nn.Module):
 
 
 def perceptron(between: nn.Module | None = None, dtype: torch.dtype = torch.float64) -> Perceptron:
-    """The same weights at each call; `between` stands between its layers."""
+    """Return a perceptron with the same weights at each call; `between` stands between its layers."""
     torch.manual_seed(0)
     return Perceptron(between or nn.Identity()).to(dtype)
 
 
 def squared_error(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over rows and features."""
+    """Return the mean over samples and features."""
     return F.mse_loss(model(batch["x"]), batch["y"])
 
 
 def points(rows: int = 5, dtype: torch.dtype = torch.float64) -> list[Batch]:
-    """Batches for a perceptron."""
+    """Return batches for a perceptron."""
     generator = torch.Generator().manual_seed(2)
     shapes = {"x": (rows, 5), "y": (rows, 3)}
     return [{k: torch.randn(s, generator=generator, dtype=dtype) for k, s in shapes.items()} for _ in range(3)]
@@ -85,7 +85,7 @@ NO_DECAY = {"name": "adamw", "max_norm": 0.5}  # PyTorch does not decay a parame
 
 
 def optimizer_of(model: nn.Module, name: str, betas=(0.9, 0.999), momentum=0.0, weight_decay=0.0, **_) -> Any:
-    """PyTorch's optimizer of the same options."""
+    """Return PyTorch's optimizer of the same options."""
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), momentum=momentum, weight_decay=weight_decay)
     return torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=weight_decay)
@@ -93,7 +93,7 @@ def optimizer_of(model: nn.Module, name: str, betas=(0.9, 0.999), momentum=0.0, 
 
 def train_plainly(model: nn.Module, loss_fn: LossFn, data: Sequence[Batch], optim: Mapping[str, Any] = ADAMW,
                   microbatches: int = 1) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics of each step and the final parameters and buffers, by eager PyTorch on one device.
+    """Return metrics of each step and the final parameters and buffers, by eager PyTorch on one device.
 
     The loss of a microbatch counts by its labels, if it has any.
     """
@@ -116,19 +116,19 @@ def train_plainly(model: nn.Module, loss_fn: LossFn, data: Sequence[Batch], opti
 
 def compile_lockstep(model: nn.Module, loss_fn: LossFn, batch: Batch, mesh: Mapping[str, int],
                      optim: Mapping[str, Any] = ADAMW, evaluate: bool = False, **options: Any) -> ct.Step:
-    """The step of all ranks in this process, for training alone unless it is to `evaluate`."""
+    """Return the step of all ranks in this process, only for training unless `evaluate` is set."""
     options |= {"mesh": mesh, "optim": optim, "evaluate": evaluate, "ranks": "lockstep"}
     return ct.compile_step(model, loss_fn, batch, **options)
 
 
 def train_step(step: ct.Step, data: Sequence[Batch]) -> list[dict[str, float]]:
-    """Metrics of each step."""
+    """Return the metrics of each step."""
     return [step(batch, lr) for batch, lr in zip(data, LRS, strict=True)]
 
 
 def trained_alike(model: nn.Module, loss_fn: LossFn, data: Sequence[Batch], mesh: Mapping[str, int],
                   optim: Mapping[str, Any] = ADAMW, microbatches: int = 1, **options: Any) -> ct.Step:
-    """The step, after its updates were found to be those of eager PyTorch; for models in fp64."""
+    """Return the step, after checking its updates against eager PyTorch; for models in fp64."""
     metrics, state = train_plainly(model, loss_fn, data, optim, microbatches)
     step = compile_lockstep(model, loss_fn, data[0], mesh, optim, microbatches=microbatches, **options)
     for found, wanted in zip(train_step(step, data), metrics, strict=True):
@@ -138,7 +138,7 @@ def trained_alike(model: nn.Module, loss_fn: LossFn, data: Sequence[Batch], mesh
 
 
 def assert_same(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float) -> None:
-    """Every entry is there and equal to `tolerance`, absolutely and relatively."""
+    """Assert that every entry exists and is equal to `tolerance`, absolutely and relatively."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         ours, theirs = torch.as_tensor(found[name]), torch.as_tensor(value)

@@ -11,7 +11,7 @@ SIZE = 21
 
 
 class Packed(nn.Module):
-    """Tokens of packed documents, learned positions in the row or none, one attention within documents or causal."""
+    """Tokens of packed documents, with or without learned positions, one attention within documents or causal."""
 
     def __init__(self, causal: bool, learned: bool):
         super().__init__()
@@ -30,18 +30,18 @@ class Packed(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     return F.cross_entropy(model(batch["tokens"], batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
 def packed(causal: bool = False, learned: bool = True) -> Packed:
-    """The same weights at each call."""
+    """Return a model with the same weights at each call."""
     torch.manual_seed(0)
     return Packed(causal, learned)
 
 
 def batches(rows: int = 4) -> list[dict[str, Tensor]]:
-    """Each with documents of its own."""
+    """Return batches, each with different documents."""
     generator = torch.Generator().manual_seed(3)
 
     def one(number: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Requests and pipelines of a tiny model, for tests of which programs and passes options ask for."""
+"""Requests and pipelines of a tiny model, for tests of the programs and passes that options request."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""CUDA graphs that are not there, as the worst that they may be: a replay spoils whatever lies in memory of its own.
+"""Simulated CUDA graphs in the worst case: a replay overwrites all memory of its own pool.
 
-A recording may use what its pool had free when it was made. There lies what was recorded later.
+A recording may use the memory that was free in its pool when it was made. Later recordings lie there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from passes.lower.cudagraphs import Replayed
 
 
 class PlayedGraph:
-    """Replays what was recorded into the same results, by running it again."""
+    """A graph that replays its recording into the same results, by running it again."""
 
     part: Replayed
     later: list[Replayed]  # of its pool
@@ -35,12 +35,12 @@ class PlayedGraph:
             result.copy_(value)
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a played graph has no resources."""
 
 
 @contextlib.contextmanager
 def played_cuda() -> Iterator[list[str]]:
-    """While on, recordings are played; yields what was done, `record` and `wait`."""
+    """Simulate recordings; yield the list of events, `record` and `wait`."""
     done, pools, now = list[str](), defaultdict[Any, list[PlayedGraph]](list), list[Replayed]()
     handles, record = itertools.count(), Replayed.record
 
@@ -58,7 +58,7 @@ def played_cuda() -> Iterator[list[str]]:
         for before in pools[pool]:
             before.later.append(part)
         pools[pool].append(graph)
-        for i, value in kept.items():  # what is recorded computes nothing
+        for i, value in kept.items():  # recording computes nothing
             part.values[i].copy_(value)
 
     class Stream:

@@ -1,4 +1,4 @@
-"""Programs whose text tests read."""
+"""Programs for tests that read their text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ F32 = torch.float32
 
 
 def linear_program() -> tuple[Small, ir.Program]:
-    """A sharded weight gathered for a linear layer over a sharded batch of 3 rows, and its sum."""
+    """Return a sharded weight gathered for a linear layer over a sharded batch of 3 rows, and its sum."""
     small = Small(dp_shard=2)
     w = small.input("wq.weight", cut((8, 4), dp_shard=0), dtype=F32)
     x = small.input("x", cut((3, 4), dp_shard=0), "batch", F32)
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 def joint(mesh: dict[str, int]) -> ir.Program:
-    """The joint program of a small net, captured afresh."""
+    """Return the joint program of a small net, captured again at each call."""
     program, ctx = capture(Net(), lambda m, b: m(b["x"]).square().mean(), {"x": torch.randn(5, 5)}, torch.device("cpu"))
     program = replace(program, mesh=Mesh.of(mesh))
     for rewrite in (Normalize(), Place({"layers.*.weight": {"tp": 0}}), Shard(), Joint()):

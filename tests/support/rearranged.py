@@ -1,4 +1,4 @@
-"""A model in which a table, looked up by a buffer, is rearranged before it meets what tensor parallelism shards."""
+"""A model that looks up a table by a buffer and rearranges it before it meets tensors sharded by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Rearranged(nn.Module):
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean square."""
+    """Return the mean square."""
     return model(batch["x"]).square().mean()
 
 
 def example(form: str, rows: str) -> tuple[Rearranged, dict[str, Tensor]]:
-    """The model and a batch, always the same, fp64."""
+    """Return the model and a batch, always the same, fp64."""
     torch.manual_seed(0)
     model = Rearranged(form, rows).double()
     return model, {"x": torch.randn(4, 4, 5, dtype=torch.float64)}

@@ -1,4 +1,4 @@
-"""One call or more of every operator in the rule table: dims of 8 and 7, so even and uneven over 2, 3 and 4 ranks."""
+"""One call or more of every operator in the rule table: dims of 8 and 7, even and uneven over 2, 3 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _generator = torch.Generator().manual_seed(1)
 
 
 def real(*shape: int) -> Tensor:
-    """Standard normal, fp64."""
+    """Return standard normal numbers, fp64."""
     return torch.randn(shape, generator=_generator, dtype=torch.float64)
 
 
 def unit(*shape: int) -> Tensor:
-    """Within (0.1, 0.9): inside the domain of every function here."""
+    """Return numbers within (0.1, 0.9), which is inside the domain of every function here."""
     return torch.rand(shape, generator=_generator, dtype=torch.float64) * 0.8 + 0.1
 
 
 def whole(high: int, *shape: int, low: int = 0) -> Tensor:
-    """Integers of [low, high)."""
+    """Return integers in [low, high)."""
     return torch.randint(low, high, shape, generator=_generator)
 
 
 def truth(*shape: int) -> Tensor:
-    """Booleans."""
+    """Return random booleans."""
     return torch.rand(shape, generator=_generator) > 0.5
 
 
@@ -44,12 +44,12 @@ TIED = (whole(3, 8, 7)).double()  # maxima that several ranks share
 
 
 def call(name: str, overload: str = "default") -> Callable[..., Any]:
-    """The ATen operator."""
+    """Return an ATen operator."""
     return getattr(getattr(aten, name), overload)
 
 
 def scaled(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T of small integers, exact in float8, with a scale a row of each."""
+    """Return a b^T of small integers, exact in float8, with a scale for each row of both."""
     needs_scales_by_row()
     rows, cols = (torch.arange(1, n + 1, dtype=torch.float32) for n in (a.shape[0], b.shape[0]))
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
@@ -57,43 +57,43 @@ def scaled(a: Tensor, b: Tensor) -> Tensor:
 
 
 def unary(names: str, x: Tensor) -> dict[str, list[Case]]:
-    """Functions of one tensor."""
+    """Return cases of functions of one tensor."""
     return {name: [(call(name), (x,))] for name in names.split()}
 
 
 def binary(names: str, overload: str, x: Tensor, y: Tensor) -> dict[str, list[Case]]:
-    """Functions of two tensors: of one shape, and the second broadcast either way."""
+    """Return cases of functions of two tensors: of one shape, and with the second broadcast either way."""
     return {name: [(call(name, overload), (x, other)) for other in (y, y[0], y[:, :1])] for name in names.split()}
 
 
 def compared(names: str) -> dict[str, list[Case]]:
-    """Comparisons, with a tensor and with a number."""
+    """Return cases of comparisons with a tensor and with a number."""
     table = binary(names, "Tensor", N, M)
     return {name: [*cases, (bound(call(name, "Scalar"), 4), (N,))] for name, cases in table.items()}
 
 
 def bound(op: Callable[..., Any], *more: Any, **options: Any) -> Callable[..., Any]:
-    """The operator as a function of its tensors, the rest of its arguments given."""
+    """Return the operator as a function of its tensors, with its other arguments bound."""
     return lambda *operands: op(*operands, *more, **options)
 
 
 def along(op: Callable[..., Any], *operands: Tensor, **options: Any) -> list[Case]:
-    """An operator along the first and the last dim."""
+    """Return cases of an operator along the first and the last dim."""
     return [(bound(op, d, **options), operands) for d in (0, -1)]
 
 
 def folded(op: Callable[..., Any], x: Tensor = X, **options: Any) -> list[Case]:
-    """A fold of each dim, kept and not, and of both."""
+    """Return cases of a reduction of each dim, kept and not, and of both."""
     return [(bound(op, d, keepdim=k, **options), (x,)) for d, k in zip(([0], [-1], [0, 1]), (False, True, False))]
 
 
 def attend(**options: Any) -> Callable[..., Tensor]:
-    """SDPA of q, k, v and perhaps a mask."""
+    """Return SDPA as a function of q, k, v and an optional mask."""
     return lambda q, k, v, *mask: F.scaled_dot_product_attention(q, k, v, *mask, **options)
 
 
 def heads(batch: int, n: int, kv: int, t: int = 7, width: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """q[b, n, t, e], k and v [b, kv, t, e]."""
+    """Return q [b, n, t, e], k and v [b, kv, t, e]."""
     return real(batch, n, t, width), real(batch, kv, t, width), real(batch, kv, t, width)
 
 
@@ -225,29 +225,29 @@ LINE, IMAGE, VOLUME = real(3, 4, 9), real(3, 4, 8, 7), real(2, 4, 6, 5, 4)
 
 
 def convolved(transposed: bool = False, groups: int = 1, **options: Any) -> Callable[..., Tensor]:
-    """A convolution of as many dims as its weight has."""
+    """Return a convolution with the dims of its weight."""
     return lambda x, w, *bias: getattr(F, f"conv{'_transpose' * transposed}{w.dim() - 2}d")(x, w, *bias, groups=groups, **options)
 
 
 def with_places(pool: Callable[..., Any], size: int, x: Tensor) -> list[Case]:
-    """Largest entries of windows and where they are, by a pool of as many dims as are given."""
+    """Return cases of pooling that also returns the places of maxima."""
     return [(lambda x: pool(x, size, return_indices=True), (x,))]
 
 
 def unpooled(pool: Callable[..., Any], unpool: Callable[..., Tensor], x: Tensor) -> list[Case]:
-    """The largest entries of windows, back in their places."""
+    """Return cases of unpooling maxima into their places."""
     places = pool(x, 2, return_indices=True)[1]
     return [(lambda y, i: unpool(y, i, 2, output_size=x.shape[2:]), (unit(*places.shape), places))]
 
 
 def resized(modes: str, x: Tensor, **options: Any) -> list[Case]:
-    """An image made larger by a factor, and brought to a size."""
+    """Return cases of an image scaled by a factor, and to a size."""
     return [(bound(F.interpolate, mode=mode, **how, **options), (x,)) for mode in modes.split()
             for how in ({"scale_factor": 2.0}, {"size": [5, 6, 3][: x.dim() - 2]})]
 
 
 def bordered(mode: str, x: Tensor) -> list[Case]:
-    """An image with a border around it."""
+    """Return cases of an image with a border around it."""
     return [(bound(F.pad, [1, 2, 0, 1, 2, 1][: 2 * (x.dim() - 2)], mode), (x,))]
 
 
@@ -353,7 +353,7 @@ VIEWS: dict[str, list[Case]] = {
 
 
 def over_time(op: Callable[..., Any], gates: int, states: int, rows_first: bool = False) -> list[Case]:
-    """A recurrent network of one layer over 2 steps of 7 rows of 2 numbers, its states given, without biases."""
+    """Return a one-layer recurrent network over 2 steps of 7 sequences of 2 features, states given, without biases."""
 
     def run(x: Tensor, *rest: Tensor) -> Any:
         state = rest[:states] if states > 1 else rest[0]

@@ -30,7 +30,7 @@ from passes.sharding.normalize import Normalize
 from passes.sharding.shard import Shard
 
 TOLERANCE = 1e-12  # relative to the largest entry
-GARBAGE = -3.7  # what padding of unknown content holds: bad for logarithms, roots and maxima
+GARBAGE = -3.7  # the value of undefined padding: invalid for logarithms and roots, wrong for maxima
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Function:
 
 
 def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weights: Sequence[int] = ()) -> Function:
-    """Trace `fn` over the tensors; those numbered in `weights` are used as weights, the others as activations."""
+    """Trace `fn` over the tensors; tensors numbered in `weights` are weights, the others activations."""
     generator = torch.Generator().manual_seed(0)
     tensors = [t.detach() for t in tensors]
     leaves = [t.clone().requires_grad_(_floating(t)) for t in tensors]
@@ -90,7 +90,7 @@ def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weigh
 
 
 def on(mesh: Mesh, function: Function, order: Order = PLAIN) -> Function:
-    """The function on another mesh, which holds a sequence in an order: what was captured does not depend on it."""
+    """Return the function on another mesh, with its order of sequences; the capture does not depend on it."""
     return replace(function, program=replace(function.program, mesh=mesh), order=order)
 
 
@@ -99,7 +99,7 @@ def _leaves(outputs: Any) -> list[Tensor]:
 
 
 class NotPlain(Exception):
-    """A function that the harness cannot trace into a functional graph of its arguments alone."""
+    """The error for a function that the harness cannot trace into a functional graph of its arguments."""
 
 
 def _check_certain(program: ir.Program) -> None:
@@ -130,15 +130,15 @@ def _gradients(leaves: Sequence[Tensor], expected: Sequence[Tensor], has_loss: b
     if not has_loss or not wanted or not expected[0].requires_grad:
         return tuple(torch.zeros_like(v) for v in wanted) if has_loss else ()
     found = torch.autograd.grad(expected[0], wanted, allow_unused=True)
-    return tuple(g for g in found if g is not None)  # what takes no part has none
+    return tuple(g for g in found if g is not None)  # unused inputs have none
 
 
 def check(function: Function, specs: Mapping[int, Spec], tolerance: float = TOLERANCE,
           sequence_parallel: bool = True, context: str = "auto", gradients: bool = True) -> ir.Report:
-    """Run with the numbered tensors placed as given; raises AssertionError naming what differs. The shard report.
+    """Run with the numbered tensors placed as given; raise AssertionError naming a difference. Return the shard report.
 
-    Without `gradients` each operator is as the rule placed it, and what it says of padding is checked; tracing the
-    gradients replaces some by others.
+    Without `gradients` each operator is as the rule placed it, and its statements on padding are checked; tracing the
+    gradients replaces some operators.
     """
     program, ctx = function.program, function.ctx
     inputs = tuple(replace(given, spec=specs.get(i - 1, given.spec).ordered(function.order))
@@ -171,10 +171,10 @@ def compare(what: str, got: Tensor, want: Tensor, tolerance: float = TOLERANCE) 
 
 
 class Checked(Lockstep):
-    """The simulator, which also checks what each forward node's placement claims of its value."""
+    """The simulator, which also checks the claims of each forward node's placement about its value."""
 
     def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
-        """One operator on all ranks, results checked."""
+        """Run one operator on all ranks and check its results."""
         results = super().step(node, env)
         spec = ir.spec(node)
         if spec is None or "empty" in node.name or not isinstance(results[0], Tensor):
@@ -198,7 +198,7 @@ class Checked(Lockstep):
 
 def _check_padding(what: str, local: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int],
                    infinite: bool = False) -> None:
-    """Padding holds what its placement says, and is finite unless the true entries are `infinite` too."""
+    """Assert that padding has the value of its placement, and is finite unless the true entries are `infinite`."""
     if not spec.padded(mesh):
         return
     padding = local[~valid(spec, mesh, place)]
@@ -209,7 +209,7 @@ def _check_padding(what: str, local: Tensor, spec: Spec, mesh: Mesh, place: dict
 
 
 def valid(spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
-    """Which entries of the rank's local tensor are not padding."""
+    """Return a mask of the entries of the rank's local tensor that are not padding."""
     mask = torch.zeros(spec.local_shape(mesh), dtype=torch.bool)
     for box in boxes(spec, mesh, place):
         box.of_local(mask).fill_(True)
@@ -227,12 +227,12 @@ def _local_inputs(program: ir.Program, full: Mapping[str, Tensor]) -> list[list[
 
 
 def hops(program: ir.Program, full: Mapping[str, Tensor]) -> Tensor:
-    """Those of the rings of a program."""
+    """Return the hops of the rings of a program."""
     return torch.cat([hops_of(ranks_that_meet(*pair, program.mesh, program.order)) for pair in bounds_in(program.bounds, full)])
 
 
 def _local(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
-    """A rank's share: unknown padding holds garbage, and the terms of a partial sum differ by rank."""
+    """Return a rank's share: undefined padding has garbage, and the terms of a partial sum differ by rank."""
     terms = full
     for axis in spec.partial_axes:
         terms = terms * (place[axis] + 0.25) / sum(k + 0.25 for k in range(mesh[axis]))
@@ -246,7 +246,7 @@ def _local(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tenso
 
 
 def sharded(shape: Sequence[int], dim: int | None, axis: str = "tp", fill: float | None = 0.0) -> Spec:
-    """A placement with one dim sharded on one axis (None: a whole copy)."""
+    """Return a placement with one dim sharded on one axis (None: a full copy)."""
     spec = replace(Spec.whole(tuple(shape)), fill=fill)
     if dim is None:
         return spec

@@ -1,4 +1,4 @@
-"""Runs of a few steps, most of them around a step that is not compiled."""
+"""Runs of a few steps, most of them with a step that is not compiled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TIMES = ("tokens_per_s", "step_ms", "tflops", "data_ms", "peak_mem_bytes", *RANK
 
 
 def options(folder, steps=6, **changes):
-    """A tiny run into `folder`, evaluated every 4 steps, with a checkpoint every 2."""
+    """Return a tiny run into `folder`, evaluated every 4 steps, with a checkpoint every 2."""
     return replace(
         Config(
             model=MODEL,
@@ -93,7 +93,7 @@ def timeless(records):
 
 @contextmanager
 def no_file_above(most_bytes):
-    """Let every write fail that makes a file larger, as on a disk that is full."""
+    """Let every write fail that makes a file larger than `most_bytes`, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
     try:

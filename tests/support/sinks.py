@@ -1,4 +1,4 @@
-"""Causal attention with a learned sink a head, beside keys: an operator that no pass has heard of, told by its record."""
+"""Causal attention with a learned sink for each head: an operator unknown to all passes, described by its record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from passes.program.layout import entries
 
 
 def weights_of(q: Tensor, k: Tensor, sink: Tensor, places: Tensor | None) -> Tensor:
-    """What queries at `places` take of each key; what the sink takes is lost."""
+    """Return the attention weights of queries at `places`; the sink's share is dropped."""
     row = torch.arange(q.shape[2], device=q.device) if places is None else places
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(row[:, None] < torch.arange(k.shape[2], device=q.device), -torch.inf)
@@ -76,7 +76,7 @@ def local(builder, node, operands, runs):
 
 
 def gathered(builder, node, operands, specs, runs):
-    """Keys and values gathered, and where the rank's queries stand among them."""
+    """Return gathered keys and values, and the positions of the rank's queries among them."""
     q, k, v, sink = operands
     factor, at = specs[0].dims[-2][0], builder.at(specs[0].dims[-2][0])
     device = ir.example(q).device

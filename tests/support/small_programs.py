@@ -1,4 +1,4 @@
-"""Programs written node by node, for tests of what reads, runs and checks programs."""
+"""Programs written node by node, for tests of code that reads, runs and checks programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from passes.sharding.partition import GraphBuilder
 
 
 class Small:
-    """A local program under construction; what a node computes is worked out on fake tensors."""
+    """A local program under construction; values of nodes are computed on fake tensors."""
 
     def __init__(self, **mesh: int):
         self.mesh, self.ctx = Mesh.of(mesh), ir.Context(FakeTensorMode())
@@ -27,25 +27,25 @@ class Small:
 
     def input(self, name: str, spec: Spec, kind: ir.InputKind = "parameter",
               dtype: torch.dtype = torch.float64) -> fx.Node:
-        """A placeholder of the spec's local shape."""
+        """Add a placeholder of the spec's local shape."""
         with self.ctx.fake_mode:
             val = torch.empty(spec.local_shape(self.mesh), dtype=dtype)
         self.inputs.append(ir.Input(name, kind, spec))
         return self.builder.placeholder(name.replace(".", "_"), val, spec)
 
     def axis_index(self, axis: str) -> fx.Node:
-        """The rank's coordinate on an axis."""
+        """Add the rank's coordinate on an axis."""
         return self.input(axis, Spec((), replicate=(axis,)), "coordinate", torch.int64)
 
     def call(self, target: Any, *args: Any, spec: Spec | None = None, phase: str = "forward", **kwargs: Any) -> fx.Node:
-        """An operator."""
+        """Add an operator."""
         node = self.builder.call(target, args, kwargs)
         ir.set_spec(node, spec)
         ir.update(node, phase=phase, layer=None)
         return node
 
     def program(self, outputs: Iterable[tuple[ir.OutputKind, str, fx.Node, Spec]], stage: Stage = Stage.LOCAL) -> ir.Program:
-        """The program of the given outputs."""
+        """Return the program of the given outputs."""
         outputs = list(outputs)
         self.builder.graph.output(tuple(node for _, _, node, _ in outputs))
         module = fx.GraphModule(nn.Module(), self.builder.graph)
@@ -54,11 +54,11 @@ class Small:
 
 
 def ordered(program: ir.Program, ctx: ir.Context) -> ir.Program:
-    """The program in its own order, in which `segment` takes it."""
+    """Return the program in its own order, as `segment` expects it."""
     return Overlap(prefetch=0)(program, ctx)[0]
 
 
 def cut(shape: Iterable[int], **dims: int) -> Spec:
-    """Whole but for the given axes, each on its dim: `cut((5, 3), tp=0)`."""
+    """Return a spec that shards each given axis on its dim: `cut((5, 3), tp=0)`."""
     axes = {d: tuple(a for a, at in dims.items() if at == d) for d in dims.values()}
     return Spec(tuple((Factor(n, axes.get(d, ())),) for d, n in enumerate(shape)), fill=0.0)

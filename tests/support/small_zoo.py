@@ -12,7 +12,7 @@ from tests.nightly.models.case import Case, Entry, batches, normal
 
 
 class Line(nn.Module):
-    """A linear layer; `scale` is made anew at each forward."""
+    """A linear layer that creates `scale` at each forward."""
 
     def __init__(self, grows: float = 0.0, width: int = 3):
         super().__init__()
@@ -43,7 +43,7 @@ def case(model):
 
 
 def rounded():
-    """A layer that computes in fp32."""
+    """Return a layer that computes in fp32."""
     model = Line()
     model.register_forward_pre_hook(lambda module, args: (args[0].float().double(),))
     return case(model)
@@ -56,7 +56,7 @@ def late():
 MODELS = [
     Entry("right", "torch", lambda: case(Line()), sequence=True),
     Entry("right_rounded", "torch", rounded),
-    Entry("wrong", "torch", lambda: case(Line(grows=1e-4))),  # what the step was compiled from stays as it was
+    Entry("wrong", "torch", lambda: case(Line(grows=1e-4))),  # the model that the step was compiled from stays unchanged
     Entry("refused", "torch", lambda: case(Branching())),
     Entry("crash", "torch", lambda: os._exit(7)),
     Entry("time-out", "torch", late),

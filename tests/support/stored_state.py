@@ -1,4 +1,4 @@
-"""State of many placements that is saved and loaded without a model, and checkpoints of it."""
+"""State of many placements, saved and loaded without a model, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeStep:
 
 
 def dim(*factors):
-    """`dim((5, "tp"), 3)`: five entries on tp, major to three."""
+    """Return the factors of a dim; `dim((5, "tp"), 3)` is five entries on tp, major to three."""
     return tuple(Factor(f[0], f[1:]) if isinstance(f, tuple) else Factor(f) for f in factors)
 
 
@@ -48,7 +48,7 @@ WHOLE = {name: Spec.whole(full.shape) for name, full in FULL.items()}
 
 
 def layout(sizes, matrix, fused, counts):
-    """(mesh, placements); what is not given is a copy on every rank."""
+    """Return (mesh, placements); tensors that are not given are copies on every rank."""
     like_matrix = ("model.matrix", "optim.exp_avg.matrix", "optim.exp_avg.codes", "optim.exp_avg.float8")
     specs = {name: Spec(matrix) for name in like_matrix} | {"model.counts": Spec((counts,))}
     return Mesh.of(sizes), {**WHOLE, **specs, "model.fused": Spec(fused), "model.turns": Spec(fused)}
@@ -73,7 +73,7 @@ LAYOUTS = {
 
 
 def build(name, fill=FULL, ranks=None):
-    """The layout's step on `ranks` (all by default), every value taken from `fill`, padding garbage."""
+    """Return the layout's step on `ranks` (all by default), with every value from `fill` and garbage in padding."""
     mesh, specs = LAYOUTS[name]
     ranks = tuple(range(mesh.world_size)) if ranks is None else ranks
     state = {}
@@ -84,12 +84,12 @@ def build(name, fill=FULL, ranks=None):
 
 
 def blank(name, ranks=None):
-    """The layout's step, everything garbage."""
+    """Return the layout's step with garbage everywhere."""
     return build(name, {key: torch.full(full.shape, 1.0).to(full.dtype) for key, full in FULL.items()}, ranks)
 
 
 def assert_same(found, expected):
-    """Every local tensor equal bit for bit, padding included."""
+    """Assert that every local tensor is equal bit for bit, padding included."""
     for key, (_, local) in expected.tensors().items():
         for rank, tensor in local.items():
             assert torch.equal(bits(found.tensors()[key][1][rank]), bits(tensor)), (key, rank)
@@ -100,13 +100,13 @@ def bits(tensor):
 
 
 def state_at(number, **changes):
-    """Where training stands after a step."""
+    """Return the training state after a step."""
     given = {"step": number, "tokens": 16 * number, "data": {"index": 4 * number}, "config": {"model": {"dim": 16}}}
     return checkpoint.TrainState(**given | changes)
 
 
 def saved(step, folder, number=3, keep=9):
-    """The path of a checkpoint of a step."""
+    """Save a checkpoint of a step and return its path."""
     with checkpoint.Saver(step, folder, CheckpointConfig(keep=keep)) as saver:
         saver.save(state_at(number))
     return folder / f"step_{number:08}"

@@ -1,4 +1,4 @@
-"""A model and losses as a user writes them in a file of their own: `model._target_=strangers.Reader`."""
+"""A model and losses as a user's own file defines them: `model._target_=strangers.Reader`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Reader(nn.Module):
-    """Reads tokens one after the other, through a buffer of decays and a tied head."""
+    """Reads tokens in sequence, through a buffer of decays and a tied head."""
 
     def __init__(self, width: int, vocabulary: int = 257, frozen: bool = False):
         super().__init__()
@@ -27,11 +27,11 @@ class Reader(nn.Module):
 
 
 def scaled(model: nn.Module, batch: dict[str, Tensor], by: float) -> Tensor:
-    """A loss with an argument."""
+    """Return a loss, scaled by an argument."""
     logits = model(batch["tokens"], batch["positions"])
     return by * nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
 
 def no_module() -> int:
-    """What makes no module."""
+    """Return an object that is no module."""
     return 3

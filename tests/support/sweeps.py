@@ -1,4 +1,4 @@
-"""Parametrized tests of which a few cases always run, and more with `make test-full`."""
+"""Parametrized tests with a few cases in every run, and more with `make test-full`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Pair = tuple[int, int, int, int]  # a list, the number of its value, another lis
 
 
 def quick(cases: Iterable[Any], *numbers: int) -> list[Any]:
-    """The cases, a tuple being several arguments; all but those numbered are marked `full`."""
+    """Return the cases (a tuple is several arguments); all but the numbered ones are marked `full`."""
     params = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*p, marks=() if i in numbers else pytest.mark.full) for i, p in enumerate(params)]
 
 
 def in_turn(*choices: Iterable[Any]) -> list[Any]:
-    """Combinations of the choices that meet each pair of values; those that meet each value once are not `full`.
+    """Return combinations of the choices that cover each pair of values; all but those for each value are `full`.
 
-    Of two lists these are all combinations, of four lists of 4, 7, 4 and 7 values 50 of 784: an error takes two values
-    to show far more often than three. Random trials (`tests/nightly/parity`) draw from all combinations.
+    For two lists these are all combinations, for four lists of 4, 7, 4 and 7 values 50 of 784: an error needs two
+    values far more often than three. Random trials (`tests/nightly/parity`) draw from all combinations.
     """
     lists = [list(choice) for choice in choices]
     rows = [tuple(i % len(values) for values in lists) for i in range(max(map(len, lists)))]
@@ -38,18 +38,18 @@ def in_turn(*choices: Iterable[Any]) -> list[Any]:
 
 
 def all_pairs(lists: Sequence[Sequence[Any]]) -> set[Pair]:
-    """The pairs of values of different lists."""
+    """Return the pairs of values of different lists."""
     numbers = [range(len(values)) for values in lists]
     return {(a, x, b, y) for a, b in combinations(range(len(lists)), 2) for x, y in product(numbers[a], numbers[b])}
 
 
 def pairs_of(row: Row) -> set[Pair]:
-    """The pairs that a combination meets."""
+    """Return the pairs that a combination covers."""
     return {(a, row[a], b, row[b]) for a, b in combinations(range(len(row)), 2)}
 
 
 def row_with(pair: Pair, lists: Sequence[Sequence[Any]], missing: set[Pair]) -> Row:
-    """A combination with a pair, whose other values meet as many missing pairs as can be, one list after another."""
+    """Return a combination with a pair; its other values greedily cover as many missing pairs as possible."""
     row = {pair[0]: pair[1], pair[2]: pair[3]}
 
     def met(at: int, value: int) -> int:

@@ -1,4 +1,4 @@
-"""Run folders for tests of what reads them: a small model compiled for all ranks in this process, and metrics."""
+"""Run folders for tests of code that reads them: a small model compiled for all ranks in this process, and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAN = {"up.weight": {"tp": 0}, "gate.weight": {"tp": 0}, "down.weight": {"tp": 
 
 
 class Gated(nn.Module):
-    """A norm, a gated product of two projections and one back: what tensor parallelism shards, in little."""
+    """A norm, a gated product of two projections and one back: a small version of what tensor parallelism shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Gated(nn.Module):
 
 
 def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean squared distance from what is wanted."""
+    """Return the mean squared distance from the expected values."""
     return (model(batch["tokens"]) - batch["wanted"]).square().mean()
 
 
 def case() -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model and a batch of three rows, in fp64."""
+    """Return the model and a batch of three sequences, in fp64."""
     torch.manual_seed(0)
     model = Gated().double()
     return model, {"tokens": torch.randint(0, VOCAB, (3, 4)), "wanted": torch.randn(3, 4, 6, dtype=torch.float64)}
@@ -51,7 +51,7 @@ def case() -> tuple[nn.Module, dict[str, Tensor]]:
 @functools.cache
 def run_folder(tp: int = 2, momentum: float = 0.0, param_dtype: str | None = None, seed: int = 0,
                max_norm: float | None = None) -> Path:
-    """A run of two data ranks and `tp` tensor ranks, with two steps of metrics; shared between tests."""
+    """Return a run of two data ranks and `tp` tensor ranks, with two steps of metrics; shared between tests."""
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     mesh = {"dp_shard": 2, "tp": tp}
     passes: dict[str, Any] = {"shard": {"plan": PLAN if tp > 1 else None}, "cast": {"param_dtype": param_dtype}}

@@ -1,4 +1,4 @@
-"""Passes applied by hand, with what the verifier reads of placements: a rewrite and its check in one."""
+"""Passes applied by hand, each with the verifier's check of placements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from passes.program import ir
 
 
 def apply(passes: Sequence[ir.Pass], program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-    """The program after the passes, and the report of the last; raises AssertionError with what is placed wrongly."""
+    """Return the program after the passes, and the last report; raise AssertionError with wrong placements."""
     report = ir.Report()
     for step in passes:
         before = program

@@ -1,11 +1,12 @@
-"""Our trainer against stock PyTorch on the same model, data and ranks: `python -m tools.bench --ranks 2 mesh.tp=2`.
+"""Benchmark our trainer and stock PyTorch on the same job: `python -m tools.bench --ranks 2 mesh.tp=2`.
 
-Each contender is a job of its own. It is started once with an empty cache (cold), once with what that left (warm), and
-stays; then steps are timed in turn, A B C A B C, all but one job asleep. What fails, or computes other losses than
-plain PyTorch on one rank, is a row with its error. Options are those of the trainer, the mesh among them.
+All contenders have the same model, data and ranks. Each is a separate job. It starts once with an empty cache (cold)
+and once with the filled cache (warm), and keeps running; then steps are timed in turn, A B C A B C, while the other
+jobs sleep. A contender that fails, or whose losses differ from plain PyTorch on one rank, is a row with its error.
+Options are those of the trainer, including the mesh.
 
-With `--once` each contender is started once, with an empty cache, and ends before the next begins: for models of which
-a device holds one.
+With `--once` each contender starts once, with an empty cache, and ends before the next begins: for models that fill a
+device.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ CONTENDERS = {
     "block": "stock, torch.compile of each block",
     "whole": "stock, torch.compile of the whole model",
 }
-REFERENCE = "eager"  # on one rank; its losses are the right ones
-TOLERANCE, IN_BF16, IN_FLOAT8 = 1e-3, 2e-2, 1e-1  # of losses
+REFERENCE = "eager"  # on one rank; its losses are the reference
+TOLERANCE, IN_BF16, IN_FLOAT8 = 1e-3, 2e-2, 1e-1  # absolute differences of losses
 MIB = 2**20
 OUTPUT = 6000  # characters of a failed contender's output that are printed
 HEADINGS = (
@@ -56,18 +57,18 @@ Found = dict[str, Any]
 
 
 def main() -> None:
-    """Run the benchmark; exits with 0 whatever contenders do, with 2 on bad input."""
+    """Run the benchmark; exit with 0 whatever contenders do, with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round, after one that is not")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round, after an untimed one")
     parser.add_argument("--threads", type=int, help="of a rank; by default its share of the cores")
     parser.add_argument("--timeout-s", type=float, default=600, help="after which a contender has failed")
     parser.add_argument("--once", action="store_true", help="start each contender once, one after another")
     parser.add_argument("--unchecked", action="store_true", help="do not compare losses with plain PyTorch on one rank")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="those to run, in order")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="contenders to run, in order")
     parser.add_argument("--out", type=Path, help="a folder for bench.json, bench.md and bench.html")
-    parser.add_argument("--write", type=Path, help="a file whose table between this benchmark's markers is renewed")
+    parser.add_argument("--write", type=Path, help="replace the table between this benchmark's markers in a file")
     parser.add_argument("overrides", nargs="*", help="options of the trainer")
     args = parser.parse_args()
     try:
@@ -85,7 +86,7 @@ def main() -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for options that cannot be run."""
+    """Raise UserError for options that cannot run."""
     for name in args.contenders.split(","):
         if name not in CONTENDERS:
             raise UserError("--contenders", f"{name!r} is not one of {', '.join(CONTENDERS)}")
@@ -99,7 +100,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
-    """Run the contenders; return the results of each by round. One that failed is not run again."""
+    """Run the contenders; return the results of each by round. A failed contender is not run again."""
     return measured_once(args) if args.once else measured_in_turns(args)
 
 
@@ -108,14 +109,16 @@ def measured_once(args: argparse.Namespace) -> dict[str, list[Found]]:
     allowed = tolerance(composed(args.overrides, args.ranks))
     unchecked = {"error": "--unchecked"}
     with tempfile.TemporaryDirectory() as scratch:
-        right = [unchecked] if args.unchecked else Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
+        reference = (
+            [unchecked] if args.unchecked else Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
+        )
         results = {}
         for name in args.contenders.split(","):
             first, *rounds = Job(name, args.ranks, args, Path(scratch, name)).all()
-            first = compared(first | {"cold_s": first.get("first_s")}, right[0], allowed)
-            results[name] = [first | each for each in rounds] or [first]
+            first = compared(first | {"cold_s": first.get("first_s")}, reference[0], allowed)
+            results[name] = [first | round_result for round_result in rounds] or [first]
             if rounds:
-                results[name][0] = compared(results[name][0], right[-1], allowed)
+                results[name][0] = compared(results[name][0], reference[-1], allowed)
             print(f"{name}: {results[name][-1].get('error') or one_line(results[name][-1])}", file=sys.stderr)
     return results
 
@@ -124,30 +127,30 @@ def measured_in_turns(args: argparse.Namespace) -> dict[str, list[Found]]:
     """Start each contender cold and warm, then run the rounds of all in turns."""
     names, allowed = args.contenders.split(","), tolerance(composed(args.overrides, args.ranks))
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
-        right = Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
-        right = [right[-1]] * 2 if "error" in right[-1] else right
-        jobs, found = {}, {}
+        reference = Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
+        reference = [reference[-1]] * 2 if "error" in reference[-1] else reference
+        jobs, results = {}, {}
         for name in names:
             (cold,) = Job(name, args.ranks, args, Path(scratch, name), rounds=0).all()
-            found[name] = [cold]
+            results[name] = [cold]
             if "error" not in cold:
                 jobs[name] = running.enter_context(closing(Job(name, args.ranks, args, Path(scratch, name))))
-                found[name] = [compared({"cold_s": cold["first_s"]} | jobs[name].first(), right[0], allowed)]
-            print(f"{name}: {found[name][-1].get('error', 'is ready')}", file=sys.stderr)
+                results[name] = [compared({"cold_s": cold["first_s"]} | jobs[name].first(), reference[0], allowed)]
+            print(f"{name}: {results[name][-1].get('error', 'is ready')}", file=sys.stderr)
         for number in range(args.rounds):
             for name, job in jobs.items():
-                so_far = found[name][-1]
+                so_far = results[name][-1]
                 if "error" in so_far:
                     continue
                 result = so_far | job.round(number)
                 later = number > 0  # when rounding has grown
-                found[name].append(result if later else compared(result, right[1], allowed))
+                results[name].append(result if later else compared(result, reference[1], allowed))
                 print(f"round {number + 1}: {name}: {result.get('error') or one_line(result)}", file=sys.stderr)
-    return {name: rounds[1:] or rounds for name, rounds in found.items()}
+    return {name: rounds[1:] or rounds for name, rounds in results.items()}
 
 
 class Job:
-    """A contender in processes of its own, that runs rounds when told to; of one that failed all is {"error": why}."""
+    """A contender in separate processes that runs rounds on request; after a failure each result has an `error`."""
 
     def __init__(self, name: str, ranks: int, args: argparse.Namespace, scratch: Path, rounds: int | None = None):
         self.results = scratch / "results"
@@ -164,35 +167,35 @@ class Job:
         self.worker = subprocess.Popen(command, env=env, stdout=self.output, stderr=subprocess.STDOUT, text=True)
 
     def first(self) -> Found:
-        """What its first steps gave."""
+        """Return the results of its first steps."""
         return self.result("first")
 
     def round(self, number: int) -> Found:
-        """What a round gave."""
+        """Return the results of a round."""
         (self.results / f"go{number}").touch()
         return self.result(f"round{number}")
 
     def all(self) -> list[Found]:
-        """What its first steps and all rounds gave, one after the other."""
+        """Return the results of its first steps and of all rounds in sequence."""
         with closing(self):
-            found = [self.first()]
+            results = [self.first()]
             for number in range(self.rounds):
-                if "error" not in found[-1]:
-                    found.append(self.round(number))
-            return found
+                if "error" not in results[-1]:
+                    results.append(self.round(number))
+            return results
 
-    def result(self, what: str) -> Found:
-        """A file that it leaves, or why it leaves none."""
-        path, until = self.results / f"{what}.json", time.monotonic() + self.timeout_s
+    def result(self, name: str) -> Found:
+        """Return the contents of a result file, or the error if there is none."""
+        path, deadline = self.results / f"{name}.json", time.monotonic() + self.timeout_s
         while not path.exists():
             ended = self.worker.poll() is not None
-            if (ended or time.monotonic() > until) and not path.exists():
+            if (ended or time.monotonic() > deadline) and not path.exists():
                 return self.why(ended)
             time.sleep(0.1)
         return json.loads(path.read_text())
 
     def why(self, ended: bool) -> Found:
-        """What the rank that failed first said, or all that is known."""
+        """Return the error of the rank that failed first, or what is known otherwise."""
         self.close()
         output = (self.results.parent / "output").read_text()
         print(output[-OUTPUT:], file=sys.stderr)
@@ -203,7 +206,7 @@ class Job:
         return {"error": f"exit code {self.worker.returncode}: {' '.join(output.split()[-30:])}"}
 
     def close(self) -> None:
-        """End what still runs: torchrun then ends its ranks, but not those that it was just about to start."""
+        """End all processes: torchrun ends its ranks, except those that it was just about to start."""
         last = f"round{self.rounds - 1}" if self.rounds else "first"
         if not (self.results / f"{last}.json").exists():
             self.worker.terminate()  # does nothing to one that has ended
@@ -211,53 +214,58 @@ class Job:
             self.worker.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self.worker.kill()
-        left = [p for p in psutil.process_iter(["cmdline"]) if str(self.results) in (p.info["cmdline"] or ())]
-        for process in left:
+        leftover = [p for p in psutil.process_iter(["cmdline"]) if str(self.results) in (p.info["cmdline"] or ())]
+        for process in leftover:
             process.kill()
-        psutil.wait_procs(left, timeout=60)
+        psutil.wait_procs(leftover, timeout=60)
         self.output.close()
 
 
 def first_error(results: Path) -> Found | None:
-    """What the rank that failed first said."""
+    """Return the error of the rank that failed first; None if there is none."""
     errors = (json.loads(path.read_text()) for path in results.glob("error.*.json"))
     return min(errors, key=lambda error: error["at"], default=None)
 
 
 def tolerance(cfg: Config) -> float:
-    """How far losses may be from those of plain PyTorch, which knows no float8, in the precision of a job."""
+    """Return the largest difference of losses from plain PyTorch, which has no float8, in the precision of a job."""
     cast = cfg.passes.cast
     return IN_FLOAT8 if cast.float8 else IN_BF16 if cast.param_dtype == "bfloat16" else TOLERANCE
 
 
-def compared(result: Found, right: Found, tolerance: float = TOLERANCE) -> Found:
-    """A result with how far its losses are from the right ones: an error if that is too far; or why nobody knows."""
+def compared(result: Found, reference: Found, tolerance: float = TOLERANCE) -> Found:
+    """Return a result with the difference of its losses from the reference.
+
+    It is an error if the difference is too large; without a reference, the result has the reason as `unknown`.
+    """
     if "error" in result:
         return result
-    if "error" in right:
-        return {**result, "unknown": f"losses are not compared: plain PyTorch on one rank failed: {right['error']}"}
-    differences = [abs(a - b) for a, b in zip(result["losses"], right["losses"], strict=True)]
-    off = math.nan if any(map(math.isnan, differences)) else max(*differences, result.get("off", 0.0))
-    wrong = {"error": f"losses are off by {off:.1e} from plain PyTorch on one rank"} if not off <= tolerance else {}
-    return {**result, "off": off, **wrong}
+    if "error" in reference:
+        return {**result, "unknown": f"losses are not compared: plain PyTorch on one rank failed: {reference['error']}"}
+    differences = [abs(a - b) for a, b in zip(result["losses"], reference["losses"], strict=True)]
+    error = math.nan if any(map(math.isnan, differences)) else max(*differences, result.get("off", 0.0))
+    too_far = (
+        {"error": f"losses are off by {error:.1e} from plain PyTorch on one rank"} if not error <= tolerance else {}
+    )
+    return {**result, "off": error, **too_far}
 
 
 def one_line(result: Found) -> str:
-    """A round as it is shown while others run."""
+    """Return a round in one line, to show while others run."""
     return f"{result['tokens_per_s']:,.0f} tokens/s, {result['step_ms']:,.0f} ms a step"
 
 
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def report(found: dict[str, list[Found]], args: argparse.Namespace) -> str:
-    """The table in Markdown, what it was measured on, and why contenders failed."""
-    fastest_stock = max((median(found[n], "tokens_per_s") for n in ran(found) if n != "ours"), default=None)
+def report(results: dict[str, list[Found]], args: argparse.Namespace) -> str:
+    """Return the table in Markdown, the machine, and the errors of failed contenders."""
+    fastest_stock = max((median(results[n], "tokens_per_s") for n in ran(results) if n != "ours"), default=None)
     lines = [" | ".join(HEADINGS), "|".join(["---"] * len(HEADINGS))]
-    floor_ms = median(found["ours"], "floor_ms") if "ours" in ran(found) else None
-    lines += [" | ".join(row(name, rounds, fastest_stock, floor_ms)) for name, rounds in found.items()]
-    failed = [f"- {CONTENDERS[n]}: {r[-1]['error']}" for n, r in found.items() if "error" in r[-1]]
-    failed += dict.fromkeys(f"- {r[-1]['unknown']}" for r in found.values() if "unknown" in r[-1])
+    floor_ms = median(results["ours"], "floor_ms") if "ours" in ran(results) else None
+    lines += [" | ".join(row(name, rounds, fastest_stock, floor_ms)) for name, rounds in results.items()]
+    failed = [f"- {CONTENDERS[n]}: {r[-1]['error']}" for n, r in results.items() if "error" in r[-1]]
+    failed += dict.fromkeys(f"- {r[-1]['unknown']}" for r in results.values() if "unknown" in r[-1])
     command = f"`python -m tools.bench {' '.join(arguments(args))}`"
     table = "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
     floor = f" Floor, the matrix products and attention kernels alone: {floor_ms:,.0f} ms." if floor_ms else ""
@@ -265,7 +273,7 @@ def report(found: dict[str, list[Found]], args: argparse.Namespace) -> str:
 
 
 def row(name: str, rounds: Sequence[Found], fastest_stock: float | None, floor_ms: float | None) -> list[str]:
-    """One contender: medians of its rounds, lowest to highest in brackets."""
+    """Return a row for a contender: medians of its rounds, with lowest and highest in parentheses."""
     if "error" in rounds[-1]:
         return [CONTENDERS[name], "failed", *[""] * (len(HEADINGS) - 2)]
     speeds = [r["tokens_per_s"] for r in rounds]
@@ -284,18 +292,18 @@ def row(name: str, rounds: Sequence[Found], fastest_stock: float | None, floor_m
     ]
 
 
-def ran(found: dict[str, list[Found]]) -> list[str]:
-    """The contenders that did not fail."""
-    return [name for name, rounds in found.items() if "error" not in rounds[-1]]
+def ran(results: dict[str, list[Found]]) -> list[str]:
+    """Return the contenders that did not fail."""
+    return [name for name, rounds in results.items() if "error" not in rounds[-1]]
 
 
 def median(rounds: Sequence[Found], key: str) -> float:
-    """The median of a figure over rounds."""
+    """Return the median of a figure over rounds."""
     return statistics.median(r[key] for r in rounds)
 
 
 def machine() -> str:
-    """What the figures were measured on, and how busy it was beside them."""
+    """Return the machine and its load average."""
     device = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} {platform.machine()} cores"
     )
@@ -303,7 +311,7 @@ def machine() -> str:
 
 
 def arguments(args: argparse.Namespace) -> list[str]:
-    """The options that make the same benchmark again."""
+    """Return the options that repeat the benchmark."""
     names = [] if args.contenders == ",".join(CONTENDERS) else [f"--contenders {args.contenders}"]
     return [f"--ranks {args.ranks}", f"--rounds {args.rounds}", f"--steps {args.steps}", *names, *args.overrides]
 
@@ -312,53 +320,53 @@ def arguments(args: argparse.Namespace) -> list[str]:
 
 
 def title(args: argparse.Namespace) -> str:
-    """What a benchmark is called in the markers of a file: its mesh."""
+    """Return the title of a benchmark in the markers of a file: its mesh."""
     return " ".join(o for o in args.overrides if o.startswith("mesh.")) or f"{args.ranks} rank"
 
 
 def markers(name: str) -> tuple[str, str]:
-    """The lines around the table of a benchmark."""
+    """Return the lines around the table of a benchmark."""
     return f"<!-- bench {name} -->", f"<!-- end of bench {name} -->"
 
 
 def marked(text: str, name: str) -> re.Match[str] | None:
-    """The part of a text between a benchmark's markers, markers included."""
+    """Return the match of a benchmark's markers and the text between them; None if they are missing."""
     first, last = map(re.escape, markers(name))
     return re.search(f"{first}.*{last}", text, re.DOTALL)
 
 
 def renew(path: Path, name: str, table: str) -> None:
-    """Put a table between its markers in a file."""
+    """Replace the table between its markers in a file."""
     text = path.read_text()
     place = marked(text, name)
-    assert place is not None  # as `check` has seen
+    assert place is not None  # `check` has made sure
     first, last = markers(name)
     path.write_text(text[: place.start()] + f"{first}\n{table}\n{last}" + text[place.end() :])
 
 
-def save(folder: Path, found: dict[str, list[Found]], text: str) -> None:
+def save(folder: Path, results: dict[str, list[Found]], text: str) -> None:
     """Write every round, the table, and the plot."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
     (folder / "bench.md").write_text(text + "\n")
     try:
-        plot(found).write_html(folder / "bench.html", include_plotlyjs=True)
+        plot(results).write_html(folder / "bench.html", include_plotlyjs=True)
     except ModuleNotFoundError as error:
         print(f"no bench.html: {not_installed(error)}", file=sys.stderr)
 
 
-def plot(found: dict[str, list[Found]]) -> Any:
+def plot(results: dict[str, list[Found]]) -> Any:
     """Return a plotly figure: medians as bars with their spread; a bar for each contender that did not fail."""
     from plotly import graph_objects as go
     from plotly.subplots import make_subplots
 
     shown = (("tokens_per_s", "tokens/s", 1), ("peak_bytes", "peak memory, MiB", MIB), ("cold_s", "cold start, s", 1))
-    names = ran(found)
+    names = ran(results)
     figure = make_subplots(1, len(shown), subplot_titles=[heading for _, heading, _ in shown])
-    for at, (key, _, unit) in enumerate(shown, 1):
-        middle = [median(found[n], key) / unit for n in names]
-        above = [max(r[key] for r in found[n]) / unit - m for n, m in zip(names, middle)]
-        below = [m - min(r[key] for r in found[n]) / unit for n, m in zip(names, middle)]
-        spread = {"type": "data", "array": above, "arrayminus": below}
-        figure.add_trace(go.Bar(x=names, y=middle, error_y=spread, showlegend=False), 1, at)
+    for position, (key, _, unit) in enumerate(shown, 1):
+        medians = [median(results[n], key) / unit for n in names]
+        up = [max(r[key] for r in results[n]) / unit - m for n, m in zip(names, medians)]
+        down = [m - min(r[key] for r in results[n]) / unit for n, m in zip(names, medians)]
+        spread = {"type": "data", "array": up, "arrayminus": down}
+        figure.add_trace(go.Bar(x=names, y=medians, error_y=spread, showlegend=False), 1, position)
     return figure.update_layout(template="plotly_white", height=420)

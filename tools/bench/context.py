@@ -1,9 +1,9 @@
-"""Context parallelism in numbers: memory, bytes and work of each method, and what `auto` takes.
+"""Context parallelism in numbers: memory, bytes and work of each method, and the choice of `auto`.
 
     python -m tools.bench.context
 
-Keys and values, bytes sent and the choice are the compiler's own model (`passes/context`), which the tests compare
-with the graphs; work is counted for real layouts, documents from the default corpus.
+Keys and values, bytes sent and the choice come from the compiler's own model (`passes/context`), which the tests
+compare with the graphs. Work is counted for real layouts, with documents from the default corpus.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192, help="length of the sequence")
     parser.add_argument("--rows", type=int, default=64, help="sequences of documents to average over")
-    given = parser.parse_args()
+    args = parser.parse_args()
     console = Console()
-    console.print(methods(given.tokens))
-    corpus = build_datasets(DataConfig(), given.tokens, given.rows).train.next()["positions"]
-    console.print(balance(given.tokens, corpus))
-    console.print(rings(given.tokens, corpus))
+    console.print(methods(args.tokens))
+    corpus = build_datasets(DataConfig(), args.tokens, args.rows).train.next()["positions"]
+    console.print(balance(args.tokens, corpus))
+    console.print(rings(args.tokens, corpus))
 
 
 def methods(tokens: int) -> Table:
-    """Keys and values held and bytes sent by each method, for the attention of Llama 3 8B in bf16."""
+    """Return a table of keys and values held and bytes sent by each method, for the attention of Llama 3 8B in bf16."""
     table = Table(title=f"one causal attention, 32 heads, 8 of keys, {tokens} tokens, bf16: MiB held, MiB sent")
     for column in ("cp", *METHODS, "auto"):
         table.add_column(column, justify="right")
@@ -51,30 +51,33 @@ def methods(tokens: int) -> Table:
         call = AttentionCall(query, key, key, torch.bfloat16, ranks, causal=True, zigzag=True)
         cells = []
         for method in METHODS:
-            why = call.obstacle(method)
-            cells.append("cannot" if why else f"{mib(call.kept_bytes(method))}, {mib(call.sent_bytes(method))}")
+            obstacle = call.obstacle(method)
+            cells.append("cannot" if obstacle else f"{mib(call.kept_bytes(method))}, {mib(call.sent_bytes(method))}")
         table.add_row(str(ranks), *cells, call.choose("auto")[0])
     return table
 
 
 def balance(tokens: int, corpus: Tensor) -> Table:
-    """The most work of a rank over the mean, by layout: whole rows, and documents (mean and worst row)."""
+    """Return a table of the largest work of a rank over the mean, by layout.
+
+    It is for causal sequences, and for documents (mean and worst sequence).
+    """
     table = Table(title=f"most work of a rank over the mean, {tokens} tokens: causal; documents, mean and worst row")
-    for column in ("cp", *(f"{what}, {layout}" for what in ("causal", "documents") for layout in LAYOUTS)):
+    for column in ("cp", *(f"{kind}, {layout}" for kind in ("causal", "documents") for layout in LAYOUTS)):
         table.add_column(column, justify="right")
     causal = torch.arange(tokens)[None] + 1
     for ranks in RANKS:
         mesh = Mesh.of({"cp": ranks})
         cells = [f"{imbalance([causal], mesh, layout(causal, ranks)):.4f}" for layout in LAYOUTS.values()]
         for sequence_layout in LAYOUTS.values():
-            each = [imbalance([row], mesh, sequence_layout(row, ranks)) for row in (corpus + 1)[:, None]]
-            cells.append(f"{mean(each):.3f}, {max(each):.3f}")
+            imbalances = [imbalance([row], mesh, sequence_layout(row, ranks)) for row in (corpus + 1)[:, None]]
+            cells.append(f"{mean(imbalances):.3f}, {max(imbalances):.3f}")
         table.add_row(str(ranks), *cells)
     return table
 
 
 def rings(tokens: int, corpus: Tensor) -> Table:
-    """What a rank sends around a ring of a row of documents, forward and backward, as a share of all steps."""
+    """Return a table of the bytes that a rank sends around a ring, forward and backward, as a share of all steps."""
     rows = {f"of {n}": torch.arange(tokens)[None] % n for n in (500, 1500)} | {"of the corpus": corpus}
     table = Table(title=f"sent by a ring, {tokens} tokens, documents within a row: MiB, of MiB at every step")
     for column in ("cp", *(f"{name}, {layout}" for name in rows for layout in ("none", "head_tail"))):
@@ -92,14 +95,14 @@ def rings(tokens: int, corpus: Tensor) -> Table:
 
 
 def steps_of(positions: Tensor, ranks: int, order: Order) -> Pairs:
-    """Which ranks meet which, of a row of documents."""
+    """Return the pairs of ranks whose tokens attend to each other in a sequence of documents."""
     last = torch.arange(1, positions.shape[-1] + 1)[None]
     meet = ranks_that_meet(last - 1 - positions, last, Mesh.of({"cp": ranks}), order)
     return frozenset((i, j) for i, j in meet.nonzero().tolist())
 
 
 def in_blocks(seen: Tensor, ranks: int) -> Order:
-    """The order with blocks of a row shared out by what its queries see."""
+    """Return the order in which blocks of a sequence are shared out by the pairs that their queries see."""
     count = 2 * ranks * -(-seen.shape[-1] // (2 * ranks * BLOCK))
     return Order(table=assign_blocks(work_of_blocks([seen], count), ranks))
 
@@ -112,7 +115,7 @@ LAYOUTS: dict[str, Callable[[Tensor, int], Order]] = {
 
 
 def mib(count: int) -> str:
-    """Bytes as MiB."""
+    """Return bytes as MiB."""
     return f"{count / 2**20:.1f}"
 
 

@@ -1,6 +1,6 @@
-"""The floor of a step: the time that its matrix products and attention kernels take alone, on their shapes.
+"""The floor of a step: the time of its matmuls and attention kernels alone, on their shapes.
 
-Everything else that a step does can at best be free, so floor / step says how near to that a step is.
+All other work of a step is free at best, so floor / step shows how close to the optimum a step is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pool = dict[Layout, Tensor]
 
 
 def floor_s(step: Step) -> float:
-    """Seconds that the products and attention kernels of one optimizer step take on a rank, one after another."""
+    """Return the seconds of the matmuls and attention kernels of one optimizer step on a rank, in sequence."""
     pool: Pool = {}
     times = Counter(turn.program for turn in step.training[0])
     kernels = [
@@ -38,17 +38,17 @@ def floor_s(step: Step) -> float:
 
 
 def kernels_of(program: ir.Program, pool: Pool) -> list[Callable[[], object]]:
-    """Every product and attention kernel of a program, in order, on values of its operands' layouts out of `pool`."""
-    given = partial(operand, pool)
+    """Return every matmul and attention kernel of a program, in order, on values from `pool` in operands' layouts."""
+    value_of = partial(operand, pool)
     return [
-        partial(node.target, *fx.map_arg(node.args, given), **fx.map_arg(node.kwargs, given))
+        partial(node.target, *fx.map_arg(node.args, value_of), **fx.map_arg(node.kwargs, value_of))
         for node in program.calls()
         if isinstance(node.target, OpOverload) and formula_of(node.target)
     ]
 
 
 def operand(pool: Pool, node: fx.Node) -> Tensor:
-    """A value of a node's layout: random, one where numbers are whole."""
+    """Return a value of a node's layout: random, or ones for integers."""
     layout = Layout.of(ir.example(node))
     if layout not in pool:
         pool[layout] = value = layout.empty()
@@ -59,7 +59,7 @@ def operand(pool: Pool, node: fx.Node) -> Tensor:
 
 
 def seconds(kernels: list[Callable[[], object]]) -> float:
-    """The time of running all kernels once."""
+    """Return the time of running all kernels once."""
     wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
     wait()
     began = time.perf_counter()

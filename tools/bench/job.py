@@ -1,7 +1,7 @@
-"""One contender of `tools.bench`, on the ranks that torchrun started: its first steps, then rounds when told to.
+"""One contender of `tools.bench` on the ranks that torchrun started: its first steps, then rounds on request.
 
-Rank 0 leaves `first.json` in the folder, a `round<K>.json` when `go<K>` has appeared there, and ends after the last
-round; a rank that fails leaves `error.<rank>.json`.
+Rank 0 writes `first.json` into the folder, writes `round<K>.json` when `go<K>` appears there, and ends after the last
+round. A rank that fails writes `error.<rank>.json`.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from tools.bench.stock import decoder_of, stock_step
 
 Batch = dict[str, Tensor]
 
-WORKLOAD = ("train.global_batch_size=16",)  # what all contenders are measured with, unless told otherwise
+WORKLOAD = ("train.global_batch_size=16",)  # default options of all contenders
 
 
 def main(name: str, results: Path, rounds: int, steps: int, overrides: Sequence[str]) -> None:
-    """Measure a contender; a failure is recorded with its time, and ends this rank."""
+    """Measure a contender; a failure is recorded with its time and ends this rank."""
     number = int(os.environ["RANK"])
     try:
-        for what, found in measure(name, composed(overrides, start_ranks()), results, rounds, steps):
+        for part, result in measure(name, composed(overrides, start_ranks()), results, rounds, steps):
             if number == 0:
-                leave(results / f"{what}.json", found)
+                leave(results / f"{part}.json", result)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         leave(results / f"error.{number}.json", {"error": text, "at": time.time()})
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # at once, for others wait for this rank
+        os._exit(1)  # at once, because others wait for this rank
     stop_ranks()
 
 
-def leave(path: Path, found: dict[str, Any]) -> None:
-    """Write a file that is whole when it appears."""
-    path.with_suffix(".part").write_text(json.dumps(found))
+def leave(path: Path, result: dict[str, Any]) -> None:
+    """Write a file atomically."""
+    path.with_suffix(".part").write_text(json.dumps(result))
     path.with_suffix(".part").rename(path)
 
 
 def composed(overrides: Sequence[str], ranks: int) -> Config:
-    """The trainer's options on the command line; raises UserError."""
+    """Return the configuration for options of the command line; raise UserError."""
     return validate(for_running(typed(compose([*WORKLOAD, *overrides]))), ranks)
 
 
 def measure(name: str, cfg: Config, results: Path, rounds: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the first two steps gave, everything before them included; then what each round of `steps` gave."""
+    """Yield the results of the first two steps with all work before them, then those of each round of `steps` steps."""
     batch = {key: tensor.to(local_device()) for key, tensor in global_batch(cfg).items()}
     began, worked = time.perf_counter(), cpu_seconds()
     step, state, floor = our_step(cfg, batch) if name == "ours" else (*stock_step(name, cfg, batch), None)
@@ -81,7 +81,7 @@ def measure(name: str, cfg: Config, results: Path, rounds: int, steps: int) -> I
     for number in range(rounds):
         while not (results / f"go{number}").exists():
             time.sleep(0.05)
-        step()  # the caches are another contender's
+        step()  # refills CPU caches used by another contender
         losses, seconds, cpu_s, sent = [], [], [], sent_bytes()
         for _ in range(steps):
             began, began_cpu = time.perf_counter(), time.process_time()
@@ -99,23 +99,23 @@ def measure(name: str, cfg: Config, results: Path, rounds: int, steps: int) -> I
 
 
 def cpu_seconds() -> float:
-    """Seconds of CPU that this process and the compilers it has waited for took so far."""
+    """Return the CPU seconds of this process and of the compilers it has waited for."""
     used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def global_batch(cfg: Config) -> Batch:
-    """Random tokens, the same for every contender."""
+    """Return random tokens, the same for every contender."""
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, decoder_of(cfg).vocab_size, (rows, length + 1), generator=generator)
     positions = torch.arange(length).expand(rows, length)
-    given = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
-    return {name: tensor.contiguous() for name, tensor in given.items()}
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
+    return {name: tensor.contiguous() for name, tensor in batch.items()}
 
 
 def sent_bytes() -> int:
-    """Bytes this process has written so far: between two steps, what gloo sent through its sockets (Linux)."""
+    """Return the bytes written by this process: between two steps, those sent by gloo through sockets (Linux)."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["wchar"])
 
@@ -123,7 +123,7 @@ def sent_bytes() -> int:
 def our_step(
     cfg: Config, batch: Batch
 ) -> tuple[Callable[[], float], Callable[[], list[Tensor]], Callable[[], float]]:
-    """Our step, the tensors that live from one to the next, and what measures the step's floor, in seconds."""
+    """Return our step, its persistent tensors, and a function that measures the step's floor in seconds."""
     model = models.build(decoder_of(cfg))
     weights = models.initial_parameters(model, 0, torch.float32)
     step = compile_step(

@@ -1,4 +1,4 @@
-"""Memory while a folder of transformers is loaded: what each rank holds, and its peak, over what it had before.
+"""Memory of loading a transformers folder: bytes held by each rank and its peak, above its start.
 
 python -m tools.bench.load FOLDER --ranks 4 --mesh dp_shard=2 tp=2
 """
@@ -33,7 +33,7 @@ PERIOD_S = 0.002
 
 
 class Peak:
-    """The most resident bytes of this process while a block runs, over those at its start."""
+    """The peak resident bytes of this process during a block, above those at its start."""
 
     def __enter__(self) -> Peak:
         gc.collect()
@@ -44,7 +44,7 @@ class Peak:
         return self
 
     def watch(self) -> None:
-        """Look until it is over."""
+        """Sample the resident bytes until the block ends."""
         while not self.done.wait(PERIOD_S):
             self.bytes = max(self.bytes, self.process.memory_info().rss)
 
@@ -55,7 +55,7 @@ class Peak:
 
 
 def load(folder: str, mesh: dict[str, int]) -> None:
-    """Load the folder on this rank and print what it took."""
+    """Load the folder on this rank and print its memory."""
     start_ranks()
     trained, named = subject(Config(model=FolderConfig(folder))), mesh_of(mesh)
     batch = {name: torch.zeros(named.world_size, 16, dtype=torch.int64) for name in INPUTS}
@@ -69,23 +69,23 @@ def load(folder: str, mesh: dict[str, int]) -> None:
     with Peak() as peak:
         state = initial_state([(program, 0)], runtime, program.mesh, cpu, trained.initial())
     seconds = time.perf_counter() - began
-    held = sum(tensor.nbytes for stored in state.values() for tensor in stored.local.values())
-    sizes = f"holds {held / MIB:.0f} MiB, peak {peak.bytes / MIB:.0f} MiB, {peak.bytes / held:.2f} of it"
+    held_bytes = sum(tensor.nbytes for stored in state.values() for tensor in stored.local.values())
+    sizes = f"holds {held_bytes / MIB:.0f} MiB, peak {peak.bytes / MIB:.0f} MiB, {peak.bytes / held_bytes:.2f} of it"
     print(f"rank {rank()}: {sizes}, {seconds:.1f} s", flush=True)
     stop_ranks()
 
 
 def main() -> int:
-    """Start the ranks, or be one of them; returns the exit code."""
-    takes = argparse.ArgumentParser("python -m tools.bench.load", description="Memory of loading a model folder.")
-    takes.add_argument("folder", type=Path)
-    takes.add_argument("--ranks", type=int, default=4)
-    takes.add_argument("--mesh", nargs="+", default=["dp_shard=2", "tp=2"], metavar="AXIS=SIZE")
-    given = takes.parse_args()
+    """Start the ranks, or run as one of them; return the exit code."""
+    parser = argparse.ArgumentParser("python -m tools.bench.load", description="Memory of loading a model folder.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--mesh", nargs="+", default=["dp_shard=2", "tp=2"], metavar="AXIS=SIZE")
+    args = parser.parse_args()
     if "RANK" in os.environ:
-        load(str(given.folder), {axis: int(size) for axis, size in (entry.split("=") for entry in given.mesh)})
+        load(str(args.folder), {axis: int(size) for axis, size in (entry.split("=") for entry in args.mesh)})
         return 0
-    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(given.ranks), "-m", "tools.bench.load"]
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), "-m", "tools.bench.load"]
     return subprocess.run([sys.executable, *ranks, *sys.argv[1:]], check=False).returncode
 
 

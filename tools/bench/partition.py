@@ -1,7 +1,7 @@
 """Time and memory of compiling the step of a large model for many ranks: `python -m tools.bench.partition`.
 
-Weights are on the meta device and nothing is run, so one process stands for any rank of any mesh. `--whole` lets passes
-see every layer, not a few that stand for all.
+Weights are on the meta device and nothing runs, so one process stands for any rank of any mesh. With `--whole` passes
+process every layer, not a few that stand for all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 2**30
 def partition(
     model_name: str, layers: int | None, sizes: dict[str, int], seq_len: int, whole: bool
 ) -> dict[str, float]:
-    """Seconds of all cores of capture, of each pass and in all, operators of the step, and peak resident bytes."""
+    """Return CPU seconds of capture, of each pass and in total, the operators of the step, and peak resident bytes."""
     job = typed(compose([f"model={model_name}", f"passes.fold_layers={not whole}", "passes.cast.param_dtype=bfloat16"]))
     assert isinstance(job.model, ModelConfig), "a folder has layers of its own"
     cfg = dataclasses.replace(job.model, n_layers=layers or job.model.n_layers)
@@ -56,7 +56,7 @@ def partition(
 
 
 def main() -> None:
-    """Print one line of seconds a stage, and the peak."""
+    """Print a line with the seconds of each stage, and the peak."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama3_405b")
     parser.add_argument("--layers", type=int, help="instead of the model's own")
@@ -66,10 +66,10 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="let passes see every layer")
     args = parser.parse_args()
     sizes = {"dp_shard": args.dp_shard, "tp": args.tp}
-    found = partition(args.model, args.layers, sizes, args.seq_len, args.whole)
-    peak, nodes = found.pop("peak_bytes"), found.pop("nodes")
+    results = partition(args.model, args.layers, sizes, args.seq_len, args.whole)
+    peak, nodes = results.pop("peak_bytes"), results.pop("nodes")
     print(f"{args.model}, {args.layers or 'all'} layers, {args.dp_shard * args.tp:,} ranks: {nodes:,.0f} nodes")
-    print("  ".join(f"{name} {s:.1f} s" for name, s in found.items() if s >= 0.05) + f"  peak {peak / GIB:.2f} GiB")
+    print("  ".join(f"{name} {s:.1f} s" for name, s in results.items() if s >= 0.05) + f"  peak {peak / GIB:.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Pipeline stages beside PyTorch's: `torchrun --nproc-per-node 4 -m tools.bench.pipeline`.
+"""Pipeline stages compared with PyTorch's: `torchrun --nproc-per-node 4 -m tools.bench.pipeline`.
 
 The same decoder, microbatches, schedule (1F1B) and optimizer on the same ranks: ours interpreted and compiled, and
-`torch.distributed.pipelining` over modules cut by hand. Rounds alternate; tokens/s are medians, ratios of one round.
+`torch.distributed.pipelining` over modules cut by hand. Rounds alternate; tokens/s are medians, ratios are within a
+round.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Part(nn.Module):
         self.output = model.output if stage == stages - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens [B, T] or the residual stream [B, T, D] to the stream, or logits."""
+        """Return the residual stream [B, T, D], or logits, for tokens [B, T] or the residual stream."""
         x = x if self.tok_embeddings is None else self.tok_embeddings(x)
         positions = torch.arange(x.shape[1]).expand(x.shape[0], -1)
         cos, sin = rotary_tables(self.cfg, positions)
@@ -52,22 +53,22 @@ class Part(nn.Module):
 
 
 def stock(model: Llama, batch: Batch, microbatches: int) -> Callable[[], float]:
-    """A step of PyTorch's: the mean loss on the last rank, 0 elsewhere."""
+    """Return a step of PyTorch's pipeline, which returns the mean loss on the last rank and 0 on others."""
     stages, stage = dist.get_world_size(), rank()
     part = Part(model, stage, stages)
-    made = PipelineStage(part, stage, stages, torch.device("cpu"))
+    pipeline_stage = PipelineStage(part, stage, stages, torch.device("cpu"))
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    schedule = Schedule1F1B(made, microbatches, loss_fn=loss_of)
+    schedule = Schedule1F1B(pipeline_stage, microbatches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
     def step() -> float:
         losses = list[Tensor]()
-        given = (batch["tokens"],) if stage == 0 else ()
+        inputs = (batch["tokens"],) if stage == 0 else ()
         is_last = stage == stages - 1
-        schedule.step(*given, target=batch["labels"] if is_last else None, losses=losses if is_last else None)
+        schedule.step(*inputs, target=batch["labels"] if is_last else None, losses=losses if is_last else None)
         optimizer.step()
         optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if losses else 0.0
@@ -127,13 +128,13 @@ def main() -> None:
 
 
 def compiled(model: Llama, batch: Batch, microbatches: int, mesh: Any, optim: Any, lower: Any) -> Step:
-    """Our step."""
-    how = {"mesh": mesh, "optim": optim, "lower": lower}
-    return compile_step(model, loss_fn, batch, microbatches=microbatches, evaluate=False, **how)
+    """Return our step."""
+    options = {"mesh": mesh, "optim": optim, "lower": lower}
+    return compile_step(model, loss_fn, batch, microbatches=microbatches, evaluate=False, **options)
 
 
 def most(first: list[float], second: list[float]) -> float:
-    """The largest difference of two courses."""
+    """Return the largest difference of two loss curves."""
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 

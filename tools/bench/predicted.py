@@ -1,10 +1,10 @@
 """Predicted against measured, on this machine: `python -m tools.bench.predicted --ranks 2 --out FILE.json`.
 
 The machine is calibrated with as many ranks (`compiler-trainer calibrate`), then each setting is trained for a few
-steps and predicted. Results are added to the file, and the table has medians of a setting's runs, as a shared machine
-is faster and slower by the minute. `backend` is what runs and is predicted: eager runs every operator as a kernel.
-`clock` is what is compared: steps, or with `cpu` what a rank computes in one, its collectives included and its waiting
-left out, which a busy machine leaves as it is.
+steps and predicted. Results are added to the file. The table has medians of a setting's runs, because the speed of a
+shared machine varies by the minute. `backend` is the backend that runs and is predicted: eager runs every operator as a
+kernel. `clock` is the quantity compared: the time of steps, or with `cpu` a rank's CPU time in a step with its
+collectives and without its waiting, which is the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train the model: its name and options."""
+    """A way to train the model: its name and options."""
 
     ranks: int
     name: str
@@ -51,10 +51,10 @@ class Setting:
 
 
 def setting(ranks: int, mesh: str, policy: str, method: str = "auto") -> Setting:
-    """A mesh, a policy of recomputation and a method of context parallelism."""
+    """Return the setting with a mesh, a policy of recomputation and a method of context parallelism."""
     options = [f"mesh.{axis}" for axis in mesh.split(" x ")]
-    given = (*options, f"passes.remat.policy={policy}", f"passes.context.method={method}")
-    return Setting(ranks, ", ".join([mesh, policy, *([method] if "cp" in mesh else [])]), given)
+    all_options = (*options, f"passes.remat.policy={policy}", f"passes.context.method={method}")
+    return Setting(ranks, ", ".join([mesh, policy, *([method] if "cp" in mesh else [])]), all_options)
 
 
 SETTINGS = (
@@ -76,14 +76,14 @@ SETTINGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the settings of so many ranks, and print the table; exits with 2 on bad input."""
+    """Measure the settings of `--ranks` ranks and print the table; exit with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="none: only the table of what the file holds")
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="none: only print the table of the file")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file of results, which is added to")
     parser.add_argument("--only", default="*", help="a pattern of settings, e.g. '*tp=2*'")
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--steps", type=int, default=4, help="timed, after one that is not")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps, after an untimed one")
     parser.add_argument("--timeout-s", type=float, default=300)
     args = parser.parse_args(arguments)
     try:
@@ -98,13 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every setting that is asked for, predicted and measured, on the machine as it is calibrated just before."""
+    """Yield every chosen setting, predicted and measured, on the machine as calibrated just before."""
     chosen = [s for s in SETTINGS if s.ranks == args.ranks and fnmatch.fnmatch(s.name, args.only)]
     if not chosen:
         raise UserError("--only", f"{args.only!r} names none of {', '.join(s.name for s in SETTINGS)}")
     cluster = measure(args.ranks, 1, args.clock)
-    for one in chosen:
-        result, prediction = measured(one, args), predicted(one, cluster, args.backend)
+    for chosen_setting in chosen:
+        result, prediction = measured(chosen_setting, args), predicted(chosen_setting, cluster, args.backend)
         step_ms, events = prediction["predicted"]["step_ms"], prediction["timeline"]
         worked_ms = sum(event["end_ms"] - event["start_ms"] for event in events)
         result["predicted_ms"] = step_ms if args.clock == "wall" else worked_ms
@@ -113,7 +113,7 @@ def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
-    """A few steps of a setting, one thread a rank; raises UserError with what it said if it fails."""
+    """Return the results of a few steps of a setting, one thread a rank; raise UserError with its error if it fails."""
     job_args = argparse.Namespace(
         ranks=args.ranks,
         overrides=[*MODEL, *chosen.options, f"lower.backend={args.backend}"],
@@ -140,10 +140,10 @@ def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str, Any]:
-    """What a dry run predicts on the calibrated machine."""
+def predicted(chosen: Setting, figures: dict[str, Any], backend: str) -> dict[str, Any]:
+    """Return the prediction of a dry run on the calibrated machine."""
     cfg = composed([*MODEL, *chosen.options, f"lower.backend={backend}"], chosen.ranks)
-    cluster = build(ClusterConfig, options_of("here", found, chosen.ranks))
+    cluster = build(ClusterConfig, options_of("here", figures, chosen.ranks))
     cfg = replace(cfg, cluster=cluster, passes=replace(cfg.passes, verify="none"))
     return predict_step(cfg, compile_dry(cfg, None))
 
@@ -152,43 +152,43 @@ def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str,
 
 
 def report(results: Sequence[dict[str, Any]]) -> str:
-    """The table in Markdown, and the errors."""
+    """Return the table in Markdown, and the errors."""
     results = medians(results)
     headings = ("ranks", "setting", "backend", "runs", "ms measured", "predicted", "MiB measured", "predicted", "load")
     lines = [row(headings), row(["---"] * len(headings)), *map(line, results)]
     times = [(r["predicted_ms"], r["measured_ms"]) for r in results]
     sizes = [(r["predicted_bytes"], r["measured_bytes"]) for r in results]
     errors = [statistics.median(abs(p / m - 1) for p, m in pairs) for pairs in (times, sizes)]
-    said = f"{len(results)} settings: median error of step time {errors[0]:.1%}, of peak memory {errors[1]:.2%}"
-    last = f"{said}; rank correlation of step times {rank_correlation(times):.2f}."
+    summary = f"{len(results)} settings: median error of step time {errors[0]:.1%}, of peak memory {errors[1]:.2%}"
+    last = f"{summary}; rank correlation of step times {rank_correlation(times):.2f}."
     return "\n".join([*lines, "", last, *picks(results)])
 
 
 def medians(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A result for each setting: the median of its runs in every figure, and how many there are."""
-    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    """Return a result for each setting: the median of its runs in every figure, and their number."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for result in results:
-        alike.setdefault(tuple(result[key] for key in ("ranks", "name", "backend", "clock")), []).append(result)
+        groups.setdefault(tuple(result[key] for key in ("ranks", "name", "backend", "clock")), []).append(result)
     return [
         runs[0] | {key: statistics.median(run[key] for run in runs) for key in FIGURES} | {"runs": len(runs)}
-        for runs in alike.values()
+        for runs in groups.values()
     ]
 
 
 def picks(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Of each number of ranks, backend and clock: how the setting that is predicted to be fastest fares."""
+    """Yield a line for each number of ranks, backend and clock on the setting predicted to be fastest."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in results:
         groups.setdefault((r["ranks"], r["backend"], r["clock"]), []).append(r)
-    for (ranks, *_), among in groups.items():
-        pick = min(among, key=lambda r: r["predicted_ms"])
-        best = min(among, key=lambda r: r["measured_ms"])
+    for (ranks, *_), results_of_group in groups.items():
+        pick = min(results_of_group, key=lambda r: r["predicted_ms"])
+        best = min(results_of_group, key=lambda r: r["measured_ms"])
         off = pick["measured_ms"] / best["measured_ms"] - 1
         yield f"Of {ranks} ranks {pick['name']} is predicted to be fastest, {off:.1%} slower than the fastest measured."
 
 
 def line(r: dict[str, Any]) -> str:
-    """A setting."""
+    """Return the row of a setting."""
     ms, size = r["predicted_ms"] / r["measured_ms"] - 1, r["predicted_bytes"] / r["measured_bytes"] - 1
     times = [f"{r['measured_ms']:,.0f}", f"{r['predicted_ms']:,.0f} ({ms:+.0%})"]
     sizes = [f"{r['measured_bytes'] / MIB:,.1f}", f"{r['predicted_bytes'] / MIB:,.1f} ({size:+.1%})"]
@@ -197,12 +197,12 @@ def line(r: dict[str, Any]) -> str:
 
 
 def row(cells: Sequence[str]) -> str:
-    """Cells of a table in Markdown."""
+    """Return cells as a table row in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's coefficient: the correlation of places."""
+    """Return Spearman's rank correlation."""
     if len(pairs) < 2:
         return 1.0
     places = [[sorted(values).index(v) for v in values] for values in map(list, zip(*pairs, strict=True))]

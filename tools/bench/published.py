@@ -1,7 +1,7 @@
 """Predicted against published: `python -m tools.bench.published`.
 
-Each file of tools/bench/published holds the rows of one source: what was trained, on which cluster, and how fast. A row
-is compiled whole, as a dry run is, and its prediction stands beside the figure. A row that set a factor of a cluster,
+Each file of tools/bench/published has the rows of one source: the job, the cluster, and its speed. A row is compiled in
+full, as a dry run is, and its prediction is compared with the figure. A row that a factor of a cluster was fitted to,
 or that is not like for like, is shown and not judged.
 """
 
@@ -37,8 +37,8 @@ GIB = 2**30
 class Row:
     """One published figure: tokens a second and GPU, and GiB that a GPU's allocator reserved, if stated.
 
-    `sets` names the factor that was set by this row, `gib_sets` that set by its memory, `unlike` says why the two are
-    not the same job. With an `eager_loss` the trainer did not compile what follows the model.
+    `sets` names the factor that was fitted to this row, `gib_sets` the one fitted to its memory, `unlike` the reason
+    why the two jobs differ. With an `eager_loss` the trainer did not compile the loss.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Row:
 
     @property
     def is_judged(self) -> bool:
-        """Whether its error counts."""
+        """True if the row's error counts."""
         return not (self.sets or self.unlike)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was predicted of a row, and the seconds that took."""
+    """The prediction of a row, and the seconds it took."""
 
     row: Row
     tokens_per_s: float
@@ -70,20 +70,20 @@ class Outcome:
 
     @property
     def speed_error(self) -> float:
-        """How far the predicted throughput is off, as a share."""
+        """The relative error of the predicted throughput."""
         return self.tokens_per_s / self.row.tokens_per_s - 1
 
     @property
     def memory_error(self) -> float | None:
-        """How far the predicted memory is off, as a share."""
+        """The relative error of the predicted memory."""
         return self.gib / self.row.gib - 1 if self.row.gib else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table; exits with 2 on bad input."""
+    """Print the table; exit with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="a pattern of FILE/ROW, e.g. 'torchtitan_2024_12/8B*'")
-    parser.add_argument("--write", type=Path, help="a file whose table between `<!-- bench published -->` is renewed")
+    parser.add_argument("--write", type=Path, help="replace the table at `<!-- bench published -->` in a file")
     parser.add_argument("overrides", nargs="*", help="options for every row, e.g. cluster.throttle=1.0")
     args = parser.parse_args(arguments)
     try:
@@ -104,47 +104,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def tried(row: Row, overrides: Sequence[str]) -> Outcome | None:
-    """What is predicted of a row, or None if it cannot be compiled: it is said why."""
+    """Return the prediction of a row; print the error and return None if it cannot be compiled."""
     try:
-        found = predicted(row, overrides)
+        outcome = predicted(row, overrides)
     except UserError as error:
         print(f"{row.name}: {error}", file=sys.stderr)
         return None
-    print(f"{row.name}: {found.speed_error:+.1%}, {found.took_s:.0f} s", file=sys.stderr)
-    return found
+    print(f"{row.name}: {outcome.speed_error:+.1%}, {outcome.took_s:.0f} s", file=sys.stderr)
+    return outcome
 
 
 def read_rows() -> Iterator[Row]:
-    """Every published row, by file."""
+    """Yield every published row, by file."""
     for path in sorted(ROWS.glob("*.yaml")):
-        found = yamls.load(path)
-        for row in found["rows"]:
-            yield read_row(path.stem, found, row)
+        source = yamls.load(path)
+        for row in source["rows"]:
+            yield read_row(path.stem, source, row)
 
 
-def read_row(stem: str, found: dict[str, Any], row: dict[str, Any]) -> Row:
-    """A row with the options that it shares with others: those of all, and the sets that `with` names."""
-    shared = [option for name in row.get("with", ()) for option in found[name]]
-    row = {key: value for key, value in found.items() if key in ("eager_loss", "gib_sets")} | row
-    options = (f"cluster={found['cluster']}", *found["options"], *shared, *row["options"])
-    known = {key: value for key, value in row.items() if key in Row.__dataclass_fields__}
-    told = {"name": f"{stem}/{row['name']}", "options": options, "cluster": found["cluster"]}
-    return Row(**{"source": found["source"], **known, **told})
+def read_row(stem: str, source: dict[str, Any], row: dict[str, Any]) -> Row:
+    """Return a row with its shared options: those of all rows, and the sets that `with` names."""
+    shared = [option for name in row.get("with", ()) for option in source[name]]
+    row = {key: value for key, value in source.items() if key in ("eager_loss", "gib_sets")} | row
+    options = (f"cluster={source['cluster']}", *source["options"], *shared, *row["options"])
+    fields = {key: value for key, value in row.items() if key in Row.__dataclass_fields__}
+    overrides = {"name": f"{stem}/{row['name']}", "options": options, "cluster": source["cluster"]}
+    return Row(**{"source": source["source"], **fields, **overrides})
 
 
 def predicted(row: Row, overrides: Sequence[str] = ()) -> Outcome:
-    """Compile a row for its mesh and predict it."""
+    """Compile a row for its mesh and return its prediction."""
     began = time.perf_counter()
     cfg = composed([*row.options, *overrides], row.gpus)
     cfg = replace(cfg, passes=replace(cfg.passes, verify="none"))
     fused = (lambda node: not is_of_loss(node)) if row.eager_loss else None
-    found = predict_step(cfg, compile_dry(cfg, None), fused)
-    memory = found["prediction"]["memory"]["reserved_bytes"] / GIB
-    return Outcome(row, found["predicted"]["tokens_per_s_per_gpu"], memory, time.perf_counter() - began)
+    report = predict_step(cfg, compile_dry(cfg, None), fused)
+    memory = report["prediction"]["memory"]["reserved_bytes"] / GIB
+    return Outcome(row, report["predicted"]["tokens_per_s_per_gpu"], memory, time.perf_counter() - began)
 
 
 def is_of_loss(node: fx.Node) -> bool:
-    """Whether an operator belongs to the loss, forward or backward: no module made it."""
+    """Return True if an operator belongs to the loss, forward or backward: no module made it."""
     return not ir.module_path(node) and ir.phase(node) != "optimizer"
 
 
@@ -152,7 +152,7 @@ def is_of_loss(node: fx.Node) -> bool:
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """The table in Markdown, and the errors of the rows that are judged."""
+    """Return the table in Markdown, and the errors of the judged rows."""
     lines = [
         "| row | tokens/s/GPU published | predicted | GiB published | predicted | |",
         "|---|---|---|---|---|---|",
@@ -161,32 +161,32 @@ def report(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, "", *judgement([o for o in outcomes if o.row.is_judged])])
 
 
-def line(found: Outcome) -> str:
-    """A row of the table."""
-    row, memory = found.row, found.memory_error
+def line(outcome: Outcome) -> str:
+    """Return a row of the table."""
+    row, memory = outcome.row, outcome.memory_error
     by_memory = f"its memory set the {row.gib_sets}" if row.gib_sets else ""
     notes = [f"set the {row.sets}" if row.sets else row.unlike, by_memory]
     cells = [
         row.name,
         f"{row.tokens_per_s:,.0f}",
-        f"{found.tokens_per_s:,.0f} ({found.speed_error:+.0%})",
+        f"{outcome.tokens_per_s:,.0f} ({outcome.speed_error:+.0%})",
         f"{row.gib:.1f}" if row.gib else "",
-        f"{found.gib:.1f}" + (f" ({memory:+.0%})" if memory is not None else ""),
+        f"{outcome.gib:.1f}" + (f" ({memory:+.0%})" if memory is not None else ""),
         "; ".join(filter(None, notes)),
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def judgement(judged: Sequence[Outcome]) -> list[str]:
-    """The median and the largest error of throughput and memory; of a row that is another job, of neither."""
+    """Return lines with the median and the largest error of throughput and memory."""
     lines = []
-    for what, errors in (
-        ("throughput", [found.speed_error for found in judged]),
-        ("memory", [e for found in judged if (e := found.memory_error) is not None and not found.row.gib_sets]),
+    for quantity, errors in (
+        ("throughput", [outcome.speed_error for outcome in judged]),
+        ("memory", [e for outcome in judged if (e := outcome.memory_error) is not None and not outcome.row.gib_sets]),
     ):
         if errors:
             middle, worst = statistics.median(map(abs, errors)), max(errors, key=abs)
-            lines.append(f"{what}: {len(errors)} rows are judged; median error {middle:.1%}, largest {worst:+.1%}.")
+            lines.append(f"{quantity}: {len(errors)} rows are judged; median error {middle:.1%}, largest {worst:+.1%}.")
     return lines
 
 

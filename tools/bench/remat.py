@@ -1,7 +1,7 @@
 """Memory and time of each recomputation policy, predicted and measured: `python -m tools.bench.remat`.
 
-One process a line, so that nothing is left over from the line before. Memory is the peak of live tensor bytes in a
-step, state included; `--budgets 10` adds ten budgets between what `full` and `none` take.
+Each line runs in a separate process. Memory is the peak of live tensor bytes in a step, state included; `--budgets 10`
+adds ten budgets between the peaks of `full` and `none`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def measure(remat: dict[str, Any], backend: str, layers: int, rows: int, seq_len: int, steps: int) -> dict[str, Any]:
-    """Compile and run a Llama of `layers` in this process."""
+    """Compile and run a Llama of `layers` layers in this process."""
     model = models.build(ModelConfig(n_layers=layers))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (rows, seq_len + 1), generator=generator)
@@ -67,36 +67,36 @@ def measure(remat: dict[str, Any], backend: str, layers: int, rows: int, seq_len
 
 
 def run(remat: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in a separate process."""
     command = [sys.executable, "-W", "ignore", "-m", "tools.bench.remat", "--one", json.dumps(remat)]
     command += ["--backend", args.backend, "--layers", str(args.layers), "--rows", str(args.rows)]
     command += ["--seq-len", str(args.seq_len), "--steps", str(args.steps)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{remat}: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(f"{remat}: {process.stderr.strip().splitlines()[-1]}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def line(label: str, found: dict[str, Any], reference: dict[str, Any]) -> str:
-    """One row of the table; the gap of metrics is that to `none`."""
-    gap = max(abs(a[k] - b[k]) for a, b in zip(found["metrics"], reference["metrics"], strict=True) for k in a)
-    predicted, measured = found["predicted"], found["measured"]
+def line(label: str, result: dict[str, Any], reference: dict[str, Any]) -> str:
+    """Return a row of the table; the gap of metrics is relative to `none`."""
+    gap = max(abs(a[k] - b[k]) for a, b in zip(result["metrics"], reference["metrics"], strict=True) for k in a)
+    predicted, measured = result["predicted"], result["measured"]
     cells = [
         label,
         f"{predicted / MIB:.2f}",
         f"{measured / MIB:.2f}",
         f"{100 * (measured / predicted - 1):+.2f} %",
-        f"{(measured - found['state']) / MIB:.1f}",
-        f"{found['step_ms']:,.0f}",
-        str(found["recomputed"]),
-        f"{found['compile_s']:.0f}",
+        f"{(measured - result['state']) / MIB:.1f}",
+        f"{result['step_ms']:,.0f}",
+        str(result["recomputed"]),
+        f"{result['compile_s']:.0f}",
         f"{gap:.1e}" if gap else "0",
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    """Print the table, a line as soon as it is measured."""
+    """Print the table, each line as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="eager", choices=["eager", "inductor"])
     parser.add_argument("--layers", type=int, default=12)

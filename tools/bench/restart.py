@@ -1,7 +1,8 @@
-"""How long a job takes to its first step, by depth: `python -m tools.bench.restart --layers 4,12,24`.
+"""Time of a job to its first step, by depth: `python -m tools.bench.restart --layers 4,12,24`.
 
-The command itself, in processes of its own: cold with an empty cache; warm, with compiled bodies and no programs; and
-restarted, with both. Seconds of all cores, with `--ranks` of rank 0, beside those of `import torch`, in turns.
+It runs the command itself, in separate processes: cold with an empty cache; warm, with compiled regions and no
+programs; and restarted, with both. CPU seconds, with `--ranks` those of rank 0, next to those of `import torch`; runs
+alternate.
 """
 
 from __future__ import annotations
@@ -39,33 +40,33 @@ def main() -> None:
 
 
 def row(layers: int, rounds: int, ranks: int, options: list[str], scratch: Path) -> str:
-    """A depth: medians of seconds of all cores."""
-    found: dict[str, list[float]] = {"cold": [start(options, ranks, scratch)]}
+    """Return the row of a depth: medians of CPU seconds."""
+    seconds_of: dict[str, list[float]] = {"cold": [start(options, ranks, scratch)]}
     for _ in range(rounds):
         shutil.rmtree(scratch / "cache" / "programs")
-        found.setdefault("warm", []).append(start(options, ranks, scratch))
-        found.setdefault("restart", []).append(start(options, ranks, scratch))
-        found.setdefault("torch", []).append(importing())
-    seconds = {name: median(values) for name, values in found.items()}
-    shown = [f"{seconds[name]:.1f}" for name in STARTS]
-    ratio, above = seconds["warm"] / seconds["cold"], seconds["restart"] - seconds["torch"]
-    return f"| {layers} | {seconds['torch']:.1f} | {' | '.join(shown)} | {ratio:.2f} | {above:.1f} |"
+        seconds_of.setdefault("warm", []).append(start(options, ranks, scratch))
+        seconds_of.setdefault("restart", []).append(start(options, ranks, scratch))
+        seconds_of.setdefault("torch", []).append(importing())
+    seconds = {name: median(values) for name, values in seconds_of.items()}
+    cells = [f"{seconds[name]:.1f}" for name in STARTS]
+    ratio, extra = seconds["warm"] / seconds["cold"], seconds["restart"] - seconds["torch"]
+    return f"| {layers} | {seconds['torch']:.1f} | {' | '.join(cells)} | {ratio:.2f} | {extra:.1f} |"
 
 
 def start(options: list[str], ranks: int, scratch: Path) -> float:
-    """Seconds of all cores before the first step, of rank 0."""
+    """Return the CPU seconds of rank 0 before the first step."""
     run = scratch / "run"
     shutil.rmtree(run, ignore_errors=True)
     env = environ | {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
     launch = ["launch", "-n", str(ranks)] if ranks > 1 else []
-    called = [sys.executable, "-m", "compiler_trainer", *launch, *options, f"run.dir={run}"]
-    subprocess.run(called, env=env, check=True, capture_output=True)
+    command = [sys.executable, "-m", "compiler_trainer", *launch, *options, f"run.dir={run}"]
+    subprocess.run(command, env=env, check=True, capture_output=True)
     report: dict[str, Any] = json.loads((run / "report.json").read_text())
     return report["start_cpu_s"]
 
 
 def importing() -> float:
-    """Seconds of all cores that `import torch` takes."""
+    """Return the CPU seconds of `import torch`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""A training step as stock PyTorch has it: FSDP2, tensor parallelism and context parallelism over a device mesh."""
+"""A training step of stock PyTorch: FSDP2, tensor parallelism and context parallelism over a device mesh."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DATA = ("dp_replicate", "dp_shard")
 
 
 class StockLlama(Llama):
-    """The same model, whose last layer is called: the hooks of `parallelize_module` act on calls."""
+    """The same model with a called last layer, because the hooks of `parallelize_module` act on calls."""
 
     def forward(
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None
@@ -60,20 +60,22 @@ class StockLlama(Llama):
 
 
 def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float], Callable[[], list[Tensor]]]:
-    """A step of stock PyTorch, `how` eager or compiled, and the tensors that live from one to the next."""
+    """Return a step of stock PyTorch, with `how` eager or compiled, and its persistent tensors."""
     sizes = {axis: size for axis, size in dataclasses.asdict(cfg.mesh).items() if size > 1 and axis != "ep"}
     mesh = init_device_mesh(local_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
     model = parallel(built(cfg), mesh, how, cfg)
-    o = cfg.optim
-    optimizer = torch.optim.AdamW(groups_of(model, o), o.lr, o.betas, o.eps, o.weight_decay, fused=True)
-    mine = {name: rows_of(tensor, mesh) for name, tensor in batch.items()}
+    optim = cfg.optim
+    optimizer = torch.optim.AdamW(
+        groups_of(model, optim), optim.lr, optim.betas, optim.eps, optim.weight_decay, fused=True
+    )
+    local_batch = {name: rows_of(tensor, mesh) for name, tensor in batch.items()}
     if how == "whole":
-        model.compile()  # in place: who calls it looks for the names of its arguments
+        model.compile()  # in place: callers inspect the names of its arguments
 
     in_bf16 = cfg.passes.cast.param_dtype == "bfloat16"
 
     def step() -> float:
-        inputs = {name: tensor.clone() for name, tensor in mine.items()}  # context_parallel shards them in place
+        inputs = {name: tensor.clone() for name, tensor in local_batch.items()}  # context_parallel shards them in place
         with context(mesh, inputs), torch.autocast(local_device().type, torch.bfloat16, enabled=in_bf16):
             loss = models.loss_fn(model, inputs)
             loss.backward()
@@ -87,15 +89,15 @@ def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float]
 
 
 def groups_of(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """The parameters as the job groups them: vectors, if it does not let them decay, and the rest."""
+    """Return the parameters in the job's groups: vectors, if they do not decay, and all others."""
     assert set(optim.groups) <= {"no_decay"}, "stock PyTorch is compared on groups of the default job alone"
     vectors = [p for p in model.parameters() if optim.groups and p.dim() < 2]
-    rest = [p for p in model.parameters() if not optim.groups or p.dim() >= 2]
-    return [{"params": rest}, {"params": vectors, "weight_decay": 0.0}]
+    others = [p for p in model.parameters() if not optim.groups or p.dim() >= 2]
+    return [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def built(cfg: Config) -> StockLlama:
-    """The model with the same weights as every other contender's."""
+    """Return the model with the same weights as every other contender's."""
     with torch.device("meta"):
         model = StockLlama(decoder_of(cfg))
     initial = models.initial_parameters(model, 0, torch.float32)
@@ -105,14 +107,14 @@ def built(cfg: Config) -> StockLlama:
 
 
 def decoder_of(cfg: Config) -> ModelConfig:
-    """The decoder to measure; raises UserError where `cfg` names another kind of model."""
+    """Return the decoder to measure; raise UserError if `cfg` names another kind of model."""
     if not isinstance(cfg.model, ModelConfig):
         raise UserError("model", "is no decoder of conf/model, and the contenders are made of one's sizes")
     return cfg.model
 
 
 def parallel(model: StockLlama, mesh: DeviceMesh | None, how: str, cfg: Config) -> StockLlama:
-    """The model split over `tp`, its blocks compiled if asked for, and sharded over the other axes."""
+    """Return the model split over `tp`, with compiled blocks if requested, and sharded over the other axes."""
     axes = mesh.mesh_dim_names or () if mesh is not None else ()
     if mesh is not None and "tp" in axes:
         split(model, mesh["tp"])
@@ -122,15 +124,15 @@ def parallel(model: StockLlama, mesh: DeviceMesh | None, how: str, cfg: Config) 
     if mesh is not None and (data := tuple(axis for axis in axes if axis != "tp")):
         cast = cfg.passes.cast
         precision = MixedPrecisionPolicy(DTYPES[cast.param_dtype], DTYPES[cast.reduce_dtype])
-        over = sharding_mesh(mesh, data)
+        mesh_to_shard = sharding_mesh(mesh, data)
         for layer in model.layers:
-            fully_shard(layer, mesh=over, mp_policy=precision)
-        fully_shard(model, mesh=over, mp_policy=precision)
+            fully_shard(layer, mesh=mesh_to_shard, mp_policy=precision)
+        fully_shard(model, mesh=mesh_to_shard, mp_policy=precision)
     return model
 
 
 def sharding_mesh(mesh: DeviceMesh, data: tuple[str, ...]) -> DeviceMesh:
-    """What parameters are sharded over: `dp_shard` and `cp` as one axis, replicated over `dp_replicate`."""
+    """Return the mesh to shard parameters over: `dp_shard` and `cp` as one axis, replicated over `dp_replicate`."""
     sharded = tuple(axis for axis in data if axis != "dp_replicate")
     if len(sharded) == 2:
         mesh[sharded]._flatten("dp_shard_cp")
@@ -139,25 +141,27 @@ def sharding_mesh(mesh: DeviceMesh, data: tuple[str, ...]) -> DeviceMesh:
 
 
 def split(model: StockLlama, tp: DeviceMesh) -> None:
-    """Tensor and sequence parallelism by the plan of PyTorch's own tutorial for Llama."""
-    whole, rows = Replicate(), Shard(1)
+    """Apply tensor and sequence parallelism by the plan of PyTorch's own tutorial for Llama."""
+    replicated, over_sequence = Replicate(), Shard(1)
     entering = PrepareModuleInput(
-        input_layouts=(rows, None, None, None), desired_input_layouts=(whole, None, None, None)
+        input_layouts=(over_sequence, None, None, None), desired_input_layouts=(replicated, None, None, None)
     )
     plan: dict[str, Any] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "tok_embeddings": RowwiseParallel(input_layouts=replicated, output_layouts=over_sequence),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=rows, output_layouts=whole),
+        "output": ColwiseParallel(input_layouts=over_sequence, output_layouts=replicated),
     }
     for i, layer in enumerate(model.layers):
         assert isinstance(layer, Block) and isinstance(layer.attention, Attention)
         plan |= {
             f"layers.{i}.attention_norm": SequenceParallel(),
             f"layers.{i}.attention": entering,
-            f"layers.{i}.attention.wo": RowwiseParallel(output_layouts=rows),
+            f"layers.{i}.attention.wo": RowwiseParallel(output_layouts=over_sequence),
             f"layers.{i}.ffn_norm": SequenceParallel(),
-            f"layers.{i}.feed_forward": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
-            f"layers.{i}.feed_forward.w2": RowwiseParallel(output_layouts=rows),
+            f"layers.{i}.feed_forward": PrepareModuleInput(
+                input_layouts=(over_sequence,), desired_input_layouts=(replicated,)
+            ),
+            f"layers.{i}.feed_forward.w2": RowwiseParallel(output_layouts=over_sequence),
         }
         columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
         plan |= {f"layers.{i}.{name}": ColwiseParallel() for name in columns}
@@ -167,7 +171,7 @@ def split(model: StockLlama, tp: DeviceMesh) -> None:
 
 
 def rows_of(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The rows of a global batch that this rank's data-parallel group has."""
+    """Return the sequences of a global batch for this rank's data-parallel group."""
     axes = mesh.mesh_dim_names or () if mesh is not None else ()
     for axis in DATA:
         if mesh is not None and axis in axes:
@@ -176,38 +180,40 @@ def rows_of(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def context(mesh: DeviceMesh | None, inputs: Batch) -> AbstractContextManager:
-    """Context parallelism where the mesh has it."""
+    """Return the context of context parallelism, if the mesh has it."""
     if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
         return nullcontext()
-    context_parallel_internals().custom_ops.update(dict.fromkeys(CPU_KERNELS, ring_on_cpu))  # has the GPU's alone
+    context_parallel_internals().custom_ops.update(dict.fromkeys(CPU_KERNELS, ring_on_cpu))  # only for GPUs
     tensors = list(inputs.values())
     return context_parallel(mesh["cp"], buffers=tensors, buffer_seq_dims=[1] * len(tensors))
 
 
 def ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    """PyTorch's own ring, over the attention kernel of the CPU."""
+    """Run PyTorch's own ring over the attention kernel of the CPU."""
     names = [argument.name for argument in op._schema.arguments]
-    given: dict[str, Any] = {name: local(value) for name, value in {**dict(zip(names, args)), **kwargs}.items()}
+    arguments: dict[str, Any] = {name: local(value) for name, value in {**dict(zip(names, args)), **kwargs}.items()}
     mesh, ring = args[0].device_mesh, context_parallel_internals()
     if op is CPU_KERNELS[0]:
-        found = ring._templated_ring_attention(mesh.get_group(), 2, op, **given)
+        outputs = ring._templated_ring_attention(mesh.get_group(), 2, op, **arguments)
     else:
-        found = ring._templated_ring_attention_backward(mesh.get_group(), 2, op, grad_out_name="grad_out", **given)
-    return tuple(DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in found)
+        outputs = ring._templated_ring_attention_backward(
+            mesh.get_group(), 2, op, grad_out_name="grad_out", **arguments
+        )
+    return tuple(DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in outputs)
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """The loss of the global batch: every rank has as many labels."""
+    """Return the loss of the global batch; every rank has equally many labels."""
     loss = local(loss)
     dist.all_reduce(loss)
     return float(loss) / dist.get_world_size()
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All tensors of an optimizer's state."""
+    """Return all tensors of an optimizer's state."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,1 +1,1 @@
-"""One-line faults planted in the passes, and who sees them."""
+"""One-line faults planted in the passes, to see which checks notice them."""

@@ -1,16 +1,16 @@
-"""Plant faults in the passes, one at a time, and see who notices: `python -m tools.faults`.
+"""Plant faults in the passes, one at a time, and see which checks notice: `python -m tools.faults`.
 
     python -m tools.faults --only 'ring_*'                         a few
     python -m tools.faults --suite unseen --write docs/measured/faults.md   all; tests for those that no verifier sees
 
-For each fault of `table`, and some of `mutations` in each room, the tree is copied, the fault planted, and there some
-small models are compiled, all ranks in one process: does `passes.verify=spec` refuse them, does `numeric`, and do two
-steps differ from plain PyTorch's on one device? The first model of which anything is seen counts; one that never comes
-by the fault is not asked. With `--suite` the tests are run too, up to the first that fails. The tree without a fault
-goes first; if anything is found there, that is all that is said.
+For each fault of `table`, and some of `mutations` in each package, the tree is copied, the fault planted, and some
+small models are compiled there with all ranks in one process. Does `passes.verify=spec` refuse them, does `numeric`,
+and do two steps differ from plain PyTorch's on one device? The first model that shows anything counts; models that
+never run the faulty code are skipped. With `--suite` the tests run too, up to the first failure. The tree without a
+fault goes first; if anything fails there, only that is reported.
 
-Results are appended to a file, a line of JSON each, and what is in there is not run again: remove the file when the
-tree has changed. Exit codes: 0 done, 1 the tree itself is at fault, 2 bad input.
+Results are appended to a file, a line of JSON each, and are not computed again: remove the file when the tree has
+changed. Exit codes: 0 done, 1 the tree itself is at fault, 2 bad input.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Record = dict[str, str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the arguments ask for; returns an exit code."""
+    """Run the command; return its exit code."""
     options = parse(arguments)
     faults = [*FAULTS, *mutations(options.mutations)]
     chosen = [fault for fault in faults if fnmatchcase(fault.name, options.only)]
     try:
         if not chosen:
-            raise ValueError(f"--only: no fault is named like {options.only!r}")
+            raise ValueError(f"--only: no fault matches {options.only!r}")
         for fault in chosen:
             mutated(fault)
     except ValueError as error:
@@ -64,20 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", metavar="PATTERN", help="faults named so")
     parser.add_argument("--mutations", type=int, default=10, metavar="COUNT", help="faults by syntax in each room")
-    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), help="what is compiled")
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), help="models to compile")
     parser.add_argument("--suite", choices=("none", "unseen", "all"), default="none", help="for which to run the tests")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for the tests of one fault")
     parser.add_argument("--results", type=Path, default=Path("faults.jsonl"), help="where results are kept")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="a table of what is known, in Markdown")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="a page for the table of results, in Markdown")
     return parser.parse_args(arguments)
 
 
 def sound(faults: Sequence[Fault], known: dict[str, Record], judge: Judge, options: argparse.Namespace) -> bool:
-    """Return True if nothing is seen without a fault; learn then which models come by which fault."""
+    """Return True if nothing is noticed without a fault; then record which models run the code of each fault."""
     if UNMUTATED not in known:
         with planted(None) as folder:
             learn(known, UNMUTATED, judge(folder, options.models, options.limit), options)
@@ -89,7 +89,7 @@ def sound(faults: Sequence[Fault], known: dict[str, Record], judge: Judge, optio
 
 
 def missing(fault: Fault, known: dict[str, Record], judge: Judge, options: argparse.Namespace) -> Iterator[Record]:
-    """What is not known yet of a fault and was asked for, as it is found."""
+    """Yield the results of a fault that are requested and not known yet."""
     record, first = known[fault.name], LOOKS_FIRST.get(fault.room)
     with planted(fault) as folder:
         if "value" not in record:
@@ -101,20 +101,22 @@ def missing(fault: Fault, known: dict[str, Record], judge: Judge, options: argpa
 
 
 def learn(known: dict[str, Record], name: str, part: Record, options: argparse.Namespace) -> None:
-    """Keep a result, also for the next time."""
+    """Record a result, also in the file."""
     known[name] = known.get(name, {}) | part
     with options.results.open("a") as file:
         file.write(json.dumps({"fault": name} | part) + "\n")
 
 
 def line(record: Record) -> str:
-    """Who sees a fault, in a line."""
-    seen = ", ".join(who for who in VERDICT if record[who]) or ("nothing" if record["models"] else "no model comes by")
-    return f"{seen} {record.get('suite', '')}".rstrip()
+    """Return a line with the checks that notice a fault."""
+    checks = ", ".join(who for who in VERDICT if record[who]) or (
+        "nothing" if record["models"] else "no model comes by"
+    )
+    return f"{checks} {record.get('suite', '')}".rstrip()
 
 
 def read(path: Path) -> dict[str, Record]:
-    """What is known of each fault."""
+    """Return the known results of each fault."""
     known: dict[str, Record] = {}
     for text in path.read_text().splitlines() if path.exists() else ():
         record = json.loads(text)

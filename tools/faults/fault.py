@@ -1,4 +1,4 @@
-"""A fault: a fragment of a file of the passes, and another in its place."""
+"""A fault: a fragment of a file of the passes, and its replacement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """The fragment `old` of a file becomes `new`: the only one of its text, or the one that starts `at` an offset."""
+    """A replacement of the fragment `old` of a file by `new`; the fragment is unique, or starts `at` an offset."""
 
     name: str
     file: str
@@ -17,11 +17,11 @@ class Fault(NamedTuple):
 
     @property
     def room(self) -> str:
-        """The room of the passes that it is in."""
+        """The package of the passes that it is in."""
         return self.file.split("/")[1]
 
     def start(self, text: str) -> int:
-        """Return the offset of the fragment in the file's text; raise ValueError unless it is there, and once."""
+        """Return the offset of the fragment in the file's text; raise ValueError unless it occurs there once."""
         if self.at is not None and text.startswith(self.old, self.at):
             return self.at
         if self.at is not None or (count := text.count(self.old)) != 1:
@@ -30,6 +30,6 @@ class Fault(NamedTuple):
         return text.index(self.old)
 
     def planted_in(self, text: str) -> str:
-        """Return the file's text with the fault in it; raise ValueError as `start` does."""
+        """Return the file's text with the fault; raise ValueError as `start` does."""
         start = self.start(text)
         return text[:start] + self.new + text[start + len(self.old) :]

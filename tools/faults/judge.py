@@ -1,4 +1,4 @@
-"""What the verifiers say of models compiled by this tree, and whether their values are right."""
+"""The verdicts of the verifiers on models compiled by this tree, and the check of their values."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from compiler_trainer.step.step import Step
 from passes.check.verify import WrongProgram
 from tools.faults.models import LRS, Case, make, train_plainly
 
-Verdict = dict[str, str]  # who looks -> what it says first, an empty string if nothing
+Verdict = dict[str, str]  # check -> its first complaint, an empty string if it has none
 
 
 def judge(names: Iterable[str]) -> Verdict:
-    """What is seen of the first model of which anything is seen."""
+    """Return the verdict on the first model that shows anything."""
     for name in names:
         verdict = look(make(name))
         if any(verdict.values()):
-            return {who: said and f"{name}: {said}" for who, said in verdict.items()}
+            return {check: complaint and f"{name}: {complaint}" for check, complaint in verdict.items()}
     return {"spec": "", "numeric": "", "value": ""}
 
 
 def look(case: Case) -> Verdict:
-    """What the verifiers say of a case, and where its values are wrong.
+    """Return the complaints of the verifiers on a case, and of the comparison of values.
 
-    `numeric` checks also all that `spec` does, so that where it has nothing to say `spec` has nothing either.
+    `numeric` includes all checks of `spec`, so that without a complaint of `numeric` there is none of `spec`.
     """
     step, numeric = compiled(case, "numeric")
     if step is not None:
@@ -38,30 +38,34 @@ def look(case: Case) -> Verdict:
 
 
 def compiled(case: Case, verify: str) -> tuple[Step | None, str]:
-    """The step of all ranks in this process, or what the compiler or its verifier says."""
-    how: dict[str, Any] = {"mesh": case.mesh, "optim": case.optim, "microbatches": case.microbatches}
-    how |= {"passes": {**case.passes, "verify": verify}, "ranks": "lockstep", "lower": {"backend": "eager"}}
+    """Return the step of all ranks in this process, or the error of the compiler or its verifier."""
+    options: dict[str, Any] = {"mesh": case.mesh, "optim": case.optim, "microbatches": case.microbatches}
+    options |= {"passes": {**case.passes, "verify": verify}, "ranks": "lockstep", "lower": {"backend": "eager"}}
     try:
-        return ct.compile_step(case.model, case.loss, case.batches[0], **how), ""
+        return ct.compile_step(case.model, case.loss, case.batches[0], **options), ""
     except Exception as error:
         return None, said(error)
 
 
 def by_value(case: Case, step: Step) -> str:
-    """Where two steps differ from PyTorch's on one device."""
+    """Return the first difference of two steps from PyTorch's on one device; empty if there is none."""
     try:
-        found = [step(batch, lr) for batch, lr in zip(case.batches, LRS, strict=True)]
+        metrics_of_steps = [step(batch, lr) for batch, lr in zip(case.batches, LRS, strict=True)]
     except Exception as error:
         return f"fails: {said(error)}"
     metrics, state = train_plainly(case)
     pairs: list[tuple[str, Any, Any]]
-    pairs = [(name, ours[name], theirs[name]) for ours, theirs in zip(found, metrics, strict=True) for name in theirs]
+    pairs = [
+        (name, ours[name], theirs[name])
+        for ours, theirs in zip(metrics_of_steps, metrics, strict=True)
+        for name in theirs
+    ]
     pairs += [(name, value, state[name]) for name, value in step.state_dict().items()]
     return next((f"{name} differs" for name, ours, theirs in pairs if not alike(ours, theirs, case.tolerance)), "")
 
 
 def alike(ours: Any, theirs: Any, tolerance: float) -> bool:
-    """Whether two values agree, absolutely and relatively, and are of one dtype."""
+    """Return True if two values agree, absolutely and relatively, and have the same dtype."""
     ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
     return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 

@@ -1,4 +1,4 @@
-"""Small models that together go through every pass, and what plain PyTorch on one device makes of them."""
+"""Small models that together use every pass, and their results in plain PyTorch on one device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IGNORED = -1
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its loss and one batch a step, and the options it is compiled with."""
+    """A model, its loss and one batch a step, and the options to compile it with."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Batch], Tensor]
@@ -39,7 +39,7 @@ class Case:
 
 
 def llama() -> Case:
-    """Heads, feed-forward, vocabulary and rows that no axis divides."""
+    """Return a Llama whose heads, feed-forward, vocabulary and sequences no axis divides."""
     cfg = ModelConfig(dim=24, n_layers=2, n_heads=6, n_kv_heads=3, ffn_dim=37, vocab_size=61)
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -54,13 +54,13 @@ def llama() -> Case:
 
 
 def rings() -> Case:
-    """The same with products beside rings, over ranks that divide no row."""
+    """Return the same case with matmuls overlapped by rings, over ranks that divide no sequence."""
     case = llama()
     return replace(case, mesh={"tp": 3}, passes={"communication": {"async_tp": "all"}}, microbatches=1)
 
 
 def turns() -> Case:
-    """The same with microbatches that take turns in one program."""
+    """Return the same case with microbatches that take turns in one program."""
     return replace(llama(), passes={"communication": {"batch_overlap": 2}})
 
 
@@ -68,7 +68,7 @@ def turns() -> Case:
 
 
 class Attention(nn.Module):
-    """Grouped attention that is causal, or within the documents of a row."""
+    """Grouped attention, causal or within the documents of a sequence."""
 
     def __init__(self, dim: int, heads: int, groups: int):
         super().__init__()
@@ -101,7 +101,7 @@ class Reader(nn.Module):
 
 
 def context() -> Case:
-    """A ring under a causal mask and one under a mask of documents, in fifteen tokens over three ranks."""
+    """Return a ring under a causal mask and one under a document mask, with 15 tokens over three ranks."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["tokens"], batch["documents"])
@@ -116,7 +116,7 @@ def context() -> Case:
 
 
 def in_blocks() -> Case:
-    """The same, each row's blocks of two tokens shared out by its documents."""
+    """Return the same case, with blocks of two tokens shared out by documents."""
     case = context()
     return replace(case, passes={"context": {"method": "ring", "load_balance": "blocks", "block": 2}})
 
@@ -125,7 +125,7 @@ def in_blocks() -> Case:
 
 
 class StraightThrough(torch.autograd.Function):
-    """A rounded operand in a product, with a backward that is not its derivative."""
+    """A matmul with a rounded operand, whose backward is not its derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, scale: float) -> Tensor:  # type: ignore[override]
@@ -165,7 +165,7 @@ class Odd(nn.Module):
 
 
 def odd() -> Case:
-    """A net of parts that a Llama lacks; its logits come transposed."""
+    """Return a net with parts that a Llama lacks; its logits are transposed."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(batch["tokens"]), batch["labels"].transpose(0, 1)
@@ -204,7 +204,7 @@ class Stateful(nn.Module):
 
 
 def state() -> Case:
-    """What must be the same on every mesh though it is drawn, and what a step leaves in buffers."""
+    """Return a case with random numbers that have to be the same on every mesh, and with buffers that steps change."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["tokens"])
@@ -234,7 +234,7 @@ class Capped(nn.Module):
 
 
 def chunks() -> Case:
-    """Rows and classes that no axis divides, in chunks of a token or two."""
+    """Return a case of sequences and classes that no axis divides, in chunks of a token or two."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["tokens"])
@@ -251,7 +251,7 @@ def chunks() -> Case:
 
 
 class Mixed(nn.Module):
-    """Layers with a softmax between, which is to be computed in fp32."""
+    """Layers with a softmax between, which has to be computed in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Mixed(nn.Module):
 
 
 def cast() -> Case:
-    """bf16 over fp32 masters, moments in fp32; held to fp32, so loosely."""
+    """Return a case of bf16 over fp32 masters, moments in fp32; compared with fp32 at a loose tolerance."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["labels"])
@@ -306,7 +306,7 @@ class Experts(nn.Module):
 
 
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`F.grouped_mm`, which PyTorch itself does not run in fp64."""
+    """Return `F.grouped_mm`, which PyTorch itself does not run in fp64."""
     if torch.compiler.is_exporting():
         return F.grouped_mm(rows, weight, offs=ends)
     stops = ends.tolist()
@@ -314,7 +314,7 @@ def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def experts() -> Case:
-    """Rows sorted by expert on ranks of which the last has padding, experts split inside."""
+    """Return a case with tokens sorted by expert, padding on the last rank, and experts split inside."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
@@ -328,7 +328,7 @@ def experts() -> Case:
 
 
 class Images(nn.Module):
-    """Convolutions in groups, a border, norms of the batch and of groups, weights of frequencies."""
+    """Convolutions in groups, a border, batch and group norms, weights of frequencies."""
 
     def __init__(self, channels: int = 6, classes: int = 5):
         super().__init__()
@@ -346,7 +346,7 @@ class Images(nn.Module):
 
 
 def images() -> Case:
-    """Seven pictures over two ranks, channels split over two others."""
+    """Return a case of seven pictures over two ranks, with channels split over two others."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["labels"])
@@ -357,7 +357,7 @@ def images() -> Case:
     return Case(Images().double(), loss, batches, {"dp_shard": 2, "tp": 2}, optim)
 
 
-CASES = {  # cheap ones first
+CASES = {  # cheapest first
     "state": state,
     "odd": odd,
     "chunks": chunks,
@@ -373,13 +373,13 @@ CASES = {  # cheap ones first
 
 
 def make(name: str) -> Case:
-    """A case, the same at each call."""
+    """Return a case, the same at each call."""
     torch.manual_seed(0)
     return CASES[name]()
 
 
 def random_ids(step: int, vocabulary: int, rows: int, tokens: int) -> Batch:
-    """Token ids and labels of a step."""
+    """Return token ids and labels of a step."""
     generator = torch.Generator().manual_seed(step)
     return {key: torch.randint(0, vocabulary, (rows, tokens), generator=generator) for key in ("tokens", "labels")}
 
@@ -388,7 +388,7 @@ def random_ids(step: int, vocabulary: int, rows: int, tokens: int) -> Batch:
 
 
 def train_plainly(case: Case) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics of each step and the final parameters and buffers, by eager PyTorch."""
+    """Return the metrics of each step and the final parameters and buffers, by eager PyTorch."""
     model = copy.deepcopy(case.model)
     optimizer, max_norm = optimizer_of(model, case.optim), case.optim["max_norm"]
     metrics = []
@@ -406,23 +406,23 @@ def train_plainly(case: Case) -> tuple[list[dict[str, float]], dict[str, Tensor]
 
 
 def dtype_of(model: nn.Module, value: Tensor) -> torch.dtype:
-    """The model's own for numbers, theirs for ids."""
+    """Return the model's dtype for floating-point values, the value's own for ids."""
     real = (p.dtype for p in model.parameters() if p.is_floating_point())
     return next(real) if value.is_floating_point() else value.dtype
 
 
 def optimizer_of(model: nn.Module, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """PyTorch's optimizer of the same options, on what is trained."""
-    given = {key: value for key, value in options.items() if key not in ("name", "max_norm")}
+    """Return PyTorch's optimizer of the same options, on the trained parameters."""
+    arguments = {key: value for key, value in options.items() if key not in ("name", "max_norm")}
     trained = [p for p in model.parameters() if p.requires_grad]
     if options["name"] == "sgd":
-        return torch.optim.SGD(trained, **given)
-    return torch.optim.AdamW(trained, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **given})
+        return torch.optim.SGD(trained, **arguments)
+    return torch.optim.AdamW(trained, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **arguments})
 
 
 @contextmanager
 def keyed_dropout(seed: int) -> Iterator[None]:
-    """PyTorch's dropout with the numbers that `passes/sharding/random.py` promises, computed here anew."""
+    """Replace PyTorch's dropout by the numbers that `passes/sharding/random.py` promises, computed independently."""
     sites = iter(range(1, 100))
 
     def dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
@@ -435,7 +435,7 @@ def keyed_dropout(seed: int) -> Iterator[None]:
 
 
 def scrambled(word: int) -> int:
-    """A hash of 32 bits."""
+    """Return a 32-bit hash."""
     for _ in range(2):
         word = (word ^ word >> 16) * 0x45D9F3B & 0xFFFFFFFF
     return word ^ word >> 16

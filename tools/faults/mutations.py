@@ -1,4 +1,4 @@
-"""Faults by syntax: in one place of a function of the passes an operator or a constant is another.
+"""Faults by syntax: an operator or a constant in a function of the passes is replaced by another.
 
     a < b           a <= b              compare
     a and b         a or b              boolean
@@ -22,7 +22,7 @@ from pathlib import Path
 from tools.faults.fault import Fault
 
 ROOT = Path(__file__).parent.parent.parent
-UNSEEN = ("check", "cost")  # rooms that verify and predict: a fault there changes no program
+UNSEEN = ("check", "cost")  # packages that verify and predict: a fault there changes no program
 COMPARED = {
     ast.Eq: "!=", ast.NotEq: "==", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -31,7 +31,7 @@ COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.M
 
 
 def mutations(per_room: int) -> list[Fault]:
-    """Return faults by syntax, so many of each room, spread evenly over its places."""
+    """Return `per_room` faults by syntax for each package, spread evenly over its code."""
     rooms = sorted(path for path in (ROOT / "passes").iterdir() if path.is_dir() and path.name not in UNSEEN)
     chosen: list[Fault] = []
     for room in rooms:
@@ -56,7 +56,7 @@ def mutations_of(path: Path) -> Iterator[Fault]:
 
 
 class Source:
-    """The text of a file, from which expressions are cut by their positions, which count bytes."""
+    """The text of a file, for cutting out expressions by their positions, which count bytes."""
 
     def __init__(self, text: str):
         self.text, self.bytes = text, text.encode()
@@ -79,12 +79,12 @@ def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, list[ast.expr]]
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{prefix}{node.name}.")
         elif isinstance(node, ast.FunctionDef):
-            inside = [each for statement in node.body for each in expressions(statement)]
-            yield f"{prefix}{node.name}", inside
+            body = [each for statement in node.body for each in expressions(statement)]
+            yield f"{prefix}{node.name}", body
 
 
 def expressions(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the expressions of a statement in order, but for those in strings with fields: they have no positions."""
+    """Yield the expressions of a statement in order, except those in f-strings, which have no positions."""
     if isinstance(node, ast.JoinedStr):
         return
     if isinstance(node, ast.expr):
@@ -114,7 +114,7 @@ def changes(node: ast.expr, text: Callable[[ast.expr], str]) -> Iterator[tuple[s
 
 
 def is_text(node: ast.expr) -> bool:
-    """Return True for a string, which nothing is subtracted from."""
+    """Return True for a string, which cannot be subtracted from."""
     return isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 

@@ -1,4 +1,4 @@
-"""Who sees which fault, as a page of Markdown."""
+"""The page of faults and the checks that notice them, in Markdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ meaning (`tools/faults/table.py`), and faults by syntax, spread evenly over each
 
 
 def page(faults: Sequence[Fault], known: Mapping[str, Record]) -> str:
-    """Return totals by room and by check, then a row for each fault: first those that no test and no verifier sees."""
+    """Return totals by package and by check, then a row for each fault, first those that nothing notices."""
     judged = [fault for fault in faults if "value" in known.get(fault.name, {})]
     rows = sorted(judged, key=lambda fault: rank(known[fault.name]))
     head = f"| fault | file | the fault | {' | '.join(LOOKERS)} |"
@@ -37,7 +37,7 @@ def page(faults: Sequence[Fault], known: Mapping[str, Record]) -> str:
 
 
 def by_room(faults: Sequence[Fault], known: Mapping[str, Record]) -> list[str]:
-    """Return a table: of each room, the faults by the first that sees them."""
+    """Return a table: for each package, the faults by the first check that notices them."""
     counts: dict[str, Counter[str]] = {}
     for fault in sorted(faults, key=lambda fault: fault.room):
         counts.setdefault(fault.room, Counter())[first(known[fault.name])] += 1
@@ -49,14 +49,14 @@ def by_room(faults: Sequence[Fault], known: Mapping[str, Record]) -> list[str]:
 
 
 def first(record: Record) -> str:
-    """Return who sees a fault at the least expense."""
+    """Return the cheapest check that notices a fault."""
     if not record["models"]:
         return "no model comes by"
     return next((who for who in LOOKERS[:3] if record[who]), "nobody")
 
 
 def by_check(records: Sequence[Record]) -> list[str]:
-    """Return a table: how many faults each check of `passes/check` sees first, or a pass refuses by itself."""
+    """Return a table: the number of faults that each check of `passes/check`, or a pass itself, notices first."""
     said = [record[who] for record in records if (who := first(record)) in ("spec", "numeric")]
     checks = Counter(text.split(": ")[1] for text in said)
     rows = [f"| {check} | {count} |" for check, count in checks.most_common()]
@@ -64,21 +64,21 @@ def by_check(records: Sequence[Record]) -> list[str]:
 
 
 def rank(record: Record) -> int:
-    """Return how visible a fault is: 0 if not even to the tests."""
+    """Return the visibility of a fault: 0 if not even tests notice it."""
     if record.get("suite", "").startswith("survives"):
         return 0
     return 1 + bool(record["numeric"]) + bool(record["spec"])
 
 
 def mark(record: Record, who: str) -> str:
-    """Return a cell: the model in which a verifier sees the fault, or the test."""
+    """Return a cell: the model in which a verifier notices the fault, or the test."""
     if who == "suite":
         return record.get(who, "-").replace("::", " ")
     return record[who].split(":")[0] if record["models"] else "?"
 
 
 def totals(records: Sequence[Record]) -> str:
-    """Return how many faults are seen by whom, as a sentence."""
+    """Return a sentence with the number of faults that each check notices."""
     seen = {who: sum(bool(record[who]) for record in records) for who in LOOKERS[:3]}
     suites = [record["suite"] for record in records if "suite" in record]
     survivors = sum(text.startswith("survives") for text in suites)

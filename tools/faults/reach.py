@@ -1,4 +1,4 @@
-"""Which models come by which fault: the others cannot tell it."""
+"""The models that run the code of each fault; others cannot notice it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ PASSES = str(ROOT / "passes")
 
 
 def lines_run(model: str) -> Lines:
-    """The lines of the passes that are run while a model is compiled and makes its steps."""
-    found: Lines = set()
+    """Return the lines of the passes that run while a model is compiled and takes its steps."""
+    lines: Lines = set()
 
     def note(frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PASSES):
             return None
-        found.add((frame.f_code.co_filename, frame.f_lineno))
+        lines.add((frame.f_code.co_filename, frame.f_lineno))
         return note
 
     threading.settrace(note)  # the passes run in a thread with room for deep recursion
     sys.settrace(note)
     try:
-        step, said = compiled(case := make(model), "none")
-        assert step is not None, said
+        step, error = compiled(case := make(model), "none")
+        assert step is not None, error
         by_value(case, step)
     finally:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-    return found
+    return lines
 
 
 def places(fault: Fault) -> Lines | None:
-    """The lines of the statement that a fault is in, None if it is run when the module is imported."""
+    """Return the lines of the statement with a fault; None if it runs when the module is imported."""
     path, text = str(ROOT / fault.file), (ROOT / fault.file).read_text()
     first = text[: fault.start(text)].count("\n") + 1
     last = first + fault.old.rstrip("\n").count("\n")
@@ -54,7 +54,7 @@ def places(fault: Fault) -> Lines | None:
 
 
 def reached(faults: Iterable[Fault], models: Iterable[str]) -> dict[str, list[str]]:
-    """Return the models that come by each fault, by its name."""
+    """Return the models that run the code of each fault, by its name."""
     run = {model: lines_run(model) for model in models}
     where = {fault.name: places(fault) for fault in faults}
     return {name: [m for m in models if lines is None or lines & run[m]] for name, lines in where.items()}

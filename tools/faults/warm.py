@@ -1,7 +1,7 @@
-"""A process that has imported PyTorch, of which each look at a tree is a fork: `python tools/faults/warm.py`.
+"""A process that has imported PyTorch and forks to judge each tree: `python tools/faults/warm.py`.
 
-Reads lines of JSON, {"folder": ..., "models": [...], "limit": seconds}, and answers each with the line of JSON that
-`tools/faults/judge.py` of that folder gives. It must not have imported the passes itself.
+Reads lines of JSON, {"folder": ..., "models": [...], "limit": seconds}, and answers each with the line of JSON from
+`tools/faults/judge.py` of that folder. It must not have imported the passes itself.
 """
 
 import json
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def warm_up() -> None:
-    """Let PyTorch load what it loads when first used."""
+    """Trigger PyTorch's lazy imports."""
     with torch.no_grad():
         torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
     make_fx(lambda x: torch.autograd.grad((x * x).sum(), x), tracing_mode="fake")(torch.ones(2, requires_grad=True))

@@ -1,6 +1,6 @@
-"""Compare each compiled body of the doctor's jobs with its operators run one by one: `python -m tools.gpu_day.bodies`.
+"""Compare each compiled region of the doctor's jobs with its operators in sequence: `python -m tools.gpu_day.bodies`.
 
-Inputs are random, and free device memory is filled with NaN first, so that entries a kernel leaves out show. Exit
+Inputs are random. Free device memory is filled with NaN first, to show entries that a kernel leaves unwritten. Exit
 codes: 0 all agree, 1 one does not.
 """
 
@@ -24,12 +24,12 @@ from passes.program import ir
 from passes.program.abstract_eval import Layout, laid_out
 from passes.program.bodies import Body, calls_of
 
-ALLOWED, IN_HALF = 1e-4, 0.5  # in half precision operators round what kernels keep, so that only gross errors show
+ALLOWED, IN_HALF = 1e-4, 0.5  # in half precision operators round values that kernels do not: only gross errors show
 SPOILED_BYTES = 64 << 20
 
 
 class Operators(fx.Interpreter):
-    """Runs a body's operators one by one, results laid out as in the graph."""
+    """Runs a region's operators in sequence, with results laid out as in the graph."""
 
     def run_node(self, node: fx.Node) -> object:
         result = super().run_node(node)
@@ -37,7 +37,7 @@ class Operators(fx.Interpreter):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare the bodies of all jobs of one rank; print those that differ and a count."""
+    """Compare the regions of all jobs of one rank; print those that differ and a count."""
     parser = argparse.ArgumentParser("python -m tools.gpu_day.bodies")
     parser.parse_args(arguments)
     compared: set[str] = set()
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bodies_of(probe: Probe) -> list[Body]:
-    """Return the bodies of the training programs of a probe's job."""
+    """Return the compiled regions of the training programs of a probe's job."""
     cfg: Config = job(probe, 1)
     subject = subject_of(cfg)
     step = compile_step(
@@ -71,20 +71,20 @@ def bodies_of(probe: Probe) -> list[Body]:
 
 
 def value_like(example: Tensor) -> Tensor:
-    """Return a random tensor as an example is laid out; integers are zero, which is a valid index."""
+    """Return a random tensor in an example's layout; integers are zero, which is a valid index."""
     value = Layout.of(example).empty()
     return value.normal_() if value.is_floating_point() and value.dtype.itemsize > 1 else value.zero_()
 
 
 def differences(body: Body, kernels: object, values: Sequence[Tensor]) -> Iterator[str]:
-    """Yield what differs between the compiled body and its operators: results, and inputs written in place."""
+    """Yield the differences between a compiled region and its operators: results, and inputs written in place."""
     operands = [copied(value) for value in values]
-    wanted = Operators(fx.GraphModule(torch.nn.Module(), body.graph)).run(*operands, enable_io_processing=False)
+    expected = Operators(fx.GraphModule(torch.nn.Module(), body.graph)).run(*operands, enable_io_processing=False)
     written = [copied(value) for value in values]
     spoil(values)
     lines = [v.view(-1) if body.flat and v.dim() else v for v in written]
-    found = kernels(list(lines))  # type: ignore[operator]
-    results = zip(wanted, (x.view(w.shape) for x, w in zip(found, wanted, strict=True)), strict=True)
+    outputs = kernels(list(lines))  # type: ignore[operator]
+    results = zip(expected, (x.view(w.shape) for x, w in zip(outputs, expected, strict=True)), strict=True)
     dtypes = {ir.example(node).dtype for node in body.graph.nodes if ir.is_tensor(node)}
     allowed = ALLOWED if all(dtype.itemsize >= 4 or not dtype.is_floating_point for dtype in dtypes) else IN_HALF
     pairs = [("result", *pair) for pair in results] + [("input", *pair) for pair in zip(operands, written, strict=True)]

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(device: Device, pattern: str, again: Sequence[Path]) -> list[Part]:
-    """Return the parts for a device whose names match, without those that a file has a success of."""
+    """Return the parts for a device whose names match, except those that succeeded in one of the files `again`."""
     done = {name for path in again for name, result in read(path).results.items() if result.is_done}
     return [p for p in PARTS if p.is_for(device) and fnmatch.fnmatch(p.name, pattern) and p.name not in done]
 
@@ -89,7 +89,7 @@ def compile_all(parts: Sequence[Part], out: Path) -> int:
 
 
 def run_all(parts: Sequence[Part], device: Device, out: Path, minutes: float) -> int:
-    """Run parts until the time is up: those that check values side by side, then each of the others alone."""
+    """Run parts until the time is up: those that check values side by side, then the others one at a time."""
     end = time.monotonic() + 60 * minutes
     session = Session({fact.name: fact.said for fact in facts()}, time.strftime("%Y-%m-%d"))
     together = [part for part in parts if not part.alone]
@@ -108,8 +108,8 @@ def run_all(parts: Sequence[Part], device: Device, out: Path, minutes: float) ->
 def keep(result: Result, session: Session, out: Path) -> None:
     """Add a result to the session and print it."""
     session.add(result, out)
-    said = "not reached" if result.code is None else f"exit {result.code}, {result.seconds:.0f} s"
-    print(f"## {result.name}: {said}\n{result.output}\n", flush=True)
+    status = "not reached" if result.code is None else f"exit {result.code}, {result.seconds:.0f} s"
+    print(f"## {result.name}: {status}\n{result.output}\n", flush=True)
 
 
 def measure(part: Part, device: Device, out: Path, end: float) -> Result:
@@ -144,7 +144,7 @@ def run(name: str, command: Sequence[str], seconds: float, device: Device, env: 
 
 
 def stopped(job: subprocess.Popen) -> str:
-    """Let a job's processes print their stacks, kill them, and return all the job printed."""
+    """Let a job's processes print their stacks, kill them, and return the job's output."""
     os.killpg(job.pid, signal.SIGABRT)
     with suppress(subprocess.TimeoutExpired):
         job.communicate(timeout=STACKS_S)

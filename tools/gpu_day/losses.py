@@ -1,7 +1,7 @@
 """Train the default job on the CPU and on the GPU and compare losses: `python -m tools.gpu_day.losses --out DIR`.
 
-In float32 (TF32 is off) the GPU's losses are those of the CPU up to rounding; in bfloat16 they are near. Exit codes: 0
-they are, 1 one is not or a job failed.
+In float32 (TF32 is off) the GPU's losses equal those of the CPU up to rounding; in bfloat16 they are close. Exit codes:
+0 they agree, 1 one does not or a job failed.
 """
 
 from __future__ import annotations

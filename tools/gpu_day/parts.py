@@ -12,7 +12,7 @@ from tools.bench.restart import DEFAULTS
 
 Device = Literal["cuda", "cpu", "none"]
 ABSENT = ("cluster=h100", "cluster.gpus=1")
-BYTES = ("model.vocab_size=257",)  # the vocabulary of the bytes that `compile` has data of
+BYTES = ("model.vocab_size=257",)  # the vocabulary of bytes, for the data of `compile`
 SYNTHETIC = ("data=synthetic", "data.tokenizer=bytes")
 WORKLOAD = (*SYNTHETIC, "optim=adamw")
 
@@ -35,7 +35,7 @@ class Part:
     alone: bool = True
 
     def is_for(self, device: Device) -> bool:
-        """Return whether the part has something to do on a device."""
+        """Return True if the part has work on a device."""
         return device == "cuda" or (self.small is not None if device == "cpu" else bool(self.job or self.jobs))
 
     @property
@@ -62,8 +62,8 @@ class Part:
         """Yield names and commands that compile and predict the part's jobs for a GPU that is absent."""
         for number, options in enumerate([(*WORKLOAD, *self.job)] if self.job else self.jobs):
             name = self.name if self.job else f"{self.name}, job {number}"
-            made = ("compiler_trainer", "compile", "--out", str(out / "programs"), *ABSENT, *options)
-            yield name, (*made, *BYTES * bool(self.job))
+            command = ("compiler_trainer", "compile", "--out", str(out / "programs"), *ABSENT, *options)
+            yield name, (*command, *BYTES * bool(self.job))
         if prediction := self.prediction(out):
             yield f"{self.name}, predicted", prediction
 

@@ -21,7 +21,7 @@ SETTINGS = ("train.steps=8", "run.profile=true", "eval.interval=null", "checkpoi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job and print the report; return the exit code of what failed first."""
+    """Run the job and print the report; return the exit code of the first command that fails."""
     parser = argparse.ArgumentParser("python -m tools.gpu_day.profile")
     parser.add_argument("--out", type=Path, required=True, help="the run folder")
     parser.add_argument("options", nargs="*")

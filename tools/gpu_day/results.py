@@ -25,21 +25,21 @@ class Result:
 
     @property
     def is_done(self) -> bool:
-        """Whether the part ended well; `tools.bench` ends well even if our trainer fails."""
+        """True if the part ended well; `tools.bench` exits with 0 even if our trainer fails."""
         ours = self.rounds.get("ours", [{}])
         return self.code == 0 and "error" not in ours[-1]
 
 
 @dataclass
 class Session:
-    """All results on one machine, by part; `machine` are its facts, `date` the day it was used."""
+    """All results on one machine, by part; `machine` are its facts, `date` is the day of the session."""
 
     machine: dict[str, str] = field(default_factory=dict)
     date: str = ""
     results: dict[str, Result] = field(default_factory=dict)
 
     def add(self, result: Result, out: Path) -> None:
-        """Keep a result, and write all to the folder `out`."""
+        """Add a result, and write all results to the folder `out`."""
         self.results[result.name] = result
         parts = [asdict(each) for each in self.results.values()]
         text = json.dumps({"machine": self.machine, "date": self.date, "parts": parts}, indent=1)
@@ -48,5 +48,5 @@ class Session:
 
 def read(path: Path) -> Session:
     """Return the session in a file."""
-    found = json.loads(path.read_text())
-    return Session(found["machine"], found["date"], {each["name"]: Result(**each) for each in found["parts"]})
+    session = json.loads(path.read_text())
+    return Session(session["machine"], session["date"], {each["name"]: Result(**each) for each in session["parts"]})

@@ -1,7 +1,7 @@
-"""See that the host waits for the GPU nowhere in the launch of a step: `python -m tools.gpu_day.waits`.
+"""Check that the host never waits for the GPU in the launch of a step: `python -m tools.gpu_day.waits`.
 
-PyTorch raises where the host would wait for the device. The first steps are left out: kernels are tuned, memory is
-pinned and libraries are loaded in them. Exit codes: 0 no launch waits, 1 one does.
+PyTorch raises an error if the host would wait for the device. The first steps are left out, because they tune kernels,
+pin memory and load libraries. Exit codes: 0 no launch waits, 1 one does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def problem_of(probe: Probe) -> str:
-    """Return where the host waits in a launch of a probe's step; empty if it does not."""
+    """Return the error and its traceback if the host waits in a launch of a probe's step; empty if it does not."""
     cfg = job(probe, 1)
     subject = subject_of(cfg)
     step = compile_step(

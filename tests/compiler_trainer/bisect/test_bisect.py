@@ -1,4 +1,4 @@
-"""Bisection: planted bugs are found to the exact node, and the script written of each shows it and goes quiet."""
+"""Bisection: planted bugs are found at the exact node, and the script of each fails until the bug is gone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def exit_code(path: Path) -> int:
 
 
 def found_and_mended(folder: Path, plant: Callable[[pytest.MonkeyPatch], None], **options) -> Finding:
-    """The finding of a planted bug; its script exits with 1 while the bug is there and with 0 once it is gone."""
+    """Return the finding of a planted bug; its script exits with 1 while the bug is there and with 0 afterwards."""
     path = folder / "repro.py"
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
@@ -60,7 +60,7 @@ def found_and_mended(folder: Path, plant: Callable[[pytest.MonkeyPatch], None], 
 
 
 def at(finding: Finding) -> tuple[str, str, str, str]:
-    """Kind, pass, operator and module."""
+    """Return kind, pass, operator and module."""
     return finding.kind, finding.pass_name, op_name(finding.node.target), ir.module_path(finding.node)
 
 
@@ -76,7 +76,7 @@ def test_a_wrong_rule_is_found_at_its_operator(tmp_path):
 
     def wrong(node):
         rule = right(node)
-        return replace(rule, reduced=dict.fromkeys(rule.reduced, "max"))  # terms are to be added
+        return replace(rule, reduced=dict.fromkeys(rule.reduced, "max"))  # wrong: terms have to be added
 
     finding = found_and_mended(tmp_path, lambda patch: patch.setitem(rules.RULES, "linear", wrong), **TP)
     assert at(finding) == ("differs", "shard", "linear", "down")
@@ -95,7 +95,7 @@ def test_a_mask_left_out_is_found_at_the_operator_that_needs_it(tmp_path):
 
 @dataclass(frozen=True)
 class DropSum(ir.Pass):
-    """A pass that loses the first reduction, while the bug is planted."""
+    """A pass that drops the first reduction while the bug is planted."""
 
     name = "drop"
     takes = (Stage.LOCAL,)
@@ -122,7 +122,7 @@ def test_a_dropped_reduction_is_found_where_its_terms_are_used(tmp_path):
     assert at(finding) == ("differs", "drop", "add.Tensor", "")
     assert "was      %add_tensor = add.Tensor(%embedding_default, %psum_default)" in str(finding)
     assert "is       %add_tensor = add.Tensor(%embedding_default, %linear_default_2)" in str(finding)
-    assert nodes_in(finding) == 2  # what yields the terms, and the sum that is dropped
+    assert nodes_in(finding) == 2  # the node with the terms, and the dropped sum
 
 
 def test_a_copy_that_is_not_varied_is_illegal_at_its_use(tmp_path):
@@ -137,14 +137,14 @@ def test_a_copy_that_is_not_varied_is_illegal_at_its_use(tmp_path):
 
 
 def test_a_wrong_gradient_of_a_boundary_operator_is_found_at_its_call(tmp_path):
-    right = reshard.reduce_scatter  # which is how `all_gather` is differentiated
+    right = reshard.reduce_scatter  # the derivative of `all_gather`
 
     def plant(patch):
         patch.setattr(reshard, "reduce_scatter", lambda *gradient_and_how: right(*gradient_and_how) / 2)
 
     finding = found_and_mended(tmp_path, plant, mesh={"dp_shard": 2})
     assert at(finding) == ("differs", "joint", "all_gather", "down")
-    assert nodes_in(finding) == 4  # it, and what makes a loss of its result
+    assert nodes_in(finding) == 4  # the node, and the loss of its result
 
 
 # ---- not finite, crash, nothing ----------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_a_crash_names_the_node_and_its_piece_crashes_alike(tmp_path):
 
     finding = found_and_mended(tmp_path, lambda patch: patch.setitem(rules.RULES, "tanh", broken), **TP)
     assert finding.kind == "crash" and op_name(finding.node.target) == "tanh"
-    assert nodes_in(finding) == 2 and "no such factor" in finding.message  # it, and a linear layer that asks about it
+    assert nodes_in(finding) == 2 and "no such factor" in finding.message  # the node, and a linear layer that reads it
 
 
 def test_nothing_is_found_where_nothing_is_wrong():
@@ -207,7 +207,7 @@ def test_the_command_line_writes_a_script_and_exits_with_1(capsys, tmp_path):
 
 
 def test_pipeline_stages_are_refused():
-    with pytest.raises(UserError, match="mesh.pp: is 2, and bisect follows one program"):
+    with pytest.raises(UserError, match="mesh.pp: is 2, but bisect follows a single program"):
         bisect(torch.nn.Linear(2, 2), lambda m, b: m(b["x"]).sum(), {"x": torch.ones(2, 2)}, mesh={"pp": 2})
 
 

@@ -1,4 +1,4 @@
-"""A machine measured, and what is measured taken as a cluster."""
+"""A calibration of a machine, and its figures as a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiler_trainer.config.schema import ClusterConfig
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Probes of small sizes."""
+    """Use probes of small sizes."""
     monkeypatch.setattr(probes, "SPELL_S", 1e-4)
     monkeypatch.setattr(probes, "PRODUCTS", ((8, 8), (16, 16), (32, 32)))
     monkeypatch.setattr(probes, "LENGTHS", (16, 32))

@@ -83,9 +83,9 @@ def test_a_wrong_model_names_what_is_off(capsys):
     ("arguments", "message"),
     [
         (("test_check_model.OfOneDevice", "mesh.tp=2"), "error: model"),
-        (("strangers.Reader", "model.width=6", "mesh.dp_shard=-1"), "error: mesh.dp_shard: is what other axes leave of the ranks, and here are none; give it\n"),
-        (("strangers.Reader", "model.width=6", "optim=adamw8bit"), "error: optim: adamw8bit rounds moments, which eager PyTorch does not; use optim=adamw\n"),
-        (("test_check_model.half_precision_only", "optim=muon"), "error: optim.groups: have the kind head, and which weight that is cannot be told; give names instead\n"),
+        (("strangers.Reader", "model.width=6", "mesh.dp_shard=-1"), "error: mesh.dp_shard: is the rest of the ranks, but no number of ranks is given here; state it\n"),
+        (("strangers.Reader", "model.width=6", "optim=adamw8bit"), "error: optim: adamw8bit rounds its moments, which eager PyTorch does not do; use optim=adamw\n"),
+        (("test_check_model.half_precision_only", "optim=muon"), "error: optim.groups: have the kind head, but the model does not show which weight that is; give names instead\n"),
         (("test_check_model.half_precision_only",), "error: model: eager PyTorch cannot run it in float64 on the CPU (RuntimeError: "),
         (("test_check_model.Nobody",), "error: model._target_: "),
     ],

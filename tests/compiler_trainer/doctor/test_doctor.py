@@ -1,4 +1,4 @@
-"""`doctor` says what the machine is and lacks, and tells features that work from those that do not."""
+"""`doctor` reports facts about the machine and tells working features from failing ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_of_a_compiler_s_error_what_it_printed_is_shown():
 
 
 def test_an_error_is_of_what_the_step_computes(monkeypatch):
-    """A model that is trained with a wrong rate is off by more than is allowed."""
+    """A model trained with a wrong rate exceeds the tolerance."""
     job = probes.job(EAGER, 1)
     assert probes.worst_error(job) < EAGER.allowed
     monkeypatch.setattr(probes, "difference", lambda ours, theirs: probes_difference(1.001 * ours, theirs))

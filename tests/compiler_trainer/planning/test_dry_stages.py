@@ -1,4 +1,4 @@
-"""Dry runs with pipeline stages: turns on paper, memory and bytes by rank, tables given back, what is refused."""
+"""Dry runs with pipeline stages: simulated turns, memory and bytes by rank, tables of schedules, refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compiler_trainer.config.schema import (
     TrainConfig,
 )
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
-from compiler_trainer.planning.playing import kept_beside, play
+from compiler_trainer.planning.playing import kept_for_later, play
 from compiler_trainer.planning.stages import idle
 from compiler_trainer.step.turns import turns_of_step
 from passes.pipeline import tables
@@ -47,17 +47,17 @@ def job(folder: Path | str, schedule: str = "1f1b", **changes) -> Config:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> tuple[Path, dict]:
-    """The folder and the report of a dry run on two pipeline ranks."""
+    """Return the folder and the report of a dry run on two pipeline ranks."""
     folder = tmp_path_factory.mktemp("dry") / "run"
     dry_run(job(folder))
     return folder, json.loads((folder / "report.json").read_text())
 
 
-# ---- turns on paper -----------------------------------------------------------------------------------------
+# ---- simulated turns ----------------------------------------------------------------------------------------
 
 
 def programs_like(table: tables.Table) -> dict:
-    """Programs that carry what stages do: an activation on, its gradient back, and of each stage what it keeps."""
+    """Return programs with the carried values of stages: activations, their gradients, and values kept by a stage."""
     last, split = table.stages - 1, table.is_split
 
     def program(reads: list[str], makes: list[str]) -> SimpleNamespace:
@@ -101,7 +101,7 @@ def test_a_rank_keeps_what_its_forwards_left(table):
     programs = programs_like(table)
     size = {o.name: 1 if o.name.startswith("kept") else 0 for p in programs.values() for o in p.outputs}
     turns = turns_of_step(programs, table, table.microbatches)
-    most = [max(beside for turn, beside in kept_beside(turns, programs, rank, size)) for rank in range(table.ranks)]
+    most = [max(beside for turn, beside in kept_for_later(turns, programs, rank, size)) for rank in range(table.ranks)]
     assert most == [count - 1 for count in tables.most_alive(table)]  # one is read, or just made
 
 
@@ -129,7 +129,7 @@ def test_the_residual_stream_alone_is_sent(found):
     size = ROWS // MICROBATCHES * LENGTH * DIM * 4 // 2  # in fp32, the sequence over tp
     sent = found[1]["prediction"]["pipeline"]["sent_a_microbatch"]
     assert [(s["source"], s["to"], s["bytes"], len(s["values"])) for s in sent] == [(0, 1, size, 1), (1, 0, size, 1)]
-    square = 4  # what the norm is made of
+    square = 4  # the squared norm
     assert found[1]["prediction"]["sent_bytes"]["pp"]["intra"] - MICROBATCHES * size in (0, square)
 
 
@@ -140,7 +140,7 @@ def test_the_ranks_together_hold_what_one_stage_does(found, tmp_path):
     memory = found[1]["prediction"]["pipeline"]["memory"]
     whole = predict_step(cfg := job(tmp_path, mesh=MeshConfig(dp_shard=1, tp=2)), compile_dry(cfg, None))
     parts, one = sum(state(each["kinds"]) for each in memory), state(whole["prediction"]["memory"]["kinds"])
-    assert parts == pytest.approx(one, rel=0.2)  # gradients on their way are counted as such
+    assert parts == pytest.approx(one, rel=0.2)  # gradients in flight count as communication
     assert memory[0]["kinds"]["kept for other programs"] > 0 and "kept for other programs" not in memory[1]["kinds"]
     largest = max(each["device_bytes"] for each in memory)
     assert found[1]["prediction"]["memory"]["device_bytes"] == largest
@@ -193,7 +193,7 @@ def test_a_schedule_that_there_is_not_is_refused(tmp_path):
         dry_run(job(tmp_path, "1f1c"))
 
 
-# ---- schedules that are found -----------------------------------------------------------------------------------
+# ---- searched schedules -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slow", [None, 0, 2, 3])

@@ -1,4 +1,4 @@
-"""The error that is shown beside predictions is that of the published table."""
+"""The error shown with predictions is that of the published table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans with pipeline stages: of stages alike one is compiled, and tells what a dry run of all of them does."""
+"""Plans with pipeline stages: similar stages are compiled once, with the result of a dry run of all of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import compiled
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from compiler_trainer.planning.piped import few_stages
-from compiler_trainer.planning.search import all_forms, one, search
+from compiler_trainer.planning.search import all_forms, compile_one, search
 from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import Asked, Left, candidates
+from compiler_trainer.planning.space import LeftOut, PlanRequest, candidates
 
 MODEL = ModelConfig(dim=256, n_layers=12, n_heads=8, n_kv_heads=4, ffn_dim=704, vocab_size=4096)
 CAST = CastConfig(param_dtype="bfloat16", reduce_dtype="float32")
@@ -78,8 +78,8 @@ def test_dense_layers_before_experts_are_in_the_first_stage():
 
 
 def test_stages_lie_between_nodes_and_have_microbatches_enough():
-    asked = Asked(job("1f1b", cluster=ClusterConfig(gpus=32)), frozenset({"train.global_batch_size"}))
-    found = list(candidates(asked, sizes_of(asked.cfg, subject(asked.cfg).module), Left()))
+    request = PlanRequest(job("1f1b", cluster=ClusterConfig(gpus=32)), frozenset({"train.global_batch_size"}))
+    found = list(candidates(request, sizes_of(request.cfg, subject(request.cfg).module), LeftOut()))
     assert {c.mesh.pp for c in found} == {1, 2, 4}  # of 4 nodes
     assert all(c.microbatches >= c.mesh.pp for c in found)
     assert {c.chunks for c in found if c.mesh.pp > 1} == {1, 2, 4} and {c.chunks for c in found if c.mesh.pp == 1} == {None}
@@ -88,15 +88,15 @@ def test_stages_lie_between_nodes_and_have_microbatches_enough():
 @pytest.mark.full
 def test_closed_forms_are_near_what_is_compiled():
     cfg = job("1f1b", cluster=ClusterConfig(gpus=16))
-    asked = Asked(cfg, frozenset({"mesh", "train", "passes"}))
-    (form,) = all_forms(asked, sizes_of(cfg, subject(cfg).module), Left())
-    (real,) = one([asked], form.candidate)
+    request = PlanRequest(cfg, frozenset({"mesh", "train", "passes"}))
+    (form,) = all_forms(request, sizes_of(cfg, subject(cfg).module), LeftOut())
+    (real,) = compile_one([request], form.candidate)
     assert 0.5 < form.step_s / real.step_s < 2 and 0.5 < form.bytes / real.bytes < 2
 
 
 @pytest.mark.full
 def test_a_stated_pipeline_is_kept_and_planned_around():
     cfg = replace(job("1f1b"), mesh=replace(AUTO, pp=2), plan=PlanConfig(compile=1))
-    asked = Asked(cfg, frozenset({"mesh.pp", "train.microbatches", "passes"}))
-    (plan,) = search([asked], lambda chosen: [one([asked], candidate) for candidate in chosen])
+    request = PlanRequest(cfg, frozenset({"mesh.pp", "train.microbatches", "passes"}))
+    (plan,) = search([request], lambda chosen: [compile_one([request], candidate) for candidate in chosen])
     assert plan.best.candidate.mesh.pp == 2 and plan.best.is_compiled

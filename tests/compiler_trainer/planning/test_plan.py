@@ -1,4 +1,4 @@
-"""Plans: what there is to choose from, closed forms beside compiled programs, and what is said and written."""
+"""Plans: the choices, closed forms compared with compiled programs, and the output."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import answer, auto, compiled, plan_page
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step, request_of
-from compiler_trainer.planning.estimate import kept
+from compiler_trainer.planning.estimate import kept_bytes
 from compiler_trainer.planning.mix import mixtures
 from compiler_trainer.planning.plan import by_program
 from compiler_trainer.planning.rank import Rank
-from compiler_trainer.planning.search import all_forms, one, room, search
+from compiler_trainer.planning.search import all_forms, compile_one, room, search
 from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import POLICIES, Asked, Candidate, First, Left, candidates, replaced
+from compiler_trainer.planning.space import POLICIES, Candidate, First, LeftOut, PlanRequest, candidates, replaced
 from passes.program.layer import within
 
 SMALL = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408, vocab_size=8192)
@@ -55,15 +55,15 @@ def sizes(cfg: Config):
     return sizes_of(cfg, subject(cfg).module)
 
 
-def every(asked: Asked) -> list[Candidate]:
-    return list(candidates(asked, sizes(asked.cfg), Left()))
+def every(request: PlanRequest) -> list[Candidate]:
+    return list(candidates(request, sizes(request.cfg), LeftOut()))
 
 
 @pytest.fixture(scope="module")
 def found():
-    """A plan, compiled in this process."""
-    asked = Asked(JOB)
-    (plan,) = search([asked], lambda chosen: [one([asked], candidate) for candidate in chosen])
+    """Return a plan, compiled in this process."""
+    request = PlanRequest(JOB)
+    (plan,) = search([request], lambda chosen: [compile_one([request], candidate) for candidate in chosen])
     return plan
 
 
@@ -79,11 +79,11 @@ def test_a_model_is_captured_once_for_settings_of_one_shape(monkeypatch):
     assert len(counted) == 2
 
 
-# ---- what there is to choose from -----------------------------------------------------------------------
+# ---- choices --------------------------------------------------------------------------------------------
 
 
 def test_meshes_are_all_factorizations_and_batches_divide():
-    chosen = every(Asked(JOB))
+    chosen = every(PlanRequest(JOB))
     meshes = {(c.mesh.dp_replicate, c.mesh.dp_shard, c.mesh.cp, c.mesh.tp) for c in chosen}
     assert meshes == {sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8}
     assert all(16 % (c.mesh.dp_replicate * c.mesh.dp_shard * c.microbatches) == 0 for c in chosen)
@@ -95,23 +95,23 @@ def test_meshes_are_all_factorizations_and_batches_divide():
 
 def test_what_is_stated_is_kept():
     cfg = replace(JOB, mesh=MeshConfig(tp=2), train=replace(JOB.train, microbatches=2))
-    chosen = every(Asked(cfg, frozenset({"mesh.tp", "train.microbatches", "passes.remat.policy", "passes.cast"})))
+    chosen = every(PlanRequest(cfg, frozenset({"mesh.tp", "train.microbatches", "passes.remat.policy", "passes.cast"})))
     assert {(c.mesh.tp, c.microbatches, c.recompute) for c in chosen} == {(2, 2, "as given")}
 
 
 def test_a_batch_that_does_not_divide_is_counted():
-    left = Left()
-    chosen = list(candidates(Asked(replace(JOB, train=replace(JOB.train, global_batch_size=4))), sizes(JOB), left))
+    left = LeftOut()
+    chosen = list(candidates(PlanRequest(replace(JOB, train=replace(JOB.train, global_batch_size=4))), sizes(JOB), left))
     assert max(c.mesh.dp_replicate * c.mesh.dp_shard for c in chosen) == 4
-    assert sum(left.count.values()) == 4  # 8 ranks of data
+    assert sum(left.count.values()) == 4  # 8 data ranks
 
 
 def test_float8_is_for_who_allows_it_and_experts_spread():
     cfg = replace(JOB, plan=PlanConfig(float8=True))
-    assert {c.float8 for c in every(Asked(cfg))} == {True, False}
-    assert {c.float8 for c in every(Asked(replaced(cfg, {"passes": {"cast": {"param_dtype": None}}})))} == {False}
+    assert {c.float8 for c in every(PlanRequest(cfg))} == {True, False}
+    assert {c.float8 for c in every(PlanRequest(replaced(cfg, {"passes": {"cast": {"param_dtype": None}}})))} == {False}
     mixture = replace(JOB, model=replace(SMALL, experts=ExpertsConfig(count=4, top_k=2, width=64)))
-    assert {c.mesh.ep for c in every(Asked(mixture)) if c.mesh.tp == c.mesh.cp == 1} == {1, 2, 4}
+    assert {c.mesh.ep for c in every(PlanRequest(mixture)) if c.mesh.tp == c.mesh.cp == 1} == {1, 2, 4}
 
 
 def test_rows_that_bounded_experts_are_sent_are_kept_by_each_layer():
@@ -121,7 +121,7 @@ def test_rows_that_bounded_experts_are_sent_are_kept_by_each_layer():
     for dispatch in ("all_gather", "bounded"):
         cfg = replaced(mixture, {"passes": {"moe": {"dispatch": dispatch}}})
         rank = Rank(cfg, sizes(cfg), cluster_of(cfg.cluster), mesh, 1, False)
-        held.append(kept(rank, Candidate(mesh, 1, "full"), "full"))
+        held.append(kept_bytes(rank, Candidate(mesh, 1, "full"), "full"))
     tokens, choices, features, others = 2048, 2, 512, 3 / 4
     assert held[1] - held[0] == 1.25 * others * tokens * choices * features * 2
 
@@ -156,7 +156,7 @@ LARGE = ModelConfig(dim=4096, n_layers=4, n_heads=32, n_kv_heads=8, ffn_dim=1433
 @pytest.mark.parametrize("what", ["step_s", "bytes"])
 def test_closed_forms_order_settings_as_graphs_do(what):
     cfg = replace(JOB, model=LARGE, train=TrainConfig(global_batch_size=16, seq_len=4096))
-    forms = {e.candidate: e for e in all_forms(Asked(cfg), sizes(cfg), Left())}
+    forms = {e.candidate: e for e in all_forms(PlanRequest(cfg), sizes(cfg), LeftOut())}
     close = []
     for candidate in SETTINGS:
         real = getattr(graphs(cfg, candidate), what)
@@ -245,7 +245,7 @@ def test_the_least_bytes_are_a_lower_bound(found):
 @pytest.mark.parametrize("candidate", [*SETTINGS, Candidate(MeshConfig(dp_replicate=2, dp_shard=2, cp=2), 2, "full", method="ring")], ids=str)
 def test_no_setting_needs_less_than_the_lower_bound(candidate, optimizer, max_norm):
     cfg = replace(JOB, optim=replace(JOB.optim, name=optimizer, max_norm=max_norm), model=replace(SMALL, n_layers=8))
-    (form,) = (e for e in all_forms(Asked(cfg), sizes(cfg), Left()) if e.candidate == candidate)
+    (form,) = (e for e in all_forms(PlanRequest(cfg), sizes(cfg), LeftOut()) if e.candidate == candidate)
     (real,) = compiled.estimate(cfg, candidate, [cfg.cluster])
     assert form.least_bytes <= real.bytes
 
@@ -255,7 +255,7 @@ def test_no_setting_needs_less_than_the_lower_bound(candidate, optimizer, max_no
 
 def test_the_best_is_the_fastest_that_fits(found):
     assert found.ranked == sorted(found.ranked, key=lambda e: e.step_s)
-    assert all(e.is_compiled and e.bytes <= room(found.asked) for e in found.ranked)
+    assert all(e.is_compiled and e.bytes <= room(found.request) for e in found.ranked)
     assert len(found.ranked) + len(found.too_large) == 2
 
 
@@ -303,19 +303,19 @@ def test_a_recipe_makes_the_planned_job(found, tmp_path, monkeypatch):
 
 def test_without_gpus_there_is_no_plan():
     with pytest.raises(UserError, match="cluster.gpus: is not set.*cluster.gpus=8"):
-        Asked(replace(JOB, cluster=ClusterConfig())).gpus  # noqa: B018
+        PlanRequest(replace(JOB, cluster=ClusterConfig())).gpus  # noqa: B018
 
 
 def test_what_cannot_fit_is_refused_with_how_much_and_what_to_do():
     cfg = replace(JOB, model=replace(LARGE, n_layers=32), cluster=ClusterConfig(gpus=1, hbm_gib=20.0))
-    with pytest.raises(UserError, match=r"nothing fits: the least is .* GiB .* too few; plan for more GPUs"):
-        search([Asked(cfg)], lambda chosen: [one([Asked(cfg)], candidate) for candidate in chosen])
+    with pytest.raises(UserError, match=r"nothing fits: the least is .* GiB .* GiB too few; plan for more GPUs"):
+        search([PlanRequest(cfg)], lambda chosen: [compile_one([PlanRequest(cfg)], candidate) for candidate in chosen])
 
 
 def test_a_batch_that_no_mesh_can_share_is_refused():
     cfg = replace(JOB, mesh=MeshConfig(dp_shard=8), train=replace(JOB.train, global_batch_size=4))
-    with pytest.raises(UserError, match="train.global_batch_size: leaves no setting"):
-        search([Asked(cfg, frozenset({"mesh"}))], lambda chosen: [])
+    with pytest.raises(UserError, match="train.global_batch_size: leaves no possible setting"):
+        search([PlanRequest(cfg, frozenset({"mesh"}))], lambda chosen: [])
 
 
 @pytest.mark.parametrize("given, said", [("a=1", "--vary: a=1 is one value")])
@@ -334,7 +334,7 @@ def test_vary_takes_several_values(given, said):
 def test_jobs_that_differ_in_the_links_share_their_programs():
     slow = replace(JOB, cluster=replace(JOB.cluster, inter_gb_s=10.0))
     longer = replace(JOB, train=replace(JOB.train, seq_len=2048))
-    assert by_program([Asked(JOB), Asked(slow), Asked(longer)]) == [[0, 1], [2]]
+    assert by_program([PlanRequest(JOB), PlanRequest(slow), PlanRequest(longer)]) == [[0, 1], [2]]
 
 
 # ---- at the start of a job ------------------------------------------------------------------------------
@@ -359,6 +359,6 @@ def test_a_slow_mesh_is_remarked_on():
     ):
         assert "faster" not in auto.remark(fine, trained)
     crowded = replace(slow, mesh=MeshConfig(dp_shard=8), train=replace(slow.train, global_batch_size=1024))
-    assert "note: this is predicted not to fit h100: about" in auto.remark(crowded, trained)
-    assert "what fits is train.microbatches=" in auto.remark(crowded, trained)
+    assert "note: this is predicted not to fit on h100: about" in auto.remark(crowded, trained)
+    assert "this fits: train.microbatches=" in auto.remark(crowded, trained)
     assert not outcome.remark(JOB, subject(JOB))

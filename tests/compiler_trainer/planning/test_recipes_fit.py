@@ -1,4 +1,4 @@
-"""Every recipe fits the GPUs that it is for, in the mesh and with the accumulation that are planned for it."""
+"""Every recipe fits its GPUs with the planned mesh and accumulation."""
 
 from __future__ import annotations
 

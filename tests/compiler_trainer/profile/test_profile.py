@@ -1,4 +1,4 @@
-"""What a profile says of planted causes, and what it predicts of a change."""
+"""The report of a profile on planted causes, and its predictions for changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPECTED = Spent(100.0, {"products": 60.0, "loops": 30.0}, {"fsdp": 10.0})
 
 
 def ranks(**otherwise: Spent) -> list[OfRank]:
-    """Three ranks that work as expected, but for some."""
+    """Return three ranks that work as expected, except for the given ones."""
     usual = Spent(100.0, {"products": 60.0, "loops": 28.0}, {"fsdp": 10.0}, 1.0, 1.0)
     return [OfRank(n, f"node{n}", otherwise.get(f"rank{n}", usual)) for n in range(3)]
 
@@ -58,12 +58,12 @@ def test_a_straggler_is_named_with_its_host_and_what_takes_it_longer(cfg):
 def test_a_machine_unlike_its_cluster_is_said(cfg):
     hot = Spent(300.0, {"products": 190.0, "loops": 90.0}, {"fsdp": 10.0}, 1.0, 1.0)
     (found,) = causes(cfg, ranks(rank0=hot, rank1=hot, rank2=hot), EXPECTED)
-    assert found.what == "computing takes 3.1 times what cpu is predicted to"
+    assert found.what == "computing takes 3.1 times the prediction for cpu"
 
 
 @pytest.mark.parametrize(("wait", "travels", "saves"), [
-    ((40.0, 10.0), (80.0, 20.0), 75.0 + 45.0),  # predicted to wait: as much less, of what is measured
-    ((0.0, 0.0), (80.0, 20.0), 75.0 + 45.0),  # hidden by prediction and not really: by how long it travels
+    ((40.0, 10.0), (80.0, 20.0), 75.0 + 45.0),  # a predicted wait: the measured wait shrinks in proportion
+    ((0.0, 0.0), (80.0, 20.0), 75.0 + 45.0),  # no predicted wait: it shrinks with the collective's time
     ((40.0, 80.0), (80.0, 80.0), -100.0 + 45.0),
 ])
 def test_what_is_saved_is_the_predicted_share_of_what_was_measured(wait, travels, saves):
@@ -143,7 +143,7 @@ JOB = ("model.n_layers=2", "model.dim=16", "model.n_heads=2", "model.n_kv_heads=
 
 
 def profiled(folder: Path, ranks: int, *overrides: str) -> tuple[dict, str]:
-    """What `profile` writes and prints of a job."""
+    """Return the output of `profile` for a job."""
     (folder / "planted.py").write_text(PLANTED)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "compiler_trainer", "launch", "-n", str(ranks), "profile", f"run.dir={folder / 'run'}", *JOB, *overrides]

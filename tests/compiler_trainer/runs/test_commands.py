@@ -1,4 +1,4 @@
-"""Verbs on a run: going on, measuring, sampling, exporting, each through the command."""
+"""Verbs on a run: resuming, evaluating, sampling, exporting, each through the command."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KINDS = {
 
 @pytest.fixture
 def run(capsys):
-    """Runs the command; what it printed, or its error after exit code 2."""
+    """Run the command; return its output, or its error after exit code 2."""
     def act(*arguments):
         capsys.readouterr()
         code = call(*arguments)
@@ -61,7 +61,7 @@ def run(capsys):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Run folders by kind, each trained for two steps when it is first asked for."""
+    """Return run folders by kind, each trained for two steps on first use."""
     found = {}
 
     def of(kind):
@@ -78,7 +78,7 @@ def records(path):
 
 
 def values(said):
-    """What `eval` measured, by name."""
+    """Return the results of `eval` by name."""
     return {name: float(value) for name, value in (part.split(" ") for part in said.partition(", tokens")[0].split(", "))}
 
 
@@ -86,7 +86,7 @@ def weights(path):
     return checkpoint.read_model(checkpoint.complete(path / "checkpoints")[-1])
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("kind", ["decoder", "lora", "own"])
@@ -112,7 +112,7 @@ def test_resume_takes_options_anew(run, trained, tmp_path):
     assert schema.load(folder / "config.yaml").lr_schedule.name == "constant"
 
 
-# What is left out of a checkpoint
+# Frozen weights
 
 
 def test_frozen_weights_need_not_be_stored(trained):
@@ -120,7 +120,7 @@ def test_frozen_weights_need_not_be_stored(trained):
     assert stored and all(".lora_" in name for name in stored if not name.endswith("inv_freq"))
 
 
-# Which checkpoint
+# Choice of a checkpoint
 
 
 @pytest.mark.full
@@ -177,7 +177,7 @@ def test_check_names_checkpoints_that_were_set_aside(inside, run, trained, tmp_p
     assert call("check", folder / inside) == 2 and f"{path}.left: set aside as left, " in capsys.readouterr().out
 
 
-# Measuring
+# Evaluating
 
 
 @pytest.mark.parametrize("kind", ["decoder", "folder"])
@@ -240,7 +240,7 @@ def test_the_likeliest_tokens_are_those_of_the_model(kind, run, trained):
 
 
 def test_transformers_draws_from_its_cache_what_it_is_told_to(run, trained, monkeypatch):
-    path = trained("folder")  # before what it calls is watched
+    path = trained("folder")  # before its calls are recorded
     seen, forward = [], transformers.Qwen3ForCausalLM.forward
 
     def watched(self, input_ids=None, **given):
@@ -308,7 +308,7 @@ def test_an_answer_ends_where_the_folder_says(run, trained, monkeypatch, tmp_pat
 
 @pytest.fixture
 def chatting(trained, tmp_path):
-    """A run whose tokenizer has a chat template, and that tokenizer."""
+    """Return a run whose tokenizer has a chat template, and that tokenizer."""
     folder = shutil.copytree(trained("folder"), tmp_path / "chats")
     places = doc_places.tokenizer()
     places.save(str(tmp_path / "tokenizer.json"))
@@ -387,7 +387,7 @@ def test_terms_of_lora_are_exported_alone_or_merged(run, trained, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
 def test_lora_on_one_of_two_tied_layers_is_merged_into_it_alone(layer, run, trained, tmp_path):
-    """Merged into the tensor that they share, logits were off by 3.8 to 5.7."""
+    """Merged into the shared tensor, logits were off by 3.8 to 5.7."""
     path, out = trained(f"lora on {layer}"), tmp_path / "merged"
     assert "are equal" in run("export", path, out, "--merge") and "are equal" in run("export", path, tmp_path / "terms")
     found, ours = trained_model(schema.load(path / "config.yaml"))
@@ -415,7 +415,7 @@ def test_a_module_of_ones_own_is_exported_by_its_names(run, trained, tmp_path):
     assert torch.equal(found["head.weight"], found["embed.weight"])
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -423,10 +423,10 @@ def test_a_module_of_ones_own_is_exported_by_its_names(run, trained, tmp_path):
     (["resume", "no\nwhere"], "error: no where: is no run folder: it has no config.yaml\n"),
     (["eval", "RUN", "optim.lrr=1"], "error: optim.lrr: no such option; did you mean 'lr'?\n"),
     (["eval", "RUN", "optimm.lr=1"], "error: optimm.lr: no such option; did you mean 'optim'?\n"),
-    (["resume", "RUN", "optim.lr=1,2"], "error: optim.lr=1,2: is for a new run; here an override gives one option one value\n"),
+    (["resume", "RUN", "optim.lr=1,2"], "error: optim.lr=1,2: is only for a new run; an override here sets one option\n"),
     (["resume", "RUN", "lr_schedule=no"], "error: lr_schedule: 'no' is not one of constant, cosine, custom, linear, wsd\n"),
-    (["export", "RUN", "RUN"], "error: RUN: is there already; name a folder that is not, or an empty one\n"),
-    (["export", "RUN", "OUT", "--merge"], "error: --merge: is for a model with model.lora, and this one has nothing to merge\n"),
+    (["export", "RUN", "RUN"], "error: RUN: exists already; name a new or an empty folder\n"),
+    (["export", "RUN", "OUT", "--merge"], "error: --merge: needs a model with model.lora; this one has nothing to merge\n"),
     (["generate", "RUN", "--tokens", "0"], "error: generate: --tokens and --top-k must be at least 1, --temperature 0 or more\n"),
     (["generate", "RUN", "--top-p", "0"], "error: generate: --top-p is 0; it must be above 0, at most 1\n"),
 ])

@@ -1,4 +1,4 @@
-"""Programs made ahead of a job: what `compile` writes is what the job runs, and no other job runs it."""
+"""Ahead-of-time programs: the job runs the programs that `compile` writes, and no other job does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = (
 
 @pytest.fixture
 def untraced(monkeypatch):
-    """Lets nothing be traced from when it is called."""
+    """Return a function that forbids tracing from its call on."""
 
     def never(*_):
         raise AssertionError("traced")
@@ -81,7 +81,7 @@ def test_another_job_is_refused_with_what_differs(tmp_path, capsys):
 
 
 def stepped(cfg, cache):
-    """The loss of a first step on all ranks of a mesh, and the report."""
+    """Return the loss of a first step on all ranks of a mesh, and the report."""
     cfg = validate(for_predicting(cfg), cfg.mesh.dp_shard)
     datasets, trained = read_data(cfg), subject(cfg)
     step = compile_step(

@@ -1,4 +1,4 @@
-"""Runs that earlier commits wrote are read, each named by its commit; a format that is not read is said first."""
+"""Runs of earlier commits, named by commit, can be read; an unsupported format is reported first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An export has every file of the folder that its model came from, but for weights; generation stops at the end of a turn."""
+"""An export has all files of the model's folder except weights; generation stops at the end of a turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written(folder, template):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A folder as one finds them: several end tokens, settings of sampling, a template, and much else."""
+    """Return a folder like published ones: several end tokens, sampling settings, a template, and other files."""
     folder = tmp_path_factory.mktemp("published") / "model"
     shutil.copytree(folders.folder("qwen3"), folder)
     written(folder, CHATML)
@@ -57,7 +57,7 @@ def exported(published, tmp_path, *options):
 
 @pytest.mark.full
 def test_all_files_but_weights_and_the_settings_of_generation_are_there(published, tmp_path):
-    """Before, generation_config.json was made of config.json: one end token, no sampling."""
+    """Earlier, generation_config.json was made from config.json: one end token, no sampling."""
     out = exported(published, tmp_path)
     assert json.loads((out / "generation_config.json").read_text()) == GENERATION
     there = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()}

@@ -1,4 +1,4 @@
-"""An export is what servers read, is made beside training, and computes what the trainer does."""
+"""An export is what servers read, can be made during training, and computes the trainer's values."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from compiler_trainer.runs.export import export
 from compiler_trainer.runs.saved import options_of
 from compiler_trainer.training import trainer
 
-FOLDER = FolderConfig(path=str(folders.folder("qwen3")))  # whose head is tied
+FOLDER = FolderConfig(path=str(folders.folder("qwen3")))  # its head is tied
 MODELS = {"decoder": options("x").model, "folder": FOLDER}
 
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """transformers computes in this process: one of its own takes seconds to start."""
+    """Run transformers in this process, because a separate one takes seconds to start."""
     monkeypatch.setattr(check_export, "by_itself", lambda out, texts: plainly.log_probabilities(str(out), texts))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Runs by model, each trained when it is first asked for."""
+    """Return runs by model, each trained on first use."""
     found = {}
 
     def of(kind):
@@ -52,7 +52,7 @@ def trained(tmp_path_factory):
 
 
 def stored(folder):
-    """The tensors of a folder: name -> (dtype, shape); and what its files say of themselves."""
+    """Return the tensors of a folder, name -> (dtype, shape), and the metadata of its files."""
     tensors, said = {}, []
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -106,7 +106,7 @@ def test_what_lies_beside_a_tokenizer_comes_along(tmp_path):
 
 
 class Exports(ct.Callback):
-    """Exports each checkpoint of the run that it is in, and loads it."""
+    """A callback that exports each checkpoint of its run and loads the export."""
 
     def __init__(self):
         self.made = {}
@@ -148,7 +148,7 @@ def test_an_export_is_there_once_it_is_whole(trained, tmp_path, monkeypatch):
 def test_an_export_has_the_trainers_log_probabilities_and_one_that_was_changed_has_not(kind, trained, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     assert call("export", trained(kind), out) == 0
-    if kind == "decoder":  # the other one without a process of its own, which takes seconds to start
+    if kind == "decoder":  # the other one without a separate process, which takes seconds to start
         monkeypatch.setattr(check_export, "by_itself", lambda out, texts: plainly.log_probabilities(str(out), texts))
     capsys.readouterr()
     assert call("check-export", trained(kind), out, "--tokens", 24) == 0

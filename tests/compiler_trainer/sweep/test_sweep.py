@@ -1,4 +1,4 @@
-"""A multirun: rows of every point, points that fail, sweeps that were interrupted, several ranks, other launchers."""
+"""A multirun: the rows of all points, failed points, interrupted sweeps, several ranks, other launchers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TINY = (
 
 
 class Trainer:
-    """Stands in for the trainer: writes a few metrics, and fails where `optim.lr` is above 1."""
+    """A stand-in for the trainer: writes a few metrics, and fails if `optim.lr` is above 1."""
 
     def __init__(self):
         self.ran: list[str] = []
@@ -62,7 +62,7 @@ def trainer(monkeypatch, tmp_path):
 
 @pytest.fixture
 def sweep(monkeypatch, trainer):
-    """Runs a multirun into the folder `s`; its exit code and the points that were trained."""
+    """Run a multirun into the folder `s`; return its exit code and the trained points."""
 
     def run(*arguments: str) -> tuple[int, list[str]]:
         monkeypatch.setattr(sys, "argv", ["compiler-trainer", "-m", "run.dir=s", *arguments])
@@ -154,7 +154,7 @@ def test_the_lowest_held_out_loss_is_best_and_comes_first():
     _, best, *others = page.table(found, Path("none"))
     assert 'class="best"' in best and "1 (best)" in best and not any("(best)" in row for row in others)
     found[0]["environment"] = {"ranks": 1, "commit": None}
-    assert "Best: point 1 (lr=0.001), held-out loss 2.0000" in page.summary(found) and "1 rank," in page.summary(found)
+    assert "Best: point 1 (lr=0.001), validation loss 2.0000" in page.summary(found) and "1 rank," in page.summary(found)
     without = [point(0, loss=2.0), point(1, loss=1.0)]
     assert page.best(without)["point"] == 1 and page.best([point(0)]) is None
 
@@ -213,7 +213,7 @@ def test_a_sweep_is_rendered_again(sweep, monkeypatch, capsys):
     assert (call("sweep", "nowhere"), capsys.readouterr().err) == (2, message)
 
 
-# Going on
+# Continuing
 
 
 @pytest.mark.full
@@ -238,7 +238,7 @@ def test_what_is_no_point_is_not_removed(sweep, tmp_path, capsys):
     (tmp_path / "s/0").mkdir(parents=True)
     (tmp_path / "s/0/thesis.txt").touch()
     assert sweep("optim.lr=0.5") == (2, [])
-    assert "s/0 is there already" in capsys.readouterr().err and (tmp_path / "s/0/thesis.txt").exists()
+    assert "s/0 exists already" in capsys.readouterr().err and (tmp_path / "s/0/thesis.txt").exists()
 
 
 @pytest.mark.parametrize(("changes", "says"), [
@@ -291,7 +291,7 @@ app.main()
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """Starts a sweep of three points with that trainer, on some ranks."""
+    """Start a sweep of three points with that trainer, on some ranks."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
 
     def start(ranks=1, **variables):

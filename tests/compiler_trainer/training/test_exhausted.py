@@ -82,10 +82,10 @@ def test_a_step_that_memory_does_not_hold_is_answered_and_what_is_said_to_fit_do
     output = failed.stderr.splitlines()
     assert failed.returncode == 1 and "Traceback" not in failed.stderr and len(output) < 20
     assert output[0] == "rank 0 is out of memory" and output[-1].startswith("error: out of memory")
-    assert re.match(r"measured: [\d.]+ MiB in use in %\w+, [\d.]+ MiB more asked for; [\d.]+ MiB is there", output[1])
-    assert re.match(r"predicted: a peak of [\d.]+ MiB at %\w+ \(\w+\.py:\d+\) of step; alive there are", output[2])
+    assert re.match(r"measured: [\d.]+ MiB in use in %\w+, [\d.]+ MiB more requested; [\d.]+ MiB is free", output[1])
+    assert re.match(r"predicted: a peak of [\d.]+ MiB at %\w+ \(\w+\.py:\d+\) of step; the largest tensors there:", output[2])
     assert any("activations of layers.*" in line for line in output)
-    fits = output[output.index("what fits, the fastest first by prediction:") + 1 : -1]
+    fits = output[output.index("settings that fit, fastest first by prediction:") + 1 : -1]
     assert 1 <= len(fits) <= 3
     done = trained(tmp_path, "run.dir=fits", *fits[0].partition(" (")[0].split())
     assert done.returncode == 0, done.stderr

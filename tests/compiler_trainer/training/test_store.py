@@ -173,7 +173,7 @@ def test_a_checkpoint_of_the_store_is_named_and_a_model_is_exported_there(tmp_pa
     assert "s3://bucket/exported: 5 files; once they are on a disk, load it with transformers" in capsys.readouterr().out
     assert {name.rpartition("/")[2] for name in store.names("exported")} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert call("export", tmp_path / "a", "s3://bucket/exported") == 2
-    assert "s3://bucket/exported: is there already" in capsys.readouterr().err
+    assert "s3://bucket/exported: exists already" in capsys.readouterr().err
     assert call("export", tmp_path / "a", tmp_path / "out", "--checkpoint", f"{url}/step_00000006") == 0
     assert call("export", tmp_path / "a", tmp_path / "none", "--checkpoint", f"{url}/step_00000007") == 2
     assert f"error: {url}/step_00000007: is not there, or is empty" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Costs read from a graph, against the arithmetic; what nodes yield, against running them."""
+"""Costs read from a graph, compared with arithmetic; outputs of nodes, compared with running them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_coalesced_collective_sends_what_its_parts_do():
 
 
 def test_flops_are_those_that_pytorch_counts_when_it_runs():
-    """Forward operators whole, against the counter that sees them decomposed on real tensors."""
+    """Undecomposed forward operators, compared with PyTorch's counter, which sees them decomposed on real tensors."""
     small = Small()
     x, w = small.input("x", cut((2, 8, 6)), "batch", F32), small.input("w", cut((12, 6)), dtype=F32)
     q = small.call(aten.view.default, small.call(aten.linear.default, x, w), [2, 8, 2, 6])
@@ -114,7 +114,7 @@ def test_flops_are_by_phase_and_the_cpu_attention_is_counted():
 
 def test_the_peak_counts_inputs_always_views_once_and_the_dead_not_at_all():
     small = Small()
-    x = small.input("x", cut((10,)), "batch", F32)  # 40 bytes, all along
+    x = small.input("x", cut((10,)), "batch", F32)  # 40 bytes, alive throughout
     a = small.call(aten.neg.default, x)  # 40
     view = small.call(aten.view.default, a, [2, 5])
     b = small.call(aten.abs.default, view)  # 40; a dies here
@@ -133,7 +133,7 @@ def test_writes_in_place_and_waits_take_no_memory():
 
 
 def test_a_record_of_a_replaced_node_does_not_mislead():
-    """Users of a replaced node keep records that lie in its old memory; the estimate goes by the graph."""
+    """Users of a replaced node keep records of its old storage; the estimate follows the graph."""
     small = Small()
     x = small.input("x", cut((10,)), "batch", F32)
     old, new = small.call(aten.neg.default, x), small.call(aten.abs.default, x)

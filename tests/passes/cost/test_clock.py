@@ -1,4 +1,4 @@
-"""When work starts and ends on the streams of a clock."""
+"""The start and end of work on the streams of a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted steps: formulae by hand on tiny graphs, what a dry run says and leaves, and what it refuses."""
+"""Predicted steps: formulas by hand on tiny graphs, the output of a dry run, and its refusals."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_the_eager_backend_runs_each_operator_as_a_kernel():
 
 
 def test_operators_that_run_alone_stand_between_kernels():
-    """A cast that one of them reads is written."""
+    """A cast read by an operator that runs alone is written to memory."""
     small = Small()
     x = small.input("x", cut((4, 8)), "batch", F32)
     wide = small.call(aten._to_copy.default, x, dtype=torch.float64)
@@ -221,7 +221,7 @@ def test_a_lookup_reads_of_a_table_only_what_it_yields():
 
 
 def one_product_one_gather(*, wait_first: bool):
-    """mm [2, 3] x [3, 4] and an all-gather of 5 entries a rank over tp=2, waited for before the product or after."""
+    """Return mm [2, 3] x [3, 4] and an all-gather of 5 entries a rank over tp=2, waited for before or after the mm."""
     small = Small(tp=2)
     a, b = small.input("a", cut((2, 3)), "batch", F32), small.input("b", cut((3, 4)), "batch", F32)
     x = small.input("x", cut((10,), tp=0), "batch", F32)
@@ -330,7 +330,7 @@ PLAIN = CastConfig(param_dtype=None)
 
 
 def options(folder="unused", mesh=None, **changes):
-    """A dry run of a tiny model on 64 ranks."""
+    """Return the options of a dry run of a tiny model on 64 ranks."""
     return replace(
         Config(
             model=MODEL,
@@ -347,7 +347,7 @@ def options(folder="unused", mesh=None, **changes):
 
 @pytest.fixture(scope="module")
 def sixty_four(tmp_path_factory):
-    """The config, folder and report of a dry run on 64 ranks."""
+    """Return the config, folder and report of a dry run on 64 ranks."""
     cfg = options(tmp_path_factory.mktemp("dry") / "run")
     dry_run(cfg)
     folder = Path(cfg.run.dir)
@@ -398,7 +398,7 @@ def test_bytes_sent_are_those_of_the_accounting(sixty_four):
 
 @pytest.fixture(scope="module")
 def four():
-    """The config, the programs and the prediction of a dry run on 4 ranks."""
+    """Return the config, the programs and the prediction of a dry run on 4 ranks."""
     cfg = options(mesh=MeshConfig(dp_shard=2, tp=2), passes=PassesConfig(PLAIN, verify="none"))
     dry = compile_dry(cfg, None)
     return cfg, dry, predict_step(cfg, dry)
@@ -461,7 +461,7 @@ def test_model_flops_are_those_of_the_experts_that_a_token_takes_and_of_heads_of
     assert decoder_flops(latent, 8) == 6 * (3 * layer + 16 + 10 * 16) + 6 * 3 * 2 * (8 + 5) * 8
 
 
-# ---- what is refused --------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The benchmark: what its table says of contenders that ran, failed, or computed something else; and real rounds."""
+"""The benchmark: its table for contenders that ran, failed, or computed other losses; and real rounds."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_other_losses_than_those_of_one_plain_rank_are_an_error(losses, fails):
 
 
 def test_losses_are_not_compared_where_plain_pytorch_fails_and_that_is_said():
-    """It has no loss in chunks, so that long rows may be out of memory for it alone."""
+    """Plain PyTorch has no chunked loss, so it alone may run out of memory on long sequences."""
     measured = found(10.0, floor_ms=30.0)
     del measured["off"]
     result = command.compared(measured, {"error": "OutOfMemoryError: 16 GiB"})
@@ -144,7 +144,7 @@ def test_a_contender_that_cannot_run_says_why(tmp_path):
 
 
 def jobs_of(folder):
-    """The command lines of processes that a benchmark's folder names."""
+    """Return the command lines of processes that name a benchmark's folder."""
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     return [command for command in commands if str(folder).encode() in command]
 

@@ -1,4 +1,4 @@
-"""Benchmarks that no other test runs: each command that docs/measured shows, at a small size, gives its figures."""
+"""Benchmarks without another test: each command shown in docs/measured gives its figures at a small size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMANDS = {
     "torch.distributed.run --standalone --nproc-per-node 2 -m tools.bench.pipeline "
     "--layers 2 --dim 32 --rows 4 --length 32 --steps 1 --rounds 1": "largest difference of losses",
 }
-SHORT = 4  # of these, which every run of the tests has
+SHORT = 4  # of these are in every run of the tests
 
 
 @pytest.mark.parametrize("called", [pytest.param(c, marks=() if i < SHORT else pytest.mark.full) for i, c in enumerate(COMMANDS)])

@@ -1,4 +1,4 @@
-"""The floor of a step: which kernels it times, on which values, and how often."""
+"""The floor of a step: its kernels, their values, and their number of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted against published and measured: rows that can be run, what their tables say, a machine that is measured."""
+"""Predicted against published and measured: rows that can run, their tables, and a measured machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_set_a_factor_or_is_another_job_is_shown_and_not_judged():
 
 @pytest.mark.full
 def test_a_loss_that_the_published_trainer_did_not_compile_writes_all_it_makes():
-    """Logits in fp32, their softmax and gradients are memory that a compiled loss does not need."""
+    """Logits in fp32, their softmax and gradients take memory that a compiled loss does not need."""
     small = ("model.dim=64", "model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=64", "model.vocab_size=8192")
     row = replace(ROW, options=(*small, "cluster=h100", "train.seq_len=1024", "train.global_batch_size=8", "mesh.dp_shard=8", "passes.chunk_loss.chunks=1"))
     compiled, eager = (published.predicted(replace(row, eager_loss=flag)) for flag in (False, True))

@@ -1,4 +1,4 @@
-"""The table of faults still fits the passes, and the tool tells who sees a fault."""
+"""The table of faults still fits the passes, and the tool reports which checks notice a fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_faults_are_spread_over_the_rooms():
     assert len(FAULTS) >= 60 and len(BY_NAME) == len(FAULTS)
     rooms = {path.name for path in (ROOT / "passes").iterdir() if path.is_dir() and path.name != "__pycache__"}
     for faults in (FAULTS, mutations(2)):
-        assert rooms - {fault.room for fault in faults} == {"check", "cost"}  # those who look, and who predict
+        assert rooms - {fault.room for fault in faults} == {"check", "cost"}  # they verify and predict
 
 
 SOURCE = """
@@ -112,7 +112,7 @@ def test_it_stops_where_the_tree_itself_is_at_fault(tmp_path, monkeypatch, capsy
 
 def test_a_pattern_that_names_no_fault_is_bad_input(tmp_path, capsys):
     assert command.main(["--only", "nothing", "--results", str(tmp_path / "faults.jsonl")]) == 2
-    assert "no fault is named like 'nothing'" in capsys.readouterr().err
+    assert "no fault matches 'nothing'" in capsys.readouterr().err
 
 
 def test_the_page_puts_first_what_survives():

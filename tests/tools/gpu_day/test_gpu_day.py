@@ -1,4 +1,4 @@
-"""A GPU session: options compose, what fails or takes too long is kept, a second call goes on, the page is written."""
+"""A GPU session: options compose, failures and timeouts are recorded, a second call continues, the page is written."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_page_has_results_speeds_next_to_predictions_and_outputs(tmp_path, m
 
 
 def test_two_processes_share_a_device_as_ranks_of_two_machines(capfd):
-    """Each is the first of its machine, and NCCL takes it for another host."""
+    """Each is the first rank of its machine, and NCCL takes it for another host."""
     assert ranks.main(["2", "timeit", "-n", "1", "-r", "1", "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'NCCL_HOSTID')))"]) == 0  # fmt: skip
     said = capfd.readouterr().out
     assert "0 0 2 rank0" in said and "1 0 2 rank1" in said

@@ -1,4 +1,4 @@
-"""What a rank of a large job does before its first step does not grow with the ranks, counted without starting any."""
+"""The work of a rank of a large job before its first step does not grow with the ranks; nothing is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def counts(*overrides):
 
 @pytest.fixture(scope="module")
 def large():
-    """4,096 ranks."""
+    """Return the counts for 4,096 ranks."""
     return counts("mesh.pp=2", "mesh.dp_shard=1024", "train.global_batch_size=2048")
 
 

@@ -1,4 +1,4 @@
-"""Rows of the page are counted from reports, and renewed one by one."""
+"""Rows of the page are counted from reports, and replaced one by one."""
 
 from __future__ import annotations
 
