@@ -139,7 +139,8 @@ def section(group: Group) -> str:
     listed = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
     rows = "\n".join(f"| `{o.name}` | {cell(o.takes)} | {cell(default(o))} | {o.meaning} |" for o in group.options)
     about = " ".join(group.about.split())
-    return f"## {group.name or 'loss'}\n\n{about}\n\n{listed}| option | takes | default | |\n|---|---|---|---|\n{rows}\n"
+    head = "| option | takes | default | |\n|---|---|---|---|"
+    return f"## {group.name or 'loss'}\n\n{about}\n\n{listed}{head}\n{rows}\n"
 
 
 def default(option: Option) -> str:
