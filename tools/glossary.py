@@ -72,5 +72,5 @@ def link(where: str) -> str:
 
 def stages() -> list[tuple[str, ...]]:
     """Return each stage with the comment on its line in the code."""
-    found = re.findall(r"^    ([A-Z]+) = \d+  # (.*)$", inspect.getsource(Stage), re.MULTILINE)
-    return [(name.lower(), meaning) for name, meaning in found]
+    names_and_comments = re.findall(r"^    ([A-Z]+) = \d+  # (.*)$", inspect.getsource(Stage), re.MULTILINE)
+    return [(name.lower(), meaning) for name, meaning in names_and_comments]

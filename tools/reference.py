@@ -118,7 +118,7 @@ MISSING = (
 
 def support() -> str:
     """Return the table of supported features, and the line of missing ones."""
-    rows = [f"| {title} | {', '.join(feature.name for feature in found)} |" for title, found in FEATURES.items()]
+    rows = [f"| {title} | {', '.join(feature.name for feature in features)} |" for title, features in FEATURES.items()]
     missing = "; ".join(feature.name for feature in MISSING)
     return "\n".join(["| area | features |", "|---|---|", *rows, f"| **not supported** | {missing} |"])
 
@@ -136,10 +136,10 @@ def section(group: Group) -> str:
     """Return the section of a group: its text, its choices, and a row an option."""
     folder = CONF / group.name
     choices = sorted(path.stem for path in folder.glob("*.yaml")) if group.name and folder.is_dir() else []
-    named = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
+    intro = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
     rows = "\n".join(f"| `{o.name}` | {cell(o.takes)} | {cell(default(o))} | {o.meaning} |" for o in group.options)
     about = " ".join(group.about.split())
-    return f"## {group.name or 'loss'}\n\n{about}\n\n{named}| option | takes | default | |\n|---|---|---|---|\n{rows}\n"
+    return f"## {group.name or 'loss'}\n\n{about}\n\n{intro}| option | takes | default | |\n|---|---|---|---|\n{rows}\n"
 
 
 def default(option: Option) -> str:

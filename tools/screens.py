@@ -58,18 +58,18 @@ def main() -> None:
     parser = argparse.ArgumentParser("tools.screens", description=__doc__)
     parser.add_argument("--keep", type=Path, help="a folder for the runs")
     parser.add_argument("--only", nargs="*", choices=SCREENS, help="these pictures")
-    given = parser.parse_args()
-    with folder_of(given.keep) as folder, browser() as chromium:
-        for name in given.only or SCREENS:
+    args = parser.parse_args()
+    with folder_of(args.keep) as folder, browser() as chromium:
+        for name in args.only or SCREENS:
             take(chromium, made(folder, SCREENS[name].run), SCREENS[name], PAGES / f"{name}.png")
             print(PAGES / f"{name}.png", flush=True)
 
 
 @contextmanager
-def folder_of(kept: Path | None) -> Iterator[Path]:
+def folder_of(folder: Path | None) -> Iterator[Path]:
     """Yield the folder of the runs, a temporary one unless it is named."""
-    if kept is not None:
-        yield kept
+    if folder is not None:
+        yield folder
         return
     with tempfile.TemporaryDirectory() as scratch:
         yield Path(scratch)
@@ -106,19 +106,19 @@ def browser() -> Iterator[Any]:
 
 def take(chromium: Any, run: Path, screen: Screen, file: Path) -> None:
     """Open a page and take its picture."""
-    shown = chromium.new_page(viewport=SIZE)
-    shown.goto(f"file://{run.resolve() / screen.page}")
+    page = chromium.new_page(viewport=SIZE)
+    page.goto(f"file://{run.resolve() / screen.page}")
     if screen.page == "inspect.html":
-        shown.wait_for_selector("body[data-ready]")
-        shown.evaluate(f"location.hash = {screen.address!r}")
-        shown.wait_for_function(f"document.body.dataset.shown === '#{screen.address}'")
+        page.wait_for_selector("body[data-ready]")
+        page.evaluate(f"location.hash = {screen.address!r}")
+        page.wait_for_function(f"document.body.dataset.shown === '#{screen.address}'")
     if screen.search:
-        shown.locator("input[type=search]").first.fill(screen.search)
-        if shown.locator("#lines .row").count() == 0:
+        page.locator("input[type=search]").first.fill(screen.search)
+        if page.locator("#lines .row").count() == 0:
             raise SystemExit(f"{file.name}: nothing is found for {screen.search!r}")
-    shown.wait_for_timeout(1500)  # drawings fade in
-    shown.screenshot(path=str(file))
-    shown.close()
+    page.wait_for_timeout(1500)  # drawings fade in
+    page.screenshot(path=str(file))
+    page.close()
 
 
 if __name__ == "__main__":

@@ -61,24 +61,26 @@ class Groups:
 
 def groups_of(rank: int, mesh: Mesh, programs: Mapping[str, ir.Program]) -> Groups:
     """Return the groups that a rank of a job makes when it starts, without the group of all ranks."""
-    made = Groups()
+    groups = Groups()
     machine = {"LOCAL_RANK": str(rank % PER_MACHINE), "LOCAL_WORLD_SIZE": str(PER_MACHINE)}
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, machine))
         for name, value in (("is_initialized", True), ("get_rank", rank), ("get_world_size", mesh.world_size)):
             stack.enter_context(patch.object(dist, name, lambda value=value: value))
-        stack.enter_context(patch.object(runtime, "new_group", made.add))
+        stack.enter_context(patch.object(runtime, "new_group", groups.add))
         stack.enter_context(patch.object(runtime, "agree", lambda name, program: None))
         began = time.perf_counter()
         ProcessRanks(mesh, LowerConfig(), torch.device("cpu"), lambda what: None).meet(programs)
-        made.seconds = time.perf_counter() - began
-    return made
+        groups.seconds = time.perf_counter() - began
+    return groups
 
 
 def groups_by_all(mesh: Mesh, programs: Mapping[str, ir.Program]) -> int:
     """Return the number of `new_group` calls if every rank calls for every group of an axis, members or not."""
-    named = {communicator_of(node): axis_of(node) for program in programs.values() for node in all_calls(program)}
-    axes = [axis for name, axis in named.items() if name is not None and axis is not None]
+    axis_of_communicator = {
+        communicator_of(node): axis_of(node) for program in programs.values() for node in all_calls(program)
+    }
+    axes = [axis for name, axis in axis_of_communicator.items() if name is not None and axis is not None]
     calls = sum(mesh.world_size // mesh[axis] for axis in axes)
     if mesh["pp"] > 1:
         calls += 2 + mesh.world_size // mesh["pp"] + mesh["pp"]  # two directions, neighbour stages, ranks of a stage
@@ -87,13 +89,13 @@ def groups_by_all(mesh: Mesh, programs: Mapping[str, ir.Program]) -> int:
 
 def parameters_of(programs: Mapping[str, ir.Program], stage_of: Mapping[str, int]) -> dict[str, tuple[Spec, int]]:
     """Return the placement and the first stage of each parameter."""
-    placed: dict[str, tuple[Spec, int]] = {}
+    placements: dict[str, tuple[Spec, int]] = {}
     for name, program in programs.items():
         for given in program.inputs:
             if given.kind == "parameter":
-                known = placed.setdefault(state_name(given), (stored(given), stage_of[name]))
-                placed[state_name(given)] = known[0], min(known[1], stage_of[name])
-    return placed
+                first = placements.setdefault(state_name(given), (stored(given), stage_of[name]))
+                placements[state_name(given)] = first[0], min(first[1], stage_of[name])
+    return placements
 
 
 def entries_of(spec: Spec, mesh: Mesh, rank: int) -> int:
@@ -103,14 +105,14 @@ def entries_of(spec: Spec, mesh: Mesh, rank: int) -> int:
 
 def files_read(rank: int, specs: Mapping[str, Spec], mesh: Mesh) -> int:
     """Return the number of files that a rank reads on the mesh that wrote them: those with a piece of its state."""
-    like = torch.empty(0, dtype=torch.float32)
-    state: Placed = {name: (spec, dict.fromkeys(range(mesh.world_size), like)) for name, spec in specs.items()}
-    wanted = {name: boxes(spec, mesh, mesh.coordinates(rank)) for name, spec in specs.items()}
+    example = torch.empty(0, dtype=torch.float32)
+    state: Placed = {name: (spec, dict.fromkeys(range(mesh.world_size), example)) for name, spec in specs.items()}
+    wanted_boxes = {name: boxes(spec, mesh, mesh.coordinates(rank)) for name, spec in specs.items()}
 
     def is_read(writer: int) -> bool:
         for name, piece in written_by(writer, state, mesh):
             place = piece.offset, piece.size
-            if any(overlap(place, (box.offset, box.size)) is not None for box in wanted[name]):
+            if any(overlap(place, (box.offset, box.size)) is not None for box in wanted_boxes[name]):
                 return True
         return False
 
@@ -124,13 +126,13 @@ def rows(cfg: Config, rank: int = 0) -> Iterator[tuple[str, Any, Any]]:
     programs = {name: program for name, (program, _) in compiled.programs.items()}
     flat = next(iter(programs.values())).mesh  # of a stage
     stage_of = {name: each.task.stage if each.task and mesh["pp"] > 1 else 0 for name, each in programs.items()}
-    made = groups_of(rank, mesh, programs)
-    yield "`new_group` calls of a rank", groups_by_all(mesh, programs), len(made.sizes)
-    yield "largest of these groups, ranks", "", max(made.sizes, default=0)
-    yield "seconds to list their members", "", f"{made.seconds:.2f}"
-    placed = parameters_of(programs, stage_of)
-    total = sum(prod(spec.shape) for spec, _ in placed.values())
-    here = {name: spec for name, (spec, stage) in placed.items() if stage == 0}
+    groups = groups_of(rank, mesh, programs)
+    yield "`new_group` calls of a rank", groups_by_all(mesh, programs), len(groups.sizes)
+    yield "largest of these groups, ranks", "", max(groups.sizes, default=0)
+    yield "seconds to list their members", "", f"{groups.seconds:.2f}"
+    placements = parameters_of(programs, stage_of)
+    total = sum(prod(spec.shape) for spec, _ in placements.values())
+    here = {name: spec for name, (spec, stage) in placements.items() if stage == 0}
     share = sum(entries_of(spec, flat, rank) for spec in here.values())
     yield "numbers that a rank draws", total, share
     yield "bytes that it draws", total * DRAWN_BYTES, share * DRAWN_BYTES

@@ -122,9 +122,9 @@ def counted(report: ElementTree.Element) -> Row:
 def trained(python: Path, scratch: Path) -> Row:
     """Return the job's first, last and validation loss, and an empty text, or the last line of its error."""
     run = scratch / "run"
-    own = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "kernels"), "XDG_CACHE_HOME": str(scratch / "tokens")}
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "kernels"), "XDG_CACHE_HOME": str(scratch / "tokens")}
     command = [str(python), "-m", "compiler_trainer", *JOB, f"run.dir={run}"]
-    job = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
+    job = subprocess.run(command, cwd=ROOT, env=os.environ | caches, capture_output=True, text=True)
     if job.returncode:
         return "", "", "", job.stderr.strip().splitlines()[-1]
     return (*losses([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]), "")
@@ -139,9 +139,9 @@ def renewed(page: str, rows: Sequence[Row]) -> str:
     """Return the page with these rows in place of those of the same versions."""
     before, _, rest = page.partition(BEGIN)
     old, _, after = rest.partition(END)
-    kept = [cells for line in old.splitlines() if (cells := cells_of(line))]
-    found = {cells[:2]: cells for cells in [*kept, *rows]}
-    lines = [HEAD, ("---",) * len(HEAD), *(found[key] for key in sorted(found, key=numbers))]
+    old_rows = [cells for line in old.splitlines() if (cells := cells_of(line))]
+    row_of_versions = {cells[:2]: cells for cells in [*old_rows, *rows]}
+    lines = [HEAD, ("---",) * len(HEAD), *(row_of_versions[key] for key in sorted(row_of_versions, key=numbers))]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
@@ -159,17 +159,17 @@ def numbers(versions: Row) -> list[list[int]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Test each pair, print and write the rows; return the exit code."""
-    takes = argparse.ArgumentParser("python -m tools.versions", description=(__doc__ or "").splitlines()[0])
-    takes.add_argument("pairs", nargs="+", type=Pair.parse, metavar="TORCH:PYTHON", help="such as 2.11.0:python3.12")
-    takes.add_argument("--write", type=Path, help="the page whose rows are renewed")
-    takes.add_argument("--jobs", type=int, default=2, help="tests at once")
-    given = takes.parse_args(arguments)
+    parser = argparse.ArgumentParser("python -m tools.versions", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("pairs", nargs="+", type=Pair.parse, metavar="TORCH:PYTHON", help="such as 2.11.0:python3.12")
+    parser.add_argument("--write", type=Path, help="the page in which to replace the rows")
+    parser.add_argument("--jobs", type=int, default=2, help="tests at once")
+    args = parser.parse_args(arguments)
     rows = []
-    for pair in given.pairs:
-        rows.append(row(pair, given.jobs))
+    for pair in args.pairs:
+        rows.append(row(pair, args.jobs))
         print(" | ".join(rows[-1]), flush=True)
-        if given.write:
-            given.write.write_text(renewed(given.write.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        if args.write:
+            args.write.write_text(renewed(args.write.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return 1 if any(cells[3] != "0" or cells[-1] for cells in rows) else 0
 
 

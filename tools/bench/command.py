@@ -61,14 +61,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round, after one that is not")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round, after an untimed one")
     parser.add_argument("--threads", type=int, help="of a rank; by default its share of the cores")
     parser.add_argument("--timeout-s", type=float, default=600, help="after which a contender has failed")
     parser.add_argument("--once", action="store_true", help="start each contender once, one after another")
     parser.add_argument("--unchecked", action="store_true", help="do not compare losses with plain PyTorch on one rank")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="those to run, in order")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="contenders to run, in order")
     parser.add_argument("--out", type=Path, help="a folder for bench.json, bench.md and bench.html")
-    parser.add_argument("--write", type=Path, help="a file whose table between this benchmark's markers is renewed")
+    parser.add_argument("--write", type=Path, help="replace the table between this benchmark's markers in a file")
     parser.add_argument("overrides", nargs="*", help="options of the trainer")
     args = parser.parse_args()
     try:
@@ -109,14 +109,16 @@ def measured_once(args: argparse.Namespace) -> dict[str, list[Found]]:
     allowed = tolerance(composed(args.overrides, args.ranks))
     unchecked = {"error": "--unchecked"}
     with tempfile.TemporaryDirectory() as scratch:
-        right = [unchecked] if args.unchecked else Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
+        reference = (
+            [unchecked] if args.unchecked else Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
+        )
         results = {}
         for name in args.contenders.split(","):
             first, *rounds = Job(name, args.ranks, args, Path(scratch, name)).all()
-            first = compared(first | {"cold_s": first.get("first_s")}, right[0], allowed)
-            results[name] = [first | each for each in rounds] or [first]
+            first = compared(first | {"cold_s": first.get("first_s")}, reference[0], allowed)
+            results[name] = [first | round_result for round_result in rounds] or [first]
             if rounds:
-                results[name][0] = compared(results[name][0], right[-1], allowed)
+                results[name][0] = compared(results[name][0], reference[-1], allowed)
             print(f"{name}: {results[name][-1].get('error') or one_line(results[name][-1])}", file=sys.stderr)
     return results
 
@@ -125,26 +127,26 @@ def measured_in_turns(args: argparse.Namespace) -> dict[str, list[Found]]:
     """Start each contender cold and warm, then run the rounds of all in turns."""
     names, allowed = args.contenders.split(","), tolerance(composed(args.overrides, args.ranks))
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
-        right = Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
-        right = [right[-1]] * 2 if "error" in right[-1] else right
-        jobs, found = {}, {}
+        reference = Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
+        reference = [reference[-1]] * 2 if "error" in reference[-1] else reference
+        jobs, results = {}, {}
         for name in names:
             (cold,) = Job(name, args.ranks, args, Path(scratch, name), rounds=0).all()
-            found[name] = [cold]
+            results[name] = [cold]
             if "error" not in cold:
                 jobs[name] = running.enter_context(closing(Job(name, args.ranks, args, Path(scratch, name))))
-                found[name] = [compared({"cold_s": cold["first_s"]} | jobs[name].first(), right[0], allowed)]
-            print(f"{name}: {found[name][-1].get('error', 'is ready')}", file=sys.stderr)
+                results[name] = [compared({"cold_s": cold["first_s"]} | jobs[name].first(), reference[0], allowed)]
+            print(f"{name}: {results[name][-1].get('error', 'is ready')}", file=sys.stderr)
         for number in range(args.rounds):
             for name, job in jobs.items():
-                so_far = found[name][-1]
+                so_far = results[name][-1]
                 if "error" in so_far:
                     continue
                 result = so_far | job.round(number)
                 later = number > 0  # when rounding has grown
-                found[name].append(result if later else compared(result, right[1], allowed))
+                results[name].append(result if later else compared(result, reference[1], allowed))
                 print(f"round {number + 1}: {name}: {result.get('error') or one_line(result)}", file=sys.stderr)
-    return {name: rounds[1:] or rounds for name, rounds in found.items()}
+    return {name: rounds[1:] or rounds for name, rounds in results.items()}
 
 
 class Job:
@@ -176,18 +178,18 @@ class Job:
     def all(self) -> list[Found]:
         """Return the results of its first steps and of all rounds in sequence."""
         with closing(self):
-            found = [self.first()]
+            results = [self.first()]
             for number in range(self.rounds):
-                if "error" not in found[-1]:
-                    found.append(self.round(number))
-            return found
+                if "error" not in results[-1]:
+                    results.append(self.round(number))
+            return results
 
-    def result(self, what: str) -> Found:
+    def result(self, name: str) -> Found:
         """Return the contents of a result file, or the error if there is none."""
-        path, until = self.results / f"{what}.json", time.monotonic() + self.timeout_s
+        path, deadline = self.results / f"{name}.json", time.monotonic() + self.timeout_s
         while not path.exists():
             ended = self.worker.poll() is not None
-            if (ended or time.monotonic() > until) and not path.exists():
+            if (ended or time.monotonic() > deadline) and not path.exists():
                 return self.why(ended)
             time.sleep(0.1)
         return json.loads(path.read_text())
@@ -212,10 +214,10 @@ class Job:
             self.worker.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self.worker.kill()
-        left = [p for p in psutil.process_iter(["cmdline"]) if str(self.results) in (p.info["cmdline"] or ())]
-        for process in left:
+        leftover = [p for p in psutil.process_iter(["cmdline"]) if str(self.results) in (p.info["cmdline"] or ())]
+        for process in leftover:
             process.kill()
-        psutil.wait_procs(left, timeout=60)
+        psutil.wait_procs(leftover, timeout=60)
         self.output.close()
 
 
@@ -231,19 +233,21 @@ def tolerance(cfg: Config) -> float:
     return IN_FLOAT8 if cast.float8 else IN_BF16 if cast.param_dtype == "bfloat16" else TOLERANCE
 
 
-def compared(result: Found, right: Found, tolerance: float = TOLERANCE) -> Found:
+def compared(result: Found, reference: Found, tolerance: float = TOLERANCE) -> Found:
     """Return a result with the difference of its losses from the reference.
 
     It is an error if the difference is too large; without a reference, the result has the reason as `unknown`.
     """
     if "error" in result:
         return result
-    if "error" in right:
-        return {**result, "unknown": f"losses are not compared: plain PyTorch on one rank failed: {right['error']}"}
-    differences = [abs(a - b) for a, b in zip(result["losses"], right["losses"], strict=True)]
-    off = math.nan if any(map(math.isnan, differences)) else max(*differences, result.get("off", 0.0))
-    wrong = {"error": f"losses are off by {off:.1e} from plain PyTorch on one rank"} if not off <= tolerance else {}
-    return {**result, "off": off, **wrong}
+    if "error" in reference:
+        return {**result, "unknown": f"losses are not compared: plain PyTorch on one rank failed: {reference['error']}"}
+    differences = [abs(a - b) for a, b in zip(result["losses"], reference["losses"], strict=True)]
+    error = math.nan if any(map(math.isnan, differences)) else max(*differences, result.get("off", 0.0))
+    too_far = (
+        {"error": f"losses are off by {error:.1e} from plain PyTorch on one rank"} if not error <= tolerance else {}
+    )
+    return {**result, "off": error, **too_far}
 
 
 def one_line(result: Found) -> str:
@@ -254,14 +258,14 @@ def one_line(result: Found) -> str:
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def report(found: dict[str, list[Found]], args: argparse.Namespace) -> str:
+def report(results: dict[str, list[Found]], args: argparse.Namespace) -> str:
     """Return the table in Markdown, the machine, and the errors of failed contenders."""
-    fastest_stock = max((median(found[n], "tokens_per_s") for n in ran(found) if n != "ours"), default=None)
+    fastest_stock = max((median(results[n], "tokens_per_s") for n in ran(results) if n != "ours"), default=None)
     lines = [" | ".join(HEADINGS), "|".join(["---"] * len(HEADINGS))]
-    floor_ms = median(found["ours"], "floor_ms") if "ours" in ran(found) else None
-    lines += [" | ".join(row(name, rounds, fastest_stock, floor_ms)) for name, rounds in found.items()]
-    failed = [f"- {CONTENDERS[n]}: {r[-1]['error']}" for n, r in found.items() if "error" in r[-1]]
-    failed += dict.fromkeys(f"- {r[-1]['unknown']}" for r in found.values() if "unknown" in r[-1])
+    floor_ms = median(results["ours"], "floor_ms") if "ours" in ran(results) else None
+    lines += [" | ".join(row(name, rounds, fastest_stock, floor_ms)) for name, rounds in results.items()]
+    failed = [f"- {CONTENDERS[n]}: {r[-1]['error']}" for n, r in results.items() if "error" in r[-1]]
+    failed += dict.fromkeys(f"- {r[-1]['unknown']}" for r in results.values() if "unknown" in r[-1])
     command = f"`python -m tools.bench {' '.join(arguments(args))}`"
     table = "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
     floor = f" Floor, the matrix products and attention kernels alone: {floor_ms:,.0f} ms." if floor_ms else ""
@@ -288,9 +292,9 @@ def row(name: str, rounds: Sequence[Found], fastest_stock: float | None, floor_m
     ]
 
 
-def ran(found: dict[str, list[Found]]) -> list[str]:
+def ran(results: dict[str, list[Found]]) -> list[str]:
     """Return the contenders that did not fail."""
-    return [name for name, rounds in found.items() if "error" not in rounds[-1]]
+    return [name for name, rounds in results.items() if "error" not in rounds[-1]]
 
 
 def median(rounds: Sequence[Found], key: str) -> float:
@@ -340,29 +344,29 @@ def renew(path: Path, name: str, table: str) -> None:
     path.write_text(text[: place.start()] + f"{first}\n{table}\n{last}" + text[place.end() :])
 
 
-def save(folder: Path, found: dict[str, list[Found]], text: str) -> None:
+def save(folder: Path, results: dict[str, list[Found]], text: str) -> None:
     """Write every round, the table, and the plot."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
     (folder / "bench.md").write_text(text + "\n")
     try:
-        plot(found).write_html(folder / "bench.html", include_plotlyjs=True)
+        plot(results).write_html(folder / "bench.html", include_plotlyjs=True)
     except ModuleNotFoundError as error:
         print(f"no bench.html: {not_installed(error)}", file=sys.stderr)
 
 
-def plot(found: dict[str, list[Found]]) -> Any:
+def plot(results: dict[str, list[Found]]) -> Any:
     """Return a plotly figure: medians as bars with their spread; a bar for each contender that did not fail."""
     from plotly import graph_objects as go
     from plotly.subplots import make_subplots
 
     shown = (("tokens_per_s", "tokens/s", 1), ("peak_bytes", "peak memory, MiB", MIB), ("cold_s", "cold start, s", 1))
-    names = ran(found)
+    names = ran(results)
     figure = make_subplots(1, len(shown), subplot_titles=[heading for _, heading, _ in shown])
-    for at, (key, _, unit) in enumerate(shown, 1):
-        middle = [median(found[n], key) / unit for n in names]
-        above = [max(r[key] for r in found[n]) / unit - m for n, m in zip(names, middle)]
-        below = [m - min(r[key] for r in found[n]) / unit for n, m in zip(names, middle)]
-        spread = {"type": "data", "array": above, "arrayminus": below}
-        figure.add_trace(go.Bar(x=names, y=middle, error_y=spread, showlegend=False), 1, at)
+    for position, (key, _, unit) in enumerate(shown, 1):
+        medians = [median(results[n], key) / unit for n in names]
+        up = [max(r[key] for r in results[n]) / unit - m for n, m in zip(names, medians)]
+        down = [m - min(r[key] for r in results[n]) / unit for n, m in zip(names, medians)]
+        spread = {"type": "data", "array": up, "arrayminus": down}
+        figure.add_trace(go.Bar(x=names, y=medians, error_y=spread, showlegend=False), 1, position)
     return figure.update_layout(template="plotly_white", height=420)

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="timed steps after the first two")
     parser.add_argument("--threads", type=int, help="of a rank; by default its share of the cores")
     parser.add_argument("--timeout-s", type=float, default=1800)
-    parser.add_argument("--out", type=Path, help="a file for what was measured, as JSON")
+    parser.add_argument("--out", type=Path, help="a file for the results, as JSON")
     parser.add_argument("overrides", nargs="*", help="options of the trainer, after the defaults of this benchmark")
     args = parser.parse_args()
     args.overrides = [*DEFAULTS, *args.overrides]
@@ -64,10 +64,10 @@ def row(name: str, layers: int, args: argparse.Namespace, scratch: Path) -> dict
 
 def run(name: str, args: argparse.Namespace, scratch: Path) -> Found:
     """Return the results of a contender's first steps and one round."""
-    found: Found = {}
+    results: Found = {}
     for part in Job(name, args.ranks, args, scratch, rounds=1).all():
-        found |= part
-    return found
+        results |= part
+    return results
 
 
 def with_layers(args: argparse.Namespace, layers: int) -> argparse.Namespace:
@@ -75,14 +75,14 @@ def with_layers(args: argparse.Namespace, layers: int) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | {"overrides": [*args.overrides, f"model.n_layers={layers}"]})
 
 
-def cells(found: dict[str, Any]) -> list[Any]:
+def cells(result: dict[str, Any]) -> list[Any]:
     """Return a row of the table."""
-    cold, warm = found["cold"], found["warm"]
-    head = [found["layers"], CONTENDERS[found["contender"]]]
+    cold, warm = result["cold"], result["warm"]
+    head = [result["layers"], CONTENDERS[result["contender"]]]
     if error := cold.get("error") or warm.get("error"):
         return [*head, error]
     times = [f"{run[key]:.1f}" for run in (cold, warm) for key in ("first_s", "first_cpu_s")]
-    bodies = [run["bodies"].get("compiled", 0) if found["contender"] == "ours" else "" for run in (cold, warm)]
+    bodies = [run["bodies"].get("compiled", 0) if result["contender"] == "ours" else "" for run in (cold, warm)]
     return [*head, *times, *bodies, f"{warm['step_ms']:.0f}"]
 
 

@@ -33,12 +33,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192, help="length of the sequence")
     parser.add_argument("--rows", type=int, default=64, help="sequences of documents to average over")
-    given = parser.parse_args()
+    args = parser.parse_args()
     console = Console()
-    console.print(methods(given.tokens))
-    corpus = build_datasets(DataConfig(), given.tokens, given.rows).train.next()["positions"]
-    console.print(balance(given.tokens, corpus))
-    console.print(rings(given.tokens, corpus))
+    console.print(methods(args.tokens))
+    corpus = build_datasets(DataConfig(), args.tokens, args.rows).train.next()["positions"]
+    console.print(balance(args.tokens, corpus))
+    console.print(rings(args.tokens, corpus))
 
 
 def methods(tokens: int) -> Table:
@@ -51,8 +51,8 @@ def methods(tokens: int) -> Table:
         call = AttentionCall(query, key, key, torch.bfloat16, ranks, causal=True, zigzag=True)
         cells = []
         for method in METHODS:
-            why = call.obstacle(method)
-            cells.append("cannot" if why else f"{mib(call.kept_bytes(method))}, {mib(call.sent_bytes(method))}")
+            obstacle = call.obstacle(method)
+            cells.append("cannot" if obstacle else f"{mib(call.kept_bytes(method))}, {mib(call.sent_bytes(method))}")
         table.add_row(str(ranks), *cells, call.choose("auto")[0])
     return table
 
@@ -63,15 +63,15 @@ def balance(tokens: int, corpus: Tensor) -> Table:
     It is for causal sequences, and for documents (mean and worst sequence).
     """
     table = Table(title=f"most work of a rank over the mean, {tokens} tokens: causal; documents, mean and worst row")
-    for column in ("cp", *(f"{what}, {layout}" for what in ("causal", "documents") for layout in LAYOUTS)):
+    for column in ("cp", *(f"{kind}, {layout}" for kind in ("causal", "documents") for layout in LAYOUTS)):
         table.add_column(column, justify="right")
     causal = torch.arange(tokens)[None] + 1
     for ranks in RANKS:
         mesh = Mesh.of({"cp": ranks})
         cells = [f"{imbalance([causal], mesh, layout(causal, ranks)):.4f}" for layout in LAYOUTS.values()]
         for sequence_layout in LAYOUTS.values():
-            each = [imbalance([row], mesh, sequence_layout(row, ranks)) for row in (corpus + 1)[:, None]]
-            cells.append(f"{mean(each):.3f}, {max(each):.3f}")
+            imbalances = [imbalance([row], mesh, sequence_layout(row, ranks)) for row in (corpus + 1)[:, None]]
+            cells.append(f"{mean(imbalances):.3f}, {max(imbalances):.3f}")
         table.add_row(str(ranks), *cells)
     return table
 

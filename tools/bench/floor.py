@@ -39,9 +39,9 @@ def floor_s(step: Step) -> float:
 
 def kernels_of(program: ir.Program, pool: Pool) -> list[Callable[[], object]]:
     """Return every matmul and attention kernel of a program, in order, on values from `pool` in operands' layouts."""
-    given = partial(operand, pool)
+    value_of = partial(operand, pool)
     return [
-        partial(node.target, *fx.map_arg(node.args, given), **fx.map_arg(node.kwargs, given))
+        partial(node.target, *fx.map_arg(node.args, value_of), **fx.map_arg(node.kwargs, value_of))
         for node in program.calls()
         if isinstance(node.target, OpOverload) and formula_of(node.target)
     ]

@@ -43,9 +43,9 @@ def main(name: str, results: Path, rounds: int, steps: int, overrides: Sequence[
     """Measure a contender; a failure is recorded with its time and ends this rank."""
     number = int(os.environ["RANK"])
     try:
-        for what, found in measure(name, composed(overrides, start_ranks()), results, rounds, steps):
+        for part, result in measure(name, composed(overrides, start_ranks()), results, rounds, steps):
             if number == 0:
-                leave(results / f"{what}.json", found)
+                leave(results / f"{part}.json", result)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         leave(results / f"error.{number}.json", {"error": text, "at": time.time()})
@@ -55,9 +55,9 @@ def main(name: str, results: Path, rounds: int, steps: int, overrides: Sequence[
     stop_ranks()
 
 
-def leave(path: Path, found: dict[str, Any]) -> None:
+def leave(path: Path, result: dict[str, Any]) -> None:
     """Write a file atomically."""
-    path.with_suffix(".part").write_text(json.dumps(found))
+    path.with_suffix(".part").write_text(json.dumps(result))
     path.with_suffix(".part").rename(path)
 
 
@@ -110,8 +110,8 @@ def global_batch(cfg: Config) -> Batch:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, decoder_of(cfg).vocab_size, (rows, length + 1), generator=generator)
     positions = torch.arange(length).expand(rows, length)
-    given = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
-    return {name: tensor.contiguous() for name, tensor in given.items()}
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
+    return {name: tensor.contiguous() for name, tensor in batch.items()}
 
 
 def sent_bytes() -> int:

@@ -69,23 +69,23 @@ def load(folder: str, mesh: dict[str, int]) -> None:
     with Peak() as peak:
         state = initial_state([(program, 0)], runtime, program.mesh, cpu, trained.initial())
     seconds = time.perf_counter() - began
-    held = sum(tensor.nbytes for stored in state.values() for tensor in stored.local.values())
-    sizes = f"holds {held / MIB:.0f} MiB, peak {peak.bytes / MIB:.0f} MiB, {peak.bytes / held:.2f} of it"
+    held_bytes = sum(tensor.nbytes for stored in state.values() for tensor in stored.local.values())
+    sizes = f"holds {held_bytes / MIB:.0f} MiB, peak {peak.bytes / MIB:.0f} MiB, {peak.bytes / held_bytes:.2f} of it"
     print(f"rank {rank()}: {sizes}, {seconds:.1f} s", flush=True)
     stop_ranks()
 
 
 def main() -> int:
     """Start the ranks, or run as one of them; return the exit code."""
-    takes = argparse.ArgumentParser("python -m tools.bench.load", description="Memory of loading a model folder.")
-    takes.add_argument("folder", type=Path)
-    takes.add_argument("--ranks", type=int, default=4)
-    takes.add_argument("--mesh", nargs="+", default=["dp_shard=2", "tp=2"], metavar="AXIS=SIZE")
-    given = takes.parse_args()
+    parser = argparse.ArgumentParser("python -m tools.bench.load", description="Memory of loading a model folder.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--mesh", nargs="+", default=["dp_shard=2", "tp=2"], metavar="AXIS=SIZE")
+    args = parser.parse_args()
     if "RANK" in os.environ:
-        load(str(given.folder), {axis: int(size) for axis, size in (entry.split("=") for entry in given.mesh)})
+        load(str(args.folder), {axis: int(size) for axis, size in (entry.split("=") for entry in args.mesh)})
         return 0
-    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(given.ranks), "-m", "tools.bench.load"]
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), "-m", "tools.bench.load"]
     return subprocess.run([sys.executable, *ranks, *sys.argv[1:]], check=False).returncode
 
 

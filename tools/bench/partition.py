@@ -66,10 +66,10 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="let passes see every layer")
     args = parser.parse_args()
     sizes = {"dp_shard": args.dp_shard, "tp": args.tp}
-    found = partition(args.model, args.layers, sizes, args.seq_len, args.whole)
-    peak, nodes = found.pop("peak_bytes"), found.pop("nodes")
+    results = partition(args.model, args.layers, sizes, args.seq_len, args.whole)
+    peak, nodes = results.pop("peak_bytes"), results.pop("nodes")
     print(f"{args.model}, {args.layers or 'all'} layers, {args.dp_shard * args.tp:,} ranks: {nodes:,.0f} nodes")
-    print("  ".join(f"{name} {s:.1f} s" for name, s in found.items() if s >= 0.05) + f"  peak {peak / GIB:.2f} GiB")
+    print("  ".join(f"{name} {s:.1f} s" for name, s in results.items() if s >= 0.05) + f"  peak {peak / GIB:.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -56,19 +56,19 @@ def stock(model: Llama, batch: Batch, microbatches: int) -> Callable[[], float]:
     """Return a step of PyTorch's pipeline, which returns the mean loss on the last rank and 0 on others."""
     stages, stage = dist.get_world_size(), rank()
     part = Part(model, stage, stages)
-    made = PipelineStage(part, stage, stages, torch.device("cpu"))
+    pipeline_stage = PipelineStage(part, stage, stages, torch.device("cpu"))
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    schedule = Schedule1F1B(made, microbatches, loss_fn=loss_of)
+    schedule = Schedule1F1B(pipeline_stage, microbatches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
     def step() -> float:
         losses = list[Tensor]()
-        given = (batch["tokens"],) if stage == 0 else ()
+        inputs = (batch["tokens"],) if stage == 0 else ()
         is_last = stage == stages - 1
-        schedule.step(*given, target=batch["labels"] if is_last else None, losses=losses if is_last else None)
+        schedule.step(*inputs, target=batch["labels"] if is_last else None, losses=losses if is_last else None)
         optimizer.step()
         optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if losses else 0.0
@@ -129,8 +129,8 @@ def main() -> None:
 
 def compiled(model: Llama, batch: Batch, microbatches: int, mesh: Any, optim: Any, lower: Any) -> Step:
     """Return our step."""
-    how = {"mesh": mesh, "optim": optim, "lower": lower}
-    return compile_step(model, loss_fn, batch, microbatches=microbatches, evaluate=False, **how)
+    options = {"mesh": mesh, "optim": optim, "lower": lower}
+    return compile_step(model, loss_fn, batch, microbatches=microbatches, evaluate=False, **options)
 
 
 def most(first: list[float], second: list[float]) -> float:

@@ -53,8 +53,8 @@ class Setting:
 def setting(ranks: int, mesh: str, policy: str, method: str = "auto") -> Setting:
     """Return the setting with a mesh, a policy of recomputation and a method of context parallelism."""
     options = [f"mesh.{axis}" for axis in mesh.split(" x ")]
-    given = (*options, f"passes.remat.policy={policy}", f"passes.context.method={method}")
-    return Setting(ranks, ", ".join([mesh, policy, *([method] if "cp" in mesh else [])]), given)
+    all_options = (*options, f"passes.remat.policy={policy}", f"passes.context.method={method}")
+    return Setting(ranks, ", ".join([mesh, policy, *([method] if "cp" in mesh else [])]), all_options)
 
 
 SETTINGS = (
@@ -78,12 +78,12 @@ SETTINGS = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the settings of `--ranks` ranks and print the table; exit with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="none: only the table of what the file holds")
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="none: only print the table of the file")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file of results, which is added to")
     parser.add_argument("--only", default="*", help="a pattern of settings, e.g. '*tp=2*'")
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--steps", type=int, default=4, help="timed, after one that is not")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps, after an untimed one")
     parser.add_argument("--timeout-s", type=float, default=300)
     args = parser.parse_args(arguments)
     try:
@@ -103,8 +103,8 @@ def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if not chosen:
         raise UserError("--only", f"{args.only!r} names none of {', '.join(s.name for s in SETTINGS)}")
     cluster = measure(args.ranks, 1, args.clock)
-    for one in chosen:
-        result, prediction = measured(one, args), predicted(one, cluster, args.backend)
+    for chosen_setting in chosen:
+        result, prediction = measured(chosen_setting, args), predicted(chosen_setting, cluster, args.backend)
         step_ms, events = prediction["predicted"]["step_ms"], prediction["timeline"]
         worked_ms = sum(event["end_ms"] - event["start_ms"] for event in events)
         result["predicted_ms"] = step_ms if args.clock == "wall" else worked_ms
@@ -140,10 +140,10 @@ def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str, Any]:
+def predicted(chosen: Setting, figures: dict[str, Any], backend: str) -> dict[str, Any]:
     """Return the prediction of a dry run on the calibrated machine."""
     cfg = composed([*MODEL, *chosen.options, f"lower.backend={backend}"], chosen.ranks)
-    cluster = build(ClusterConfig, options_of("here", found, chosen.ranks))
+    cluster = build(ClusterConfig, options_of("here", figures, chosen.ranks))
     cfg = replace(cfg, cluster=cluster, passes=replace(cfg.passes, verify="none"))
     return predict_step(cfg, compile_dry(cfg, None))
 
@@ -159,19 +159,19 @@ def report(results: Sequence[dict[str, Any]]) -> str:
     times = [(r["predicted_ms"], r["measured_ms"]) for r in results]
     sizes = [(r["predicted_bytes"], r["measured_bytes"]) for r in results]
     errors = [statistics.median(abs(p / m - 1) for p, m in pairs) for pairs in (times, sizes)]
-    said = f"{len(results)} settings: median error of step time {errors[0]:.1%}, of peak memory {errors[1]:.2%}"
-    last = f"{said}; rank correlation of step times {rank_correlation(times):.2f}."
+    summary = f"{len(results)} settings: median error of step time {errors[0]:.1%}, of peak memory {errors[1]:.2%}"
+    last = f"{summary}; rank correlation of step times {rank_correlation(times):.2f}."
     return "\n".join([*lines, "", last, *picks(results)])
 
 
 def medians(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a result for each setting: the median of its runs in every figure, and their number."""
-    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for result in results:
-        alike.setdefault(tuple(result[key] for key in ("ranks", "name", "backend", "clock")), []).append(result)
+        groups.setdefault(tuple(result[key] for key in ("ranks", "name", "backend", "clock")), []).append(result)
     return [
         runs[0] | {key: statistics.median(run[key] for run in runs) for key in FIGURES} | {"runs": len(runs)}
-        for runs in alike.values()
+        for runs in groups.values()
     ]
 
 
@@ -180,9 +180,9 @@ def picks(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in results:
         groups.setdefault((r["ranks"], r["backend"], r["clock"]), []).append(r)
-    for (ranks, *_), among in groups.items():
-        pick = min(among, key=lambda r: r["predicted_ms"])
-        best = min(among, key=lambda r: r["measured_ms"])
+    for (ranks, *_), results_of_group in groups.items():
+        pick = min(results_of_group, key=lambda r: r["predicted_ms"])
+        best = min(results_of_group, key=lambda r: r["measured_ms"])
         off = pick["measured_ms"] / best["measured_ms"] - 1
         yield f"Of {ranks} ranks {pick['name']} is predicted to be fastest, {off:.1%} slower than the fastest measured."
 

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table; exit with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="a pattern of FILE/ROW, e.g. 'torchtitan_2024_12/8B*'")
-    parser.add_argument("--write", type=Path, help="a file whose table between `<!-- bench published -->` is renewed")
+    parser.add_argument("--write", type=Path, help="replace the table at `<!-- bench published -->` in a file")
     parser.add_argument("overrides", nargs="*", help="options for every row, e.g. cluster.throttle=1.0")
     args = parser.parse_args(arguments)
     try:
@@ -106,30 +106,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def tried(row: Row, overrides: Sequence[str]) -> Outcome | None:
     """Return the prediction of a row; print the error and return None if it cannot be compiled."""
     try:
-        found = predicted(row, overrides)
+        outcome = predicted(row, overrides)
     except UserError as error:
         print(f"{row.name}: {error}", file=sys.stderr)
         return None
-    print(f"{row.name}: {found.speed_error:+.1%}, {found.took_s:.0f} s", file=sys.stderr)
-    return found
+    print(f"{row.name}: {outcome.speed_error:+.1%}, {outcome.took_s:.0f} s", file=sys.stderr)
+    return outcome
 
 
 def read_rows() -> Iterator[Row]:
     """Yield every published row, by file."""
     for path in sorted(ROWS.glob("*.yaml")):
-        found = yamls.load(path)
-        for row in found["rows"]:
-            yield read_row(path.stem, found, row)
+        source = yamls.load(path)
+        for row in source["rows"]:
+            yield read_row(path.stem, source, row)
 
 
-def read_row(stem: str, found: dict[str, Any], row: dict[str, Any]) -> Row:
+def read_row(stem: str, source: dict[str, Any], row: dict[str, Any]) -> Row:
     """Return a row with its shared options: those of all rows, and the sets that `with` names."""
-    shared = [option for name in row.get("with", ()) for option in found[name]]
-    row = {key: value for key, value in found.items() if key in ("eager_loss", "gib_sets")} | row
-    options = (f"cluster={found['cluster']}", *found["options"], *shared, *row["options"])
-    known = {key: value for key, value in row.items() if key in Row.__dataclass_fields__}
-    told = {"name": f"{stem}/{row['name']}", "options": options, "cluster": found["cluster"]}
-    return Row(**{"source": found["source"], **known, **told})
+    shared = [option for name in row.get("with", ()) for option in source[name]]
+    row = {key: value for key, value in source.items() if key in ("eager_loss", "gib_sets")} | row
+    options = (f"cluster={source['cluster']}", *source["options"], *shared, *row["options"])
+    fields = {key: value for key, value in row.items() if key in Row.__dataclass_fields__}
+    overrides = {"name": f"{stem}/{row['name']}", "options": options, "cluster": source["cluster"]}
+    return Row(**{"source": source["source"], **fields, **overrides})
 
 
 def predicted(row: Row, overrides: Sequence[str] = ()) -> Outcome:
@@ -138,9 +138,9 @@ def predicted(row: Row, overrides: Sequence[str] = ()) -> Outcome:
     cfg = composed([*row.options, *overrides], row.gpus)
     cfg = replace(cfg, passes=replace(cfg.passes, verify="none"))
     fused = (lambda node: not is_of_loss(node)) if row.eager_loss else None
-    found = predict_step(cfg, compile_dry(cfg, None), fused)
-    memory = found["prediction"]["memory"]["reserved_bytes"] / GIB
-    return Outcome(row, found["predicted"]["tokens_per_s_per_gpu"], memory, time.perf_counter() - began)
+    report = predict_step(cfg, compile_dry(cfg, None), fused)
+    memory = report["prediction"]["memory"]["reserved_bytes"] / GIB
+    return Outcome(row, report["predicted"]["tokens_per_s_per_gpu"], memory, time.perf_counter() - began)
 
 
 def is_of_loss(node: fx.Node) -> bool:
@@ -161,17 +161,17 @@ def report(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, "", *judgement([o for o in outcomes if o.row.is_judged])])
 
 
-def line(found: Outcome) -> str:
+def line(outcome: Outcome) -> str:
     """Return a row of the table."""
-    row, memory = found.row, found.memory_error
+    row, memory = outcome.row, outcome.memory_error
     by_memory = f"its memory set the {row.gib_sets}" if row.gib_sets else ""
     notes = [f"set the {row.sets}" if row.sets else row.unlike, by_memory]
     cells = [
         row.name,
         f"{row.tokens_per_s:,.0f}",
-        f"{found.tokens_per_s:,.0f} ({found.speed_error:+.0%})",
+        f"{outcome.tokens_per_s:,.0f} ({outcome.speed_error:+.0%})",
         f"{row.gib:.1f}" if row.gib else "",
-        f"{found.gib:.1f}" + (f" ({memory:+.0%})" if memory is not None else ""),
+        f"{outcome.gib:.1f}" + (f" ({memory:+.0%})" if memory is not None else ""),
         "; ".join(filter(None, notes)),
     ]
     return f"| {' | '.join(cells)} |"
@@ -180,13 +180,13 @@ def line(found: Outcome) -> str:
 def judgement(judged: Sequence[Outcome]) -> list[str]:
     """Return lines with the median and the largest error of throughput and memory."""
     lines = []
-    for what, errors in (
-        ("throughput", [found.speed_error for found in judged]),
-        ("memory", [e for found in judged if (e := found.memory_error) is not None and not found.row.gib_sets]),
+    for quantity, errors in (
+        ("throughput", [outcome.speed_error for outcome in judged]),
+        ("memory", [e for outcome in judged if (e := outcome.memory_error) is not None and not outcome.row.gib_sets]),
     ):
         if errors:
             middle, worst = statistics.median(map(abs, errors)), max(errors, key=abs)
-            lines.append(f"{what}: {len(errors)} rows are judged; median error {middle:.1%}, largest {worst:+.1%}.")
+            lines.append(f"{quantity}: {len(errors)} rows are judged; median error {middle:.1%}, largest {worst:+.1%}.")
     return lines
 
 

@@ -71,25 +71,25 @@ def run(remat: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", "tools.bench.remat", "--one", json.dumps(remat)]
     command += ["--backend", args.backend, "--layers", str(args.layers), "--rows", str(args.rows)]
     command += ["--seq-len", str(args.seq_len), "--steps", str(args.steps)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{remat}: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(f"{remat}: {process.stderr.strip().splitlines()[-1]}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def line(label: str, found: dict[str, Any], reference: dict[str, Any]) -> str:
+def line(label: str, result: dict[str, Any], reference: dict[str, Any]) -> str:
     """Return a row of the table; the gap of metrics is relative to `none`."""
-    gap = max(abs(a[k] - b[k]) for a, b in zip(found["metrics"], reference["metrics"], strict=True) for k in a)
-    predicted, measured = found["predicted"], found["measured"]
+    gap = max(abs(a[k] - b[k]) for a, b in zip(result["metrics"], reference["metrics"], strict=True) for k in a)
+    predicted, measured = result["predicted"], result["measured"]
     cells = [
         label,
         f"{predicted / MIB:.2f}",
         f"{measured / MIB:.2f}",
         f"{100 * (measured / predicted - 1):+.2f} %",
-        f"{(measured - found['state']) / MIB:.1f}",
-        f"{found['step_ms']:,.0f}",
-        str(found["recomputed"]),
-        f"{found['compile_s']:.0f}",
+        f"{(measured - result['state']) / MIB:.1f}",
+        f"{result['step_ms']:,.0f}",
+        str(result["recomputed"]),
+        f"{result['compile_s']:.0f}",
         f"{gap:.1e}" if gap else "0",
     ]
     return f"| {' | '.join(cells)} |"

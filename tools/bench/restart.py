@@ -41,16 +41,16 @@ def main() -> None:
 
 def row(layers: int, rounds: int, ranks: int, options: list[str], scratch: Path) -> str:
     """Return the row of a depth: medians of CPU seconds."""
-    found: dict[str, list[float]] = {"cold": [start(options, ranks, scratch)]}
+    seconds_of: dict[str, list[float]] = {"cold": [start(options, ranks, scratch)]}
     for _ in range(rounds):
         shutil.rmtree(scratch / "cache" / "programs")
-        found.setdefault("warm", []).append(start(options, ranks, scratch))
-        found.setdefault("restart", []).append(start(options, ranks, scratch))
-        found.setdefault("torch", []).append(importing())
-    seconds = {name: median(values) for name, values in found.items()}
-    shown = [f"{seconds[name]:.1f}" for name in STARTS]
-    ratio, above = seconds["warm"] / seconds["cold"], seconds["restart"] - seconds["torch"]
-    return f"| {layers} | {seconds['torch']:.1f} | {' | '.join(shown)} | {ratio:.2f} | {above:.1f} |"
+        seconds_of.setdefault("warm", []).append(start(options, ranks, scratch))
+        seconds_of.setdefault("restart", []).append(start(options, ranks, scratch))
+        seconds_of.setdefault("torch", []).append(importing())
+    seconds = {name: median(values) for name, values in seconds_of.items()}
+    cells = [f"{seconds[name]:.1f}" for name in STARTS]
+    ratio, extra = seconds["warm"] / seconds["cold"], seconds["restart"] - seconds["torch"]
+    return f"| {layers} | {seconds['torch']:.1f} | {' | '.join(cells)} | {ratio:.2f} | {extra:.1f} |"
 
 
 def start(options: list[str], ranks: int, scratch: Path) -> float:
@@ -59,8 +59,8 @@ def start(options: list[str], ranks: int, scratch: Path) -> float:
     shutil.rmtree(run, ignore_errors=True)
     env = environ | {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
     launch = ["launch", "-n", str(ranks)] if ranks > 1 else []
-    called = [sys.executable, "-m", "compiler_trainer", *launch, *options, f"run.dir={run}"]
-    subprocess.run(called, env=env, check=True, capture_output=True)
+    command = [sys.executable, "-m", "compiler_trainer", *launch, *options, f"run.dir={run}"]
+    subprocess.run(command, env=env, check=True, capture_output=True)
     report: dict[str, Any] = json.loads((run / "report.json").read_text())
     return report["start_cpu_s"]
 

@@ -43,15 +43,15 @@ class Sharded:
 
 def main() -> None:
     """Print a line for each number of ranks."""
-    takes = argparse.ArgumentParser("python -m tools.bench.save", description=__doc__)
-    takes.add_argument("--mib", type=int, default=300)
-    takes.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    takes.add_argument("--rounds", type=int, default=5)
-    takes.add_argument("--folder", default=None)
-    given = takes.parse_args()
-    for ranks in given.ranks:
-        with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
-            mp.spawn(measure, (ranks, given.mib, given.rounds, Path(scratch)), nprocs=ranks)
+    parser = argparse.ArgumentParser("python -m tools.bench.save", description=__doc__)
+    parser.add_argument("--mib", type=int, default=300)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=None)
+    args = parser.parse_args()
+    for ranks in args.ranks:
+        with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
+            mp.spawn(measure, (ranks, args.mib, args.rounds, Path(scratch)), nprocs=ranks)
 
 
 def measure(rank: int, ranks: int, mib: int, rounds: int, folder: Path) -> None:
@@ -63,16 +63,16 @@ def measure(rank: int, ranks: int, mib: int, rounds: int, folder: Path) -> None:
     names = [f"model.{number}" for number in range(TENSORS)]
     state = {name: (spec, {rank: torch.randn(ROWS // ranks, columns)}) for name in names}
     step = Sharded(Mesh.of({"dp_shard": ranks} if ranks > 1 else {}), (rank,), state)
-    blocked, all_of_it = [], []
+    blocked, total = [], []
     with Saver(step, folder / "checkpoints", CheckpointConfig(keep=1)) as saver:
         for number in range(rounds):
             began = time.perf_counter()
             saver.save(TrainState(step=number, tokens=0, data={}, config={}))
             blocked.append(1e3 * (time.perf_counter() - began))
             saver.wait()
-            all_of_it.append(1e3 * (time.perf_counter() - began))
+            total.append(1e3 * (time.perf_counter() - began))
     if rank == 0:
-        wait, whole = statistics.median(blocked), statistics.median(all_of_it)
+        wait, whole = statistics.median(blocked), statistics.median(total)
         share = f"{wait:.0f} ms of the {whole:.0f} that saving takes, {wait / whole:.1%}"
         print(f"{mib} MiB on {ranks} ranks: a step waits {share}", flush=True)
 

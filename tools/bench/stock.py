@@ -64,16 +64,18 @@ def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float]
     sizes = {axis: size for axis, size in dataclasses.asdict(cfg.mesh).items() if size > 1 and axis != "ep"}
     mesh = init_device_mesh(local_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
     model = parallel(built(cfg), mesh, how, cfg)
-    o = cfg.optim
-    optimizer = torch.optim.AdamW(groups_of(model, o), o.lr, o.betas, o.eps, o.weight_decay, fused=True)
-    mine = {name: rows_of(tensor, mesh) for name, tensor in batch.items()}
+    optim = cfg.optim
+    optimizer = torch.optim.AdamW(
+        groups_of(model, optim), optim.lr, optim.betas, optim.eps, optim.weight_decay, fused=True
+    )
+    local_batch = {name: rows_of(tensor, mesh) for name, tensor in batch.items()}
     if how == "whole":
         model.compile()  # in place: callers inspect the names of its arguments
 
     in_bf16 = cfg.passes.cast.param_dtype == "bfloat16"
 
     def step() -> float:
-        inputs = {name: tensor.clone() for name, tensor in mine.items()}  # context_parallel shards them in place
+        inputs = {name: tensor.clone() for name, tensor in local_batch.items()}  # context_parallel shards them in place
         with context(mesh, inputs), torch.autocast(local_device().type, torch.bfloat16, enabled=in_bf16):
             loss = models.loss_fn(model, inputs)
             loss.backward()
@@ -90,8 +92,8 @@ def groups_of(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Return the parameters in the job's groups: vectors, if they do not decay, and all others."""
     assert set(optim.groups) <= {"no_decay"}, "stock PyTorch is compared on groups of the default job alone"
     vectors = [p for p in model.parameters() if optim.groups and p.dim() < 2]
-    rest = [p for p in model.parameters() if not optim.groups or p.dim() >= 2]
-    return [{"params": rest}, {"params": vectors, "weight_decay": 0.0}]
+    others = [p for p in model.parameters() if not optim.groups or p.dim() >= 2]
+    return [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def built(cfg: Config) -> StockLlama:
@@ -122,10 +124,10 @@ def parallel(model: StockLlama, mesh: DeviceMesh | None, how: str, cfg: Config) 
     if mesh is not None and (data := tuple(axis for axis in axes if axis != "tp")):
         cast = cfg.passes.cast
         precision = MixedPrecisionPolicy(DTYPES[cast.param_dtype], DTYPES[cast.reduce_dtype])
-        over = sharding_mesh(mesh, data)
+        mesh_to_shard = sharding_mesh(mesh, data)
         for layer in model.layers:
-            fully_shard(layer, mesh=over, mp_policy=precision)
-        fully_shard(model, mesh=over, mp_policy=precision)
+            fully_shard(layer, mesh=mesh_to_shard, mp_policy=precision)
+        fully_shard(model, mesh=mesh_to_shard, mp_policy=precision)
     return model
 
 
@@ -140,24 +142,26 @@ def sharding_mesh(mesh: DeviceMesh, data: tuple[str, ...]) -> DeviceMesh:
 
 def split(model: StockLlama, tp: DeviceMesh) -> None:
     """Apply tensor and sequence parallelism by the plan of PyTorch's own tutorial for Llama."""
-    whole, rows = Replicate(), Shard(1)
+    replicated, over_sequence = Replicate(), Shard(1)
     entering = PrepareModuleInput(
-        input_layouts=(rows, None, None, None), desired_input_layouts=(whole, None, None, None)
+        input_layouts=(over_sequence, None, None, None), desired_input_layouts=(replicated, None, None, None)
     )
     plan: dict[str, Any] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "tok_embeddings": RowwiseParallel(input_layouts=replicated, output_layouts=over_sequence),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=rows, output_layouts=whole),
+        "output": ColwiseParallel(input_layouts=over_sequence, output_layouts=replicated),
     }
     for i, layer in enumerate(model.layers):
         assert isinstance(layer, Block) and isinstance(layer.attention, Attention)
         plan |= {
             f"layers.{i}.attention_norm": SequenceParallel(),
             f"layers.{i}.attention": entering,
-            f"layers.{i}.attention.wo": RowwiseParallel(output_layouts=rows),
+            f"layers.{i}.attention.wo": RowwiseParallel(output_layouts=over_sequence),
             f"layers.{i}.ffn_norm": SequenceParallel(),
-            f"layers.{i}.feed_forward": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
-            f"layers.{i}.feed_forward.w2": RowwiseParallel(output_layouts=rows),
+            f"layers.{i}.feed_forward": PrepareModuleInput(
+                input_layouts=(over_sequence,), desired_input_layouts=(replicated,)
+            ),
+            f"layers.{i}.feed_forward.w2": RowwiseParallel(output_layouts=over_sequence),
         }
         columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
         plan |= {f"layers.{i}.{name}": ColwiseParallel() for name in columns}
@@ -187,13 +191,15 @@ def context(mesh: DeviceMesh | None, inputs: Batch) -> AbstractContextManager:
 def ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     """Run PyTorch's own ring over the attention kernel of the CPU."""
     names = [argument.name for argument in op._schema.arguments]
-    given: dict[str, Any] = {name: local(value) for name, value in {**dict(zip(names, args)), **kwargs}.items()}
+    arguments: dict[str, Any] = {name: local(value) for name, value in {**dict(zip(names, args)), **kwargs}.items()}
     mesh, ring = args[0].device_mesh, context_parallel_internals()
     if op is CPU_KERNELS[0]:
-        found = ring._templated_ring_attention(mesh.get_group(), 2, op, **given)
+        outputs = ring._templated_ring_attention(mesh.get_group(), 2, op, **arguments)
     else:
-        found = ring._templated_ring_attention_backward(mesh.get_group(), 2, op, grad_out_name="grad_out", **given)
-    return tuple(DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in found)
+        outputs = ring._templated_ring_attention_backward(
+            mesh.get_group(), 2, op, grad_out_name="grad_out", **arguments
+        )
+    return tuple(DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in outputs)
 
 
 def mean_over_ranks(loss: Tensor) -> float:

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [fault for fault in faults if fnmatchcase(fault.name, options.only)]
     try:
         if not chosen:
-            raise ValueError(f"--only: no fault is named like {options.only!r}")
+            raise ValueError(f"--only: no fault matches {options.only!r}")
         for fault in chosen:
             mutated(fault)
     except ValueError as error:
@@ -68,11 +68,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", metavar="PATTERN", help="faults named so")
     parser.add_argument("--mutations", type=int, default=10, metavar="COUNT", help="faults by syntax in each room")
-    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), help="what is compiled")
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), help="models to compile")
     parser.add_argument("--suite", choices=("none", "unseen", "all"), default="none", help="for which to run the tests")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for the tests of one fault")
     parser.add_argument("--results", type=Path, default=Path("faults.jsonl"), help="where results are kept")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="a table of what is known, in Markdown")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="a page for the table of results, in Markdown")
     return parser.parse_args(arguments)
 
 
@@ -109,8 +109,10 @@ def learn(known: dict[str, Record], name: str, part: Record, options: argparse.N
 
 def line(record: Record) -> str:
     """Return a line with the checks that notice a fault."""
-    seen = ", ".join(who for who in VERDICT if record[who]) or ("nothing" if record["models"] else "no model comes by")
-    return f"{seen} {record.get('suite', '')}".rstrip()
+    checks = ", ".join(who for who in VERDICT if record[who]) or (
+        "nothing" if record["models"] else "no model comes by"
+    )
+    return f"{checks} {record.get('suite', '')}".rstrip()
 
 
 def read(path: Path) -> dict[str, Record]:

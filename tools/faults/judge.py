@@ -20,7 +20,7 @@ def judge(names: Iterable[str]) -> Verdict:
     for name in names:
         verdict = look(make(name))
         if any(verdict.values()):
-            return {who: said and f"{name}: {said}" for who, said in verdict.items()}
+            return {check: complaint and f"{name}: {complaint}" for check, complaint in verdict.items()}
     return {"spec": "", "numeric": "", "value": ""}
 
 
@@ -39,10 +39,10 @@ def look(case: Case) -> Verdict:
 
 def compiled(case: Case, verify: str) -> tuple[Step | None, str]:
     """Return the step of all ranks in this process, or the error of the compiler or its verifier."""
-    how: dict[str, Any] = {"mesh": case.mesh, "optim": case.optim, "microbatches": case.microbatches}
-    how |= {"passes": {**case.passes, "verify": verify}, "ranks": "lockstep", "lower": {"backend": "eager"}}
+    options: dict[str, Any] = {"mesh": case.mesh, "optim": case.optim, "microbatches": case.microbatches}
+    options |= {"passes": {**case.passes, "verify": verify}, "ranks": "lockstep", "lower": {"backend": "eager"}}
     try:
-        return ct.compile_step(case.model, case.loss, case.batches[0], **how), ""
+        return ct.compile_step(case.model, case.loss, case.batches[0], **options), ""
     except Exception as error:
         return None, said(error)
 
@@ -50,12 +50,16 @@ def compiled(case: Case, verify: str) -> tuple[Step | None, str]:
 def by_value(case: Case, step: Step) -> str:
     """Return the first difference of two steps from PyTorch's on one device; empty if there is none."""
     try:
-        found = [step(batch, lr) for batch, lr in zip(case.batches, LRS, strict=True)]
+        metrics_of_steps = [step(batch, lr) for batch, lr in zip(case.batches, LRS, strict=True)]
     except Exception as error:
         return f"fails: {said(error)}"
     metrics, state = train_plainly(case)
     pairs: list[tuple[str, Any, Any]]
-    pairs = [(name, ours[name], theirs[name]) for ours, theirs in zip(found, metrics, strict=True) for name in theirs]
+    pairs = [
+        (name, ours[name], theirs[name])
+        for ours, theirs in zip(metrics_of_steps, metrics, strict=True)
+        for name in theirs
+    ]
     pairs += [(name, value, state[name]) for name, value in step.state_dict().items()]
     return next((f"{name} differs" for name, ours, theirs in pairs if not alike(ours, theirs, case.tolerance)), "")
 

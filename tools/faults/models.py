@@ -413,11 +413,11 @@ def dtype_of(model: nn.Module, value: Tensor) -> torch.dtype:
 
 def optimizer_of(model: nn.Module, options: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer of the same options, on the trained parameters."""
-    given = {key: value for key, value in options.items() if key not in ("name", "max_norm")}
+    arguments = {key: value for key, value in options.items() if key not in ("name", "max_norm")}
     trained = [p for p in model.parameters() if p.requires_grad]
     if options["name"] == "sgd":
-        return torch.optim.SGD(trained, **given)
-    return torch.optim.AdamW(trained, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **given})
+        return torch.optim.SGD(trained, **arguments)
+    return torch.optim.AdamW(trained, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **arguments})
 
 
 @contextmanager

@@ -79,8 +79,8 @@ def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, list[ast.expr]]
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{prefix}{node.name}.")
         elif isinstance(node, ast.FunctionDef):
-            inside = [each for statement in node.body for each in expressions(statement)]
-            yield f"{prefix}{node.name}", inside
+            body = [each for statement in node.body for each in expressions(statement)]
+            yield f"{prefix}{node.name}", body
 
 
 def expressions(node: ast.AST) -> Iterator[ast.expr]:

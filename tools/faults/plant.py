@@ -47,8 +47,8 @@ class Judge:
     def __call__(self, folder: Path, models: Sequence[str], limit_seconds: float) -> dict[str, str]:
         """Return the verdict on models compiled by the tree in a folder."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        asked = {"folder": str(folder), "models": list(models), "limit": int(limit_seconds)}
-        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        request = {"folder": str(folder), "models": list(models), "limit": int(limit_seconds)}
+        print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
@@ -65,21 +65,21 @@ def tested(folder: Path, fault: Fault | None, limit_seconds: float) -> str:
         return f"survives {limit_seconds:.0f} s"
     if run.returncode == 0:
         return "survives"
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
-    return found[1].removeprefix("tests/") if found else run.stdout.strip().splitlines()[-1]
+    match = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    return match[1].removeprefix("tests/") if match else run.stdout.strip().splitlines()[-1]
 
 
 def nearest_tests(folder: Path, fault: Fault | None) -> list[str]:
     """Return all test files of the passes and the trainer, the most likely to notice a fault first."""
     module = fault.file.removesuffix(".py").replace("/", ".") if fault else ""
 
-    def far(path: Path) -> tuple[bool, bool, bool, bool, Path]:
+    def distance(path: Path) -> tuple[bool, bool, bool, bool, Path]:
         parts, named = path.relative_to(folder).parts, path.stem == f"test_{module.rpartition('.')[2]}"
         imports = f"from {module} import" in path.read_text()
         return not named, not imports, (fault.room if fault else "") not in parts, parts[1] != "passes", path
 
-    found = [path for part in ("passes", "compiler_trainer") for path in (folder / "tests" / part).rglob("test_*.py")]
-    return [str(path.relative_to(folder)) for path in sorted(found, key=far)]
+    files = [path for part in ("passes", "compiler_trainer") for path in (folder / "tests" / part).rglob("test_*.py")]
+    return [str(path.relative_to(folder)) for path in sorted(files, key=distance)]
 
 
 def python(folder: Path, limit_seconds: float, *arguments: str) -> subprocess.CompletedProcess[str]:

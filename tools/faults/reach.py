@@ -20,24 +20,24 @@ PASSES = str(ROOT / "passes")
 
 def lines_run(model: str) -> Lines:
     """Return the lines of the passes that run while a model is compiled and takes its steps."""
-    found: Lines = set()
+    lines: Lines = set()
 
     def note(frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PASSES):
             return None
-        found.add((frame.f_code.co_filename, frame.f_lineno))
+        lines.add((frame.f_code.co_filename, frame.f_lineno))
         return note
 
     threading.settrace(note)  # the passes run in a thread with room for deep recursion
     sys.settrace(note)
     try:
-        step, said = compiled(case := make(model), "none")
-        assert step is not None, said
+        step, error = compiled(case := make(model), "none")
+        assert step is not None, error
         by_value(case, step)
     finally:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-    return found
+    return lines
 
 
 def places(fault: Fault) -> Lines | None:

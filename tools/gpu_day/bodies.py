@@ -79,12 +79,12 @@ def value_like(example: Tensor) -> Tensor:
 def differences(body: Body, kernels: object, values: Sequence[Tensor]) -> Iterator[str]:
     """Yield the differences between a compiled region and its operators: results, and inputs written in place."""
     operands = [copied(value) for value in values]
-    wanted = Operators(fx.GraphModule(torch.nn.Module(), body.graph)).run(*operands, enable_io_processing=False)
+    expected = Operators(fx.GraphModule(torch.nn.Module(), body.graph)).run(*operands, enable_io_processing=False)
     written = [copied(value) for value in values]
     spoil(values)
     lines = [v.view(-1) if body.flat and v.dim() else v for v in written]
-    found = kernels(list(lines))  # type: ignore[operator]
-    results = zip(wanted, (x.view(w.shape) for x, w in zip(found, wanted, strict=True)), strict=True)
+    outputs = kernels(list(lines))  # type: ignore[operator]
+    results = zip(expected, (x.view(w.shape) for x, w in zip(outputs, expected, strict=True)), strict=True)
     dtypes = {ir.example(node).dtype for node in body.graph.nodes if ir.is_tensor(node)}
     allowed = ALLOWED if all(dtype.itemsize >= 4 or not dtype.is_floating_point for dtype in dtypes) else IN_HALF
     pairs = [("result", *pair) for pair in results] + [("input", *pair) for pair in zip(operands, written, strict=True)]

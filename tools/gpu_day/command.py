@@ -108,8 +108,8 @@ def run_all(parts: Sequence[Part], device: Device, out: Path, minutes: float) ->
 def keep(result: Result, session: Session, out: Path) -> None:
     """Add a result to the session and print it."""
     session.add(result, out)
-    said = "not reached" if result.code is None else f"exit {result.code}, {result.seconds:.0f} s"
-    print(f"## {result.name}: {said}\n{result.output}\n", flush=True)
+    status = "not reached" if result.code is None else f"exit {result.code}, {result.seconds:.0f} s"
+    print(f"## {result.name}: {status}\n{result.output}\n", flush=True)
 
 
 def measure(part: Part, device: Device, out: Path, end: float) -> Result:

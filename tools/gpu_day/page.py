@@ -54,8 +54,8 @@ def lines(session: Session, folder: Path) -> Iterator[str]:
         yield from ("", *SPEEDS)
         yield from (speeds(part, session.results[part.name], prediction(part, folder)) for part in measured)
     for result in session.results.values():
-        if told := verdicts(result.output) if not result.rounds else []:
-            yield from (f"\n{result.name}:\n", "```text", *told, "```")
+        if output_lines := verdicts(result.output) if not result.rounds else []:
+            yield from (f"\n{result.name}:\n", "```text", *output_lines, "```")
 
 
 def verdicts(output: str) -> list[str]:
@@ -63,8 +63,12 @@ def verdicts(output: str) -> list[str]:
     lines = (
         " ".join(line.replace("│", " ").split()) for line in output.partition("Fatal Python error")[0].splitlines()
     )
-    told = [line for line in lines if any(word in line for word in VERDICTS) and "loopback" not in line]
-    return [line for line in told if not re.fullmatch(r"(works|FAILS), [\d.]+ s", line)] if len(told) < SHOWN else told
+    chosen = [line for line in lines if any(word in line for word in VERDICTS) and "loopback" not in line]
+    return (
+        [line for line in chosen if not re.fullmatch(r"(works|FAILS), [\d.]+ s", line)]
+        if len(chosen) < SHOWN
+        else chosen
+    )
 
 
 def outcome(result: Result) -> str:
@@ -88,15 +92,15 @@ def speeds(part: Part, result: Result, predicted: dict[str, Any]) -> str:
     """Return a row of the table of speeds; MFU by the operations that the prediction counts."""
     ours, stock = ([r for r in result.rounds.get(name, ()) if "error" not in r] for name in ("ours", "whole"))
     speed, stock_speed = (statistics.median(r["tokens_per_s"] for r in of) if of else None for of in (ours, stock))
-    promised = predicted.get("tokens_per_s_per_gpu")
-    mfu = predicted["mfu"] * speed / promised if speed and promised else None
+    predicted_speed = predicted.get("tokens_per_s_per_gpu")
+    mfu = predicted["mfu"] * speed / predicted_speed if speed and predicted_speed else None
     peaks = [max(r["peak_bytes"] for r in of) / GIB if of else None for of in (ours, stock)]
-    promised_peak = predicted["peak_mem_bytes"] / GIB if predicted else None
+    predicted_peak = predicted["peak_mem_bytes"] / GIB if predicted else None
     first = [of[0]["cold_s"] if of else None for of in (ours, stock)]
     ratio = speed / stock_speed if speed and stock_speed else None
     cells = (
-        shown(speed, 0), shown(stock_speed, 0), shown(ratio, 2), shown(promised, 0), shown(mfu and 100 * mfu, 1),
-        shown(peaks[0], 1), shown(peaks[1], 1), shown(promised_peak, 1), shown(first[0], 0), shown(first[1], 0),
+        shown(speed, 0), shown(stock_speed, 0), shown(ratio, 2), shown(predicted_speed, 0), shown(mfu and 100 * mfu, 1),
+        shown(peaks[0], 1), shown(peaks[1], 1), shown(predicted_peak, 1), shown(first[0], 0), shown(first[1], 0),
     )  # fmt: skip
     errors = "; ".join(
         f"{name}: {rounds[-1]['error']}" for name, rounds in result.rounds.items() if "error" in rounds[-1]

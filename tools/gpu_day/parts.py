@@ -62,8 +62,8 @@ class Part:
         """Yield names and commands that compile and predict the part's jobs for a GPU that is absent."""
         for number, options in enumerate([(*WORKLOAD, *self.job)] if self.job else self.jobs):
             name = self.name if self.job else f"{self.name}, job {number}"
-            made = ("compiler_trainer", "compile", "--out", str(out / "programs"), *ABSENT, *options)
-            yield name, (*made, *BYTES * bool(self.job))
+            command = ("compiler_trainer", "compile", "--out", str(out / "programs"), *ABSENT, *options)
+            yield name, (*command, *BYTES * bool(self.job))
         if prediction := self.prediction(out):
             yield f"{self.name}, predicted", prediction
 

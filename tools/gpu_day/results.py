@@ -48,5 +48,5 @@ class Session:
 
 def read(path: Path) -> Session:
     """Return the session in a file."""
-    found = json.loads(path.read_text())
-    return Session(found["machine"], found["date"], {each["name"]: Result(**each) for each in found["parts"]})
+    session = json.loads(path.read_text())
+    return Session(session["machine"], session["date"], {each["name"]: Result(**each) for each in session["parts"]})

@@ -112,7 +112,7 @@ def test_it_stops_where_the_tree_itself_is_at_fault(tmp_path, monkeypatch, capsy
 
 def test_a_pattern_that_names_no_fault_is_bad_input(tmp_path, capsys):
     assert command.main(["--only", "nothing", "--results", str(tmp_path / "faults.jsonl")]) == 2
-    assert "no fault is named like 'nothing'" in capsys.readouterr().err
+    assert "no fault matches 'nothing'" in capsys.readouterr().err
 
 
 def test_the_page_puts_first_what_survives():
