@@ -65,9 +65,9 @@ def copied(place: Place, files: Mapping[str, Entry], cache: Cache) -> Path:
 
 def make_room(cache: Cache, url: str, size: int) -> None:
     """Delete copies that were not read recently; raise UserError if that is not enough."""
-    if missing_bytes := bound(cache, size):
+    if missing := bound(cache, size):
         problem = f"{decimal(int(cache.most_bytes))} have no room for {url}, {decimal(size)}"
-        fix = f"{decimal(missing_bytes)} more are needed beyond copies read in the last {UNREAD_S // 60} min; raise it"
+        fix = f"{decimal(missing)} more are needed beyond copies read in the last {UNREAD_S // 60} minutes; raise it"
         raise UserError("data.cache_gib", f"{problem}: {fix}, or name another data.cache")
 
 
