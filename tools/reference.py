@@ -136,11 +136,11 @@ def section(group: Group) -> str:
     """Return the section of a group: its text, its choices, and a row an option."""
     folder = CONF / group.name
     choices = sorted(path.stem for path in folder.glob("*.yaml")) if group.name and folder.is_dir() else []
-    listed = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
+    intro = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
     rows = "\n".join(f"| `{o.name}` | {cell(o.takes)} | {cell(default(o))} | {o.meaning} |" for o in group.options)
     about = " ".join(group.about.split())
     head = "| option | takes | default | |\n|---|---|---|---|"
-    return f"## {group.name or 'loss'}\n\n{about}\n\n{listed}{head}\n{rows}\n"
+    return f"## {group.name or 'loss'}\n\n{about}\n\n{intro}{head}\n{rows}\n"
 
 
 def default(option: Option) -> str:

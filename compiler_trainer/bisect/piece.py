@@ -114,15 +114,15 @@ def check(sketch: Sketch, step: ir.Pass, values: Mapping[str, Tensor]) -> tuple[
     return "", ""
 
 
-def run(sketch: Sketch, step: ir.Pass, values: Path, wrong: Kind, said: str = "") -> int:
+def run(sketch: Sketch, step: ir.Pass, values: Path, wrong: Kind, expected_gist: str = "") -> int:
     """Check a pass for a script and print the result; return the exit code 1 if it still fails in this way.
 
-    For a crash, `said` is the gist of its message, because a piece may be refused for another reason once the crash is
-    fixed.
+    For a crash, `expected_gist` is the gist of its message, because a piece may be refused for another reason once the
+    crash is fixed.
     """
     kind, message = check(sketch, step, torch.load(values, weights_only=True))
     print(f"{kind}: {message}" if kind else f"{step.name}: right")
-    return int(kind == wrong and said in ("", gist(message)))
+    return int(kind == wrong and expected_gist in ("", gist(message)))
 
 
 def gist(message: str) -> str:

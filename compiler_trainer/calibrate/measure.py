@@ -104,11 +104,12 @@ def options_of(name: str, figures: Found, ranks: int) -> dict[str, Any]:
     }
 
 
-def heading(ranks: int, threads: int, found: Found) -> str:
+def heading(ranks: int, threads: int, measured: Found) -> str:
     """Return the comment at the top of the file."""
     facts = machine()
     return (
-        f"# Measured by compiler-trainer calibrate with {ranks} ranks at once, {threads} threads each, {found['at']}:\n"
+        f"# Measured by compiler-trainer calibrate with {ranks} ranks at once, {threads} threads each, "
+        f"{measured['at']}:\n"
         f"# {facts['processor']}; GPU: {facts['GPU']}; {facts['versions']}.\n"
         "# Sizes: GFLOP of products, keys of attention, MiB of memory and collectives. Grouped products are taken\n"
         "# to be as quick as others, float8 as bfloat16.\n"

@@ -75,7 +75,7 @@ class Probes:
 
     def all(self) -> Found:
         """Return every figure, by the names of `compiler-trainer calibrate`."""
-        found: Found = {
+        figures: Found = {
             "device": self.device.type,
             "at": datetime.now().strftime("%Y-%m-%d %H:%M"),
             "load": self.load,
@@ -89,9 +89,9 @@ class Probes:
             "collectives": list(self.collectives()),
             "beside": self.beside(),
         }
-        if found["collectives"]:
-            found["link_gb_s"] = max(link_gb_s(times) for times in found["collectives"])
-        return found
+        if figures["collectives"]:
+            figures["link_gb_s"] = max(link_gb_s(times) for times in figures["collectives"])
+        return figures
 
     def memory_gib(self) -> float:
         """Return the memory for one rank."""

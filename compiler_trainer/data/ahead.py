@@ -141,11 +141,11 @@ def check_borders(manifest: Manifest, folder: Path, tokenizer: Tokenizer) -> Non
 
 def volume_of(folder: Path, volume: Volume) -> StoredFolder:
     """Return a volume that a manifest names; raise UserError if it is missing or was changed."""
-    kept = load_folder(folder / volume.folder, is_moved=True)
-    if kept is None or summary(kept).digest != volume.digest:
+    stored = load_folder(folder / volume.folder, is_moved=True)
+    if stored is None or summary(stored).digest != volume.digest:
         fix = "copy it again, or run compiler-trainer tokenize again"
         raise UserError(str(folder / volume.folder), f"is missing, truncated or changed; {fix}")
-    return kept
+    return stored
 
 
 def read(folder: Path) -> Manifest:

@@ -28,7 +28,7 @@ class Fact(NamedTuple):
     """A fact about the machine; `fix` says what to do if it looks wrong."""
 
     name: str
-    said: str
+    text: str
     fix: str = ""
 
 

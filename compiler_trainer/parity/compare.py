@@ -190,13 +190,13 @@ def has_modes(subject: Subject) -> bool:
     return not torch.equal(*losses)
 
 
-def judged(found: Sequence[Found], wanted: Sequence[Found], allowed: float) -> Outcome:
+def judged(actual: Sequence[Found], wanted: Sequence[Found], allowed: float) -> Outcome:
     """Return the verdict on the states after each step, by the worst error; a value that either side lacks is wrong.
 
     Entries moved by rounding alone are not compared; their gradients are, as moments.
     """
     worst, where = 0.0, ""
-    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True), 1):
+    for number, (ours, theirs) in enumerate(zip(actual, wanted, strict=True), 1):
         for name, value in theirs.items():
             if name.startswith("chance."):
                 continue

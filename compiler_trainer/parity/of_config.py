@@ -75,10 +75,10 @@ def head_of(model: nn.Module) -> str:
     )
 
 
-def vocabulary_of(found: Trained, model: nn.Module) -> int:
+def vocabulary_of(trained: Trained, model: nn.Module) -> int:
     """Return the number of token ids."""
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    return found.vocab_size or (tables[0] if tables else OTHER)
+    return trained.vocab_size or (tables[0] if tables else OTHER)
 
 
 def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int) -> Batch:

@@ -45,15 +45,15 @@ def kept_for_later(
     reads, makes = keys_of(turns, programs)
     turns = [turn for turn in turns if turn.rank == rank]
     reads_left = Counter(key for turn in turns for key in reads[turn].values())
-    kept = dict[Key, int]()
+    kept_bytes = dict[Key, int]()
     for turn in turns:
         inputs = list(reads[turn].values())
-        yield turn, sum(kept.values()) - sum(kept.get(key, 0) for key in inputs)
+        yield turn, sum(kept_bytes.values()) - sum(kept_bytes.get(key, 0) for key in inputs)
         reads_left.subtract(inputs)
-        kept |= {key: value_bytes[key[0]] for key in (*inputs, *makes[turn].values()) if reads_left[key]}
+        kept_bytes |= {key: value_bytes[key[0]] for key in (*inputs, *makes[turn].values()) if reads_left[key]}
         for key in inputs:
             if not reads_left[key]:
-                kept.pop(key, None)
+                kept_bytes.pop(key, None)
 
 
 class InFlight(NamedTuple):

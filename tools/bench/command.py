@@ -73,11 +73,11 @@ def main() -> None:
     args = parser.parse_args()
     try:
         check(args)
-        found = measure(args)
-        text = report(found, args)
+        results = measure(args)
+        text = report(results, args)
         Console().print(Markdown(text))
         if args.out:
-            save(args.out, found, text)
+            save(args.out, results, text)
         if args.write:
             renew(args.write, title(args), text)
     except UserError as error:

@@ -120,9 +120,9 @@ def main() -> None:
     if rank() == stages - 1:
         tokens = args.rows * args.length
         print("| | tokens/s | of stock | last loss |\n|---|---|---|---|")
-        for name, found in seconds.items():
-            ratio = statistics.median(s / own for s, own in zip(seconds["stock"], found, strict=True))
-            print(f"| {name} | {tokens / statistics.median(found):,.0f} | {ratio:.2f} | {losses[name][-1]:.5f} |")
+        for name, times in seconds.items():
+            ratio = statistics.median(s / own for s, own in zip(seconds["stock"], times, strict=True))
+            print(f"| {name} | {tokens / statistics.median(times):,.0f} | {ratio:.2f} | {losses[name][-1]:.5f} |")
         print(f"largest difference of losses: {most(losses['stock'], losses['ours']):.1e}", flush=True)
     stop_ranks()
 

@@ -57,8 +57,8 @@ def first(record: Record) -> str:
 
 def by_check(records: Sequence[Record]) -> list[str]:
     """Return a table: the number of faults that each check of `passes/check`, or a pass itself, notices first."""
-    said = [record[who] for record in records if (who := first(record)) in ("spec", "numeric")]
-    checks = Counter(text.split(": ")[1] for text in said)
+    answers = [record[who] for record in records if (who := first(record)) in ("spec", "numeric")]
+    checks = Counter(text.split(": ")[1] for text in answers)
     rows = [f"| {check} | {count} |" for check, count in checks.most_common()]
     return ["| seen first by | faults |", "|---|---|", *rows]
 

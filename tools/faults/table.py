@@ -276,7 +276,7 @@ FAULTS = (
         "passes/memory/recompute.py",
         'return "random" if is_random(node) else None',
         "return None",
-        "Random operators are computed again and draw anew.",
+        "Random operators are computed again and draw other numbers.",
     ),
     Fault(
         "writes_forgotten",

@@ -38,5 +38,5 @@ if __name__ == "__main__":
             os._exit(0)
         _, status = os.wait()
         if status:
-            said = "fails: takes too long" if os.WTERMSIG(status) == signal.SIGALRM else "fails: cannot be imported"
-            print(json.dumps(dict.fromkeys(("spec", "numeric", "value"), said)), flush=True)
+            verdict = "fails: takes too long" if os.WTERMSIG(status) == signal.SIGALRM else "fails: cannot be imported"
+            print(json.dumps(dict.fromkeys(("spec", "numeric", "value"), verdict)), flush=True)

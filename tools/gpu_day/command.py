@@ -91,7 +91,7 @@ def compile_all(parts: Sequence[Part], out: Path) -> int:
 def run_all(parts: Sequence[Part], device: Device, out: Path, minutes: float) -> int:
     """Run parts until the time is up: those that check values side by side, then the others one at a time."""
     end = time.monotonic() + 60 * minutes
-    session = Session({fact.name: fact.said for fact in facts()}, time.strftime("%Y-%m-%d"))
+    session = Session({fact.name: fact.text for fact in facts()}, time.strftime("%Y-%m-%d"))
     together = [part for part in parts if not part.alone]
     with ThreadPoolExecutor(len(together) or 1) as pool:
         jobs = [pool.submit(measure, part, device, out, end) for part in together]

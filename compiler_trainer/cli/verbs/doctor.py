@@ -51,7 +51,7 @@ def examined(ranks: int, chosen: Sequence[Probe]) -> int:
     if rank() == 0:
         table = Table("", "this machine", "what to do", show_lines=False)
         for fact in facts():
-            table.add_row(fact.name, fact.said, fact.fix)
+            table.add_row(fact.name, fact.text, fact.fix)
         console.print(table)
     began, results = time.perf_counter(), []
     for probe in chosen:

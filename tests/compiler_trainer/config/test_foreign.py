@@ -88,7 +88,7 @@ def test_every_option_that_a_message_names_exists():
 
 
 @pytest.mark.parametrize(
-    "denial", sorted({d for said in {*ANSWERS.values(), *VALUES.values()} for d in DENIALS.findall(said)})
+    "denial", sorted({d for answer in {*ANSWERS.values(), *VALUES.values()} for d in DENIALS.findall(answer)})
 )
 def test_what_an_answer_denies_is_refused_and_no_feature(denial):
     """Answers must not become outdated: one denied pipeline parallelism after it had been added."""

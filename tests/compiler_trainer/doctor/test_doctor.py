@@ -14,7 +14,7 @@ EAGER = probes.PROBES[0]
 
 
 def test_the_machine_is_described():
-    found = {fact.name: fact.said for fact in machine.facts()}
+    found = {fact.name: fact.text for fact in machine.facts()}
     assert {"versions", "processor", "memory", "C++ compiler", "GPUs", "kernels", "loopback"} <= set(found)
     assert "torch 2." in found["versions"] and all(found.values())
 
