@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 
 import torch.distributed as dist
@@ -72,6 +73,16 @@ class Peers:
             time.sleep(POLL_S / 5)
         return []
 
+    def leave(self) -> None:
+        """Let the other ranks end before rank 0, whose process holds the store; it waits at most `PATIENCE_S`."""
+        assert self.store is not None
+        with suppress(RuntimeError):
+            self.store.set(f"left{rank()}", "")
+            remaining = [n for n in range(1, dist.get_world_size()) if self.store.check([key(n)])]
+            end = time.monotonic() + PATIENCE_S
+            while rank() == 0 and time.monotonic() < end and not self.store.check([f"left{n}" for n in remaining]):
+                time.sleep(POLL_S / 5)
+
     def __enter__(self) -> Peers:
         self.thread.start()
         return self
@@ -83,6 +94,7 @@ class Peers:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the remaining ranks
             if message := self.name_missing(problem):
                 print(f"error: {message}", file=sys.stderr, flush=True)
+            self.leave()
             os._exit(1)  # destroying groups with a dead rank may hang
         self.stop_event.set()
 

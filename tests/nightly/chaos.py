@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import fcntl
 import multiprocessing
 import os
 import random
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -57,6 +58,7 @@ from compiler_trainer.training.trainer import train
 
 STEPS = 24
 LOG_CHARACTERS = 4000  # characters of a rank's log to print
+LOG_S = 10.0
 PATIENCE_S = 120.0  # for ranks to end after one of them is gone
 MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # metrics that differ from run to run
 FORK = multiprocessing.get_context("fork")  # saves the imports, which take longer than the runs
@@ -255,6 +257,8 @@ def start(cfg: Config, ranks: int, folder: Path, patience_s: float = owner.PATIE
 def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s: float) -> None:
     """Train as one rank."""
     with open(log_of(folder, rank), "ab") as log:  # written by another process, whose disk never fills up
+        with suppress(BlockingIOError):  # the process holds the lock until it has written everything: see `last_words`
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         pipe = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True).stdin
     assert pipe is not None
     os.dup2(pipe.fileno(), 1)
@@ -291,8 +295,24 @@ def log_of(folder: Path, rank: int) -> Path:
 
 
 def last_words(folder: Path, rank: int) -> str:
-    """Return the end of a rank's log. Threads that fail at once may cut each other's UTF-8, hence errors="replace"."""
-    return log_of(folder, rank).read_text(errors="replace")[-LOG_CHARACTERS:]
+    """Return the end of a rank's log, which is complete if the rank has ended, unless its writer takes `LOG_S`.
+
+    Threads that fail at once may cut each other's UTF-8, hence errors="replace".
+    """
+    end = time.monotonic() + LOG_S
+    with open(log_of(folder, rank), "rb") as log:
+        while not is_unlocked(log) and time.monotonic() < end:
+            time.sleep(0.01)
+        return log.read().decode(errors="replace")[-LOG_CHARACTERS:]
+
+
+def is_unlocked(file: BinaryIO) -> bool:
+    """Return True if no other process holds a lock of a file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def restarted(scratch: Path) -> str:

@@ -325,7 +325,7 @@ FAULTS = (
         "passes/update/accumulate.py",
         "append.keep(buffers[output.name], node)",
         "pass",
-        "New values of buffers are thrown away where there are microbatches.",
+        "New values of buffers are thrown away if there are microbatches.",
     ),
     Fault(
         "one_axis_completed",
