@@ -143,32 +143,32 @@ def gradients_of(results: Results, values: Mapping[str, Sequence[Tensor]]) -> di
 Pair = tuple[int, tuple[int, ...], Tensor, Tensor]  # rank, offset in the full tensor, expected and actual entries
 
 
-def against_whole(expected: Tensor, found: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Iterator[Pair]:
+def against_whole(expected: Tensor, actual: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Iterator[Pair]:
     """Yield every rank's valid entries with those of the full value; the terms of a partial sum are added first."""
     if spec.partial:
-        yield 0, (0,) * expected.dim(), expected, unshard(found, spec, mesh)
+        yield 0, (0,) * expected.dim(), expected, unshard(actual, spec, mesh)
         return
     for rank, place in enumerate(mesh):
         for box in boxes(spec, mesh, place):
-            yield rank, box.offset, box.of(expected), box.of_local(found[rank])
+            yield rank, box.offset, box.of(expected), box.of_local(actual[rank])
 
 
-def against_local(expected: Sequence[Tensor], found: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Iterator[Pair]:
+def against_local(expected: Sequence[Tensor], actual: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Iterator[Pair]:
     """Yield every rank's valid entries before and after."""
     for rank, place in enumerate(mesh):
         for box in boxes(spec, mesh, place):
-            yield rank, box.offset, box.of_local(expected[rank]), box.of_local(found[rank])
+            yield rank, box.offset, box.of_local(expected[rank]), box.of_local(actual[rank])
 
 
 def largest_difference(pairs: Iterable[Pair]) -> Mismatch:
     """Return the largest difference of entries; zero if there is none."""
     worst = Mismatch(0.0, (), 0.0, 0.0, 0)
-    for rank, offset, expected, found in pairs:
-        difference = distance(expected, found)
+    for rank, offset, expected, actual in pairs:
+        difference = distance(expected, actual)
         if difference.numel() and difference.max() > worst.difference:
             flat = int(difference.argmax())
             index = tuple(int(i) + o for i, o in zip(torch.unravel_index(torch.tensor(flat), difference.shape), offset))
-            entries = expected.reshape(-1)[flat].item(), found.reshape(-1)[flat].item()
+            entries = expected.reshape(-1)[flat].item(), actual.reshape(-1)[flat].item()
             worst = Mismatch(difference.max().item(), index, *entries, rank)
     return worst
 

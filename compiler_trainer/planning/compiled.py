@@ -116,10 +116,12 @@ def with_more_layers(program: ir.Program, fold: Fold, missing: int) -> ir.Progra
             return end
         return dataclasses.replace(end, name=renumbered(end.name, fold.stack, number + missing))
 
-    def moved(given: ir.Input) -> ir.Input:
-        number = fold.number_of(given.layer)
-        layer = Layer(fold.stack, number + missing) if number is not None and number > fold.number else given.layer
-        return dataclasses.replace(renamed(given), layer=layer)
+    def moved(program_input: ir.Input) -> ir.Input:
+        number = fold.number_of(program_input.layer)
+        layer = (
+            Layer(fold.stack, number + missing) if number is not None and number > fold.number else program_input.layer
+        )
+        return dataclasses.replace(renamed(program_input), layer=layer)
 
     program = program.copy()
     for node in program.calls():

@@ -45,15 +45,15 @@ def kept_for_later(
     reads, makes = keys_of(turns, programs)
     turns = [turn for turn in turns if turn.rank == rank]
     reads_left = Counter(key for turn in turns for key in reads[turn].values())
-    kept = dict[Key, int]()
+    kept_bytes = dict[Key, int]()
     for turn in turns:
         inputs = list(reads[turn].values())
-        yield turn, sum(kept.values()) - sum(kept.get(key, 0) for key in inputs)
+        yield turn, sum(kept_bytes.values()) - sum(kept_bytes.get(key, 0) for key in inputs)
         reads_left.subtract(inputs)
-        kept |= {key: value_bytes[key[0]] for key in (*inputs, *makes[turn].values()) if reads_left[key]}
+        kept_bytes |= {key: value_bytes[key[0]] for key in (*inputs, *makes[turn].values()) if reads_left[key]}
         for key in inputs:
             if not reads_left[key]:
-                kept.pop(key, None)
+                kept_bytes.pop(key, None)
 
 
 class InFlight(NamedTuple):
@@ -79,11 +79,11 @@ def in_flight(
     turns = [turn for turn in turns if turn.rank == rank]
     readers = [(key, index) for index, turn in enumerate(turns) for key in reads[turn].values()]
     last, first = dict(readers), dict(reversed(readers))
-    made = {key: index for index, turn in enumerate(turns) for key in makes[turn].values()}
+    made_by_turn = {key: index for index, turn in enumerate(turns) for key in makes[turn].values()}
     posted = {message.key: index for index, due in table.receives.items() for message in due}
     proven = {message: index for index, arrived in table.arrived.items() for message in arrived}
     until = {key: max(proven.get(each, len(turns)) for each in sends) for key, sends in table.sends.items()}
     for index, turn in enumerate(turns):
         received = [key for key, before in posted.items() if before - 1 <= index < first[key]]
-        sent = [key for key, end in until.items() if max(made[key], last.get(key, 0)) < index <= end]
+        sent = [key for key, end in until.items() if max(made_by_turn[key], last.get(key, 0)) < index <= end]
         yield turn, InFlight(*(sum(value_bytes[name] for name, _ in keys) for keys in (received, sent)))
