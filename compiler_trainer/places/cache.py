@@ -64,9 +64,9 @@ def cache_of(cfg: DataConfig) -> Cache:
 
 
 def bound(cache: Cache, coming: int = 0) -> int:
-    """Delete least recently used entries, copies first, until the cache fits; return the excess bytes that remain.
+    """Delete the least recently used idle entries, copies first, until the cache fits; return the excess bytes that remain.
 
-    `coming` bytes are about to be added.
+    `coming` bytes are about to be added. Entries used within `UNUSED_S`, and copies within `UNREAD_S`, stay.
     """
     copies, entries_of_cache = listed(cache.folder / COPIES), listed(cache.folder)
     excess, deleted = sum(size for _, size, _ in (*copies, *entries_of_cache)) + coming - cache.most_bytes, 0

@@ -79,7 +79,7 @@ def compile_layers(cfg: Config) -> DryStep:
 
 
 def captured(cfg: Config, request: CompileRequest, folding: Folding | None) -> Captured:
-    """Return the model's graph on the mesh of a request, captured or from the cache."""
+    """Return the model's graph on the mesh of a request, from the captures of this process if it is there."""
     depths = None if folding is None else dataclasses.astuple(dataclasses.replace(folding, alike=None))  # type: ignore
     train, passes = cfg.train, cfg.passes
     shapes = {name: (value.shape, value.dtype) for name, value in request.batch.items()}
