@@ -64,7 +64,7 @@ def cache_of(cfg: DataConfig) -> Cache:
 
 
 def bound(cache: Cache, coming: int = 0) -> int:
-    """Delete the least recently used idle entries, copies first, until the cache fits; return the excess bytes that remain.
+    """Delete least recently used idle entries, copies first, until the cache fits; return the bytes still in excess.
 
     `coming` bytes are about to be added. Entries used within `UNUSED_S`, and copies within `UNREAD_S`, stay.
     """
