@@ -91,10 +91,10 @@ def parameters_of(programs: Mapping[str, ir.Program], stage_of: Mapping[str, int
     """Return the placement and the first stage of each parameter."""
     placements: dict[str, tuple[Spec, int]] = {}
     for name, program in programs.items():
-        for item in program.inputs:
-            if item.kind == "parameter":
-                first = placements.setdefault(state_name(item), (stored(item), stage_of[name]))
-                placements[state_name(item)] = first[0], min(first[1], stage_of[name])
+        for program_input in program.inputs:
+            if program_input.kind == "parameter":
+                first = placements.setdefault(state_name(program_input), (stored(program_input), stage_of[name]))
+                placements[state_name(program_input)] = first[0], min(first[1], stage_of[name])
     return placements
 
 

@@ -267,8 +267,10 @@ def ends_of(program: ir.Program, kind: str, name: str) -> list[fx.Node]:
     """Return the nodes of a result: the returned nodes, or the input that is written."""
     returned = zip(program.results(), program.outputs, strict=True)
     written = zip(program.placeholders(), program.inputs, strict=True)
-    nodes = [node for node, output in returned if (output.kind, output.name) == (kind, name)]
-    return nodes + [node for node, program_input in written if (program_input.kind, program_input.name) == (kind, name)]
+    returned_nodes = [node for node, output in returned if (output.kind, output.name) == (kind, name)]
+    return returned_nodes + [
+        node for node, program_input in written if (program_input.kind, program_input.name) == (kind, name)
+    ]
 
 
 def lost_in(recorded: Recorded, node: fx.Node) -> bool:

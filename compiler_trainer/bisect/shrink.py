@@ -134,13 +134,13 @@ def placed(source: Source, node: fx.Node) -> Spec:
 
 
 def close(
-    source: Source, sketch: Sketch, ends: Sequence[fx.Node], made: Mapping[fx.Node, fx.Node]
+    source: Source, sketch: Sketch, ends: Sequence[fx.Node], copies: Mapping[fx.Node, fx.Node]
 ) -> dict[str, Tensor]:
     """End the sketch in a loss, the sum of each end times its gradient; return the gradients as values of inputs."""
     is_local = source.program.stage >= Stage.LOCAL
     losses, values = [], {}
     for end in ends:
-        spec, x, name = source.specs[end.name], made[end], f"gradient_of_{end.name}"
+        spec, x, name = source.specs[end.name], copies[end], f"gradient_of_{end.name}"
         for axis in spec.partial_axes if is_local else ():
             x = sketch.call(f"whole_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))
         # replicated copies: only the first rank's term counts, as the full sum

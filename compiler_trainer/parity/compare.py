@@ -150,9 +150,9 @@ def tolerance(subject: Subject, settings: Settings) -> float:
     return ROUNDED if rounds(subject) else EXACT
 
 
-def spread(subject: Subject, settings: Settings, wanted: Sequence[Found]) -> float:
+def spread(subject: Subject, settings: Settings, expected: Sequence[Found]) -> float:
     """Return the largest error among eager PyTorch's own results when the last bit of each parameter changes."""
-    return max(judged(oracle.train(rounded(subject, seed), settings), wanted, 0.0).error for seed in range(ROUNDINGS))
+    return max(judged(oracle.train(rounded(subject, seed), settings), expected, 0.0).error for seed in range(ROUNDINGS))
 
 
 def rounded(subject: Subject, seed: int) -> Subject:
@@ -190,13 +190,13 @@ def has_modes(subject: Subject) -> bool:
     return not torch.equal(*losses)
 
 
-def judged(actual: Sequence[Found], wanted: Sequence[Found], allowed: float) -> Outcome:
+def judged(states: Sequence[Found], expected: Sequence[Found], allowed: float) -> Outcome:
     """Return the verdict on the states after each step, by the worst error; a value that either side lacks is wrong.
 
     Entries moved by rounding alone are not compared; their gradients are, as moments.
     """
     worst, where = 0.0, ""
-    for number, (ours, theirs) in enumerate(zip(actual, wanted, strict=True), 1):
+    for number, (ours, theirs) in enumerate(zip(states, expected, strict=True), 1):
         for name, value in theirs.items():
             if name.startswith("chance."):
                 continue

@@ -137,7 +137,7 @@ def what_fits(cfg: Config) -> str:
 
 def differing(other: Config, cfg: Config) -> Iterator[str]:
     """Yield the options in which another job differs, as command-line overrides."""
-    here, there = (dict(leaves(dataclasses.asdict(config))) for config in (cfg, other))
-    for name, value in there.items():
-        if value != here.get(name):
+    options, other_options = (dict(leaves(dataclasses.asdict(config))) for config in (cfg, other))
+    for name, value in other_options.items():
+        if value != options.get(name):
             yield f"{name}={str(value).lower() if isinstance(value, bool) else value}"

@@ -79,7 +79,7 @@ def compile_layers(cfg: Config) -> DryStep:
 
 
 def captured(cfg: Config, request: CompileRequest, folding: Folding | None) -> Captured:
-    """Return the model's graph on the mesh of a request, captured or from the cache."""
+    """Return the model's graph on the mesh of a request, from the captures of this process if it is there."""
     depths = None if folding is None else dataclasses.astuple(dataclasses.replace(folding, alike=None))  # type: ignore
     train, passes = cfg.train, cfg.passes
     shapes = {name: (value.shape, value.dtype) for name, value in request.batch.items()}
@@ -116,10 +116,12 @@ def with_more_layers(program: ir.Program, fold: Fold, missing: int) -> ir.Progra
             return end
         return dataclasses.replace(end, name=renumbered(end.name, fold.stack, number + missing))
 
-    def moved(item: ir.Input) -> ir.Input:
-        number = fold.number_of(item.layer)
-        layer = Layer(fold.stack, number + missing) if number is not None and number > fold.number else item.layer
-        return dataclasses.replace(renamed(item), layer=layer)
+    def moved(program_input: ir.Input) -> ir.Input:
+        number = fold.number_of(program_input.layer)
+        layer = (
+            Layer(fold.stack, number + missing) if number is not None and number > fold.number else program_input.layer
+        )
+        return dataclasses.replace(renamed(program_input), layer=layer)
 
     program = program.copy()
     for node in program.calls():

@@ -45,7 +45,7 @@ def mixtures(estimates: Iterable[Estimate], limit: float, names: Sequence[str]) 
 def mix(light: Estimate, heavy: Estimate, limit: float, names: tuple[str, ...]) -> Mixture | None:
     """Return the mixture with the fewest layers like `heavy` that fits.
 
-    None unless `heavy` fits, `light` does not, and `light` is faster.
+    None unless `heavy` fits, `light` does not, and `light` is faster; also None if all layers have to be like `heavy`.
     """
     if not (light.bytes > limit >= heavy.bytes and light.step_s < heavy.step_s):
         return None

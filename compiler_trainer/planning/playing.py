@@ -79,11 +79,11 @@ def in_flight(
     turns = [turn for turn in turns if turn.rank == rank]
     readers = [(key, index) for index, turn in enumerate(turns) for key in reads[turn].values()]
     last, first = dict(readers), dict(reversed(readers))
-    made = {key: index for index, turn in enumerate(turns) for key in makes[turn].values()}
+    made_by_turn = {key: index for index, turn in enumerate(turns) for key in makes[turn].values()}
     posted = {message.key: index for index, due in table.receives.items() for message in due}
     proven = {message: index for index, arrived in table.arrived.items() for message in arrived}
     until = {key: max(proven.get(each, len(turns)) for each in sends) for key, sends in table.sends.items()}
     for index, turn in enumerate(turns):
         received = [key for key, before in posted.items() if before - 1 <= index < first[key]]
-        sent = [key for key, end in until.items() if max(made[key], last.get(key, 0)) < index <= end]
+        sent = [key for key, end in until.items() if max(made_by_turn[key], last.get(key, 0)) < index <= end]
         yield turn, InFlight(*(sum(value_bytes[name] for name, _ in keys) for keys in (received, sent)))

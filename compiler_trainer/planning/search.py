@@ -100,31 +100,33 @@ class SearchState:
     count: int
     left: LeftOut
     layers: tuple[str, ...] = ()
-    known: dict[Candidate, Estimate] = field(default_factory=dict)
+    estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
 
     def next(self, turn: int) -> list[Candidate]:
         """Return the settings to compile in a round: a part of `plan.compile`, and more as long as none fits."""
-        count, limit, done = self.request.cfg.plan.compile, room(self.request), {*self.known, *self.refused}
-        wanted = -(-count // ROUNDS)
+        count, limit, done = self.request.cfg.plan.compile, room(self.request), {*self.estimates, *self.refused}
+        batch_size = -(-count // ROUNDS)
         if turn < ROUNDS:
-            wanted = min(wanted, count - len(done))
-        elif any(e.bytes <= limit for e in self.known.values()):
+            batch_size = min(batch_size, count - len(done))
+        elif any(e.bytes <= limit for e in self.estimates.values()):
             return []
-        forms = correct(self.plain, self.known)
+        forms = correct(self.plain, self.estimates)
         ends = self.ends_to_compile(forms) if turn == ROUNDS - 1 else []
-        return list(dict.fromkeys((*ends, *shortlist(forms, limit, done, wanted))))[:wanted]
+        return list(dict.fromkeys((*ends, *shortlist(forms, limit, done, batch_size))))[:batch_size]
 
     def mixed(self) -> list[Estimate]:
         """Return the estimates that fit between compiled settings that differ only in recomputation."""
-        return [mixture.estimate for mixture in mixtures(self.known.values(), room(self.request), self.layers)]
+        return [mixture.estimate for mixture in mixtures(self.estimates.values(), room(self.request), self.layers)]
 
     def ends_to_compile(self, forms: list[Estimate]) -> list[Candidate]:
         """Return the settings to compile for the mixture of two that is predicted to be the fastest that fits."""
         limit = room(self.request)
-        fastest = min((e.step_s for e in (*self.known.values(), *self.mixed()) if e.bytes <= limit), default=math.inf)
-        for mixture in mixtures((self.known.get(e.candidate, e) for e in forms), limit, self.layers):
-            not_compiled = [end for end in mixture.ends if end not in self.known and end not in self.refused]
+        fastest = min(
+            (e.step_s for e in (*self.estimates.values(), *self.mixed()) if e.bytes <= limit), default=math.inf
+        )
+        for mixture in mixtures((self.estimates.get(e.candidate, e) for e in forms), limit, self.layers):
+            not_compiled = [end for end in mixture.ends if end not in self.estimates and end not in self.refused]
             if not_compiled and mixture.estimate.step_s < WORTH * fastest:
                 return not_compiled
         return []
@@ -132,14 +134,14 @@ class SearchState:
     def plan(self) -> Plan:
         """Return the plan; raise UserError if nothing fits, with the missing memory and the options to change."""
         limit = room(self.request)
-        by_speed = sorted((*self.known.values(), *self.mixed()), key=lambda e: e.step_s)
+        by_speed = sorted((*self.estimates.values(), *self.mixed()), key=lambda e: e.step_s)
         ranked = [e for e in by_speed if e.bytes <= limit]
         if not ranked and not by_speed:
             raise UserError("plan", f"every compiled setting is refused: {next(iter(self.refused.values()))}")
         if not ranked:
             raise nothing_fits(self.request, min(by_speed, key=lambda e: e.bytes))
         too_large = [e for e in by_speed if e.bytes > limit]
-        forms = correct(self.plain, self.known)
+        forms = correct(self.plain, self.estimates)
         counts = (self.count, self.left.count)
         return Plan(self.request, self.flops_per_token, ranked, too_large, self.refused, forms, *counts)
 
@@ -183,7 +185,7 @@ def search(jobs: Sequence[PlanRequest], compile_all: Compile) -> list[Plan]:
                 if isinstance(outcome, str):
                     state.refused[candidate] = outcome
                 else:
-                    state.known[candidate] = outcome[i]
+                    state.estimates[candidate] = outcome[i]
     return [state.plan() for state in states]
 
 

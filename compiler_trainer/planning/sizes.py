@@ -71,8 +71,8 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
     """Return the sizes of the model that `cfg` trains."""
     tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    known = layer_names(name.rpartition(".")[0] for name in shapes)
-    layers = {name: str(layer) for name in shapes if (layer := layer_of(name, known))}
+    layers_of_model = layer_names(name.rpartition(".")[0] for name in shapes)
+    layers = {name: str(layer) for name in shapes if (layer := layer_of(name, layers_of_model))}
     inside = {name: shapes[name] for name in layers}
     names = tuple(dict.fromkeys(layers.values()))
     count = max(1, len(names))
@@ -119,12 +119,12 @@ def totals(
         if len(shape) < 2:
             continue
         rows = routed if len(shape) == 3 else 1.0
-        made, read = (shape[2], shape[1]) if len(shape) == 3 else (shape[0], shape[1])
+        outputs, read = (shape[2], shape[1]) if len(shape) == 3 else (shape[0], shape[1])
         total["products"] += 1
-        total["used"] += rows * made * read
-        total["made"] += rows * made
+        total["used"] += rows * outputs * read
+        total["made"] += rows * outputs
         total["read"] += rows * read
-        last[layers[name]] = rows * made * read
+        last[layers[name]] = rows * outputs * read
     return total, sum(last.values())
 
 

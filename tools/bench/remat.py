@@ -112,17 +112,17 @@ def main() -> None:
         return
     print("| policy | predicted MiB | measured MiB | off by | above state MiB | step ms | repeated | compile s | gap |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    results: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for policy in POLICIES:
-        results[policy] = run({"policy": policy}, args)
-        print(line(policy, results[policy], results["none"]), flush=True)
-    low, high = results["full"]["predicted"], results["none"]["predicted"]
+        result[policy] = run({"policy": policy}, args)
+        print(line(policy, result[policy], result["none"]), flush=True)
+    low, high = result["full"]["predicted"], result["none"]["predicted"]
     for i in range(args.budgets):
         budget = low + (high - low) * (i + 1) / (args.budgets + 1)
         one = run({"policy": "budget", "budget_gib": budget / GIB, "headroom": args.headroom}, args)
         over = "" if one["measured"] <= budget else " OVER"
-        print(line(f"budget {budget / MIB:.1f}{over}", one, results["none"]), flush=True)
-    for policy, one in results.items():
+        print(line(f"budget {budget / MIB:.1f}{over}", one, result["none"]), flush=True)
+    for policy, one in result.items():
         alive = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in one["alive"].items())
         print(f"{policy}: peak at {one['at']}; alive, MiB: {alive}")
 

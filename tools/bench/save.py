@@ -72,8 +72,8 @@ def measure(rank: int, ranks: int, mib: int, rounds: int, folder: Path) -> None:
             saver.wait()
             total.append(1e3 * (time.perf_counter() - began))
     if rank == 0:
-        wait, whole = statistics.median(blocked), statistics.median(total)
-        share = f"{wait:.0f} ms of the {whole:.0f} that saving takes, {wait / whole:.1%}"
+        wait, written = statistics.median(blocked), statistics.median(total)
+        share = f"{wait:.0f} ms of the {written:.0f} that saving takes, {wait / written:.1%}"
         print(f"{mib} MiB on {ranks} ranks: a step waits {share}", flush=True)
 
 

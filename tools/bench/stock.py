@@ -59,17 +59,17 @@ class StockLlama(Llama):
         return (logits, torch.stack(balances).sum()) if balances else logits
 
 
-def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float], Callable[[], list[Tensor]]]:
+def stock_step(contender: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float], Callable[[], list[Tensor]]]:
     """Return a step of stock PyTorch, with `how` eager or compiled, and its persistent tensors."""
     sizes = {axis: size for axis, size in dataclasses.asdict(cfg.mesh).items() if size > 1 and axis != "ep"}
     mesh = init_device_mesh(local_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
-    model = parallel(built(cfg), mesh, how, cfg)
+    model = parallel(built(cfg), mesh, contender, cfg)
     optim = cfg.optim
     optimizer = torch.optim.AdamW(
         groups_of(model, optim), optim.lr, optim.betas, optim.eps, optim.weight_decay, fused=True
     )
     local_batch = {name: rows_of(tensor, mesh) for name, tensor in batch.items()}
-    if how == "whole":
+    if contender == "whole":
         model.compile()  # in place: callers inspect the names of its arguments
 
     in_bf16 = cfg.passes.cast.param_dtype == "bfloat16"
@@ -113,12 +113,12 @@ def decoder_of(cfg: Config) -> ModelConfig:
     return cfg.model
 
 
-def parallel(model: StockLlama, mesh: DeviceMesh | None, how: str, cfg: Config) -> StockLlama:
+def parallel(model: StockLlama, mesh: DeviceMesh | None, contender: str, cfg: Config) -> StockLlama:
     """Return the model split over `tp`, with compiled blocks if requested, and sharded over the other axes."""
     axes = mesh.mesh_dim_names or () if mesh is not None else ()
     if mesh is not None and "tp" in axes:
         split(model, mesh["tp"])
-    if how == "block":
+    if contender == "block":
         for layer in model.layers:
             layer.compile()
     if mesh is not None and (data := tuple(axis for axis in axes if axis != "tp")):
