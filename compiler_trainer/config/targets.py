@@ -40,7 +40,9 @@ def is_given(options: Mapping[str, Any]) -> bool:
 
 def name_of(options: Mapping[str, Any]) -> str:
     """Return the name of the user's object."""
-    return str(options["what"]).partition(": ")[2] if is_given(options) and "what" in options else str(options["_target_"])
+    return (
+        str(options["what"]).partition(": ")[2] if is_given(options) and "what" in options else str(options["_target_"])
+    )
 
 
 @contextmanager
