@@ -46,7 +46,7 @@ def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
 
 
 def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
-    """Train; raise RunError if memory runs out, after one rank has printed what would fit."""
+    """Train; raise RunError if memory runs out, after one rank has printed the settings that would fit."""
     with unwatched():
         from compiler_trainer.training.exhausted import failure_of, let_go
         from compiler_trainer.training.trainer import train
@@ -62,7 +62,7 @@ def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
 
 
 def tell(cfg: Config, failure: Failure) -> None:
-    """Print what takes the memory and what would fit, on one rank. The other ranks wait to be ended."""
+    """Print the largest uses of memory and the settings that would fit, on one rank; the others wait to be ended."""
     from compiler_trainer.planning.no_room import answer
     from compiler_trainer.step.ranks import another_store, rank
 

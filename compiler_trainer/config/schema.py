@@ -162,12 +162,12 @@ def kind_of_model(value: Any) -> Any:
 
 
 def is_call(value: Any) -> bool:
-    """Return True if the options name what to call."""
+    """Return True if the options have a `_target_`."""
     return isinstance(value.get("_target_"), str)
 
 
 def is_none_or_call(value: Any) -> bool:
-    """Return True if the options are empty, or name what to call."""
+    """Return True if the options are empty, or have a `_target_`."""
     return not value or is_call(value)
 
 
@@ -310,7 +310,7 @@ class ReplicaCheckConfig:
     """
 
     interval: Interval | None = 100  # steps between comparisons; null: never
-    action: Literal["stop", "repair"] = "stop"  # what to do if copies differ
+    action: Literal["stop", "repair"] = "stop"  # reaction to copies that differ
 
 
 @dataclass(frozen=True)
@@ -506,7 +506,7 @@ class RematConfig:
     and `ops` decide on single values.
     """
 
-    policy: Policy = "selective"  # what is kept for the backward
+    policy: Policy = "selective"  # results kept for the backward
     regather: bool = True  # gather parameters again for the backward (ZeRO-3) instead of keeping them (ZeRO-2)
     save: tuple[str, ...] = SAVE  # operators whose results are kept with policy=selective
     every_n: Positive = 2  # with policy=every_n: recompute every n-th layer
@@ -647,7 +647,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run folder, what is written there, and when a run ends.
+    """The run folder, the files written there, and the end of a run.
 
     `profile` writes trace.json.gz of rank 0, for Perfetto, and a summary of each rank's time. `memory_snapshot` writes
     memory_RANK.pickle. When `time_limit` is over, the run finishes its step, writes a checkpoint and ends; reading data

@@ -33,14 +33,16 @@ def given(what: str) -> Any:
 GIVEN = f"{__name__}.{given.__name__}"
 
 
-def is_given(own: Mapping[str, Any]) -> bool:
+def is_given(options: Mapping[str, Any]) -> bool:
     """Return True if the options stand for an object that a `Trainer` got."""
-    return own.get("_target_") == GIVEN
+    return options.get("_target_") == GIVEN
 
 
-def name_of(own: Mapping[str, Any]) -> str:
+def name_of(options: Mapping[str, Any]) -> str:
     """Return the name of the user's object."""
-    return str(own["what"]).partition(": ")[2] if is_given(own) and "what" in own else str(own["_target_"])
+    return (
+        str(options["what"]).partition(": ")[2] if is_given(options) and "what" in options else str(options["_target_"])
+    )
 
 
 @contextmanager
@@ -54,23 +56,23 @@ def handed(objects: Mapping[str, Any]) -> Iterator[None]:
             del HANDED[name]
 
 
-def called(own: Mapping[str, Any], where: str) -> Any:
+def called(options: Mapping[str, Any], where: str) -> Any:
     """Call `_target_` with its arguments; raise UserError with the cause of a failure."""
     try:
-        return instantiate(dict(own), _convert_="all")
+        return instantiate(dict(options), _convert_="all")
     except InstantiationException as error:
-        raise refusal(error, where, own) from error
+        raise refusal(error, where, options) from error
 
 
-def function(own: Mapping[str, Any], where: str) -> Callable[..., Any]:
+def function(options: Mapping[str, Any], where: str) -> Callable[..., Any]:
     """Return the function that `_target_` names, with its arguments bound by name; raise UserError."""
-    if is_given(own):
-        return given(own["what"])
-    arguments = {key: value for key, value in own.items() if key != "_target_"}
+    if is_given(options):
+        return given(options["what"])
+    arguments = {key: value for key, value in options.items() if key != "_target_"}
     try:
-        target: Callable[..., Any] = get_method(own["_target_"])
+        target: Callable[..., Any] = get_method(options["_target_"])
     except (ImportError, ValueError) as error:
-        raise refusal(error, where, own) from error
+        raise refusal(error, where, options) from error
     return partial(target, **arguments) if arguments else target
 
 
@@ -91,7 +93,7 @@ def import_rules(names: Sequence[str]) -> list[ModuleType]:
     return modules
 
 
-def refusal(error: Exception, where: str, own: Mapping[str, Any]) -> UserError:
+def refusal(error: Exception, where: str, options: Mapping[str, Any]) -> UserError:
     """Return the first cause of an error on one line, without hydra's advice; a missing module gets a hint."""
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, UserError):
@@ -99,6 +101,6 @@ def refusal(error: Exception, where: str, own: Mapping[str, Any]) -> UserError:
     if isinstance(cause, UserError):
         return cause
     hint = "; put the folder of its file on PYTHONPATH" if isinstance(cause, ModuleNotFoundError) else ""
-    if own["_target_"].startswith("__main__."):
-        hint = f"; {own['_target_']} is defined in a script: resume with that script, or move it into a module"
+    if options["_target_"].startswith("__main__."):
+        hint = f"; {options['_target_']} is defined in a script: resume with that script, or move it into a module"
     return UserError(f"{where}._target_", f"{type(cause).__name__}: {' '.join(str(cause).split())}{hint}")

@@ -32,7 +32,7 @@ ADDS = ("add", "add_")  # gradients of several uses, or microbatches
 
 @dataclass(frozen=True)
 class Event:
-    """An event in a parameter's life: `what` happens, at a node of a stage, with details such as the axis."""
+    """An event in a parameter's life: its kind `what`, the node at which it happens, and details such as the axis."""
 
     what: str
     node: Node
