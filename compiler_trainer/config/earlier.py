@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from compiler_trainer.config.options import Unknown, build
@@ -30,6 +30,7 @@ RENAMED: Mapping[tuple[str, Any], tuple[str, Any] | None] = {
     ("passes.schedule.bucket_mib", ANY): ("passes.communication.bucket_mib", ANY),
     ("passes.schedule.ahead", ANY): ("passes.communication.prefetch", ANY),
 }
+REMOVED_ENTRIES: Mapping[str, tuple[str, ...]] = {"plan.recompute": ("every_second",)}  # entries of lists
 
 
 def understood(cls: type[T], written: Any, where: str) -> T:
@@ -38,6 +39,8 @@ def understood(cls: type[T], written: Any, where: str) -> T:
     Raises UserError if one of them means something else now.
     """
     options = renamed(copy.deepcopy(written))
+    for name, entry in removed_entries(options):
+        tell(f"{where}: {name}: {entry} is no longer a choice and is ignored")
     while True:
         try:
             return build(cls, options)
@@ -60,6 +63,16 @@ def renamed(options: Any) -> Any:
         if new is not None:
             set_inside(options, new[0], old_value if new[1] is ANY else new[1])
     return options
+
+
+def removed_entries(options: Any) -> Iterator[tuple[str, str]]:
+    """Remove the entries of lists that no longer exist; yield each with its option."""
+    for name, removed in REMOVED_ENTRIES.items():
+        entries = inside(options, name)
+        for entry in removed:
+            if isinstance(entries, list) and entry in entries:
+                entries.remove(entry)
+                yield name, entry
 
 
 def is_same(actual: Any, value: Any) -> bool:

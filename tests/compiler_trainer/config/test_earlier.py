@@ -87,3 +87,10 @@ def test_a_value_that_looks_like_an_interpolation_is_written_and_read_as_it_is(t
     cfg = dataclasses.replace(Config(), data=dataclasses.replace(Config().data, document_separator="${x}", tokenizer="${oc.env:SECRET}"))
     save(cfg, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == cfg
+
+
+def test_an_entry_of_a_list_that_is_gone_is_ignored_and_named(capsys):
+    tell.cache_clear()
+    cfg = understood(Config, {"plan": {"recompute": ["none", "every_second", "full"]}}, "here.yaml")
+    assert cfg.plan.recompute == ("none", "full")
+    assert capsys.readouterr().err == "here.yaml: plan.recompute: every_second is no longer a choice and is ignored\n"
