@@ -485,7 +485,7 @@ def test_the_rest_of_the_gpus(tmp_path):
 
 def test_a_run_is_not_written_over(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match="run.dir: .* holds a run"):
+    with pytest.raises(UserError, match="run.dir: .* contains a run"):
         dry_run(options(tmp_path))
 
 
