@@ -197,8 +197,8 @@ def test_counts_of_all_ranks_are_refused_where_each_rank_has_its_own_rows(monkey
 
 def test_an_order_that_is_cut_into_shards_is_refused(monkeypatch):
     """Ranks that all have the ids sort all of them; a shard of that order does not match a rank's tokens."""
-    placed = rules.routed._placed  # places tokens where their ids are
-    monkeypatch.setattr(rules.routed, "_placed", lambda node, way, placements, mesh: placed(node, way, placements[:1], mesh))
+    placed = rules.routed._place  # places tokens where their ids are
+    monkeypatch.setattr(rules.routed, "_place", lambda node, way, placements, mesh: placed(node, way, placements[:1], mesh))
     model = mixture()
     model.experts = routed_alike.__get__(model)
     with pytest.raises(ir.CompileError, match="rows in a rank's own order are resharded"):
