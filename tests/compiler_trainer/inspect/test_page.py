@@ -15,7 +15,7 @@ from torch import fx
 
 from compiler_trainer.inspect import glance
 from compiler_trainer.inspect.dumps import Run, load
-from compiler_trainer.inspect.render import page, told
+from compiler_trainer.inspect.render import described_counts, page
 from compiler_trainer.inspect.words import PASSES
 from passes.program import ir
 from passes.program.mesh import Mesh
@@ -139,7 +139,7 @@ def test_passes_and_counts_are_in_words(browser, run, tmp_path):
     go(shown, "overview")
     for stage, row in zip(run.dumped, shown.locator("#passes tbody tr").all_inner_texts(), strict=True):
         assert f"{stage.program}: {stage.name}" in row and PASSES[stage.name] in row
-    assert list(told({"drop": 3, "masks": 0, "psum_before": 4, "psum_after": 0})) == [("without effect", None, 3), ("psum", 4, 0)]
+    assert list(described_counts({"drop": 3, "masks": 0, "psum_before": 4, "psum_after": 0})) == [("without effect", None, 3), ("psum", 4, 0)]
 
 
 def test_an_answer_that_is_none_takes_a_line_and_no_card(browser, run, tmp_path):
