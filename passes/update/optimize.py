@@ -207,7 +207,11 @@ class Optimize(ir.Pass):
         first = {i.name: i.stages[0] for i in program.inputs if i.kind == "parameter"}
         counted = [k for k, name in enumerate(names) if first[name] == self.rank]
         names, gradients, specs = ([values[k] for k in counted] for values in (names, gradients, specs))
-        total = squared_norm(append, names, gradients, specs, received.get(square_of(self.rank - 1)))
+        before = received.get(square_of(self.rank - 1))
+        if before is None and not counted:  # the first rank trains nothing
+            like = ir.example(received[SQUARE])
+            before = append.trace(lambda: torch.zeros((), dtype=like.dtype, device=like.device), key="no square")
+        total = squared_norm(append, names, gradients, specs, before)
         name = SQUARE if self.rank == self.ranks - 1 else square_of(self.rank)
         return received.get(SQUARE, total), [(total, ir.Output(name, "carried", Spec(())))]
 

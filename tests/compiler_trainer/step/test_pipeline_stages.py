@@ -114,6 +114,11 @@ def test_more_stages_than_operators_are_refused():
         )  # fmt: skip
 
 
+def test_a_first_rank_without_trained_parameters_starts_the_norm_at_zero():
+    outcome = run_case(Case.parse("teacher mesh.pp=2 mesh.tp=2 rows=1 length=1")).outcome
+    assert outcome.verdict == "right", outcome
+
+
 def test_a_buffer_that_a_later_stage_changes_is_refused():
     outcome = run_case(Case.parse("teacher rows=3 mesh.pp=4")).outcome
     assert outcome.verdict == "refused" and "which comes later" in str(outcome)
