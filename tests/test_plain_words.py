@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("passes", "compiler_trainer", "tools")
 PAGES = sorted({*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), ROOT / "passes/README.md"})
 BEGINNINGS = "What Whether How Where Which Whose Those Of That When Why"
-NAMES = "found held told given said kept asked meant made_of of_config"
+NAMES = "found held told given said kept asked meant took made_of of_config"
 PHRASES = re.compile(
     r"where there (?:is|are)|\bwhich is said\b|\bit is said\b|\banew\b|\bso manieth\b|\bbe it\b|\bas it were\b|\bof what is\b", re.I
 )

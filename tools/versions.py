@@ -137,8 +137,8 @@ def losses(steps: Sequence[Mapping[str, float]]) -> Row:
 
 def renewed(page: str, rows: Sequence[Row]) -> str:
     """Return the page with these rows in place of those of the same versions."""
-    before, _, rest = page.partition(BEGIN)
-    old, _, after = rest.partition(END)
+    before, _, remainder = page.partition(BEGIN)
+    old, _, after = remainder.partition(END)
     old_rows = [cells for line in old.splitlines() if (cells := cells_of(line))]
     row_of_versions = {cells[:2]: cells for cells in [*old_rows, *rows]}
     lines = [HEAD, ("---",) * len(HEAD), *(row_of_versions[key] for key in sorted(row_of_versions, key=numbers))]

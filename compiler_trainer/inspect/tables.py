@@ -55,9 +55,9 @@ def show_run(run: Run, out: Console) -> None:
     passes = table("", heads)
     for stage in run.dumped:
         t, seconds = totals(stage), seconds_of(run, stage)
-        took = "" if seconds is None else f"{seconds:.2f}"
+        time = "" if seconds is None else f"{seconds:.2f}"
         counts = (t.nodes_before, t.nodes_after, t.collectives)
-        words = [stage.title, took, *(f"{n:,}" for n in counts), size(t.sent_bytes), count(t.casts), f"{t.masks or ''}"]
+        words = [stage.title, time, *(f"{n:,}" for n in counts), size(t.sent_bytes), count(t.casts), f"{t.masks or ''}"]
         passes.add_row(*words, flops(t.flops), flops(t.recomputed_flops), size(t.peak_bytes))
     out.print(passes)
     if (stored := run.report.get("program", {})).get("stored_as"):
@@ -123,8 +123,8 @@ def show_glance(run: Run, stage: Stage, out: Console) -> None:
 def show_pass(run: Run, stage: Stage, out: Console) -> None:
     """Print the counts, notes and reshards of one pass, and the communication of its graph."""
     seconds, t = seconds_of(run, stage), totals(stage)
-    took = "" if seconds is None else f", {seconds:.2f} s"
-    say(out, stage.title, f"{t.nodes_before:,} -> {t.nodes_after:,} nodes{took}, peak {size(t.peak_bytes)}")
+    seconds_text = "" if seconds is None else f", {seconds:.2f} s"
+    say(out, stage.title, f"{t.nodes_before:,} -> {t.nodes_after:,} nodes{seconds_text}, peak {size(t.peak_bytes)}")
     report = stage.report["report"]
     say(out, "counts", ", ".join(f"{key} {n:,}" for key, n in report["counts"].items()) or "none")
     if changes := sorted(report["reshards"], key=lambda r: -r["sent_bytes"]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -47,13 +47,13 @@ class Reporter:
     is_read: bool = False
     read_from: str = ""  # the folder of the stored programs
 
-    def add(self, stage: str, records: Iterable[PassRecord], took: float) -> None:
-        """Record the passes of one program; the rest of the `took` seconds was spent on checks and dumps."""
+    def add(self, stage: str, records: Sequence[PassRecord], elapsed_s: float) -> None:
+        """Record the passes of one program; the rest of its `elapsed_s` was spent on checks and dumps."""
         for record in records:
             self.seconds[f"{stage}.{record.name}"] = record.seconds
             self.passes.append({"program": stage, **record.as_dict()})
-            took -= record.seconds
-        self.seconds["checks"] = self.seconds.get("checks", 0.0) + took
+        checks_s = elapsed_s - sum(record.seconds for record in records)
+        self.seconds["checks"] = self.seconds.get("checks", 0.0) + checks_s
 
     def restart(self, note: str) -> None:
         """Discard everything except the notes, and add a note."""

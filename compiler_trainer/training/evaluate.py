@@ -34,9 +34,9 @@ def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[st
             total[metric] += value * terms
         labels[name] += terms
     count = labels.total()
-    own = [name for name in total if name not in labels]
+    metric_names = [name for name in total if name not in labels]
     source_losses = {name: total[name] / labels[name] for name in labels if len(labels) > 1}
-    return {name: total[name] / count for name in own} | source_losses, count
+    return {name: total[name] / count for name in metric_names} | source_losses, count
 
 
 def count_terms(batch: Batch) -> int:

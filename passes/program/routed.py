@@ -78,13 +78,13 @@ class Way(NamedTuple):
         return -(-(self.capacity - self.part) // self.parts)
 
 
-# ---- their definitions --------------------------------------------------------------------------------------
+# ---- definitions --------------------------------------------------------------------------------------------
 
 
 def _spread(ids: Tensor, groups: int, owners: int) -> Tensor:
     each = -(-groups // owners)
-    own = ids - each * torch.arange(owners, device=ids.device)[:, None]
-    return torch.where((own >= 0) & (own < each) & (ids < groups), own, each)
+    index = ids - each * torch.arange(owners, device=ids.device)[:, None]
+    return torch.where((index >= 0) & (index < each) & (ids < groups), index, each)
 
 
 def _order(ids: Tensor, groups: int, share: int) -> Tensor:

@@ -139,8 +139,8 @@ def run(name: str, command: Sequence[str], seconds: float, device: Device, env: 
         code = job.returncode
     except subprocess.TimeoutExpired:
         output, code = stopped(job), 124
-    took = time.monotonic() - began
-    return Result(name, shlex.join(command), code, took, "\n".join(trimmed(output)))
+    elapsed_s = time.monotonic() - began
+    return Result(name, shlex.join(command), code, elapsed_s, "\n".join(trimmed(output)))
 
 
 def stopped(job: subprocess.Popen) -> str:

@@ -31,8 +31,8 @@ def write(sessions: Sequence[Session], path: Path) -> None:
     """Replace the generated part of a page; for each part the newest result of all sessions counts."""
     with tempfile.TemporaryDirectory() as folder:
         text = "\n".join((BEGIN, *lines(merged(sessions), Path(folder)), END))
-    before, _, rest = path.read_text().partition(BEGIN)
-    path.write_text(before + text + rest.partition(END)[2])
+    before, _, remainder = path.read_text().partition(BEGIN)
+    path.write_text(before + text + remainder.partition(END)[2])
 
 
 def merged(sessions: Sequence[Session]) -> Session:
