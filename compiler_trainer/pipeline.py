@@ -174,7 +174,7 @@ def forward_passes(request: CompileRequest) -> Passes:
     """Return the passes from the captured model to the forward that every rank runs."""
     passes, masters = request.passes, request.parameter_dtypes
     cast, shard, context = passes.cast, passes.shard, passes.context
-    table = request.table()
+    schedule = request.schedule()
     return (
         build_cast(cast, masters),
         Intervals(),
@@ -194,7 +194,7 @@ def forward_passes(request: CompileRequest) -> Passes:
             context.skip_steps,
             request.balance,
         ),
-        *((Assign(table.stages, passes.pipeline.stages),) if table else ()),
+        *((Assign(schedule.stages, passes.pipeline.stages),) if schedule else ()),
     )
 
 
@@ -254,22 +254,25 @@ def cut_rows(
     request: CompileRequest, total: Accumulate, apply: ApplyOnly, optimize: Optimize, finish: Passes
 ) -> tuple[ProgramPlan, ...]:
     """Return the rows of programs that are cut from a microbatch, and of the update."""
-    table, gathers = request.table(), once(request.passes.accumulate.gather, request.mesh["pp"])
+    schedule, gathers = request.schedule(), once(request.passes.accumulate.gather, request.mesh["pp"])
     rings = build_async_tp(request, (total, *finish))
     remat = replace(build_remat(request, (*rings, total)), gathers_once=gathers)
     row = partial(ProgramPlan, source="joint", finish=(*finish, Segment(request.passes.segment.max_nodes)))
     microbatch = partial(row, "microbatch", passes=(remat, *rings, total))
-    if table is None:
+    if schedule is None:
         return microbatch(cut=cut_gathers), row("apply", passes=(apply, optimize))
     updates = (
         row(
             f"update{rank}",
-            passes=(replace(apply, rank=rank, rank_of=table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)),
+            passes=(
+                replace(apply, rank=rank, rank_of=schedule.rank_of),
+                replace(optimize, rank=rank, ranks=schedule.ranks),
+            ),
             cut=partial(cut_update_named, rank),
         )
-        for rank in range(table.ranks)
+        for rank in range(schedule.ranks)
     )
-    return microbatch(cut=lambda program: named(cut(program, table.is_split, gathers))), *updates
+    return microbatch(cut=lambda program: named(cut(program, schedule.is_split, gathers))), *updates
 
 
 def cut_update_named(rank: int, program: Program) -> dict[str, Program]:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
 from compiler_trainer.config.clusters import balance_of
 from compiler_trainer.config.device import described
+from compiler_trainer.config.schedules import build_schedule
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
-from compiler_trainer.config.tables import build_table
-from passes.pipeline.tables import Table, TaskCosts, unit
+from passes.pipeline.schedules import Schedule, TaskCosts, unit
 from passes.program.machine import Balance
 from passes.program.mesh import Mesh
 
@@ -64,7 +64,7 @@ class CompileRequest:
         """The cluster's speed of computing relative to that of its links."""
         return balance_of(described(self.cluster), self.passes.cast.param_dtype)
 
-    def table(self, costs: TaskCosts = unit) -> Table | None:
+    def schedule(self, costs: TaskCosts = unit) -> Schedule | None:
         """Return the order of the tasks of pipeline stages, given their costs; None without stages."""
         stages = self.mesh["pp"]
-        return build_table(self.passes.pipeline, stages, self.microbatches, costs) if stages > 1 else None
+        return build_schedule(self.passes.pipeline, stages, self.microbatches, costs) if stages > 1 else None

@@ -63,7 +63,7 @@ def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
 
 def tell(cfg: Config, failure: Failure) -> None:
     """Print the largest uses of memory and the settings that would fit, on one rank; the others wait to be ended."""
-    from compiler_trainer.planning.no_room import answer
+    from compiler_trainer.planning.out_of_memory import describe
     from compiler_trainer.step.ranks import another_store, rank
 
     store = another_store("memory")
@@ -71,7 +71,7 @@ def tell(cfg: Config, failure: Failure) -> None:
         time.sleep(PATIENCE_S)
         return
     say(f"rank {rank()} is out of memory", sys.stderr)
-    for line in answer(cfg, failure):
+    for line in describe(cfg, failure):
         say(line, sys.stderr)
 
 

@@ -558,7 +558,7 @@ class AccumulateConfig:
 class PipelineConfig:
     """The stages of a pipeline and their schedule, if `mesh.pp` is more than 1 (docs/guides/pipeline.md)."""
 
-    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble, zbv, auto, or a file with a table
+    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble, zbv, auto, or a file
     stages: tuple[int, ...] = ()  # number of layers of each stage; empty: as even as possible
     chunks: Positive = 2  # with schedule=interleaved: stages per rank
 

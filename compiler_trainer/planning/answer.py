@@ -1,4 +1,4 @@
-"""A plan as text and numbers: the table, `plan.json`, and the recipe that trains the best setting."""
+"""A plan as text and numbers: the table, `plan.json` and the recipe of the best setting; or a table of plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,7 +16,7 @@ from rich.table import Table
 from compiler_trainer.config.files import put
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import named
-from compiler_trainer.planning.error import error_bar
+from compiler_trainer.planning.dry import error_bar
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
 from compiler_trainer.training.speed import computes_in
@@ -238,3 +238,19 @@ def write(plan: Plan, text: str, folder: Path) -> None:
     """Write `plan.json` and the recipe into a run folder."""
     put(folder / JSON, json.dumps(as_json(plan), indent=1) + "\n")
     put(folder / RECIPE, text)
+
+
+class Varied(NamedTuple):
+    """A plan and its values of the varied options."""
+
+    values: dict[str, Any]
+    plan: Plan
+
+
+def vary_table(varied: Sequence[Varied]) -> Table:
+    """Return a table with the best setting of each plan, a row each."""
+    names = list(varied[0].values)
+    table = Table(*names, *HEADINGS[1:], title=title(varied[0].plan))
+    for values, plan in varied:
+        table.add_row(*(str(values[name]) for name in names), *row(plan, "", plan.best)[1:])
+    return table

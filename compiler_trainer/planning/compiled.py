@@ -2,16 +2,19 @@
 
 One layer stands for identical ones until the end (`passes/program/folds.py`), and identical stages share programs
 (`piped.py`). A model defined by options is captured with few layers; the layer that stands for others then also stands
-for the missing ones.
+for the missing ones. Settings between two recomputations are interpolated: time and bytes lie on the line between
+them, and the peak is an upper bound, because it may be at another place of the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
@@ -21,7 +24,7 @@ from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import piped
 from compiler_trainer.planning.dry import DryStep, flat_step, predict_step, request_of
 from compiler_trainer.planning.estimate import Estimate
-from compiler_trainer.planning.space import Candidate, depth_pattern, replaced
+from compiler_trainer.planning.space import Candidate, First, depth_pattern, replaced
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.exported import Exported, export_once
 from compiler_trainer.step.given import Captured, Reporter
@@ -165,3 +168,65 @@ def for_timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, DryStep
     if few := piped.few_stages(cfg):
         cfg = few.cfg
     return getattr(cfg.model, "n_layers", None), compile_layers(cfg)
+
+
+POLICIES = ("none", "selective", "attention", "full")  # of one layer
+
+
+class Mixture(NamedTuple):
+    """The estimate between two settings that differ only in recomputation."""
+
+    estimate: Estimate
+    ends: tuple[Candidate, Candidate]
+
+
+def mixtures(estimates: Iterable[Estimate], limit: float, names: Sequence[str]) -> list[Mixture]:
+    """Return the fastest mixture that fits of each kind of settings, fastest first; `names` are the layers in order."""
+    kinds: dict[Candidate, list[Estimate]] = {}
+    for estimate in estimates:
+        # with stages, the first layers are all in one
+        has_one_policy = estimate.candidate.first is None and estimate.candidate.mesh.pp == 1
+        if estimate.candidate.recompute in POLICIES and has_one_policy:
+            kinds.setdefault(replace(estimate.candidate, recompute=""), []).append(estimate)
+    fastest = []
+    for estimates_of_kind in kinds.values():
+        mixtures_of_kind = (
+            mix(light, heavy, limit, tuple(names)) for light, heavy in itertools.permutations(estimates_of_kind, 2)
+        )
+        fastest += sorted(filter(None, mixtures_of_kind), key=lambda m: m.estimate.step_s)[:1]
+    return sorted(fastest, key=lambda m: m.estimate.step_s)
+
+
+def mix(light: Estimate, heavy: Estimate, limit: float, names: tuple[str, ...]) -> Mixture | None:
+    """Return the mixture with the fewest layers like `heavy` that fits.
+
+    None unless `heavy` fits, `light` does not, and `light` is faster; also None if all layers have to be like `heavy`.
+    """
+    if not (light.bytes > limit >= heavy.bytes and light.step_s < heavy.step_s):
+        return None
+    count = math.ceil(len(names) * (light.bytes - limit) / (light.bytes - heavy.bytes))
+    if count >= len(names):
+        return None
+    candidate = replace(light.candidate, first=First(count, heavy.candidate.recompute, names))
+    return Mixture(interpolated(candidate, light, heavy, count / len(names)), (light.candidate, heavy.candidate))
+
+
+def interpolated(candidate: Candidate, light: Estimate, heavy: Estimate, share: float) -> Estimate:
+    """Return the estimate of a setting with a `share` of its layers as in `heavy` and the others as in `light`."""
+
+    def line(low: float, high: float) -> float:
+        return low + share * (high - low)
+
+    def lines(low: Mapping[str, float], high: Mapping[str, float]) -> dict[str, float]:
+        return {key: line(low.get(key, 0.0), high.get(key, 0.0)) for key in {**low, **high}}
+
+    return Estimate(
+        candidate,
+        line(light.compute_s, heavy.compute_s),
+        lines(light.exposed_s, heavy.exposed_s),
+        lines(light.memory, heavy.memory),
+        line(light.step_s, heavy.step_s),
+        line(light.bytes, heavy.bytes),
+        {axis: lines(links, heavy.sent.get(axis, {})) for axis, links in light.sent.items()},
+        light.place and heavy.place,
+    )

@@ -1,33 +1,36 @@
 """A dry run: compile for one rank of the mesh and predict its memory, traffic and time on a described cluster.
 
 The programs are those of training, built for one rank of any mesh from weights on the meta device: without a process
-group or data; nothing is lowered or run.
+group or data; nothing is lowered or run. The console output says how far predictions were from published throughput
+(docs/measured/published.md; a test compares the figures here with the table there).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
 
 from compiler_trainer import models
 from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.device import described, for_predicting
-from compiler_trainer.config.schema import CheckpointConfig, Config, DpoConfig
+from compiler_trainer.config.schema import CheckpointConfig, Config, DpoConfig, ModelConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
 from compiler_trainer.data.pairs import REFERENCE
 from compiler_trainer.models.subject import Subject, named, subject
-from compiler_trainer.planning import stages
-from compiler_trainer.planning.dry_table import show
-from compiler_trainer.planning.playing import in_flight, kept_for_later, play
-from compiler_trainer.planning.stages import PP
+from compiler_trainer.planning.simulate import in_flight, kept_for_later, play
+from compiler_trainer.planning.space import routed_rows
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.given import (
     Captured,
@@ -37,7 +40,7 @@ from compiler_trainer.step.given import (
     mesh_of,
     one_microbatch,
 )
-from compiler_trainer.step.messages import messages
+from compiler_trainer.step.messages import Message, messages
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, turns_of_step
@@ -45,13 +48,18 @@ from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents
 from compiler_trainer.training.speed import computes_in, peak_flops
 from passes.check.runner import Observer
+from passes.cost.clock import Timing
+from passes.cost.cluster import Cluster, collective_seconds
 from passes.cost.fusion import Fused
 from passes.cost.predict import Prediction, predict
 from passes.cost.timeline import Timeline, longest
 from passes.lower.host_reads import breaks
-from passes.pipeline.tables import Table
+from passes.pipeline.schedules import Schedule, most_alive
 from passes.program import ir
 from passes.program.bodies import flatten
+from passes.program.machine import Reach
+from passes.program.mesh import Mesh
+from passes.program.task import FORWARD, Task
 
 STORED = ("parameter", "buffer", "moment", "gradient")
 KEPT = "kept for other programs"
@@ -70,7 +78,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     with folder.graphs_of(cfg) as dumps:
         compiled = compile_dry(cfg, dumps)
     report = compiled.report | predict_step(cfg, compiled)
-    folder.create(cfg, report, compiled.table)
+    folder.create(cfg, report, compiled.schedule)
     show(cfg, report)
     say_contents(Path(cfg.run.dir))
     return report
@@ -83,7 +91,7 @@ class DryStep:
     programs: Mapping[str, Captured]
     report: dict[str, Any]
     flops_per_token: int
-    table: Table | None = None
+    schedule: Schedule | None = None
 
     def costs(self, name: str) -> dict[str, Any]:
         """Return the accounting of a program after its last pass (`passes.cost.accounting.Accounting`)."""
@@ -105,7 +113,7 @@ def flat_step(cfg: Config, trained: Subject, request: CompileRequest, compiled: 
     if not described(cfg.cluster).host_computes:
         check_offsets(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), request.table(report.cost))
+    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), request.schedule(report.cost))
 
 
 def request_of(cfg: Config, trained: Subject) -> CompileRequest:
@@ -149,9 +157,9 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     timelines = {name: p.timeline for name, p in predictions.items()}
     seconds = {name: timeline.step_s for name, timeline in timelines.items()}
     programs, mesh = {name: captured.program for name, captured in step.programs.items()}, mesh_of(cfg.mesh)
-    turns = [t for t in turns_of_step(programs, step.table, cfg.train.microbatches) if t.program in programs]
-    value_bytes, sent = stages.sizes_of(programs), list(messages(turns, programs))
-    timing = play(turns, programs, seconds, partial(stages.send_s, value_bytes, mesh, cluster))
+    turns = [t for t in turns_of_step(programs, step.schedule, cfg.train.microbatches) if t.program in programs]
+    value_bytes, sent = sizes_of(programs), list(messages(turns, programs))
+    timing = play(turns, programs, seconds, partial(send_s, value_bytes, mesh, cluster))
     written = {name: p.peak_bytes for name, p in predictions.items()}
     ranks = sorted({turn.rank for turn in turns})
     memories = [on_device(cfg, peak_memory(step, turns, rank, value_bytes, written)) for rank in ranks]
@@ -168,13 +176,13 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
         **times_ms(timelines, runs),
         "longest": [event for name in runs for event in events(name, timelines[name], LONGEST)],
     }
-    drawing = {}
-    if step.table is not None:
-        prediction["sent_bytes"][PP] = stages.sent_by(busiest, sent, value_bytes, mesh, cluster)
+    drawing: dict[str, Any] = {}
+    if step.schedule is not None:
+        prediction["sent_bytes"][PP] = sent_by(busiest, sent, value_bytes, mesh, cluster)
         prediction["exposed_ms"][PP] = 1e3 * (timing.length - timing.busy[busiest])
         pipeline_parts = programs, timing, seconds, memories, sent
-        prediction["pipeline"] = stages.pipeline_of(cfg.passes.pipeline.schedule, step.table, *pipeline_parts)
-        drawing = {"pipeline": stages.drawing(cfg.passes.pipeline.schedule, step.table, timing)}
+        prediction["pipeline"] = pipeline_of(cfg.passes.pipeline.schedule, step.schedule, *pipeline_parts)
+        drawing = {"pipeline": draw_schedule(cfg.passes.pipeline.schedule, step.schedule, timing)}
     return {
         "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, timing.length)},
         "prediction": prediction,
@@ -305,3 +313,204 @@ def events(program: str, timeline: Timeline, count: int | None = None) -> list[d
         }
         for event in chosen
     ]
+
+
+PP = "pp"
+
+
+def pipeline_of(
+    name: str,
+    schedule: Schedule,
+    programs: Mapping[str, ir.Program],
+    timing: Timing,
+    seconds: Mapping[str, float],
+    memory: Sequence[Mapping[str, Any]],
+    sent: Iterable[Message],
+) -> dict[str, Any]:
+    """Return the report; `memory` is that of each pipeline rank, `sent` are the messages of a step."""
+    return {
+        "schedule": name,
+        "idle": idle(timing),
+        "ranks_of_stages": schedule.rank_of,
+        "layers": [layers_of(programs[str(Task(stage, FORWARD))]) for stage in range(schedule.stages)],
+        "task_ms": {name: 1e3 * s for name, s in seconds.items()},
+        "busy_ms": [1e3 * timing.busy[rank] for rank in range(schedule.ranks)],
+        "forwards_kept": most_alive(schedule),
+        "memory": [{key: peak[key] for key in ("device_bytes", "bytes", "fits", "kinds")} for peak in memory],
+        "sent_a_microbatch": traffic_between_ranks(sent, sizes_of(programs)),
+    }
+
+
+def idle(timing: Timing) -> float:
+    """Return the idle share of all ranks' time until the last microbatch is done."""
+    return timing.of(lambda turn: turn.microbatch is not None).idle
+
+
+def draw_schedule(name: str, schedule: Schedule, timing: Timing) -> dict[str, Any]:
+    """Return the schedule in the form in which a page draws it."""
+    return {"schedule": name, "unit": "ms", "idle": idle(timing), "slots": slots(timing, schedule.ranks)}
+
+
+def layers_of(program: ir.Program) -> list[str]:
+    """Return the names of the layers that a program computes."""
+    return list(dict.fromkeys(str(layer) for node in program.calls() if (layer := ir.layer(node))))
+
+
+def traffic_between_ranks(sent: Iterable[Message], size: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the bytes of the first microbatch from one rank to another, and the names of the values sent."""
+    by_pair: dict[tuple[int, int], dict[str, Any]] = {}
+    for message in sent:
+        name, microbatch = message.key
+        if microbatch == 0:
+            no_messages = {"source": message.source, "to": message.to, "bytes": 0, "values": []}
+            border = by_pair.setdefault((message.source, message.to), no_messages)
+            border["bytes"] += size[name]
+            border["values"].append(name)
+    return [by_pair[pair] for pair in sorted(by_pair)]
+
+
+def slots(timing: Timing, ranks: int) -> list[list[tuple[str, float, float]]]:
+    """Return a row a rank: (label of the task, start, end), in milliseconds."""
+    rows: list[list[tuple[str, float, float]]] = [[] for _ in range(ranks)]
+    for turn, (start, end, _) in timing.spans.items():
+        rows[turn.rank].append((turn_label(turn), round(1e3 * start, 4), round(1e3 * end, 4)))
+    return rows
+
+
+def turn_label(turn: Turn) -> str:
+    """Return `F0.2` for the forward of microbatch 0 in stage 2, `U1` for the update of rank 1."""
+    if turn.microbatch is None or turn.task is None:
+        return turn.program
+    return f"{turn.task.kind}{turn.microbatch}.{turn.task.stage}"
+
+
+def sizes_of(programs: Mapping[str, ir.Program]) -> dict[str, int]:
+    """Return the bytes of carried values, by name."""
+    return {
+        program_input.name: ir.example(node).nbytes
+        for program in programs.values()
+        for program_input, node in zip(program.inputs, program.placeholders(), strict=True)
+        if program_input.kind == "carried"
+    }
+
+
+# ---- links ------------------------------------------------------------------------------------------------
+
+
+def link(mesh: Mesh, message: Message, gpus_per_node: int) -> Reach:
+    """Return the reach of a message: two ranks in a node, or in two nodes.
+
+    Ranks next to the two send as well, so the farthest pair counts.
+    """
+    first, last = sorted((message.source, message.to))
+    stride = mesh.stride(PP)
+    in_one_node = first * stride // gpus_per_node == ((last + 1) * stride - 1) // gpus_per_node
+    return Reach(1, 2) if in_one_node else Reach(2, 1)
+
+
+def send_s(size: Mapping[str, int], mesh: Mesh, cluster: Cluster, message: Message) -> float:
+    """Return the seconds that a message travels."""
+    between = link(mesh, message, cluster.gpus_per_node)
+    return collective_seconds("shift", size[message.key[0]], between, cluster.links)
+
+
+def sent_by(
+    rank: int, sent: Iterable[Message], size: Mapping[str, int], mesh: Mesh, cluster: Cluster
+) -> dict[str, int]:
+    """Return the bytes that a pipeline rank sends to other ranks in a step, by link."""
+    total = Counter(intra=0, inter=0)
+    for message in sent:
+        if message.source == rank:
+            between = link(mesh, message, cluster.gpus_per_node)
+            total["intra" if between.nodes == 1 else "inter"] += size[message.key[0]]
+    return dict(total)
+
+
+def show(cfg: Config, report: dict[str, Any]) -> None:
+    """Print the prediction as tables: speed, memory, communication, and the figures of the cluster."""
+    console = Console(file=sys.stdout)
+    for table in (speed_table(report), memory_table(cfg, report), communication_table(report), cluster_table(cfg)):
+        if table.rows:
+            console.print(table)
+    if "pipeline" in report["prediction"]:
+        console.print(stages(report["prediction"]["pipeline"]))
+    if error := error_bar(cfg):
+        console.print(error, soft_wrap=True)
+
+
+def stages(report: dict[str, Any]) -> str:
+    """Return the pipeline in one line."""
+    busy, sizes = report["busy_ms"], [each["device_bytes"] for each in report["memory"]]
+    busiest, largest = busy.index(max(busy)), sizes.index(max(sizes))
+    extremes = (
+        f"busiest rank {busiest}, {busy[busiest]:,.1f} ms; largest rank {largest}, {sizes[largest] / 2**30:,.2f} GiB"
+    )
+    stages = len(report["ranks_of_stages"])
+    return (
+        f"pipeline: {report['schedule']}, {stages} stages on {len(busy)} ranks, idle {report['idle']:.1%}; {extremes}"
+    )
+
+
+def speed_table(report: dict[str, Any]) -> Table:
+    """Return a table of time and throughput, and of the parts of a step's time."""
+    table = Table("", "a rank", title="step")
+    predicted, prediction = report["predicted"], report["prediction"]
+    table.add_row("step, ms", f"{predicted['step_ms']:,.1f}")
+    table.add_row("tokens/s/GPU", f"{predicted['tokens_per_s_per_gpu']:,.0f}")
+    table.add_row("MFU", f"{predicted['mfu']:.1%}")
+    table.add_row("computing, ms", f"{prediction['compute_ms']:,.1f}")
+    table.add_row("  of it, slowed by collectives", f"{prediction['slowed_ms']:,.1f}")
+    table.add_row("waiting for launches, ms", f"{prediction['launch_ms']:,.1f}")
+    for axis in prediction["sent_bytes"]:
+        table.add_row(f"waiting for {axis}, ms", f"{prediction['exposed_ms'].get(axis, 0):,.1f}")
+    return table
+
+
+def memory_table(cfg: Config, report: dict[str, Any]) -> Table:
+    """Return a table of the bytes alive at the peak."""
+    peak = report["prediction"]["memory"]
+    verdict = "fits" if peak["fits"] else "DOES NOT FIT"
+    unit, scale = ("GiB", 2**30) if peak["bytes"] >= 2**30 else ("MiB", 2**20)
+    table = Table("at the peak", f"{unit} a rank", title=f"memory: {verdict} {cfg.cluster.hbm_gib:g} GiB")
+    for kind, size in sorted(peak["kinds"].items(), key=lambda item: -item[1]):
+        table.add_row(kind, f"{size / scale:,.2f}")
+    table.add_section()
+    table.add_row(f"alive, at %{peak['node']} ({peak['line']})", f"{peak['bytes'] / scale:,.2f}")
+    for kind, size in peak["beside"].items():
+        table.add_row(kind, f"{size / scale:,.2f}")
+    table.add_section()
+    table.add_row("on the device", f"{peak['device_bytes'] / scale:,.2f}")
+    return table
+
+
+def communication_table(report: dict[str, Any]) -> Table:
+    """Return a table of the bytes that a rank sends in a step."""
+    table = Table("axis", "in its node", "to other nodes", title="sent by a rank")
+    for axis, links in report["prediction"]["sent_bytes"].items():
+        table.add_row(axis, decimal(links["intra"]), decimal(links["inter"]))
+    return table
+
+
+def cluster_table(cfg: Config) -> Table:
+    """Return a table of the cluster's figures that the prediction uses, with their sources."""
+    table = Table("figure", "", "from", title=f"taken of {cfg.cluster.name}")
+    for name, source in cfg.cluster.sources.items():
+        value = getattr(cfg.cluster, name)
+        text = f"{value:g}" if isinstance(value, float) else value
+        table.add_row(name, text if isinstance(text, str) else "", source)
+    return table
+
+
+MEDIAN, LARGEST = 0.085, 0.222  # over the judged rows of the table, all of dense models
+EXPERTS = 0.44, 0.57  # predicted faster by this, for mixtures of experts whose host waits for token counts
+
+
+def error_bar(cfg: Config) -> str:
+    """Return a sentence on the error of a prediction; empty for a CPU, for which nothing is published."""
+    if cfg.cluster.host_computes:
+        return ""
+    has_experts = bool(cfg.model.experts) if isinstance(cfg.model, ModelConfig) else routed_rows(cfg) > 1
+    if has_experts:
+        most, least = (1 - 1 / (1 + error) for error in reversed(EXPERTS))
+        return f"mixtures of experts were {least:.0%} to {most:.0%} slower than predicted in 3 published jobs"
+    return f"predictions are {MEDIAN:.1%} off published throughput in the median, {LARGEST:.0%} at most"

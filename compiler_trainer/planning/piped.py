@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from compiler_trainer.config.schedules import build_schedule
 from compiler_trainer.config.schema import Config, ModelConfig
-from compiler_trainer.config.tables import build_table
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import DryStep
-from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import depth_pattern, replaced
+from compiler_trainer.planning.space import depth_pattern, replaced, sizes_of
 from compiler_trainer.step.given import Captured, Reporter
 from passes.pipeline.assign import even
-from passes.pipeline.tables import Table
+from passes.pipeline.schedules import Schedule
 from passes.program import ir
 from passes.program.task import OF_RANKS, SQUARE, Task, square_of, term_of
 
@@ -33,10 +32,10 @@ T = TypeVar("T", ir.Input, ir.Output)
 
 @dataclass(frozen=True)
 class FewStages:
-    """A job on few ranks of the pipeline, the table of all ranks, and the compiled rank and stage that replace each."""
+    """A job on few pipeline ranks, the schedule of all ranks, and the compiled rank and stage that stand for each."""
 
     cfg: Config
-    table: Table
+    schedule: Schedule
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
 
@@ -46,20 +45,20 @@ def few_stages(cfg: Config) -> FewStages | None:
     ranks = cfg.mesh.pp
     if ranks == 1 or not isinstance(cfg.model, ModelConfig) or depth_pattern(cfg.model)[1] > 1:
         return None
-    table = build_table(cfg.passes.pipeline, ranks, cfg.train.microbatches)
-    schedules = {(False, 1): "1f1b", (True, 1): "zero_bubble", (True, 2): "zbv"}
-    chunks = table.stages // ranks
-    schedule = schedules.get((table.is_split, chunks), "interleaved")
-    counts = cfg.passes.pipeline.stages or layers_by_stage(cfg, table.stages)
-    by_rank = stages_by_rank(table)
+    schedule = build_schedule(cfg.passes.pipeline, ranks, cfg.train.microbatches)
+    names = {(False, 1): "1f1b", (True, 1): "zero_bubble", (True, 2): "zbv"}
+    chunks = schedule.stages // ranks
+    name = names.get((schedule.is_split, chunks), "interleaved")
+    counts = cfg.passes.pipeline.stages or layers_by_stage(cfg, schedule.stages)
+    by_rank = stages_by_rank(schedule)
     kinds = [tuple(counts[stage] for stage in stages) for stages in by_rank]
     between = list(dict.fromkeys(kinds[1:-1]))
     few_rank_of = (0, *(1 + between.index(kind) for kind in kinds[1:-1]), 1 + len(between))
     few_ranks = 2 + len(between)
-    changes = {"mesh": {"pp": few_ranks}, "passes": {"pipeline": {"schedule": schedule, "chunks": max(2, chunks)}}}
+    changes = {"mesh": {"pp": few_ranks}, "passes": {"pipeline": {"schedule": name, "chunks": max(2, chunks)}}}
     few_cfg = replaced(cfg, changes)
-    few_table = build_table(few_cfg.passes.pipeline, few_ranks, cfg.train.microbatches)
-    few_by_rank = stages_by_rank(few_table)
+    few_schedule = build_schedule(few_cfg.passes.pipeline, few_ranks, cfg.train.microbatches)
+    few_by_rank = stages_by_rank(few_schedule)
     if few_ranks == ranks or any(len(few_by_rank[few]) != len(by_rank[rank]) for rank, few in enumerate(few_rank_of)):
         return None
     pairs = [pair for rank, few in enumerate(few_rank_of) for pair in zip(by_rank[rank], few_by_rank[few])]
@@ -73,14 +72,14 @@ def few_stages(cfg: Config) -> FewStages | None:
         return None
     few_counts = [count for _, count in sorted(dict(zip(stages, counts)).items())]
     changes = {"model": {"n_layers": sum(few_counts)}, "passes": {"pipeline": {"stages": few_counts}}}
-    return FewStages(replaced(few_cfg, changes), table, few_rank_of, stages)
+    return FewStages(replaced(few_cfg, changes), schedule, few_rank_of, stages)
 
 
-def stages_by_rank(table: Table) -> list[list[int]]:
+def stages_by_rank(schedule: Schedule) -> list[list[int]]:
     """Return the stages of each rank of the pipeline in order."""
     return [
-        [stage for stage, rank_of_stage in enumerate(table.rank_of) if rank_of_stage == rank]
-        for rank in range(table.ranks)
+        [stage for stage, rank_of_stage in enumerate(schedule.rank_of) if rank_of_stage == rank]
+        for rank in range(schedule.ranks)
     ]
 
 
@@ -106,14 +105,14 @@ def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:
         for number in (n for n, few_number in enumerate(few_numbers) if few_number == task.stage):
             repeated = Task(number, task.kind)
             if of_rank:
-                new_name = names_in_update(step, task.stage, number, (few.ranks[-1], few.table.ranks - 1))
+                new_name = names_in_update(step, task.stage, number, (few.ranks[-1], few.schedule.ranks - 1))
             else:
                 new_name = partial(name_in_stage, labels=labels, few_stage=task.stage, stage=number)
             program = dataclasses.replace(renamed(captured.program, new_name), task=repeated)
             programs[str(repeated)] = Captured(program, captured.ctx)
             passes.append(report_of_program[name] | {"program": str(repeated)})
-    table = build_table(cfg.passes.pipeline, cfg.mesh.pp, cfg.train.microbatches, Reporter(passes=passes).cost)
-    return DryStep(programs, step.report | {"passes": passes}, step.flops_per_token, table)
+    schedule = build_schedule(cfg.passes.pipeline, cfg.mesh.pp, cfg.train.microbatches, Reporter(passes=passes).cost)
+    return DryStep(programs, step.report | {"passes": passes}, step.flops_per_token, schedule)
 
 
 def task_of(captured: Captured) -> Task:

@@ -14,9 +14,9 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say, wide
 from compiler_trainer.models.subject import named
 from compiler_trainer.planning import answer, plan_page
+from compiler_trainer.planning.answer import Varied, vary_table
 from compiler_trainer.planning.search import Plan, compile_in_parallel, search
 from compiler_trainer.planning.space import PlanRequest
-from compiler_trainer.planning.vary import Varied, vary_table
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents
 

@@ -11,10 +11,10 @@ from plotly import graph_objects as go
 from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.page import BLUE, ORANGE, figure_html, page, plots, table, tr
 from compiler_trainer.planning import answer, compiled
-from compiler_trainer.planning.error import error_bar
+from compiler_trainer.planning.answer import Varied
+from compiler_trainer.planning.dry import error_bar
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
-from compiler_trainer.planning.vary import Varied
 from passes.cost.predict import predict
 from passes.cost.timeline import COMPUTE, Timeline
 

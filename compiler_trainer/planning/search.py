@@ -22,11 +22,9 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import compiled
-from compiler_trainer.planning.estimate import Estimate, estimates
-from compiler_trainer.planning.mix import mixtures
-from compiler_trainer.planning.rank import Rank
-from compiler_trainer.planning.sizes import Sizes, sizes_of
-from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, candidates
+from compiler_trainer.planning.compiled import mixtures
+from compiler_trainer.planning.estimate import Estimate, Rank, estimates
+from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, Sizes, candidates, sizes_of
 from compiler_trainer.training.speed import peak_flops
 
 GIB = 2**30

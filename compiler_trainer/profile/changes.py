@@ -13,8 +13,7 @@ from compiler_trainer.config.schema import AUTO, Config
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.auto import differing, plan_request
 from compiler_trainer.planning.search import all_forms, room
-from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import LeftOut, replaced
+from compiler_trainer.planning.space import LeftOut, replaced, sizes_of
 from compiler_trainer.profile.predicted import Predicted, predicted
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.measured import Spent

@@ -51,7 +51,7 @@ def predicted(cfg: Config, stage: int = 0) -> Predicted:
 def runs_of(cfg: Config, step: DryStep, stage: int) -> Mapping[str, int]:
     """Return the number of runs of each program in a step of a stage."""
     programs = {name: captured.program for name, captured in step.programs.items()}
-    return Counter(t.program for t in turns_of_step(programs, step.table, cfg.train.microbatches) if t.rank == stage)
+    return Counter(t.program for t in turns_of_step(programs, step.schedule, cfg.train.microbatches) if t.rank == stage)
 
 
 def known(step: DryStep) -> dict[tuple[str, str], tuple[str, str]]:

@@ -23,7 +23,7 @@ from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
-from passes.pipeline.tables import Table, play
+from passes.pipeline.schedules import Schedule, play
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.spec import Value, shard
@@ -111,25 +111,25 @@ def compile_step(
             inductor.get_ready(device)
 
     result = compile_programs(request, observe=observe, tell=tell, cache=cache, prepare=prepare)
-    programs, report, table = result.programs, result.report, request.table(result.report.cost)
+    programs, report, schedule = result.programs, result.report, request.schedule(result.report.cost)
     if device.type == "cuda":
         check_offsets(programs)
     notes = recorded(programs, lower, device, ranks == "lockstep")
     placed_mesh = next(iter(programs.values())).program.mesh  # the mesh as placed; evaluation programs come last
-    ranks_by_program = {name: pipeline_rank(captured.program, table) for name, captured in programs.items()}
+    ranks_by_program = {name: pipeline_rank(captured.program, schedule) for name, captured in programs.items()}
     check_evaluated(programs, ranks_by_program, {name for name, p in model.named_parameters() if not p.requires_grad})
     placed = [(captured.program, ranks_by_program[name]) for name, captured in programs.items()]
     state = initial_state(placed, runtime, placed_mesh, device, values)
     compiled, evaluation = lower_programs(programs, ranks_by_program, runtime, report)
     extra: dict[str, Any] = {"cudagraphs": notes} if notes else {}
-    if table:
-        extra["pipeline"] = draw_schedule(options.pipeline.schedule, table)
+    if schedule:
+        extra["pipeline"] = draw_schedule(options.pipeline.schedule, schedule)
     return Step(
         runtime=runtime,
         mesh=placed_mesh,
         train=compiled,
         evaluation=evaluation,
-        table=table,
+        schedule=schedule,
         state=state,
         lr=update.lr,
         seed=seed,
@@ -162,10 +162,10 @@ def lower_programs(
     return compiled, evaluation
 
 
-def draw_schedule(schedule: str, table: Table) -> dict[str, Any]:
+def draw_schedule(name: str, schedule: Schedule) -> dict[str, Any]:
     """Return the schedule of pipeline tasks as a page draws it: a forward takes 1, a backward 2."""
-    timing = play(table)
-    rows = [[(str(slot), *timing.spans[slot][:2]) for slot in row] for row in table.rows]
+    timing = play(schedule)
+    rows = [[(str(slot), *timing.spans[slot][:2]) for slot in row] for row in schedule.rows]
     return {"schedule": schedule, "unit": "forwards", "idle": timing.idle, "slots": rows}
 
 
@@ -188,9 +188,9 @@ def check_evaluated(programs: Mapping[str, Captured], ranks_by_program: Mapping[
             raise ir.CompileError("assign", program.placeholders()[i], problem)
 
 
-def pipeline_rank(program: ir.Program, table: Table | None) -> int:
+def pipeline_rank(program: ir.Program, schedule: Schedule | None) -> int:
     """Return the pipeline rank that runs a program."""
-    return table.rank(program.task) if table and program.task else 0
+    return schedule.rank(program.task) if schedule and program.task else 0
 
 
 @torch.no_grad()

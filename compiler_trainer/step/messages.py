@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiler_trainer.step.turns import Key, Turn, keys_of
-from passes.pipeline.tables import unit
+from passes.pipeline.schedules import unit
 from passes.program import ir
 
 Clock = Mapping[int, int]  # the number of turns taken by each pipeline rank, a vector clock

@@ -64,7 +64,7 @@ def key_of(request: CompileRequest, exported: Exported) -> ProgramKey:
     if request.optim._target_:
         raise Unkeyed("optim._target_ names user code")
     del optim["lr"]  # an input of the programs
-    table, parameters = request.table(), request.model.named_parameters()
+    schedule, parameters = request.schedule(), request.model.named_parameters()
     parts = {
         "passes": dataclasses.asdict(passes),
         "optim": optim,
@@ -72,7 +72,7 @@ def key_of(request: CompileRequest, exported: Exported) -> ProgramKey:
         "mesh": str(request.mesh),
         "batch": {name: f"{value.dtype} {tuple(value.shape)}" for name, value in request.batch.items()},
         "steps": (request.microbatches, request.skip_nonfinite, request.train, request.evaluate),
-        "schedule": (table.rank_of, table.is_split) if table else None,
+        "schedule": (schedule.rank_of, schedule.is_split) if schedule else None,
         "device": request.device_name or name_of_device(request.device),
         "cluster": described(request.cluster) if passes.communication.async_tp == "auto" else None,
         "balance": request.balance,

@@ -18,7 +18,7 @@ from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import CarriedValues, Turn, slots_of, turns_of_evaluation, turns_of_step
 from passes.communication.batch_overlap import SEED, microbatches_in, name_of, together
-from passes.pipeline.tables import Table
+from passes.pipeline.schedules import Schedule
 from passes.program import host, ir, shift
 from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
@@ -73,7 +73,7 @@ class Step:
         mesh: Mesh,
         train: Mapping[str, Compiled],
         evaluation: Mapping[str, Compiled],
-        table: Table | None,
+        schedule: Schedule | None,
         state: dict[str, State],
         lr: float,
         seed: int,
@@ -83,7 +83,7 @@ class Step:
     ):
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
         self.train, self.evaluation, self.state = train, evaluation, state
-        self.lr, self.seed, self.microbatches, self.table = lr, seed, microbatches, table
+        self.lr, self.seed, self.microbatches, self.schedule = lr, seed, microbatches, schedule
         self.microbatches_per_turn = microbatches_in(c.finished for c in (*train.values(), *evaluation.values()))
         self.device, self.report = device, report
         self.layouts: list[BatchLayout] = []  # of the last step's microbatches
@@ -99,9 +99,9 @@ class Step:
         self.restored_names = {state_name(i): None for c in train.values() for i in c.finished.inputs if i.restored}
         self.label_counts = {i.name: i.count for i in inputs if i.count is not None}
         self.entries = {entry: entry_spec for c in compiled for entry, entry_spec in entries_of(c.finished).items()}
-        self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
+        self.training = self.turns(turns_of_step(programs_of(train), schedule, microbatches), train)
         self.slots = slots_of(self.training[0])
-        measuring = turns_of_evaluation(EVALUATE, programs_of(evaluation), table, microbatches)
+        measuring = turns_of_evaluation(EVALUATE, programs_of(evaluation), schedule, microbatches)
         self.measuring = self.turns(measuring, evaluation)
 
     def turns(self, turns: Sequence[Turn], programs: Mapping[str, Compiled]) -> tuple[list[Turn], CarriedValues]:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from passes.communication.batch_overlap import microbatches_in
-from passes.pipeline.tables import Table, in_order
+from passes.pipeline.schedules import Schedule, in_order
 from passes.program import ir
 from passes.program.task import FORWARD, GATHER, OF_RANKS, Task
 
@@ -34,29 +34,29 @@ class Turn(NamedTuple):
         return self.program if self.microbatch is None else f"{self.program} of microbatch {self.microbatch}"
 
 
-def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, microbatches: int) -> tuple[Turn, ...]:
+def turns_of_step(programs: Mapping[str, ir.Program], schedule: Schedule | None, microbatches: int) -> tuple[Turn, ...]:
     """Return the turns of a training step."""
-    if table is None:
+    if schedule is None:
         microbatches //= microbatches_in(programs.values())
         if microbatches == 1:
             return (Turn("step", 0),)
         gather = [Turn("gather", None)] if "gather" in programs else []
         return (*gather, *(Turn("accumulate", m) for m in range(microbatches)), Turn("apply", None))
-    tasks: list[tuple[Task, int | None]] = [(Task(stage, GATHER), None) for stage in range(table.stages)]
-    tasks += [(slot.task, slot.microbatch) for slot in in_order(table)]
-    tasks += [(Task(rank, kind), None) for kind in OF_RANKS for rank in range(table.ranks)]
-    turns = (Turn(str(task), microbatch, table.rank(task), task) for task, microbatch in tasks)
+    tasks: list[tuple[Task, int | None]] = [(Task(stage, GATHER), None) for stage in range(schedule.stages)]
+    tasks += [(slot.task, slot.microbatch) for slot in in_order(schedule)]
+    tasks += [(Task(rank, kind), None) for kind in OF_RANKS for rank in range(schedule.ranks)]
+    turns = (Turn(str(task), microbatch, schedule.rank(task), task) for task, microbatch in tasks)
     return tuple(turn for turn in turns if turn.microbatch is not None or turn.program in programs)
 
 
 def turns_of_evaluation(
-    name: str, programs: Mapping[str, ir.Program], table: Table | None, microbatches: int
+    name: str, programs: Mapping[str, ir.Program], schedule: Schedule | None, microbatches: int
 ) -> tuple[Turn, ...]:
     """Return the turns of an evaluation."""
-    if table is None:
+    if schedule is None:
         return tuple(Turn(name, m) for m in range(microbatches // microbatches_in(programs.values())))
-    tasks = [Task(stage, FORWARD) for stage in range(table.stages)]
-    return tuple(Turn(f"{name}.{task}", m, table.rank(task), task) for m in range(microbatches) for task in tasks)
+    tasks = [Task(stage, FORWARD) for stage in range(schedule.stages)]
+    return tuple(Turn(f"{name}.{task}", m, schedule.rank(task), task) for m in range(microbatches) for task in tasks)
 
 
 def slots_of(turns: Sequence[Turn]) -> dict[Turn, int]:

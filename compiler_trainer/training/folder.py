@@ -22,7 +22,7 @@ from compiler_trainer.console import say
 from compiler_trainer.training import metrics
 from compiler_trainer.training.resume import BY_NAME, checkpoints_of
 from passes.check.runner import Dumper, PassRecord
-from passes.pipeline.tables import Table, as_text
+from passes.pipeline.schedules import Schedule, as_text
 from passes.program import ir
 
 NOTHING_YET = "restart it with checkpoint.resume=auto: it has no checkpoint yet"
@@ -70,15 +70,15 @@ def check_writable(option: str, folder: Path) -> None:
         raise UserError(option, f"{folder} cannot be written: {error.strerror}; choose another") from error
 
 
-def create(cfg: Config, report: dict[str, Any], table: Table | None = None) -> None:
+def create(cfg: Config, report: dict[str, Any], schedule: Schedule | None = None) -> None:
     """Create the folder with the config, the compilation report, and the pipeline schedule if there is one."""
     folder = Path(cfg.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     program_key = report.get("program", {}).get("stored_as")
     config.save(cfg, folder / CONFIG, f"# program {program_key}\n" if program_key else "")
     put(folder / REPORT, json.dumps(report, indent=1) + "\n")
-    if table is not None:
-        put(folder / PIPELINE, as_text(table))
+    if schedule is not None:
+        put(folder / PIPELINE, as_text(schedule))
     else:  # left by an earlier part of the run that had stages
         (folder / PIPELINE).unlink(missing_ok=True)
 

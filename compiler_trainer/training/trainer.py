@@ -166,7 +166,7 @@ def prepare_step(
         start = restore(cfg, trained, step, datasets, start)
     phases.end("checkpoint")
     report = {"machine": machine(), "data": datasets.report(), **phases.report(), **step.report}
-    owners.restore = partial(folder.create, cfg, report, step.table)
+    owners.restore = partial(folder.create, cfg, report, step.schedule)
     owners.restore()
     for path in start.damaged_paths:
         checkpoint.set_aside(path, "damaged")

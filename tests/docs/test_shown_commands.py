@@ -35,8 +35,7 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.auto import plan_request
 from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.planning.search import all_forms, room
-from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import LeftOut
+from compiler_trainer.planning.space import LeftOut, sizes_of
 from compiler_trainer.training.trainer import train
 
 ALL = commands()

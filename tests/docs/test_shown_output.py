@@ -17,8 +17,7 @@ from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import compile_dry
 from compiler_trainer.planning.search import all_forms
-from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import LeftOut
+from compiler_trainer.planning.space import LeftOut, sizes_of
 from passes.program.printer import print_program
 
 README, PLANNER = (ROOT / "README.md").read_text(), (ROOT / "docs/internals/planner.md").read_text()

@@ -1,4 +1,4 @@
-"""Dry runs with pipeline stages: simulated turns, memory and bytes by rank, tables of schedules, refusals."""
+"""Dry runs with pipeline stages: simulated turns, memory and bytes by rank, schedules as files, refusals."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from compiler_trainer.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
-from compiler_trainer.planning.playing import kept_for_later, play
-from compiler_trainer.planning.stages import idle
+from compiler_trainer.planning.dry import compile_dry, dry_run, idle, predict_step
+from compiler_trainer.planning.simulate import kept_for_later, play
 from compiler_trainer.step.turns import turns_of_step
-from passes.pipeline import tables
+from passes.pipeline import schedules
 from passes.program.task import Task
 
 ROWS, LENGTH, DIM, PP, MICROBATCHES = 8, 32, 32, 2, 4
@@ -56,16 +55,16 @@ def found(tmp_path_factory) -> tuple[Path, dict]:
 # ---- simulated turns ----------------------------------------------------------------------------------------
 
 
-def programs_like(table: tables.Table) -> dict:
+def programs_like(schedule: schedules.Schedule) -> dict:
     """Return programs with the carried values of stages: activations, their gradients, and values kept by a stage."""
-    last, split = table.stages - 1, table.is_split
+    last, split = schedule.stages - 1, schedule.is_split
 
     def program(reads: list[str], makes: list[str]) -> SimpleNamespace:
         both = ([SimpleNamespace(name=name, kind="carried") for name in names if name] for names in (reads, makes))
         return SimpleNamespace(**dict(zip(("inputs", "outputs"), both, strict=True)))
 
     programs = {}
-    for s in range(table.stages):
+    for s in range(schedule.stages):
         x, y, kept, dy, dx = s and f"x{s - 1}", s < last and f"x{s}", f"kept{s}", s < last and f"d{s}", s and f"d{s - 1}"
         programs[f"F{s}"] = program([x], [y, kept])
         programs[f"{'I' if split else 'B'}{s}"] = program([dy, kept], [dx, f"late{s}" if split else ""])
@@ -74,35 +73,35 @@ def programs_like(table: tables.Table) -> dict:
     return programs
 
 
-TABLES = [tables.gpipe(3, 5), tables.one_f_one_b(4, 8), tables.interleaved(2, 4, 2), tables.zero_bubble(4, 6), tables.zbv(3, 6)]
+SCHEDULES = [schedules.gpipe(3, 5), schedules.one_f_one_b(4, 8), schedules.interleaved(2, 4, 2), schedules.zero_bubble(4, 6), schedules.zbv(3, 6)]
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("send", [0.0, 0.25])
-def test_turns_end_when_their_table_does(table, send):
-    programs, cost = programs_like(table), lambda task: tables.unit(task) + task.stage / 8
+def test_turns_end_when_their_table_does(schedule, send):
+    programs, cost = programs_like(schedule), lambda task: schedules.unit(task) + task.stage / 8
     seconds = {name: cost(Task(int(name[1:]), name[0])) for name in programs}
-    turns = turns_of_step(programs, table, table.microbatches)
-    known = tables.play(table, cost, send)
+    turns = turns_of_step(programs, schedule, schedule.microbatches)
+    known = schedules.play(schedule, cost, send)
     timing = play(turns, programs, seconds, lambda message: send)
     assert timing.length == pytest.approx(known.length) and idle(timing) == pytest.approx(known.idle)
     assert timing.busy == pytest.approx(known.busy)
 
 
 def test_messages_of_a_pair_follow_each_other():
-    programs = programs_like(table := tables.gpipe(2, 3))
-    timing = play(turns_of_step(programs, table, 3), programs, dict.fromkeys(programs, 1.0), lambda message: 5.0)
+    programs = programs_like(schedule := schedules.gpipe(2, 3))
+    timing = play(turns_of_step(programs, schedule, 3), programs, dict.fromkeys(programs, 1.0), lambda message: 5.0)
     starts = [start for turn, (start, *_) in timing.spans.items() if turn.program == "F1"]
     assert starts == [6.0, 11.0, 16.0]  # made at 1, 2 and 3
 
 
-@pytest.mark.parametrize("table", TABLES)
-def test_a_rank_keeps_what_its_forwards_left(table):
-    programs = programs_like(table)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_rank_keeps_what_its_forwards_left(schedule):
+    programs = programs_like(schedule)
     size = {o.name: 1 if o.name.startswith("kept") else 0 for p in programs.values() for o in p.outputs}
-    turns = turns_of_step(programs, table, table.microbatches)
-    most = [max(beside for turn, beside in kept_for_later(turns, programs, rank, size)) for rank in range(table.ranks)]
-    assert most == [count - 1 for count in tables.most_alive(table)]  # one is read, or just made
+    turns = turns_of_step(programs, schedule, schedule.microbatches)
+    most = [max(beside for turn, beside in kept_for_later(turns, programs, rank, size)) for rank in range(schedule.ranks)]
+    assert most == [count - 1 for count in schedules.most_alive(schedule)]  # one is read, or just made
 
 
 # ---- the report ---------------------------------------------------------------------------------------------
@@ -146,12 +145,12 @@ def test_the_ranks_together_hold_what_one_stage_does(found, tmp_path):
     assert found[1]["prediction"]["memory"]["device_bytes"] == largest
 
 
-# ---- tables as files ------------------------------------------------------------------------------------------
+# ---- schedules as files ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("table", TABLES)
-def test_a_table_is_read_as_it_was_written(table):
-    assert tables.from_text(tables.as_text(table)) == table
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_table_is_read_as_it_was_written(schedule):
+    assert schedules.from_text(schedules.as_text(schedule)) == schedule
 
 
 def test_a_table_is_written_edited_and_given_back(found, tmp_path):
@@ -174,15 +173,15 @@ BAD = {
     "another's": (f"{GOOD[0]} F1.1", GOOD[1], "rank 1 runs B0.1, which is not its own|rank 0 never runs"),
     "deadlock": ("B0.0 F0.0 F1.0 F2.0 B1.0 F3.0 B2.0 B3.0", GOOD[1], "rank 0 at B0.0 waits for F0.0 of rank 0"),
     "a stage": (GOOD[0], GOOD[1].replace(".1", ".2"), "no rank runs stage 1"),
-    "ranks": ("F0.0 B0.0 F1.0 B1.0 F2.0 B2.0 F3.0 B3.0", "", "is a table for mesh.pp=1, not 2"),
-    "microbatches": ("F0.0 B0.0", "F0.1 B0.1", "is a table for train.microbatches=1, not 4"),
+    "ranks": ("F0.0 B0.0 F1.0 B1.0 F2.0 B2.0 F3.0 B3.0", "", "is a schedule for mesh.pp=1, not 2"),
+    "microbatches": ("F0.0 B0.0", "F0.1 B0.1", "is a schedule for train.microbatches=1, not 4"),
 }
 
 
 @pytest.mark.parametrize("why", BAD)
-def test_tables_that_never_end_are_refused(tmp_path, why):
+def test_schedules_that_never_end_are_refused(tmp_path, why):
     first, second, message = BAD[why]
-    (file := tmp_path / "table.txt").write_text(f"# mine\n{first}\n{second}\n")
+    (file := tmp_path / "schedule.txt").write_text(f"# mine\n{first}\n{second}\n")
     with pytest.raises(UserError, match=f"{file}: .*({message})"):
         dry_run(job(tmp_path / "run", str(file)))
     assert not (tmp_path / "run").exists()
@@ -200,11 +199,11 @@ def test_a_schedule_that_there_is_not_is_refused(tmp_path):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (4, 4), (8, 16)])
 def test_auto_is_no_slower_than_zero_bubble_in_its_memory(slow, ranks, microbatches):
     def cost(task: Task) -> float:
-        return tables.unit(task) * (1.7 if task.stage == slow else 1.0) * {"I": 1.2, "W": 0.8}.get(task.kind, 1.0)
+        return schedules.unit(task) * (1.7 if task.stage == slow else 1.0) * {"I": 1.2, "W": 0.8}.get(task.kind, 1.0)
 
-    found, known = tables.auto(ranks, microbatches, cost), tables.zero_bubble(ranks, microbatches)
-    assert tables.play(found, cost).length <= tables.play(known, cost).length
-    assert max(tables.most_alive(found)) <= ranks
+    found, known = schedules.auto(ranks, microbatches, cost), schedules.zero_bubble(ranks, microbatches)
+    assert schedules.play(found, cost).length <= schedules.play(known, cost).length
+    assert max(schedules.most_alive(found)) <= ranks
 
 
 def test_auto_knows_what_tasks_take(tmp_path):
@@ -216,5 +215,5 @@ def test_auto_knows_what_tasks_take(tmp_path):
         return sum(step.costs(str(task))["flops"].values()) if str(task) in step.programs else 0
 
     assert "I0" not in step.programs  # nobody waits for gradients of the first stage
-    found, known = (tables.play(t, flops).length for t in (step.table, tables.auto(4, 8)))
-    assert step.table.is_split and found < known
+    found, known = (schedules.play(t, flops).length for t in (step.schedule, schedules.auto(4, 8)))
+    assert step.schedule.is_split and found < known

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compiler_trainer.config.schema import ClusterConfig, Config, ExpertsConfig, ModelConfig
-from compiler_trainer.planning.error import EXPERTS, LARGEST, MEDIAN, error_bar
+from compiler_trainer.planning.dry import EXPERTS, LARGEST, MEDIAN, error_bar
 
 PAGE = (Path(__file__).parents[3] / "docs/measured/published.md").read_text()
 

@@ -25,8 +25,7 @@ from compiler_trainer.planning import compiled
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from compiler_trainer.planning.piped import few_stages
 from compiler_trainer.planning.search import all_forms, compile_one, search
-from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import LeftOut, PlanRequest, candidates
+from compiler_trainer.planning.space import LeftOut, PlanRequest, candidates, sizes_of
 
 MODEL = ModelConfig(dim=256, n_layers=12, n_heads=8, n_kv_heads=4, ffn_dim=704, vocab_size=4096)
 CAST = CastConfig(param_dtype="bfloat16", reduce_dtype="float32")

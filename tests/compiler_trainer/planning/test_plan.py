@@ -31,14 +31,21 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import answer, auto, compiled, plan_page
+from compiler_trainer.planning.compiled import mixtures
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step, request_of
-from compiler_trainer.planning.estimate import kept_bytes
-from compiler_trainer.planning.mix import mixtures
+from compiler_trainer.planning.estimate import Rank, kept_bytes
 from compiler_trainer.planning.plan import by_program
-from compiler_trainer.planning.rank import Rank
 from compiler_trainer.planning.search import all_forms, compile_one, room, search
-from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import POLICIES, Candidate, First, LeftOut, PlanRequest, candidates, replaced
+from compiler_trainer.planning.space import (
+    POLICIES,
+    Candidate,
+    First,
+    LeftOut,
+    PlanRequest,
+    candidates,
+    replaced,
+    sizes_of,
+)
 from passes.program.layer import within
 
 SMALL = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408, vocab_size=8192)

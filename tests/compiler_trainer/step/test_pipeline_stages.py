@@ -86,7 +86,7 @@ def decoder(pp: int, pipeline: dict):
 def test_only_the_residual_stream_its_gradient_and_the_norm_are_sent():
     step, _ = decoder(4, {})
     programs = programs_of(step.train)
-    sent = list(messages(turns_of_step(programs, step.table, 4), programs))
+    sent = list(messages(turns_of_step(programs, step.schedule, 4), programs))
     of_batch = [message for message in sent if message.key[1] is not None]
     there, back = [(s, s + 1) for s in range(3)], [(s + 1, s) for s in range(3)]
     assert Counter((m.source, m.to) for m in of_batch) == dict.fromkeys(there + back, 4)

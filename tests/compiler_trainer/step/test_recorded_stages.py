@@ -17,7 +17,7 @@ from compiler_trainer.step.runtime import LockstepRanks
 from compiler_trainer.step.turns import sent_between, slots_of, turns_of_step
 from passes.lower.calls import Calls
 from passes.lower.cudagraphs import Recorder, names_carried
-from passes.pipeline.tables import interleaved, one_f_one_b, zbv, zero_bubble
+from passes.pipeline.schedules import interleaved, one_f_one_b, zbv, zero_bubble
 from passes.program.bodies import calls_of
 
 MICROBATCHES, STEPS = 4, 5
@@ -84,7 +84,7 @@ def test_recorded_stages_have_the_bits_of_others(schedule, monkeypatch):
         recorder = Recorder()
         step = compiled(monkeypatch, schedule, recorder)
         assert trained(step) == expected
-        assert len({*step.slots.values()}) > step.table.stages  # several are in flight
+        assert len({*step.slots.values()}) > step.schedule.stages  # several are in flight
         assert done.count("record") == len({(turn.program, step.slots.get(turn)) for turn in step.training[0]})
 
 

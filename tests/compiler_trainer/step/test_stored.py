@@ -31,7 +31,7 @@ from compiler_trainer.step.exported import export
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.program_key import Unkeyed, key_of
 from passes.lower.store import Store
-from passes.pipeline.tables import Table, as_text, gpipe, one_f_one_b, zero_bubble
+from passes.pipeline.schedules import Schedule, as_text, gpipe, one_f_one_b, zero_bubble
 from passes.program.mesh import Mesh
 from passes.rules import ADDED, RULES, add_rule
 
@@ -529,10 +529,10 @@ def test_a_program_of_an_operator_that_is_missing_is_compiled_again(place, tmp_p
 
 
 def test_a_schedule_in_a_file_is_read_again(place, tmp_path):
-    cache, file = ProgramCache(store=Store(tmp_path / "programs")), tmp_path / "table.txt"
+    cache, file = ProgramCache(store=Store(tmp_path / "programs")), tmp_path / "schedule.txt"
 
-    def started(table: Table) -> tuple[list[float], bool]:
-        file.write_text(as_text(table))
+    def started(schedule: Schedule) -> tuple[list[float], bool]:
+        file.write_text(as_text(schedule))
         pipeline = {"pipeline": {"schedule": str(file)}}
         losses, report = start(place, cache, mesh={"pp": 2}, microbatches=2, passes=pipeline)
         return losses, report["program"]["read"]

@@ -42,7 +42,7 @@ TaskCosts = Callable[[Task], float]
 
 
 @dataclass(frozen=True)
-class Table:
+class Schedule:
     """The slots of each pipeline rank, in order; `rank_of` gives each stage's rank."""
 
     rank_of: tuple[int, ...]
@@ -96,20 +96,20 @@ def unit(task: Task) -> float:
     return 2.0 if task.kind == BACKWARD else 1.0
 
 
-def play(table: Table, costs: TaskCosts = unit, send: float = 0.0) -> Timing:
-    """Time the slots of a table, each rank a stream; a value reaches another rank `send` later.
+def play(schedule: Schedule, costs: TaskCosts = unit, send: float = 0.0) -> Timing:
+    """Time the slots of a schedule, each rank a stream; a value reaches another rank `send` later.
 
     Raises ValueError if ranks would deadlock, or a task is missing.
     """
-    check_complete(table)
-    clock, left = Clock(), [list(row) for row in table.rows]
+    check_complete(schedule)
+    clock, left = Clock(), [list(row) for row in schedule.rows]
     while any(left):
-        ready = [rank for rank, row in enumerate(left) if row and done_before(table, row[0]) <= clock.spans.keys()]
+        ready = [rank for rank, row in enumerate(left) if row and done_before(schedule, row[0]) <= clock.spans.keys()]
         if not ready:
-            raise ValueError(stuck(table, left, clock.spans))  # type: ignore[arg-type]
+            raise ValueError(stuck(schedule, left, clock.spans))  # type: ignore[arg-type]
         for rank in ready:
             slot = left[rank].pop(0)
-            after = arrival(clock, done_before(table, slot), table.rank_of, rank, send)
+            after = arrival(clock, done_before(schedule, slot), schedule.rank_of, rank, send)
             clock.run(slot, rank, costs(slot.task), after)
     return Timing(clock.spans)
 
@@ -119,17 +119,17 @@ def arrival(clock: Clock, needs: Iterable[Slot], rank_of: Sequence[int], rank: i
     return max((clock.end(b) + (send if rank_of[b.task.stage] != rank else 0.0) for b in needs), default=0.0)
 
 
-def done_before(table: Table, slot: Slot) -> set[Slot]:
+def done_before(schedule: Schedule, slot: Slot) -> set[Slot]:
     """Return the slots that a slot needs."""
-    return set(predecessors(slot, table.stages, table.is_split))
+    return set(predecessors(slot, schedule.stages, schedule.is_split))
 
 
-def check_complete(table: Table) -> None:
+def check_complete(schedule: Schedule) -> None:
     """Raise ValueError unless each rank runs each task of its stages once per microbatch, and no other task."""
-    kinds = (FORWARD, INPUTS, WEIGHTS) if table.is_split else (FORWARD, BACKWARD)
-    for rank, row in enumerate(table.rows):
-        stages = [stage for stage, owner in enumerate(table.rank_of) if owner == rank]
-        wanted = {Slot(Task(s, k), m) for s in stages for k in kinds for m in range(table.microbatches)}
+    kinds = (FORWARD, INPUTS, WEIGHTS) if schedule.is_split else (FORWARD, BACKWARD)
+    for rank, row in enumerate(schedule.rows):
+        stages = [stage for stage, owner in enumerate(schedule.rank_of) if owner == rank]
+        wanted = {Slot(Task(s, k), m) for s in stages for k in kinds for m in range(schedule.microbatches)}
         if missing := sorted(wanted - set(row)):
             raise ValueError(f"rank {rank} never runs {missing[0]}")
         if twice := sorted(slot for slot in set(row) if row.count(slot) > 1):
@@ -138,26 +138,26 @@ def check_complete(table: Table) -> None:
             raise ValueError(f"rank {rank} runs {foreign[0]}, which is not its own: its stages are {stages}")
 
 
-def stuck(table: Table, left: Sequence[Sequence[Slot]], done: Iterable[Slot]) -> str:
+def stuck(schedule: Schedule, left: Sequence[Sequence[Slot]], done: Iterable[Slot]) -> str:
     """Return a message with the slot for which each rank waits."""
     waits = []
     for rank, row in enumerate(left):
-        if row and (missing := sorted(done_before(table, row[0]) - set(done))):
-            made_by = table.rank_of[missing[0].task.stage]
+        if row and (missing := sorted(done_before(schedule, row[0]) - set(done))):
+            made_by = schedule.rank_of[missing[0].task.stage]
             waits.append(f"rank {rank} at {row[0]} waits for {missing[0]} of rank {made_by}")
-    return f"the table deadlocks: {'; '.join(waits)}"
+    return f"the schedule deadlocks: {'; '.join(waits)}"
 
 
-def in_order(table: Table) -> list[Slot]:
+def in_order(schedule: Schedule) -> list[Slot]:
     """Return all slots, each after the slots that it needs."""
-    spans = play(table).spans
-    return sorted(spans, key=lambda slot: (spans[slot][0], table.rank_of[slot.task.stage], slot))
+    spans = play(schedule).spans
+    return sorted(spans, key=lambda slot: (spans[slot][0], schedule.rank_of[slot.task.stage], slot))
 
 
-def most_alive(table: Table) -> list[int]:
+def most_alive(schedule: Schedule) -> list[int]:
     """Return the most forwards that each rank keeps for their backward at a time."""
     peaks = []
-    for row in table.rows:
+    for row in schedule.rows:
         alive = peak = 0
         for slot in row:
             alive += {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}.get(slot.task.kind, 0)
@@ -172,21 +172,21 @@ HEAD = "# one line per rank: F forward, B backward, or I (inputs) and W (weights
 WRITTEN = re.compile(r"([FBIW])(\d{1,6})\.(\d{1,6})")
 
 
-def as_text(table: Table) -> str:
+def as_text(schedule: Schedule) -> str:
     """Return one line per rank, which `from_text` reads."""
-    return "\n".join([HEAD, *(" ".join(map(str, row)) for row in table.rows)]) + "\n"
+    return "\n".join([HEAD, *(" ".join(map(str, row)) for row in schedule.rows)]) + "\n"
 
 
-def from_text(text: str) -> Table:
-    """Return the table in a text; raise ValueError with rank and slot if it is invalid or deadlocks."""
+def from_text(text: str) -> Schedule:
+    """Return the schedule in a text; raise ValueError with rank and slot if it is invalid or deadlocks."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     rows = tuple(tuple(slot_of(rank, word) for word in line.split()) for rank, line in enumerate(lines))
     ranks = {slot.task.stage: rank for rank, row in reversed([*enumerate(rows)]) for slot in row}
     if missing := sorted({*range(1 + max(ranks, default=0))} - ranks.keys()):
         raise ValueError(f"no rank runs stage {missing[0]}")
-    table = Table(tuple(ranks[stage] for stage in sorted(ranks)), rows)
-    play(table)
-    return table
+    schedule = Schedule(tuple(ranks[stage] for stage in sorted(ranks)), rows)
+    play(schedule)
+    return schedule
 
 
 def slot_of(rank: int, word: str) -> Slot:
@@ -213,28 +213,28 @@ def forth_and_back(ranks: int) -> tuple[int, ...]:
 # ---- known schedules -----------------------------------------------------------------------------------------
 
 
-def gpipe(ranks: int, microbatches: int) -> Table:
+def gpipe(ranks: int, microbatches: int) -> Schedule:
     """Return the schedule with all forwards, then all backwards."""
     rows = []
     for stage in range(ranks):
         forward = [Slot(Task(stage, FORWARD), m) for m in range(microbatches)]
         rows.append((*forward, *(Slot(Task(stage, BACKWARD), m) for m in range(microbatches))))
-    return Table(ranks_in_turn(ranks, 1), tuple(rows))
+    return Schedule(ranks_in_turn(ranks, 1), tuple(rows))
 
 
-def one_f_one_b(ranks: int, microbatches: int) -> Table:
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Return 1F1B: each stage runs a forward for every stage after it, then one forward and one backward in turn."""
     rows = []
     for stage in range(ranks):
         early = min(microbatches, ranks - 1 - stage)
         rows.append(tuple(alternate(early, forwards([stage], 1, microbatches), backwards([stage], 1, microbatches))))
-    return Table(ranks_in_turn(ranks, 1), tuple(rows))
+    return Schedule(ranks_in_turn(ranks, 1), tuple(rows))
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int) -> Table:
+def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Return 1F1B over several stages per rank; microbatches go through a chunk in groups of the number of ranks.
 
-    If the groups are not full, the table comes from list scheduling, and a rank keeps as many forwards.
+    If the groups are not full, the schedule comes from list scheduling, and a rank keeps as many forwards.
     """
     if microbatches % ranks:
         limits = [1 + (chunks - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]
@@ -245,7 +245,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Table:
         early = min(microbatches * chunks, (chunks - 1) * ranks + 2 * (ranks - 1 - rank))
         forward, backward = forwards(stages, ranks, microbatches), backwards(stages, ranks, microbatches)
         rows.append(tuple(alternate(early, forward, backward)))
-    return Table(ranks_in_turn(ranks, chunks), tuple(rows))
+    return Schedule(ranks_in_turn(ranks, chunks), tuple(rows))
 
 
 def forwards(stages: Sequence[int], group: int, microbatches: int) -> list[Slot]:
@@ -282,8 +282,8 @@ def list_schedule(
     costs: TaskCosts,
     send: float = 0.0,
     split: bool = True,
-) -> Table:
-    """Return the table in which a free rank runs the slot that can start first.
+) -> Schedule:
+    """Return the schedule in which a free rank runs the slot that can start first.
 
     At equal times backwards, then F, then W. A rank is at most `early` forwards ahead of its backwards, and keeps at
     most `alive` until W. Backwards are two tasks if they are `split`.
@@ -308,7 +308,7 @@ def list_schedule(
             key = (max(clock.now(rank), after), kinds.index(task.kind), slot.microbatch, -task.stage)
             if best is None or key < best[0]:
                 best = key, slot, after
-        assert best is not None, "memory for one microbatch in each stage lets every table end"
+        assert best is not None, "memory for one microbatch in each stage lets every schedule end"
         _, slot, after = best
         rank = rank_of[slot.task.stage]
         left[slot.task].pop(0)
@@ -316,10 +316,10 @@ def list_schedule(
         clock.run(slot, rank, costs(slot.task), after)
         ahead[rank] += {FORWARD: 1, WEIGHTS: 0}.get(slot.task.kind, -1)
         alive_now[rank] += {FORWARD: 1, WEIGHTS: -1, BACKWARD: -1}.get(slot.task.kind, 0)
-    return Table(tuple(rank_of), tuple(map(tuple, rows)))
+    return Schedule(tuple(rank_of), tuple(map(tuple, rows)))
 
 
-def zero_bubble(ranks: int, microbatches: int) -> Table:
+def zero_bubble(ranks: int, microbatches: int) -> Schedule:
     """Return ZB-H1: 1F1B whose stage s delays weights' gradients by s microbatches.
 
     It keeps as much as 1F1B's first stage.
@@ -335,10 +335,10 @@ def zero_bubble(ranks: int, microbatches: int) -> Table:
             left = left[1:]
         row += [Slot(Task(stage, WEIGHTS), m) for m in range(max(0, microbatches - stage), microbatches)]
         rows.append(tuple(row))
-    return Table(ranks_in_turn(ranks, 1), tuple(rows))
+    return Schedule(ranks_in_turn(ranks, 1), tuple(rows))
 
 
-def zbv(ranks: int, microbatches: int) -> Table:
+def zbv(ranks: int, microbatches: int) -> Schedule:
     """Return ZBV: two stages per rank, forth and back; each rank keeps as many forwards as 1F1B's first.
 
     With few microbatches the paper's order waits longer than list scheduling.
@@ -347,8 +347,8 @@ def zbv(ranks: int, microbatches: int) -> Table:
     greedy = list_schedule(forth_and_back(ranks), microbatches, alive, alive, unit)
     if microbatches < 2 * ranks:
         return greedy
-    paper = Table(forth_and_back(ranks), tuple(tuple(zbv_row(rank, ranks, microbatches)) for rank in range(ranks)))
-    return min(paper, greedy, key=lambda table: play(table).idle)
+    paper = Schedule(forth_and_back(ranks), tuple(tuple(zbv_row(rank, ranks, microbatches)) for rank in range(ranks)))
+    return min(paper, greedy, key=lambda schedule: play(schedule).idle)
 
 
 def zbv_row(rank: int, ranks: int, microbatches: int) -> Iterator[Slot]:
@@ -383,9 +383,9 @@ def zbv_row(rank: int, ranks: int, microbatches: int) -> Iterator[Slot]:
             yield from run(stage, "W")
 
 
-def auto(ranks: int, microbatches: int, costs: TaskCosts = unit) -> Table:
+def auto(ranks: int, microbatches: int, costs: TaskCosts = unit) -> Schedule:
     """Return the shortest of several schedules with split backwards that keep no more than 1F1B's first stage."""
     alive, rank_of = [ranks] * ranks, ranks_in_turn(ranks, 1)
     as_1f1b = [ranks - rank for rank in range(ranks)]
     candidates = [list_schedule(rank_of, microbatches, early, alive, costs) for early in (alive, as_1f1b)]
-    return min([zero_bubble(ranks, microbatches), *candidates], key=lambda table: play(table, costs).length)
+    return min([zero_bubble(ranks, microbatches), *candidates], key=lambda schedule: play(schedule, costs).length)

@@ -1,4 +1,4 @@
-"""Schedules as data: orders and idle shares of known schedules, and tables that are refused."""
+"""Schedules as data: orders and idle shares of known schedules, and schedules that are refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules
 
-from passes.pipeline.tables import (
+from passes.pipeline.schedules import (
+    Schedule,
     Slot,
-    Table,
     forth_and_back,
     gpipe,
     in_order,
@@ -26,8 +26,8 @@ from passes.program.task import BACKWARD, FORWARD, INPUTS, WEIGHTS, Task
 SIZES = [(2, 2), (2, 5), (3, 5), (4, 8), (8, 16)]
 
 
-def rows_of(table: Table) -> list[list[str]]:
-    return [[f"{s.task.stage}{s.task.kind}{s.microbatch}" for s in row] for row in table.rows]
+def rows_of(schedule: Schedule) -> list[list[str]]:
+    return [[f"{s.task.stage}{s.task.kind}{s.microbatch}" for s in row] for row in schedule.rows]
 
 
 def rows_of_torch(schedule: type, rank_of: tuple[int, ...], microbatches: int) -> list[list[str]]:
@@ -52,28 +52,28 @@ def test_the_rows_of_1f1b_are_those_of_the_docstring():
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 6)])
 def test_interleaved_is_pytorchs(ranks, microbatches):
-    table = interleaved(ranks, microbatches, 2)
-    assert rows_of(table) == rows_of_torch(schedules.ScheduleInterleaved1F1B, table.rank_of, microbatches)
+    schedule = interleaved(ranks, microbatches, 2)
+    assert rows_of(schedule) == rows_of_torch(schedules.ScheduleInterleaved1F1B, schedule.rank_of, microbatches)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 6), (8, 16)])
 def test_zero_bubble_is_pytorchs(ranks, microbatches):
-    table = zero_bubble(ranks, microbatches)
-    assert rows_of(table) == rows_of_torch(schedules.ScheduleInterleavedZeroBubble, table.rank_of, microbatches)
+    schedule = zero_bubble(ranks, microbatches)
+    assert rows_of(schedule) == rows_of_torch(schedules.ScheduleInterleavedZeroBubble, schedule.rank_of, microbatches)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 16)])
 def test_zbv_is_no_more_idle_than_pytorchs_and_keeps_no_more(ranks, microbatches):
     result = zbv(ranks, microbatches)
-    theirs = table_of(rows_of_torch(schedules.ScheduleZBVZeroBubble, forth_and_back(ranks), microbatches))
+    theirs = schedule_of(rows_of_torch(schedules.ScheduleZBVZeroBubble, forth_and_back(ranks), microbatches))
     assert play(result).idle <= play(theirs).idle
     assert max(most_alive(result)) <= max(most_alive(theirs))
 
 
-def table_of(rows: list[list[str]]) -> Table:
-    """Return a table of two stages per rank from PyTorch's text, such as `3F0`."""
+def schedule_of(rows: list[list[str]]) -> Schedule:
+    """Return a schedule of two stages per rank from PyTorch's text, such as `3F0`."""
     slots = [[Slot(Task(int(s[0 : s.index(k)]), k), int(s[s.index(k) + 1 :])) for s, k in map(kind, row)] for row in rows]
-    return Table(forth_and_back(len(rows)), tuple(map(tuple, slots)))
+    return Schedule(forth_and_back(len(rows)), tuple(map(tuple, slots)))
 
 
 def kind(action: str) -> tuple[str, str]:
@@ -97,15 +97,15 @@ def test_what_ranks_keep(ranks, microbatches):
     assert max(most_alive(zbv(ranks, microbatches))) <= 2 * ranks
 
 
-KNOWN: list[Callable[[int, int], Table]] = [gpipe, one_f_one_b, zero_bubble, zbv, lambda p, m: interleaved(p, m, 3)]
+KNOWN: list[Callable[[int, int], Schedule]] = [gpipe, one_f_one_b, zero_bubble, zbv, lambda p, m: interleaved(p, m, 3)]
 
 
 @pytest.mark.parametrize("make", KNOWN)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (4, 2), (5, 7), (8, 3)])
 def test_any_number_of_microbatches_ends(make, ranks, microbatches):
-    table = make(ranks, microbatches)
-    order = in_order(table)
-    assert len(order) == sum(map(len, table.rows)) and table.microbatches == microbatches
+    schedule = make(ranks, microbatches)
+    order = in_order(schedule)
+    assert len(order) == sum(map(len, schedule.rows)) and schedule.microbatches == microbatches
 
 
 @pytest.mark.parametrize("kinds", [(FORWARD, BACKWARD), (FORWARD, INPUTS, WEIGHTS)])
@@ -114,15 +114,15 @@ def test_a_table_that_never_ends_says_who_waits_for_what(kinds):
     for stage, k in ((0, 1), (1, 0)):  # rank 1 does all of the second microbatch before any of the first
         rows[stage] = rows[stage][len(kinds) :] + rows[stage][: len(kinds)] if k == 0 else rows[stage]
     with pytest.raises(ValueError, match=r"rank 0 at [BI]0.0 waits for [BI]0.1 of rank 1; rank 1 at F1.1 waits for F1.0"):
-        play(Table((0, 1), tuple(map(tuple, rows))))
+        play(Schedule((0, 1), tuple(map(tuple, rows))))
 
 
 def test_a_table_that_lacks_or_repeats_a_slot_says_which():
-    table = one_f_one_b(2, 3)
-    first, second = table.rows
+    schedule = one_f_one_b(2, 3)
+    first, second = schedule.rows
     with pytest.raises(ValueError, match=r"rank 1 never runs B2.1"):
-        play(Table(table.rank_of, (first, second[:-1])))
+        play(Schedule(schedule.rank_of, (first, second[:-1])))
     with pytest.raises(ValueError, match=r"rank 1 runs F0.1 2 times"):
-        play(Table(table.rank_of, (first, (*second, second[0]))))
+        play(Schedule(schedule.rank_of, (first, (*second, second[0]))))
     with pytest.raises(ValueError, match=r"rank 0 runs F0.1, which is not its own"):
-        play(Table(table.rank_of, ((*first, second[0]), second)))
+        play(Schedule(schedule.rank_of, ((*first, second[0]), second)))

@@ -26,13 +26,13 @@ from passes.program.abstract_eval import abstract_eval
 MIB, GIB = 2**20, 2**30
 SHOWN = 3  # settings that fit
 LARGEST = 6  # tensors that are alive
-SPARE, PROCESS_GIB = 0.8, 1 / 16  # share of a CPU's free memory to plan with (heaps fragment); threads and kernels
+CPU_SPARE, PROCESS_GIB = 0.8, 1 / 16  # share of a CPU's free memory to plan with (heaps fragment); threads and kernels
 LESS = 0.95  # of the memory of the failed setting: settings that need more are refused whatever is predicted
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
 OPEN = ("cast", "context", "pipeline")  # passes whose options stay as they are
 
 
-def answer(cfg: Config, failure: Failure) -> Iterator[str]:
+def describe(cfg: Config, failure: Failure) -> Iterator[str]:
     """Yield lines on a job that ran out of memory; the caller frees the job's memory first."""
     ranks = start_ranks()
     cfg = validate(for_running(cfg), ranks)
@@ -70,7 +70,7 @@ def limited_request(cfg: Config, ranks: int, free: int, used: int) -> PlanReques
     plan = {"compile": min(FEW, cfg.plan.compile)}
     cluster = {"gpus": ranks, "hbm_gib": free / GIB}
     if cfg.cluster.host_computes:
-        cluster |= {"hbm_gib": SPARE * free / GIB, "context_gib": PROCESS_GIB, "communicator_gib": 0.0}
+        cluster |= {"hbm_gib": CPU_SPARE * free / GIB, "context_gib": PROCESS_GIB, "communicator_gib": 0.0}
     request = PlanRequest(replaced(cfg, {"cluster": cluster, "plan": plan}), frozenset(stated))
     usable_gib = request.cfg.cluster.hbm_gib * min(1.0, LESS * used / max(room(request), 1.0))
     return PlanRequest(replaced(request.cfg, {"cluster": {"hbm_gib": usable_gib}}), request.stated)

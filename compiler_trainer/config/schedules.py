@@ -8,9 +8,9 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import text_of
 from compiler_trainer.config.options import not_one_of
 from compiler_trainer.config.schema import PipelineConfig
-from passes.pipeline.tables import (
+from passes.pipeline.schedules import (
     SCHEDULES,
-    Table,
+    Schedule,
     TaskCosts,
     auto,
     from_text,
@@ -23,7 +23,7 @@ from passes.pipeline.tables import (
 )
 
 
-def build_table(pipeline: PipelineConfig, pp: int, microbatches: int, costs: TaskCosts = unit) -> Table:
+def build_schedule(pipeline: PipelineConfig, pp: int, microbatches: int, costs: TaskCosts = unit) -> Schedule:
     """Return the schedule that the options name; `auto` depends on the cost of each task."""
     builders = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
     if pipeline.schedule == "auto":
@@ -32,19 +32,19 @@ def build_table(pipeline: PipelineConfig, pp: int, microbatches: int, costs: Tas
         return interleaved(pp, microbatches, pipeline.chunks)
     if pipeline.schedule in builders:
         return builders[pipeline.schedule](pp, microbatches)
-    return read_table(Path(pipeline.schedule), pp, microbatches)
+    return read_schedule(Path(pipeline.schedule), pp, microbatches)
 
 
-def read_table(path: Path, pp: int, microbatches: int) -> Table:
+def read_schedule(path: Path, pp: int, microbatches: int) -> Schedule:
     """Return the schedule in a file; raise UserError naming the problem."""
     if not path.exists():
         raise UserError("passes.pipeline.schedule", f"{not_one_of(SCHEDULES, str(path))}, nor a file")
     try:
-        table = from_text(text_of(path))
+        schedule = from_text(text_of(path))
     except ValueError as error:
         raise UserError(str(path), f"{error}") from error
-    sizes = {"mesh.pp": (pp, table.ranks), "train.microbatches": (microbatches, table.microbatches)}
-    for option, (configured, in_table) in sizes.items():
-        if configured != in_table:
-            raise UserError(str(path), f"is a table for {option}={in_table}, not {configured}")
-    return table
+    sizes = {"mesh.pp": (pp, schedule.ranks), "train.microbatches": (microbatches, schedule.microbatches)}
+    for option, (configured, in_file) in sizes.items():
+        if configured != in_file:
+            raise UserError(str(path), f"is a schedule for {option}={in_file}, not {configured}")
+    return schedule
