@@ -15,7 +15,7 @@ from compiler_trainer.models.subject import Subject
 
 if TYPE_CHECKING:
     from compiler_trainer.training.callbacks import Callback
-    from compiler_trainer.training.exhausted import Failure
+    from compiler_trainer.training.failures import Failure
 
 GIB = 2**30
 PATIENCE_S = 300  # of a rank while another prints what takes the memory
@@ -48,7 +48,7 @@ def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
 def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
     """Train; raise RunError if memory runs out, after one rank has printed the settings that would fit."""
     with unwatched():
-        from compiler_trainer.training.exhausted import failure_of, let_go
+        from compiler_trainer.training.failures import failure_of, let_go
         from compiler_trainer.training.trainer import train
 
     try:

@@ -240,6 +240,9 @@ def write(plan: Plan, text: str, folder: Path) -> None:
     put(folder / RECIPE, text)
 
 
+# ---- several plans -------------------------------------------------------------------------------------
+
+
 class Varied(NamedTuple):
     """A plan and its values of the varied options."""
 

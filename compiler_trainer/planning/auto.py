@@ -19,8 +19,8 @@ from compiler_trainer.planning.search import GIB, Outcome, Plan, all_forms, comp
 from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, replaced, sizes_of
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks
-from compiler_trainer.training.compare import leaves
-from compiler_trainer.training.progress import announce
+from compiler_trainer.training.checkpoints import leaves
+from compiler_trainer.training.loggers import announce
 
 FEW = 4  # settings to compile while a job waits
 SPARE = 0.8  # share of the memory to plan with, because closed forms are approximate

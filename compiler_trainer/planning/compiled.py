@@ -170,6 +170,8 @@ def for_timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, DryStep
     return getattr(cfg.model, "n_layers", None), compile_layers(cfg)
 
 
+# ---- between two recomputations ------------------------------------------------------------------------
+
 POLICIES = ("none", "selective", "attention", "full")  # of one layer
 
 

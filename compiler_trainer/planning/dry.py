@@ -45,7 +45,7 @@ from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, turns_of_step
 from compiler_trainer.training import folder
-from compiler_trainer.training.progress import say_contents
+from compiler_trainer.training.loggers import say_contents
 from compiler_trainer.training.speed import computes_in, peak_flops
 from passes.check.runner import Observer
 from passes.cost.clock import Timing
@@ -315,6 +315,8 @@ def events(program: str, timeline: Timeline, count: int | None = None) -> list[d
     ]
 
 
+# ---- pipeline stages -----------------------------------------------------------------------------------
+
 PP = "pp"
 
 
@@ -424,6 +426,9 @@ def sent_by(
             between = link(mesh, message, cluster.gpus_per_node)
             total["intra" if between.nodes == 1 else "inter"] += size[message.key[0]]
     return dict(total)
+
+
+# ---- console output ------------------------------------------------------------------------------------
 
 
 def show(cfg: Config, report: dict[str, Any]) -> None:

@@ -236,6 +236,8 @@ def kept_bytes(rank: Rank, candidate: Candidate, policy: str) -> float:
     return input_bytes * (2 if tp > 1 else 1) + exchanged_bytes + sent_bytes + gathered_bytes + ring_bytes
 
 
+# ---- costs of a rank -----------------------------------------------------------------------------------
+
 MASTER = {"float32": 4, "bfloat16": 2}
 MOMENTS = {"adamw": 2.0, "adamw8bit": 0.5, "adamwfp8": 0.5, "muon": 1.0}  # of the bytes of an entry
 LOGITS_ALIVE, LOGITS_LATER = 5.4, 2.4  # copies of a chunk of logits that are alive at once

@@ -18,7 +18,7 @@ from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import Outcome, compile_one, room, search
 from compiler_trainer.planning.space import Candidate, PlanRequest, replaced
 from compiler_trainer.step.ranks import start_ranks
-from compiler_trainer.training.exhausted import Failure, free_bytes, used_bytes
+from compiler_trainer.training.failures import Failure, free_bytes, used_bytes
 from passes.cost.accounting import Ledger, peak_of
 from passes.program import ir
 from passes.program.abstract_eval import abstract_eval

@@ -18,7 +18,7 @@ from compiler_trainer.planning.answer import Varied, vary_table
 from compiler_trainer.planning.search import Plan, compile_in_parallel, search
 from compiler_trainer.planning.space import PlanRequest
 from compiler_trainer.training import folder
-from compiler_trainer.training.progress import say_contents
+from compiler_trainer.training.loggers import say_contents
 
 
 class Question(NamedTuple):

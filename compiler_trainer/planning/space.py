@@ -282,6 +282,9 @@ def depth_pattern(model: ModelConfig) -> tuple[int, int]:
     return (experts.dense_layers if experts else 0), math.lcm(every, model.nope_every or 1)
 
 
+# ---- sizes of a model ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Heads:
     """The attention of a layer: query heads, key heads, features of a key and of a value; 0 heads if unknown."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from compiler_trainer.config.schema import Config
 from compiler_trainer.profile.changes import computing
-from compiler_trainer.training.measured import Spent
-from compiler_trainer.training.pace import SLOW
+from compiler_trainer.training.anomalies import SLOW
+from compiler_trainer.training.trace import Spent
 
 WAITING = 0.05  # share of a step from which on the wait for data is reported
 FAR = 1.5  # times the predicted computing time

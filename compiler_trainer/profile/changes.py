@@ -16,7 +16,7 @@ from compiler_trainer.planning.search import all_forms, room
 from compiler_trainer.planning.space import LeftOut, replaced, sizes_of
 from compiler_trainer.profile.predicted import Predicted, predicted
 from compiler_trainer.step.given import mesh_of
-from compiler_trainer.training.measured import Spent
+from compiler_trainer.training.trace import Spent
 
 USUAL_MIB = 25.0  # size of a bucket
 LIGHTER = {

@@ -12,8 +12,7 @@ from torch import fx
 from compiler_trainer.config.schema import Config
 from compiler_trainer.planning.dry import DryStep, compile_dry, predict_step
 from compiler_trainer.step.turns import turns_of_step
-from compiler_trainer.training.measured import ATTENTION, LOOPS, PRODUCTS, Spent
-from compiler_trainer.training.trace import place_of
+from compiler_trainer.training.trace import ATTENTION, LOOPS, PRODUCTS, Spent, place_of
 from passes.context.operators import kernel_of
 from passes.cost.accounting import count_flops
 from passes.cost.timeline import COMPUTE

@@ -22,8 +22,7 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.profile.causes import Cause, OfRank, causes, read
 from compiler_trainer.profile.changes import Change, changes
 from compiler_trainer.profile.predicted import Predicted, predicted
-from compiler_trainer.training.measured import COMPUTING
-from compiler_trainer.training.trace import MEASURED
+from compiler_trainer.training.trace import COMPUTING, MEASURED
 
 FILE = "profile.json"
 WORTH = 0.01  # share of a step that a proposal has to save

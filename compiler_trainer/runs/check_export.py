@@ -29,7 +29,7 @@ from compiler_trainer.runs import plainly
 from compiler_trainer.runs.evaluate import data_of, measuring
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.training.evaluate import Measures
-from compiler_trainer.training.progress import Working
+from compiler_trainer.training.loggers import Working
 
 ROUNDINGS = 64  # relative roundings of the coarsest dtype by which two correct computations may differ
 MOST_ROWS = 8

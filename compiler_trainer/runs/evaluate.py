@@ -20,10 +20,9 @@ from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import local_device, rank, start_ranks, stop_ranks
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.evaluate import by_source, held_out, means
-from compiler_trainer.training.prepare import read_data
-from compiler_trainer.training.progress import Working
+from compiler_trainer.training.loggers import Working
+from compiler_trainer.training.prepare import own_rows, read_data
 from compiler_trainer.training.reference import refer
-from compiler_trainer.training.rows import own_rows
 from compiler_trainer.training.trainer import peek
 
 

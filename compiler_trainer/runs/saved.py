@@ -25,7 +25,7 @@ from compiler_trainer.config.refusal import as_user_errors
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, subject
-from compiler_trainer.training.resume import checkpoints_of, first_whole
+from compiler_trainer.training.checkpoints import checkpoints_of, first_whole
 
 T = TypeVar("T")
 

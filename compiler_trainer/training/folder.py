@@ -20,7 +20,7 @@ from compiler_trainer.config.files import put
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.training import metrics
-from compiler_trainer.training.resume import BY_NAME, checkpoints_of
+from compiler_trainer.training.checkpoints import BY_NAME, checkpoints_of
 from passes.check.runner import Dumper, PassRecord
 from passes.pipeline.schedules import Schedule, as_text
 from passes.program import ir

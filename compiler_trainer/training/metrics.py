@@ -1,19 +1,26 @@
-"""Write each step's metrics to disk as soon as they are known: `metrics.jsonl`, and the same for TensorBoard."""
+"""Write each step's metrics to disk as soon as they are known: `metrics.jsonl`, and the same for TensorBoard.
+
+Metrics of mixtures of experts say how evenly experts are used, from the buffers in which routers store their latest
+loads.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import Tensor
 from torch.utils.tensorboard.summary import scalar, text
 
 from compiler_trainer.config.errors import UserError
@@ -180,3 +187,33 @@ def drop_later(path: Path, after: int, kind: Any) -> None:
         return
     records = [record for record in read(path, kind) if record["step"] <= after]
     put(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+# ---- use of experts ------------------------------------------------------------------------------------
+
+LOAD, AUXILIARY = ".router.load", ".router.auxiliary"  # endings of the buffers' names
+
+
+def unevenness(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return metrics, fp64[] each, from routers' buffers: shares [E] and auxiliary losses []; empty without buffers.
+
+    `expert_load/LAYER`: the busiest expert's share over the mean share, from 1 to the number of experts.
+    `expert_load_max` and `expert_load_mean`: its maximum and mean over layers. `expert_entropy`: the entropy of the
+    shares over that of even shares, from 0 to 1, averaged over layers. `balance_loss`: the sum of auxiliary losses.
+    Nothing is read from the device.
+    """
+    shares = {name.removesuffix(LOAD): value.double() for name, value in buffers.items() if name.endswith(LOAD)}
+    shares = {layer: share for layer, share in shares.items() if share.numel() > 1}
+    if not shares:
+        return {}
+    loads = {f"expert_load/{layer}": share.max() * share.numel() for layer, share in shares.items()}
+    entropies = [torch.special.entr(s).sum() / math.log(s.numel()) for s in shares.values()]
+    losses = [value.double() for name, value in buffers.items() if name.endswith(AUXILIARY)]
+    layer_loads = torch.stack([*loads.values()])
+    return {
+        "expert_load_max": layer_loads.max(),
+        "expert_load_mean": layer_loads.mean(),
+        "expert_entropy": torch.stack(entropies).mean(),
+        **({"balance_loss": torch.stack(losses).sum()} if losses else {}),
+        **loads,
+    }

@@ -23,7 +23,7 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.places.kept import is_at
 from compiler_trainer.step.ranks import from_rank_0, rank
-from compiler_trainer.training.resume import checkpoints_of
+from compiler_trainer.training.checkpoints import checkpoints_of
 
 FILE = ".owner"
 PATIENCE_S = 5.0  # for the previous process, which may be ending

@@ -1,30 +1,47 @@
-"""Preparation before compilation: seeds, agreement between ranks, and the run's starting point."""
+"""Preparation before compilation: seeds, agreement between ranks, the starting point, memory, times of phases.
+
+The captured graph is compared with the model, unless the tests cover this kind of model: a small model by value on two
+samples of the first batch, a large one by the parameters that get gradients.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import os
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 
-from compiler_trainer import checkpoint
+from compiler_trainer import BEGAN, checkpoint
+from compiler_trainer.capture.compare import captured_difference
 from compiler_trainer.checkpoint import Checkpoint, on_all_ranks
 from compiler_trainer.config.earlier import is_in
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.lengths import steps_of
-from compiler_trainer.config.schema import Config, TrainConfig, lasting
+from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, TrainConfig, lasting
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, datasets_of
-from compiler_trainer.step.ranks import first_of_each_machine_first, rank
+from compiler_trainer.models.folder import config_of
+from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.subject import Subject
+from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.ranks import first_of_each_machine_first, from_rank_0, rank
+from compiler_trainer.step.step import Step
 from compiler_trainer.training import folder
-from compiler_trainer.training.compare import check_meaning
-from compiler_trainer.training.progress import announce
-from compiler_trainer.training.resume import first_whole
-from compiler_trainer.training.store import bring, check_store
+from compiler_trainer.training.checkpoints import bring, check_meaning, check_store, first_whole
+from compiler_trainer.training.loggers import announce
+from passes.program import ir
 
 
 @dataclass(frozen=True)
@@ -127,3 +144,144 @@ def read_start(cfg: Config, datasets: Datasets, ckpt: Checkpoint) -> Start:
     if index.step >= cfg.train.steps and cfg.checkpoint.resume != "auto":
         raise UserError("train.steps", f"is {cfg.train.steps}, but {path} is at step {index.step}; increase it")
     return Start(index.step, index.tokens, ckpt)
+
+
+# ---- the captured graph against the model --------------------------------------------------------------
+
+TESTED = frozenset(
+    "deepseek_v3 gemma gemma3_text gpt2 llama llama4_text mixtral qwen3 qwen3_moe".split()
+)  # model types of transformers that tests compare by value
+MOST_WORK = 1e10  # parameters times tokens; eager PyTorch takes a few seconds for it
+ROWS = 2
+
+
+def is_tested(cfg: Config) -> bool:
+    """Return True if tests compare models and losses of this kind with eager PyTorch."""
+    if cfg.has_own_loss:
+        return False
+    if isinstance(cfg.model, FolderConfig):
+        return config_of(folder_of(cfg)).model_type in TESTED
+    return isinstance(cfg.model, ModelConfig)
+
+
+def check_capture(cfg: Config, trained: Subject, batch: Callable[[], Mapping[str, Tensor]]) -> str:
+    """Return a note if model and graph cannot be compared, otherwise an empty string.
+
+    Raises UserError on all ranks if they differ.
+    """
+    if is_tested(cfg) or cfg.passes.verify == "none":
+        return ""
+    difference, note = from_rank_0(lambda: find_difference(trained, batch()))
+    if difference:
+        fix = "report this model to us, or set passes.verify=none to train with the graph as it is"
+        raise UserError("model", f"{difference}: the captured graph differs from eager PyTorch; {fix}")
+    return note
+
+
+def find_difference(trained: Subject, batch: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return (the first difference between model and graph, a note if they cannot be compared), empty if there is none.
+
+    A model that cannot be captured is refused later, with the reason.
+    """
+    rows = {name: value[:ROWS].cpu() for name, value in batch.items()}
+    work = sum(p.numel() for p in trained.module.parameters()) * max(value.numel() for value in rows.values())
+    model = copy.deepcopy(trained.module).train()
+    try:
+        if work <= MOST_WORK:
+            fill(model, ((name, torch.as_tensor(value[()])) for name, value in trained.initial()))
+        return captured_difference(model, trained.loss, rows, values=work <= MOST_WORK), ""
+    except UserError:
+        return "", ""
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return "", f"note: the captured graph is not compared with the model, which does not run on the CPU ({reason})"
+
+
+# ---- memory --------------------------------------------------------------------------------------------
+
+BATCH_ENTRIES, BATCH_BYTES = 4, 8  # per token: tokens, labels, positions, documents, as int64
+
+
+def check_room(cfg: Config, trained: Subject) -> None:
+    """Raise UserError if the parameters alone, or a batch alone, are larger than memory."""
+    ranks = mesh_of(cfg.mesh).world_size
+    size = sum(p.numel() * p.element_size() for p in trained.module.parameters()) / (ranks / cfg.mesh.dp_replicate)
+    local_ranks = 1 if torch.cuda.is_available() else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if size * local_ranks > device_bytes():
+        place = f"on each of {ranks} ranks, which have {gib(device_bytes() / local_ranks)} each"
+        fix = "make it smaller, or shard it over more ranks"
+        raise UserError("model", f"its parameters take {gib(size)} {place}; {fix}")
+    batch = cfg.train.global_batch_size * cfg.train.seq_len * BATCH_ENTRIES * BATCH_BYTES
+    if batch > host_bytes():
+        problem = f"with train.seq_len={cfg.train.seq_len} makes a batch of {gib(batch)}, more than this machine has"
+        raise UserError("train.global_batch_size", f"{cfg.train.global_batch_size} {problem}; make either smaller")
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_bytes() -> int:
+    """Return the memory of a rank's device."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else host_bytes()
+
+
+def gib(count: float) -> str:
+    return f"{count / 2**30:,.1f} GiB"
+
+
+# ---- times of phases -----------------------------------------------------------------------------------
+
+runs = itertools.count()  # runs of this process, such as the points of a sweep
+
+
+@dataclass
+class Phases:
+    """Seconds of each phase before the first step, in order; a process's first run counts from the package's import."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=lambda: time.perf_counter() if next(runs) else BEGAN)
+
+    def end(self, name: str) -> float:
+        """End a phase that lasted since the previous one ended, and return its seconds."""
+        now = time.perf_counter()
+        self.seconds[name], self.last = now - self.last, now
+        return self.seconds[name]
+
+    def end_compiling(self, seconds: Mapping[str, float]) -> None:
+        """Split the compile time into its stages' seconds; the remainder goes to weights."""
+        kernels = sum(s for name, s in seconds.items() if name.endswith(".lower"))
+        capture = seconds.get("capture", 0.0)
+        programs = sum(seconds.values()) - kernels - capture
+        weights = max(0.0, self.end("weights") - sum(seconds.values()))
+        self.seconds |= {"capture": capture, "program": programs, "kernels": kernels, "weights": weights}
+
+    def report(self) -> dict[str, Any]:
+        """Return seconds by phase, and the CPU seconds of all cores, with those of compiler processes."""
+        seconds = {name: round(s, 4) for name, s in self.seconds.items()}
+        return {"start": seconds, "start_cpu_s": round(sum(os.times()[:4]), 2)}
+
+    def __str__(self) -> str:
+        """Return a line such as `6.1 s: import 2.9, program 0.4, kernels 0.8`, without phases that took no time."""
+        parts = (f"{name} {s:.1f}" for name, s in self.seconds.items() if s >= 0.05)
+        return f"{sum(self.seconds.values()):.1f} s: {', '.join(parts)}"
+
+
+# ---- samples of a rank ---------------------------------------------------------------------------------
+
+
+def own_rows(step: Step, ranks: Sequence[int]) -> NDArray[np.int64]:
+    """Return the numbers of the samples that the given ranks need, ascending."""
+    inputs = [e for compiled in (*step.train.values(), *step.evaluation.values()) for e in compiled.finished.inputs]
+    entries = [e for e in inputs if e.kind == "batch"]
+    size = entries[0].spec.shape[0]
+    part_rows = sorted({row for e in entries for rank in ranks for row in rows_of(e, step, rank)})
+    return np.concatenate([np.array(part_rows, np.int64) + part * size for part in range(step.microbatches)])
+
+
+def rows_of(entry: ir.Input, step: Step, rank: int) -> Iterator[int]:
+    """Yield the samples of a microbatch that a rank needs of one input."""
+    (rows,) = entry.spec.dims[0]
+    for start, _, count in rows.runs(step.mesh, step.mesh.coordinates(rank)):
+        yield from range(start, start + count)

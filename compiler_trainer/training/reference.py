@@ -29,8 +29,8 @@ from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import from_rank_0, local_device, rank
 from compiler_trainer.step.step import Step
-from compiler_trainer.training.progress import Working, announce
-from compiler_trainer.training.rows import own_rows
+from compiler_trainer.training.loggers import Working, announce
+from compiler_trainer.training.prepare import own_rows
 
 FILE = "reference.npz"
 Values = NDArray[np.float32]  # [pairs, 2]

@@ -22,19 +22,14 @@ from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.results import Moment, Results
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import averages
+from compiler_trainer.training.anomalies import Judge, Lost, Pace, Spikes
 from compiler_trainer.training.evaluate import held_out, means
-from compiler_trainer.training.load import unevenness
+from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.lr_schedule import rates
-from compiler_trainer.training.memory import PeakMemory
-from compiler_trainer.training.metrics import Record
-from compiler_trainer.training.nonfinite import Judge, Lost
-from compiler_trainer.training.pace import Pace
+from compiler_trainer.training.metrics import Record, unevenness
 from compiler_trainer.training.prepare import Start
-from compiler_trainer.training.progress import announce
-from compiler_trainer.training.spans import DATA
-from compiler_trainer.training.speed import speed
-from compiler_trainer.training.spikes import Spikes
-from compiler_trainer.training.trace import Trace
+from compiler_trainer.training.speed import PeakMemory, speed
+from compiler_trainer.training.trace import DATA, Trace
 
 ASYNCHRONOUS = ("cuda",)  # device types that compute asynchronously to the host
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from compiler_trainer.config.errors import STOPPED
 from compiler_trainer.config.schema import Config
 from compiler_trainer.step.ranks import host_group, rank, stop_ranks
-from compiler_trainer.training.progress import announce
+from compiler_trainer.training.loggers import announce
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_S = 5.0  # schedulers signal all processes of a job, and torchrun forwards its signal to the ranks

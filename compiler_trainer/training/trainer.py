@@ -27,39 +27,41 @@ from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import local_device, rank, start_ranks
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import averages, folder, trace
+from compiler_trainer.training.anomalies import Lost, Replicas, Rollback
 from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
-from compiler_trainer.training.capture_check import check_capture
-from compiler_trainer.training.evaluate import held_out, means
-from compiler_trainer.training.loggers import Logger, build_loggers, logging
+from compiler_trainer.training.checkpoints import checkpoints_of, pass_over, saving, send_rest
+from compiler_trainer.training.evaluate import Patience, Samples, held_out, means
+from compiler_trainer.training.failures import Peers, Watch
+from compiler_trainer.training.loggers import (
+    Logger,
+    Progress,
+    Working,
+    announce,
+    build_loggers,
+    logging,
+    say_contents,
+    say_next,
+)
 from compiler_trainer.training.lr_schedule import rates
 from compiler_trainer.training.metrics import Record
-from compiler_trainer.training.nonfinite import Lost, Rollback
 from compiler_trainer.training.owner import Owners, owning
-from compiler_trainer.training.patience import Patience
-from compiler_trainer.training.peers import Peers
-from compiler_trainer.training.phases import Phases
 from compiler_trainer.training.preflight import data_names, describe, notes
 from compiler_trainer.training.prepare import (
+    Phases,
     Start,
+    check_capture,
+    check_room,
     find_start,
     make_reproducible,
+    own_rows,
     read_data,
     resolve_steps,
     same_on_all_ranks,
 )
-from compiler_trainer.training.progress import Progress, Working, announce, say_contents, say_next
 from compiler_trainer.training.reference import refer
-from compiler_trainer.training.replicas import Replicas
-from compiler_trainer.training.resume import checkpoints_of, pass_over
-from compiler_trainer.training.room import check_room
-from compiler_trainer.training.rows import own_rows
-from compiler_trainer.training.samples import Samples
-from compiler_trainer.training.saving import saving
 from compiler_trainer.training.speed import machine
 from compiler_trainer.training.steps import Meters, Steps, is_due
 from compiler_trainer.training.stop import Stop, end_early, ending_at_sigterm
-from compiler_trainer.training.store import send_rest
-from compiler_trainer.training.watch import Watch
 from passes.program.torch_private import dump_allocations, record_allocations
 
 

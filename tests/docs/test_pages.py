@@ -20,8 +20,8 @@ from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.defaults import defaults
 from compiler_trainer.config.meaning import groups
 from compiler_trainer.config.schema import Config, ExpertsConfig, LatentConfig, LoraConfig, MeshConfig, RopeScaling
-from compiler_trainer.training.load import unevenness
-from compiler_trainer.training.pace import RANKS
+from compiler_trainer.training.anomalies import RANKS
+from compiler_trainer.training.metrics import unevenness
 from compiler_trainer.training.speed import speed
 from tests.nightly.parity.models.kind import MEANS
 

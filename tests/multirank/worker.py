@@ -24,8 +24,8 @@ from compiler_trainer.config.validate import validate  # noqa: E402
 from compiler_trainer.models import Llama  # noqa: E402
 from compiler_trainer.planning.dry import compile_dry, predict_step  # noqa: E402
 from compiler_trainer.step.ranks import start_ranks, stop_ranks  # noqa: E402
-from compiler_trainer.training.memory import PeakMemory  # noqa: E402
-from compiler_trainer.training.replicas import differences  # noqa: E402
+from compiler_trainer.training.anomalies import differences  # noqa: E402
+from compiler_trainer.training.speed import PeakMemory  # noqa: E402
 from passes.lower import inductor  # noqa: E402
 
 F32 = torch.float32

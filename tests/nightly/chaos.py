@@ -51,9 +51,9 @@ from compiler_trainer.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from compiler_trainer.training import owner, phases
+from compiler_trainer.training import owner, prepare
+from compiler_trainer.training.anomalies import RANKS
 from compiler_trainer.training.metrics import FILE, read
-from compiler_trainer.training.pace import RANKS
 from compiler_trainer.training.trainer import train
 
 STEPS = 24
@@ -265,7 +265,7 @@ def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s:
     os.dup2(pipe.fileno(), 2)
     pipe.close()
     owner.PATIENCE_S = patience_s
-    next(phases.runs)  # count seconds from now, not from the imports before the fork
+    next(prepare.runs)  # count seconds from now, not from the imports before the fork
     faulthandler.enable()  # SIGABRT prints the stack traces of a rank that hangs
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}

@@ -24,8 +24,8 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import LockstepRanks
 from compiler_trainer.step.step import State
+from compiler_trainer.training.anomalies import RANKS
 from compiler_trainer.training.metrics import read
-from compiler_trainer.training.pace import RANKS
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 

@@ -28,7 +28,7 @@ from compiler_trainer.config.device import for_running
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
-from compiler_trainer.training.memory import PeakMemory
+from compiler_trainer.training.speed import PeakMemory
 from compiler_trainer.training.trainer import local_device
 from passes.lower.inductor import counts
 from tools.bench.floor import floor_s

@@ -18,7 +18,7 @@ import torch
 
 from compiler_trainer import compile_step, models
 from compiler_trainer.config.schema import ModelConfig
-from compiler_trainer.training.memory import cpu_peak
+from compiler_trainer.training.speed import cpu_peak
 
 POLICIES = ("none", "every_n", "selective", "full", "offload")
 MIB, GIB = 2**20, 2**30

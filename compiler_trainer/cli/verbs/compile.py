@@ -18,7 +18,7 @@ from compiler_trainer.config.device import described
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, is_open
 from compiler_trainer.runs.ahead import compile_ahead
-from compiler_trainer.training.progress import Working
+from compiler_trainer.training.loggers import Working
 from passes.lower import trace_cuda
 
 

@@ -22,7 +22,7 @@ from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
-from compiler_trainer.training.nonfinite import Lost
+from compiler_trainer.training.anomalies import Lost
 from compiler_trainer.training.trainer import train
 from passes import rules
 from passes.program import ir, reshard

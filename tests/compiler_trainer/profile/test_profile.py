@@ -18,7 +18,7 @@ from compiler_trainer.planning.space import replaced
 from compiler_trainer.profile import changes, report
 from compiler_trainer.profile.causes import OfRank, causes
 from compiler_trainer.profile.predicted import Predicted, predicted
-from compiler_trainer.training.measured import Spent
+from compiler_trainer.training.trace import Spent
 
 ROOT = Path(__file__).resolve().parents[3]
 EXPECTED = Spent(100.0, {"products": 60.0, "loops": 30.0}, {"fsdp": 10.0})

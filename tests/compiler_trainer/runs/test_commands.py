@@ -29,7 +29,7 @@ from compiler_trainer.models.sampling import Sampling, chances, ends_answers
 from compiler_trainer.models.subject import subject
 from compiler_trainer.runs import export as export_module
 from compiler_trainer.runs.saved import trained_model
-from compiler_trainer.training import progress
+from compiler_trainer.training import loggers
 
 FEW = ["lower.backend=eager", "data=synthetic", "data.documents=40", "train.steps=2", "train.seq_len=16",
        "train.global_batch_size=3", "eval.interval=null", "run.dump_graphs=false"]
@@ -203,8 +203,8 @@ def test_eval_takes_all_of_other_text(run, trained, tmp_path):
 
 
 def test_eval_says_how_much_it_read_and_how_far_it_is(trained, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "WORKING_EVERY_S", 0.0)
-    monkeypatch.setattr(progress, "LINES", math.inf)
+    monkeypatch.setattr(loggers, "WORKING_EVERY_S", 0.0)
+    monkeypatch.setattr(loggers, "LINES", math.inf)
     capsys.readouterr()
     assert call("eval", trained("decoder"), "eval.batches=2") == 0
     shown, said = capsys.readouterr()

@@ -10,7 +10,7 @@ import pytest
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.runs.saved import options_of
-from compiler_trainer.training.compare import check_meaning
+from compiler_trainer.training.checkpoints import check_meaning
 
 RUNS = sorted((Path(__file__).parents[2] / "data" / "earlier").iterdir())
 

@@ -11,8 +11,8 @@ from torch import nn
 from compiler_trainer import UserError
 from compiler_trainer.capture import grad_modes
 from compiler_trainer.config.compose import compose, typed
-from compiler_trainer.training import capture_check
-from compiler_trainer.training.capture_check import check_capture, is_tested
+from compiler_trainer.training import prepare
+from compiler_trainer.training.prepare import check_capture, is_tested
 
 
 class Watched(nn.Module):
@@ -51,13 +51,13 @@ def test_jobs_of_the_trainers_own_models_start_without_a_comparison(job, is_know
 
 @pytest.mark.parametrize("most", [1e10, 0])
 def test_a_model_that_is_captured_as_it_is_passes(monkeypatch, most):
-    monkeypatch.setattr(capture_check, "MOST_WORK", most)
+    monkeypatch.setattr(prepare, "MOST_WORK", most)
     assert checked() == ""
 
 
 @pytest.mark.parametrize(("most", "says"), [(1e10, "model: gradient of e.weight differs by"), (0, "model: no gradient reaches e.weight")])
 def test_a_gradient_that_capture_cuts_ends_the_job(monkeypatch, most, says):
-    monkeypatch.setattr(capture_check, "MOST_WORK", most)
+    monkeypatch.setattr(prepare, "MOST_WORK", most)
     monkeypatch.setattr(grad_modes, "same_value", lambda node: None)
     with pytest.raises(UserError, match=says):
         checked()

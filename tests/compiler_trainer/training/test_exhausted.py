@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from compiler_trainer.training.exhausted import failure_of
+from compiler_trainer.training.failures import failure_of
 from passes.program import ir
 
 ROOT = Path(__file__).resolve().parents[3]

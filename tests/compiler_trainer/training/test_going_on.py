@@ -18,7 +18,7 @@ from short_runs import FakeStep, metrics, options, resuming, timeless
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
-from compiler_trainer.training import saving, stop, trainer
+from compiler_trainer.training import checkpoints, stop, trainer
 
 KILLED = 3  # the step that is interrupted
 
@@ -419,7 +419,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_compiling(option, tmp
 
 
 def test_a_save_that_fails_does_not_end_training_unless_it_is_the_last(whole, tmp_path, monkeypatch, capsys):
-    save = saving.Saver.write
+    save = checkpoints.Saver.write
 
     def fails_at(*numbers):
         def write(self, path, state):
@@ -428,7 +428,7 @@ def test_a_save_that_fails_does_not_end_training_unless_it_is_the_last(whole, tm
             save(self, path, state)
         return write
 
-    monkeypatch.setattr(saving.Saver, "write", fails_at(4))
+    monkeypatch.setattr(checkpoints.Saver, "write", fails_at(4))
     cfg = options(tmp_path / "middle")
     trainer.train(cfg)
     assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
@@ -436,7 +436,7 @@ def test_a_save_that_fails_does_not_end_training_unless_it_is_the_last(whole, tm
     message = f"cannot save {cfg.run.dir}/checkpoints/step_00000004: [Errno 30] Read-only file system"
     assert message in capsys.readouterr().out.splitlines()
 
-    monkeypatch.setattr(saving.Saver, "write", fails_at(6))
+    monkeypatch.setattr(checkpoints.Saver, "write", fails_at(6))
     with pytest.raises(checkpoint.SaveError, match="step_00000006: .*Read-only file system"):
         trainer.train(options(tmp_path / "last"))
     assert folders(tmp_path / "last") == ["step_00000002", "step_00000004"]

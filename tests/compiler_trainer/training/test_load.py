@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from compiler_trainer.step.results import Results
-from compiler_trainer.training import load
+from compiler_trainer.training import metrics
 
 
 def unevenness(buffers):
     """Return the metrics as floats."""
-    return Results(load.unevenness(buffers), torch.device("cpu")).read()
+    return Results(metrics.unevenness(buffers), torch.device("cpu")).read()
 
 
 def test_of_even_shares_and_of_one_expert_that_takes_all():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from compiler_trainer.training.measured import HOST, LOOPS, Mark, break_down
-from compiler_trainer.training.spans import WAITS
+from compiler_trainer.training.trace import HOST, LOOPS, WAITS, Mark, break_down
 
 MARKS = {"%block_1 of step": Mark("forward layers.0", LOOPS), "%head of step": Mark("forward outside of layers", HOST)}
 

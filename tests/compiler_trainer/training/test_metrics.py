@@ -15,12 +15,11 @@ from short_runs import no_file_above
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compiler_trainer.config.schema import Config, RunConfig
-from compiler_trainer.training import metrics, progress
+from compiler_trainer.training import loggers, metrics
 from compiler_trainer.training.evaluate import means
-from compiler_trainer.training.loggers import build_loggers, logging
-from compiler_trainer.training.memory import PeakMemory, cpu_peak
+from compiler_trainer.training.loggers import Progress, Working, build_loggers, logging, say_contents
 from compiler_trainer.training.metrics import FILE, read
-from compiler_trainer.training.progress import Progress, Working, say_contents
+from compiler_trainer.training.speed import PeakMemory, cpu_peak
 
 CPU = torch.device("cpu")
 MEGABYTE = 250_000  # fp32 elements
@@ -203,7 +202,7 @@ def test_plain_lines_of_a_short_and_of_a_resumed_run(capsys):
 
 def test_a_plain_line_when_steps_are_slow(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
     shown = Progress(1000)
     for step, now[0] in ((1, 10.0), (2, 31.0), (3, 50.0), (4, 62.0)):
         shown.show(record(step))
@@ -211,9 +210,9 @@ def test_a_plain_line_when_steps_are_slow(capsys, monkeypatch):
 
 
 def test_time_left_is_what_the_steps_so_far_took(monkeypatch):
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: 100.0)
     shown = Progress(30, done=10)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 110.0)
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: 110.0)
     assert shown.line(record(15)).endswith("0:00:30 left")
 
 
@@ -249,7 +248,7 @@ def test_the_end_says_what_is_there(tmp_path, capsys):
 
 def test_what_is_compiled_is_said_now_and_then(capsys, monkeypatch):
     clock = iter([100.0, 100.5, 102.5, 103.0, 105.0])
-    monkeypatch.setattr("compiler_trainer.training.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("compiler_trainer.training.loggers.time.monotonic", lambda: next(clock))
     with Working() as tell:
         for what in ("capture", "step: joint", "step: remat", "step: forward_0, 1 of 9 bodies"):
             tell(what)

@@ -12,8 +12,8 @@ from short_runs import FakeStep, metrics, options, resuming, timeless
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
-from compiler_trainer.training import nonfinite, steps, trainer
-from compiler_trainer.training.nonfinite import Lost
+from compiler_trainer.training import anomalies, steps, trainer
+from compiler_trainer.training.anomalies import Lost
 
 
 def policy(cfg, name):
@@ -114,7 +114,7 @@ def test_it_goes_back_so_often_and_no_more(tmp_path, monkeypatch):
     run = Run(monkeypatch, lambda call, w: call % 4 == 0)
     with pytest.raises(Lost, match="start again with"):
         trainer.train(policy(options(tmp_path / "run", steps=60), "rollback"))
-    assert len(run.rows) == 4 * (1 + nonfinite.MOST_ROLLED_BACK)
+    assert len(run.rows) == 4 * (1 + anomalies.MOST_ROLLED_BACK)
 
 
 def test_skipped_updates_are_recorded_and_said(tmp_path, monkeypatch, capsys):
@@ -143,7 +143,7 @@ def test_a_loss_that_is_lost_though_its_gradient_is_not_stops(tmp_path, monkeypa
 
 def test_too_many_in_a_row_stop(tmp_path, monkeypatch):
     run = Run(monkeypatch, lambda call, w: call > 5, norm=True)
-    with pytest.raises(Lost, match=f"grad_norm is inf, the {nonfinite.MOST_SKIPPED}th time in a row, at step 15"):
+    with pytest.raises(Lost, match=f"grad_norm is inf, the {anomalies.MOST_SKIPPED}th time in a row, at step 15"):
         trainer.train(policy(options(tmp_path / "run", steps=40), "skip"))
     assert len(run.rows) == 15
 

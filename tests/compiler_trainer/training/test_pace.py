@@ -7,8 +7,7 @@ import random
 import pytest
 from short_runs import options
 
-from compiler_trainer.training.pace import Pace, covered_time
-from compiler_trainer.training.spikes import FEWEST, Spikes
+from compiler_trainer.training.anomalies import FEWEST, Pace, Spikes, covered_time
 
 
 @pytest.mark.parametrize(("spans", "total"), [

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from compiler_trainer.training.peers import closed_connection
+from compiler_trainer.training.failures import closed_connection
 from tests.nightly.chaos import job, last_words, start, wait_for_steps
 
 

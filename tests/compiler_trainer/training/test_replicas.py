@@ -10,7 +10,7 @@ from oracle import NO_DECAY, compile_lockstep, perceptron, points, squared_error
 from short_runs import options
 
 from compiler_trainer.config.errors import RunError
-from compiler_trainer.training.replicas import Replicas, bit_sum, differences
+from compiler_trainer.training.anomalies import Replicas, bit_sum, differences
 
 
 def step_of(**mesh):

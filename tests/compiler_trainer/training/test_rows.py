@@ -8,7 +8,7 @@ import torch
 from oracle import SEQ_LEN, batches, compile_lockstep, llama, llama_loss
 
 from compiler_trainer.step.batch_layout import BatchLayout
-from compiler_trainer.training.rows import own_rows
+from compiler_trainer.training.prepare import own_rows
 
 MESHES = {
     "uneven": ({"dp_shard": 4}, 6, 1),

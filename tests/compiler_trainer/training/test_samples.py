@@ -20,7 +20,7 @@ from compiler_trainer.data.tokenizers import ByteTokenizer
 from compiler_trainer.models.sampling import Sampling, continued, in_use
 from compiler_trainer.runs.saved import trained_model
 from compiler_trainer.training import trainer
-from compiler_trainer.training.samples import on_rank_0
+from compiler_trainer.training.evaluate import on_rank_0
 
 PROMPTS = ("def f", "The sea")
 FOLDER = FolderConfig(path=str(folders.folder("llama")))

@@ -117,7 +117,7 @@ def test_an_outage_in_the_middle_is_named_training_goes_on_and_nothing_is_lost(t
         print(text)
 
     monkeypatch.setattr(Place, "put", goes_away)
-    monkeypatch.setattr("compiler_trainer.training.saving.say", comes_back)
+    monkeypatch.setattr("compiler_trainer.training.checkpoints.say", comes_back)
     train(job(tmp_path / "run", url, text))
     output = capsys.readouterr().out
     assert re.search(rf"{url}/\S+: cannot be reached: .*; training continues, and this is tried again every 0.1 s\n", output)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from compiler_trainer.training.watch import Beat, Watch, operation_of, report
+from compiler_trainer.training.failures import Beat, Watch, operation_of, report
 
 HANGS = """
 import time
 from pathlib import Path
-from compiler_trainer.training.watch import Watch
+from compiler_trainer.training.failures import Watch
 
 with Watch(0.5, Path("watched")) as watch:
     watch.step = 7
@@ -27,7 +27,7 @@ with Watch(0.5, Path("watched")) as watch:
 MOVES = """
 import time
 from pathlib import Path
-from compiler_trainer.training.watch import Watch
+from compiler_trainer.training.failures import Watch
 
 with Watch(0.5, Path("watched")) as watch:
     for watch.step in range(15):
@@ -39,7 +39,7 @@ import time
 from pathlib import Path
 from threading import Thread
 from compiler_trainer.places.store import TRAFFIC
-from compiler_trainer.training.watch import Watch
+from compiler_trainer.training.failures import Watch
 
 def copy():
     for _ in range(15):
@@ -59,7 +59,7 @@ import time
 from pathlib import Path
 from compiler_trainer.step.step import Step
 from compiler_trainer.step.turns import Turn
-from compiler_trainer.training.watch import Watch
+from compiler_trainer.training.failures import Watch
 
 step = object.__new__(Step)
 step.microbatches, step.microbatches_per_turn = 4, 1
@@ -155,7 +155,7 @@ def second_rank(launcher: int) -> int:
 def test_what_the_flight_recorder_holds_is_kept_and_named(tmp_path, monkeypatch, capsys):
     watch = Watch(2.0, tmp_path)
     assert watch.write_flight_record() == ""  # there is no NCCL
-    monkeypatch.setattr("compiler_trainer.training.watch.collectives_recorded", lambda: b"recorded")
+    monkeypatch.setattr("compiler_trainer.training.failures.collectives_recorded", lambda: b"recorded")
     report(2.0, [(0, Beat(9, 4, "a (x)", True), True)], watch.write_flight_record())
     folder = tmp_path / "flight_recorder"
     assert (folder / "rank_0").read_bytes() == b"recorded"

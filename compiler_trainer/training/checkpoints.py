@@ -1,0 +1,257 @@
+"""The checkpoints of a run: choose the one to resume from, save new ones, and copy them to the run's store.
+
+Options of a resumed run that change the meaning of the numbers in its checkpoint are refused, and so is a store that
+belongs to another run. Each checkpoint has the position of training and of its data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from compiler_trainer import checkpoint
+from compiler_trainer.checkpoint import Damaged, RemoteCheckpoints, SaveError, Saver, Sender, TrainState
+from compiler_trainer.config.earlier import MEANING, is_in, understood
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import is_remote
+from compiler_trainer.config.schema import Config
+from compiler_trainer.console import say
+from compiler_trainer.data.loader import Loader
+from compiler_trainer.models.subject import Subject
+from compiler_trainer.places.cache import cache_of
+from compiler_trainer.places.copies import copy_files
+from compiler_trainer.places.store import Place
+from compiler_trainer.step.ranks import from_rank_0, rank
+from compiler_trainer.step.step import Step
+from compiler_trainer.training.loggers import announce
+from compiler_trainer.training.metrics import Record
+
+BY_NAME = ("latest", "auto")  # values of `checkpoint.resume` that are not paths
+T = TypeVar("T")
+
+
+def checkpoints_of(cfg: Config) -> Path:
+    """Return the folder of a run's checkpoints."""
+    return Path(cfg.checkpoint.dir or Path(cfg.run.dir, "checkpoints"))
+
+
+def resumable(cfg: Config) -> list[Path]:
+    """Return the checkpoints to try in order, or an empty list to start from scratch.
+
+    Raises UserError if `checkpoint.resume=latest` finds none.
+    """
+    if cfg.checkpoint.resume not in BY_NAME:
+        return [] if cfg.checkpoint.resume is None else [named_checkpoint(cfg)]
+    folder = checkpoints_of(cfg)
+    checkpoints = checkpoint.complete(folder)[::-1]
+    if not checkpoints and cfg.checkpoint.resume == "latest":
+        fix = "set run.dir or checkpoint.dir to those of the run to resume, or give the path of a checkpoint"
+        raise UserError("checkpoint.resume", f"is latest, but {folder} contains no complete checkpoint; {fix}")
+    return from_rank_0(lambda: checkpoints)
+
+
+def named_checkpoint(cfg: Config) -> Path:
+    """Return the named checkpoint; one in a store is copied first."""
+    name = str(cfg.checkpoint.resume)
+    return copy_files(Place(name), Place(name).files(), cache_of(cfg.data)) if is_remote(name) else Path(name)
+
+
+def first_whole(
+    cfg: Config, action: Callable[[Path], T], damaged: tuple[Path, ...] = ()
+) -> tuple[T | None, tuple[Path, ...]]:
+    """Return the result of `action` for the first checkpoint in which it finds no damage, or None without checkpoints.
+
+    Also return the checkpoints that were skipped: the known `damaged` ones and those found now. Raises Damaged if the
+    checkpoint was named, and UserError if all are damaged. Every rank must call this.
+    """
+    for path in resumable(cfg):
+        if path not in damaged:
+            try:
+                return action(path), damaged
+            except Damaged as damage:
+                damaged = pass_over(cfg, path, damage, damaged)
+    if damaged:
+        fix = "remove them, or choose another with checkpoint.resume"
+        raise UserError(str(checkpoints_of(cfg)), f"holds {len(damaged)} checkpoints, all of them damaged; {fix}")
+    return None, ()
+
+
+def pass_over(cfg: Config, path: Path, damage: Damaged, damaged: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Return `damaged` with `path` added, and report it on rank 0; raise the damage if the checkpoint was named."""
+    if cfg.checkpoint.resume not in BY_NAME:
+        raise damage
+    if rank() == 0:
+        print(f"{path} is damaged and passed over: {damage}", file=sys.stderr, flush=True)
+    return *damaged, path
+
+
+# ---- options of a resumed run --------------------------------------------------------------------------
+
+FREE = ("model.name", "optim.lr")
+SHOWN = 3
+
+
+def check_meaning(cfg: Config, saved: Mapping[str, Any], where: str) -> None:
+    """Raise UserError if options differ from those in `saved`, unless `checkpoint.allow` lists them.
+
+    Only options that change the meaning of the state count; `where` names the checkpoint.
+    """
+    ours = dict(leaves(dataclasses.asdict(cfg)))
+    check_names(cfg, ours)
+    try:
+        theirs = dict(leaves(dataclasses.asdict(understood(Config, saved, where))))
+    except UserError as error:
+        raise UserError(where, f"was saved with options that do not exist here: {error}") from error
+    free = (*FREE, *cfg.checkpoint.allow)
+    names = [name for name in dict.fromkeys([*ours, *theirs]) if is_in(name, MEANING) and not is_in(name, free)]
+    names_changed = [name for name in names if ours.get(name) != theirs.get(name)]
+    if names_changed:
+        changes = [
+            f"{name} is {ours.get(name)} here and {theirs.get(name)} in {where}" for name in names_changed[:SHOWN]
+        ]
+        more = f"; and {len(names_changed) - SHOWN} more" if len(names_changed) > SHOWN else ""
+        fix = f"restore the old value, or resume with checkpoint.allow=[{','.join(names_changed)}]"
+        raise UserError(names_changed[0], f"{'; '.join(changes).removeprefix(names_changed[0] + ' ')}{more}; {fix}")
+
+
+def check_names(cfg: Config, options: Mapping[str, Any]) -> None:
+    """Raise UserError if `checkpoint.allow` lists something that is not an option."""
+    for name in cfg.checkpoint.allow:
+        if name != "data" and not any(is_in(option, (name,)) for option in options):
+            raise UserError("checkpoint.allow", f"{name} is not an option of this run")
+
+
+def leaves(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every option in nested groups."""
+    for name, value in options.items():
+        dotted = f"{where}.{name}" if where else str(name)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, dotted)
+        else:
+            yield dotted, value
+
+
+# ---- the run's store -----------------------------------------------------------------------------------
+
+
+def bring(cfg: Config) -> None:
+    """Copy the newest checkpoint of the store to disk if the run may resume from it; every rank must call this.
+
+    Raises UserError on all ranks if the store does not answer or has another run's checkpoints.
+    """
+    store, folder = cfg.checkpoint.store, checkpoints_of(cfg)
+    if store is not None and cfg.checkpoint.resume in BY_NAME:
+        on_rank_0(lambda: bring_here(store, folder))
+
+
+def check_store(cfg: Config, done: int) -> None:
+    """Raise UserError on all ranks if the store has checkpoints beyond step `done`."""
+    store = cfg.checkpoint.store
+    if store is not None and cfg.checkpoint.saves and cfg.checkpoint.resume not in BY_NAME:
+        on_rank_0(lambda: check_ahead(store, done))
+
+
+def send_rest(cfg: Config) -> None:
+    """Copy the checkpoints that the store lacks; raise SaveError if that fails."""
+    if cfg.checkpoint.store is not None and rank() == 0:
+        sender = Sender(cfg.checkpoint.store, checkpoints_of(cfg), cfg.checkpoint, say)
+        if failure := sender.end():
+            raise SaveError(failure)
+
+
+def bring_here(store: str, folder: Path) -> None:
+    """Copy the newest checkpoint of this run's store to `folder`."""
+    check_same(store, folder)
+    checkpoint.bring_newest(store, folder, say)
+
+
+def check_same(store: str, folder: Path) -> None:
+    """Raise UserError if the newest step that both store and folder have is not the same checkpoint."""
+    remote = RemoteCheckpoints(store)
+    steps = set(remote.steps())
+    common = [path for path in checkpoint.complete(folder) if checkpoint.number_of(path) in steps]
+    if common and not remote.is_same(common[-1]):
+        problem = f"{store} has another run's {common[-1].name} than {folder}"
+        raise UserError("checkpoint.store", f"{problem}; choose another store, or another checkpoint.dir")
+
+
+def check_ahead(store: str, done: int) -> None:
+    """Raise UserError if a store has checkpoints after step `done`."""
+    if later := [step for step in RemoteCheckpoints(store).steps() if step > done]:
+        fix = "resume from it with checkpoint.resume=auto, or choose another store"
+        raise UserError("checkpoint.store", f"{store} has checkpoints up to step {later[-1]:,}; {fix}")
+
+
+def on_rank_0(action: Callable[[], object]) -> None:
+    """Call `action` on rank 0; raise its UserError on all ranks."""
+
+    def refusal() -> tuple[str, str] | None:
+        try:
+            action()
+        except UserError as error:
+            return error.where, error.message
+        return None
+
+    if (error_args := from_rank_0(refusal)) is not None:
+        raise UserError(*error_args)
+
+
+# ---- saving --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Save:
+    """A function that saves checkpoints, which are written while training continues; a no-op without a saver."""
+
+    cfg: Config
+    saver: Saver | None
+
+    def __call__(self, record: Record, loader: Loader) -> None:
+        """Save a checkpoint after the step of `record`, with the loader's current position."""
+        if self.saver is not None:
+            self.saver.save(state_after(record, loader, self.cfg))
+
+    def wait(self) -> bool:
+        """Wait for the last checkpoint; return True if it was written completely, the same on all ranks."""
+        return self.saver is not None and not self.saver.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """True while the last checkpoint is being written."""
+        return self.saver is not None and self.saver.pending is not None and not self.saver.pending.done()
+
+
+@contextmanager
+def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
+    """Yield a function that saves a checkpoint, and wait for the last one at the end."""
+    if not cfg.checkpoint.saves:
+        yield Save(cfg, None)
+        return
+    excluded = frozenset() if cfg.checkpoint.frozen else trained.frozen
+    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, excluded, say) as saver:
+        announce(f"checkpoints {save_times(cfg)}, through {saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank")
+        if cfg.checkpoint.store:
+            announce(f"each is copied to {cfg.checkpoint.store}")
+        yield Save(cfg, saver)
+
+
+def save_times(cfg: Config) -> str:
+    """Return after which steps checkpoints are saved, as text."""
+    interval = cfg.checkpoint.interval or 0
+    return "after the last step" if interval >= cfg.train.steps else f"every {interval:,} steps and after the last"
+
+
+def state_after(record: Record, loader: Loader, cfg: Config) -> TrainState:
+    """Return the position of training after the step of `record`."""
+    return TrainState(
+        step=int(record["step"]),
+        tokens=int(record["tokens"]),
+        data=dict(loader.state_dict()),
+        config=dataclasses.asdict(cfg),
+        eval_loss=record.get("eval_loss"),
+    )
