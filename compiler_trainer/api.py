@@ -12,10 +12,9 @@ from hydra.utils import get_object
 from torch import Tensor, nn
 
 from compiler_trainer.cli.outcome import on_ranks
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import CONF, compose, typed
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.kinds import Own
+from compiler_trainer.config.options import Own
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.targets import GIVEN, handed
 from compiler_trainer.models.loss import LossFn

@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from compiler_trainer.config.clusters import cluster_of
-from compiler_trainer.config.device import described
+from compiler_trainer.config.device import cluster_of, described
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     EIGHT_BITS,

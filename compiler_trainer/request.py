@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
-from compiler_trainer.config.clusters import balance_of
-from compiler_trainer.config.device import described
+from compiler_trainer.config.device import balance_of, described
 from compiler_trainer.config.schedules import build_schedule
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from passes.pipeline.schedules import Schedule, TaskCosts, unit

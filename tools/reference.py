@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.meaning import Group, Option, groups
+from compiler_trainer.config.compose import CONF
+from compiler_trainer.config.descriptions import Group, Option, groups
 from tools import glossary
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,15 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from compiler_trainer.cli.ends import RANK, WORLD_SIZE, end, refuse
 from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.cli.outcome import outcome
-from compiler_trainer.config import recipes
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.compose import typed
-from compiler_trainer.config.defaults import store_defaults
+from compiler_trainer.config.compose import CONF, as_user_errors, name_recipes, store_defaults, typed
 from compiler_trainer.config.errors import RunError, UserError
-from compiler_trainer.config.refusal import as_user_errors
+from compiler_trainer.config.files import check_folders
 from compiler_trainer.config.schema import Config, closed, is_open
 from compiler_trainer.config.validate import dry_world_size, validate
-from compiler_trainer.config.yamls import check_folders
 
 
 def main() -> None:
@@ -48,7 +44,7 @@ def main() -> None:
         try:
             with as_user_errors():
                 check_folders(sys.argv[1:])
-                sys.argv[1:] = recipes.by_name(sys.argv[1:], Path(scratch))
+                sys.argv[1:] = name_recipes(sys.argv[1:], Path(scratch))
                 run()
         except OSError as error:  # in hydra's own folders or in --config-dir
             raise UserError(str(error.filename), str(error.strerror)) from error

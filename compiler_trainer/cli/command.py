@@ -55,7 +55,7 @@ def act(arguments: list[str]) -> int | None:
     elif first in HELP and len(arguments) > 1:
         from rich.console import Console
 
-        from compiler_trainer.config.meaning import explain
+        from compiler_trainer.config.descriptions import explain
 
         explain("" if arguments[1] == "options" else arguments[1], Console(highlight=False))
     elif first in HELP:

@@ -1,10 +1,14 @@
-"""The conversion of mappings to typed dataclasses: unknown options are refused, and values are not coerced."""
+"""The conversion of mappings to typed dataclasses: unknown options are refused, and values are not coerced.
+
+Types of options are numbers with bounds, `_target_` mappings, times (1h30m), and lengths of training (3epochs).
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -15,6 +19,38 @@ from omegaconf import OmegaConf
 
 from compiler_trainer.config import foreign
 from compiler_trainer.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Must:
+    """The condition on a value of an annotated type; `be` completes the sentence "it must ..."."""
+
+    be: str
+    holds: Callable[[Any], bool]
+
+
+Own = dict[str, Any]  # `_target_`, the dotted name of a function or class, and its arguments
+Positive = Annotated[int, Must("be at least 1", lambda n: n >= 1)]
+Interval = Annotated[int, Must("be at least 1 (null: never)", lambda n: n >= 1)]
+Count = Annotated[int, Must("be 0 or more", lambda n: n >= 0)]
+AxisSize = Annotated[int, Must("be at least 1, or -1 for the remaining ranks", lambda n: n >= 1 or n == -1)]
+PositiveFloat = Annotated[float, Must("be above 0", lambda x: x > 0)]
+NonNegativeFloat = Annotated[float, Must("be 0 or more", lambda x: x >= 0)]
+Fraction = Annotated[float, Must("be from 0 to 1", lambda x: 0 <= x <= 1)]
+ShareOfPeak = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
+AtLeastOne = Annotated[float, Must("be 1 or more", lambda x: x >= 1)]
+OpenFraction = Annotated[float, Must("be 0 or more and below 1", lambda x: 0 <= x < 1)]
+Text = Annotated[str, Must("be at least one character", bool)]
+RowLength = Annotated[int, Must("be at least 2, a token and the one it predicts", lambda n: n >= 2)]
+MOST_LAYERS = 10_000
+Layers = Annotated[int, Must(f"be from 1 to {MOST_LAYERS:,}", lambda n: 1 <= n <= MOST_LAYERS)]
+Seed = Annotated[int, Must("be from 0 to 2,147,483,647", lambda n: 0 <= n < 2**31)]
+Epsilon = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
+RopeBase = Annotated[float, Must("be from 1 to 1e12", lambda x: 1 <= x <= 1e12)]
+
+
+# ---- conversion ----------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 MOST_SHOWN = 200  # characters of a value in an error
@@ -32,14 +68,6 @@ def start_lr(init: str, lora: Any) -> float:
 
 
 OmegaConf.register_new_resolver("start_lr", start_lr, replace=True)
-
-
-@dataclass(frozen=True)
-class Must:
-    """The condition on a value of an annotated type; `be` completes the sentence "it must ..."."""
-
-    be: str
-    holds: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -187,3 +215,50 @@ def did_you_mean(value: Any, names: Iterable[str]) -> str:
 def join(where: str, key: Any) -> str:
     """Return the dotted name of `key` in the group `where`."""
     return f"{where}.{key}" if where else str(key)
+
+
+# ---- lengths of training -------------------------------------------------------------------------------
+
+
+LENGTH = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KMBT]?tokens|epochs?)")
+SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def is_length(text: str) -> bool:
+    """Return True for a number above 0 of epochs or tokens, as `3epochs` or `1.5Btokens`."""
+    match = LENGTH.fullmatch(text)
+    return match is not None and float(match[1]) > 0
+
+
+def steps_of(
+    length: str, rows: int, rows_per_step: int, tokens_per_row: float, done: int = 0, rows_done: int = 0
+) -> int:
+    """Return the least number of steps for a length in epochs of `rows` sequences, or in tokens.
+
+    `done` steps are over, in which `rows_done` sequences were trained on, maybe with another number per step.
+    """
+    number, unit = LENGTH.fullmatch(length).groups()  # type: ignore[union-attr]
+    if unit.startswith("epoch"):
+        sequences = float(number) * rows
+    else:
+        sequences = float(number) * SIZES[unit.removesuffix("tokens")] / tokens_per_row
+    return max(1, done + max(0, math.ceil(round((sequences - rows_done) / rows_per_step, 9))))
+
+
+# ---- times ---------------------------------------------------------------------------------------------
+
+
+TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+
+
+def is_time(time: str | float) -> bool:
+    """Return True for a number of seconds above 0, or hours, minutes and seconds as `2h30m` or `45s`."""
+    return seconds(time) > 0
+
+
+def seconds(time: str | float) -> float:
+    """Return the seconds of a time; 0 if it is not one."""
+    if isinstance(time, int | float):
+        return time
+    match = TIME.fullmatch(time)
+    return sum(int(n or 0) * size for n, size in zip(match.groups(), (3600, 60, 1))) if match else 0

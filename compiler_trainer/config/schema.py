@@ -14,18 +14,19 @@ from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import OmegaConf
 
-from compiler_trainer.config import yamls
 from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
 from compiler_trainer.config.earlier import understood
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import put
-from compiler_trainer.config.kinds import (
+from compiler_trainer.config.files import load_yaml, put
+from compiler_trainer.config.options import (  # noqa: F401  # build: re-exported
     AxisSize,
+    Chosen,
     Count,
     Epsilon,
     Fraction,
     Interval,
     Layers,
+    Must,
     NonNegativeFloat,
     OpenFraction,
     Own,
@@ -35,9 +36,9 @@ from compiler_trainer.config.kinds import (
     RowLength,
     Seed,
     Text,
+    build,
+    is_length,
 )
-from compiler_trainer.config.lengths import is_length
-from compiler_trainer.config.options import Chosen, Must, build  # noqa: F401  # build: re-exported
 from passes.memory.policies import SAVE, Action, OfLayer, Policy
 from passes.precision.sensitive import OPS
 
@@ -726,7 +727,7 @@ WRITTEN = (
 
 def load(path: Path) -> Config:
     """Return the config saved at `path`; raise UserError naming the file and the option at fault."""
-    options = yamls.load(path)
+    options = load_yaml(path)
     try:
         cfg = understood(Config, options, str(path))
     except UserError as error:

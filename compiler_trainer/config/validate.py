@@ -10,6 +10,7 @@ from typing import Any
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
+from compiler_trainer.config.options import is_time
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
     LONGEST,
@@ -24,7 +25,6 @@ from compiler_trainer.config.schema import (
     lasting,
     open_axes,
 )
-from compiler_trainer.config.times import is_time
 from passes.program.mesh import MeshError, spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]

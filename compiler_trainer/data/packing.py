@@ -1,16 +1,28 @@
-"""Documents packed into rows (training sequences) of equal length, made on demand."""
+"""Documents packed into rows (training sequences) of equal length: end to end and cut, or fitted in uncut.
+
+Rows are made on demand. A volume's documents are laid out once per machine: the layout is stored on disk and mapped by
+each rank. Fitting is best-fit-decreasing bin packing, fast enough for all pieces of a corpus. The rows of preference
+pairs are two documents each, the chosen and the rejected answer with their prompt.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler_trainer.data.corpus import Corpus, Ids, hash_arrays
-from compiler_trainer.data.layouts import LAYOUTS, PADDING, Layout
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.corpus import Corpus, Ids, draw_validation, hash_arrays, split
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.loss import PADDING_DOCUMENT
+from compiler_trainer.places.cache import Cache, get_or_make
+from compiler_trainer.places.kept import StoredFolder
 
 
 class Facts(NamedTuple):
@@ -142,3 +154,320 @@ def padding_of(layout: Layout, seq_len: int) -> int:
     pads = np.flatnonzero(layout.sources == PADDING)
     sizes = layout.starts[pads + 1] - layout.starts[pads]
     return int(sizes[np.isin(layout.starts[pads] // seq_len, layout.rows)].sum())
+
+
+# ---- layouts -------------------------------------------------------------------------------------------
+
+
+PADDING = -1
+TOKENS_AT_ONCE = 2**22
+
+
+class Layout(NamedTuple):
+    """Pieces of a corpus laid end to end in a stream; each `seq_len` tokens of it are a row (a training sequence).
+
+    Piece i has the corpus tokens from `sources[i]` on, or padding if that is PADDING; it fills the stream from
+    `starts[i]` to `starts[i + 1]`.
+    """
+
+    starts: Ids  # [pieces + 1]
+    sources: Ids  # [pieces]
+    continues: NDArray[np.bool_]  # True if a piece's document continues in a row that is not the next
+    rows: Ids  # the rows that have a label
+    cut_documents: int  # number of documents whose labels are in several rows
+
+
+def cut(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Lay documents end to end: each begins where the previous one ends, and continues in the next row."""
+    sources = corpus.offsets[order]
+    lengths = corpus.offsets[order + 1] - sources
+    padding = -lengths.sum() % seq_len
+    starts = np.concatenate(([0], np.cumsum(np.append(lengths, padding))))
+    first, tokens = starts[:-2], int(starts[-2])
+    rows = np.arange(-(-(tokens - 1) // seq_len))  # a row with only the stream's last token would have no label
+    if corpus.counted is not None:
+        rows = np.flatnonzero(rows_with_label(corpus, order, first, starts[-1] // seq_len, seq_len))
+    is_cut = first // seq_len != (first + np.maximum(lengths - 2, 0)) // seq_len
+    return Layout(starts, np.append(sources, PADDING), np.zeros(len(order) + 1, bool), rows, int(is_cut.sum()))
+
+
+def fit(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Fit documents into rows with little padding; longer documents fill rows, and their remainders are fitted in.
+
+    In a row, documents keep the order of `order`. Rows are in the order of the pieces that opened them, which are their
+    longest.
+    """
+    sources, lengths, remaining = cut_pieces(corpus, order, seq_len)
+    openers = best_fit(lengths, seq_len)
+    row = (np.cumsum(openers == np.arange(len(lengths))) - 1)[openers]
+    room = seq_len - np.bincount(row, lengths).astype(np.int64)
+    padded = np.flatnonzero(room)
+    arranged = np.argsort(np.concatenate((row, padded)), kind="stable")  # padding comes last in its row
+    return Layout(
+        np.concatenate(([0], np.cumsum(np.concatenate((lengths, room[padded]))[arranged]))),
+        np.concatenate((sources, np.full(len(padded), PADDING)))[arranged],
+        np.concatenate((remaining > lengths, np.zeros(len(padded), bool)))[arranged],
+        np.arange(len(room)),
+        int((corpus.lengths(order) > seq_len + 1).sum()),
+    )
+
+
+def pairs(skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Lay out one pair of documents per row: a chosen answer with an even number, and the next, its rejected answer.
+
+    Pairs longer than a row are skipped with `skip`; otherwise they raise UserError.
+    """
+    firsts = order[order % 2 == 0]
+    lengths = np.stack((corpus.lengths(firsts), corpus.lengths(firsts + 1)), 1)
+    fits = (size := lengths.sum(1)) <= seq_len
+    if not (skip or fits.all()):
+        limit = f"the longest has {size.max():,}; increase train.seq_len, or set data.bad_records=skip to skip them"
+        problem = f"{np.sum(~fits):,} of {len(firsts):,} pairs are longer than rows of {seq_len:,} tokens"
+        raise UserError("data.pairs", f"{problem}, {limit}")
+    firsts, lengths = firsts[fits], lengths[fits]
+    sources = np.stack((corpus.offsets[firsts], corpus.offsets[firsts + 1], np.full(len(firsts), PADDING)), 1).ravel()
+    sizes = np.concatenate((lengths, seq_len - lengths.sum(1, keepdims=True)), 1).ravel()
+    nonempty = sizes > 0
+    starts = np.concatenate(([0], np.cumsum(sizes[nonempty])))
+    skipped = 2 * int(np.sum(~fits))
+    return Layout(starts, sources[nonempty], np.zeros(int(nonempty.sum()), bool), np.arange(len(firsts)), skipped)
+
+
+LAYOUTS: dict[str, Callable[[Corpus, Ids, int], Layout]] = {
+    "cut": cut,
+    "fit": fit,
+    "pairs": partial(pairs, False),
+    "short pairs": partial(pairs, True),
+}
+
+
+def cut_pieces(corpus: Corpus, order: Ids, seq_len: int) -> tuple[Ids, Ids, Ids]:
+    """Cut documents into pieces of at most a row; return starts, lengths, and the document's length from there on.
+
+    Pieces without a label, such as a lone end-of-document token, are left out.
+    """
+    lengths = corpus.lengths(order)
+    counts = -(-lengths // seq_len)
+    first = np.cumsum(counts) - counts
+    document = np.repeat(np.arange(len(order)), counts)
+    start = (np.arange(len(document)) - first[document]) * seq_len
+    remaining = lengths[document] - start
+    has_label = remaining > 1
+    if corpus.counted is not None:
+        has_label = rows_with_label(corpus, order, first * seq_len, len(document), seq_len)
+    sources = corpus.offsets[order[document]] + start
+    return sources[has_label], np.minimum(remaining, seq_len)[has_label], remaining[has_label]
+
+
+def rows_with_label(corpus: Corpus, order: Ids, first: Ids, rows: int, seq_len: int) -> NDArray[np.bool_]:
+    """Return bool[rows], True for rows with a label, for a corpus in which some tokens are not labels.
+
+    Document `order[i]` begins at position `first[i]` of the stream.
+    """
+    assert corpus.counted is not None
+    starts = np.full(len(corpus), -1)
+    starts[order] = first
+    has_label = np.zeros(rows, bool)
+    for begin in range(0, len(corpus.counted), TOKENS_AT_ONCE):
+        at = begin + np.flatnonzero(corpus.counted[begin : begin + TOKENS_AT_ONCE])
+        document = np.searchsorted(corpus.offsets, at, side="right") - 1
+        offset = at - corpus.offsets[document]
+        is_label = (starts[document] >= 0) & (offset > 0)
+        has_label[(starts[document] + offset - 1)[is_label] // seq_len] = True
+    return has_label
+
+
+# ---- best fit ------------------------------------------------------------------------------------------
+
+
+class Space:
+    """Sequences with room left, in stacks of equal room."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []  # the keys of `stacks`, ascending
+        self.stacks: dict[int, list[Ids]] = {}
+
+    def add(self, size: int, rows: Ids) -> None:
+        """Add sequences with room for `size` tokens each."""
+        if size and len(rows):
+            if size not in self.stacks:
+                insort(self.sizes, size)
+            self.stacks.setdefault(size, []).append(rows)
+
+    def take(self, size: int) -> tuple[int, Ids] | None:
+        """Remove a stack with the least room of at least `size`; return (room, sequences), or None if there is none."""
+        at = bisect_left(self.sizes, size)
+        if at == len(self.sizes):
+            return None
+        room = self.sizes[at]
+        rows = self.stacks[room].pop()
+        if not self.stacks[room]:
+            del self.stacks[room], self.sizes[at]
+        return room, rows
+
+
+def best_fit(sizes: Ids, room: int) -> Ids:
+    """Return, for each piece of `sizes` tokens (at most `room`), the piece that opened its sequence.
+
+    From the longest on, each piece goes into the sequence with the least sufficient room, or opens one
+    (arXiv:2404.10830). Pieces of one size are placed together: a piece leaves less room than all other sequences have,
+    so the next pieces of this size fill the same sequence until it is too small. That takes O(n log n) for n pieces, of
+    which in Python O(m log room) for m sizes.
+    """
+    openers, space = np.empty_like(sizes), Space()
+    for size, pieces in group_by_size(sizes):
+        while len(pieces):
+            room_left, rows = space.take(size) or (room, pieces[:: room // size])
+            per_row = room_left // size
+            placed = pieces[: per_row * len(rows)]
+            full_rows, last_count = divmod(len(placed), per_row)
+            openers[placed] = np.repeat(rows[: full_rows + 1], per_row)[: len(placed)]
+            space.add(room_left - per_row * size, rows[:full_rows])
+            space.add(room_left - last_count * size, rows[full_rows : full_rows + 1])  # partly filled
+            space.add(room_left, rows[full_rows + 1 :])
+            pieces = pieces[len(placed) :]
+    return openers
+
+
+def group_by_size(sizes: Ids) -> Iterator[tuple[int, Ids]]:
+    """Yield each size, from the largest on, with the pieces of that size."""
+    order = np.argsort(-sizes, kind="stable")
+    for pieces in filter(len, np.split(order, np.flatnonzero(np.diff(sizes[order])) + 1)):
+        yield int(sizes[pieces[0]]), pieces
+
+
+# ---- stored layouts ------------------------------------------------------------------------------------
+
+
+FORMAT = 1  # version of the stored files and of their keys
+DTYPES = {"starts": np.int64, "sources": np.int64, "continues": np.bool_, "rows": np.int64}
+IN_MEMORY = 2**22  # sequences; shorter orders are faster to make than to store
+
+
+class LayoutSpec(NamedTuple):
+    """The parameters of a layout, apart from the documents.
+
+    `seed` decides the order; `documents_before` is the number of documents in earlier volumes.
+    """
+
+    seed: list[int]
+    documents_before: int
+    eval_fraction: float
+    seq_len: int
+    packing: str
+
+
+class VolumeRows(NamedTuple):
+    """The training and validation sequences, each None without documents.
+
+    With `is_cut`, the validation sequences are the end of one document.
+    """
+
+    train: PackedRows | None
+    held_out: PackedRows | None
+    is_cut: bool
+
+
+def layout_rows(corpus: Corpus, spec: LayoutSpec, cache: Cache) -> VolumeRows:
+    """Return the sequences of a volume, from the cache if they are there."""
+    key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, spec]
+    volume = get_or_make(cache, key, lambda folder: write_layouts(folder, corpus, spec))
+    corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # the layout replaces them, so unmap them
+    train, held_out = (load_rows(volume, half, corpus, spec.seq_len) for half in ("train", "held_out"))
+    return VolumeRows(train, held_out, volume.holds["is_cut"])
+
+
+def write_layouts(folder: Path, corpus: Corpus, spec: LayoutSpec) -> dict[str, Any]:
+    """Write both layouts of a volume, and return the facts to store."""
+    halves = split_pairs if spec.packing in PAIRED else split
+    split_corpus, trained, held_out = halves(corpus, spec.eval_fraction, spec.documents_before)
+    np.random.default_rng(spec.seed).shuffle(trained)
+    holds = {
+        half: write_layout(folder, half, split_corpus, order, spec) for half, order in named_halves(trained, held_out)
+    }
+    return {**holds, "is_cut": len(split_corpus) > len(corpus)}
+
+
+def named_halves(trained: Ids, held_out: Ids) -> list[tuple[str, Ids]]:
+    """Return (name, documents) of the halves that have documents."""
+    return [(half, order) for half, order in (("train", trained), ("held_out", held_out)) if len(order)]
+
+
+def write_layout(folder: Path, half: str, corpus: Corpus, order: Ids, spec: LayoutSpec) -> Facts:
+    """Write one layout, and return its facts."""
+    rows = pack(corpus, order, spec.seq_len, spec.packing)
+    for name in DTYPES:
+        getattr(rows.layout, name).tofile(folder / f"{half}.{name}.bin")
+    return rows.facts
+
+
+def load_rows(volume: StoredFolder, half: str, corpus: Corpus, seq_len: int) -> PackedRows | None:
+    """Return the sequences of a stored layout, or None if it has no such half."""
+    if half not in volume.holds:
+        return None
+    facts = Facts(*volume.holds[half])
+    arrays = {name: volume.array(f"{half}.{name}", dtype) for name, dtype in DTYPES.items()}
+    return PackedRows(corpus, Layout(**arrays, cut_documents=facts.cut_documents), seq_len, facts)
+
+
+def permutation(count: int, seed: list[int], cache: Cache | None) -> Ids:
+    """Return a permutation of the numbers below `count` drawn from `seed`; long ones are stored in the cache."""
+    if cache is None or count <= IN_MEMORY:
+        return np.random.default_rng(seed).permutation(np.arange(count))
+    dtype = np.dtype(np.uint32 if count < 2**32 else np.int64)
+
+    def make(folder: Path) -> None:
+        order = np.arange(count, dtype=dtype)
+        np.random.default_rng(seed).shuffle(order)
+        order.tofile(folder / "order.bin")
+
+    return get_or_make(cache, [FORMAT, "order", count, seed], make).array("order", dtype)
+
+
+# ---- preference pairs ----------------------------------------------------------------------------------
+
+
+PAIRED = ("pairs", "short pairs")  # packings of pairs
+REFERENCE = ("reference_chosen", "reference_rejected")
+
+
+def split_pairs(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tuple[Corpus, Ids, Ids]:
+    """Return the corpus and the documents of training and of validation pairs, each ascending, like `corpus.split`.
+
+    Both documents of a pair are in the same half. If the draw selects no pair, the last one is for validation.
+    """
+    is_validation_pair = np.full(len(corpus) // 2, eval_fraction == 1)
+    if 0 < eval_fraction < 1:
+        is_validation_pair = draw_validation(len(is_validation_pair), eval_fraction, documents_before // 2)
+        if len(is_validation_pair) < 2:
+            raise UserError("data.eval_fraction", "there is only one pair, too few for validation pairs; set it to 0")
+        if is_validation_pair.all() or not is_validation_pair.any():
+            is_validation_pair = np.arange(len(is_validation_pair)) == len(is_validation_pair) - 1
+    is_validation = np.repeat(is_validation_pair, 2)
+    return corpus, np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
+
+
+class PairRows(Rows):
+    """Rows of one pair each. An entry `pairs`, int64 [rows], is 1, or 0 if a row only fills a batch.
+
+    `reference`, fp32 [all rows, 2], are the reference model's log-probabilities of both answers. They become the
+    entries `reference_chosen` and `reference_rejected`, fp32 [rows].
+    """
+
+    def __init__(self, rows: Rows, reference: NDArray[np.float32] | None = None):
+        self.rows, self.reference = rows, reference
+        self.seq_len, self.facts = rows.seq_len, rows.facts
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def token_counts(self, rows: Ids) -> Ids:
+        """Return the number of tokens of each row that belong to documents."""
+        return self.rows.token_counts(rows)
+
+    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
+        """Return the entries of some rows."""
+        entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows, read_mask), "pairs": np.ones(len(rows), np.int64)}
+        if self.reference is not None:
+            entries |= {name: self.reference[rows, i] for i, name in enumerate(REFERENCE)}
+        return entries

@@ -1,17 +1,22 @@
 """Read the documents of a span: bytes of a file, row groups of a table, rows of a dataset, or generated walks.
 
 A tokenizing process reads only spans, each independently. The borders of a byte span are moved to the next border
-between documents. The neighbouring span finds the same border, so a document belongs to exactly one span.
+between documents. The neighbouring span finds the same border, so a document belongs to exactly one span. Datasets are
+those of the `datasets` library: from a local folder, or cached under a name.
 """
 
 from __future__ import annotations
 
+import functools
 import io
+import json
 import mmap
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,12 +24,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data import hub, ids
-from compiler_trainer.data.cutting import next_cut
+from compiler_trainer.data import ids
 from compiler_trainer.data.ids import find_index
 from compiler_trainer.data.records import BadRecord, Document, Fields, Record, decode, from_json, from_table_row
-from compiler_trainer.data.synthetic import walks
-from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
+from compiler_trainer.data.tokenizers import Tokenizer, dtype_of, next_cut
 from compiler_trainer.places.cache import Cache
 from compiler_trainer.places.copies import file_here
 
@@ -233,8 +236,8 @@ def batches_of(path: str) -> list[pa.RecordBatch]:
 
 def read_dataset(span: Span, options: ReadOptions) -> Records:
     """Yield one document per row of a dataset."""
-    names = hub.load_split(span.path).column_names
-    for number, row in hub.read_rows(span.path, span.start, span.end, options.fields):
+    names = load_split(span.path).column_names
+    for number, row in read_rows(span.path, span.start, span.end, options.fields):
         yield Record(
             partial("{}: row {}".format, span.path, number), partial(from_table_row, row, options.fields, names)
         )
@@ -278,3 +281,90 @@ READERS: dict[str, Callable[[Span, ReadOptions], Records]] = {
     "array": read_array,
     "synthetic": read_synthetic,
 }
+
+
+# ---- synthetic documents -------------------------------------------------------------------------------
+
+
+ALPHABET = " abcdefghijklmnopqrstuvwxyz"
+SUCCESSOR_ODDS = (0.6, 0.2, 0.15, 0.05)
+LENGTHS_CHARS = (64, 1024)
+
+
+def walks(seed: int, start: int, end: int) -> Iterator[str]:
+    """Yield walks `start` to before `end` of the chain of a seed."""
+    symbols = np.arange(len(ALPHABET))
+    rng = np.random.default_rng(seed)
+    successors = [rng.choice(symbols, len(SUCCESSOR_ODDS), replace=False).tolist() for _ in symbols]
+    for index in range(start, end):
+        yield walk(successors, np.random.default_rng([seed, index]))
+
+
+def walk(successors: list[list[int]], rng: np.random.Generator) -> str:
+    """Return a walk of 64 to 1023 characters from a random start."""
+    length = int(rng.integers(*LENGTHS_CHARS))
+    state = int(rng.integers(len(successors)))
+    letters = []
+    for choice in rng.choice(len(SUCCESSOR_ODDS), length, p=SUCCESSOR_ODDS).tolist():
+        letters.append(ALPHABET[state])
+        state = successors[state][choice]
+    return "".join(letters)
+
+
+# ---- the datasets library ------------------------------------------------------------------------------
+
+
+DATASET_ROWS = 1000
+SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` writes one of them
+
+
+@functools.cache
+def library() -> Any:
+    """Return the `datasets` library; raise UserError if it is missing."""
+    try:
+        return import_module("datasets")
+    except ImportError as error:
+        raise UserError("data", f"hf_dataset needs datasets ({error}); pip install 'compiler-trainer[hf]'") from error
+
+
+@functools.cache
+def load_split(name: str) -> Any:
+    """Load the split of a name, which is JSON of path, configuration name and split."""
+    path, configuration, split = json.loads(name)
+    try:
+        if any(Path(path, file).is_file() for file in SAVED):
+            return select_split(library().load_from_disk(path), split)
+        return library().load_dataset(path, configuration, split=split)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises whatever its readers raise
+        raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def select_split(dataset: Any, split: str) -> Any:
+    """Return a split, or a part of one, of a dataset that `save_to_disk` wrote; without splits, any name fits."""
+    name, _, part = split.partition("[")
+    if isinstance(dataset, dict):
+        if name not in dataset:
+            raise UserError("data.split", f"is {split}, and the folder has {', '.join(dataset)}; name one of these")
+        dataset = dataset[name]
+    if not part:
+        return dataset
+    if "+" in split:
+        raise UserError(
+            "data.split", f"is {split}; for a folder of save_to_disk give a single part, such as '{name}[:10%]'"
+        )
+    (absolute,) = library().ReadInstruction.from_spec(split).to_absolute({name: len(dataset)})
+    return dataset.select(range(absolute.from_, absolute.to))
+
+
+def read_rows(name: str, start: int, end: int, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, row) from `start` to before `end`; raise UserError if a column is missing."""
+    dataset = load_split(name)
+    columns = fields.used_names(dataset.column_names)
+    if absent := set(columns) - set(dataset.column_names):
+        raise UserError("data.path", f'has no column "{min(absent)}"; there are {", ".join(dataset.column_names)}')
+    dataset = dataset.select_columns(columns)
+    for first in range(start, end, DATASET_ROWS):
+        part = dataset[first : min(first + DATASET_ROWS, end)]
+        yield from enumerate((dict(zip(columns, row)) for row in zip(*(part[name] for name in columns))), first)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.bar import Bar
+from compiler_trainer.data.corpus import Summary, add_summaries, join, read_summary
 from compiler_trainer.data.readers import Span
-from compiler_trainer.data.shard import Summary, add_summaries, join, read_summary
 from compiler_trainer.data.sources import Source, has_changed
 from compiler_trainer.data.worker import Recipe
-from compiler_trainer.data.workers import tokenize
+from compiler_trainer.data.workers import Bar, tokenize
 from compiler_trainer.places.cache import Cache, folder_name, get_or_make, writable
 from compiler_trainer.places.kept import StoredFolder, hold_lock, load_folder, make_folder, partial_path_of
 

@@ -1,12 +1,18 @@
-"""Turn text into token ids: raw bytes, a lone `tokenizer.json`, or a folder's tokenizer as transformers loads it."""
+"""Turn text into token ids: raw bytes, a lone `tokenizer.json`, or a folder's tokenizer as transformers loads it.
+
+Long texts are cut at positions where the parts give the same tokens as the full text.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from itertools import islice
+from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -352,3 +358,45 @@ def tokenizer_here(cfg: DataConfig) -> str:
 def dtype_of(vocab_size: int) -> np.dtype[Any]:
     """Return the dtype in which ids are stored: uint16 if the vocabulary allows, otherwise uint32."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+# ---- cutting texts -------------------------------------------------------------------------------------
+
+
+Encode = Callable[[list[str]], list[NDArray[np.integer]]]
+
+BEFORE_SPACE = re.compile(rb"\S(?=\s\S)")
+BORDER_TRIES = 200
+WINDOW_BYTES = 256
+PART_BYTES = 2**17  # tokenizers need up to 500 bytes of memory for each of them
+
+
+def next_cut(content: bytes | mmap, at: int, encode: Encode) -> int:
+    """Return the first position from byte `at` on where the two parts give the tokens of the full text.
+
+    Returns the end of the text if there is none nearby.
+    """
+    for match in islice(BEFORE_SPACE.finditer(content, at), BORDER_TRIES):
+        if is_seamless(content, match.end(), encode):
+            return match.end()
+    return len(content)
+
+
+def is_seamless(content: bytes | mmap, cut: int, encode: Encode) -> bool:
+    """Return True if the text around a cut gives the same tokens in two parts as in one."""
+    left_text = content[max(0, cut - WINDOW_BYTES) : cut].decode(errors="ignore")
+    right_text = content[cut : cut + WINDOW_BYTES].decode(errors="ignore")
+    together, left, right = encode([left_text + right_text, left_text, right_text])
+    return np.array_equal(together, np.concatenate((left, right)))
+
+
+def parts(text: str, encode: Encode) -> Iterator[str]:
+    """Yield a text in parts of about 128 KiB, as far as it can be cut."""
+    if len(text) <= PART_BYTES:
+        yield text
+        return
+    content, start = text.encode(), 0
+    while start < len(content):
+        end = next_cut(content, start + PART_BYTES, encode)
+        yield content[start:end].decode()
+        start = end

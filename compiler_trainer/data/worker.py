@@ -19,13 +19,11 @@ import numpy as np
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
-from compiler_trainer.data.chat import Chats
-from compiler_trainer.data.cutting import PART_BYTES, parts
+from compiler_trainer.data.chat import Chats, ChatTemplate
+from compiler_trainer.data.corpus import Encoded, Shard
 from compiler_trainer.data.readers import READERS, ReadOptions, Span
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair
-from compiler_trainer.data.shard import Encoded, Shard
-from compiler_trainer.data.template import ChatTemplate
-from compiler_trainer.data.tokenizers import Tokenizer, restore, tokenizer_of
+from compiler_trainer.data.tokenizers import PART_BYTES, Tokenizer, parts, restore, tokenizer_of
 from compiler_trainer.places.cache import Cache, cache_of
 
 DOCUMENTS_AT_ONCE = 1000

@@ -1,4 +1,4 @@
-"""Tokenize the pieces of a corpus in several processes, which end together with this one."""
+"""Tokenize the pieces of a corpus in several processes, which end together with this one, and show the progress."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import select
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any, NamedTuple
 
+from rich.filesize import decimal
+from rich.progress import BarColumn, TextColumn
+
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.console import Renewed, say
 from compiler_trainer.data.readers import Span
 from compiler_trainer.data.worker import Recipe, Worker
 
@@ -113,3 +118,34 @@ def answer(process: subprocess.Popen[str]) -> UserError | None:
         raise RuntimeError(f"a tokenizing process ended with exit code {code}; -9 often means out of memory")
     values = json.loads(line)
     return values and UserError(*values)
+
+
+# ---- progress ------------------------------------------------------------------------------------------
+
+
+LINE_EVERY_S = 10.0
+
+
+class Bar(Renewed):
+    """A context manager that shows the bytes done of `size_bytes`: a bar on a terminal, or lines at intervals."""
+
+    def __init__(self, size_bytes: int, bytes_done: int = 0):
+        super().__init__(BarColumn(), TextColumn("{task.description}"), transient=True)
+        self.size_bytes, self.bytes_done, self.first = size_bytes, bytes_done, bytes_done
+        self.task = self.bar.add_task(f"tokenizing {decimal(size_bytes)}", total=size_bytes, completed=bytes_done)
+
+    def add(self, size_bytes: int) -> None:
+        """Add `size_bytes` to the bytes done."""
+        self.bytes_done += size_bytes
+        self.bar.update(self.task, completed=self.bytes_done, description=self.line())
+        now = time.monotonic()
+        if not self.console.is_terminal and now - self.last_line >= LINE_EVERY_S:
+            self.last_line = now
+            say(self.line())
+
+    def line(self) -> str:
+        """Return `tokenizing: 512.0 MB of 1.0 GB, 11.2 MB/s, 45 s left`."""
+        rate = (self.bytes_done - self.first) / max(time.monotonic() - self.started, 1e-9)
+        seconds_left = (self.size_bytes - self.bytes_done) / max(rate, 1)
+        progress = f"{decimal(self.bytes_done)} of {decimal(self.size_bytes)}"
+        return f"tokenizing: {progress}, {decimal(int(rate))}/s, {seconds_left:.0f} s left"

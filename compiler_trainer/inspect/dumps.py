@@ -22,9 +22,8 @@ from typing import Annotated, Any, Literal
 
 from torch import Tensor, fx
 
-from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import json_of, text_of
+from compiler_trainer.config.files import json_of, load_yaml, text_of
 from compiler_trainer.config.options import Must, convert
 from compiler_trainer.config.schema import Steps
 from compiler_trainer.training import metrics
@@ -314,7 +313,7 @@ def load(folder: str | Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(str(folder), "is not a folder; give a run folder (run.dir of a training run)")
-    options = read(folder / "config.yaml", yamls.load)
+    options = read(folder / "config.yaml", load_yaml)
     report = read(folder / "report.json", json_of)
     check_parts(options, folder / "config.yaml", CONFIG)
     check_parts(report, folder / "report.json", REPORT)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.kinds import MOST_LAYERS
+from compiler_trainer.config.options import MOST_LAYERS
 from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.documents import inputs_of
 from compiler_trainer.models.init import seeded

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.kinds import Own
+from compiler_trainer.config.options import Own
 from compiler_trainer.config.targets import called, function, is_given, name_of
 from compiler_trainer.models.loss import LossFn
 from compiler_trainer.models.skeleton import skeleton

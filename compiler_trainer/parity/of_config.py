@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import EIGHT_BITS, Config, DpoConfig, MeshConfig
-from compiler_trainer.data.pairs import REFERENCE
+from compiler_trainer.data.packing import REFERENCE
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject as Trained
 from compiler_trainer.models.subject import subject as trained_by

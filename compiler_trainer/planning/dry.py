@@ -22,12 +22,11 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from compiler_trainer import models
-from compiler_trainer.config.clusters import cluster_of
-from compiler_trainer.config.device import described, for_predicting
+from compiler_trainer.config.device import cluster_of, described, for_predicting
 from compiler_trainer.config.schema import CheckpointConfig, Config, DpoConfig, ModelConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
-from compiler_trainer.data.pairs import REFERENCE
+from compiler_trainer.data.packing import REFERENCE
 from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.planning.simulate import in_flight, kept_for_later, play
 from compiler_trainer.planning.space import routed_rows

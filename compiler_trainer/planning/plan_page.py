@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plotly import graph_objects as go
 
-from compiler_trainer.config.clusters import cluster_of
+from compiler_trainer.config.device import cluster_of
 from compiler_trainer.page import BLUE, ORANGE, figure_html, page, plots, table, tr
 from compiler_trainer.planning import answer, compiled
 from compiler_trainer.planning.answer import Varied

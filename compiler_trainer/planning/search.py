@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from compiler_trainer.config.clusters import cluster_of
+from compiler_trainer.config.device import cluster_of
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.models.subject import subject

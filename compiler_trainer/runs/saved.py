@@ -17,11 +17,9 @@ from torch import nn
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.config import schema
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.compose import compose
+from compiler_trainer.config.compose import CONF, as_user_errors, compose
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import did_you_mean
-from compiler_trainer.config.refusal import as_user_errors
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, subject

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from compiler_trainer.checkpoint.load import MODEL
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
+from compiler_trainer.data.chat import Prompt, prompt_of
 from compiler_trainer.data.loader import Batch, Loader
-from compiler_trainer.data.prompts import Prompt, prompt_of
 from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.sampling import Sampling, check_prompt, continued, in_use

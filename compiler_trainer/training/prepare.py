@@ -27,7 +27,7 @@ from compiler_trainer.capture.compare import captured_difference
 from compiler_trainer.checkpoint import Checkpoint, on_all_ranks
 from compiler_trainer.config.earlier import is_in
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.lengths import steps_of
+from compiler_trainer.config.options import steps_of
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, TrainConfig, lasting
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, datasets_of

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from compiler_trainer.config.schema import Config, DpoConfig
 from compiler_trainer.data.datasets import Datasets
-from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.pairs import REFERENCE, PairRows
+from compiler_trainer.data.loader import Mixture
+from compiler_trainer.data.packing import REFERENCE, PairRows
 from compiler_trainer.models.preference import reference
 from compiler_trainer.models.subject import subject
 from compiler_trainer.step.compile import compile_step

@@ -15,8 +15,8 @@ from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.checkpoint.listing import path_of
 from compiler_trainer.config.device import for_running
+from compiler_trainer.config.options import seconds
 from compiler_trainer.config.schema import Config
-from compiler_trainer.config.times import seconds
 from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say
 from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary

@@ -16,9 +16,8 @@ from doc_pages import PAGES, ROOT, spans
 from omegaconf import OmegaConf
 
 from compiler_trainer.capture.returned import RESERVED
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.defaults import defaults
-from compiler_trainer.config.meaning import groups
+from compiler_trainer.config.compose import CONF, defaults
+from compiler_trainer.config.descriptions import groups
 from compiler_trainer.config.schema import Config, ExpertsConfig, LatentConfig, LoraConfig, MeshConfig, RopeScaling
 from compiler_trainer.training.anomalies import RANKS
 from compiler_trainer.training.metrics import unevenness

@@ -27,8 +27,7 @@ from omegaconf import OmegaConf
 from compiler_trainer.cli import app
 from compiler_trainer.cli.table import VERBS
 from compiler_trainer.cli.verbs.plan import varied_values
-from compiler_trainer.config import recipes
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, name_recipes, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.models.subject import subject
@@ -69,7 +68,7 @@ def configs(command: Command, scratch: Path) -> list[Config]:
     """Compose the jobs of a command and validate them for the ranks it starts."""
     folder = command.flag("--config-dir")
     scratch = scratch / "recipes"
-    overrides = recipes.by_name(command.options, scratch)
+    overrides = name_recipes(command.options, scratch)
     if folder:
         overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
     if command.kind == "plan":

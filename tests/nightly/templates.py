@@ -22,9 +22,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from compiler_trainer.data.chat import Chats, Sample, Tokens
+from compiler_trainer.data.chat import Chats, ChatTemplate, Sample, Tokens
 from compiler_trainer.data.records import BadRecord, Conversation, Fields, from_row
-from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import build_tokenizer
 
 SPECIAL = re.compile(r"<[｜|/A-Za-z_][^<>{}'\"\s]*>|\[/?[A-Z_]{3,}\]|<\|[^<>{}'\"|]+\|>")

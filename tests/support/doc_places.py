@@ -15,8 +15,7 @@ from object_store import Store
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from compiler_trainer import checkpoint
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import CONF, compose, typed
 from compiler_trainer.config.schema import (
     Config,
     DataConfig,
@@ -30,7 +29,7 @@ from compiler_trainer.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from compiler_trainer.data import ahead
+from compiler_trainer.data import tokenized
 from compiler_trainer.data.stored import ALL
 from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.training.trainer import train
@@ -69,7 +68,7 @@ def furnish(folder: Path) -> None:
     shutil.copytree(folder / "qwen", folder / "smol")
     tokenizer(of_chat=False).save(str(folder / "TOK"))
     for out, files in (("tokens", "books"), ("tokens/books", "books"), ("tokens/code", "code")):
-        ahead.write(DataConfig(name="text", files=(files,), tokenizer="TOK"), folder / out, ALL)
+        tokenized.write(DataConfig(name="text", files=(files,), tokenizer="TOK"), folder / out, ALL)
     Path(folder, "my_package.py").write_text(python_of("docs/guides/your-model.md"))
     for name in ("my_parts", "my_rules"):
         Path(folder, f"{name}.py").write_text(shown_module("docs/guides/your-loop.md", name))

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 from torch import fx
 
-from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import load_yaml
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from passes.program import ir
 from tools.bench.command import marked, markers, renew
@@ -117,7 +117,7 @@ def tried(row: Row, overrides: Sequence[str]) -> Outcome | None:
 def read_rows() -> Iterator[Row]:
     """Yield every published row, by file."""
     for path in sorted(ROWS.glob("*.yaml")):
-        source = yamls.load(path)
+        source = load_yaml(path)
         for row in source["rows"]:
             yield read_row(path.stem, source, row)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config import recipes
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, name_recipes, typed
 from compiler_trainer.config.device import described
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, is_open
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     arg_parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder for lower.programs")
     args = arg_parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        cfg = typed(compose(recipes.by_name(args.overrides, Path(scratch))))
+        cfg = typed(compose(name_recipes(args.overrides, Path(scratch))))
     if is_open(cfg):
         raise UserError("mesh", "has to be planned; run `compiler-trainer plan` first, and compile its result")
     if needs_cuda(cfg):

@@ -11,7 +11,7 @@ from compiler_trainer.cli.table import run_parser
 from compiler_trainer.config.device import settled
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.console import say
-from compiler_trainer.data.prompts import prompt_of
+from compiler_trainer.data.chat import prompt_of
 from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models.sampling import Sampling, continued, in_use, positions, why_uncached
 from compiler_trainer.runs.saved import at_checkpoint, options_of, trained_model

@@ -11,13 +11,10 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config import recipes
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import CONF, as_user_errors, compose, name_recipes, typed
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.refusal import as_user_errors
-from compiler_trainer.config.yamls import check_folders
+from compiler_trainer.config.files import check_folders
 from compiler_trainer.planning.plan import Question, plan, plan_all
 
 
@@ -31,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     arg_parser.add_argument("--config-dir", type=Path, help="a folder of your own choices")
     args = arg_parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        overrides = recipes.by_name(args.overrides, Path(scratch))
+        overrides = name_recipes(args.overrides, Path(scratch))
         if args.config_dir is not None:
             check_folders([str(flag) for flag in ("--config-dir", args.config_dir)])
             overrides.append(f"hydra.searchpath=[file://{args.config_dir.resolve()},file://{scratch}]")

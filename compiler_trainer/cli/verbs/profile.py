@@ -14,10 +14,9 @@ from pathlib import Path
 from compiler_trainer.cli.ends import RANK
 from compiler_trainer.cli.outcome import on_ranks
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config import recipes
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, name_recipes, typed
+from compiler_trainer.config.files import check_folders
 from compiler_trainer.config.schema import Config
-from compiler_trainer.config.yamls import check_folders
 from compiler_trainer.console import say, wide
 from compiler_trainer.planning.space import replaced
 from compiler_trainer.profile.report import FILE, lines, profile, tables, write
@@ -62,7 +61,7 @@ def tell(cfg: Config) -> None:
 def trained(overrides: Sequence[str], config_dir: Path | None) -> Path:
     """Run as many steps of a job as a profile needs; return its run folder."""
     with tempfile.TemporaryDirectory() as scratch:
-        with_recipe = recipes.by_name(overrides, Path(scratch))
+        with_recipe = name_recipes(overrides, Path(scratch))
         if config_dir is not None:
             check_folders([str(flag) for flag in ("--config-dir", config_dir)])
             with_recipe.append(f"hydra.searchpath=[file://{config_dir.resolve()},file://{scratch}]")

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config import recipes
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, name_recipes, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate_data
-from compiler_trainer.data.ahead import FILE, write
 from compiler_trainer.data.stored import Share
+from compiler_trainer.data.tokenized import FILE, write
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     args = arg_parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        cfg = validate_data(typed(compose(recipes.by_name(args.overrides, Path(scratch)))))
+        cfg = validate_data(typed(compose(name_recipes(args.overrides, Path(scratch)))))
     tokens = write(cfg, args.out, share_of(args.shard, args.processes))
     if tokens is None:
         print(

@@ -8,7 +8,7 @@ from commands import call
 
 from compiler_trainer.calibrate import probes
 from compiler_trainer.calibrate.measure import options_of
-from compiler_trainer.config.clusters import cluster_of
+from compiler_trainer.config.device import cluster_of
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import ClusterConfig
 

@@ -12,10 +12,10 @@ import pytest
 
 from compiler_trainer.cli import app, ends
 from compiler_trainer.cli.command import main
-from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.compose import CONF
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import seconds
 from compiler_trainer.config.schema import OPS, Config, GroupConfig, LrScheduleConfig, OptimConfig, TrainConfig
-from compiler_trainer.config.times import seconds
 from compiler_trainer.sweep import point
 
 FILES = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml"))]

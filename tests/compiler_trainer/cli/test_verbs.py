@@ -58,7 +58,7 @@ def test_a_process_that_tokenizes_imports_no_torch_and_no_pass():
 
 
 def test_a_process_that_writes_conversations_imports_no_torch():
-    script = "import sys; from compiler_trainer.data.template import renderer; renderer(); print('torch' in sys.modules)"
+    script = "import sys; from compiler_trainer.data.chat import renderer; renderer(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -11,10 +11,10 @@ import pytest
 
 import compiler_trainer
 from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.descriptions import groups
 from compiler_trainer.config.device import settled
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.foreign import ANSWERS, VALUES, answer
-from compiler_trainer.config.meaning import groups
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate

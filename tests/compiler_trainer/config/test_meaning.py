@@ -11,7 +11,7 @@ from rich.console import Console
 
 from compiler_trainer import UserError
 from compiler_trainer.config.compose import compose
-from compiler_trainer.config.meaning import explain, groups
+from compiler_trainer.config.descriptions import explain, groups
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
 

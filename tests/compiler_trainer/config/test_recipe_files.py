@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from commands import call
 
-from compiler_trainer.config import recipes
+from compiler_trainer.config.compose import name_recipes
 from compiler_trainer.config.errors import UserError
 
 
@@ -21,7 +21,7 @@ def test_a_plain_file_of_options_is_a_recipe(head, name, tmp_path, capfd):
 
 def test_a_recipe_that_is_no_file_is_named(tmp_path):
     with pytest.raises(UserError, match="recipe: nowhere.yaml is not a file"):
-        recipes.by_name(["recipe=nowhere.yaml"], tmp_path)
+        name_recipes(["recipe=nowhere.yaml"], tmp_path)
 
 
 @pytest.mark.parametrize("option", ["model.path", "model.lora.rank", "model.init"])

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import CONF, compose, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import AUTOMATIC, closed, is_open, open_axes
 from compiler_trainer.config.validate import validate

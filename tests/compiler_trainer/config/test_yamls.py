@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.yamls import check, check_folders
+from compiler_trainer.config.files import check_folders, check_yaml
 
 
 @pytest.mark.parametrize(("content", "says"), [
@@ -33,4 +33,4 @@ def test_aliases_and_nothing_at_all_are_fine(tmp_path):
     path = tmp_path / "fine.yaml"
     for content in ("", "a: &a {b: 1}\nc: *a\nd: *a\n"):
         path.write_text(content)
-        check(path)
+        check_yaml(path)

@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, WeightedSource
-from compiler_trainer.data import ahead, sources, stored, workers
+from compiler_trainer.data import sources, stored, tokenized, workers
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import ALL, Share
@@ -63,7 +63,7 @@ def test_what_is_made_ahead_is_what_a_job_makes_and_trains_alike(volume_bytes, t
     cfg = text(tmp_path)
     (part,) = build_datasets(cfg, 16, 4).parts
     made = {name: array for volume in part.tokens.volumes for name, array in arrays(volume.folder).items()}
-    ahead.write(cfg, tmp_path / "out", ALL)
+    tokenized.write(cfg, tmp_path / "out", ALL)
     assert arrays(tmp_path / "out") == made and (len(part.tokens.volumes) > 2) == (volume_bytes == 9000)
     assert batches(tokens(tmp_path / "out")) == batches(cfg)
 
@@ -73,17 +73,17 @@ def test_what_is_made_ahead_is_what_a_job_makes_and_trains_alike(volume_bytes, t
 def test_shares_make_the_same_in_any_order_and_the_last_joins(order, volume_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "VOLUME_BYTES", volume_bytes)
     cfg = text(tmp_path)
-    whole = ahead.write(cfg, tmp_path / "whole", ALL)
-    result = [ahead.write(cfg, tmp_path / "out", Share(number, 3)) for number in order]
+    whole = tokenized.write(cfg, tmp_path / "whole", ALL)
+    result = [tokenized.write(cfg, tmp_path / "out", Share(number, 3)) for number in order]
     assert result[:2] == [None, None] and result[2].holds == whole.holds
     assert arrays(tmp_path / "out") == arrays(tmp_path / "whole")
-    assert ahead.read(tmp_path / "out") == ahead.read(tmp_path / "whole")
+    assert tokenized.read(tmp_path / "out") == tokenized.read(tmp_path / "whole")
     assert not list((tmp_path / "out").glob("*.part"))
 
 
 def test_a_share_makes_its_pieces_and_no_others(tmp_path):
     cfg = text(tmp_path)
-    ahead.write(cfg, tmp_path / "out", Share(1, 3))
+    tokenized.write(cfg, tmp_path / "out", Share(1, 3))
     (unfinished,) = (tmp_path / "out").iterdir()
     numbers = [int(path.stem) for path in unfinished.glob("*.json")]
     assert sorted(numbers) == list(range(1, len(source_of(cfg, 0, Cache(Path("cache"))).pieces()), 3))
@@ -116,7 +116,7 @@ def test_killed_twice_the_digests_are_those_of_an_undisturbed_run(tmp_path, monk
     (tmp_path / "a.txt").write_text("".join(f"{i} is a number. " for i in range(300_000)))
     monkeypatch.setattr(sources, "PIECE_BYTES", 100_000)
     cfg = DataConfig(name="text", files=(str(tmp_path / "a.txt"),))
-    ahead.write(cfg, tmp_path / "whole", ALL)
+    tokenized.write(cfg, tmp_path / "whole", ALL)
 
     def start(number):
         command = [sys.executable, "-c", KILLED, str(tmp_path / "a.txt"), str(tmp_path / "out"), str(number)]
@@ -133,12 +133,12 @@ def test_killed_twice_the_digests_are_those_of_an_undisturbed_run(tmp_path, monk
             job.send_signal(signal.SIGKILL)
         assert all(job.wait() == -signal.SIGKILL for job in jobs) and pieces() >= before + 4
     for number in range(2):
-        ahead.write(cfg, tmp_path / "out", Share(number, 2))
+        tokenized.write(cfg, tmp_path / "out", Share(number, 2))
     assert arrays(tmp_path / "out") == arrays(tmp_path / "whole")
 
 
 def test_tokens_that_moved_are_read_and_those_that_were_cut_or_altered_are_refused(tmp_path):
-    ahead.write(text(tmp_path), tmp_path / "out", ALL)
+    tokenized.write(text(tmp_path), tmp_path / "out", ALL)
     before = batches(tokens(tmp_path / "out"))
     shutil.copytree(tmp_path / "out", tmp_path / "moved", copy_function=shutil.copyfile)
     shutil.rmtree(tmp_path / "out")
@@ -156,7 +156,7 @@ def test_tokens_of_two_folders_are_mixed_by_weight(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(name * 1000)
-        ahead.write(DataConfig(name="text", files=(str(tmp_path / name),)), tmp_path / f"of {name}", ALL)
+        tokenized.write(DataConfig(name="text", files=(str(tmp_path / name),)), tmp_path / f"of {name}", ALL)
     parts = [WeightedSource(name="tokens", tokens=str(tmp_path / f"of {name}"), weight=weight) for name, weight in (("a", 3.0), ("b", 1.0))]
     loader = build_datasets(DataConfig("mixture", sources=tuple(parts)), 16, 8).train
     assert [chr(token) for token in loader.next()["tokens"][:, 0].tolist()].count("a") == 6
@@ -170,7 +170,7 @@ def tokenizer(path):
 
 
 def test_tokens_of_another_tokenizer_or_kind_are_refused(tmp_path):
-    ahead.write(text(tmp_path), tmp_path / "out", ALL)
+    tokenized.write(text(tmp_path), tmp_path / "out", ALL)
     other = tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match="^data.tokenizer: is .*json, but .*out was made with bytes, which differs from it"):
         batches(tokens(tmp_path / "out", tokenizer=other))
@@ -183,23 +183,23 @@ def test_tokens_of_another_tokenizer_or_kind_are_refused(tmp_path):
 
 def test_a_folder_of_other_tokens_is_not_written_over(tmp_path):
     cfg = text(tmp_path)
-    ahead.write(cfg, tmp_path / "out", ALL)
+    tokenized.write(cfg, tmp_path / "out", ALL)
     before = arrays(tmp_path / "out")
-    assert ahead.write(cfg, tmp_path / "out", ALL).holds.documents == 400  # a second call makes nothing
+    assert tokenized.write(cfg, tmp_path / "out", ALL).holds.documents == 400  # a second call makes nothing
     os.utime(tmp_path / "a.jsonl", ns=(2, 2))
     with pytest.raises(UserError, match="^--out: .*out holds tokens of other data, other options, or earlier versions of files"):
-        ahead.write(cfg, tmp_path / "out", ALL)
+        tokenized.write(cfg, tmp_path / "out", ALL)
     assert arrays(tmp_path / "out") == before
 
 
 def test_what_ahead_is_no_job_for_is_refused(tmp_path):
     with pytest.raises(UserError, match="^data.tokens: are already tokens"):
-        ahead.write(tokens(tmp_path), tmp_path / "out", ALL)
+        tokenized.write(tokens(tmp_path), tmp_path / "out", ALL)
     with pytest.raises(UserError, match="^data.sources: are several; tokenize each into its own folder"):
-        ahead.write(DataConfig("mixture", sources=(WeightedSource(files=("a",)),)), tmp_path / "out", ALL)
+        tokenized.write(DataConfig("mixture", sources=(WeightedSource(files=("a",)),)), tmp_path / "out", ALL)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="^--out: .*file: .*; choose a writable folder"):
-        ahead.write(text(tmp_path), tmp_path / "file", ALL)
+        tokenized.write(text(tmp_path), tmp_path / "file", ALL)
 
 
 def test_the_verb_says_what_to_train_with(tmp_path, capsys):
@@ -207,7 +207,7 @@ def test_the_verb_says_what_to_train_with(tmp_path, capsys):
     call("tokenize", "data=text", f"data.files=[{path}]", "--out", str(tmp_path / "out"), "--shard", "0/2")
     assert capsys.readouterr().out.startswith("share 0/2 is done; the share that finishes last joins all")
     call("tokenize", "data=text", f"data.files=[{path}]", "--out", str(tmp_path / "out"), "--shard", "1/2", "--processes", "1")
-    count, digest = sum(len(line.encode()) + 1 for line in LINES), ahead.read(tmp_path / "out").digest
+    count, digest = sum(len(line.encode()) + 1 for line in LINES), tokenized.read(tmp_path / "out").digest
     assert capsys.readouterr().out.splitlines()[-2:] == [
         f"{count:,} tokens of 400 documents in {tmp_path / 'out'}, digest {digest}",
         f"train with: compiler-trainer data=tokens data.tokens={tmp_path / 'out'} data.tokenizer=bytes",
@@ -238,6 +238,6 @@ def test_pieces_that_are_there_are_joined_without_reading_again(tmp_path, monkey
     for number in (0, 1):
         with monkeypatch.context() as patch:
             patch.setattr(stored, "is_complete", lambda *args: False)
-            assert ahead.write(cfg, tmp_path / "out", Share(number, 2)) is None
+            assert tokenized.write(cfg, tmp_path / "out", Share(number, 2)) is None
     monkeypatch.setattr(workers.Worker, "tokenize", None)
-    assert ahead.write(cfg, tmp_path / "out", ALL).holds.documents == 400
+    assert tokenized.write(cfg, tmp_path / "out", ALL).holds.documents == 400

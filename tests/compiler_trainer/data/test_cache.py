@@ -26,11 +26,10 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import sources, workers
 from compiler_trainer.data.corpus import map_volume
-from compiler_trainer.data.cutting import next_cut, parts
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.readers import Span
 from compiler_trainer.data.stored import summary
-from compiler_trainer.data.tokenizers import build_tokenizer
+from compiler_trainer.data.tokenizers import build_tokenizer, next_cut, parts
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.places import kept
 from compiler_trainer.places.cache import Cache
@@ -92,7 +91,7 @@ def documents_of(corpus):
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_parts_of_a_text_give_the_tokens_of_the_whole(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("compiler_trainer.data.cutting.PART_BYTES", 700)
+    monkeypatch.setattr("compiler_trainer.data.tokenizers.PART_BYTES", 700)
     tokenizer = build_tokenizer(TOKENIZERS[kind](tmp_path / "tokenizer.json"))
     result = list(parts(TEXT, tokenizer.encode))
     assert "".join(result) == TEXT and (len(result) > 10) == (kind != "a mark before every text")

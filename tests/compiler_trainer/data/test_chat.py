@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data.chat import labels
+from compiler_trainer.data.chat import ChatTemplate, labels
 from compiler_trainer.data.datasets import build_datasets
-from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import build_tokenizer
 
 MARKED = (

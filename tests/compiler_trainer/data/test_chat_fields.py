@@ -15,10 +15,9 @@ from transformers import AutoTokenizer
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import sources, workers
-from compiler_trainer.data.chat import Chats
+from compiler_trainer.data.chat import Chats, ChatTemplate
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.records import BadRecord, Fields, from_row
-from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import build_tokenizer
 from tests.nightly.templates import compare
 

@@ -28,8 +28,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.corpus import Corpus, hash_arrays, split
 from compiler_trainer.data.datasets import build_datasets, check_vocabulary
-from compiler_trainer.data.loader import Loader
-from compiler_trainer.data.mixture import Mixture
+from compiler_trainer.data.loader import Loader, Mixture
 from compiler_trainer.data.packing import pack
 from compiler_trainer.data.readers import READERS, ReadOptions, Span, read_table
 from compiler_trainer.data.records import Conversation, Fields, text_fields

@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiler_trainer.config.schema import DataConfig, WeightedSource
-from compiler_trainer.data import layouts
-from compiler_trainer.data.best_fit import best_fit
 from compiler_trainer.data.corpus import Corpus, hash_arrays
 from compiler_trainer.data.datasets import build_datasets
-from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.packing import pack
+from compiler_trainer.data.loader import Mixture
+from compiler_trainer.data.packing import best_fit, fit, pack
 
 EOD = 1000
 LENGTHS = st.lists(st.integers(2, 20), min_size=1, max_size=12)
@@ -222,7 +220,7 @@ def test_a_million_documents_take_seconds():
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     corpus = Corpus(np.zeros(1, np.uint16), offsets, EOD, "lengths alone")
     began = time.process_time()
-    result = layouts.fit(corpus, np.random.default_rng(1).permutation(len(lengths)), 2048)
+    result = fit(corpus, np.random.default_rng(1).permutation(len(lengths)), 2048)
     assert time.process_time() - began < 20  # about 2 s on a machine of 2024
     assert result.starts[-1] == len(result.rows) * 2048
     assert lengths.sum() / result.starts[-1] > 0.99

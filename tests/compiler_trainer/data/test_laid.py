@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data import laid, sources
+from compiler_trainer.data import packing as layouts
+from compiler_trainer.data import sources
 from compiler_trainer.data.datasets import build_datasets
-from compiler_trainer.data.loader import Loader
-from compiler_trainer.data.mixture import Mixture
+from compiler_trainer.data.loader import Loader, Mixture
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.places.cache import Cache
 
@@ -71,7 +71,7 @@ def test_samples_and_their_order_are_those_of_earlier_commits(packing):
 def test_a_second_start_lays_nothing_out(packing, tmp_path, monkeypatch):
     path, _ = numbered(tmp_path)
     before = built(path, packing).train.next()
-    monkeypatch.setattr(laid, "write_layouts", None)
+    monkeypatch.setattr(layouts, "write_layouts", None)
     after = built(path, packing).train.next()
     assert all((after[name] == before[name]).all() for name in before)
 
@@ -137,13 +137,13 @@ def test_what_is_said_of_several_volumes_is_of_all(tmp_path, volumes, cache):
 
 
 def test_a_long_order_is_kept_and_is_that_of_memory(tmp_path, monkeypatch):
-    in_memory = laid.permutation(1000, [1, 2, 3], Cache(tmp_path))
+    in_memory = layouts.permutation(1000, [1, 2, 3], Cache(tmp_path))
     assert not list(tmp_path.iterdir()) and sorted(in_memory) == list(range(1000))
-    monkeypatch.setattr(laid, "IN_MEMORY", 999)
-    stored = laid.permutation(1000, [1, 2, 3], Cache(tmp_path))
+    monkeypatch.setattr(layouts, "IN_MEMORY", 999)
+    stored = layouts.permutation(1000, [1, 2, 3], Cache(tmp_path))
     assert stored.tolist() == in_memory.tolist() and stored.dtype == np.uint32 and len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(np.random, "default_rng", None)
-    assert laid.permutation(1000, [1, 2, 3], Cache(tmp_path)).tolist() == in_memory.tolist()
+    assert layouts.permutation(1000, [1, 2, 3], Cache(tmp_path)).tolist() == in_memory.tolist()
 
 
 def test_batches_are_the_same_where_orders_are_kept(tmp_path, monkeypatch):
@@ -154,7 +154,7 @@ def test_batches_are_the_same_where_orders_are_kept(tmp_path, monkeypatch):
         return [loader.next()["tokens"].tolist() for _ in range(60)]
 
     in_memory = tokens()
-    monkeypatch.setattr(laid, "IN_MEMORY", 0)
+    monkeypatch.setattr(layouts, "IN_MEMORY", 0)
     assert tokens() == in_memory
 
 

@@ -14,8 +14,7 @@ from compiler_trainer.config.schema import Config, DataConfig, EvalConfig, Weigh
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.corpus import Corpus
 from compiler_trainer.data.datasets import build_datasets
-from compiler_trainer.data.loader import Loader
-from compiler_trainer.data.mixture import Mixture
+from compiler_trainer.data.loader import Loader, Mixture
 from compiler_trainer.data.packing import pack
 
 

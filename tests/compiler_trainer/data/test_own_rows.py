@@ -12,8 +12,7 @@ from short_runs import options
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, DataConfig, EvalConfig, WeightedSource
 from compiler_trainer.config.validate import validate
-from compiler_trainer.data.datasets import build_datasets, check_labels, check_vocabulary
-from compiler_trainer.data.own import split_numbers
+from compiler_trainer.data.datasets import build_datasets, check_labels, check_vocabulary, split_numbers
 from compiler_trainer.training import trainer
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data import ahead
+from compiler_trainer.data import tokenized
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.stored import ALL
 
@@ -88,7 +88,7 @@ def test_pairs_stay_together_whatever_is_held_out(tokenizer, tmp_path):
 
 def test_tokens_made_ahead_say_that_they_are_pairs(tokenizer, tmp_path):
     source = options(tokenizer, files=written(tmp_path, SAME[0], SAME[0]))
-    ahead.write(source, tmp_path / "out", ALL)
+    tokenized.write(source, tmp_path / "out", ALL)
     there = {"name": "tokens", "tokens": str(tmp_path / "out")}
     rows = [build_datasets(cfg, 100, 1).train.rows.batch(np.arange(2)) for cfg in (source, options(tokenizer, **there))]
     assert all((rows[0][name] == rows[1][name]).all() for name in rows[0])

@@ -15,9 +15,9 @@ from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.config.validate import validate_data
-from compiler_trainer.data import ahead
+from compiler_trainer.data import tokenized
+from compiler_trainer.data.chat import prompt_of
 from compiler_trainer.data.datasets import build_datasets
-from compiler_trainer.data.prompts import prompt_of
 from compiler_trainer.data.stored import ALL
 from compiler_trainer.data.tokenizers import build_tokenizer
 
@@ -148,7 +148,7 @@ def test_the_options_are_refused_where_they_mean_nothing(tmp_path):
 def test_tokens_made_with_other_borders_are_refused(tmp_path):
     path = write(tmp_path, BOS, "<bos> $A")
     (tmp_path / "a.jsonl").write_text('{"text": "hi"}')
-    ahead.write(DataConfig("text", files=(str(tmp_path / "a.jsonl"),), tokenizer=path), tmp_path / "out", ALL)
+    tokenized.write(DataConfig("text", files=(str(tmp_path / "a.jsonl"),), tokenizer=path), tmp_path / "out", ALL)
     made = {"name": "tokens", "tokens": str(tmp_path / "out"), "tokenizer": path, "eval_fraction": 0.0}
     assert build_datasets(DataConfig(**made), 8, 1)
     with pytest.raises(UserError, match="data.add_bos_token: puts nothing before a text, but .*out was made with <bos>; set it to true"):

@@ -22,7 +22,7 @@ from object_store import BUCKET
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, DataConfig, FolderConfig
-from compiler_trainer.data import ahead, sources, workers
+from compiler_trainer.data import sources, tokenized, workers
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.stored import ALL
 from compiler_trainer.models.subject import subject
@@ -90,7 +90,7 @@ def test_tokens_and_a_tokenizer_of_a_store(tmp_path, store):
     (tmp_path / "a.txt").write_text("\n".join(LINES))
     named = store.put(tmp_path / "tok", "tok") + "/tokenizer.json"
     cfg = DataConfig(name="text", files=(str(tmp_path / "a.txt"),), tokenizer=named, eval_fraction=0.0)
-    ahead.write(cfg, tmp_path / "tokens", ALL)
+    tokenized.write(cfg, tmp_path / "tokens", ALL)
     url = store.put(tmp_path / "tokens", "tokens")
     there = build_datasets(replace(cfg, name="tokens", files=(), tokens=url), 8, 1)
     assert there.parts[0].train.corpus.tokens.tolist() == tokens(tmp_path / "a.txt", tokenizer=named)

@@ -12,9 +12,8 @@ from browser import cut, opened
 
 from compiler_trainer.cli import app, outcome
 from compiler_trainer.cli.verbs.plan import varied_values
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.clusters import cluster_of
-from compiler_trainer.config.device import here
+from compiler_trainer.config.compose import CONF
+from compiler_trainer.config.device import cluster_of, here
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     AUTO,

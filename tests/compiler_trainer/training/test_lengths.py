@@ -10,7 +10,7 @@ from short_runs import FakeStep, metrics, options, resuming
 
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.lengths import steps_of
+from compiler_trainer.config.options import steps_of
 from compiler_trainer.config.schema import CheckpointConfig, Config, DataConfig, EvalConfig, TrainConfig, WeightedSource
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import build_datasets

@@ -14,7 +14,7 @@ from oracle import ADAMW, EXACT, LRS, assert_same, compile_lockstep, llama, trai
 
 import compiler_trainer as ct
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.pairs import REFERENCE
+from compiler_trainer.data.packing import REFERENCE
 from compiler_trainer.models.preference import dpo, reference
 from compiler_trainer.models.subject import plain_logits
 from compiler_trainer.training.reference import FILE

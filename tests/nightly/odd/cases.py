@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from compiler_trainer.config.meaning import Option, groups
+from compiler_trainer.config.descriptions import Option, groups
 
 SMALL = (
     "data=synthetic", "train.steps=2", "train.seq_len=16", "train.global_batch_size=2", "lower.backend=eager",

@@ -15,8 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from compiler_trainer.config import cluster, foreign, schema
-from compiler_trainer.config.choices import CONF
-from compiler_trainer.config.compose import default_job
+from compiler_trainer.config.compose import CONF, default_job
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import SCALARS, Chosen, Must, spelled
 

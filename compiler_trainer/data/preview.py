@@ -12,10 +12,10 @@ import numpy as np
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data.chat import ChatTemplate
 from compiler_trainer.data.readers import READERS, ReadOptions
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record
 from compiler_trainer.data.sources import source_of
-from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import Tokenizer, load_by_transformers, tokenizer_of
 from compiler_trainer.data.worker import Part, Recipe, Worker
 from compiler_trainer.places.cache import cache_of
