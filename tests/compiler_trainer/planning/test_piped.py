@@ -87,10 +87,12 @@ def test_stages_lie_between_nodes_and_have_microbatches_enough():
 @pytest.mark.full
 def test_closed_forms_are_near_what_is_compiled():
     cfg = job("1f1b", cluster=ClusterConfig(gpus=16))
+    wide = replace(cfg.model, dim=2048, n_heads=16, n_kv_heads=8, ffn_dim=5632)  # a narrow model waits for launches, which forms omit
+    cfg = replace(cfg, model=wide, train=replace(cfg.train, seq_len=4096))
     request = PlanRequest(cfg, frozenset({"mesh", "train", "passes"}))
     (form,) = all_forms(request, sizes_of(cfg, subject(cfg).module), LeftOut())
     (real,) = compile_one([request], form.candidate)
-    assert 0.5 < form.step_s / real.step_s < 2 and 0.5 < form.bytes / real.bytes < 2
+    assert 0.85 < form.step_s / real.step_s < 1.15 and 0.9 < form.bytes / real.bytes < 1.1  # 1.05 and 0.996
 
 
 @pytest.mark.full
