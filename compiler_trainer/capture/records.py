@@ -18,7 +18,8 @@ from types import CodeType
 from torch import fx
 
 from passes.program import ir
-from passes.program.record import UNSET, NodeRecord, Origin, from_torch, to_torch
+from passes.program.record import UNSET, NodeRecord, Origin
+from passes.program.torch_private import from_torch, to_torch
 
 MARK = "record"
 CHECKPOINT = "checkpoint"

@@ -3,7 +3,7 @@
     update(node, phase="backward", recomputed=True)      record(node).phase == "backward"
 
 Most readers go through `passes/program/ir.py`. Records are frozen and shared: a copied node has the record of its
-original. PyTorch's tools read and write other keys of `node.meta`, through `from_torch` and `to_torch`.
+original. PyTorch's tools have other keys of `node.meta`: `from_torch` and `to_torch` in `passes/torch_private.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 
 from passes.program.layer import Layer, Role
 from passes.program.spec import Spec
+from passes.program.torch_private import from_torch
 
 _KEY = "record"
 
@@ -139,28 +140,7 @@ def differences(a: NodeRecord, b: NodeRecord, same_value: Callable[[Any, Any], b
 # ---- exchange with PyTorch's own tools -----------------------------------------------------------------
 
 
-class Traced(NamedTuple):
-    """The keys that PyTorch's tracers write: value, frames as text, paths of modules, marks of `annotate`."""
-
-    value: Any
-    stack_trace: str
-    modules: tuple[str, ...]
-    marks: dict[str, Any]
-
-
-def from_torch(node: fx.Node) -> Traced:
-    """Read the keys that a tracer of PyTorch (`torch.export`, `make_fx`) wrote on a node."""
-    meta = node.meta
-    modules = tuple(path for path, _ in (meta.get("nn_module_stack") or {}).values())
-    return Traced(meta.get("val"), meta.get("stack_trace") or "", modules, meta.get("custom") or {})
-
-
 def read_values(graph: fx.Graph) -> None:
     """Give each node of a graph that `make_fx` traced a record with its value; PyTorch's keys stay for Inductor."""
     for node in graph.nodes:
         update(node, value=from_torch(node).value)
-
-
-def to_torch(node: fx.Node, **keys: Any) -> None:
-    """Write keys that PyTorch reads: `val` and `custom` before a graph is traced again, others before Inductor."""
-    node.meta.update(keys)

@@ -22,7 +22,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -44,7 +44,6 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.program.record import to_torch
 from passes.program.signals import undisturbed
 
 __all__ = [
@@ -927,3 +926,27 @@ def dump_allocations(path: Path) -> None:
     """Write the recorded allocations, for pytorch.org/memory_viz, and stop recording."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+# ---- keys of node.meta that PyTorch reads and writes ------------------------------------------------------
+
+
+class Traced(NamedTuple):
+    """The keys that PyTorch's tracers write: value, frames as text, paths of modules, marks of `annotate`."""
+
+    value: Any
+    stack_trace: str
+    modules: tuple[str, ...]
+    marks: dict[str, Any]
+
+
+def from_torch(node: fx.Node) -> Traced:
+    """Read the keys that a tracer of PyTorch (`torch.export`, `make_fx`) wrote on a node."""
+    meta = node.meta
+    modules = tuple(path for path, _ in (meta.get("nn_module_stack") or {}).values())
+    return Traced(meta.get("val"), meta.get("stack_trace") or "", modules, meta.get("custom") or {})
+
+
+def to_torch(node: fx.Node, **keys: Any) -> None:
+    """Write keys that PyTorch reads: `val` and `custom` before a graph is traced again, others before Inductor."""
+    node.meta.update(keys)

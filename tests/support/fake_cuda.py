@@ -47,8 +47,7 @@ from passes.lower.host_reads import breaks
 from passes.lower.inductor import compile_body
 from passes.lower.store import Store
 from passes.program.bodies import calls_of
-from passes.program.record import from_torch
-from passes.program.torch_private import compile_inner
+from passes.program.torch_private import compile_inner, from_torch
 
 H100 = SimpleNamespace(
     name="NVIDIA H100",

@@ -14,9 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.program import host, shift, torch_private
-from passes.program.record import from_torch
 from passes.program.shift import SHIFTS
-from passes.program.torch_private import FakeTensorMode, compile_inner, inductor_decompositions
+from passes.program.torch_private import FakeTensorMode, compile_inner, from_torch, inductor_decompositions
 
 SIZE = 64
 

@@ -8,8 +8,9 @@ from torch import fx
 
 from passes.program import ir
 from passes.program.layer import Layer, Role
-from passes.program.record import FIELDS, BodyNode, NodeRecord, Origin, differences, from_torch, to_torch
+from passes.program.record import FIELDS, BodyNode, NodeRecord, Origin, differences
 from passes.program.spec import Spec
+from passes.program.torch_private import from_torch, to_torch
 
 OTHER = {
     "value": torch.ones(3),
