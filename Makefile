@@ -35,7 +35,7 @@ test: $(STAMP) ## run the tests
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 QUICK := tests/test_architecture.py tests/compiler_trainer/config tests/compiler_trainer/cli/test_verbs.py \
-  tests/passes/program tests/passes/check tests/compiler_trainer/data/test_fitting.py \
+  tests/passes/ir tests/passes/ops tests/passes/trace tests/passes/check tests/compiler_trainer/data/test_fitting.py \
   tests/compiler_trainer/training/test_lr_schedule.py tests/compiler_trainer/step/test_fsdp.py
 
 test-quick: $(STAMP) ## run a part in under three minutes: imports, options, verbs, graphs, the verifier, packing, FSDP

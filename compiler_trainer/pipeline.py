@@ -41,24 +41,24 @@ from passes.communication.cse import CSE
 from passes.communication.overlap import Overlap
 from passes.communication.reassociate import Reassociate
 from passes.communication.take_turns import TakeTurns
-from passes.context.intervals import Intervals
 from passes.context.sequence_layout import SequenceLayout
+from passes.idioms.chunk_loss import ChunkLoss
+from passes.idioms.experts import Experts
+from passes.idioms.intervals import Intervals
+from passes.ir.folds import Folding
+from passes.ir.ir import Pass, Program
+from passes.ir.layer import within
+from passes.ir.placing import end, placed
+from passes.ir.stages import Stage
+from passes.ir.task import Task
 from passes.lower.segment import Segment
 from passes.lower.unfold import Unfold
-from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
 from passes.pipeline.assign import Assign
 from passes.pipeline.cut import cut, cut_gathers, cut_update, without_unread_buffers
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
-from passes.program.folds import Folding
-from passes.program.ir import Pass, Program
-from passes.program.layer import within
-from passes.program.placing import end, placed
-from passes.program.stages import Stage
-from passes.program.task import Task
 from passes.sharding.collectives import Collectives
-from passes.sharding.experts import Experts
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
@@ -300,7 +300,7 @@ def build_extra(passes: PassesConfig) -> Passes:
         step = called(options, where := f"passes.extra[{number}]")
         if not isinstance(step, Pass):
             problem = f"{options['_target_']} returned a {type(step).__name__}"
-            raise UserError(where, f"{problem}; return a passes.program.ir.Pass")
+            raise UserError(where, f"{problem}; return a passes.ir.ir.Pass")
         if step.gives is not None:
             raise UserError(
                 where, f"{step.name} gives a {step.gives} program; leave `gives` out; other passes come next"

@@ -13,9 +13,9 @@ from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
 from compiler_trainer.config.device import balance_of, described
 from compiler_trainer.config.schedules import build_schedule
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
+from passes.ir.machine import Balance
+from passes.ir.mesh import Mesh
 from passes.pipeline.schedules import Schedule, TaskCosts, unit
-from passes.program.machine import Balance
-from passes.program.mesh import Mesh
 
 Metrics = Mapping[str, Tensor]
 LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor | tuple[Tensor, Metrics]]

@@ -10,9 +10,9 @@ from pathlib import Path
 import yaml
 
 from compiler_trainer.inspect.words import PASSES
-from passes.program.mesh import AXES, FLATTENED
-from passes.program.reshard import RESHARD_OPS
-from passes.program.stages import Stage
+from passes.ir.mesh import AXES, FLATTENED
+from passes.ir.stages import Stage
+from passes.ops.reshard import RESHARD_OPS
 
 WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 

@@ -56,7 +56,7 @@ FEATURES = {
         Feature("gradient accumulation", "train.microbatches=4", "tests/passes/update/test_token_mean.py"),
         Feature("activation checkpointing", "passes.remat.policy=full", "tests/passes/memory/test_remat.py"),
         Feature("offloading", "passes.remat.policy=offload", "tests/passes/memory/test_remat.py"),
-        Feature("loss in chunks", "passes.chunk_loss.chunks=4", "tests/passes/memory/test_chunk_loss.py"),
+        Feature("loss in chunks", "passes.chunk_loss.chunks=4", "tests/passes/idioms/test_chunk_loss.py"),
         Feature("8-bit moments", "optim=adamw8bit", "tests/passes/update/test_moments.py"),
     ),
     "Training": (

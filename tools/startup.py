@@ -34,10 +34,10 @@ from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.runtime import ProcessRanks, all_calls
 from compiler_trainer.step.step import state_name, stored
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.operators import axis_of, communicator_of
-from passes.program.spec import Spec, boxes
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.operators import axis_of, communicator_of
+from passes.ir.spec import Spec, boxes
 
 LARGE = (
     "model=llama3_405b", "data=synthetic", "mesh.pp=16", "mesh.dp_shard=128", "mesh.tp=8", "train.microbatches=32",

@@ -35,10 +35,10 @@ from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare
 from passes.check.runner import apply_pass
 from passes.check.verify import neighbours, verify_spec
-from passes.program import ir
-from passes.program.mesh import Mesh, MeshError
-from passes.program.spec import Spec
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.mesh import Mesh, MeshError
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
 
 Kind = Literal["crash", "differs", "illegal", "not finite"]
 GIB = 2**30

@@ -21,10 +21,10 @@ from compiler_trainer.bisect.values import (
     spec_of,
     total_gradient,
 )
-from passes.program import ir
-from passes.program.operators import is_mutable
-from passes.program.printer import format_node
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.operators import is_mutable
+from passes.ir.printer import format_node
+from passes.ir.stages import Stage
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from passes.check.numeric import coarsest, compare
 from passes.check.numeric import run as run_program
 from passes.check.runner import apply_pass
 from passes.check.verify import verify_spec
-from passes.program import ir
-from passes.program.layer import Layer, Role
-from passes.program.mesh import Mesh
-from passes.program.record import Origin
-from passes.program.spec import Spec
-from passes.program.stages import Stage
-from passes.program.torch_private import FakeTensorMode
+from passes.ir import ir
+from passes.ir.layer import Layer, Role
+from passes.ir.mesh import Mesh
+from passes.ir.record import Origin
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
+from passes.torch_private import FakeTensorMode
 
 Kind = Literal["", "crash", "differs", "illegal"]
 

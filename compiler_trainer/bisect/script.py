@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from compiler_trainer.bisect.piece import Piece, gist
-from passes.program import ir
-from passes.program.operators import namespace_of
-from passes.program.torch_private import OpOverload
+from passes.ir import ir
+from passes.ir.operators import namespace_of
+from passes.torch_private import OpOverload
 
 
 class Inexpressible(Exception):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from compiler_trainer.bisect.piece import Kind, Piece, Sketch, check, gist
-from passes.program import ir
-from passes.program.reshard import psum
-from passes.program.spec import Spec
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
+from passes.ops.reshard import psum
 
 aten = torch.ops.aten
 

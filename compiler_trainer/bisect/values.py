@@ -22,13 +22,13 @@ from passes.check.numeric import (
     with_authors_backward,
 )
 from passes.check.simulate import Lockstep
-from passes.program import ir
-from passes.program.functions import body_of
-from passes.program.mesh import Mesh
-from passes.program.operators import is_random
-from passes.program.spec import Spec, boxes, unshard
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.operators import is_random
+from passes.ir.spec import Spec, boxes, unshard
+from passes.ir.stages import Stage
 from passes.sharding.collectives import Collectives
+from passes.trace.functions import body_of
 
 NEGLIGIBLE = 1e-3  # of the largest operand
 

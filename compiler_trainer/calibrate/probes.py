@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from passes.ir.record import read_values
 from passes.lower.backends import NamingInterpreter
 from passes.lower.heap import keep_freed_memory
-from passes.program.record import read_values
 
 Found = dict[str, Any]
 MIB, GIB = 2**20, 2**30

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.program.torch_private import BatchNorm
+from passes.torch_private import BatchNorm
 
 
 def cumulative_averages() -> AbstractContextManager:

@@ -29,12 +29,13 @@ from compiler_trainer.capture.registered import as_functions
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.request import LossFn, Metrics
-from passes.program import ir
-from passes.program.editor import inline
-from passes.program.folds import Fold, Folding
-from passes.program.layer import Layer, layer_names, layer_of
-from passes.program.spec import Spec
-from passes.program.torch_private import (
+from passes.ir import ir
+from passes.ir.folds import Fold, Folding
+from passes.ir.layer import Layer, layer_names, layer_of
+from passes.ir.spec import Spec
+from passes.rules import tensor_operands
+from passes.sharding.normalize import copied
+from passes.torch_private import (
     FakeTensor,
     FakeTensorMode,
     composites_of,
@@ -44,8 +45,7 @@ from passes.program.torch_private import (
     quiet_failures,
     regions_in_line,
 )
-from passes.rules import tensor_operands
-from passes.sharding.normalize import copied
+from passes.trace.editor import inline
 
 aten = torch.ops.aten
 MATMULS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default}

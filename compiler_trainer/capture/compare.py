@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 from compiler_trainer.capture.capture import capture, fake_copy
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.request import LossFn
-from passes.program import ir
-from passes.program.functions import Function, function_of
-from passes.program.torch_private import FakeTensorMode
+from passes.ir import ir
+from passes.torch_private import FakeTensorMode
+from passes.trace.functions import Function, function_of
 
 Results = dict[str, Tensor]  # `loss`, `gradient of NAME` for trained parameters, `buffer NAME`
 EXACT, ROUNDED = 1e-3, 5e-2  # largest difference allowed, relative to the largest entry: in float32, in 16 bits

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from compiler_trainer.config.errors import UserError
-from passes.program import ir
-from passes.program.editor import Editor, laid_out_as
+from passes.ir import ir
+from passes.trace.editor import Editor, laid_out_as
 
 aten = torch.ops.aten
 FLEX = torch.ops.higher_order.flex_attention

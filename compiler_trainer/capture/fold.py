@@ -1,4 +1,4 @@
-"""Leave out layers of a captured graph that are equal to the layer before: see `passes/program/folds.py`.
+"""Leave out layers of a captured graph that are equal to the layer before: see `passes/ir/folds.py`.
 
 Layers are compared in the graph, not in the model: operators, constants, layouts, inputs from the previous layer and
 from values that all layers share, and the options that apply to their names. Only the next layer may read the values
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from passes.program import ir
-from passes.program.bodies import describe_layout, describe_operand
-from passes.program.folds import Fold, Folding, number_in, renumbered
-from passes.program.layer import Layer
-from passes.program.operators import is_random
+from passes.ir import ir
+from passes.ir.bodies import describe_layout, describe_operand
+from passes.ir.folds import Fold, Folding, number_in, renumbered
+from passes.ir.layer import Layer
+from passes.ir.operators import is_random
 from passes.sharding.normalize import drops, is_dropout
 
 NO_LAYER = Layer("", -1)

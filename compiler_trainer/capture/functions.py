@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
-from passes.program import functions
-from passes.program.torch_private import functions_as
+from passes.torch_private import functions_as
+from passes.trace import functions
 
 
 class FakeContext:

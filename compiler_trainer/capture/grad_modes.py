@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, fx
 
 from compiler_trainer.config.errors import UserError
-from passes.program import functions, ir
-from passes.program.operators import bind, is_mutable
-from passes.program.torch_private import SET_GRAD_ENABLED, FakeTensor, OpOverload, is_composite
+from passes.ir import ir
+from passes.ir.operators import bind, is_mutable
+from passes.torch_private import SET_GRAD_ENABLED, FakeTensor, OpOverload, is_composite
+from passes.trace import functions
 
 aten = torch.ops.aten
 DETACHES = (aten.detach.default, aten.detach_.default)

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor, fx
 
-from passes.program import routed
-from passes.program.torch_private import grouped_products_as
+from passes.ops import routed
+from passes.torch_private import grouped_products_as
 
 
 def any_dtype() -> AbstractContextManager[None]:

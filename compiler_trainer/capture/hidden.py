@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from compiler_trainer.capture.records import is_library
 from compiler_trainer.capture.spectra import istft
 from compiler_trainer.config.errors import UserError
-from passes.program.torch_private import (
+from passes.torch_private import (
     conversions_as,
     derivatives_as_operators,
     inference_as_no_grad,

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from torch.fx import traceback as fx_traceback
 
 from compiler_trainer.capture.records import CHECKPOINT
-from passes.program.torch_private import checkpoints_inside
+from passes.torch_private import checkpoints_inside
 
 
 def checkpoints_as_marks() -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """Assign each operator of a captured graph to a layer, once: all passes that work by layer use this.
 
-A layer is a numbered module (`passes/program/layer.py`), whatever it calls; or, without numbered modules, a part of the
+A layer is a numbered module (`passes/ir/layer.py`), whatever it calls; or, without numbered modules, a part of the
 graph that repeats the previous part (`repeats.py`). These operators are added to a layer:
 
     cast(weight)            computed from parameters alone, by no module, and read by one layer
@@ -18,9 +18,9 @@ from torch import fx
 
 from compiler_trainer.capture.grad_modes import memory_of
 from compiler_trainer.capture.repeats import repeats
-from passes.program import ir
-from passes.program.layer import Layer, layer_names, layer_of
-from passes.program.operators import is_mutable
+from passes.ir import ir
+from passes.ir.layer import Layer, layer_names, layer_of
+from passes.ir.operators import is_mutable
 
 Layers = dict[fx.Node, Layer | None]
 Reads = dict[fx.Node, list[fx.Node]]

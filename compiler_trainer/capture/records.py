@@ -17,16 +17,16 @@ from types import CodeType
 
 from torch import fx
 
-from passes.program import ir
-from passes.program.record import UNSET, NodeRecord, Origin
-from passes.program.torch_private import from_torch, to_torch
+from passes.ir import ir
+from passes.ir.record import UNSET, NodeRecord, Origin
+from passes.torch_private import from_torch, to_torch
 
 MARK = "record"
 CHECKPOINT = "checkpoint"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARY = re.compile(
     r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/capture/(capture|functions|hidden)\.py$"
-    r"|/passes/program/torch_private\.py$"
+    r"|/passes/torch_private\.py$"
 )
 
 

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from passes.program import functions, ir
-from passes.program.operators import name_of
-from passes.program.torch_private import OpOverload, has_autograd_kernel
+from passes.idioms.experts import GROUPED_MATMULS
+from passes.ir import ir
+from passes.ir.operators import name_of
 from passes.rules import is_ours
-from passes.sharding.experts import GROUPED_MATMULS
+from passes.torch_private import OpOverload, has_autograd_kernel
+from passes.trace import functions
 
 
 def as_functions(program: ir.Program) -> None:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.bodies import describe_operand
-from passes.program.printer import format_value
+from passes.ir import ir
+from passes.ir.bodies import describe_operand
+from passes.ir.printer import format_value
 
 
 class Run(NamedTuple):

@@ -22,7 +22,7 @@ from compiler_trainer.checkpoint.stored import (
 )
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.ranks import gather, place_in_job
-from passes.program.spec import boxes
+from passes.ir.spec import boxes
 
 MODEL, AVERAGE = "model.", "ema."  # prefixes of parameters and buffers, and of averages of parameters
 SHOWN = 3  # differences named in an error

@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from passes.program.mesh import Mesh
-from passes.program.spec import Box, Spec, boxes
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Box, Spec, boxes
 
 PIECE_BYTES = 16 << 20  # tensors are read in pieces of this size
 MOST_CELLS = 1 << 24

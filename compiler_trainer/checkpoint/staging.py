@@ -13,8 +13,8 @@ from compiler_trainer.checkpoint.index import DTYPES
 from compiler_trainer.checkpoint.pieces import Placed, written_by
 from compiler_trainer.checkpoint.stored import key_of
 from compiler_trainer.config.errors import UserError
-from passes.program.mesh import Mesh
-from passes.program.spec import Box
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Box
 
 ALIGNMENT = 64  # bytes, for every piece
 BLOCK = 1 << 30  # bytes; PyTorch rounds pinned memory up to powers of two, so one large block could waste half

@@ -21,7 +21,7 @@ from compiler_trainer.config.schema import Config, PassesConfig, is_open
 from passes.cost.accounting import SENT
 from passes.cost.cluster import Beside, Cluster, Links, Protocol
 from passes.cost.rates import Curve, Rates
-from passes.program.machine import Balance
+from passes.ir.machine import Balance
 
 CPU = "cpu"
 

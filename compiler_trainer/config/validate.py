@@ -25,7 +25,7 @@ from compiler_trainer.config.schema import (
     lasting,
     open_axes,
 )
-from passes.program.mesh import MeshError, spread_experts
+from passes.ir.mesh import MeshError, spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
 LONG = 200  # characters of a path in an error

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from compiler_trainer.training.speed import machine
-from passes.program.torch_private import compiler_folder
+from passes.torch_private import compiler_folder
 
 GIB = 2**30
 PACKAGES = ("compiler-trainer", "torch", "triton", "transformers", "torchao")

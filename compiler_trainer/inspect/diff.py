@@ -21,7 +21,7 @@ from torch import fx
 
 from compiler_trainer.config.options import spelled
 from compiler_trainer.inspect.dumps import Node, Run, Stage
-from passes.program.printer import format_operand
+from passes.ir.printer import format_operand
 
 FIRST = 5  # nodes shown for each kind of change
 MOST = 20  # rows of operators and modules

@@ -28,10 +28,10 @@ from compiler_trainer.config.options import Must, convert
 from compiler_trainer.config.schema import Steps
 from compiler_trainer.training import metrics
 from passes.cost.accounting import Accounting
-from passes.program import ir
-from passes.program.bodies import calls_of
-from passes.program.printer import Line, format_dtype, format_value, lines_of, name_of_call, place_of
-from passes.program.saved import Unreadable, names_of_calls, read_dump, reading
+from passes.ir import ir
+from passes.ir.bodies import calls_of
+from passes.ir.printer import Line, format_dtype, format_value, lines_of, name_of_call, place_of
+from passes.ir.saved import Unreadable, names_of_calls, read_dump, reading
 
 CALLS = ("segment", "unfold")  # passes after which a program calls compiled regions
 CASTS = ("to.dtype", "to.device", "to.other", "to.dtype_layout", "_to_copy", "prims.convert_element_type")

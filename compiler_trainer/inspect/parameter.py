@@ -19,7 +19,7 @@ from rich.table import Table
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.inspect.dumps import CASTS, Node, Run, Stage
-from passes.program.printer import format_dtype
+from passes.ir.printer import format_dtype
 
 GATHERED = {"all_gather": "gathered", "all_gather_invariant": "gathered", "invariant_to_replicate": "copied",
             "replicate_to_invariant": "cut", "invariant_to_shard": "cut", "replicate_to_shard": "cut"}  # fmt: skip

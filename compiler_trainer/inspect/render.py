@@ -22,7 +22,7 @@ from compiler_trainer.inspect.course import course, flat
 from compiler_trainer.inspect.dumps import Node, Run, Stage
 from compiler_trainer.inspect.overview import seconds_of, totals
 from compiler_trainer.inspect.words import COUNTS, PASSES
-from passes.program.mesh import SEQUENCE_AXIS
+from passes.ir.mesh import SEQUENCE_AXIS
 
 PAGE = Path(__file__).parent / "page"
 TABS = ("course.js", "graph.js", "diff.js", "memory.js", "communication.js", "pipeline.js", "experts.js", "sharding.js")

@@ -29,7 +29,7 @@ from compiler_trainer.models.transformers_private import (
     initialize,
 )
 from compiler_trainer.models.weights import InFile, Joined, Made, Stacked, stored_in
-from passes.program.spec import Stored, Value
+from passes.ir.spec import Stored, Value
 
 SHOWN = 3  # tensors named in an error
 ADAPTED, INNER = "base_model.model.", re.compile(r"(\.base_layer)+\.")  # how peft renames what it adapts

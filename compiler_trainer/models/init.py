@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from compiler_trainer.models.llama import Llama
-from passes.program.spec import Value
+from passes.ir.spec import Value
 
 STD = 0.02
 RESIDUAL_OUTPUTS = ("wo", "w2")

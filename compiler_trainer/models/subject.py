@@ -19,7 +19,7 @@ from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_log
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.preference import dpo
 from compiler_trainer.models.tried import remark_on, way_of
-from passes.program.spec import Value
+from passes.ir.spec import Value
 
 
 @dataclass(frozen=True)

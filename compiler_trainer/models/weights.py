@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
-from passes.program.spec import Stored
+from passes.ir.spec import Stored
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {

@@ -1,6 +1,6 @@
 """The cost of a setting, read from the compiled programs of a dry run; similar layers and stages are compiled once.
 
-One layer stands for identical ones until the end (`passes/program/folds.py`), and identical stages share programs
+One layer stands for identical ones until the end (`passes/ir/folds.py`), and identical stages share programs
 (`piped.py`). A model defined by options is captured with few layers; the layer that stands for others then also stands
 for the missing ones. Settings between two recomputations are interpolated: time and bytes lie on the line between
 them, and the peak is an upper bound, because it may be at another place of the step.
@@ -29,9 +29,9 @@ from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.exported import Exported, export_once
 from compiler_trainer.step.given import Captured, Reporter
 from compiler_trainer.step.programs import compile_exported
-from passes.program import ir
-from passes.program.folds import Fold, Folding, number_in, renumbered
-from passes.program.layer import Layer
+from passes.ir import ir
+from passes.ir.folds import Fold, Folding, number_in, renumbered
+from passes.ir.layer import Layer
 
 T = TypeVar("T", ir.Input, ir.Output)
 MOST_CAPTURES = 4  # for example, of different microbatch sizes

@@ -52,13 +52,13 @@ from passes.cost.cluster import Cluster, collective_seconds
 from passes.cost.fusion import Fused
 from passes.cost.predict import Prediction, predict
 from passes.cost.timeline import Timeline, longest
+from passes.ir import ir
+from passes.ir.bodies import flatten
+from passes.ir.machine import Reach
+from passes.ir.mesh import Mesh
+from passes.ir.task import FORWARD, Task
 from passes.lower.host_reads import breaks
 from passes.pipeline.schedules import Schedule, most_alive
-from passes.program import ir
-from passes.program.bodies import flatten
-from passes.program.machine import Reach
-from passes.program.mesh import Mesh
-from passes.program.task import FORWARD, Task
 
 STORED = ("parameter", "buffer", "moment", "gradient")
 KEPT = "kept for other programs"

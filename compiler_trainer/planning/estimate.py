@@ -21,8 +21,8 @@ from compiler_trainer.planning.space import Candidate, Sizes
 from compiler_trainer.training.speed import computes_in
 from passes.cost.accounting import SENT
 from passes.cost.cluster import Cluster, collective_seconds
-from passes.program.machine import reach
-from passes.program.mesh import Mesh
+from passes.ir.machine import reach
+from passes.ir.mesh import Mesh
 
 # Fitted to compiled programs of Llama 3 8B: how often elementwise kernels read and write a layer's features, forward
 # and backward. Without it steps are a tenth too short, and recomputation of everything but matmuls costs nothing.

@@ -20,8 +20,8 @@ from compiler_trainer.planning.space import Candidate, PlanRequest, replaced
 from compiler_trainer.step.ranks import start_ranks
 from compiler_trainer.training.failures import Failure, free_bytes, used_bytes
 from passes.cost.accounting import Ledger, peak_of
-from passes.program import ir
-from passes.program.abstract_eval import abstract_eval
+from passes.ir import ir
+from passes.trace.abstract_eval import abstract_eval
 
 MIB, GIB = 2**20, 2**30
 SHOWN = 3  # settings that fit

@@ -22,10 +22,10 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import DryStep
 from compiler_trainer.planning.space import depth_pattern, replaced, sizes_of
 from compiler_trainer.step.given import Captured, Reporter
+from passes.ir import ir
+from passes.ir.task import OF_RANKS, SQUARE, Task, square_of, term_of
 from passes.pipeline.assign import even
 from passes.pipeline.schedules import Schedule
-from passes.program import ir
-from passes.program.task import OF_RANKS, SQUARE, Task, square_of, term_of
 
 T = TypeVar("T", ir.Input, ir.Output)
 
@@ -171,7 +171,7 @@ def names_in_update(step: DryStep, few_rank: int, rank: int, last: tuple[int, in
     """Return the function that renames the carried values of a compiled rank's update to those of a rank's update.
 
     `last` is (last compiled rank, last rank of all). Ranks exchange squared norms, and gradient terms of parameters
-    that the first and the last rank share (`passes/program/task.py`); all other values stay on the rank.
+    that the first and the last rank share (`passes/ir/task.py`); all other values stay on the rank.
     """
     sources = {0: 0, last[0]: last[1], few_rank: rank}
     parameters = {i.name for c in step.programs.values() for i in c.program.inputs if i.kind == "parameter"}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from compiler_trainer.step.messages import Message, Timetable, messages
 from compiler_trainer.step.turns import Key, Turn, keys_of
 from passes.cost.clock import Clock, Timing
-from passes.program import ir
+from passes.ir import ir
 
 
 def play(

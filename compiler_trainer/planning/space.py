@@ -19,7 +19,7 @@ from compiler_trainer.config.schema import RECOMPUTE, Config, FolderConfig, Mesh
 from compiler_trainer.models.attention import head_dims
 from compiler_trainer.models.folder import config_of
 from compiler_trainer.models.place import folder_of
-from passes.program.layer import layer_names, layer_of
+from passes.ir.layer import layer_names, layer_of
 
 POLICIES: Mapping[str, dict[str, Any]] = {
     "none": {"policy": "none"},

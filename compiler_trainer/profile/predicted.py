@@ -16,7 +16,7 @@ from compiler_trainer.training.trace import ATTENTION, LOOPS, PRODUCTS, Spent, p
 from passes.context.operators import kernel_of
 from passes.cost.accounting import count_flops
 from passes.cost.timeline import COMPUTE
-from passes.program.abstract_eval import Avals, recorded
+from passes.trace.abstract_eval import Avals, recorded
 
 
 @dataclass(frozen=True)

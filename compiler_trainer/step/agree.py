@@ -7,8 +7,8 @@ import hashlib
 
 import torch.distributed as dist
 
-from passes.program import ir
-from passes.program.printer import print_program
+from passes.ir import ir
+from passes.ir.printer import print_program
 
 SHOWN = 20  # lines of difference
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from passes.context.balance import assign_blocks, hops_of, pairs_by_rank, ranks_that_meet, work_of_blocks
 from passes.context.sequence_layout import bounds_in
-from passes.program import ir
-from passes.program.mesh import BLOCKS
-from passes.program.mesh import SEQUENCE_AXIS as AXIS
-from passes.program.order import ZIGZAG, Order
+from passes.ir import ir
+from passes.ir.mesh import BLOCKS
+from passes.ir.mesh import SEQUENCE_AXIS as AXIS
+from passes.ir.order import ZIGZAG, Order
 from passes.sharding.place import place_batch
 
 

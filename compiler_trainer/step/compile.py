@@ -21,12 +21,12 @@ from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.ranks import local_device
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Value, shard
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
 from passes.pipeline.schedules import Schedule, play
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.spec import Value, shard
 
 if TYPE_CHECKING:
     from passes.check.runner import Observer

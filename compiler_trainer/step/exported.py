@@ -15,9 +15,9 @@ from compiler_trainer.pipeline import DTYPES
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.given import Captured
 from compiler_trainer.step.look_ups import check_look_ups
-from passes.program import ir
-from passes.program.folds import Folding
-from passes.program.operators import is_random
+from passes.ir import ir
+from passes.ir.folds import Folding
+from passes.ir.operators import is_random
 from passes.sharding.normalize import drops, is_dropout
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig, MeshConfig
+from passes.ir import ir
+from passes.ir.mesh import Mesh, MeshError
+from passes.ir.task import Task
 from passes.lower.host_reads import breaks
 from passes.lower.offsets import overflows
 from passes.lower.runs import describe_recordings
-from passes.program import ir
-from passes.program.mesh import Mesh, MeshError
-from passes.program.task import Task
 
 if TYPE_CHECKING:
     from passes.check.runner import PassRecord

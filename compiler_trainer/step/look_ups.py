@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from compiler_trainer.config.errors import UserError
-from passes.program import ir
-from passes.program.backward_slice import backward_slice, cone_of
+from passes.ir import ir
+from passes.ir.slices import backward_slice, cone_of
 
 LOOK_UPS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor)
 POSITIONS = "positions"  # the batch entry with each token's position in its document

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiler_trainer.step.turns import Key, Turn, keys_of
+from passes.ir import ir
 from passes.pipeline.schedules import unit
-from passes.program import ir
 
 Clock = Mapping[int, int]  # the number of turns taken by each pipeline rank, a vector clock
 Ends = Mapping[Turn, Mapping[str, Key]]  # the values that turns read or produce, by name

@@ -24,10 +24,10 @@ from compiler_trainer.step.exported import Exported
 from compiler_trainer.step.given import Captured, Reporter, StepPrograms
 from compiler_trainer.step.program_key import ProgramKey, Unkeyed, differences, key_of
 from compiler_trainer.step.ranks import gather, is_first_of_machine
+from passes.ir import ir
+from passes.ir.saved import Unreadable, Unwritable, read, written
 from passes.lower.store import Store
-from passes.program import ir
-from passes.program.saved import Unreadable, Unwritable, read, written
-from passes.program.torch_private import compiler_folder
+from passes.torch_private import compiler_folder
 
 GRAPHS = ".graphs"  # the entry with the dumps of a job's programs
 KEY = re.compile(r"[0-9a-f]{64}")

@@ -26,13 +26,13 @@ from compiler_trainer.config.device import described
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.exported import Exported
 from compiler_trainer.step.given import Captured
-from passes.program import ir, saved
-from passes.program.abstract_eval import LASTING
-from passes.program.functions import Function, function_of
-from passes.program.saved import Unwritable
-from passes.program.torch_private import OpOverload
+from passes.ir import ir, saved
+from passes.ir.saved import Unwritable
 from passes.rules import ADDED
 from passes.sharding.custom import body_graph
+from passes.torch_private import OpOverload
+from passes.trace.abstract_eval import LASTING
+from passes.trace.functions import Function, function_of
 
 OURS = ("passes", "compiler_trainer")
 HOME = Path(__file__).parents[2]  # the folder of our packages

@@ -31,9 +31,9 @@ from compiler_trainer.step.given import Captured, Reporter, StepPrograms
 from compiler_trainer.step.program_cache import ProgramCache
 from passes.check.numeric import Results, telling
 from passes.check.runner import Observer, PassRecord, Verify, run_passes
+from passes.ir import ir
+from passes.ir.stages import Stage
 from passes.pipeline.assign import Assign
-from passes.program import ir
-from passes.program.stages import Stage
 from passes.sharding.place import Place
 
 Tell = Callable[[str], None]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.meeting import connection, meeting
 from passes.lower.cudagraphs import release
-from passes.program.torch_private import gloo_of_one_thread, see_one_gpu
+from passes.torch_private import gloo_of_one_thread, see_one_gpu
 
 T = TypeVar("T")
 POLL_S = 0.1

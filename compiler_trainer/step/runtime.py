@@ -19,16 +19,16 @@ from compiler_trainer.step.messages import Ways
 from compiler_trainer.step.ranks import gather, new_group, place_on_node
 from compiler_trainer.step.turns import sent_between
 from passes.check.simulate import Lockstep
+from passes.ir import ir
+from passes.ir.bodies import body_of_call, calls_of
+from passes.ir.mesh import Mesh
+from passes.ir.operators import axis_of, communicator_of
 from passes.lower import inductor
 from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
 from passes.lower.cudagraphs import InSlots, Recorder
 from passes.lower.inductor import ALONE, Workers
-from passes.program import ir
-from passes.program.bodies import body_of_call, calls_of
-from passes.program.mesh import Mesh
-from passes.program.operators import axis_of, communicator_of
-from passes.program.torch_private import register_axis_group
+from passes.torch_private import register_axis_group
 
 T = TypeVar("T")
 ByRank = Mapping[int, Sequence[Tensor]]

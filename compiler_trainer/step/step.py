@@ -18,11 +18,12 @@ from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import CarriedValues, Turn, slots_of, turns_of_evaluation, turns_of_step
 from passes.communication.batch_overlap import SEED, microbatches_in, name_of, together
+from passes.ir import ir
+from passes.ir.bodies import flatten
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec, shard, unshard
+from passes.ops import host, shift
 from passes.pipeline.schedules import Schedule
-from passes.program import host, ir, shift
-from passes.program.bodies import flatten
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec, shard, unshard
 
 ByRank = dict[int, Tensor]
 NUMBERS = ("loss", "metric", "count")  # kinds of outputs that are numbers

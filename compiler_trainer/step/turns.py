@@ -3,7 +3,7 @@
     one pipeline rank, 2 microbatches       accumulate 0, accumulate 1, apply
     two, 1f1b                               A0, A1, F0 0, F1 0, F0 1, B1 0, F1 1, B0 0, ... R0, R1, U0, U1
 
-`passes/program/task.py` explains the names of tasks; the number after a task is its microbatch.
+`passes/ir/task.py` explains the names of tasks; the number after a task is its microbatch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from passes.communication.batch_overlap import microbatches_in
+from passes.ir import ir
+from passes.ir.task import FORWARD, GATHER, OF_RANKS, Task
 from passes.pipeline.schedules import Schedule, in_order
-from passes.program import ir
-from passes.program.task import FORWARD, GATHER, OF_RANKS, Task
 
 Key = tuple[str, int | None]  # a carried value and its microbatch; None if it is the same for all
 

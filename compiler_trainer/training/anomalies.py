@@ -47,8 +47,8 @@ from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.prepare import Start
 from compiler_trainer.training.stop import how_to_go_on
 from compiler_trainer.training.trace import WAITS, covered_time
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec
 
 MOST_SKIPPED = 10  # updates in a row
 MOST_ROLLED_BACK = 5  # times in a run

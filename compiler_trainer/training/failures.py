@@ -33,9 +33,9 @@ import torch.distributed as dist
 from compiler_trainer.places.store import TRAFFIC
 from compiler_trainer.step.ranks import another_store, rank
 from compiler_trainer.step.step import Step
+from passes.ir.ir import CompileError
 from passes.lower.heap import free_in_heap
-from passes.program.ir import CompileError
-from passes.program.torch_private import collectives_recorded
+from passes.torch_private import collectives_recorded
 
 FLIGHTS = "flight_recorder"
 LOOKS = 10  # samples per `run.timeout_s`

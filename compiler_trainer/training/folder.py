@@ -22,8 +22,8 @@ from compiler_trainer.console import say
 from compiler_trainer.training import metrics
 from compiler_trainer.training.checkpoints import BY_NAME, checkpoints_of
 from passes.check.runner import Dumper, PassRecord
+from passes.ir import ir
 from passes.pipeline.schedules import Schedule, as_text
-from passes.program import ir
 
 NOTHING_YET = "restart it with checkpoint.resume=auto: it has no checkpoint yet"
 CONFIG, REPORT, GRAPHS, PIPELINE = "config.yaml", "report.json", "graphs", "pipeline.txt"

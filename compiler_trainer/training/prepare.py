@@ -41,7 +41,7 @@ from compiler_trainer.step.step import Step
 from compiler_trainer.training import folder
 from compiler_trainer.training.checkpoints import bring, check_meaning, check_store, first_whole
 from compiler_trainer.training.loggers import announce
-from passes.program import ir
+from passes.ir import ir
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,11 @@ from compiler_trainer.step.ranks import gather, host_group, rank
 from compiler_trainer.step.step import Compiled, Step
 from passes.context.operators import KERNELS
 from passes.cost.accounting import FLOPS
+from passes.ir import ir
+from passes.ir.operators import axis_of, kind_of
 from passes.lower.backends import NamingInterpreter
 from passes.lower.calls import Around, Calls
-from passes.program import ir
-from passes.program.operators import axis_of, kind_of
-from passes.program.torch_private import OpOverload
+from passes.torch_private import OpOverload
 
 FILE, MEASURED = "trace.json.gz", "measured.json"
 WARM_UP, STEPS = 2, 3  # steps skipped (the first one measures memory), then steps recorded

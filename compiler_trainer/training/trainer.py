@@ -62,7 +62,7 @@ from compiler_trainer.training.reference import refer
 from compiler_trainer.training.speed import machine
 from compiler_trainer.training.steps import Meters, Steps, is_due
 from compiler_trainer.training.stop import Stop, end_early, ending_at_sigterm
-from passes.program.torch_private import dump_allocations, record_allocations
+from passes.torch_private import dump_allocations, record_allocations
 
 
 def train(

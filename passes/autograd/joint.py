@@ -23,14 +23,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.editor import inline
-from passes.program.functions import communicates, inline_functions
-from passes.program.operators import is_mutable, name_of
-from passes.program.stages import Stage
-from passes.program.torch_private import decomposition, step_by_step
-from passes.program.trace import Recorder, Tape
+from passes.ir import ir
+from passes.ir.operators import is_mutable, name_of
+from passes.ir.stages import Stage
 from passes.rules.recurrent import RECURRENT
+from passes.torch_private import decomposition, step_by_step
+from passes.trace.editor import inline
+from passes.trace.functions import communicates, inline_functions
+from passes.trace.trace import Recorder, Tape
 
 SHOWN = 6  # most parameters named in a line
 MAY_BE_LOST = 0.05  # of the backward's nodes: without origins, passes that work by layer would silently do nothing

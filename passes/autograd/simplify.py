@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.editor import Editor
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.stages import Stage
+from passes.trace.editor import Editor
 
 aten = torch.ops.aten
 

@@ -8,11 +8,11 @@ from itertools import zip_longest
 from torch import fx
 
 from passes.check.verify import WrongProgram
-from passes.program import ir
-from passes.program.bodies import flatten, is_site, same_layout
-from passes.program.operators import is_view
-from passes.program.printer import format_node
-from passes.program.record import differences
+from passes.ir import ir
+from passes.ir.bodies import flatten, is_site, same_layout
+from passes.ir.operators import is_view
+from passes.ir.printer import format_node
+from passes.ir.record import differences
 
 
 def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Program:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.operators import axis_of, is_view, kind_of
-from passes.program.reshard import RESHARD_OPS
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.operators import axis_of, is_view, kind_of
+from passes.ops.reshard import RESHARD_OPS
 
 Finding = tuple[fx.Node | None, str]
 Axes = frozenset[str]

@@ -21,13 +21,13 @@ from torch import Tensor, fx
 from passes.check.simulate import Lockstep, coordinate
 from passes.check.verify import failure
 from passes.communication.batch_overlap import is_own, microbatches_in
-from passes.program import ir
-from passes.program.functions import Function, body_of, function_of
-from passes.program.mesh import Mesh
-from passes.program.operators import is_mutable, is_random
-from passes.program.spec import Spec, boxes, shard, unshard
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.operators import is_mutable, is_random
+from passes.ir.spec import Spec, boxes, shard, unshard
+from passes.ir.stages import Stage
 from passes.sharding.collectives import Collectives
+from passes.trace.functions import Function, body_of, function_of
 
 ZERO_AT_FIRST = ("moment", "gradient")  # kinds of inputs that start at zero if no value is given
 NEGLIGIBLE = 1e-3  # fraction of the largest result of a kind

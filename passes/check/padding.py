@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from passes.check.placements import axes_of, origin_of, trace_back
-from passes.program import ir
-from passes.program.functions import function_of
-from passes.program.mesh import Mesh
-from passes.program.reshard import RESHARD_OPS
-from passes.program.spec import Factor, Spec
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
+from passes.ops.reshard import RESHARD_OPS
 from passes.rules import Rule, rule_of, tensor_operands
 from passes.sharding.atoms import Atoms, refine
+from passes.trace.functions import function_of
 
 Finding = tuple[fx.Node | None, str]
 MASK = torch.ops.aten.where.ScalarOther

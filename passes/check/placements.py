@@ -21,15 +21,15 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.functions import function_of
-from passes.program.mesh import Mesh
-from passes.program.operators import axis_of
-from passes.program.reshard import RESHARD_OPS
-from passes.program.routed import IN_ANY_ORDER, groups
-from passes.program.spec import Dim, Factor, Spec
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.operators import axis_of
+from passes.ir.spec import Dim, Factor, Spec
+from passes.ops.reshard import RESHARD_OPS
+from passes.ops.routed import IN_ANY_ORDER, groups
 from passes.rules import Rule, rule_of, tensor_operands
 from passes.sharding.atoms import Atoms, merge_dim, override_axes, place_by_rule, refine
+from passes.trace.functions import function_of
 
 Finding = tuple[fx.Node | None, str]
 

@@ -20,14 +20,14 @@ from passes.check.values import Numbers
 from passes.check.verify import verify_kept, verify_spec
 from passes.cost.accounting import Accounting, Ledger, summed
 from passes.cost.costs import Costs, costs
-from passes.program import ir
-from passes.program.abstract_eval import Avals, abstract_eval
-from passes.program.bodies import flatten
-from passes.program.functions import as_meant, meaning_of
-from passes.program.printer import print_program
-from passes.program.saved import dumped
-from passes.program.stages import Stage
-from passes.program.torch_private import trace_artifact
+from passes.ir import ir
+from passes.ir.bodies import flatten
+from passes.ir.printer import print_program
+from passes.ir.saved import dumped
+from passes.ir.stages import Stage
+from passes.torch_private import trace_artifact
+from passes.trace.abstract_eval import Avals, abstract_eval
+from passes.trace.functions import as_meant, meaning_of
 
 Verify = Literal["none", "spec", "numeric"]
 

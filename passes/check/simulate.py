@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.abstract_eval import laid_out
-from passes.program.bodies import flatten
-from passes.program.mesh import BLOCKS, Mesh
-from passes.program.operators import axis_of
-from passes.program.order import PLAIN, Order
-from passes.program.shift import arrive, hops_at, shift, shift_by
-from passes.program.torch_private import c10d
+from passes.ir import ir
+from passes.ir.bodies import flatten
+from passes.ir.mesh import BLOCKS, Mesh
+from passes.ir.operators import axis_of
+from passes.ir.order import PLAIN, Order
+from passes.ops.shift import arrive, hops_at, shift, shift_by
+from passes.torch_private import c10d
+from passes.trace.abstract_eval import laid_out
 
 Values = list[Tensor]
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.abstract_eval import Avals, Layout, Value
-from passes.program.bodies import base_of
-from passes.program.operators import CASTS, argument, is_mutable, is_random, is_view, kind_of, name_of
-from passes.program.reshard import RESHARD_OPS
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.bodies import base_of
+from passes.ir.operators import CASTS, argument, is_mutable, is_random, is_view, kind_of, name_of
+from passes.ir.stages import Stage
+from passes.ops.reshard import RESHARD_OPS
+from passes.trace.abstract_eval import Avals, Layout, Value
 
 aten = torch.ops.aten
 Finding = tuple[fx.Node | None, str]

@@ -22,21 +22,21 @@ from passes.check.placements import check_placements
 from passes.check.values import Numbers, check_kept
 from passes.cost.accounting import formula_of
 from passes.cost.fusion import WAITS
-from passes.program import ir
-from passes.program.abstract_eval import Avals, Value, abstract_eval
-from passes.program.bodies import base_of
-from passes.program.functions import as_meant
-from passes.program.layer import KINDS, Layer
-from passes.program.mesh import SEQUENCE_AXIS, Mesh
-from passes.program.operators import EXCHANGES, GRADIENTS, RING, axis_of, bind, communicator_of, is_mutable, started
-from passes.program.order import Order
-from passes.program.printer import format_node, format_value
-from passes.program.reshard import RESHARD_OPS
-from passes.program.shift import SHIFTS
-from passes.program.spec import Spec, validate
-from passes.program.stages import Stage
-from passes.program.torch_private import OpOverload
-from passes.program.weights import weight_nodes
+from passes.ir import ir
+from passes.ir.bodies import base_of
+from passes.ir.layer import KINDS, Layer
+from passes.ir.mesh import SEQUENCE_AXIS, Mesh
+from passes.ir.operators import EXCHANGES, GRADIENTS, RING, axis_of, bind, communicator_of, is_mutable, started
+from passes.ir.order import Order
+from passes.ir.printer import format_node, format_value
+from passes.ir.slices import weight_nodes
+from passes.ir.spec import Spec, validate
+from passes.ir.stages import Stage
+from passes.ops.reshard import RESHARD_OPS
+from passes.ops.shift import SHIFTS
+from passes.torch_private import OpOverload
+from passes.trace.abstract_eval import Avals, Value, abstract_eval
+from passes.trace.functions import as_meant
 
 STORED_IN = {"buffer": ("buffer",), "gradient": ("parameter", "gradient")}  # result -> inputs that may take it
 CAST = torch.ops.aten._to_copy.default

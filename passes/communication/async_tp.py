@@ -31,11 +31,12 @@ from passes.communication.layer_starts import place_of
 from passes.communication.ring_products import OPEN, GatherMatmuls, Matmul, ScatterMatmuls, View
 from passes.cost.cluster import Cluster
 from passes.cost.predict import predict
-from passes.program import ir, reshard
-from passes.program.editor import layout, move_before
-from passes.program.functions import define, remember
-from passes.program.stages import Stage
-from passes.program.weights import weight_nodes
+from passes.ir import ir
+from passes.ir.slices import weight_nodes
+from passes.ir.stages import Stage
+from passes.ops import reshard
+from passes.trace.editor import layout, move_before
+from passes.trace.functions import define, remember
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)

@@ -22,11 +22,11 @@ from itertools import groupby
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.editor import Editor, own_memory
-from passes.program.functions import function_of
-from passes.program.spec import Spec
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
+from passes.trace.editor import Editor, own_memory
+from passes.trace.functions import function_of
 
 SEED = "seed"
 

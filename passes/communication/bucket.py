@@ -26,12 +26,13 @@ from typing import Any
 from torch import Tensor, fx
 
 from passes.communication.bucketed import gather_together, max_together, scatter_together, sum_together
-from passes.program import ir, reshard
-from passes.program.editor import Editor, move_after, move_before
-from passes.program.layer import Layer
-from passes.program.operators import bind, is_mutable
-from passes.program.stages import Stage
-from passes.program.weights import weight_nodes
+from passes.ir import ir
+from passes.ir.layer import Layer
+from passes.ir.operators import bind, is_mutable
+from passes.ir.slices import weight_nodes
+from passes.ir.stages import Stage
+from passes.ops import reshard
+from passes.trace.editor import Editor, move_after, move_before
 
 TOGETHER: dict[Any, Callable[..., list[Tensor]]] = {
     reshard.all_gather: gather_together,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.program import reshard
+from passes.ops import reshard
 
 
 def gather_together(

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.communication.layer_starts import gradient_tails, kernels_of
-from passes.program import ir
-from passes.program.operators import EXCHANGES, GRADIENTS, RING, axis_of, kind_of
-from passes.program.stages import Stage
-from passes.program.weights import weight_nodes
+from passes.ir import ir
+from passes.ir.operators import EXCHANGES, GRADIENTS, RING, axis_of, kind_of
+from passes.ir.slices import weight_nodes
+from passes.ir.stages import Stage
 
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 

@@ -18,10 +18,10 @@ from typing import Any
 from torch import fx
 
 from passes.communication.bucket import writes_input
-from passes.program import ir
-from passes.program.operators import is_mutable, is_random, kind_of
-from passes.program.printer import op_name
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.operators import is_mutable, is_random, kind_of
+from passes.ir.printer import op_name
+from passes.ir.stages import Stage
 
 
 @dataclass(frozen=True)

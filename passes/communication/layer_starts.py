@@ -25,11 +25,11 @@ from torch import fx
 
 from passes.cost.accounting import count_flops
 from passes.cost.fusion import ALONE, WAITS
-from passes.program import ir
-from passes.program.abstract_eval import recorded
-from passes.program.layer import Layer, Role
-from passes.program.operators import is_operator, is_view, kind_of, may_alias, name_of
-from passes.program.weights import weight_nodes
+from passes.ir import ir
+from passes.ir.layer import Layer, Role
+from passes.ir.operators import is_operator, is_view, kind_of, may_alias, name_of
+from passes.ir.slices import weight_nodes
+from passes.trace.abstract_eval import recorded
 
 COPIES = frozenset({"clone", "_to_copy"})
 Place = tuple[str, Layer | None]  # a phase, and a layer or none

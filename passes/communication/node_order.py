@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator
 from torch import fx
 
 from passes.cost.fusion import WAITS
-from passes.program.operators import started
+from passes.ir.operators import started
 
 
 class NodeOrder:

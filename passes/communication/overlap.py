@@ -25,7 +25,7 @@
   tells how much is missing: earlier collectives of a communicator go first.
 
 Only the order changes: operators and results stay the same, to the bit. Each operator records its role for the layers
-(`Role` in `passes/program/layer.py`). Collectives of a communicator have one order on all ranks, because all ranks run
+(`Role` in `passes/ir/layer.py`). Collectives of a communicator have one order on all ranks, because all ranks run
 one program.
 """
 
@@ -54,13 +54,13 @@ from passes.communication.node_order import NodeOrder, in_flight, last_matmuls, 
 from passes.cost.accounting import sent_bytes
 from passes.cost.clock import COMPUTE, Clock
 from passes.cost.fusion import WAITS
-from passes.program import ir
-from passes.program.abstract_eval import recorded
-from passes.program.bodies import base_of
-from passes.program.machine import H100, Balance
-from passes.program.operators import axis_of, communicator_of, is_mutable, kind_of, started
-from passes.program.stages import Stage
-from passes.program.weights import weight_nodes
+from passes.ir import ir
+from passes.ir.bodies import base_of
+from passes.ir.machine import H100, Balance
+from passes.ir.operators import axis_of, communicator_of, is_mutable, kind_of, started
+from passes.ir.slices import weight_nodes
+from passes.ir.stages import Stage
+from passes.trace.abstract_eval import recorded
 
 COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_after")
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.program import ir, reshard
-from passes.program.editor import Editor, replace_by
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.stages import Stage
+from passes.ops import reshard
+from passes.trace.editor import Editor, replace_by
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from passes.program import reshard
-from passes.program.shift import arrive, shift
+from passes.ops import reshard
+from passes.ops.shift import arrive, shift
 
 SMALL_FLOPS = 5e10  # below it a larger matmul saves more than concatenating costs (conf/cluster/rates/h100.yaml)
 

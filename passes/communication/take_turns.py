@@ -30,11 +30,11 @@ from passes.communication.layer_starts import kernels_of
 from passes.communication.node_order import put_in_order
 from passes.cost.accounting import sent_bytes
 from passes.cost.fusion import WAITS
-from passes.program import ir
-from passes.program.abstract_eval import recorded
-from passes.program.bodies import base_of
-from passes.program.operators import SHAPED, is_mutable, kind_of, name_of, started
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.bodies import base_of
+from passes.ir.operators import SHAPED, is_mutable, kind_of, name_of, started
+from passes.ir.stages import Stage
+from passes.trace.abstract_eval import recorded
 
 SHORT = 8  # a collective is long if it sends at least 1/SHORT of the longest one's bytes
 

@@ -17,12 +17,12 @@ from typing import Any
 from torch import Tensor, fx
 
 from passes.context.call import AttentionCall
-from passes.program import ir
-from passes.program.builder import Builder
-from passes.program.mesh import SEQUENCE_AXIS
-from passes.program.spec import Spec
-from passes.program.torch_private import OpOverload
+from passes.ir import ir
+from passes.ir.mesh import SEQUENCE_AXIS
+from passes.ir.spec import Spec
 from passes.rules.base import Names, Rule, RuleMaker, bind_sizes, tensor_operands
+from passes.torch_private import OpOverload
+from passes.trace.builder import Builder
 
 CONTEXT = frozenset({SEQUENCE_AXIS})
 Nodes = list[fx.Node]
@@ -79,7 +79,7 @@ class AttentionOp:
                 weights, and of the operator's arguments
     causal      returns True if queries of a call see only the keys up to their own position
     bounds      first and last key that each query of a call sees: keys may then be in any order, because `runs` gives
-                their positions (`passes/program/attend.py`)
+                their positions (`passes/ops/attend.py`)
     call        the facts by which the method of context parallelism is chosen
     gathered    the form that gathers the rank's keys and then attends locally, None if there is none
     ring        the form whose keys travel: (builder, node, operands, specs, call, method) -> result

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.program.mesh import SEQUENCE_AXIS as AXIS
-from passes.program.mesh import Mesh
-from passes.program.order import Order, Table
-from passes.program.shift import divisors
-from passes.program.spec import Factor
+from passes.ir.mesh import SEQUENCE_AXIS as AXIS
+from passes.ir.mesh import Mesh
+from passes.ir.order import Order, Table
+from passes.ir.spec import Factor
+from passes.ops.shift import divisors
 
 EVEN = 1.02  # stop moving blocks once the busiest rank does less than this times the mean
 

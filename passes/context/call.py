@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from passes.context.kernels import wide_dtype
-from passes.program.machine import H100, Balance, spread
+from passes.ir.machine import H100, Balance, spread
 
 Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")

@@ -20,12 +20,13 @@ from torch import fx
 from passes.context import ring
 from passes.context.attention import AttentionOp, Nodes, Specs
 from passes.context.call import AttentionCall
-from passes.program import ir, reshard
-from passes.program.builder import Builder
-from passes.program.layout import run_starts, to_natural_order, to_rank_order
-from passes.program.mesh import BLOCKS
-from passes.program.mesh import SEQUENCE_AXIS as AXIS
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.layout import run_starts, to_natural_order, to_rank_order
+from passes.ir.mesh import BLOCKS
+from passes.ir.mesh import SEQUENCE_AXIS as AXIS
+from passes.ir.spec import Spec
+from passes.ops import reshard
+from passes.trace.builder import Builder
 
 
 def emit(

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from passes.program.attend import evaluate
-from passes.program.torch_private import flex_attention, flex_attention_backward, gradients_inside, graph_of
+from passes.ops.attend import evaluate
+from passes.torch_private import flex_attention, flex_attention_backward, gradients_inside, graph_of
 
 BLOCK, BLOCKS = 128, 1024  # least positions of a block, most blocks of a sequence; blocks double until both hold
 NARROWEST, WIDEST = 16, 256  # head widths that the kernels take; narrower heads are zero-padded

@@ -13,11 +13,11 @@ from passes.context.attention import AttentionKernel, AttentionOp, Nodes, Specs,
 from passes.context.balance import ranks_that_meet
 from passes.context.call import AttentionCall
 from passes.context.context import gather, gather_as_held, ring_attention, starts_of
-from passes.program.attend import attend, attend_backward, interval_attention
-from passes.program.builder import Builder
-from passes.program.constants import constant
-from passes.program.mesh import HOPS
+from passes.ir.mesh import HOPS
+from passes.ir.slices import constant
+from passes.ops.attend import attend, attend_backward, interval_attention
 from passes.rules.base import Rule, tensor_operands
+from passes.trace.builder import Builder
 
 
 def rule(node: fx.Node) -> Rule:

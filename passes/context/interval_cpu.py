@@ -17,7 +17,7 @@ from torch import Tensor
 
 from passes.context import kernels
 from passes.context.kernels import Block, wide_dtype
-from passes.program.attend import evaluate, library
+from passes.ops.attend import evaluate, library
 
 ROWS, KEYS = 128, 4096  # largest tile with a mask of its own
 FEW = 48  # fewer queries with a common interval than this are not worth a call of their own

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.program.torch_private import gradients_inside
+from passes.torch_private import gradients_inside
 
 aten = torch.ops.aten
 

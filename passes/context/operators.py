@@ -18,9 +18,9 @@ from torch import fx
 from passes.context import interval, sdpa
 from passes.context.attention import AttentionKernel, AttentionOp
 from passes.context.context import emit
-from passes.program.operators import key_of
-from passes.program.torch_private import OpOverload
+from passes.ir.operators import key_of
 from passes.rules import RULES
+from passes.torch_private import OpOverload
 
 RECORDS = (sdpa.RECORD, interval.RECORD)
 OPERATORS: dict[OpOverload, AttentionOp] = {}

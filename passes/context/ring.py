@@ -21,10 +21,10 @@ from torch import Tensor
 
 from passes.context import kernels
 from passes.context.kernels import Block, Part, merge, wide_dtype
-from passes.program.attend import attend, attend_backward
-from passes.program.functions import define, remember
-from passes.program.layout import to_rank_order
-from passes.program.shift import arrive, shift, shift_by
+from passes.ir.layout import to_rank_order
+from passes.ops.attend import attend, attend_backward
+from passes.ops.shift import arrive, shift, shift_by
+from passes.trace.functions import define, remember
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:

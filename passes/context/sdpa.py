@@ -15,12 +15,12 @@ from passes.context.attention import CONTEXT, AttentionKernel, AttentionOp, Node
 from passes.context.call import AttentionCall, Pairs
 from passes.context.context import gather, ring_attention
 from passes.context.kernels import pad_to_width, scale_of
-from passes.program import ir
-from passes.program.builder import Builder
-from passes.program.constants import constant
-from passes.program.layout import entries, to_rank_order
-from passes.program.spec import Factor
+from passes.ir import ir
+from passes.ir.layout import entries, to_rank_order
+from passes.ir.slices import constant
+from passes.ir.spec import Factor
 from passes.rules.base import Names, Rule, bind_sizes, result_shapes, tensor_operands
+from passes.trace.builder import Builder
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default

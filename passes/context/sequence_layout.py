@@ -22,11 +22,11 @@ from torch import Tensor, fx
 
 from passes.context.balance import assign_blocks
 from passes.context.operators import OPERATORS
-from passes.program import ir
-from passes.program.backward_slice import backward_slice, cone_of
-from passes.program.mesh import SEQUENCE_AXIS as AXIS
-from passes.program.order import PLAIN, ZIGZAG, Order
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.mesh import SEQUENCE_AXIS as AXIS
+from passes.ir.order import PLAIN, ZIGZAG, Order
+from passes.ir.slices import backward_slice, cone_of
+from passes.ir.stages import Stage
 
 Layout = Literal["auto", "head_tail", "blocks", "none"]
 

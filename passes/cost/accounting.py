@@ -19,15 +19,16 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from passes.context import operators
-from passes.program import ir, routed
-from passes.program.abstract_eval import Avals, Value, map_values, tensors
-from passes.program.folds import Fold
-from passes.program.host import offload
-from passes.program.mesh import Mesh
-from passes.program.operators import axis_of, kind_of, started
-from passes.program.reshard import RESHARD_OPS
-from passes.program.shift import SHIFTS
-from passes.program.torch_private import OpOverload, c10d
+from passes.ir import ir
+from passes.ir.folds import Fold
+from passes.ir.mesh import Mesh
+from passes.ir.operators import axis_of, kind_of, started
+from passes.ops import routed
+from passes.ops.host import offload
+from passes.ops.reshard import RESHARD_OPS
+from passes.ops.shift import SHIFTS
+from passes.torch_private import OpOverload, c10d
+from passes.trace.abstract_eval import Avals, Value, map_values, tensors
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from passes.cost.rates import Curve, Rates
-from passes.program.machine import Reach, between_nodes, within_nodes
+from passes.ir.machine import Reach, between_nodes, within_nodes
 
 TREE_SHARE = 0.92  # of a ring's bandwidth, in NCCL's model
 

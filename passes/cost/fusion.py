@@ -20,11 +20,11 @@ import torch
 from torch import fx
 
 from passes.cost.accounting import count_flops
-from passes.program import ir
-from passes.program.abstract_eval import Avals, tensors
-from passes.program.operators import is_mutable, kind_of, name_of
-from passes.program.shift import arrive
-from passes.program.torch_private import c10d
+from passes.ir import ir
+from passes.ir.operators import is_mutable, kind_of, name_of
+from passes.ops.shift import arrive
+from passes.torch_private import c10d
+from passes.trace.abstract_eval import Avals, tensors
 
 ROW = 65536
 WAITS = frozenset({c10d.wait_tensor.default, arrive})

@@ -21,10 +21,11 @@ from passes.cost.accounting import SENT, count_flops, lifetimes, payload_bytes
 from passes.cost.cluster import Cluster, collective_seconds
 from passes.cost.fusion import Fused, Kernel, fuse
 from passes.cost.timeline import Cost, Timeline, play
-from passes.program import ir, routed
-from passes.program.abstract_eval import Avals, abstract_eval, tensors
-from passes.program.machine import Reach, between_nodes, reach, within_nodes
-from passes.program.operators import axis_of, bind, kind_of
+from passes.ir import ir
+from passes.ir.machine import Reach, between_nodes, reach, within_nodes
+from passes.ir.operators import axis_of, bind, kind_of
+from passes.ops import routed
+from passes.trace.abstract_eval import Avals, abstract_eval, tensors
 
 GROUPED = (routed.grouped_mm, routed.grouped_outer)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from passes.cost.clock import COMPUTE, Clock
 from passes.cost.cluster import Beside
 from passes.cost.fusion import Kernel
-from passes.program.operators import axis_of
+from passes.ir.operators import axis_of
 
 
 @dataclass(frozen=True)

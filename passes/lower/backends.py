@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.ir import ir
+from passes.ir.bodies import calls_of, flatten
+from passes.ir.stages import Stage
 from passes.lower.calls import Around, Calls, Executable
 from passes.lower.inductor import ALONE, Tell, Workers, compile_bodies, silent
 from passes.lower.segment import Segment
-from passes.program import ir
-from passes.program.abstract_eval import laid_out
-from passes.program.bodies import calls_of, flatten
-from passes.program.stages import Stage
+from passes.trace.abstract_eval import laid_out
 
 
 class NamingInterpreter(fx.Interpreter):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.bodies import Body, body_of_call
+from passes.ir import ir
+from passes.ir.bodies import Body, body_of_call
 
 Executable = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 Kernels = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled body: empties its argument list

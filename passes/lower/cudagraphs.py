@@ -26,10 +26,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from passes.ir import ir
 from passes.lower.calls import AsOne, BodyCall, Calls, Executable, Kernels
 from passes.lower.host_reads import breaks
 from passes.lower.runs import Run, runs_of
-from passes.program import ir
 
 WARM_UP = 2  # steps before programs are recorded
 FED = ("batch", "layout", "scalar", "carried")  # inputs that are new in each run; others are updated in place

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from passes.context.operators import kernel_of
-from passes.program import ir
-from passes.program.bodies import flatten
-from passes.program.host import COPIES
-from passes.program.operators import name_of
-from passes.program.routed import PRODUCTS, has_kernel
-from passes.program.shift import shift_by
-from passes.program.torch_private import OpOverload
+from passes.ir import ir
+from passes.ir.bodies import flatten
+from passes.ir.operators import name_of
+from passes.ops.host import COPIES
+from passes.ops.routed import PRODUCTS, has_kernel
+from passes.ops.shift import shift_by
+from passes.torch_private import OpOverload
 
 aten = torch.ops.aten
 

@@ -24,19 +24,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import last_matmuls
 from passes.context import operators
+from passes.ir import ir
+from passes.ir.bodies import Body, key_of
+from passes.ir.record import read_values
 from passes.lower.calls import Kernels
 from passes.lower.cpu_start.door import checked_files, fast_cpu_start, prepare
 from passes.lower.cpu_start.ready import Ready, options_untouched, settings_now
 from passes.lower.miscompilations import workaround_options
 from passes.lower.store import Store, body_store, bound
-from passes.program import ir
-from passes.program.abstract_eval import Layout
-from passes.program.bodies import Body, key_of
-from passes.program.host import STARTS
-from passes.program.record import read_values
-from passes.program.shift import SHIFTS
-from passes.program.signals import undisturbed
-from passes.program.torch_private import (
+from passes.ops.host import STARTS
+from passes.ops.shift import SHIFTS
+from passes.signals import undisturbed
+from passes.torch_private import (
     FakeTensorMode,
     compile_inner,
     compiler_folder,
@@ -54,6 +53,7 @@ from passes.program.torch_private import (
     step_by_step,
     without_lowering,
 )
+from passes.trace.abstract_eval import Layout
 
 
 @dataclass(frozen=True)

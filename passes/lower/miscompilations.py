@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from passes.program.torch_private import VERSION
+from passes.torch_private import VERSION
 
 Version = tuple[int, ...]  # major and minor number
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.attend import attend, attend_backward
-from passes.program.bodies import flatten
-from passes.program.operators import is_view, name_of
-from passes.program.routed import PRODUCTS
-from passes.program.torch_private import VERSION, OpOverload
+from passes.ir import ir
+from passes.ir.bodies import flatten
+from passes.ir.operators import is_view, name_of
+from passes.ops.attend import attend, attend_backward
+from passes.ops.routed import PRODUCTS
+from passes.torch_private import VERSION, OpOverload
 
 aten = torch.ops.aten
 MOST = 2**31 - 1  # of a signed word

@@ -17,11 +17,11 @@ from typing import NamedTuple
 from torch import fx
 
 from passes.communication.node_order import in_flight
+from passes.ir import ir
+from passes.ir.bodies import body_of_call, flatten
 from passes.lower.calls import steps_of
 from passes.lower.host_reads import Break, breaks
-from passes.program import ir
-from passes.program.bodies import body_of_call, flatten
-from passes.program.host import there
+from passes.ops.host import there
 
 SHOWN = 3  # most nodes that a message names
 

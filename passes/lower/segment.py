@@ -26,11 +26,11 @@ from torch import fx
 
 from passes.communication.layer_starts import kernels_of
 from passes.communication.node_order import in_flight
-from passes.program import ir
-from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, key_of, text_of
-from passes.program.layer import Layer
-from passes.program.operators import is_view, name_of
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, key_of, text_of
+from passes.ir.layer import Layer
+from passes.ir.operators import is_view, name_of
+from passes.ir.stages import Stage
 from passes.rules.pointwise import rules as pointwise_rules
 
 LONGEST_LINE = 2**31  # entries: kernels of flat bodies count in 32 bits

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from passes.program.torch_private import compiler_folder
+from passes.torch_private import compiler_folder
 
 DIGEST_BYTES = 32
 DAY_S = 86_400

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from passes.program import ir
-from passes.program.torch_private import compiler_folder
+from passes.ir import ir
+from passes.torch_private import compiler_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 

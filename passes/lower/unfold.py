@@ -20,13 +20,13 @@ from typing import Any
 
 from torch import fx
 
+from passes.ir import ir
+from passes.ir.bodies import body_of_call, describe_layout
+from passes.ir.folds import Fold, renumbered
+from passes.ir.layer import Layer
+from passes.ir.record import BodyNode, NodeRecord
+from passes.ir.stages import Stage
 from passes.lower.calls import is_result
-from passes.program import ir
-from passes.program.bodies import body_of_call, describe_layout
-from passes.program.folds import Fold, renumbered
-from passes.program.layer import Layer
-from passes.program.record import BodyNode, NodeRecord
-from passes.program.stages import Stage
 
 Visit = tuple[fx.Node, ...]  # consecutive nodes of one layer
 

@@ -18,9 +18,9 @@ import numpy as np
 from torch import fx
 
 from passes.cost.accounting import count_flops
-from passes.program import ir
-from passes.program.abstract_eval import Avals, abstract_eval
-from passes.program.machine import Balance
+from passes.ir import ir
+from passes.ir.machine import Balance
+from passes.trace.abstract_eval import Avals, abstract_eval
 
 CLOSE = 0.002  # stop if the peak is within this share of the budget
 PROBES = 16

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from passes.program import ir, reshard
-from passes.program.builder import Builder
-from passes.program.functions import define, remember
-from passes.program.layout import entries
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.layout import entries
+from passes.ir.spec import Spec
+from passes.ops import reshard
 from passes.rules.base import EMITTERS
 from passes.rules.losses import LINEAR_CROSS_ENTROPY
+from passes.trace.builder import Builder
+from passes.trace.functions import define, remember
 
 Step = tuple[Tensor, Callable[[Tensor], Tensor]]  # a result, and a function from its gradient to the operand's
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from passes.memory.chunked import Head, emit, flops, global_operator
-from passes.program.functions import define, remember
 from passes.rules.base import EMITTERS
 from passes.rules.losses import LINEAR_CROSS_ENTROPIES
+from passes.trace.functions import define, remember
 
 Chunk = Callable[..., Any]
 

@@ -7,7 +7,7 @@
                                     back = from_host(host)   a layer ahead of the first use in the backward
                                     dw = mm(t(back), dz)
 
-On CUDA these are the operators of `passes/program/host.py`, copies on their own stream, each with a wait: the memory is
+On CUDA these are the operators of `passes/ops/host.py`, copies on their own stream, each with a wait: the memory is
 free once the copy out is done, and the copy back runs next to the layer before. On the CPU they are clones.
 """
 
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.ir import ir
+from passes.ir.layer import Layer
 from passes.memory.recompute import saved_nodes, storages
-from passes.program import host as host_copies
-from passes.program import ir
-from passes.program.editor import Editor
-from passes.program.layer import Layer
+from passes.ops import host as host_copies
+from passes.trace.editor import Editor
 
 aten = torch.ops.aten
 CLONED = {"cpu"}  # devices whose memory is the host's

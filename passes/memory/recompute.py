@@ -18,9 +18,10 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir, reshard
-from passes.program.functions import communicates
-from passes.program.operators import is_mutable, is_operator, is_random, is_view, kind_of
+from passes.ir import ir
+from passes.ir.operators import is_mutable, is_operator, is_random, is_view, kind_of
+from passes.ops import reshard
+from passes.trace.functions import communicates
 
 # ---- nodes that may run twice --------------------------------------------------------------------
 

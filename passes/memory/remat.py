@@ -32,6 +32,13 @@ from torch import fx
 
 from passes.context.operators import kernel_of
 from passes.cost.accounting import peak_memory
+from passes.ir import ir
+from passes.ir.folds import Fold
+from passes.ir.layer import Layer, within
+from passes.ir.machine import H100, Balance
+from passes.ir.operators import kind_of, name_of
+from passes.ir.slices import weight_nodes
+from passes.ir.stages import Stage
 from passes.memory.budget import fit
 from passes.memory.offload import offload
 from passes.memory.policies import ATTENTION, POLICIES, SAVE, Action, OfLayer, Policy
@@ -44,14 +51,7 @@ from passes.memory.recompute import (
     sent_nodes,
     storages,
 )
-from passes.program import ir
-from passes.program.abstract_eval import abstract_eval
-from passes.program.folds import Fold
-from passes.program.layer import Layer, within
-from passes.program.machine import H100, Balance
-from passes.program.operators import kind_of, name_of
-from passes.program.stages import Stage
-from passes.program.weights import weight_nodes
+from passes.trace.abstract_eval import abstract_eval
 
 Region = Layer | str | None  # a layer, or a part that the model marked for recomputation
 

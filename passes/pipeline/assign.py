@@ -25,11 +25,11 @@ import torch
 from torch import fx
 
 from passes.cost.accounting import count_flops
-from passes.program import ir
-from passes.program.abstract_eval import Avals, abstract_eval
-from passes.program.editor import Editor
-from passes.program.layer import Layer
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.layer import Layer
+from passes.ir.stages import Stage
+from passes.trace.abstract_eval import Avals, abstract_eval
+from passes.trace.editor import Editor
 
 LARGE = 2**20  # entries of a buffer; operators on a larger one are computed once and their results sent
 

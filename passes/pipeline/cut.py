@@ -22,24 +22,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from passes.program import ir, reshard
-from passes.program.operators import is_view, kind_of
-from passes.program.record import Origin
-from passes.program.spec import Spec
-from passes.program.task import (
-    BACKWARD,
-    FORWARD,
-    GATHER,
-    INPUTS,
-    OF_RANKS,
-    REDUCE,
-    SHARE,
-    SQUARE,
-    UPDATE,
-    WEIGHTS,
-    Task,
-)
-from passes.program.weights import weight_nodes
+from passes.ir import ir
+from passes.ir.operators import is_view, kind_of
+from passes.ir.record import Origin
+from passes.ir.slices import weight_nodes
+from passes.ir.spec import Spec
+from passes.ir.task import BACKWARD, FORWARD, GATHER, INPUTS, OF_RANKS, REDUCE, SHARE, SQUARE, UPDATE, WEIGHTS, Task
+from passes.ops import reshard
 
 
 def cut(program: ir.Program, split: bool = False, gathers: bool = False) -> dict[Task, ir.Program]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from passes.cost.clock import Clock, Timing
-from passes.program.task import BACKWARD, FORWARD, INPUTS, OF_RANKS, WEIGHTS, Task
+from passes.ir.task import BACKWARD, FORWARD, INPUTS, OF_RANKS, WEIGHTS, Task
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "auto")
 

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from passes.ir import ir
+from passes.ir.layer import within
+from passes.ir.operators import is_operator, name_of
+from passes.ir.printer import format_dtype
+from passes.ir.stages import Stage
 from passes.precision.sensitive import OPS
-from passes.program import ir
-from passes.program.editor import Editor, inline
-from passes.program.layer import within
-from passes.program.operators import is_operator, name_of
-from passes.program.printer import format_dtype
-from passes.program.stages import Stage
+from passes.trace.editor import Editor, inline
 
 aten = torch.ops.aten
 COPY = aten._to_copy.default

@@ -23,13 +23,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir, routed
-from passes.program.functions import Function, define, record
-from passes.program.layer import within
-from passes.program.operators import name_of
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.layer import within
+from passes.ir.operators import name_of
+from passes.ir.stages import Stage
+from passes.ops import routed
 from passes.rules.losses import IN_CHUNKS
 from passes.rules.roles import last_of
+from passes.trace.functions import Function, define, record
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -6,7 +6,7 @@ import re
 
 from torch import fx
 
-from passes.program.operators import name_of
+from passes.ir.operators import name_of
 from passes.rules import (
     contractions,
     factories,

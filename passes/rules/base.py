@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.builder import Builder, Emit
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
+from passes.trace.builder import Builder, Emit
 
 Names = tuple[str, ...]  # the factors of one dim, major to minor; () for a dim of size one
 Held = Sequence[Mapping[str, Factor]]  # for each operand: atom -> its current factor

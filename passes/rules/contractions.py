@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from passes.program import ir
+from passes.ir import ir
 from passes.rules.base import Rule, RuleMaker, from_text, result_shapes, tensor_operands, zero_if_zero
 from passes.rules.pointwise import broadcast_dims
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.builder import Builder
-from passes.program.layout import locate
-from passes.program.operators import argument
-from passes.program.spec import Factor, Spec
+from passes.ir import ir
+from passes.ir.layout import locate
+from passes.ir.operators import argument
+from passes.ir.spec import Factor, Spec
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands
+from passes.trace.builder import Builder
 
 aten = torch.ops.aten
 

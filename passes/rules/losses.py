@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.builder import Builder
-from passes.program.operators import name_of
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.operators import name_of
+from passes.ir.spec import Spec
 from passes.rules.base import Rule, RuleMaker, emit_of, tensor_operands
+from passes.trace.builder import Builder
 
 aten = torch.ops.aten
 SUM = 2  # aten's code for reduction="sum"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.operators import argument, name_of
+from passes.ir import ir
+from passes.ir.operators import argument, name_of
 from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
 
 UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu

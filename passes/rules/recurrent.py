@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.program import ir
-from passes.program.operators import name_of
+from passes.ir import ir
+from passes.ir.operators import name_of
 from passes.rules.base import Names, Rule, RuleMaker, opaque, result_shapes, tensor_operands
 
 RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from passes.program import ir
-from passes.program.operators import argument, name_of
+from passes.ir import ir
+from passes.ir.operators import argument, name_of
 from passes.rules import pointwise
 from passes.rules.base import Names, Rule, RuleMaker, needs_gradient, result_shapes, tensor_operands
 

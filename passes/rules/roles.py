@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.operators import is_operator, name_of
+from passes.ir import ir
+from passes.ir.operators import is_operator, name_of
 from passes.rules import rule_of, tensor_operands
 from passes.rules.losses import IN_CHUNKS
 

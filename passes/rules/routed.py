@@ -1,4 +1,4 @@
-"""Rules for rows sorted by expert (`passes/program/routed.py`): each rank sorts the rows of its own tokens.
+"""Rules for rows sorted by expert (`passes/ops/routed.py`): each rank sorts the rows of its own tokens.
 
 `dispatch` turns tokens into rows, `combine` rows into tokens. `_place` places both: tokens have the placement of their
 expert ids; owners of experts, `d`, lie on the axes over which experts are spread:
@@ -20,12 +20,13 @@ from functools import partial
 import torch
 from torch import fx
 
-from passes.program import ir, routed
-from passes.program.builder import Builder, Emit
-from passes.program.mesh import DATA_AXES, Mesh
-from passes.program.routed import Way
-from passes.program.spec import Dim, Factor, Spec
+from passes.ir import ir
+from passes.ir.mesh import DATA_AXES, Mesh
+from passes.ir.spec import Dim, Factor, Spec
+from passes.ops import routed
+from passes.ops.routed import Way
 from passes.rules.base import Held, Rule, RuleMaker, from_text, opaque, parse_dims, tensor_operands
+from passes.trace.builder import Builder, Emit
 
 ONLY = frozenset(DATA_AXES)
 FEATURES = "uvwxyz"  # factors of dims other than tokens and rows

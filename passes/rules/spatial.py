@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.builder import Builder
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.spec import Spec
 from passes.rules.base import Names, Rule, RuleMaker, from_text, result_shapes, same_fill, tensor_operands, zero_if_zero
+from passes.trace.builder import Builder
 
 TABLE = {
     "col2im": "...(ck)l -> ...chw; whole k l h w; linear 0",

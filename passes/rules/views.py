@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.builder import Builder
-from passes.program.operators import argument, name_of
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.operators import argument, name_of
+from passes.ir.spec import Spec
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands, zero_if_zero
+from passes.trace.builder import Builder
 
 aten = torch.ops.aten
 

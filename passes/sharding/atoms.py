@@ -22,9 +22,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from passes.program.mesh import Mesh
-from passes.program.order import PLAIN, Order
-from passes.program.spec import Dim, Factor
+from passes.ir.mesh import Mesh
+from passes.ir.order import PLAIN, Order
+from passes.ir.spec import Dim, Factor
 from passes.rules.base import Names, Rule
 
 

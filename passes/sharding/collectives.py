@@ -2,7 +2,7 @@
 
     psum(x, "tp")   ->   wait_tensor(all_reduce(x, "sum", "tp"))
 
-The definitions are in `passes/program/reshard.py`, and in `routed.py` for operators that move rows to their experts.
+The definitions are in `passes/ops/reshard.py`, and in `routed.py` for operators that move rows to their experts.
 After this pass no reshard operator is left.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.editor import inline
-from passes.program.functions import body_of, results_of
-from passes.program.layer import Layer
-from passes.program.reshard import RESHARD_OPS
-from passes.program.routed import EXPANSIONS as ROUTED
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.layer import Layer
+from passes.ir.stages import Stage
+from passes.ops.reshard import RESHARD_OPS
+from passes.ops.routed import EXPANSIONS as ROUTED
+from passes.trace.editor import inline
+from passes.trace.functions import body_of, results_of
 
 
 def definition_of(node: fx.Node) -> Callable[..., Tensor] | None:

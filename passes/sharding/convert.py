@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program import ir, reshard
-from passes.program.builder import Builder
-from passes.program.layout import to_natural_order, to_rank_order
-from passes.program.mesh import BATCH_AXES, BLOCKS
-from passes.program.order import PLAIN, Order
-from passes.program.spec import Dim, Factor, Spec
+from passes.ir import ir
+from passes.ir.layout import to_natural_order, to_rank_order
+from passes.ir.mesh import BATCH_AXES, BLOCKS
+from passes.ir.order import PLAIN, Order
+from passes.ir.spec import Dim, Factor, Spec
+from passes.ops import reshard
 from passes.sharding.atoms import common_sizes, merge_dim, split_dim
+from passes.trace.builder import Builder
 
 aten = torch.ops.aten
 

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.builder import Builder
-from passes.program.editor import splice
-from passes.program.functions import Function, define, function_of, remember
-from passes.program.mesh import BLOCKS, Mesh
-from passes.program.operators import is_mutable
-from passes.program.spec import Spec
-from passes.program.torch_private import LazyGraphModule
-from passes.program.trace import UnknownTensor, trace
+from passes.ir import ir
+from passes.ir.mesh import BLOCKS, Mesh
+from passes.ir.operators import is_mutable
+from passes.ir.spec import Spec
 from passes.rules import tensor_operands
 from passes.sharding.normalize import Normalize
+from passes.torch_private import LazyGraphModule
+from passes.trace.builder import Builder
+from passes.trace.editor import splice
+from passes.trace.functions import Function, define, function_of, remember
+from passes.trace.trace import UnknownTensor, trace
 
 PLACES = ("coordinate", "layout")  # kinds of inputs that locate a rank's entries
 

@@ -21,12 +21,13 @@ from typing import Literal
 import torch
 from torch import fx
 
-from passes.program import ir, routed
-from passes.program.editor import Editor
-from passes.program.mesh import DATA_AXES
-from passes.program.routed import Way
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.mesh import DATA_AXES
+from passes.ir.spec import Spec
+from passes.ops import routed
+from passes.ops.routed import Way
 from passes.sharding.place import place_batch, split_dim
+from passes.trace.editor import Editor
 
 aten = torch.ops.aten
 Method = Literal["auto", "all_gather", "dropless", "bounded"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.context.operators import OPERATORS
-from passes.program.operators import key_of, name_of
+from passes.ir.operators import key_of, name_of
 from passes.sharding.random import dropout, uniform
 
 

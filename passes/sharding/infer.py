@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import fx
 
-from passes.program import ir
-from passes.program.operators import is_operator, name_of
+from passes.ir import ir
+from passes.ir.operators import is_operator, name_of
 from passes.rules import Rule, rule_of, tensor_operands
 from passes.rules.losses import IN_CHUNKS
 from passes.rules.roles import root

@@ -23,17 +23,17 @@ from torch import Tensor, fx
 
 from passes.context.attention import AttentionOp, heads_repeated
 from passes.context.operators import OPERATORS
-from passes.program import ir
-from passes.program.editor import Editor, inline, replace_by
-from passes.program.mesh import WEIGHT_AXES, Mesh
-from passes.program.operators import argument, is_operator, is_random, name_of
-from passes.program.spec import Spec
-from passes.program.stages import Stage
-from passes.program.torch_private import decomposition
+from passes.ir import ir
+from passes.ir.mesh import WEIGHT_AXES, Mesh
+from passes.ir.operators import argument, is_operator, is_random, name_of
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
 from passes.rules import has_rule, tensor_operands
 from passes.sharding import draws as drawing
 from passes.sharding import norms
 from passes.sharding.random import dropout
+from passes.torch_private import decomposition
+from passes.trace.editor import Editor, inline, replace_by
 
 aten = torch.ops.aten
 KEEPS_ORDER = ("unsqueeze", "view", "reshape", "_unsafe_view", "to", "_to_copy", "alias", "slice", "expand", "squeeze")

@@ -22,20 +22,21 @@ import torch
 from torch import Tensor, fx
 
 from passes.cost.accounting import sent_bytes
-from passes.program import ir, reshard
-from passes.program.abstract_eval import recorded
-from passes.program.builder import Builder
-from passes.program.machine import H100, Balance
-from passes.program.mesh import BATCH_AXES, BLOCKS, HOPS, SEQUENCE_AXIS, Mesh
-from passes.program.operators import kind_of
-from passes.program.shift import divisors
-from passes.program.spec import Dim, Factor, Spec
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.machine import H100, Balance
+from passes.ir.mesh import BATCH_AXES, BLOCKS, HOPS, SEQUENCE_AXIS, Mesh
+from passes.ir.operators import kind_of
+from passes.ir.spec import Dim, Factor, Spec
+from passes.ir.stages import Stage
+from passes.ops import reshard
+from passes.ops.shift import divisors
 from passes.rules import Rule, tensor_operands
 from passes.sharding.atoms import common_sizes, merge_dim, split_dim
 from passes.sharding.convert import convert
 from passes.sharding.custom import emit
 from passes.sharding.propagate import Decision, Plan
+from passes.trace.abstract_eval import recorded
+from passes.trace.builder import Builder
 
 aten = torch.ops.aten
 

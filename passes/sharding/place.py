@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from passes.program import ir
-from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
-from passes.program.spec import Dim, Factor, Spec
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
+from passes.ir.spec import Dim, Factor, Spec
+from passes.ir.stages import Stage
 from passes.rules.roles import roles
 from passes.sharding.custom import inline_custom_functions
 from passes.sharding.infer import Blocks, experts_of, infer

@@ -26,15 +26,15 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.editor import layout
-from passes.program.functions import Function, function_of
-from passes.program.mesh import WEIGHT_AXES, Mesh
-from passes.program.order import Order
-from passes.program.spec import Factor, Spec
+from passes.ir import ir
+from passes.ir.mesh import WEIGHT_AXES, Mesh
+from passes.ir.order import Order
+from passes.ir.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
 from passes.sharding.atoms import Atoms, merge_dim, override_axes, place_by_rule, refine
 from passes.sharding.custom import Placed, padding_kept, place_forward
+from passes.trace.editor import layout
+from passes.trace.functions import Function, function_of
 
 
 @dataclass(frozen=True)

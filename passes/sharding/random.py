@@ -14,13 +14,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx
 
-from passes.program.builder import Builder
-from passes.program.layout import entries
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec
+from passes.ir.layout import entries
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec
 from passes.rules import add_rule
 from passes.rules.base import Rule, tensor_operands
 from passes.rules.pointwise import rule as pointwise_rule
+from passes.trace.builder import Builder
 
 aten = torch.ops.aten
 LOW = 0xFFFFFFFF

@@ -17,14 +17,14 @@ from functools import partial
 import torch
 
 from passes.context.call import Method
-from passes.program import ir
-from passes.program.functions import function_of
-from passes.program.machine import H100, Balance
-from passes.program.operators import is_operator, name_of
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.machine import H100, Balance
+from passes.ir.operators import is_operator, name_of
+from passes.ir.stages import Stage
 from passes.rules import has_rule, tensor_operands
 from passes.sharding.partition import Partitioner
 from passes.sharding.propagate import propagate
+from passes.trace.functions import function_of
 
 
 @dataclass(frozen=True)

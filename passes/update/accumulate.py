@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.operators import kind_of
-from passes.program.spec import Spec
-from passes.program.stages import Stage
-from passes.program.task import SQUARE, square_of, term_of
+from passes.ir import ir
+from passes.ir.operators import kind_of
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
+from passes.ir.task import SQUARE, square_of, term_of
 from passes.update.appender import Appender
 from passes.update.defer import CASTS, complete
 from passes.update.optimizers import arithmetic

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.editor import Editor
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.spec import Spec
+from passes.trace.editor import Editor
 
 aten = torch.ops.aten
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)

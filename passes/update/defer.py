@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program import ir, reshard
-from passes.program.editor import Editor
-from passes.program.mesh import Mesh
-from passes.program.operators import CASTS, name_of
-from passes.program.spec import Spec
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.operators import CASTS, name_of
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
+from passes.ops import reshard
+from passes.trace.editor import Editor
 from passes.update.appender import Appender
 
 

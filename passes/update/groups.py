@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from passes.program import ir
+from passes.ir import ir
 from passes.update.optimizers import Optimizer
 
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
 from passes.update.optimizers import to_stored_dtype
 
 Format = Literal["float32", "bfloat16", "int8", "float8"]

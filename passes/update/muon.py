@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
 from passes.sharding.partition import GraphBuilder
 from passes.update.appender import Appender
 from passes.update.optimizers import Moment, cast

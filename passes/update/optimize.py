@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir, reshard
-from passes.program.spec import Spec
-from passes.program.stages import Stage
-from passes.program.task import SQUARE, square_of
+from passes.ir import ir
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
+from passes.ir.task import SQUARE, square_of
+from passes.ops import reshard
 from passes.update.appender import Appender, coordinates_of
 from passes.update.groups import Group, group_of
 from passes.update.moments import Format, Wide

@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from passes.program import ir
-from passes.program.backward_slice import backward_slice, cone_of
-from passes.program.editor import inline
-from passes.program.operators import CASTS, name_of
-from passes.program.spec import Spec
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.operators import CASTS, name_of
+from passes.ir.slices import backward_slice, cone_of
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
 from passes.rules import has_rule, rule_of, tensor_operands
 from passes.rules.pointwise import rules as pointwise_rules
+from passes.trace.editor import inline
 
 aten = torch.ops.aten
 POINTWISE = frozenset(pointwise_rules())

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec
 from passes.sharding.random import global_index, uniform_at
 from passes.update.appender import Appender
 from passes.update.groups import Group

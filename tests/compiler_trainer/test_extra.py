@@ -12,8 +12,8 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import AccumulateConfig, CastConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import Pipeline
 from passes.check.runner import check_order
-from passes.program import ir
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.stages import Stage
 from passes.update.optimizers import SGD
 
 
@@ -39,7 +39,7 @@ LOOK = {"_target_": "test_extra.Look"}
 
 
 def looking(*stages, after=(), name="look"):
-    return {**LOOK, "takes": [{"_target_": "passes.program.stages.Stage", "_args_": [int(stage)]} for stage in stages], "after": list(after), "name": name}
+    return {**LOOK, "takes": [{"_target_": "passes.ir.stages.Stage", "_args_": [int(stage)]} for stage in stages], "after": list(after), "name": name}
 
 
 def build(*extra, microbatches=1, pp=1, once="auto"):
@@ -110,7 +110,7 @@ def test_layers_are_all_there_with_a_pass_of_ones_own():
     [
         (looking(Stage.CAPTURED, after=("remat",)), "^passes.extra: look takes a captured program after remat: there is none"),
         ({"_target_": "test_extra.Turns"}, r"^passes.extra\[0\]: look gives a step program; leave `gives` out"),
-        ({"_target_": "collections.Counter"}, r"^passes.extra\[0\]: collections.Counter returned a Counter; return a passes.program.ir.Pass"),
+        ({"_target_": "collections.Counter"}, r"^passes.extra\[0\]: collections.Counter returned a Counter; return a passes.ir.ir.Pass"),
         ({"_target_": "test_extra.Lost"}, r"^passes.extra\[0\]._target_: .*Lost"),
     ],
 )

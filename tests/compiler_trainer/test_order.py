@@ -13,7 +13,7 @@ from compiler_trainer.config.schema import AccumulateConfig, CastConfig, PassesC
 from compiler_trainer.pipeline import Passes, Pipeline, build_pipeline
 from compiler_trainer.step import programs as compiling
 from passes.check.runner import check_order
-from passes.program.stages import Stage
+from passes.ir.stages import Stage
 
 HARMLESS = {
     ("intervals", "chunk_loss"): "one rewrites attention, the other what comes after the last layer",

@@ -8,7 +8,7 @@ from pipelines import pipeline_of
 
 from compiler_trainer.config.schema import CastConfig, CommunicationConfig, OptimConfig, PassesConfig, RematConfig
 from passes.check.runner import check_order
-from passes.program.stages import Stage
+from passes.ir.stages import Stage
 from passes.update.optimizers import SGD, AdamW
 
 

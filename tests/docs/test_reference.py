@@ -13,9 +13,9 @@ from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
 from compiler_trainer.inspect import words
-from passes.program.mesh import AXES
-from passes.program.reshard import RESHARD_OPS
-from passes.program.stages import Stage
+from passes.ir.mesh import AXES
+from passes.ir.stages import Stage
+from passes.ops.reshard import RESHARD_OPS
 from tools import glossary, reference
 
 NAMED = re.compile(r'^class \w+\(ir\.Pass\):.*?^    name = "(\w+)"', re.MULTILINE | re.DOTALL)

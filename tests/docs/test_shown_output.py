@@ -18,7 +18,7 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import compile_dry
 from compiler_trainer.planning.search import all_forms
 from compiler_trainer.planning.space import LeftOut, sizes_of
-from passes.program.printer import print_program
+from passes.ir.printer import print_program
 
 README, PLANNER = (ROOT / "README.md").read_text(), (ROOT / "docs/internals/planner.md").read_text()
 PLAN, RUN = [c for c in commands() if c.page == "README.md" and c.words[0] == "compiler-trainer"][:2]

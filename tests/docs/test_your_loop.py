@@ -22,7 +22,7 @@ from compiler_trainer import api, checkpoint
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.loss import loss_of_logits
 from compiler_trainer.training.metrics import read
-from passes.program.printer import print_program
+from passes.ir.printer import print_program
 
 PAGE = (ROOT / "docs/guides/your-loop.md").read_text()
 SCRIPTS = [text for text in re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) if not text.startswith("# my_")]

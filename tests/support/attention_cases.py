@@ -6,8 +6,8 @@ import torch
 from rule_harness import sharded
 from torch import Tensor
 
-from passes.program.order import Order
-from passes.program.spec import Spec
+from passes.ir.order import Order
+from passes.ir.spec import Spec
 
 F64 = torch.float64
 TOLERANCE = 1e-10

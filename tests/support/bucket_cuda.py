@@ -33,7 +33,7 @@ from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.program.torch_private import compile_inner, inductor_decompositions
+from passes.torch_private import compile_inner, inductor_decompositions
 
 FUSED = "Call mix order reduction kernel"  # a comment in the generated code
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from torch import fx
 
 from compiler_trainer.inspect.dumps import Stage
-from passes.program import ir
-from passes.program.printer import print_program
-from passes.program.saved import dumped
+from passes.ir import ir
+from passes.ir.printer import print_program
+from passes.ir.saved import dumped
 
 
 def change(stage: Stage, edit: Callable[[fx.Graph], None] = lambda graph: None, **fields) -> ir.Program:

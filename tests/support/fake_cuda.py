@@ -43,11 +43,11 @@ from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.given import Captured, mesh_of
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.runtime import ProcessRanks
+from passes.ir.bodies import calls_of
 from passes.lower.host_reads import breaks
 from passes.lower.inductor import compile_body
 from passes.lower.store import Store
-from passes.program.bodies import calls_of
-from passes.program.torch_private import compile_inner, from_torch
+from passes.torch_private import compile_inner, from_torch
 
 H100 = SimpleNamespace(
     name="NVIDIA H100",

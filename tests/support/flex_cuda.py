@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.context import operators
-from passes.program.attend import attend, attend_backward
-from passes.program.torch_private import compile_inner, inductor_decompositions
+from passes.ops.attend import attend, attend_backward
+from passes.torch_private import compile_inner, inductor_decompositions
 
 
 class Case(NamedTuple):

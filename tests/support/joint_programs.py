@@ -13,18 +13,18 @@ from torch import Tensor, fx, nn
 from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep
-from passes.program import ir
-from passes.program.layer import layer_of, prefixes
-from passes.program.mesh import Mesh
-from passes.program.printer import op_name, print_program
-from passes.program.record import Origin
-from passes.program.spec import Spec, shard
-from passes.program.stages import Stage
-from passes.program.torch_private import FakeTensorMode
+from passes.ir import ir
+from passes.ir.layer import layer_of, prefixes
+from passes.ir.mesh import Mesh
+from passes.ir.printer import op_name, print_program
+from passes.ir.record import Origin
+from passes.ir.spec import Spec, shard
+from passes.ir.stages import Stage
 from passes.sharding.collectives import Collectives
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
+from passes.torch_private import FakeTensorMode
 
 TP_PLAN = {"blocks.*.up.weight": {"tp": 0}, "blocks.*.down.weight": {"tp": 1}}
 

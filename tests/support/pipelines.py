@@ -11,7 +11,7 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import CastConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import Pipeline, build_pipeline
 from compiler_trainer.request import CompileRequest
-from passes.program.mesh import Mesh
+from passes.ir.mesh import Mesh
 
 
 class OneWeight(nn.Module):

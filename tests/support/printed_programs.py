@@ -10,10 +10,11 @@ from torch import nn
 
 from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
-from passes.program import ir, reshard
-from passes.program.mesh import Mesh
-from passes.program.record import Origin
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.record import Origin
+from passes.ir.spec import Spec
+from passes.ops import reshard
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard

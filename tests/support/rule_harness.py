@@ -16,18 +16,18 @@ from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep, coordinate
 from passes.context.balance import hops_of, ranks_that_meet
 from passes.context.sequence_layout import bounds_in
-from passes.program import ir
-from passes.program.mesh import HOPS, Mesh
-from passes.program.operators import name_of
-from passes.program.order import PLAIN, Order
-from passes.program.record import read_values
-from passes.program.spec import Spec, boxes, shard, unshard
-from passes.program.stages import Stage
-from passes.program.torch_private import FakeTensorMode, OpOverload
+from passes.ir import ir
+from passes.ir.mesh import HOPS, Mesh
+from passes.ir.operators import name_of
+from passes.ir.order import PLAIN, Order
+from passes.ir.record import read_values
+from passes.ir.spec import Spec, boxes, shard, unshard
+from passes.ir.stages import Stage
 from passes.sharding.collectives import Collectives
 from passes.sharding.custom import PLACES
 from passes.sharding.normalize import Normalize
 from passes.sharding.shard import Shard
+from passes.torch_private import FakeTensorMode, OpOverload
 
 TOLERANCE = 1e-12  # relative to the largest entry
 GARBAGE = -3.7  # the value of undefined padding: invalid for logarithms and roots, wrong for maxima

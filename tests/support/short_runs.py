@@ -26,8 +26,8 @@ from compiler_trainer.step.runtime import LockstepRanks
 from compiler_trainer.step.step import State
 from compiler_trainer.training.anomalies import RANKS
 from compiler_trainer.training.metrics import read
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
 TIMES = ("tokens_per_s", "step_ms", "tflops", "data_ms", "peak_mem_bytes", *RANKS)

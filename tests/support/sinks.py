@@ -7,8 +7,8 @@ from torch import Tensor
 
 from passes.context.attention import AttentionKernel, AttentionOp, attention_rule
 from passes.context.context import gather
-from passes.program import ir
-from passes.program.layout import entries
+from passes.ir import ir
+from passes.ir.layout import entries
 
 # ---- the operator -----------------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ import torch
 from torch import fx, nn
 
 from passes.communication.overlap import Overlap
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec
-from passes.program.stages import Stage
-from passes.program.torch_private import FakeTensorMode
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
+from passes.ir.stages import Stage
 from passes.sharding.partition import GraphBuilder
+from passes.torch_private import FakeTensorMode
 
 
 class Small:

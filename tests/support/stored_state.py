@@ -8,8 +8,8 @@ import torch
 
 from compiler_trainer import checkpoint
 from compiler_trainer.config.schema import CheckpointConfig
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec, shard
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec, shard
 
 GARBAGE = -77.0
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from passes.check.copies import check_copies
 from passes.check.placements import check_placements
-from passes.program import ir
+from passes.ir import ir
 
 
 def apply(passes: Sequence[ir.Pass], program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:

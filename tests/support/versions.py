@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from passes.program.torch_private import VERSION
+from passes.torch_private import VERSION
 
 
 def needs_scales_by_row() -> None:

@@ -34,12 +34,12 @@ from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.program import routed
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec
-from passes.program.torch_private import compile_inner, inductor_decompositions
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
+from passes.ops import routed
 from passes.sharding import random as draws
 from passes.sharding.random import global_index, uniform_at
+from passes.torch_private import compile_inner, inductor_decompositions
 
 IN_64_BITS = "tl.program_id(0).to(tl.int64)"
 Operands = list[tuple[tuple[int, ...], torch.dtype]]

@@ -22,8 +22,8 @@ from compiler_trainer.config.schema import ContextConfig, DataConfig
 from compiler_trainer.data.datasets import build_datasets
 from passes.context.balance import assign_blocks, imbalance, ranks_that_meet, work_of_blocks
 from passes.context.call import METHODS, AttentionCall, Pairs
-from passes.program.mesh import Mesh
-from passes.program.order import PLAIN, ZIGZAG, Order
+from passes.ir.mesh import Mesh
+from passes.ir.order import PLAIN, ZIGZAG, Order
 
 RANKS, BLOCK = (2, 4, 8, 16), ContextConfig.block
 

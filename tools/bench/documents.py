@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from passes.context import interval_cpu  # noqa: F401, the kernel
-from passes.program.attend import attend, attend_backward
+from passes.ops.attend import attend, attend_backward
 
 Contender = Callable[[], object]
 

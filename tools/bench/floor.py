@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from compiler_trainer.step.step import Step
 from passes.cost.accounting import formula_of
-from passes.program import ir
-from passes.program.abstract_eval import Layout
-from passes.program.torch_private import OpOverload
+from passes.ir import ir
+from passes.torch_private import OpOverload
+from passes.trace.abstract_eval import Layout
 
 ROUNDS = 5
 

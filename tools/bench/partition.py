@@ -19,8 +19,8 @@ from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.programs import compile_programs
-from passes.program.bodies import flatten
-from passes.program.mesh import Mesh
+from passes.ir.bodies import flatten
+from passes.ir.mesh import Mesh
 
 GIB = 2**30
 

@@ -24,7 +24,7 @@ from torch import fx
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import load_yaml
 from compiler_trainer.planning.dry import compile_dry, predict_step
-from passes.program import ir
+from passes.ir import ir
 from tools.bench.command import marked, markers, renew
 from tools.bench.job import composed
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from compiler_trainer.checkpoint import Saver, TrainState
 from compiler_trainer.config.schema import CheckpointConfig
 from compiler_trainer.step.ranks import HOST
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
 
 TENSORS, ROWS = 24, 1024
 

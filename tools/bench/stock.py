@@ -31,7 +31,7 @@ from compiler_trainer.models.llama import Block, Llama
 from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.pipeline import DTYPES
 from compiler_trainer.training.trainer import local_device
-from passes.program.torch_private import context_parallel_internals
+from passes.torch_private import context_parallel_internals
 
 Batch = dict[str, Tensor]
 CPU_KERNELS = (

@@ -19,10 +19,10 @@ from compiler_trainer.doctor.probes import PROBES, Probe, job
 from compiler_trainer.parity.of_config import subject_of
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import local_device
+from passes.ir import ir
+from passes.ir.bodies import Body, calls_of
 from passes.lower.inductor import compile_bodies
-from passes.program import ir
-from passes.program.abstract_eval import Layout, laid_out
-from passes.program.bodies import Body, calls_of
+from passes.trace.abstract_eval import Layout, laid_out
 
 ALLOWED, IN_HALF = 1e-4, 0.5  # in half precision operators round values that kernels do not: only gross errors show
 SPOILED_BYTES = 64 << 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from compiler_trainer.cli.table import parser
 from passes.lower.inductor import MOST_BYTES
 from passes.lower.store import bound, files_in
-from passes.program.torch_private import compiler_folder
+from passes.torch_private import compiler_folder
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from threading import Lock
 from passes.lower.cpu_start.kernels import CppKernel, Libraries, library_source
 from passes.lower.cpu_start.ready import options_at_import, options_untouched
 from passes.lower.store import Store, body_store, replace
-from passes.program.torch_private import (
+from passes.torch_private import (
     build_library,
     compiler_folder,
     execute_only,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from passes.ir.bodies import key_of
 from passes.lower.store import Store
-from passes.program.bodies import key_of
-from passes.program.torch_private import binding_of, build_library
+from passes.torch_private import binding_of, build_library
 
 TOGETHER = 8  # kernels of a library; more would leave cores idle
 HEADERS = tuple(f"#include {file}" for file in ("<Python.h>", "<sstream>", "<cstdlib>", "<cerrno>"))  # for bindings

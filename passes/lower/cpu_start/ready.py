@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from passes.ir.bodies import Body, key_of
 from passes.lower.store import Store
-from passes.program.bodies import Body, key_of
-from passes.program.torch_private import inductor_options, load_library
+from passes.torch_private import inductor_options, load_library
 
 Kernel = tuple[tuple[str, ...], str]  # the types of its arguments, and its source
 UNTOUCHED = "as the environment says"  # Inductor's options before they are imported

@@ -25,9 +25,10 @@ from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.training.anomalies import Lost
 from compiler_trainer.training.trainer import train
 from passes import rules
-from passes.program import ir, reshard
-from passes.program.printer import op_name
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.printer import op_name
+from passes.ir.stages import Stage
+from passes.ops import reshard
 from passes.sharding.convert import _Steps
 from passes.sharding.partition import GraphBuilder
 

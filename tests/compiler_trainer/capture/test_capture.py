@@ -22,8 +22,8 @@ from torch import nn
 
 from compiler_trainer import UserError
 from compiler_trainer.capture.capture import capture
-from passes.program import ir
-from passes.program.printer import print_program
+from passes.ir import ir
+from passes.ir.printer import print_program
 
 CPU = torch.device("cpu")
 

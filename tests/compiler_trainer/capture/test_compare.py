@@ -11,7 +11,7 @@ from torch import nn
 
 from compiler_trainer.capture import capture as capturing
 from compiler_trainer.capture.compare import captured_difference
-from passes.program import ir
+from passes.ir import ir
 
 
 class Net(nn.Module):

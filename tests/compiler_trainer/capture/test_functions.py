@@ -13,9 +13,9 @@ from torch import nn
 
 from compiler_trainer import UserError
 from compiler_trainer.capture.capture import capture
-from passes.program import ir
-from passes.program.functions import function_of
-from passes.program.printer import print_program
+from passes.ir import ir
+from passes.ir.printer import print_program
+from passes.trace.functions import function_of
 
 MESHES = ({}, {"dp_replicate": 2}, {"dp_shard": 3}, {"tp": 2}, {"dp_replicate": 2, "tp": 2})
 PLAIN = {"name": "sgd"}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from compiler_trainer.capture.capture import capture
-from passes.program import ir
+from passes.ir import ir
 
 MESHES = [{}, {"dp_shard": 2}, {"tp": 2}]
 

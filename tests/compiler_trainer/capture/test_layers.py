@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.capture.capture import capture
-from passes.program import ir
-from passes.program.layer import layer_names, layer_of
+from passes.ir import ir
+from passes.ir.layer import layer_names, layer_of
 
 PATHS = ["", "norm", "layers.0.wq", "layers.1.wq", "layers.1.experts.0", "layers.1.experts.1", "head.0"]
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from compiler_trainer.capture.capture import capture
 from compiler_trainer.capture.records import innermost
-from passes.program import ir
-from passes.program.record import Origin
-from passes.program.torch_private import from_torch
+from passes.ir import ir
+from passes.ir.record import Origin
+from passes.torch_private import from_torch
 
 OURS, TORCH = ("/home/someone/model.py", 31), ("/lib/torch/nn/modules/linear.py", 9)
 WRAPPER = ("/x/compiler_trainer/capture/capture.py", 60)

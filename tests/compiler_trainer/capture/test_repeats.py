@@ -11,7 +11,7 @@ from oracle import points, squared_error, trained_alike
 from torch import Tensor, nn
 
 from compiler_trainer.capture.capture import capture
-from passes.program import ir
+from passes.ir import ir
 
 WIDTH = 6
 

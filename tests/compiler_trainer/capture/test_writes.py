@@ -11,7 +11,7 @@ from torch import nn
 
 from compiler_trainer import UserError
 from compiler_trainer.capture.capture import capture
-from passes.program import ir
+from passes.ir import ir
 
 MESHES = [{}, {"dp_shard": 2, "tp": 2}, {"cp": 3}]
 

@@ -14,8 +14,8 @@ from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import pieces
 from compiler_trainer.checkpoint import stored as stored_room
 from compiler_trainer.config.errors import UserError
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec, boxes
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec, boxes
 
 
 @pytest.mark.parametrize("to", LAYOUTS)

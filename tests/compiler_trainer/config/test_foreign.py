@@ -39,7 +39,7 @@ GROUPS = (
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(GROUPS)})\.[a-z_][a-z_.0-9]*[a-z_0-9](?![\w/]|\()")
 NO_OPTIONS = {  # names of state, parameters, files, functions, and options of earlier versions
     "optim.step", "model.safetensors.index", "model.embed_tokens", "model.norm", "model.layers",
-    "passes.program.ir", "passes.rules.add_rule", "checkpoint.enabled", "passes.segment.enabled", "passes.roll",
+    "passes.ir.ir", "passes.rules.add_rule", "checkpoint.enabled", "passes.segment.enabled", "passes.roll",
     "passes.schedule.bucket_mib", "passes.schedule.ahead",
 }  # fmt: skip
 FILES = (".yaml", ".json", ".jsonl", ".html", ".js", ".md", ".py", ".safetensors")

@@ -17,8 +17,8 @@ from torch import fx
 
 from compiler_trainer.inspect import diff
 from compiler_trainer.inspect.dumps import Run, load
-from passes.program import ir
-from passes.program.printer import Printed
+from passes.ir import ir
+from passes.ir.printer import Printed
 
 
 @pytest.fixture

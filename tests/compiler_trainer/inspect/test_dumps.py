@@ -21,11 +21,11 @@ from compiler_trainer.inspect import dumps, glance, tables
 from passes.check.runner import Dumper, PassRecord
 from passes.cost.accounting import Accounting
 from passes.cost.costs import Costs
-from passes.program import ir
-from passes.program.folds import Fold
-from passes.program.ir import Report
-from passes.program.printer import Printed, format_value, op_name, print_program
-from passes.program.torch_private import LazyGraphModule
+from passes.ir import ir
+from passes.ir.folds import Fold
+from passes.ir.ir import Report
+from passes.ir.printer import Printed, format_value, op_name, print_program
+from passes.torch_private import LazyGraphModule
 
 NOTHING = Accounting((), {}, 0, 0, 0, "x", "", {})
 

@@ -20,10 +20,10 @@ from compiler_trainer.inspect.dumps import Stage, load
 from compiler_trainer.inspect.render import page
 from compiler_trainer.sweep import page as sweep_page
 from compiler_trainer.sweep.table import points
-from passes.program import ir
-from passes.program.printer import Printed
-from passes.program.record import NodeRecord, Origin
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.printer import Printed
+from passes.ir.record import NodeRecord, Origin
+from passes.ir.spec import Spec
 
 HARMLESS = "harmless"
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</script><script>alert(1)</script>",

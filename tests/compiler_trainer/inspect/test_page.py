@@ -17,10 +17,10 @@ from compiler_trainer.inspect import glance
 from compiler_trainer.inspect.dumps import Run, load
 from compiler_trainer.inspect.render import described_counts, page
 from compiler_trainer.inspect.words import PASSES
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.order import ZIGZAG
-from passes.program.spec import Factor, Spec, boxes
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.order import ZIGZAG
+from passes.ir.spec import Factor, Spec, boxes
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 

@@ -14,8 +14,8 @@ from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
 from compiler_trainer.models import init
 from compiler_trainer.models.init import CHUNK, Normal
 from compiler_trainer.step.runtime import LockstepRanks
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec, shard, unshard
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec, shard, unshard
 
 SHAPES = [(), (1,), (7,), (2 * CHUNK + 5,), (3, CHUNK + 3), (300, 401), (5, 37, 51), (0, 4)]
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from compiler_trainer import models
 from compiler_trainer.config.schema import ModelConfig, RopeScaling
 from compiler_trainer.models.attention import rotary_tables
-from passes.program.torch_private import FakeTensorMode
+from passes.torch_private import FakeTensorMode
 
 TINY = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61)
 LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)

@@ -24,8 +24,8 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.planning.dry import compile_dry, dry_run, idle, predict_step
 from compiler_trainer.planning.simulate import kept_for_later, play
 from compiler_trainer.step.turns import turns_of_step
+from passes.ir.task import Task
 from passes.pipeline import schedules
-from passes.program.task import Task
 
 ROWS, LENGTH, DIM, PP, MICROBATCHES = 8, 32, 32, 2, 4
 MODEL = ModelConfig(dim=DIM, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=64)

@@ -45,7 +45,7 @@ from compiler_trainer.planning.space import (
     replaced,
     sizes_of,
 )
-from passes.program.layer import within
+from passes.ir.layer import within
 
 SMALL = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408, vocab_size=8192)
 JOB = Config(

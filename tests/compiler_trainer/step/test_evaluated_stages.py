@@ -8,7 +8,7 @@ from torch import nn
 
 from compiler_trainer import compile_step, pipeline
 from compiler_trainer.step import programs
-from passes.program import ir
+from passes.ir import ir
 from tests.nightly.parity.case import Case
 from tests.nightly.parity.record import run_case
 

@@ -25,13 +25,13 @@ from compiler_trainer.step.exported import export_once
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.programs import compile_programs
 from passes.check.runner import Dumper, run_passes
+from passes.ir import ir
+from passes.ir.bodies import Body, calls_of, flatten, is_view
+from passes.ir.folds import Fold, number_in, renumbered
+from passes.ir.layer import Layer
+from passes.ir.stages import Stage
 from passes.lower import unfold
 from passes.lower.unfold import Unfold
-from passes.program import ir
-from passes.program.bodies import Body, calls_of, flatten, is_view
-from passes.program.folds import Fold, number_in, renumbered
-from passes.program.layer import Layer
-from passes.program.stages import Stage
 
 
 def request(model, loss_fn=llama_loss, fold=True, mesh=(), passes=(), optim=(), **fields):

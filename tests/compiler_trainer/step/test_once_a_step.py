@@ -9,8 +9,8 @@ from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.compile import compile_step
-from passes.program import ir
-from passes.program.operators import kind_of
+from passes.ir import ir
+from passes.ir.operators import kind_of
 from tests.nightly.parity.case import Case
 from tests.nightly.parity.record import run_case
 

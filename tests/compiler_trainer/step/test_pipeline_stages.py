@@ -15,7 +15,7 @@ from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.messages import messages
 from compiler_trainer.step.step import programs_of
 from compiler_trainer.step.turns import turns_of_step
-from passes.program import ir
+from passes.ir import ir
 from tests.nightly.parity.case import Case
 from tests.nightly.parity.record import run_case
 from tests.support.sweeps import in_turn

@@ -14,9 +14,9 @@ from compiler_trainer.planning.simulate import in_flight
 from compiler_trainer.step import messages as of_step
 from compiler_trainer.step.messages import Post, Timetable, Ways, messages
 from compiler_trainer.step.turns import CarriedValues, turns_of_step
+from passes.ir import ir
+from passes.ir.task import BACKWARD, FORWARD, INPUTS
 from passes.pipeline.schedules import Slot, auto, gpipe, interleaved, one_f_one_b, play, zbv, zero_bubble
-from passes.program import ir
-from passes.program.task import BACKWARD, FORWARD, INPUTS
 
 TABLES = {
     "gpipe": gpipe(3, 5),

@@ -15,10 +15,10 @@ from torch import fx
 from compiler_trainer.step import compile as of_step
 from compiler_trainer.step.runtime import LockstepRanks
 from compiler_trainer.step.turns import sent_between, slots_of, turns_of_step
+from passes.ir.bodies import calls_of
 from passes.lower.calls import Calls
 from passes.lower.cudagraphs import Recorder, names_carried
 from passes.pipeline.schedules import interleaved, one_f_one_b, zbv, zero_bubble
-from passes.program.bodies import calls_of
 
 MICROBATCHES, STEPS = 4, 5
 

@@ -30,9 +30,9 @@ from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.exported import export
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.program_key import Unkeyed, key_of
+from passes.ir.mesh import Mesh
 from passes.lower.store import Store
 from passes.pipeline.schedules import Schedule, as_text, gpipe, one_f_one_b, zero_bubble
-from passes.program.mesh import Mesh
 from passes.rules import ADDED, RULES, add_rule
 
 NET = """

@@ -9,7 +9,7 @@ import torch
 from compiler_trainer.step.batch_layout import on_device
 from compiler_trainer.step.step import Step
 from compiler_trainer.step.turns import Turn
-from passes.program.torch_private import TorchDispatchMode
+from passes.torch_private import TorchDispatchMode
 
 MICROBATCHES, COUNT, SEED = 3, 5, 7
 

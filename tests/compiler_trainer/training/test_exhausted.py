@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from compiler_trainer.training.failures import failure_of
-from passes.program import ir
+from passes.ir import ir
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."

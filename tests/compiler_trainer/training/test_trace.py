@@ -16,8 +16,8 @@ import compiler_trainer as ct
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.training import trace
-from passes.program import ir
-from passes.program.operators import kind_of
+from passes.ir import ir
+from passes.ir.operators import kind_of
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,8 @@ from compiler_trainer.training.lr_schedule import learning_rate
 from passes.check.runner import PassRecord
 from passes.cost.accounting import Accounting
 from passes.cost.costs import Costs
-from passes.program.ir import Report
-from passes.program.spec import Spec
+from passes.ir.ir import Report
+from passes.ir.spec import Spec
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from passes.program.mesh import Mesh
+from passes.ir.mesh import Mesh
 from tests.nightly.parity.case import Case, case_of
 from tests.nightly.parity.models import KINDS
 from tests.nightly.parity.models.kind import Kind

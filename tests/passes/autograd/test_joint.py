@@ -13,8 +13,8 @@ from small_programs import Small
 from torch import fx
 
 from passes.autograd import joint
-from passes.program import ir
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.spec import Spec
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from joint_programs import body, equal, joint, plain, run
 from small_programs import Small, cut
 
 from passes.autograd.simplify import Simplify
-from passes.program import ir
+from passes.ir import ir
 
 aten = torch.ops.aten
 F32 = torch.float32

@@ -7,8 +7,9 @@ from joint_programs import joint
 
 from passes.check.copies import check_copies
 from passes.check.verify import verify_spec
+from passes.ir import ir
 from passes.memory.remat import Remat
-from passes.program import ir, reshard
+from passes.ops import reshard
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW
 

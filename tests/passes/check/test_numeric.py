@@ -8,7 +8,7 @@ from torch import nn
 
 from compiler_trainer import compile_step
 from passes.check.numeric import telling
-from passes.program.ir import CompileError
+from passes.ir.ir import CompileError
 from passes.rules import pointwise
 
 

@@ -12,9 +12,10 @@ from torch import nn
 
 from compiler_trainer.capture.capture import capture
 from passes.check.placements import check_placements
-from passes.program import ir, reshard
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec
+from passes.ops import reshard
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard

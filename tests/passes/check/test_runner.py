@@ -23,16 +23,16 @@ from passes.autograd.joint import Joint
 from passes.check.numeric import run
 from passes.check.runner import Dumper, PassRecord, check_order, run_passes
 from passes.cost.accounting import Traffic
-from passes.program import ir
-from passes.program.abstract_eval import abstract_eval
-from passes.program.mesh import Mesh
-from passes.program.printer import print_program
-from passes.program.spec import Spec
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.printer import print_program
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
 from passes.sharding.collectives import Collectives
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
+from passes.trace.abstract_eval import abstract_eval
 
 PASSES: tuple[ir.Pass, ...] = (Normalize(), Place(), Shard(), Joint(), Collectives())
 NAMES = ["capture", "normalize", "place", "shard", "joint", "collectives"]

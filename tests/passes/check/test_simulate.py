@@ -10,11 +10,11 @@ from small_programs import Small, cut
 from torch import Tensor
 
 from passes.check.simulate import Lockstep, coordinate
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.record import Origin
-from passes.program.spec import Spec
-from passes.program.torch_private import c10d
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.record import Origin
+from passes.ir.spec import Spec
+from passes.torch_private import c10d
 
 GROUPS = {"dp_shard": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}  # of ranks dp_shard * 2 + tp
 VALUES = [torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64) * 10**rank for rank in range(4)]

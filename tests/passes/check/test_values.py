@@ -24,15 +24,16 @@ from passes.communication.communicators import Communicators
 from passes.communication.cse import CSE
 from passes.communication.overlap import Overlap
 from passes.communication.reassociate import Reassociate
+from passes.ir import ir
+from passes.ir.bodies import base_of
+from passes.ir.operators import kind_of
+from passes.ir.stages import Stage
 from passes.memory import recompute
 from passes.memory.remat import Remat
-from passes.program import ir, reshard
-from passes.program.abstract_eval import abstract_eval
-from passes.program.bodies import base_of
-from passes.program.operators import kind_of
-from passes.program.stages import Stage
-from passes.program.torch_private import c10d
+from passes.ops import reshard
 from passes.sharding.collectives import Collectives
+from passes.torch_private import c10d
+from passes.trace.abstract_eval import abstract_eval
 from passes.update import optimize
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW

@@ -14,13 +14,14 @@ from torch import fx
 from passes.autograd.joint import Joint
 from passes.check.numeric import run, verify_numeric
 from passes.check.verify import check_layers, check_roles, neighbours, verify_spec
-from passes.program import ir, reshard
-from passes.program.layer import Layer, Role
-from passes.program.record import UNSET, Origin
-from passes.program.spec import Spec
-from passes.program.stages import Stage
-from passes.program.torch_private import c10d
+from passes.ir import ir
+from passes.ir.layer import Layer, Role
+from passes.ir.record import UNSET, Origin
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
+from passes.ops import reshard
 from passes.sharding.collectives import Collectives
+from passes.torch_private import c10d
 from passes.update.optimize import Optimize
 from passes.update.optimizers import SGD
 

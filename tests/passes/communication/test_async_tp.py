@@ -21,13 +21,14 @@ from passes.communication.node_order import NodeOrder, in_flight
 from passes.communication.overlap import Overlap
 from passes.cost.cluster import Cluster, Links
 from passes.cost.rates import Curve, Rates
-from passes.program import ir, reshard
-from passes.program.abstract_eval import abstract_eval
-from passes.program.functions import as_meant
-from passes.program.operators import kind_of, name_of
-from passes.program.shift import SHIFTS
-from passes.program.spec import Factor, Spec
+from passes.ir import ir
+from passes.ir.operators import kind_of, name_of
+from passes.ir.spec import Factor, Spec
+from passes.ops import reshard
+from passes.ops.shift import SHIFTS
 from passes.sharding.collectives import Collectives
+from passes.trace.abstract_eval import abstract_eval
+from passes.trace.functions import as_meant
 
 aten = torch.ops.aten
 F32 = torch.float32

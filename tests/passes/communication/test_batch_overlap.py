@@ -25,9 +25,9 @@ from compiler_trainer import compile_step
 from compiler_trainer.bisect.find import bisect
 from compiler_trainer.config.errors import UserError
 from passes.communication.batch_overlap import BatchOverlap
-from passes.program.printer import print_program
-from passes.program.spec import Spec
-from passes.program.stages import Stage
+from passes.ir.printer import print_program
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
 from tests.nightly.parity.case import Case
 
 aten = torch.ops.aten

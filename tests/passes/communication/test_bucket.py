@@ -10,10 +10,11 @@ from joint_programs import Tiny, body, count, equal, joint, plain, run, run_on
 from torch import fx
 
 from passes.communication.bucket import MIB, TOGETHER, Bucket
+from passes.ir import ir
+from passes.ir.printer import print_program
+from passes.ir.spec import Factor, Spec
 from passes.memory.remat import Remat
-from passes.program import ir, reshard
-from passes.program.printer import print_program
-from passes.program.spec import Factor, Spec
+from passes.ops import reshard
 from passes.update.accumulate import Accumulate, ApplyOnly
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW

@@ -9,8 +9,8 @@ import pytest
 from oracle import ADAMW, batches, compile_lockstep, llama, llama_loss
 
 from passes.check.runner import PassRecord
-from passes.program import ir
-from passes.program.operators import axis_of
+from passes.ir import ir
+from passes.ir.operators import axis_of
 
 N_LAYERS = 2
 SCALARS = 3  # sum and count of the loss, square of the norm

@@ -15,14 +15,14 @@ from passes.check.verify import verify_spec
 from passes.communication.bucket import Bucket
 from passes.communication.communicators import Communicators
 from passes.cost.accounting import count_traffic
+from passes.ir import ir
+from passes.ir.operators import axis_of, communicator_of, kind_of
+from passes.ir.printer import print_program
+from passes.ir.stages import Stage
 from passes.memory.remat import Remat
-from passes.program import ir
-from passes.program.abstract_eval import abstract_eval
-from passes.program.operators import axis_of, communicator_of, kind_of
-from passes.program.printer import print_program
-from passes.program.stages import Stage
-from passes.program.torch_private import c10d
 from passes.sharding.collectives import Collectives
+from passes.torch_private import c10d
+from passes.trace.abstract_eval import abstract_eval
 
 F32 = torch.float32
 

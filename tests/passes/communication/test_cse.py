@@ -14,10 +14,11 @@ from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
 from passes.communication.cse import CSE
 from passes.communication.reassociate import Reassociate
-from passes.program import ir, reshard
-from passes.program.operators import kind_of
-from passes.program.printer import print_program
-from passes.program.spec import Factor, Spec
+from passes.ir import ir
+from passes.ir.operators import kind_of
+from passes.ir.printer import print_program
+from passes.ir.spec import Factor, Spec
+from passes.ops import reshard
 
 aten = torch.ops.aten
 F32 = torch.float32

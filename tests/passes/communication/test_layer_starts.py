@@ -7,10 +7,10 @@ from small_programs import Small, cut
 from torch import fx
 
 from passes.communication.layer_starts import ENDS, FIRST, GATHERS, INSIDE, REDUCES, begins_of, kernels_of, roles_of
-from passes.program import ir
-from passes.program.layer import Layer
-from passes.program.stages import Stage
-from passes.program.torch_private import c10d
+from passes.ir import ir
+from passes.ir.layer import Layer
+from passes.ir.stages import Stage
+from passes.torch_private import c10d
 
 aten = torch.ops.aten
 SIDE = 16

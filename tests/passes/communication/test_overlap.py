@@ -21,17 +21,17 @@ from passes.communication.bucket import Bucket
 from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import in_flight, last_matmuls
 from passes.communication.overlap import Overlap
+from passes.ir import ir
+from passes.ir.layer import Layer
+from passes.ir.machine import Balance
+from passes.ir.mesh import Mesh
+from passes.ir.printer import print_program
+from passes.ir.stages import Stage
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
-from passes.program import ir
-from passes.program.layer import Layer
-from passes.program.machine import Balance
-from passes.program.mesh import Mesh
-from passes.program.printer import print_program
-from passes.program.shift import arrive, shift
-from passes.program.stages import Stage
-from passes.program.torch_private import c10d, register_axis_group
+from passes.ops.shift import arrive, shift
 from passes.sharding.collectives import Collectives
+from passes.torch_private import c10d, register_axis_group
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW
 

@@ -22,11 +22,11 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
 from passes.communication.take_turns import TakeTurns
-from passes.program import ir
-from passes.program.layer import Layer
-from passes.program.printer import print_program
-from passes.program.stages import Stage
-from passes.program.torch_private import c10d
+from passes.ir import ir
+from passes.ir.layer import Layer
+from passes.ir.printer import print_program
+from passes.ir.stages import Stage
+from passes.torch_private import c10d
 
 aten = torch.ops.aten
 SIDE = 16

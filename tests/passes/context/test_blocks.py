@@ -9,10 +9,10 @@ from oracle import NO_DECAY, assert_same, compile_lockstep, train_plainly, train
 from packed_models import SIZE, batches, loss_of, packed
 
 from passes.context.balance import assign_blocks, imbalance, work_of_blocks
-from passes.program.layout import entries, locate, to_natural_order, to_rank_order
-from passes.program.mesh import BLOCKS, Mesh
-from passes.program.order import Order
-from passes.program.spec import Factor, Spec, shard, unshard
+from passes.ir.layout import entries, locate, to_natural_order, to_rank_order
+from passes.ir.mesh import BLOCKS, Mesh
+from passes.ir.order import Order
+from passes.ir.spec import Factor, Spec, shard, unshard
 
 
 @pytest.mark.parametrize(("ranks", "each"), [(2, 1), (2, 5), (3, 4), (4, 3), (8, 8)])

@@ -26,18 +26,18 @@ from passes.context.call import METHODS, AttentionCall
 from passes.context.kernels import Block, merge
 from passes.context.sdpa import attention_with_dropout
 from passes.cost.accounting import count_traffic
+from passes.ir import ir
+from passes.ir.machine import Balance
+from passes.ir.mesh import Mesh
+from passes.ir.order import PLAIN, ZIGZAG
+from passes.ir.spec import Factor, Spec, shard, unshard
+from passes.ir.stages import Stage
 from passes.memory.recompute import saved_bytes
-from passes.program import ir
-from passes.program.abstract_eval import abstract_eval
-from passes.program.machine import Balance
-from passes.program.mesh import Mesh
-from passes.program.order import PLAIN, ZIGZAG
-from passes.program.shift import shift
-from passes.program.spec import Factor, Spec, shard, unshard
-from passes.program.stages import Stage
-from passes.program.torch_private import FakeTensorMode, c10d
+from passes.ops.shift import shift
 from passes.sharding.collectives import Collectives
 from passes.sharding.shard import Shard
+from passes.torch_private import FakeTensorMode, c10d
+from passes.trace.abstract_eval import abstract_eval
 
 
 def mask_of(form: str, size: int) -> Tensor | None:

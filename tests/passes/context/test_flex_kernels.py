@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.context import flex, operators
-from passes.context.intervals import why_no_kernel
-from passes.program.attend import attend, attend_backward
-from passes.program.torch_private import from_torch, inductor_decompositions
+from passes.idioms.intervals import why_no_kernel
+from passes.ops.attend import attend, attend_backward
+from passes.torch_private import from_torch, inductor_decompositions
 
 SIZE = 300
 ONE_RUN = pytest.param(None, id="one run")

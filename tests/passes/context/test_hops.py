@@ -12,10 +12,10 @@ from packed_models import batches, loss_of, packed
 
 from passes.check import simulate
 from passes.context.balance import hops_of, ranks_that_meet
+from passes.ir.mesh import Mesh
+from passes.ir.order import PLAIN, ZIGZAG
 from passes.lower.host_reads import breaks
-from passes.program.mesh import Mesh
-from passes.program.order import PLAIN, ZIGZAG
-from passes.program.shift import hops_at, shift_by
+from passes.ops.shift import hops_at, shift_by
 
 SHORT = torch.arange(21)[None].expand(4, 21) // 4  # documents of four tokens
 LAYOUTS = {

@@ -12,7 +12,7 @@ from sweeps import in_turn
 from torch import nn
 from torch.autograd import Function
 
-from passes.program.ir import CompileError
+from passes.ir.ir import CompileError
 from passes.rules import Rule
 from passes.sharding.shard import Shard
 

@@ -16,10 +16,10 @@ from compiler_trainer.config.errors import UserError
 from passes.context import operators
 from passes.context.attention import AttentionKernel
 from passes.cost.accounting import count_flops
+from passes.ir.bodies import flatten
 from passes.lower.host_reads import why_not
-from passes.program.abstract_eval import recorded
-from passes.program.bodies import flatten
 from passes.rules import RULES
+from passes.trace.abstract_eval import recorded
 
 SGD = {"name": "sgd"}
 WIDTH, HEAD = 8, 4

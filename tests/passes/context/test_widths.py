@@ -10,8 +10,8 @@ from packed_models import batches
 from sweeps import in_turn
 from torch import Tensor, nn
 
-from passes.program import ir
-from passes.program.ir import example
+from passes.ir import ir
+from passes.ir.ir import example
 
 SIZE, HEADS, KEYS = 21, 4, 6
 

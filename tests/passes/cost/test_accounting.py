@@ -10,11 +10,12 @@ from small_programs import Small, cut
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes.cost.accounting import Traffic, account
-from passes.program import ir, reshard
-from passes.program.abstract_eval import abstract_eval, tensors
-from passes.program.spec import Spec
-from passes.program.torch_private import c10d
+from passes.ir import ir
+from passes.ir.spec import Spec
+from passes.ops import reshard
 from passes.sharding.collectives import Collectives
+from passes.torch_private import c10d
+from passes.trace.abstract_eval import abstract_eval, tensors
 
 aten = torch.ops.aten
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64

@@ -43,12 +43,12 @@ from passes.cost.cluster import Beside, Cluster, Links, Protocol, collective_sec
 from passes.cost.fusion import fuse
 from passes.cost.predict import predict
 from passes.cost.rates import Curve, Rates
-from passes.program import ir
-from passes.program.abstract_eval import abstract_eval
-from passes.program.machine import H100, Reach, reach
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec
-from passes.program.torch_private import c10d
+from passes.ir import ir
+from passes.ir.machine import H100, Reach, reach
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec
+from passes.torch_private import c10d
+from passes.trace.abstract_eval import abstract_eval
 
 aten = torch.ops.aten
 F32 = torch.float32

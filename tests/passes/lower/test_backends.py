@@ -11,10 +11,10 @@ from oracle import NO_DECAY, assert_same, perceptron, points, squared_error, tra
 
 from compiler_trainer import compile_step
 from passes.check.simulate import Lockstep
+from passes.ir import ir
+from passes.ir.record import Origin
+from passes.ir.spec import Spec
 from passes.lower.backends import lower_eager
-from passes.program import ir
-from passes.program.record import Origin
-from passes.program.spec import Spec
 
 aten = torch.ops.aten
 

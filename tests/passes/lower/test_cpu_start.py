@@ -13,7 +13,7 @@ from torch._inductor import cpu_vec_isa
 
 from passes.lower.cpu_start import door
 from passes.lower.cpu_start.door import Shared, build_header, trusted_instructions
-from passes.program.torch_private import LOWERING, without_lowering
+from passes.torch_private import LOWERING, without_lowering
 
 
 @pytest.mark.parametrize(("called", "left"), [("mm", False), ("_mm_plus_mm", True)])

@@ -9,15 +9,15 @@ from small_programs import Small, cut, ordered
 from torch import fx
 
 from compiler_trainer.step.ranks import stop_ranks
+from passes.ir import ir
+from passes.ir.bodies import calls_of
+from passes.ir.layer import Layer
+from passes.ir.record import Origin
+from passes.ir.stages import Stage
 from passes.lower.backends import NamingInterpreter
 from passes.lower.calls import Calls
 from passes.lower.cudagraphs import Recorder, Replayed
 from passes.lower.segment import Segment
-from passes.program import ir
-from passes.program.bodies import calls_of
-from passes.program.layer import Layer
-from passes.program.record import Origin
-from passes.program.stages import Stage
 
 aten = torch.ops.aten
 F32 = torch.float32

@@ -23,19 +23,19 @@ from compiler_trainer.step import given as programs
 from compiler_trainer.step.given import Captured, check_recordable, recorded
 from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import in_flight
+from passes.ir import ir
+from passes.ir.bodies import body_of_call, calls_of, flatten
+from passes.ir.layer import Layer
+from passes.ir.operators import name_of
+from passes.ir.record import BodyNode, Origin
+from passes.ir.stages import Stage
 from passes.lower.calls import steps_of
 from passes.lower.host_reads import breaks
 from passes.lower.runs import describe_recordings, names_in, runs_of
 from passes.lower.segment import Segment
-from passes.program import ir
-from passes.program.attend import attend
-from passes.program.bodies import body_of_call, calls_of, flatten
-from passes.program.host import offload
-from passes.program.layer import Layer
-from passes.program.operators import name_of
-from passes.program.record import BodyNode, Origin
-from passes.program.stages import Stage
-from passes.program.torch_private import FakeTensor
+from passes.ops.attend import attend
+from passes.ops.host import offload
+from passes.torch_private import FakeTensor
 
 aten = torch.ops.aten
 F32 = torch.float32

@@ -13,9 +13,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from passes.program import host, shift, torch_private
-from passes.program.shift import SHIFTS
-from passes.program.torch_private import FakeTensorMode, compile_inner, from_torch, inductor_decompositions
+from passes import torch_private
+from passes.ops import host, shift
+from passes.ops.shift import SHIFTS
+from passes.torch_private import FakeTensorMode, compile_inner, from_torch, inductor_decompositions
 
 SIZE = 64
 

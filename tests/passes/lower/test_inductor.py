@@ -22,6 +22,10 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import LambdaFuture
 
 from compiler_trainer import compile_step
+from passes.ir import ir
+from passes.ir.bodies import calls_of
+from passes.ir.layer import Layer
+from passes.ir.stages import Stage
 from passes.lower import inductor
 from passes.lower import store as stores
 from passes.lower.backends import lower_inductor
@@ -31,11 +35,7 @@ from passes.lower.cpu_start.ready import Ready
 from passes.lower.inductor import ALONE, Workers, compile_bodies, counts, stored_key
 from passes.lower.segment import Segment
 from passes.lower.store import Store
-from passes.program import ir
-from passes.program.bodies import calls_of
-from passes.program.layer import Layer
-from passes.program.stages import Stage
-from passes.program.torch_private import kernels_together
+from passes.torch_private import kernels_together
 
 aten = torch.ops.aten
 F32 = torch.float32

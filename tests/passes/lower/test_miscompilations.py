@@ -9,7 +9,7 @@ import pytest
 from absent_gpu import HERE, run
 
 from passes.lower.miscompilations import KNOWN, workaround_options
-from passes.program.torch_private import VERSION
+from passes.torch_private import VERSION
 
 BUCKET_CUDA = HERE / "bucket_cuda.py"
 FUSE = {"triton.mix_order_reduction": True}

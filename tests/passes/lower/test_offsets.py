@@ -17,11 +17,11 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, TrainConfig
 from compiler_trainer.planning.dry import compile_dry
 from compiler_trainer.step.given import Captured, check_offsets
+from passes.ir import ir
+from passes.ir.record import Origin
 from passes.lower.offsets import MOST, NARROW, NARROW_BY_OPERATOR, overflows
-from passes.program import ir
-from passes.program.attend import attend, attend_backward
-from passes.program.record import Origin
-from passes.program.routed import grouped_mm
+from passes.ops.attend import attend, attend_backward
+from passes.ops.routed import grouped_mm
 
 aten = torch.ops.aten
 WIDE_CUDA = HERE / "wide_cuda.py"

@@ -14,7 +14,7 @@ import torch
 
 from passes.lower.cpu_start.ready import UNTOUCHED, Ready, without_compiler
 from passes.lower.store import Store
-from passes.program.torch_private import compiler_folder
+from passes.torch_private import compiler_folder
 
 HEAD = """
 import torch

@@ -17,18 +17,18 @@ from passes.communication.bucket import Bucket
 from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import in_flight
 from passes.communication.overlap import Overlap
+from passes.ir import ir
+from passes.ir.bodies import body_of_call, calls_of, flatten
+from passes.ir.layer import Layer
+from passes.ir.operators import is_view, kind_of
+from passes.ir.printer import print_program
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
 from passes.lower.segment import Segment
 from passes.memory.remat import Remat
-from passes.program import ir
-from passes.program.bodies import body_of_call, calls_of, flatten
-from passes.program.layer import Layer
-from passes.program.operators import is_view, kind_of
-from passes.program.printer import print_program
-from passes.program.shift import arrive, shift
-from passes.program.spec import Spec
-from passes.program.stages import Stage
-from passes.program.torch_private import c10d
+from passes.ops.shift import arrive, shift
 from passes.sharding.collectives import Collectives
+from passes.torch_private import c10d
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW
 

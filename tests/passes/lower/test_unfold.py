@@ -9,13 +9,13 @@ import torch
 from small_programs import Small, cut
 from torch import fx
 
+from passes.ir import ir
+from passes.ir.bodies import Body, cut_out, flatten, insert_call, key_of, text_of
+from passes.ir.folds import Fold
+from passes.ir.layer import Layer
+from passes.ir.spec import Spec
+from passes.ir.stages import Stage
 from passes.lower.unfold import Unfold
-from passes.program import ir
-from passes.program.bodies import Body, cut_out, flatten, insert_call, key_of, text_of
-from passes.program.folds import Fold
-from passes.program.layer import Layer
-from passes.program.spec import Spec
-from passes.program.stages import Stage
 
 aten = torch.ops.aten
 LEFT_OUT = 3

@@ -12,17 +12,18 @@ from joint_programs import Tiny, body, count, equal, joint, plain, run
 from oracle import LRS, NO_DECAY, trained_alike
 
 from passes.cost.accounting import count_flops, peak_memory
+from passes.ir import ir
+from passes.ir.machine import Balance
+from passes.ir.operators import is_random, kind_of, name_of
+from passes.ir.printer import print_program
+from passes.ir.spec import Spec
 from passes.memory.budget import pose
 from passes.memory.recompute import saved_nodes
 from passes.memory.remat import Remat, operator_name
-from passes.program import ir, reshard
-from passes.program.abstract_eval import abstract_eval
-from passes.program.attend import attend
-from passes.program.host import offload, reload, there
-from passes.program.machine import Balance
-from passes.program.operators import is_random, kind_of, name_of
-from passes.program.printer import print_program
-from passes.program.spec import Spec
+from passes.ops import reshard
+from passes.ops.attend import attend
+from passes.ops.host import offload, reload, there
+from passes.trace.abstract_eval import abstract_eval
 
 aten = torch.ops.aten
 FSDP = (("dp_shard", 2),)

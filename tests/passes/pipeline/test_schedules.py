@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules
 
+from passes.ir.task import BACKWARD, FORWARD, INPUTS, WEIGHTS, Task
 from passes.pipeline.schedules import (
     Schedule,
     Slot,
@@ -21,7 +22,6 @@ from passes.pipeline.schedules import (
     zbv,
     zero_bubble,
 )
-from passes.program.task import BACKWARD, FORWARD, INPUTS, WEIGHTS, Task
 
 SIZES = [(2, 2), (2, 5), (3, 5), (4, 8), (8, 16)]
 

@@ -14,10 +14,11 @@ from compiler_trainer import UserError
 from compiler_trainer.capture.capture import capture
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models import Llama
+from passes.ir import ir
+from passes.ir.operators import name_of
+from passes.ops import reshard
 from passes.precision.cast import COPY, Cast, is_cast
 from passes.precision.sensitive import OPS
-from passes.program import ir, reshard
-from passes.program.operators import name_of
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 CPU = torch.device("cpu")

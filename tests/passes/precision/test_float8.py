@@ -16,8 +16,8 @@ from versions import needs_scales_by_row
 from compiler_trainer import UserError
 from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
 from compiler_trainer.models import Llama
+from passes.ir import ir
 from passes.precision import float8
-from passes.program import ir
 from passes.sharding.partition import Partitioner
 
 BF16 = torch.bfloat16

@@ -7,7 +7,7 @@ import torch
 from oracle import NO_DECAY, trained_alike
 from torch import Tensor, nn
 
-from passes.program.ir import CompileError
+from passes.ir.ir import CompileError
 from passes.rules import RULES, add_rule
 from passes.rules.base import from_text
 

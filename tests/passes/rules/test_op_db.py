@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
-from passes.program import ir
-from passes.program.mesh import Mesh
+from passes.ir import ir
+from passes.ir.mesh import Mesh
 from passes.rules import RULES
 
 SAMPLES, LARGEST = 6, 4096  # samples per operator, entries per input

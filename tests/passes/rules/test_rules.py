@@ -11,10 +11,10 @@ from rule_cases import CASES, real
 from rule_harness import capture, check, on, sharded
 from sweeps import in_turn
 
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.order import ZIGZAG
-from passes.program.spec import Factor, Spec
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.order import ZIGZAG
+from passes.ir.spec import Factor, Spec
 from passes.rules import RULES, rule_of
 
 # ranks, padding value (None: garbage)

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec, shard
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec, shard
 from passes.rules.base import Rule
 from passes.sharding.atoms import boundaries, common_sizes, merge_dim, refine, split_dim
 

@@ -7,7 +7,8 @@ import torch
 from oracle import compile_lockstep, trained_alike
 from torch import Tensor, nn
 
-from passes.program import ir, reshard
+from passes.ir import ir
+from passes.ops import reshard
 
 PLAN = {"up.weight": {"tp": 0}, "down.weight": {"tp": 1}}
 

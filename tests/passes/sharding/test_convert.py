@@ -12,9 +12,9 @@ from torch import Tensor
 
 from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec, boxes, shard, unshard
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec, boxes, shard, unshard
 from passes.sharding.collectives import Collectives
 from passes.sharding.convert import convert
 

@@ -10,8 +10,8 @@ from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer import UserError
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
 from passes.sharding import random
 from passes.sharding.draws import integers, normal
 from passes.sharding.random import global_index, uniform_at

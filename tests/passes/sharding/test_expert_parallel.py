@@ -29,11 +29,12 @@ from passes.communication.node_order import NodeOrder, in_flight
 from passes.cost.cluster import Cluster, Links
 from passes.cost.predict import Prices
 from passes.cost.rates import Curve, Rates
-from passes.program import ir, reshard, routed
-from passes.program.abstract_eval import recorded
-from passes.program.machine import Balance
-from passes.program.mesh import Mesh
-from passes.program.torch_private import c10d
+from passes.ir import ir
+from passes.ir.machine import Balance
+from passes.ir.mesh import Mesh
+from passes.ops import reshard, routed
+from passes.torch_private import c10d
+from passes.trace.abstract_eval import recorded
 
 MESHES = (
     {"dp_shard": 2, "ep": 2},

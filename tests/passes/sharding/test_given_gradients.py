@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from compiler_trainer import UserError
-from passes.program.ir import CompileError
+from passes.ir.ir import CompileError
 from passes.rules import RULES, add_rule
 from passes.sharding.partition import Partitioner
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from compiler_trainer.capture.capture import capture
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.operators import name_of
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.operators import name_of
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard

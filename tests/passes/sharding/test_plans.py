@@ -12,7 +12,7 @@ from oracle import batches, llama, llama_loss
 from torch import nn
 
 from compiler_trainer.capture.capture import capture
-from passes.program.mesh import Mesh
+from passes.ir.mesh import Mesh
 from passes.sharding.infer import infer
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place

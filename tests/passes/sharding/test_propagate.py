@@ -9,10 +9,10 @@ import pytest
 import torch
 from small_programs import Small, cut
 
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec
-from passes.program.stages import Stage
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
+from passes.ir.stages import Stage
 from passes.sharding.propagate import propagate
 
 aten = torch.ops.aten

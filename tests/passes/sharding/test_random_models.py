@@ -16,9 +16,9 @@ from verified import apply
 from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep
-from passes.program import ir
-from passes.program.mesh import Mesh
-from passes.program.spec import shard, unshard
+from passes.ir import ir
+from passes.ir.mesh import Mesh
+from passes.ir.spec import shard, unshard
 from passes.sharding.collectives import Collectives
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place

@@ -10,7 +10,7 @@ from oracle import assert_same, compile_lockstep, trained_alike
 from rearranged import FORMS, MESH, ROWS, example, loss
 from torch import Tensor, nn
 
-from passes.program import ir
+from passes.ir import ir
 from passes.sharding import partition
 from passes.sharding.partition import Partitioner
 

@@ -9,7 +9,7 @@ from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer import UserError
-from passes.program import ir
+from passes.ir import ir
 
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 3}, {}, {"dp_shard": 2, "tp": 2}]
 

@@ -16,8 +16,9 @@ import compiler_trainer as ct
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models import Llama
 from passes.check.runner import PassRecord
-from passes.program import ir, reshard
-from passes.program.reshard import RESHARD_OPS
+from passes.ir import ir
+from passes.ops import reshard
+from passes.ops.reshard import RESHARD_OPS
 
 MESHES = ({"tp": 2}, {"tp": 3}, {"tp": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2})
 

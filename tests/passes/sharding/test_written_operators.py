@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from rule_cases import IMAGE, LINE, VOLUME, X, bound, real, unit, whole
 from rule_harness import capture, check, sharded
 
-from passes.program.mesh import Mesh
+from passes.ir.mesh import Mesh
 
 PAIRS = real(8, 4, 2)
 

@@ -7,9 +7,9 @@ import torch
 from oracle import ADAMW, compile_lockstep, trained_alike
 from torch import Tensor, nn
 
-from passes.program.ir import CompileError
-from passes.program.mesh import Mesh
-from passes.program.spec import Spec
+from passes.ir.ir import CompileError
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Spec
 from passes.update.moments import codec
 
 MESHES = [{}, {"dp_shard": 3}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]

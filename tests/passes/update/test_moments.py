@@ -12,8 +12,8 @@ from torchao.optim import AdamW8bit, AdamWFp8
 from torchao.optim.quant_utils import create_dynamic_map
 
 from compiler_trainer import UserError
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, Spec
+from passes.ir.mesh import Mesh
+from passes.ir.spec import Factor, Spec
 from passes.update.moments import QuantBlocks, block_spec, dynamic_map
 from passes.update.update import round_at_random
 

@@ -10,8 +10,8 @@ from oracle import ADAMW, LRS, assert_same, batches, compile_lockstep, llama, ll
 from torch import Tensor, nn
 
 from compiler_trainer import compile_step
-from passes.program import ir
-from passes.program.printer import op_name
+from passes.ir import ir
+from passes.ir.printer import op_name
 from passes.update.optimizers import SGD, AdamW
 
 MESHES = [{"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}]

@@ -13,8 +13,8 @@ from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer.capture.capture import capture
-from passes.program.printer import print_program
-from passes.program.spec import Spec
+from passes.ir.printer import print_program
+from passes.ir.spec import Spec
 from passes.sharding.normalize import Normalize
 from passes.update.token_mean import TokenMean, terms
 

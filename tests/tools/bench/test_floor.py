@@ -9,8 +9,8 @@ import torch
 from oracle import ADAMW, batches, compile_lockstep, llama, llama_loss
 
 from passes.cost.accounting import formula_of
-from passes.program import ir
-from passes.program.abstract_eval import Layout
+from passes.ir import ir
+from passes.trace.abstract_eval import Layout
 from tools.bench import floor
 
 

@@ -67,7 +67,7 @@ def test_every_operator_and_constant_is_a_fault(tmp_path, monkeypatch):
 
 
 def test_a_fault_by_syntax_is_of_the_tree_as_it_is():
-    fault = Fault("moved", "passes/program/layout.py", "old", "new", "", at=3)
+    fault = Fault("moved", "passes/ir/layout.py", "old", "new", "", at=3)
     assert fault.planted_in("1, old, old") == "1, new, old"
     with pytest.raises(ValueError, match="fault moved: its old text occurs not at its offset"):
         fault.planted_in("the old text")
@@ -75,8 +75,8 @@ def test_a_fault_by_syntax_is_of_the_tree_as_it_is():
 
 @pytest.mark.parametrize(("old", "count"), [("no such text", 0), ("axis_index)", 2)])
 def test_a_fault_whose_text_is_not_there_once_is_named(old, count):
-    with pytest.raises(ValueError, match=f"fault rotten: its old text occurs {count} times in passes/program/layout.py"):
-        mutated(Fault("rotten", "passes/program/layout.py", old, "", ""))
+    with pytest.raises(ValueError, match=f"fault rotten: its old text occurs {count} times in passes/ir/layout.py"):
+        mutated(Fault("rotten", "passes/ir/layout.py", old, "", ""))
 
 
 def test_only_the_faulty_file_differs():
@@ -88,7 +88,7 @@ def test_only_the_faulty_file_differs():
 
 def test_tests_that_import_what_is_at_fault_come_first():
     first, *others = plant.nearest_tests(ROOT, BY_NAME["shift_backwards"])
-    assert first == "tests/passes/program/test_shift.py" and len(set(others)) == len(others) > 150
+    assert first == "tests/passes/ops/test_shift.py" and len(set(others)) == len(others) > 150
 
 
 @pytest.mark.full
