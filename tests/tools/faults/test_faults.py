@@ -123,7 +123,7 @@ def test_the_page_puts_first_what_survives():
     text = page(faults, known)
     rows = [line.split(" | ")[0] for line in text.partition("| fault |")[2].splitlines() if line.startswith("| ")]
     assert rows == [f"| {faults[k].name}" for k in (2, 1, 0)]
-    assert "| program | 3 | 1 | 0 | 0 | 2 | 0 |" in text and "| said | 1 |" in text
+    assert "| ops | 3 | 1 | 0 | 0 | 2 | 0 |" in text and "| said | 1 |" in text
 
 
 @pytest.mark.parametrize("name", ["state", "images"])
