@@ -12,7 +12,7 @@ from hydra.utils import get_object
 from torch import Tensor, nn
 
 from compiler_trainer.cli.outcome import on_ranks
-from compiler_trainer.config.compose import CONF, compose, typed
+from compiler_trainer.config.compose import CONF, compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import Own
 from compiler_trainer.config.schema import Config
@@ -161,7 +161,7 @@ def composed(groups: Mapping[str, Options]) -> Config:
     """Return the configuration of the default job with some groups of options; raise UserError on bad ones."""
     chosen = {name: choice for name, value in groups.items() if (choice := choice_of(name, value))}
     overrides = {name: value for name, value in groups.items() if not isinstance(value, str)}
-    return typed(compose([f"{name}={choice}" for name, choice in chosen.items()], overrides))
+    return to_config(compose([f"{name}={choice}" for name, choice in chosen.items()], overrides))
 
 
 def choice_of(group: str, options: Options) -> str | None:

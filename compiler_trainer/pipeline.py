@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from compiler_trainer.config.device import cluster_of, described
+from compiler_trainer.config.device import cluster_of, resolve_cluster
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
@@ -391,7 +391,7 @@ def build_async_tp(request: CompileRequest, following: Passes) -> Passes:
     choice = request.passes.communication.async_tp
     if choice == "none":
         return ()
-    return (AsyncTP(choice, cluster_of(described(request.cluster)) if choice == "auto" else None, following),)
+    return (AsyncTP(choice, cluster_of(resolve_cluster(request.cluster)) if choice == "auto" else None, following),)
 
 
 def with_async_tp(request: CompileRequest, following: Passes) -> Passes:

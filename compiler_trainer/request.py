@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
-from compiler_trainer.config.device import balance_of, described
+from compiler_trainer.config.device import balance_of, resolve_cluster
 from compiler_trainer.config.schedules import build_schedule
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from passes.ir.machine import Balance
@@ -61,7 +61,7 @@ class CompileRequest:
     @cached_property
     def balance(self) -> Balance:
         """The cluster's speed of computing relative to that of its links."""
-        return balance_of(described(self.cluster), self.passes.cast.param_dtype)
+        return balance_of(resolve_cluster(self.cluster), self.passes.cast.param_dtype)
 
     def schedule(self, costs: TaskCosts = unit) -> Schedule | None:
         """Return the order of the tasks of pipeline stages, given their costs; None without stages."""

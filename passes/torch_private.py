@@ -73,7 +73,7 @@ __all__ = [
     "decomposition",
     "derivatives_as_operators",
     "dump_allocations",
-    "described",
+    "describe_layout",
     "flex_attention",
     "flex_attention_backward",
     "flex_with_gradients",
@@ -239,7 +239,7 @@ class Described(Tensor):
         raise TypeError(f"{func} was called on a mere description of a tensor")
 
 
-def described(
+def describe_layout(
     shape: Sequence[int],
     stride: Sequence[int],
     offset: int,

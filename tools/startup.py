@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from compiler_trainer.checkpoint.pieces import Placed, overlap, written_by
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.config.validate import dry_world_size, validate
@@ -144,7 +144,7 @@ def rows(cfg: Config, rank: int = 0) -> Iterator[tuple[str, Any, Any]]:
 
 def main(overrides: Sequence[str]) -> int:
     """Print the counts; return the exit code."""
-    cfg = typed(compose(overrides or LARGE))
+    cfg = to_config(compose(overrides or LARGE))
     cfg = validate(for_predicting(cfg), dry_world_size(cfg))
     for name, before, after in rows(cfg):
         print(f"{name:40} {before:>24,} {after:>20}" if isinstance(before, int) else f"{name:40} {'':24} {after:>20}")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from compiler_trainer.checkpoint import opened
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import for_running
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 def at_start(overrides: Sequence[str]) -> Case:
     """Return the first step of a run with some options, its weights in fp64."""
-    cfg = on_its_ranks(for_running(typed(compose(overrides))))
+    cfg = on_its_ranks(for_running(to_config(compose(overrides))))
     trained, datasets = subject(cfg), read(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     return Case(cfg, trained, in_fp64(trained), peek(datasets.train))

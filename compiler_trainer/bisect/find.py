@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from compiler_trainer.bisect import locate
 from compiler_trainer.bisect.locate import Fault, Stages
 from compiler_trainer.bisect.piece import Piece
-from compiler_trainer.bisect.shrink import Source, closed, everything, smallest
+from compiler_trainer.bisect.shrink import Source, cut_piece, everything, smallest
 from compiler_trainer.bisect.values import Mismatch, Recorded, nodes_of, record, spec_of, total_gradient, whole_value
 from compiler_trainer.capture.capture import capture
 from compiler_trainer.config.device import passes_on
@@ -283,7 +283,7 @@ def wrong_derivative(source: Source, step: ir.Pass) -> tuple[fx.Node, Piece] | N
     for node in reversed(list(source.program.calls())):
         nodes = with_terms(node, source)
         leaves = {n for m in nodes for n in m.all_input_nodes if n not in nodes and locate.is_float(n)}
-        piece = closed(source, step, nodes, leaves) if leaves else None
+        piece = cut_piece(source, step, nodes, leaves) if leaves else None
         if piece is not None and piece.kind == "differs":
             return node, piece
     return None

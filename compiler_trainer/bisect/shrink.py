@@ -38,7 +38,7 @@ def smallest(source: Source, step: ir.Pass, kind: Kind, message: str, node: fx.N
     """Return the smallest piece, of growing size, on which the pass fails in the given way; None if there is none."""
     leaves = {node} if is_gradient else set()
     for nodes in growing(source.program, node, is_gradient):
-        piece = closed(source, step, nodes, leaves)
+        piece = cut_piece(source, step, nodes, leaves)
         if piece is not None and is_alike(piece, kind, message):
             return pruned(source, piece, nodes, leaves)
     piece = everything(source, step)
@@ -54,7 +54,7 @@ def pruned(source: Source, piece: Piece, nodes: Sequence[fx.Node], leaves: set[f
     """Return the piece without nodes that the failure does not need; the earliest are removed first."""
     for node in list(nodes):
         remaining = [n for n in nodes if n is not node]
-        smaller = closed(source, piece.step, remaining, leaves) if remaining else None
+        smaller = cut_piece(source, piece.step, remaining, leaves) if remaining else None
         if smaller is not None and is_alike(smaller, piece.kind, piece.message):
             piece, nodes = smaller, remaining
     return piece
@@ -71,7 +71,7 @@ def growing(program: ir.Program, node: fx.Node, is_gradient: bool) -> Iterator[l
         reached = chosen | {m for m in neighbors if m.op == "call_function"}
 
 
-def closed(source: Source, step: ir.Pass, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece | None:
+def cut_piece(source: Source, step: ir.Pass, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece | None:
     """Return the piece of some nodes; with `leaves`, the piece of their gradients. None if it cannot be cut there."""
     ends = [n for n in nodes if ir.is_tensor(n) and not any(user in nodes for user in n.users)]
     if not ends or not all(n.name in source.specs for n in ends):

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from compiler_trainer.calibrate.probes import Found, Probes, ended, joined
-from compiler_trainer.config.device import here
+from compiler_trainer.config.device import device_name
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import put
+from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import ClusterConfig
 from compiler_trainer.training.speed import machine
@@ -39,7 +39,7 @@ def calibrate(out: Path, ranks: int, threads: int, clock: str) -> None:
     build(ClusterConfig, options, str(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(options, sort_keys=False, width=120, default_flow_style=None)
-    put(out, heading(ranks, threads, figures) + text)
+    write_atomically(out, heading(ranks, threads, figures) + text)
     show(figures)
     print(f"{out}: {ranks} ranks, measured in {time.perf_counter() - began:.0f} s")
 
@@ -69,7 +69,7 @@ def options_of(name: str, figures: Found, ranks: int) -> dict[str, Any]:
     source = f"measured: compiler-trainer calibrate, {figures['at']}, load average {figures['load']:.1f} before"
     return {
         "name": name,
-        "device": here(),
+        "device": device_name(),
         "gpus_per_node": max(ranks, 1) if figures["device"] == "cuda" else 64,
         "peak_tflops": fast | {"float8": fast.get("float8", fast["bfloat16"])},
         "attention": "measured",

@@ -27,7 +27,7 @@ from passes.lower.heap import keep_freed_memory
 Found = dict[str, Any]
 MIB, GIB = 2**20, 2**30
 SPELL_S = 0.12  # seconds to measure a figure, in three rounds; the median counts
-PRODUCTS = ((128, 64), (256, 128), (1024, 128), (2048, 256), (2048, 512), (2048, 1024))  # rows, width of weights
+MATMUL_SIZES = ((128, 64), (256, 128), (1024, 128), (2048, 256), (2048, 512), (2048, 1024))  # rows, width of weights
 COLD_MIB = 96  # of operands used in turn: more than any cache holds, as in a step
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 LENGTHS = (64, 192, 512, 768, 1024, 2048)  # the CPU's kernel changes its block sizes at 192 and 768
@@ -159,7 +159,7 @@ class Probes:
         """Yield [GFLOP, TFLOP/s] of a linear layer's three matmuls: forward, input gradient, weight gradient."""
         slow = self.device.type == "cpu" and dtype is torch.bfloat16  # without hardware support, a fortieth of fp32
         scale = 4 if self.device.type == "cuda" else 1
-        for rows, width in PRODUCTS[: 3 if slow else None]:
+        for rows, width in MATMUL_SIZES[: 3 if slow else None]:
             shapes = [(n * scale, width * scale) for n in (rows, rows, width)]
             flops = 2 * rows * scale * (width * scale) ** 2
             kernels = (

@@ -19,7 +19,7 @@ from passes.ir.bodies import describe_layout, describe_operand
 from passes.ir.folds import Fold, Folding, number_in, renumbered
 from passes.ir.layer import Layer
 from passes.ir.operators import is_random
-from passes.sharding.normalize import drops, is_dropout
+from passes.sharding.normalize import drops_entries, is_dropout
 
 NO_LAYER = Layer("", -1)
 
@@ -132,7 +132,7 @@ def text_of(
 
 def draws(node: fx.Node) -> bool:
     """Return True if an operator draws random numbers, which differ by layer; dropout that is off does not."""
-    return drops(node) if is_dropout(node) else is_random(node)
+    return drops_entries(node) if is_dropout(node) else is_random(node)
 
 
 def _value(node: fx.Node) -> str:

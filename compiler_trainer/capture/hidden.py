@@ -70,7 +70,7 @@ class ReplacementMode(TorchFunctionMode):
         return INSTEAD.get(func, func)(*args, **(kwargs or {}))
 
 
-def put(old: Tensor, new: Tensor) -> None:
+def set_data(old: Tensor, new: Tensor) -> None:
     """Do `old.data = new`; raise UserError if the two differ in shape, dtype or device."""
     old_kind, new_kind = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (old, new))
     if old_kind != new_kind:
@@ -87,7 +87,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
 
 INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]  # not an operator
-    Tensor.data.__set__: put,  # type: ignore[attr-defined]
+    Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     F.dropout: dropout,
     Tensor.istft: istft,  # PyTorch's own reads the window's values
     torch.istft: istft,

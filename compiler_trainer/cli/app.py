@@ -23,10 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 from compiler_trainer.cli.ends import RANK, WORLD_SIZE, end, refuse
 from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.cli.outcome import outcome
-from compiler_trainer.config.compose import CONF, as_user_errors, name_recipes, store_defaults, typed
+from compiler_trainer.config.compose import CONF, as_user_errors, name_recipes, store_defaults, to_config
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.files import check_folders
-from compiler_trainer.config.schema import Config, closed, is_open
+from compiler_trainer.config.schema import Config, is_open, with_placeholders
 from compiler_trainer.config.validate import dry_world_size, validate
 
 
@@ -134,11 +134,11 @@ def checked(composed: DictConfig, ranks: int) -> Config:
     """Return the typed config, resolved for a number of ranks; raise UserError."""
     with as_user_errors():
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    cfg = typed(options)
+    cfg = to_config(options)
     if cfg.run.dry and ranks > 1:
         raise UserError("run.dry", f"runs in one process, and {ranks} were started; start it without torchrun")
     if is_open(cfg):  # all other options can be checked before there is a plan
-        validate(closed(cfg), dry_world_size(cfg) if cfg.run.dry else ranks)
+        validate(with_placeholders(cfg), dry_world_size(cfg) if cfg.run.dry else ranks)
         return cfg
     return validate(cfg, dry_world_size(cfg) if cfg.run.dry else ranks)
 

@@ -37,9 +37,9 @@ def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
     Raises UserError if a dry run does not fit; its report is written, and the error names settings that fit.
     """
     if is_open(cfg):
-        from compiler_trainer.planning.auto import settled
+        from compiler_trainer.planning.auto import choose_automatic
 
-        cfg = settled(cfg)
+        cfg = choose_automatic(cfg)
     if cfg.run.dry:
         return predicted(cfg)
     return trained(cfg, callbacks)

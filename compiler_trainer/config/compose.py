@@ -196,7 +196,7 @@ def beside_others() -> Iterator[None]:
 @cache
 def default_job() -> Mapping[str, Any]:
     """Return the options of the default job without overrides, by dotted names; a table is one option."""
-    return flat(dataclasses.asdict(typed(compose())), set(tables(Config())))
+    return flat(dataclasses.asdict(to_config(compose())), set(tables(Config())))
 
 
 def flat(options: Mapping[str, Any], undivided: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
@@ -209,7 +209,7 @@ def flat(options: Mapping[str, Any], undivided: Collection[str] = (), prefix: st
     return flattened
 
 
-def typed(options: Any) -> Config:
+def to_config(options: Any) -> Config:
     """Return the options as a config; raise UserError naming the option at fault."""
     cfg = build(Config, {**options, "mesh": AUTO} if options["mesh"] == "auto" else options)
     if cfg.cluster.name == AUTO_CLUSTER.name and (figures := set(options["cluster"]) - {"name", "gpus"}):

@@ -26,7 +26,7 @@ from passes.ir.machine import Balance
 CPU = "cpu"
 
 
-def here() -> str:
+def device_name() -> str:
     """Return the device of this process, as clusters name it."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else CPU
 
@@ -36,9 +36,9 @@ def for_running(cfg: Config) -> Config:
 
     Raises UserError if the job has to be planned and no cluster describes the device.
     """
-    if is_open(cfg) and cfg.cluster.name == AUTO_CLUSTER.name and choice() is None:
-        raise UserError("cluster", f"auto, but no cluster describes {here()}; name one to plan for")
-    return settled(cfg, torch.cuda.is_available())
+    if is_open(cfg) and cfg.cluster.name == AUTO_CLUSTER.name and cluster_of_device() is None:
+        raise UserError("cluster", f"auto, but no cluster describes {device_name()}; name one to plan for")
+    return resolve_auto(cfg, torch.cuda.is_available())
 
 
 def for_predicting(cfg: Config) -> Config:
@@ -46,14 +46,15 @@ def for_predicting(cfg: Config) -> Config:
 
     Raises UserError if neither the options nor a GPU of this process say which GPUs these are.
     """
-    if cfg.cluster.name == AUTO_CLUSTER.name and choice() in (None, CPU):
-        raise UserError("cluster", f"auto, but no cluster describes a GPU here ({here()}); name one, as cluster=h100")
-    return settled(cfg, not described(cfg.cluster).host_computes)
+    if cfg.cluster.name == AUTO_CLUSTER.name and cluster_of_device() in (None, CPU):
+        problem = f"auto, but no cluster describes a GPU here ({device_name()})"
+        raise UserError("cluster", f"{problem}; name one, as cluster=h100")
+    return resolve_auto(cfg, not resolve_cluster(cfg.cluster).host_computes)
 
 
-def settled(cfg: Config, on_gpu: bool) -> Config:
+def resolve_auto(cfg: Config, on_gpu: bool) -> Config:
     """Return `cfg` with a named cluster, and dtypes for a GPU or a CPU."""
-    return dataclasses.replace(cfg, cluster=described(cfg.cluster), passes=passes_on(cfg.passes, on_gpu))
+    return dataclasses.replace(cfg, cluster=resolve_cluster(cfg.cluster), passes=passes_on(cfg.passes, on_gpu))
 
 
 def passes_on(passes: PassesConfig, on_gpu: bool) -> PassesConfig:
@@ -62,13 +63,13 @@ def passes_on(passes: PassesConfig, on_gpu: bool) -> PassesConfig:
     if cast.param_dtype != "auto":
         return passes
     reduce_dtype = cast.reduce_dtype or ("float32" if on_gpu else None)
-    settled = dataclasses.replace(cast, param_dtype="bfloat16" if on_gpu else None, reduce_dtype=reduce_dtype)
-    return dataclasses.replace(passes, cast=settled)
+    resolved = dataclasses.replace(cast, param_dtype="bfloat16" if on_gpu else None, reduce_dtype=reduce_dtype)
+    return dataclasses.replace(passes, cast=resolved)
 
 
-def described(cluster: ClusterConfig) -> ClusterConfig:
+def resolve_cluster(cluster: ClusterConfig) -> ClusterConfig:
     """Return the cluster; `auto` becomes the cluster of this device, if there is one."""
-    if cluster.name != AUTO_CLUSTER.name or (name := choice()) is None:
+    if cluster.name != AUTO_CLUSTER.name or (name := cluster_of_device()) is None:
         return cluster
     return dataclasses.replace(cluster_named(name), gpus=cluster.gpus)
 
@@ -79,9 +80,9 @@ def cluster_named(name: str) -> ClusterConfig:
     return build(ClusterConfig, compose([f"cluster={name}"])["cluster"], "cluster")
 
 
-def choice() -> str | None:
+def cluster_of_device() -> str | None:
     """Return the choice of `cluster` that describes this device, None if there is none."""
-    return choices_by_device().get(here())
+    return choices_by_device().get(device_name())
 
 
 @cache

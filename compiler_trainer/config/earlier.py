@@ -33,7 +33,7 @@ RENAMED: Mapping[tuple[str, Any], tuple[str, Any] | None] = {
 REMOVED_ENTRIES: Mapping[str, tuple[str, ...]] = {"plan.recompute": ("every_second",)}  # entries of lists
 
 
-def understood(cls: type[T], written: Any, where: str) -> T:
+def load_options(cls: type[T], written: Any, where: str) -> T:
     """Return options that this version or an earlier one wrote to `where`, as `cls`.
 
     Raises UserError if one of them means something else now.

@@ -37,7 +37,7 @@ def text_of(path: Path) -> str:
         raise UserError(str(path), f"is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def put(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, replacing any file of that name; raise UserError if that fails."""
     partial = path.with_name(f"{path.name}.tmp")
     try:

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, get_args
 from omegaconf import OmegaConf
 
 from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
-from compiler_trainer.config.earlier import understood
+from compiler_trainer.config.earlier import load_options
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import load_yaml, put
+from compiler_trainer.config.files import load_yaml, write_atomically
 from compiler_trainer.config.options import (  # noqa: F401  # build: re-exported
     AxisSize,
     Chosen,
@@ -297,7 +297,7 @@ Steps = Annotated[int, Chosen(kind_of_steps, "a whole number, at least 1 | 3epoc
 LONGEST = 2**62  # placeholder for a length in epochs or tokens until the data are read
 
 
-def lasting(cfg: Config, steps: int) -> Config:
+def with_steps(cfg: Config, steps: int) -> Config:
     """Return `cfg` with `steps` as its number of steps."""
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps))
 
@@ -426,7 +426,7 @@ def is_open(cfg: Config) -> bool:
     return len(open_axes(cfg.mesh)) > 1 or cfg.train.microbatches == AUTOMATIC
 
 
-def closed(cfg: Config) -> Config:
+def with_placeholders(cfg: Config) -> Config:
     """Return `cfg` with placeholders for planned options, so that all other options can be checked."""
     mesh = MeshConfig() if len(open_axes(cfg.mesh)) > 1 else cfg.mesh
     microbatches = 1 if cfg.train.microbatches == AUTOMATIC else cfg.train.microbatches
@@ -715,7 +715,7 @@ PLAIN_HEADS = (None, "none", None)
 
 def save(cfg: Config, path: Path, head: str = "") -> None:
     """Write `cfg` to `path` as YAML that `load` reads back, after the comment `head`."""
-    put(path, head + OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
+    write_atomically(path, head + OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
 
 
 # The groups that every run writes. Groups added later may be missing in files of earlier runs: they have the defaults.
@@ -729,7 +729,7 @@ def load(path: Path) -> Config:
     """Return the config saved at `path`; raise UserError naming the file and the option at fault."""
     options = load_yaml(path)
     try:
-        cfg = understood(Config, options, str(path))
+        cfg = load_options(Config, options, str(path))
     except UserError as error:
         raise UserError(f"{path}: {error.where}", error.message) from error
     if missing := [group for group in WRITTEN if group not in options]:

@@ -22,8 +22,8 @@ from compiler_trainer.config.schema import (
     MeshConfig,
     ModelConfig,
     SourceConfig,
-    lasting,
     open_axes,
+    with_steps,
 )
 from passes.ir.mesh import MeshError, spread_experts
 
@@ -325,8 +325,8 @@ CHECKS: Checks = (
 
 def validate(cfg: Config, world_size: int) -> Config:
     """Return `cfg` with its mesh resolved for `world_size` ranks; raise UserError for options that contradict."""
-    with_steps = cfg if isinstance(cfg.train.steps, int) else lasting(cfg, LONGEST)
-    check(with_steps, (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())))
+    counted = cfg if isinstance(cfg.train.steps, int) else with_steps(cfg, LONGEST)
+    check(counted, (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())))
     for where, path in (
         ("run.dir", cfg.run.dir),
         ("checkpoint.dir", cfg.checkpoint.dir),

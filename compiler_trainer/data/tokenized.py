@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import is_remote, json_of, put
+from compiler_trainer.config.files import is_remote, json_of, write_atomically
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.sources import source_of
@@ -72,7 +72,7 @@ def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
     check_free(out, folders_of(source, recipe, tokenizer.digest, out))
     tokens = make_share(source, recipe, tokenizer.digest, out, share)
     if tokens is not None:
-        put(out / FILE, json.dumps(dataclasses.asdict(manifest_of(cfg, tokens, tokenizer)), indent=1))
+        write_atomically(out / FILE, json.dumps(dataclasses.asdict(manifest_of(cfg, tokens, tokenizer)), indent=1))
     return tokens
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compiler_trainer.config.compose import compose, typed
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.parity import oracle
@@ -115,8 +115,8 @@ def shortened(failure: Exception) -> str:
 
 def job(probe: Probe, ranks: int) -> Config:
     """Return the small job of a probe."""
-    cfg = settled(
-        typed(compose([*SMALL, f"train.global_batch_size={4 * ranks}", *probe.options])), torch.cuda.is_available()
+    cfg = resolve_auto(
+        to_config(compose([*SMALL, f"train.global_batch_size={4 * ranks}", *probe.options])), torch.cuda.is_available()
     )
     return validate(cfg, ranks)
 

@@ -13,13 +13,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from compiler_trainer.config.files import put
+from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import named
 from compiler_trainer.planning.dry import error_bar
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
-from compiler_trainer.training.speed import computes_in
+from compiler_trainer.training.speed import compute_dtype
 
 RECIPE, JSON = "plan.yaml", "plan.json"
 SHOWN = 12  # rows of a table
@@ -92,7 +92,7 @@ def float8_values(plan: Plan) -> set[bool]:
 def computed_in(plan: Plan) -> str:
     """Return the precision: `, in bfloat16`."""
     eight = " and float8" if float8_values(plan) == {True} else ""
-    return f", in {computes_in(plan.request.cfg)}{eight}"
+    return f", in {compute_dtype(plan.request.cfg)}{eight}"
 
 
 def table(plan: Plan) -> Table:
@@ -236,8 +236,8 @@ def stated_options(overrides: Sequence[str], groups: set[str]) -> tuple[list[str
 
 def write(plan: Plan, text: str, folder: Path) -> None:
     """Write `plan.json` and the recipe into a run folder."""
-    put(folder / JSON, json.dumps(as_json(plan), indent=1) + "\n")
-    put(folder / RECIPE, text)
+    write_atomically(folder / JSON, json.dumps(as_json(plan), indent=1) + "\n")
+    write_atomically(folder / RECIPE, text)
 
 
 # ---- several plans -------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from compiler_trainer.config.device import for_predicting, for_running, here
+from compiler_trainer.config.device import device_name, for_predicting, for_running
 from compiler_trainer.config.schema import AUTO, AUTOMATIC, PLANNED, Config, is_open, open_axes
 from compiler_trainer.config.validate import dry_world_size, resolve_mesh, stated
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.planning import answer
 from compiler_trainer.planning.search import GIB, Outcome, Plan, all_forms, compile_one, room, search
-from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, replaced, sizes_of
+from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, replace_nested, sizes_of
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks
 from compiler_trainer.training.checkpoints import leaves
@@ -27,7 +27,7 @@ SPARE = 0.8  # share of the memory to plan with, because closed forms are approx
 FASTER = 1.1
 
 
-def settled(cfg: Config) -> Config:
+def choose_automatic(cfg: Config) -> Config:
     """Return `cfg` with all automatic options chosen, the same on all ranks; raise UserError if nothing fits."""
     if not is_open(cfg):
         return cfg
@@ -102,7 +102,7 @@ def remark(cfg: Config, trained: Subject) -> str:
     """
     mesh = cfg.mesh
     ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
-    if not cfg.plan.suggest or cfg.cluster.device != here():
+    if not cfg.plan.suggest or cfg.cluster.device != device_name():
         return ""
     request = plan_request(dataclasses.replace(cfg, mesh=AUTO), ranks)
     forms = all_forms(request, sizes_of(cfg, trained.module), LeftOut())
@@ -124,7 +124,7 @@ def what_fits(cfg: Config) -> str:
     train = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
     ranks = mesh_of(cfg.mesh).world_size
     request = PlanRequest(
-        replaced(cfg, {"cluster": {"gpus": ranks}}), frozenset(train | {"passes.cast", "passes.context"})
+        replace_nested(cfg, {"cluster": {"gpus": ranks}}), frozenset(train | {"passes.cast", "passes.context"})
     )
     forms = all_forms(request, sizes_of(cfg, subject(cfg).module), LeftOut())
     best = next((form for form in forms if form.bytes <= SPARE * room(request)), None)

@@ -24,7 +24,7 @@ from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import piped
 from compiler_trainer.planning.dry import DryStep, flat_step, predict_step, request_of
 from compiler_trainer.planning.estimate import Estimate
-from compiler_trainer.planning.space import Candidate, First, depth_pattern, replaced
+from compiler_trainer.planning.space import Candidate, First, depth_pattern, replace_nested
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.exported import Exported, export_once
 from compiler_trainer.step.given import Captured, Reporter
@@ -65,7 +65,7 @@ def predicted(cfg: Config, candidate: Candidate, step: DryStep) -> Estimate:
 
 def compile_setting(cfg: Config) -> DryStep:
     """Return the programs of a job; raise UserError if a pass refuses it. Nothing is verified: the run does so."""
-    cfg = replaced(cfg, {"passes": {"verify": "none"}, "run": {"dump_graphs": False}})
+    cfg = replace_nested(cfg, {"passes": {"verify": "none"}, "run": {"dump_graphs": False}})
     if few := piped.few_stages(cfg):
         return piped.repeat_stages(cfg, few, compile_layers(few.cfg)) or compile_layers(cfg)
     return compile_layers(cfg)
@@ -102,7 +102,7 @@ def export_few(cfg: Config, request: CompileRequest, folding: Folding | None) ->
     count = few_layers(cfg, request, folding)
     if count is None:
         return export_once(request, folding)
-    small = subject(replaced(cfg, {"model": {"n_layers": count}}))
+    small = subject(replace_nested(cfg, {"model": {"n_layers": count}}))
     program, ctx = export_once(dataclasses.replace(request, model=small.module, loss_fn=small.loss), folding)
     if program.fold is None:
         return export_once(request, folding)
@@ -160,7 +160,7 @@ def for_timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, DryStep
     """Return (layers, programs) of a setting for its timeline, with few layers if options define the model."""
     if isinstance(cfg.model, ModelConfig) and candidate.mesh.pp == 1:
         layers, (first, period) = cfg.model.n_layers, depth_pattern(cfg.model)
-        cfg = replaced(cfg, {"model": {"n_layers": min(layers, first + DRAWN * period)}})
+        cfg = replace_nested(cfg, {"model": {"n_layers": min(layers, first + DRAWN * period)}})
         if candidate.first:
             share = max(1, candidate.first.layers * cfg.model.n_layers // layers)  # type: ignore[union-attr]
             candidate = dataclasses.replace(candidate, first=candidate.first._replace(layers=share))

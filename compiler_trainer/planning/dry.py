@@ -22,7 +22,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from compiler_trainer import models
-from compiler_trainer.config.device import cluster_of, described, for_predicting
+from compiler_trainer.config.device import cluster_of, for_predicting, resolve_cluster
 from compiler_trainer.config.schema import CheckpointConfig, Config, DpoConfig, ModelConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
@@ -45,7 +45,7 @@ from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, turns_of_step
 from compiler_trainer.training import folder
 from compiler_trainer.training.loggers import say_contents
-from compiler_trainer.training.speed import computes_in, peak_flops
+from compiler_trainer.training.speed import compute_dtype, peak_flops
 from passes.check.runner import Observer
 from passes.cost.clock import Timing
 from passes.cost.cluster import Cluster, collective_seconds
@@ -57,7 +57,7 @@ from passes.ir.bodies import flatten
 from passes.ir.machine import Reach
 from passes.ir.mesh import Mesh
 from passes.ir.task import FORWARD, Task
-from passes.lower.host_reads import breaks
+from passes.lower.host_reads import find_breaks
 from passes.pipeline.schedules import Schedule, most_alive
 
 STORED = ("parameter", "buffer", "moment", "gradient")
@@ -72,7 +72,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     """
     cfg = validate(for_predicting(cfg), dry_world_size(cfg))
     folder.check(dataclasses.replace(cfg, checkpoint=CheckpointConfig(interval=None)), None, 0)
-    target = f"{mesh_of(cfg.mesh).world_size:,} ranks, on {cfg.cluster.name}, in {computes_in(cfg)}"
+    target = f"{mesh_of(cfg.mesh).world_size:,} ranks, on {cfg.cluster.name}, in {compute_dtype(cfg)}"
     say(f"dry run of {named(cfg.model)}, {target}")
     with folder.graphs_of(cfg) as dumps:
         compiled = compile_dry(cfg, dumps)
@@ -109,7 +109,7 @@ def flat_step(cfg: Config, trained: Subject, request: CompileRequest, compiled: 
     programs, report = compiled.programs, compiled.report
     if cfg.lower.cudagraphs is True:
         check_recordable(programs, cfg.lower.backend == "inductor")
-    if not described(cfg.cluster).host_computes:
+    if not resolve_cluster(cfg.cluster).host_computes:
         check_offsets(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
     return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), request.schedule(report.cost))
@@ -195,7 +195,7 @@ def is_recorded(cfg: Config, step: DryStep) -> bool:
     if not cfg.lower.cudagraphs:
         return False
     compiled = cfg.lower.backend == "inductor"
-    return not any(breaks(program, compiled) for program, _ in step.programs.values())
+    return not any(find_breaks(program, compiled) for program, _ in step.programs.values())
 
 
 def speed(cfg: Config, flops_per_token: int, step_s: float) -> dict[str, float]:

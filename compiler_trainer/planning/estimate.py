@@ -18,7 +18,7 @@ import torch
 from compiler_trainer.config.schema import Config, MeshConfig, OptimConfig
 from compiler_trainer.pipeline import build_optimizer
 from compiler_trainer.planning.space import Candidate, Sizes
-from compiler_trainer.training.speed import computes_in
+from compiler_trainer.training.speed import compute_dtype
 from passes.cost.accounting import SENT
 from passes.cost.cluster import Cluster, collective_seconds
 from passes.ir.machine import reach
@@ -277,7 +277,7 @@ class Rank:
     @cached_property
     def compute_bytes(self) -> int:
         """Bytes of an entry in the dtype of computation."""
-        return 2 if computes_in(self.cfg) == "bfloat16" else 4
+        return 2 if compute_dtype(self.cfg) == "bfloat16" else 4
 
     @cached_property
     def reduce_bytes(self) -> int:

@@ -16,7 +16,7 @@ from compiler_trainer.planning.auto import FEW, differing
 from compiler_trainer.planning.dry import DryStep, compile_dry, predict_step
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import Outcome, compile_one, room, search
-from compiler_trainer.planning.space import Candidate, PlanRequest, replaced
+from compiler_trainer.planning.space import Candidate, PlanRequest, replace_nested
 from compiler_trainer.step.ranks import start_ranks
 from compiler_trainer.training.failures import Failure, free_bytes, used_bytes
 from passes.cost.accounting import Ledger, peak_of
@@ -71,9 +71,9 @@ def limited_request(cfg: Config, ranks: int, free: int, used: int) -> PlanReques
     cluster = {"gpus": ranks, "hbm_gib": free / GIB}
     if cfg.cluster.host_computes:
         cluster |= {"hbm_gib": CPU_SPARE * free / GIB, "context_gib": PROCESS_GIB, "communicator_gib": 0.0}
-    request = PlanRequest(replaced(cfg, {"cluster": cluster, "plan": plan}), frozenset(stated))
+    request = PlanRequest(replace_nested(cfg, {"cluster": cluster, "plan": plan}), frozenset(stated))
     usable_gib = request.cfg.cluster.hbm_gib * min(1.0, LESS * used / max(room(request), 1.0))
-    return PlanRequest(replaced(request.cfg, {"cluster": {"hbm_gib": usable_gib}}), request.stated)
+    return PlanRequest(replace_nested(request.cfg, {"cluster": {"hbm_gib": usable_gib}}), request.stated)
 
 
 def settings(request: PlanRequest, cfg: Config) -> Iterator[str]:

@@ -20,7 +20,7 @@ from compiler_trainer.config.schedules import build_schedule
 from compiler_trainer.config.schema import Config, ModelConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import DryStep
-from compiler_trainer.planning.space import depth_pattern, replaced, sizes_of
+from compiler_trainer.planning.space import depth_pattern, replace_nested, sizes_of
 from compiler_trainer.step.given import Captured, Reporter
 from passes.ir import ir
 from passes.ir.task import OF_RANKS, SQUARE, Task, square_of, term_of
@@ -56,7 +56,7 @@ def few_stages(cfg: Config) -> FewStages | None:
     few_rank_of = (0, *(1 + between.index(kind) for kind in kinds[1:-1]), 1 + len(between))
     few_ranks = 2 + len(between)
     changes = {"mesh": {"pp": few_ranks}, "passes": {"pipeline": {"schedule": name, "chunks": max(2, chunks)}}}
-    few_cfg = replaced(cfg, changes)
+    few_cfg = replace_nested(cfg, changes)
     few_schedule = build_schedule(few_cfg.passes.pipeline, few_ranks, cfg.train.microbatches)
     few_by_rank = stages_by_rank(few_schedule)
     if few_ranks == ranks or any(len(few_by_rank[few]) != len(by_rank[rank]) for rank, few in enumerate(few_rank_of)):
@@ -72,7 +72,7 @@ def few_stages(cfg: Config) -> FewStages | None:
         return None
     few_counts = [count for _, count in sorted(dict(zip(stages, counts)).items())]
     changes = {"model": {"n_layers": sum(few_counts)}, "passes": {"pipeline": {"stages": few_counts}}}
-    return FewStages(replaced(few_cfg, changes), schedule, few_rank_of, stages)
+    return FewStages(replace_nested(few_cfg, changes), schedule, few_rank_of, stages)
 
 
 def stages_by_rank(schedule: Schedule) -> list[list[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiler_trainer.config import schema
-from compiler_trainer.config.schema import CheckpointConfig, Config, closed
+from compiler_trainer.config.schema import CheckpointConfig, Config, with_placeholders
 from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say, wide
 from compiler_trainer.models.subject import named
@@ -35,7 +35,7 @@ class Question(NamedTuple):
         names = (override.lstrip("+~").partition("=")[0] for override in self.overrides)
         request = PlanRequest(self.cfg, frozenset(name for name in names if name not in self.groups))
         dry = dataclasses.replace(self.cfg.run, dry=True)
-        validate(closed(dataclasses.replace(self.cfg, run=dry)), request.gpus)
+        validate(with_placeholders(dataclasses.replace(self.cfg, run=dry)), request.gpus)
         return request
 
 

@@ -102,7 +102,7 @@ class Candidate:
 
     def applied(self, cfg: Config) -> Config:
         """Return `cfg` with the options of this setting."""
-        return replaced(cfg, self.options())
+        return replace_nested(cfg, self.options())
 
     def axes(self) -> str:
         """Return the mesh as text: `dp_shard 4 x tp 2`."""
@@ -117,11 +117,11 @@ class Candidate:
         return f"{first_layers}{self.recompute}{' + collectives' if self.collectives else ''}{weights}"
 
 
-def replaced(options: Any, changes: Mapping[str, Any]) -> Any:
+def replace_nested(options: Any, changes: Mapping[str, Any]) -> Any:
     """Return a dataclass with some fields replaced, also in nested dataclasses."""
     old = {name: getattr(options, name) for name in changes}
     new = {
-        name: replaced(old[name], value) if dataclasses.is_dataclass(old[name]) else as_kept(value)
+        name: replace_nested(old[name], value) if dataclasses.is_dataclass(old[name]) else as_kept(value)
         for name, value in changes.items()
     }
     return dataclasses.replace(options, **new)

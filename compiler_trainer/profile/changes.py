@@ -13,7 +13,7 @@ from compiler_trainer.config.schema import AUTO, Config
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.auto import differing, plan_request
 from compiler_trainer.planning.search import all_forms, room
-from compiler_trainer.planning.space import LeftOut, replaced, sizes_of
+from compiler_trainer.planning.space import LeftOut, replace_nested, sizes_of
 from compiler_trainer.profile.predicted import Predicted, predicted
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.trace import Spent
@@ -95,7 +95,7 @@ def computing(spent: Spent) -> float:
 def others(cfg: Config) -> Iterator[Config]:
     """Yield the job with one change each, if the change applies to it."""
     for options in (*of_communication(cfg), *of_microbatches(cfg), *of_computing(cfg)):
-        yield replaced(cfg, options)
+        yield replace_nested(cfg, options)
     yield from of_mesh(cfg)
 
 

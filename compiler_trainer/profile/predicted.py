@@ -12,7 +12,7 @@ from torch import fx
 from compiler_trainer.config.schema import Config
 from compiler_trainer.planning.dry import DryStep, compile_dry, predict_step
 from compiler_trainer.step.turns import turns_of_step
-from compiler_trainer.training.trace import ATTENTION, LOOPS, PRODUCTS, Spent, place_of
+from compiler_trainer.training.trace import ATTENTION, ELEMENTWISE, MATMULS, Spent, place_of
 from passes.context.operators import kernel_of
 from passes.cost.accounting import count_flops
 from passes.cost.timeline import COMPUTE
@@ -64,4 +64,4 @@ def kind_of_operator(node: fx.Node, sizes: Avals) -> str:
     """Return the kind of computation of an operator."""
     if kernel_of(node):
         return ATTENTION
-    return PRODUCTS if count_flops(node, sizes) else LOOPS
+    return MATMULS if count_flops(node, sizes) else ELEMENTWISE

@@ -15,9 +15,9 @@ from typing import Any
 from rich.table import Table
 
 from compiler_trainer.config.cluster import AUTO_CLUSTER
-from compiler_trainer.config.device import for_running, here
+from compiler_trainer.config.device import device_name, for_running
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import put
+from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.schema import Config
 from compiler_trainer.profile.causes import Cause, OfRank, causes, read
 from compiler_trainer.profile.changes import Change, changes
@@ -50,7 +50,7 @@ class Profile:
 
 def profile(cfg: Config) -> Profile:
     """Return the profile of a run from its options; raise UserError if it has no measurements."""
-    cfg = described(cfg)
+    cfg = resolve_job(cfg)
     ranks = measured(Path(cfg.run.dir))
     shown = max(ranks, key=lambda each: each.busy_ms)
     stage = shown.rank * cfg.mesh.pp // len(ranks)
@@ -59,11 +59,11 @@ def profile(cfg: Config) -> Profile:
     return Profile(cfg.cluster.name, ranks, shown, now, *causes_and_changes)
 
 
-def described(cfg: Config) -> Config:
+def resolve_job(cfg: Config) -> Config:
     """Return the job with a cluster to predict for; raise UserError if neither options nor the device name one."""
     cfg = for_running(cfg)
     if cfg.cluster.name == AUTO_CLUSTER.name:
-        raise UserError("cluster", f"auto, but no cluster describes {here()}; name one, cluster=h100, say")
+        raise UserError("cluster", f"auto, but no cluster describes {device_name()}; name one, cluster=h100, say")
     return cfg
 
 
@@ -96,7 +96,7 @@ def as_json(profiled: Profile) -> dict[str, Any]:
 
 def write(profiled: Profile, folder: Path) -> None:
     """Write `profile.json` into a run folder."""
-    put(folder / FILE, json.dumps(as_json(profiled), indent=1) + "\n")
+    write_atomically(folder / FILE, json.dumps(as_json(profiled), indent=1) + "\n")
 
 
 # ---- on the console -----------------------------------------------------------------------------------

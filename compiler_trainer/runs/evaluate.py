@@ -19,7 +19,7 @@ from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import local_device, rank, start_ranks, stop_ranks
 from compiler_trainer.step.step import Step
-from compiler_trainer.training.evaluate import by_source, held_out, means
+from compiler_trainer.training.evaluate import by_source, means, validation_batches
 from compiler_trainer.training.loggers import Working
 from compiler_trainer.training.prepare import own_rows, read_data
 from compiler_trainer.training.reference import refer
@@ -92,7 +92,7 @@ def measuring(
 def told(loader: Loader, batches: int | None, tell: Callable[[str], None]) -> Iterator[tuple[str, Batch]]:
     """Yield the batches to evaluate and report the progress of each."""
     count = len(by_source(loader, batches))
-    for number, batch in enumerate(held_out(loader, batches), 1):
+    for number, batch in enumerate(validation_batches(loader, batches), 1):
         tell(f"batch {number:,} of {count:,}")
         yield batch
 

@@ -18,7 +18,7 @@ from compiler_trainer.step.look_ups import check_look_ups
 from passes.ir import ir
 from passes.ir.folds import Folding
 from passes.ir.operators import is_random
-from passes.sharding.normalize import drops, is_dropout
+from passes.sharding.normalize import drops_entries, is_dropout
 
 
 class Exported(NamedTuple):
@@ -64,7 +64,7 @@ def export_once(request: CompileRequest, folding: Folding | None) -> Captured:
 def depends_on_mode(program: ir.Program) -> bool:
     """Return True if eval mode may give a different program: the forward draws random numbers or changes buffers."""
     changes = any(o.kind == "buffer" for o in program.outputs)
-    return changes or any(drops(n) or is_random(n) and not is_dropout(n) for n in program.calls())
+    return changes or any(drops_entries(n) or is_random(n) and not is_dropout(n) for n in program.calls())
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from compiler_trainer.config.schema import LowerConfig, MeshConfig
 from passes.ir import ir
 from passes.ir.mesh import Mesh, MeshError
 from passes.ir.task import Task
-from passes.lower.host_reads import breaks
+from passes.lower.host_reads import find_breaks
 from passes.lower.offsets import overflows
 from passes.lower.runs import describe_recordings
 
@@ -96,7 +96,7 @@ class StepPrograms:
 def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:
     """Raise UserError naming each node, with its source line, that a CUDA graph cannot record."""
     problems = [
-        f"{name}: {problem}" for name, (program, _) in programs.items() for problem in breaks(program, compiled)
+        f"{name}: {problem}" for name, (program, _) in programs.items() for problem in find_breaks(program, compiled)
     ]
     if problems:
         fix = "lower.cudagraphs=auto records the parts around it"

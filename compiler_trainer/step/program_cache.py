@@ -25,7 +25,7 @@ from compiler_trainer.step.given import Captured, Reporter, StepPrograms
 from compiler_trainer.step.program_key import ProgramKey, Unkeyed, differences, key_of
 from compiler_trainer.step.ranks import gather, is_first_of_machine
 from passes.ir import ir
-from passes.ir.saved import Unreadable, Unwritable, read, written
+from passes.ir.saved import Unreadable, Unwritable, read, to_text
 from passes.lower.store import Store
 from passes.torch_private import compiler_folder
 
@@ -105,7 +105,7 @@ class ProgramCache:
             return entry.reason
         programs = {name: captured.program for name, captured in result.programs.items()}
         try:
-            text = written(programs)
+            text = to_text(programs)
         except Unwritable as error:
             return str(error)
         result.report.key = digest = entry.key.digest

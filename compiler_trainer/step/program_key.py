@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compiler_trainer.config.device import described
+from compiler_trainer.config.device import resolve_cluster
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.exported import Exported
 from compiler_trainer.step.given import Captured
@@ -74,7 +74,7 @@ def key_of(request: CompileRequest, exported: Exported) -> ProgramKey:
         "steps": (request.microbatches, request.skip_nonfinite, request.train, request.evaluate),
         "schedule": (schedule.rank_of, schedule.is_split) if schedule else None,
         "device": request.device_name or name_of_device(request.device),
-        "cluster": described(request.cluster) if passes.communication.async_tp == "auto" else None,
+        "cluster": resolve_cluster(request.cluster) if passes.communication.async_tp == "auto" else None,
         "balance": request.balance,
         "parameters": [(name, p.dtype, tuple(p.shape), p.requires_grad) for name, p in parameters],
         "model": graph_text(exported.training),

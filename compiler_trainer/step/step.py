@@ -17,7 +17,7 @@ from compiler_trainer.step.messages import Post
 from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import CarriedValues, Turn, slots_of, turns_of_evaluation, turns_of_step
-from passes.communication.batch_overlap import SEED, microbatches_in, name_of, together
+from passes.communication.batch_overlap import SEED, join_microbatches, microbatches_in, name_of
 from passes.ir import ir
 from passes.ir.bodies import flatten
 from passes.ir.mesh import Mesh
@@ -168,7 +168,7 @@ class Step:
         parts = self.split(batch)
         counts = self.counts(parts)
         batches = [
-            together(parts[i : i + self.microbatches_per_turn])
+            join_microbatches(parts[i : i + self.microbatches_per_turn])
             for i in range(0, len(parts), self.microbatches_per_turn)
         ]
         results: dict[str, list[Tensor]] = {}

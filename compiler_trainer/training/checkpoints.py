@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged, RemoteCheckpoints, SaveError, Saver, Sender, TrainState
-from compiler_trainer.config.earlier import MEANING, is_in, understood
+from compiler_trainer.config.earlier import MEANING, is_in, load_options
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import Config
@@ -104,7 +104,7 @@ def check_meaning(cfg: Config, saved: Mapping[str, Any], where: str) -> None:
     ours = dict(leaves(dataclasses.asdict(cfg)))
     check_names(cfg, ours)
     try:
-        theirs = dict(leaves(dataclasses.asdict(understood(Config, saved, where))))
+        theirs = dict(leaves(dataclasses.asdict(load_options(Config, saved, where))))
     except UserError as error:
         raise UserError(where, f"was saved with options that do not exist here: {error}") from error
     free = (*FREE, *cfg.checkpoint.allow)

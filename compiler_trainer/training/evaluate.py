@@ -65,7 +65,7 @@ def count_terms(batch: Batch) -> int:
     return int(batch["pairs"].sum() if "pairs" in batch else (batch["labels"] != IGNORED_LABEL).sum())
 
 
-def held_out(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]:
+def validation_batches(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]:
     """Yield (source, batch) over the validation data.
 
     With `batches`, take that many first global batches, the same ones each time. With None, take every

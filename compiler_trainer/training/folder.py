@@ -16,7 +16,7 @@ from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint.listing import remove
 from compiler_trainer.config import schema as config
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import put
+from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.training import metrics
@@ -76,9 +76,9 @@ def create(cfg: Config, report: dict[str, Any], schedule: Schedule | None = None
     folder.mkdir(parents=True, exist_ok=True)
     program_key = report.get("program", {}).get("stored_as")
     config.save(cfg, folder / CONFIG, f"# program {program_key}\n" if program_key else "")
-    put(folder / REPORT, json.dumps(report, indent=1) + "\n")
+    write_atomically(folder / REPORT, json.dumps(report, indent=1) + "\n")
     if schedule is not None:
-        put(folder / PIPELINE, as_text(schedule))
+        write_atomically(folder / PIPELINE, as_text(schedule))
     else:  # left by an earlier part of the run that had stages
         (folder / PIPELINE).unlink(missing_ok=True)
 

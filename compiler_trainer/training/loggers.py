@@ -26,7 +26,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 
 from compiler_trainer.config.compose import flat
 from compiler_trainer.config.errors import RunError, UserError
-from compiler_trainer.config.files import put
+from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.options import tables
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.targets import called
@@ -243,7 +243,7 @@ def import_optional(module: str, package: str) -> ModuleType:
 def run_id(path: Path, done: int, begin: Callable[[], str]) -> str:
     """Return a service's id of this run: from the file of its earlier part, or a new one if the run begins."""
     if not (done and path.exists()):
-        put(path, begin() + "\n")
+        write_atomically(path, begin() + "\n")
     return path.read_text().strip()
 
 

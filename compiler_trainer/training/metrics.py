@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.tensorboard.summary import scalar, text
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import lines_of, put
+from compiler_trainer.config.files import lines_of, write_atomically
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 
@@ -186,7 +186,7 @@ def drop_later(path: Path, after: int, kind: Any) -> None:
     if not path.exists():
         return
     records = [record for record in read(path, kind) if record["step"] <= after]
-    put(path, "".join(json.dumps(record) + "\n" for record in records))
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 # ---- use of experts ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from compiler_trainer.config.device import CPU, here
+from compiler_trainer.config.device import CPU, device_name
 from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, OptimConfig
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data.datasets import name_of
@@ -181,7 +181,7 @@ def pure_bfloat16(cfg: Config) -> str:
 
 def slow_run(cfg: Config, trained: Subject) -> str:
     """Return a note if a run takes hours or days on CPUs, at the FLOP/s per core of `cluster=cpu`."""
-    if not here() == cfg.cluster.device == CPU:
+    if not device_name() == cfg.cluster.device == CPU:
         return ""
     train, cores = cfg.train, torch.get_num_threads() * mesh_of(cfg.mesh).world_size
     tokens = train.global_batch_size * train.seq_len

@@ -28,7 +28,7 @@ from compiler_trainer.checkpoint import Checkpoint, on_all_ranks
 from compiler_trainer.config.earlier import is_in
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import steps_of
-from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, TrainConfig, lasting
+from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, TrainConfig, with_steps
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, datasets_of
 from compiler_trainer.models.folder import config_of
@@ -78,7 +78,7 @@ def resolve_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
     done, rows_done = resumed_steps(cfg)
     steps = steps_of(length, len(rows), batch, cfg.train.seq_len * (1 - rows.padding), done, rows_done)
     announce(f"train.steps={length} are {steps:,} steps")
-    return validate(lasting(cfg, steps), ranks)
+    return validate(with_steps(cfg, steps), ranks)
 
 
 def resumed_steps(cfg: Config) -> tuple[int, int]:

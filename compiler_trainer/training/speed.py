@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile  # torch.profiler would import the compiler
 
-from compiler_trainer.config.device import CPU, here
+from compiler_trainer.config.device import CPU, device_name
 from compiler_trainer.config.schema import Config
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.metrics import Record
@@ -28,17 +28,17 @@ def speed(cfg: Config, flops_per_token: int, tokens: int, step_s: float) -> Reco
     """
     flops_per_s = flops_per_token * tokens / mesh_of(cfg.mesh).world_size / step_s
     record = {"tokens_per_s": tokens / step_s, "step_ms": 1e3 * step_s, "tflops": flops_per_s / 1e12}
-    if CPU != here() == cfg.cluster.device:
+    if CPU != device_name() == cfg.cluster.device:
         record["mfu"] = flops_per_s / peak_flops(cfg)
     return record
 
 
 def peak_flops(cfg: Config) -> float:
     """Return the peak FLOP/s of a `cluster` GPU in the dtype of computation, even if matmuls are in float8."""
-    return 1e12 * getattr(cfg.cluster.peak_tflops, computes_in(cfg))
+    return 1e12 * getattr(cfg.cluster.peak_tflops, compute_dtype(cfg))
 
 
-def computes_in(cfg: Config) -> str:
+def compute_dtype(cfg: Config) -> str:
     return cfg.passes.cast.param_dtype or cfg.train.dtype
 
 

@@ -23,7 +23,7 @@ from compiler_trainer.step.results import Moment, Results
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import averages
 from compiler_trainer.training.anomalies import Judge, Lost, Pace, Spikes
-from compiler_trainer.training.evaluate import held_out, means
+from compiler_trainer.training.evaluate import means, validation_batches
 from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.lr_schedule import rates
 from compiler_trainer.training.metrics import Record, unevenness
@@ -151,7 +151,7 @@ class Steps:
         """Return a step's measurements, with the validation that is due after it; raise Lost if they are not finite."""
         record = {"step": launched.number, "tokens": tokens, **self.meters.read(launched)}
         if self.datasets.eval is not None and is_due(launched.number, self.cfg.eval.interval, self.cfg.train.steps):
-            metrics, _ = means(self.step, held_out(self.datasets.eval, self.cfg.eval.batches))
+            metrics, _ = means(self.step, validation_batches(self.datasets.eval, self.cfg.eval.batches))
             record |= {f"eval_{name}": value for name, value in metrics.items()}
         record = self.judge.check(record)
         if "loss" in record and (remark := self.spikes.message(launched.number, record["loss"])):

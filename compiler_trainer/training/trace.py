@@ -140,7 +140,7 @@ def marks_of(step: Step) -> dict[str, Mark]:
     for program, compiled in running(step).items():
         is_body = isinstance(compiled.executable, Calls)
         for node in (compiled.finished if is_body else compiled.program).calls():
-            marks[f"%{node.name} of {program}"] = Mark(place_of(node), LOOPS if is_body else HOST)
+            marks[f"%{node.name} of {program}"] = Mark(place_of(node), ELEMENTWISE if is_body else HOST)
     return marks
 
 
@@ -244,14 +244,14 @@ def covered_time(spans: Iterable[Span]) -> float:
 
 # ---- breakdown of a rank's time ------------------------------------------------------------------------
 
-ATTENTION, PRODUCTS, LOOPS, HOST = "attention", "products", "loops", "host"
-COMPUTING = (PRODUCTS, ATTENTION, LOOPS)
-OF_ATTENTION = frozenset(op._schema.name for op in KERNELS)
-OF_PRODUCTS = frozenset(str(op).replace(".", "::", 1) for op in (*flop_registry, *FLOPS)) - OF_ATTENTION
+ATTENTION, MATMULS, ELEMENTWISE, HOST = "attention", "products", "loops", "host"
+COMPUTING = (MATMULS, ATTENTION, ELEMENTWISE)
+ATTENTION_NAMES = frozenset(op._schema.name for op in KERNELS)
+MATMUL_NAMES = frozenset(str(op).replace(".", "::", 1) for op in (*flop_registry, *FLOPS)) - ATTENTION_NAMES
 WAIT, START = "wait ", "start "  # prefixes of kinds, before a collective's axis
 BY_NAME = (
     (ATTENTION, re.compile("flash|fmha|attention")),
-    (PRODUCTS, re.compile("gemm|gemv|cutlass|cublas|nvjet|xmma")),
+    (MATMULS, re.compile("gemm|gemv|cutlass|cublas|nvjet|xmma")),
 )
 HOSTS, LAUNCHES = ("cpu_op", "user_annotation"), ("cuda_runtime", "cuda_driver")
 DEVICES = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -351,7 +351,7 @@ def segments(events: Iterable[Event], marks: Mapping[str, Mark]) -> Iterator[Seg
 
 def classify(event: Event, outer: Segment, marks: Mapping[str, Mark]) -> tuple[str, str]:
     """Return (kind, place) of a nested event; all events inside a matmul, a wait or batch preparation belong to it."""
-    if outer.kind not in (HOST, LOOPS):
+    if outer.kind not in (HOST, ELEMENTWISE):
         return outer.kind, outer.place
     if mark := marks.get(event["name"]):
         return mark.kind, mark.place
@@ -360,9 +360,9 @@ def classify(event: Event, outer: Segment, marks: Mapping[str, Mark]) -> tuple[s
         return f"{WAIT if args['operator'] in WAITS else START}{axis}", outer.place
     if event["name"] == DATA:
         return DATA, ""
-    if event["name"] in OF_ATTENTION or event["name"] in OF_PRODUCTS:
-        return ATTENTION if event["name"] in OF_ATTENTION else PRODUCTS, outer.place
-    return LOOPS if outer.place else HOST, outer.place
+    if event["name"] in ATTENTION_NAMES or event["name"] in MATMUL_NAMES:
+        return ATTENTION if event["name"] in ATTENTION_NAMES else MATMULS, outer.place
+    return ELEMENTWISE if outer.place else HOST, outer.place
 
 
 # ---- CPU: the host computes -----------------------------------------------------------------------------
@@ -423,4 +423,4 @@ def add_device_step(
 
 def kind_by_name(kernel: str) -> str:
     """Return the kind of a kernel by its name, for kernels without a marked caller, such as those of a CUDA graph."""
-    return next((kind for kind, pattern in BY_NAME if pattern.search(kernel.lower())), LOOPS)
+    return next((kind for kind, pattern in BY_NAME if pattern.search(kernel.lower())), ELEMENTWISE)

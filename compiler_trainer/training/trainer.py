@@ -30,7 +30,7 @@ from compiler_trainer.training import averages, folder, trace
 from compiler_trainer.training.anomalies import Lost, Replicas, Rollback
 from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
 from compiler_trainer.training.checkpoints import checkpoints_of, pass_over, saving, send_rest
-from compiler_trainer.training.evaluate import Patience, Samples, held_out, means
+from compiler_trainer.training.evaluate import Patience, Samples, means, validation_batches
 from compiler_trainer.training.failures import Peers, Watch
 from compiler_trainer.training.loggers import (
     Logger,
@@ -235,7 +235,7 @@ def run(
     which resuming drops, and never one too few.
     """
     if start.step == 0 and trained.has_weights and datasets.eval is not None and cfg.eval.interval is not None:
-        metrics, _ = means(step, held_out(datasets.eval, cfg.eval.batches))
+        metrics, _ = means(step, validation_batches(datasets.eval, cfg.eval.batches))
         announce(f"eval loss {metrics['loss']:.3f} before the first step")
     rollback, replicas = Rollback(cfg, trained, step, start), Replicas(cfg, step)
     intervals = (cfg.checkpoint.interval, cfg.eval.interval, cfg.train.replica_check.interval)

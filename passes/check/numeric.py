@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from passes.check.simulate import Lockstep, coordinate
 from passes.check.verify import failure
-from passes.communication.batch_overlap import is_own, microbatches_in
+from passes.communication.batch_overlap import has_copies, microbatches_in
 from passes.ir import ir
 from passes.ir.mesh import Mesh
 from passes.ir.operators import is_mutable, is_random
@@ -194,7 +194,7 @@ def telling(value: Tensor) -> Tensor:
 
 
 def _full_value(node: fx.Node, input_: ir.Input, inputs: Mapping[str, Tensor]) -> Tensor:
-    name = input_.original if is_own(input_) else input_.name
+    name = input_.original if has_copies(input_) else input_.name
     name = f"gradient.{name}" if input_.kind == "gradient" else name
     dtype = ir.example(node).dtype
     if input_.value is not None:

@@ -23,7 +23,7 @@ from passes.cost.costs import Costs, costs
 from passes.ir import ir
 from passes.ir.bodies import flatten
 from passes.ir.printer import print_program
-from passes.ir.saved import dumped
+from passes.ir.saved import to_dump_text
 from passes.ir.stages import Stage
 from passes.torch_private import trace_artifact
 from passes.trace.abstract_eval import Avals, abstract_eval
@@ -255,7 +255,7 @@ class Dumper:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{stage}.txt").write_text(text)
         (self.folder / f"{stage}.json").write_text(report)
-        (self.folder / f"{stage}.graph.json").write_text(dumped({record.program: program}))
+        (self.folder / f"{stage}.graph.json").write_text(to_dump_text({record.program: program}))
         if record.costs is not None:
             (self.folder / f"{stage}.costs.json").write_text(record.costs.as_json())
         trace_artifact(stage, "string", lambda: text)

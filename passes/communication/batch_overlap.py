@@ -36,12 +36,12 @@ def name_of(name: str, number: int) -> str:
     return f"{name}@{number}" if number else name
 
 
-def together(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def join_microbatches(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the microbatches as the inputs of a program that computes all of them."""
     return {name_of(name, number): value for number, part in enumerate(parts) for name, value in part.items()}
 
 
-def is_own(item: ir.Input) -> bool:
+def has_copies(item: ir.Input) -> bool:
     """Return True if each microbatch has its own copy of an input."""
     return item.kind == "batch" or item.kind == "scalar" and item.original == SEED
 
@@ -68,7 +68,7 @@ class BatchOverlap(ir.Pass):
 
 def check_names(inputs: Sequence[ir.Input], microbatches: int) -> None:
     """Raise Refused if an input has the name of another input's copy for a later microbatch."""
-    names = [item.name for item in inputs if is_own(item)]
+    names = [item.name for item in inputs if has_copies(item)]
     copies = {name_of(name, number): name for name in names for number in range(1, microbatches)}
     if clash := next((item.name for item in inputs if item.name in copies), None):
         problem = f"with {microbatches} microbatches this is the name of a copy of {copies[clash]!r}; rename the entry"
@@ -83,7 +83,7 @@ class Writer:
         self.inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
         new = {o.name: node for node, o in zip(program.results(), program.outputs, strict=True) if o.kind == "buffer"}
         self.changed = {n: new[i.name] for n, i in self.inputs.items() if i.kind == "buffer" and i.name in new}
-        self.per_microbatch = {node for node, item in self.inputs.items() if is_own(item) or node in self.changed}
+        self.per_microbatch = {node for node, item in self.inputs.items() if has_copies(item) or node in self.changed}
         for node in program.calls():
             if function_of(node) or not self.per_microbatch.isdisjoint(node.all_input_nodes):
                 self.per_microbatch.add(node)
@@ -110,7 +110,7 @@ class Writer:
         """
         added = []
         for node, item in self.inputs.items():
-            if not number or is_own(item):
+            if not number or has_copies(item):
                 copies[node] = ir.copy_node(self.graph, node, {})
                 name = name_of(item.name, number)
                 added.append(replace(item, name=name, microbatch=number, copy_of=item.name if number else ""))

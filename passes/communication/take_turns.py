@@ -25,7 +25,7 @@ from itertools import groupby, zip_longest
 
 from torch import fx
 
-from passes.communication.batch_overlap import is_own
+from passes.communication.batch_overlap import has_copies
 from passes.communication.layer_starts import kernels_of
 from passes.communication.node_order import put_in_order
 from passes.cost.accounting import sent_bytes
@@ -71,7 +71,7 @@ def microbatches_of(program: ir.Program) -> dict[fx.Node, frozenset[int]]:
     In the forward a node may also depend on others, through buffers that they changed.
     """
     numbers = {
-        node: frozenset([item.microbatch] if is_own(item) else [])
+        node: frozenset([item.microbatch] if has_copies(item) else [])
         for node, item in zip(program.placeholders(), program.inputs, strict=True)
     }
     for node in program.calls():

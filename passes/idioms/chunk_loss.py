@@ -30,7 +30,7 @@ from passes.ir.operators import CASTS, bind, is_operator, name_of
 from passes.ir.stages import Stage
 from passes.memory.chunked import linear_cross_entropy, name_of_dtype
 from passes.memory.chunked_tokens import linear_cross_entropies
-from passes.rules.roles import PRODUCTS, last_of
+from passes.rules.roles import MATMULS, last_of
 from passes.trace.editor import Editor
 
 aten = torch.ops.aten
@@ -289,6 +289,6 @@ class ChunkLoss(ir.Pass):
 
 def heads_of(program: ir.Program) -> list[fx.Node]:
     """Return the matmuls that no other matmul follows, in order."""
-    matmuls = [n for n in program.calls() if name_of(n) in (*PRODUCTS, "addmm")]
+    matmuls = [n for n in program.calls() if name_of(n) in (*MATMULS, "addmm")]
     last = last_of(program, matmuls)
     return [n for n in matmuls if n in last]

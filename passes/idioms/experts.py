@@ -33,7 +33,7 @@ from passes.ops.routed import Way
 from passes.rules import rule_of, tensor_operands
 from passes.sharding.dispatch import Method, Part, choose, dropped, parts_of
 from passes.sharding.infer import experts_of, products_of_all
-from passes.sharding.normalize import drops
+from passes.sharding.normalize import drops_entries
 from passes.trace.editor import Editor
 
 aten = torch.ops.aten
@@ -308,7 +308,7 @@ def by_row(region: Region, node: fx.Node) -> bool:
     """Return True if by its rule an operator computes each row from the same row of its operands."""
     if node.target is operator.getitem:
         return True  # the operator that it reads was checked
-    if not is_operator(node) or drops(node):
+    if not is_operator(node) or drops_entries(node):
         return False
     rule, operands = rule_of(node), tensor_operands(node)
     names = {dims[0] for n, dims in zip(operands, rule.operands) if region.kind(n)}

@@ -52,7 +52,7 @@ class Intervals(ir.Pass):
         for node in list(program.calls()):
             try:
                 if (attention := attention_at(node, differentiable)) is not None:
-                    put(attention, cache.bounds(attention), ctx)
+                    insert(attention, cache.bounds(attention), ctx)
                     count += 1
             except NotAnInterval as reason:
                 outcome = "its mask stays in memory" if node.target is SDPA else "stays written out"
@@ -158,7 +158,7 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
     return first, last
 
 
-def put(attention: Attention, bounds: Bounds, ctx: ir.Context) -> None:
+def insert(attention: Attention, bounds: Bounds, ctx: ir.Context) -> None:
     """Replace an attention's result by attention by interval."""
     leaves, example = [term.node for term in attention.terms], ir.example(attention.result)
     kind = wide_dtype(ir.example(attention.q).dtype)

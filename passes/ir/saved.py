@@ -33,7 +33,7 @@ from passes.ir.record import BodyNode, NodeRecord, Origin
 from passes.ir.spec import Factor, Spec
 from passes.ir.stages import Stage
 from passes.ir.task import Task
-from passes.torch_private import LazyGraphModule, OpOverload, described
+from passes.torch_private import LazyGraphModule, OpOverload, describe_layout
 
 FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")}
 RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role, Origin, Fold)}
@@ -54,12 +54,12 @@ class Unreadable(Exception):
     """A text that is no program here: of another version, or with operators that this process lacks."""
 
 
-def written(programs: Mapping[str, ir.Program]) -> str:
+def to_text(programs: Mapping[str, ir.Program]) -> str:
     """Write the programs by name as one text; raise Unwritable."""
     return Writer().text(programs)
 
 
-def dumped(programs: Mapping[str, ir.Program]) -> str:
+def to_dump_text(programs: Mapping[str, ir.Program]) -> str:
     """Write the programs by name as one text for `read_dump`."""
     return DumpWriter().text(programs)
 
@@ -451,7 +451,7 @@ def constant_of(name: str) -> Any:
 def tensor_of(layout: Sequence[Any]) -> Tensor:
     """Return the description of a tensor."""
     shape, stride, offset, dtype, device, storage_bytes = layout
-    return described(shape, stride, offset, constant_of(dtype), device_here(device), storage_bytes)
+    return describe_layout(shape, stride, offset, constant_of(dtype), device_here(device), storage_bytes)
 
 
 def device_here(kind: str) -> torch.device:

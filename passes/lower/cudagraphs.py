@@ -28,7 +28,7 @@ from torch import Tensor
 
 from passes.ir import ir
 from passes.lower.calls import AsOne, BodyCall, Calls, Executable, Kernels
-from passes.lower.host_reads import breaks
+from passes.lower.host_reads import find_breaks
 from passes.lower.runs import Run, runs_of
 
 WARM_UP = 2  # steps before programs are recorded
@@ -159,7 +159,7 @@ class Recorder:
         if isinstance(run, Calls):
             calls, runs = run, runs_of(program)
         else:
-            calls, runs = AsOne(program, run), [Run(not breaks(program, compiled=False), 0, 1)]
+            calls, runs = AsOne(program, run), [Run(not find_breaks(program, compiled=False), 0, 1)]
         if not any(item.recorded for item in runs):
             return run
         in_slots = InSlots(self, program, calls, runs, self.still & names_carried(program.inputs))

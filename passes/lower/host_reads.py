@@ -21,7 +21,7 @@ from passes.ir import ir
 from passes.ir.bodies import flatten
 from passes.ir.operators import name_of
 from passes.ops.host import COPIES
-from passes.ops.routed import PRODUCTS, has_kernel
+from passes.ops.routed import GROUPED_MATMULS, has_kernel
 from passes.ops.shift import shift_by
 from passes.torch_private import OpOverload
 
@@ -48,7 +48,7 @@ class Break(NamedTuple):
         return f"%{self.node.name} ({place}), {phase}: {self.why}"
 
 
-def breaks(program: ir.Program, compiled: bool = True) -> list[Break]:
+def find_breaks(program: ir.Program, compiled: bool = True) -> list[Break]:
     """Return the nodes that a CUDA graph cannot record, in order, if the program runs as it is or `compiled`."""
     nodes = flatten(program).graph.nodes
     return [Break(node, reason) for node in nodes if node.op != "output" and (reason := why_not(node, compiled))]
@@ -66,7 +66,7 @@ def reasons(node: fx.Node, compiled: bool) -> Iterator[str]:
         yield kernel.on_host
     if node.target is shift_by:
         yield "sends as far as the batch says: a replay would repeat the first; set passes.context.skip_steps=false"
-    if node.target in PRODUCTS and not has_kernel(*(ir.example(node.args[i]) for i in (0, 2))):  # type: ignore
+    if node.target in GROUPED_MATMULS and not has_kernel(*(ir.example(node.args[i]) for i in (0, 2))):  # type: ignore
         fix = "set passes.cast.param_dtype=bfloat16, on Hopper or Blackwell (sm90, sm100)"
         yield f"reads on the host the ends of each expert's rows: only bfloat16 has a kernel; {fix}"
     if node.target in COPIES:

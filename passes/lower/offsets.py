@@ -21,7 +21,7 @@ from passes.ir import ir
 from passes.ir.bodies import flatten
 from passes.ir.operators import is_view, name_of
 from passes.ops.attend import attend, attend_backward
-from passes.ops.routed import PRODUCTS
+from passes.ops.routed import GROUPED_MATMULS
 from passes.torch_private import VERSION, OpOverload
 
 aten = torch.ops.aten
@@ -230,7 +230,7 @@ NARROW = (
     ),
     Narrow(
         "the grouped matmul, whose offsets are int32,",
-        frozenset(PRODUCTS),
+        frozenset(GROUPED_MATMULS),
         rows,
         MOST,
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html",

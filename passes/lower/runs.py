@@ -20,7 +20,7 @@ from passes.communication.node_order import in_flight
 from passes.ir import ir
 from passes.ir.bodies import body_of_call, flatten
 from passes.lower.calls import steps_of
-from passes.lower.host_reads import Break, breaks
+from passes.lower.host_reads import Break, find_breaks
 from passes.ops.host import there
 
 SHOWN = 3  # most nodes that a message names
@@ -38,7 +38,7 @@ def runs_of(program: ir.Program) -> list[Run]:
     """Return the calls of a compiled program as runs, recorded and not."""
     steps = steps_of(program)
     at = {name: i for i, step in enumerate(steps) for name in names_in(step)}
-    hosts = {at[obstacle.node.name] for obstacle in breaks(program)}
+    hosts = {at[obstacle.node.name] for obstacle in find_breaks(program)}
     inside = {i for start, wait in transfers(flatten(program).graph) for i in range(at[start.name], at[wait.name])}
     blocks = [list(block) for block in without_cuts(len(steps), inside)]
     runs = []
@@ -71,7 +71,7 @@ def without_cuts(count: int, inside: set[int]) -> Iterator[list[int]]:
 
 def describe_recordings(programs: Mapping[str, ir.Program], compiled: bool) -> list[str]:
     """Return sentences that say which parts of programs are recorded, and name the nodes that are not, with reasons."""
-    obstacles = {name: breaks(program, compiled) for name, program in programs.items()}
+    obstacles = {name: find_breaks(program, compiled) for name, program in programs.items()}
     parts = [describe_part(name, programs[name], compiled, nodes) for name, nodes in obstacles.items() if nodes]
     recorded = [name for name, nodes in obstacles.items() if not nodes]
     return [*parts, *([f"{', '.join(recorded)} {'is' if len(recorded) == 1 else 'are'} recorded"] if recorded else [])]

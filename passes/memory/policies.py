@@ -12,6 +12,6 @@ OfLayer = Literal["none", "full", "attention", "selective", "offload"]
 Policy = Literal[OfLayer, "every_n", "budget"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 # Matmuls and attention: the most time for the bytes of their results.
-PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution")
+MATMULS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution")
 ATTENTION = "attention"  # stands for all attention kernels
-SAVE = (*PRODUCTS, ATTENTION)
+SAVE = (*MATMULS, ATTENTION)

@@ -293,7 +293,8 @@ of_group = _define(_of_group)
 group_sums = _define(_group_sums)
 grouped_mm = _define(_grouped_mm, expands=False)
 grouped_outer = _define(_grouped_outer, expands=False)
-PRODUCTS = frozenset({grouped_mm, grouped_outer})  # the first operand holds rows, the third the ends of their groups
+# The first operand holds rows, the third the ends of their groups.
+GROUPED_MATMULS = frozenset({grouped_mm, grouped_outer})
 
 
 def _gradient(op: Any, backward: Callable[..., tuple[Tensor | None, ...]]) -> None:

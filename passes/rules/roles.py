@@ -12,7 +12,7 @@ from passes.ir.operators import is_operator, name_of
 from passes.rules import rule_of, tensor_operands
 from passes.rules.losses import IN_CHUNKS
 
-PRODUCTS = ("linear", "mm", "matmul")
+MATMULS = ("linear", "mm", "matmul")
 
 
 def keeps_dims(node: fx.Node) -> bool:
@@ -45,7 +45,7 @@ def last_of(program: ir.Program, layers: Collection[fx.Node]) -> set[fx.Node]:
 def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
     """Map parameter names to `embedding`, `head` or both; parameters without a role are left out."""
     names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
-    matmul_names = (*PRODUCTS, *IN_CHUNKS)
+    matmul_names = (*MATMULS, *IN_CHUNKS)
     matmuls = [n for n in program.calls() if name_of(n) in matmul_names]
     uses = [("head", operand) for node in last_of(program, matmuls) for operand in tensor_operands(node)[:2]]
     lookups = (n for n in program.calls() if n.target is torch.ops.aten.embedding.default)

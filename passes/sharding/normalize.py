@@ -364,7 +364,7 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
     return None if has_rule(node) else decomposition(node.target)
 
 
-def drops(node: fx.Node) -> bool:
+def drops_entries(node: fx.Node) -> bool:
     """Return True if the node is a dropout that is on."""
     return is_dropout(node) and bool(node.args[2]) and node.args[1] != 0
 
@@ -385,9 +385,10 @@ def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
                 f"{node.target} draws random numbers that would differ by mesh; "
                 f"use dropout outside of it, draw them in the data, or use one of {', '.join(drawing.names())}",
             )
-    seed = seed_input(program, ctx) if any(drops(node) or not is_dropout(node) for node in sites) else None
+    seed = seed_input(program, ctx) if any(drops_entries(node) or not is_dropout(node) for node in sites) else None
     for site, node in enumerate(sites):
-        new = key_node(node, seed, site, ctx) if seed is not None and (drops(node) or not is_dropout(node)) else None
+        draws = drops_entries(node) or not is_dropout(node)
+        new = key_node(node, seed, site, ctx) if seed is not None and draws else None
         value = node.args[0] if new is None else new
         replace_by(node, (value,) if name_of(node) == "native_dropout" else value)
     if seed is None:

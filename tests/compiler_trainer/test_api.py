@@ -12,7 +12,7 @@ from short_runs import FakeStep, metrics, timeless
 
 import compiler_trainer as ct
 from compiler_trainer.config import schema
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.targets import GIVEN
 from compiler_trainer.models.loss import loss_of_logits
 from compiler_trainer.training import trainer as training
@@ -79,7 +79,7 @@ def undated(cfg):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_options_are_those_of_the_command_line(options, words):
-    assert undated(ct.Trainer(**options).cfg) == undated(typed(compose(words)))
+    assert undated(ct.Trainer(**options).cfg) == undated(to_config(compose(words)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from doc_pages import ROOT
 
 from compiler_trainer.cli.table import VERBS
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
 from compiler_trainer.inspect import words
@@ -50,7 +50,7 @@ def test_the_page_of_commands_has_every_verb():
 
 
 def validated(options: str):
-    cfg = typed(compose(shlex.split(options)))
+    cfg = to_config(compose(shlex.split(options)))
     ranks = cfg.mesh.pp * cfg.mesh.dp_replicate * max(1, cfg.mesh.dp_shard) * cfg.mesh.cp * cfg.mesh.tp * cfg.mesh.ep
     return validate(cfg, ranks)
 

@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from compiler_trainer.cli import app
 from compiler_trainer.cli.table import VERBS
 from compiler_trainer.cli.verbs.plan import varied_values
-from compiler_trainer.config.compose import compose, name_recipes, typed
+from compiler_trainer.config.compose import compose, name_recipes, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.models.subject import subject
@@ -74,7 +74,7 @@ def configs(command: Command, scratch: Path) -> list[Config]:
     if command.kind == "plan":
         variants = varied_values([w for before, w in itertools.pairwise(command.words) if before == "--vary"])
         changes = [[f"{name}={value}" for name, value in chosen.items()] for chosen in (variants[0], variants[-1])]
-        return [typed(compose([*overrides, *changed])) for changed in changes[: len(variants)]]
+        return [to_config(compose([*overrides, *changed])) for changed in changes[: len(variants)]]
     if command.kind == "sweep":
         return [app.checked(OmegaConf.create(compose(point)), command.ranks) for point in points(overrides)]
     return [app.checked(OmegaConf.create(compose(overrides)), command.ranks)]
@@ -152,7 +152,7 @@ def test_composes(places, tmp_path, command):
 
 def on_h100(cfg: Config, ranks: int) -> Config:
     """Return the job with an H100 cluster unless it names a cluster."""
-    h100 = typed(compose(["cluster=h100"])).cluster
+    h100 = to_config(compose(["cluster=h100"])).cluster
     cluster = cfg.cluster if cfg.cluster.gpus else dataclasses.replace(h100, gpus=ranks)
     return dataclasses.replace(cfg, cluster=cluster)
 
@@ -188,9 +188,9 @@ def test_fits_when_compiled(places, tmp_path, command):
     (cfg,) = configs(command, tmp_path)
     cfg = on_h100(cfg, ranks_of(command, cfg))
     cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dry=True, dump_graphs=False, dir=str(tmp_path / "dry")))
-    from compiler_trainer.planning.auto import settled
+    from compiler_trainer.planning.auto import choose_automatic
 
-    assert dry_run(settled(cfg))["prediction"]["memory"]["fits"], str(command)
+    assert dry_run(choose_automatic(cfg))["prediction"]["memory"]["fits"], str(command)
 
 
 PLANS = of_kind("plan")

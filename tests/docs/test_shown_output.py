@@ -12,7 +12,7 @@ import pytest
 from doc_pages import ROOT, Command, commands
 
 from compiler_trainer.cli.verbs.plan import question
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import compile_dry
@@ -86,7 +86,7 @@ def shape(line: str) -> str:
 
 
 def test_readme_shows_what_shard_makes():
-    cfg = settled(Config(mesh=MeshConfig(dp_shard=2, tp=2)), on_gpu=False)
+    cfg = resolve_auto(Config(mesh=MeshConfig(dp_shard=2, tp=2)), on_gpu=False)
     programs: list[str] = []
     compile_dry(cfg, lambda program, record: programs.append(print_program(program)) if record.name == "shard" else None)
     lines = [" ".join(SHORTENED.sub("", line).split()) for line in programs[0].splitlines()]

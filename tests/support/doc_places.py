@@ -15,7 +15,7 @@ from object_store import Store
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from compiler_trainer import checkpoint
-from compiler_trainer.config.compose import CONF, compose, typed
+from compiler_trainer.config.compose import CONF, compose, to_config
 from compiler_trainer.config.schema import (
     Config,
     DataConfig,
@@ -127,7 +127,7 @@ def run_of(kind: str) -> Path:
     path = Path("kept", kind)
     if kind == "dry" and not path.exists():
         mesh = MeshConfig(dp_shard=2, tp=2)
-        job = tiny(typed(compose(["cluster=h100"])), path)
+        job = tiny(to_config(compose(["cluster=h100"])), path)
         dry_run(replace(job, mesh=mesh, run=RunConfig(dir=str(path), dry=True)))
     elif not path.exists():
         lora = replace(QWEN, lora=LoraConfig(rank=2, targets=("q_proj",)))

@@ -44,7 +44,7 @@ from compiler_trainer.step.given import Captured, mesh_of
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.runtime import ProcessRanks
 from passes.ir.bodies import calls_of
-from passes.lower.host_reads import breaks
+from passes.lower.host_reads import find_breaks
 from passes.lower.inductor import compile_body
 from passes.lower.store import Store
 from passes.torch_private import compile_inner, from_torch
@@ -170,7 +170,7 @@ def compile_all(programs: dict[str, Captured]) -> dict[str, Any]:
     flex = [sum(is_flex(kernel, backward) for kernel in kernels) for backward in (False, True)]
     found = {"bodies": len(bodies), "kernels": len(kernels), "cubins": sizes, "targets": targets, "extern": extern}
     found |= {"flex": flex, "shared": shared, "squares": sorted(squares)}
-    return found | {"breaks": [str(each) for program, _ in programs.values() for each in breaks(program)]}
+    return found | {"breaks": [str(each) for program, _ in programs.values() for each in find_breaks(program)]}
 
 
 if __name__ == "__main__":

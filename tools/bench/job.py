@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiler_trainer import compile_step, models
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import for_running
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
@@ -63,7 +63,7 @@ def leave(path: Path, result: dict[str, Any]) -> None:
 
 def composed(overrides: Sequence[str], ranks: int) -> Config:
     """Return the configuration for options of the command line; raise UserError."""
-    return validate(for_running(typed(compose([*WORKLOAD, *overrides]))), ranks)
+    return validate(for_running(to_config(compose([*WORKLOAD, *overrides]))), ranks)
 
 
 def measure(name: str, cfg: Config, results: Path, rounds: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:

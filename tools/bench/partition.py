@@ -14,7 +14,7 @@ import time
 import torch
 
 from compiler_trainer import models
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.request import CompileRequest
@@ -29,7 +29,8 @@ def partition(
     model_name: str, layers: int | None, sizes: dict[str, int], seq_len: int, whole: bool
 ) -> dict[str, float]:
     """Return CPU seconds of capture, of each pass and in total, the operators of the step, and peak resident bytes."""
-    job = typed(compose([f"model={model_name}", f"passes.fold_layers={not whole}", "passes.cast.param_dtype=bfloat16"]))
+    options = [f"model={model_name}", f"passes.fold_layers={not whole}", "passes.cast.param_dtype=bfloat16"]
+    job = to_config(compose(options))
     assert isinstance(job.model, ModelConfig), "a folder has layers of its own"
     cfg = dataclasses.replace(job.model, n_layers=layers or job.model.n_layers)
     rows = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)

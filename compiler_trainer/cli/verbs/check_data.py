@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import compose, name_recipes, typed
+from compiler_trainer.config.compose import compose, name_recipes, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.config.validate import validate_data
@@ -70,7 +70,7 @@ def config_of(overrides: Sequence[str], names: set[str]) -> DataConfig:
     if "data.pairs" in names and not names & {"loss", "recipe"}:
         options.append("loss=dpo")
     with tempfile.TemporaryDirectory() as scratch:
-        cfg = validate_data(typed(compose(name_recipes(options, Path(scratch)))))
+        cfg = validate_data(to_config(compose(name_recipes(options, Path(scratch)))))
     if cfg.sources or cfg.name not in ("text", "hf_dataset"):
         raise UserError("data", f"is {cfg.name}; name a file, data=text or data=hf_dataset, one source at a time")
     return cfg

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import compose, typed
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
 from compiler_trainer.parity.of_config import SMALL, check, ranks_of
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     overrides = arg_parser.parse_args(arguments).overrides
     if overrides and "=" not in overrides[0]:
         overrides[:1] = ["model=custom", f"model._target_={overrides[0]}"]
-    cfg = settled(typed(compose([*SMALL, *overrides])), on_gpu=False)
+    cfg = resolve_auto(to_config(compose([*SMALL, *overrides])), on_gpu=False)
     outcome = check(validate(cfg, ranks_of(cfg.mesh)))
     if outcome.verdict == "refused":
         raise UserError(outcome.where, outcome.why)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import compose, name_recipes, typed
-from compiler_trainer.config.device import described
+from compiler_trainer.config.compose import compose, name_recipes, to_config
+from compiler_trainer.config.device import resolve_cluster
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, is_open
 from compiler_trainer.runs.ahead import compile_ahead
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     arg_parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder for lower.programs")
     args = arg_parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        cfg = typed(compose(name_recipes(args.overrides, Path(scratch))))
+        cfg = to_config(compose(name_recipes(args.overrides, Path(scratch))))
     if is_open(cfg):
         raise UserError("mesh", "has to be planned; run `compiler-trainer plan` first, and compile its result")
     if needs_cuda(cfg):
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def needs_cuda(cfg: Config) -> bool:
     """Return True if the job's devices are CUDA GPUs, and this process cannot trace for them."""
-    return not described(cfg.cluster).host_computes and not trace_cuda.is_possible()
+    return not resolve_cluster(cfg.cluster).host_computes and not trace_cuda.is_possible()
 
 
 def again_for_cuda(arguments: Sequence[str]) -> int:

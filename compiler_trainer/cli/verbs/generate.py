@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from compiler_trainer.cli.table import run_parser
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.console import say
 from compiler_trainer.data.chat import prompt_of
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     args = arg_parser.parse_args(arguments)
     sampling = Sampling(args.tokens, args.temperature, args.top_p, args.top_k, args.seed)
     check(sampling)
-    cfg = settled(at_checkpoint(options_of(args.run, []), args.checkpoint), torch.cuda.is_available())
+    cfg = resolve_auto(at_checkpoint(options_of(args.run, []), args.checkpoint), torch.cuda.is_available())
     tokenizer = tokenizer_of(cfg.data)
     prompt = prompt_of(args.prompt, args.chat, tokenizer)
     subject, model = trained_model(cfg, args.ema)

@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import CONF, as_user_errors, compose, name_recipes, typed
+from compiler_trainer.config.compose import CONF, as_user_errors, compose, name_recipes, to_config
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import check_folders
@@ -43,7 +43,7 @@ def question(overrides: Sequence[str], stated: Sequence[str], values: dict[str, 
     """Return the question to plan for: the default job with overrides, and with `values`."""
     changed = [f"{name}={value}" for name, value in values.items()]
     groups = frozenset(path.name for path in CONF.iterdir() if path.is_dir())
-    return Question(for_predicting(typed(compose([*overrides, *changed]))), [*stated, *changed], groups, values)
+    return Question(for_predicting(to_config(compose([*overrides, *changed]))), [*stated, *changed], groups, values)
 
 
 def varied_values(variations: Sequence[str]) -> list[dict[str, Any]]:

@@ -14,11 +14,11 @@ from pathlib import Path
 from compiler_trainer.cli.ends import RANK
 from compiler_trainer.cli.outcome import on_ranks
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import compose, name_recipes, typed
+from compiler_trainer.config.compose import compose, name_recipes, to_config
 from compiler_trainer.config.files import check_folders
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say, wide
-from compiler_trainer.planning.space import replaced
+from compiler_trainer.planning.space import replace_nested
 from compiler_trainer.profile.report import FILE, lines, profile, tables, write
 from compiler_trainer.runs.saved import options_of
 from compiler_trainer.step.ranks import stop_ranks
@@ -65,9 +65,9 @@ def trained(overrides: Sequence[str], config_dir: Path | None) -> Path:
         if config_dir is not None:
             check_folders([str(flag) for flag in ("--config-dir", config_dir)])
             with_recipe.append(f"hydra.searchpath=[file://{config_dir.resolve()},file://{scratch}]")
-        cfg = replaced(typed(compose(with_recipe)), QUIET)
+        cfg = replace_nested(to_config(compose(with_recipe)), QUIET)
     if cfg.train.nonfinite == "rollback":
-        cfg = replaced(cfg, {"train": {"nonfinite": "stop"}})
+        cfg = replace_nested(cfg, {"train": {"nonfinite": "stop"}})
     ends = Ends()
     on_ranks(cfg, [ends])
     stop_ranks()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import compose, name_recipes, typed
+from compiler_trainer.config.compose import compose, name_recipes, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate_data
 from compiler_trainer.data.stored import Share
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     args = arg_parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        cfg = validate_data(typed(compose(name_recipes(args.overrides, Path(scratch)))))
+        cfg = validate_data(to_config(compose(name_recipes(args.overrides, Path(scratch)))))
     tokens = write(cfg, args.out, share_of(args.shard, args.processes))
     if tokens is None:
         print(

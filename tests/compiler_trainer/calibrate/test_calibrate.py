@@ -17,7 +17,7 @@ from compiler_trainer.config.schema import ClusterConfig
 def quick(monkeypatch):
     """Use probes of small sizes."""
     monkeypatch.setattr(probes, "SPELL_S", 1e-4)
-    monkeypatch.setattr(probes, "PRODUCTS", ((8, 8), (16, 16), (32, 32)))
+    monkeypatch.setattr(probes, "MATMUL_SIZES", ((8, 8), (16, 16), (32, 32)))
     monkeypatch.setattr(probes, "LENGTHS", (16, 32))
     monkeypatch.setattr(probes, "MOVED_MIB", (0.01, 0.02))
 

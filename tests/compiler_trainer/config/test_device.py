@@ -8,8 +8,8 @@ from torch import nn
 
 from compiler_trainer import compile_step
 from compiler_trainer.cli.verbs.plan import question
-from compiler_trainer.config.compose import compose, typed
-from compiler_trainer.config.device import choice, for_predicting, for_running, passes_on
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.device import cluster_of_device, for_predicting, for_running, passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import AUTO, CastConfig, PassesConfig
 
@@ -28,7 +28,7 @@ def on(monkeypatch):
 
 
 def job(*overrides):
-    return typed(compose(overrides))
+    return to_config(compose(overrides))
 
 
 def outcome(cfg):
@@ -49,7 +49,7 @@ def outcome(cfg):
 @pytest.mark.sample(2)
 def test_the_cluster_is_that_of_the_device(on, name, cluster):
     on(name)
-    assert choice() == cluster
+    assert cluster_of_device() == cluster
     cfg = for_running(job("cluster.gpus=16"))
     assert outcome(cfg) == (cluster or "auto", ON_CPU if name is None else ON_GPU)
     assert cfg.cluster.gpus == 16 and for_running(cfg) == cfg

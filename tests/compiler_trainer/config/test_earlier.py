@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from compiler_trainer.config import earlier
-from compiler_trainer.config.earlier import tell, understood
+from compiler_trainer.config.earlier import load_options, tell
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import CommunicationConfig, Config, ReplicaCheckConfig, SegmentConfig, load, save
@@ -35,7 +35,7 @@ def test_options_without_meaning_for_stored_numbers_are_said_once_and_passed_ove
     tell.cache_clear()
     options = written(plan__headroom=0.1, cluster__hbm_efficiency=0.9, passes__shard__old=1, gone={"a": 1})
     for _ in range(2):
-        cfg = understood(Config, options, "config.yaml")
+        cfg = load_options(Config, options, "config.yaml")
     assert cfg == dataclasses.replace(Config(), run=cfg.run)
     lines = capsys.readouterr().err.splitlines()
     names = ["plan.headroom", "cluster.hbm_efficiency", "passes.shard.old", "gone"]
@@ -45,15 +45,15 @@ def test_options_without_meaning_for_stored_numbers_are_said_once_and_passed_ove
 @pytest.mark.parametrize("name", ["model__depth", "optim__epsilon2"])
 def test_an_option_that_may_mean_something_is_refused(name):
     with pytest.raises(UserError, match="no such option"):
-        understood(Config, written(**{name: 1}), "config.yaml")
+        load_options(Config, written(**{name: 1}), "config.yaml")
 
 
 def test_a_renamed_option_has_its_new_name_and_value(monkeypatch):
     monkeypatch.setattr(earlier, "RENAMED", {("eval.every", 0): ("eval.interval", 7)})
     options = written(eval__every=0)
-    assert understood(Config, options, "x").eval.interval == 7 and options["eval"]["every"] == 0
+    assert load_options(Config, options, "x").eval.interval == 7 and options["eval"]["every"] == 0
     monkeypatch.setattr(earlier, "RENAMED", {("eval.interval", 500): ("eval.interval", 7)})
-    assert understood(Config, written(eval__interval=500), "x").eval.interval == 7
+    assert load_options(Config, written(eval__interval=500), "x").eval.interval == 7
 
 
 @pytest.mark.parametrize(("group", "options", "now"), [
@@ -68,7 +68,7 @@ def test_a_renamed_option_has_its_new_name_and_value(monkeypatch):
     ("train", {"replica_check": {"interval": 0}}, {"replica_check": ReplicaCheckConfig(None)}),
 ])
 def test_off_has_one_word_now_and_runs_that_went_before_keep_theirs(group, options, now, capsys):
-    loaded = getattr(understood(Config, {group: options}, "x"), group)
+    loaded = getattr(load_options(Config, {group: options}, "x"), group)
     assert {name: getattr(loaded, name) for name in now} == now and not capsys.readouterr().err
 
 
@@ -91,6 +91,6 @@ def test_a_value_that_looks_like_an_interpolation_is_written_and_read_as_it_is(t
 
 def test_an_entry_of_a_list_that_is_gone_is_ignored_and_named(capsys):
     tell.cache_clear()
-    cfg = understood(Config, {"plan": {"recompute": ["none", "every_second", "full"]}}, "here.yaml")
+    cfg = load_options(Config, {"plan": {"recompute": ["none", "every_second", "full"]}}, "here.yaml")
     assert cfg.plan.recompute == ("none", "full")
     assert capsys.readouterr().err == "here.yaml: plan.recompute: every_second is no longer a choice and is ignored\n"

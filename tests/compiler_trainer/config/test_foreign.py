@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import compiler_trainer
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.descriptions import groups
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.foreign import ANSWERS, VALUES, answer
 from compiler_trainer.config.options import build
@@ -94,7 +94,7 @@ def test_what_an_answer_denies_is_refused_and_no_feature(denial):
     """Answers must not become outdated: one denied pipeline parallelism after it had been added."""
     (refused_overrides,) = (overrides for beginning, overrides in REFUSED.items() if denial.startswith(beginning))
     with pytest.raises(UserError):
-        validate(settled(typed(compose(refused_overrides)), on_gpu=True), 1)
+        validate(resolve_auto(to_config(compose(refused_overrides)), on_gpu=True), 1)
     features = {feature.name.partition(" (")[0].lower() for row in FEATURES.values() for feature in row}
     assert denial.lower().removeprefix("there is no ") not in features
 

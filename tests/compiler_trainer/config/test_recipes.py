@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compiler_trainer.config.compose import CONF, compose, typed
+from compiler_trainer.config.compose import CONF, compose, to_config
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import AUTOMATIC, closed, is_open, open_axes
+from compiler_trainer.config.schema import AUTOMATIC, is_open, open_axes, with_placeholders
 from compiler_trainer.config.validate import validate
 from compiler_trainer.models.windowed import WindowedDecoder
 
@@ -19,7 +19,7 @@ SHAPED = [name for name in RECIPES if name not in (*TUNING, *ONE_GPU, "pretrain"
 
 
 def job(name, *overrides):
-    return typed(compose([f"recipe={name}", *(["model.path=somewhere"] if name in TUNING else []), *overrides]))
+    return to_config(compose([f"recipe={name}", *(["model.path=somewhere"] if name in TUNING else []), *overrides]))
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ONE_GPU])
@@ -35,9 +35,9 @@ def test_each_computes_as_the_device_can_and_plans_its_accumulation(name):
 @pytest.mark.sample(2)
 def test_pretraining_needs_a_tokenizer_and_a_dry_run_does_not(name):
     with pytest.raises(UserError, match="^data.tokenizer: is empty, .* set data.tokenizer=FOLDER/tokenizer.json"):
-        validate(closed(job(name)), 8)
-    validate(closed(job(name, "run.dry=true")), 8)
-    validate(closed(job(name, "data=text", "data.files=[books]", "data.tokenizer=TOK")), 8)
+        validate(with_placeholders(job(name)), 8)
+    validate(with_placeholders(job(name, "run.dry=true")), 8)
+    validate(with_placeholders(job(name, "data=text", "data.files=[books]", "data.tokenizer=TOK")), 8)
 
 
 @pytest.mark.parametrize("name", SHAPED)
@@ -63,4 +63,4 @@ def test_warm_up_follows_the_length_of_a_run(steps, warmup):
     ([], 1e-5), (["+model.lora.rank=4"], 2e-4), (["model.init=random"], 1e-3), (["optim.lr=3e-5"], 3e-5),
 ])
 def test_trained_weights_have_a_learning_rate_of_their_own(overrides, lr):
-    assert typed(compose(["model=hf", "model.path=somewhere", *overrides])).optim.lr == lr
+    assert to_config(compose(["model=hf", "model.path=somewhere", *overrides])).optim.lr == lr

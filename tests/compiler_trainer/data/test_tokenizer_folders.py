@@ -11,7 +11,7 @@ from byte_tokenizer import CHATML
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.config.validate import validate_data
@@ -140,7 +140,7 @@ def test_the_options_are_refused_where_they_mean_nothing(tmp_path):
         build_tokenizer(path, None, True)
     with pytest.raises(UserError, match="data.eos_token: is set, but data.tokenizer=bytes has no such token"):
         build_tokenizer("bytes", "<eos>")
-    cfg = typed(compose(["data=text", "data.files=[a]", "data.chat=true", f"data.tokenizer={path}", "data.add_bos_token=true"]))
+    cfg = to_config(compose(["data=text", "data.files=[a]", "data.chat=true", f"data.tokenizer={path}", "data.add_bos_token=true"]))
     with pytest.raises(UserError, match="data.add_bos_token: is True with data.chat=true, and the chat template writes"):
         validate_data(cfg)
 

@@ -13,7 +13,7 @@ from browser import cut, opened
 from compiler_trainer.cli import app, outcome
 from compiler_trainer.cli.verbs.plan import varied_values
 from compiler_trainer.config.compose import CONF
-from compiler_trainer.config.device import cluster_of, here
+from compiler_trainer.config.device import cluster_of, device_name
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     AUTO,
@@ -42,7 +42,7 @@ from compiler_trainer.planning.space import (
     LeftOut,
     PlanRequest,
     candidates,
-    replaced,
+    replace_nested,
     sizes_of,
 )
 from passes.ir.layer import within
@@ -80,7 +80,7 @@ def test_a_model_is_captured_once_for_settings_of_one_shape(monkeypatch):
     small = {"n_layers": 2, "dim": 64, "ffn_dim": 64, "vocab_size": 64}
     for mesh, microbatches in (({"dp_shard": 8}, 1), ({"dp_shard": 4, "tp": 2}, 1), ({"dp_shard": 8}, 2)):
         options = {"model": small, "train": {"seq_len": 8, "microbatches": microbatches}, "mesh": mesh}
-        request = request_of(cfg := replaced(JOB, options), subject(cfg))
+        request = request_of(cfg := replace_nested(JOB, options), subject(cfg))
         compiled.captured(cfg, request, build_pipeline(request).folding)
     assert len(counted) == 2
 
@@ -115,7 +115,7 @@ def test_a_batch_that_does_not_divide_is_counted():
 def test_float8_is_for_who_allows_it_and_experts_spread():
     cfg = replace(JOB, plan=PlanConfig(float8=True))
     assert {c.float8 for c in every(PlanRequest(cfg))} == {True, False}
-    assert {c.float8 for c in every(PlanRequest(replaced(cfg, {"passes": {"cast": {"param_dtype": None}}})))} == {False}
+    assert {c.float8 for c in every(PlanRequest(replace_nested(cfg, {"passes": {"cast": {"param_dtype": None}}})))} == {False}
     mixture = replace(JOB, model=replace(SMALL, experts=ExpertsConfig(count=4, top_k=2, width=64)))
     assert {c.mesh.ep for c in every(PlanRequest(mixture)) if c.mesh.tp == c.mesh.cp == 1} == {1, 2, 4}
 
@@ -125,7 +125,7 @@ def test_rows_that_bounded_experts_are_sent_are_kept_by_each_layer():
     mixture = replace(JOB, model=replace(SMALL, experts=ExpertsConfig(count=4, top_k=2, width=64)))
     held = []
     for dispatch in ("all_gather", "bounded"):
-        cfg = replaced(mixture, {"passes": {"moe": {"dispatch": dispatch}}})
+        cfg = replace_nested(mixture, {"passes": {"moe": {"dispatch": dispatch}}})
         rank = Rank(cfg, sizes(cfg), cluster_of(cfg.cluster), mesh, 1, False)
         held.append(kept_bytes(rank, Candidate(mesh, 1, "full"), "full"))
     tokens, choices, features, others = 2048, 2, 512, 3 / 4
@@ -195,7 +195,7 @@ def graphs(cfg, candidate):
 def test_an_estimate_is_the_prediction_of_a_dry_run(candidate):
     deep = replace(JOB, model=replace(SMALL, n_layers=14))
     (found,) = compiled.estimate(deep, candidate, [deep.cluster])
-    cfg = replaced(candidate.applied(deep), {"passes": {"verify": "none"}})
+    cfg = replace_nested(candidate.applied(deep), {"passes": {"verify": "none"}})
     whole = predict_step(cfg, compile_dry(cfg, None))
     assert 1e3 * found.step_s == pytest.approx(whole["predicted"]["step_ms"], rel=1e-9)
     assert found.bytes == whole["predicted"]["peak_mem_bytes"]
@@ -219,7 +219,7 @@ def test_between_two_recomputations_time_and_memory_are_on_a_line(mesh, tmp_path
     candidate = found.estimate.candidate
     assert candidate.first.layers == 4 and candidate.recomputes() == "full in the first 4, else selective"
     run = {"run": {"dir": str(tmp_path), "dump_graphs": False, "dry": True}}
-    whole = dry_run(replaced(candidate.applied(deep), run))["predicted"]
+    whole = dry_run(replace_nested(candidate.applied(deep), run))["predicted"]
     assert 1e3 * found.estimate.step_s == pytest.approx(whole["step_ms"], rel=0.005)
     assert found.estimate.bytes == pytest.approx(whole["peak_mem_bytes"], rel=0.01)
     assert whole["peak_mem_bytes"] <= found.estimate.bytes <= limit
@@ -227,7 +227,7 @@ def test_between_two_recomputations_time_and_memory_are_on_a_line(mesh, tmp_path
 
 def test_a_model_is_captured_with_few_layers_unless_options_or_periods_tell_them_apart():
     def few(model: ModelConfig, **passes) -> int | None:
-        cfg = replaced(JOB, {"model": {}, "mesh": {"dp_shard": 8}, "passes": passes})
+        cfg = replace_nested(JOB, {"model": {}, "mesh": {"dp_shard": 8}, "passes": passes})
         request = request_of(cfg := replace(cfg, model=model), subject(cfg))
         return compiled.few_layers(cfg, request, build_pipeline(request).folding)
 
@@ -348,14 +348,14 @@ def test_jobs_that_differ_in_the_links_share_their_programs():
 
 def test_mesh_auto_is_a_plan_of_the_mesh_alone(capsys):
     cfg = replace(JOB, mesh=AUTO, run=replace(JOB.run, dry=True), plan=PlanConfig(compile=2))
-    settled = auto.settled(cfg)
+    settled = auto.choose_automatic(cfg)
     assert settled.mesh != AUTO and replace(settled, mesh=AUTO) == cfg
     assert "mesh=auto: " in capsys.readouterr().out
-    assert auto.settled(replace(cfg, cluster=ClusterConfig(gpus=1))).mesh == MeshConfig(dp_shard=1)
+    assert auto.choose_automatic(replace(cfg, cluster=ClusterConfig(gpus=1))).mesh == MeshConfig(dp_shard=1)
 
 
 def test_a_slow_mesh_is_remarked_on():
-    slow = replace(JOB, cluster=replace(JOB.cluster, device=here()), model=LARGE, mesh=MeshConfig(dp_shard=1, tp=8), train=TrainConfig(global_batch_size=16, seq_len=4096))
+    slow = replace(JOB, cluster=replace(JOB.cluster, device=device_name()), model=LARGE, mesh=MeshConfig(dp_shard=1, tp=8), train=TrainConfig(global_batch_size=16, seq_len=4096))
     trained = subject(slow)
     assert "faster on h100" in auto.remark(slow, trained) and "mesh=auto" in auto.remark(slow, trained)
     for fine in (

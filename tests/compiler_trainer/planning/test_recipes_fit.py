@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compiler_trainer.config.compose import compose, typed
-from compiler_trainer.planning.auto import settled
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.planning.auto import choose_automatic
 from compiler_trainer.planning.dry import dry_run
 
 ON = [
@@ -19,6 +19,6 @@ ON = [
 @pytest.mark.parametrize(("recipe", "gpus"), ON)
 def test_it_fits_80_gib_and_computes_most_of_the_time(recipe, gpus, tmp_path):
     where = ["run.dry=true", "cluster=h100", f"cluster.gpus={gpus}", f"run.dir={tmp_path}/run", "plan.compile=1"]
-    report = dry_run(settled(typed(compose([f"recipe={recipe}", *where]))))
+    report = dry_run(choose_automatic(to_config(compose([f"recipe={recipe}", *where]))))
     assert report["prediction"]["memory"]["fits"]
     assert report["predicted"]["mfu"] > 0.2

@@ -14,7 +14,7 @@ from short_runs import options
 from compiler_trainer.config.device import for_running
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
-from compiler_trainer.planning.space import replaced
+from compiler_trainer.planning.space import replace_nested
 from compiler_trainer.profile import changes, report
 from compiler_trainer.profile.causes import OfRank, causes
 from compiler_trainer.profile.predicted import Predicted, predicted
@@ -79,7 +79,7 @@ def test_a_new_axis_waits_as_much_longer_than_predicted_as_the_others():
 
 
 def test_larger_buckets_are_predicted_to_save_what_small_ones_cost(cfg):
-    small = replaced(cfg, {"passes": {"communication": {"bucket_mib": 0.0001}}})
+    small = replace_nested(cfg, {"passes": {"communication": {"bucket_mib": 0.0001}}})
     now = predicted(small)
     proposed = [other for other in changes.others(small) if other.passes.communication.bucket_mib == 25.0]
     (change,) = (changes.changed(small, other, now.spent, now, 0) for other in proposed)
@@ -92,7 +92,7 @@ def test_larger_buckets_are_predicted_to_save_what_small_ones_cost(cfg):
 
 def test_a_change_that_a_pass_refuses_is_kept_with_its_reason(cfg):
     now = Predicted(EXPECTED, {}, {})
-    found = changes.changed(cfg, replaced(cfg, {"passes": {"remat": {"layers": {"nothing.*": "full"}}}}), EXPECTED, now, 0)
+    found = changes.changed(cfg, replace_nested(cfg, {"passes": {"remat": {"layers": {"nothing.*": "full"}}}}), EXPECTED, now, 0)
     assert "nothing.*" in found.refused and not found.fits
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from commands import call
 
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.validate import validate
 from compiler_trainer.models.subject import subject
@@ -94,7 +94,7 @@ def stepped(cfg, cache):
 
 @pytest.mark.full
 def test_sixty_four_ranks_run_what_one_process_made_and_trace_nothing(tmp_path, untraced):
-    cfg = typed(compose([*SMALL, "cluster=cpu", "mesh.dp_shard=64", "train.global_batch_size=64"]))
+    cfg = to_config(compose([*SMALL, "cluster=cpu", "mesh.dp_shard=64", "train.global_batch_size=64"]))
     alone, _ = stepped(replace(cfg, mesh=replace(cfg.mesh, dp_shard=1)), None)
     said = compile_ahead(cfg, tmp_path / "made", lambda what: None)
     assert "for 64 ranks on cpu " in said

@@ -10,7 +10,7 @@ from torch import nn
 
 from compiler_trainer import UserError
 from compiler_trainer.capture import grad_modes
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.training import prepare
 from compiler_trainer.training.prepare import check_capture, is_tested
 
@@ -46,7 +46,7 @@ def checked(loss=lambda model, batch: model(batch["x"]).square().mean(), verify=
     *([[f"model={name}"], True] for name in ("llama3_8b", "moe_debug")),
 ])
 def test_jobs_of_the_trainers_own_models_start_without_a_comparison(job, is_known):
-    assert is_tested(typed(compose(job))) == is_known
+    assert is_tested(to_config(compose(job))) == is_known
 
 
 @pytest.mark.parametrize("most", [1e10, 0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from short_runs import FakeStep, metrics, options, resuming
 
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import steps_of
 from compiler_trainer.config.schema import CheckpointConfig, Config, DataConfig, EvalConfig, TrainConfig, WeightedSource
@@ -17,7 +17,7 @@ from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.training import steps, trainer
-from compiler_trainer.training.evaluate import held_out, means
+from compiler_trainer.training.evaluate import means, validation_batches
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_lengths_by_hand(length, steps):
 @pytest.mark.parametrize("text", ["many", "0epochs", "-1epochs", "1e9tokens", "3 epochs", "2Xtokens", "12"])
 def test_what_is_no_length_is_refused(text):
     with pytest.raises(UserError, match=f"^train.steps: {text} must be a number of steps, or epochs or tokens as 3epochs or 20Btokens"):
-        typed(compose([f"train.steps='{text}'"]))
+        to_config(compose([f"train.steps='{text}'"]))
 
 
 def test_epochs_take_each_row_so_often(fake, tmp_path):
@@ -81,7 +81,7 @@ def test_a_validation_set_of_ones_own_is_all_that_is_held_out(tmp_path):
     trained, own = written(tmp_path, a="a" * 900, v="v" * 100)
     cfg = DataConfig(name="text", files=trained.files, validation=(own,))
     result = build_datasets(cfg, 10, 4)
-    batches = [batch for _, batch in held_out(result.eval, None)]
+    batches = [batch for _, batch in validation_batches(result.eval, None)]
     tokens = np.concatenate([batch["tokens"][(batch["labels"] != IGNORED_LABEL).any(1)].numpy() for batch in batches])
     assert set(tokens.flatten().tolist()) == {ord("v")} and (tokens == ord("v")).sum() == 100
     assert result.parts[0].train.facts.tokens == 901 and result.parts[0].held_out is None
@@ -102,12 +102,12 @@ def test_the_loss_of_each_source_is_that_of_its_rows_and_all_make_the_whole(batc
     sources = written(tmp_path, a="a" * 1000, b="b" * 500)
     cfg = DataConfig("mixture", sources=tuple(sources), eval_fraction=0.5)
     loader = build_datasets(cfg, 10, 8).eval
-    result, labels = means(ByLetter(), held_out(loader, batches))
+    result, labels = means(ByLetter(), validation_batches(loader, batches))
     names = [f"loss/{source.files[0]}" for source in sources]
     assert set(result) == {"loss", "share", *names} and result["share"] == 1.0
     if batches is None:
         expected = [build_datasets(DataConfig(name="text", files=s.files, eval_fraction=0.5), 10, 8).eval for s in sources]
-        alone = [means(ByLetter(), held_out(own, None)) for own in expected]
+        alone = [means(ByLetter(), validation_batches(own, None)) for own in expected]
         assert [result[name] for name in names] == pytest.approx([loss["loss"] for loss, _ in alone])
         assert labels == sum(count for _, count in alone)
         assert result["loss"] == pytest.approx(sum(loss["loss"] * count for loss, count in alone) / labels)
@@ -121,7 +121,7 @@ def test_the_loss_of_each_source_is_that_of_its_rows_and_all_make_the_whole(batc
 def test_the_loss_of_a_single_source_has_no_second_name(tmp_path):
     (source,) = written(tmp_path, a="a" * 1000)
     loader = build_datasets(DataConfig(name="text", files=source.files), 10, 8).eval
-    assert set(means(ByLetter(), held_out(loader, 2))[0]) == {"loss", "share"}
+    assert set(means(ByLetter(), validation_batches(loader, 2))[0]) == {"loss", "share"}
 
 
 def test_losses_by_source_are_recorded(fake, tmp_path):

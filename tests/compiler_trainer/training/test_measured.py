@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from compiler_trainer.training.trace import HOST, LOOPS, WAITS, Mark, break_down
+from compiler_trainer.training.trace import ELEMENTWISE, HOST, WAITS, Mark, break_down
 
-MARKS = {"%block_1 of step": Mark("forward layers.0", LOOPS), "%head of step": Mark("forward outside of layers", HOST)}
+MARKS = {"%block_1 of step": Mark("forward layers.0", ELEMENTWISE), "%head of step": Mark("forward outside of layers", HOST)}
 
 
 def event(name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1, **args) -> dict:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.training.preflight import default_job
@@ -24,7 +24,7 @@ def test_flops_are_those_of_one_rank():
 
 def test_mfu_is_of_the_gpu_that_the_cluster_describes(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3"))
-    cfg = settled(CFG, on_gpu=True)
+    cfg = resolve_auto(CFG, on_gpu=True)
     result = speed(cfg, 10**6, 4000, 0.5)
     assert result["mfu"] == pytest.approx(result["tflops"] / 989.0)  # bf16
     other = replace(cfg, cluster=replace(cfg.cluster, device="NVIDIA H200"))

@@ -13,7 +13,7 @@ from joint_programs import equal, joint, plain, run
 from small_programs import Small, cut
 from torch import fx
 
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig, TrainConfig
 from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
@@ -471,7 +471,7 @@ def test_inductor_keeps_products_beside_collectives(tp_group, caplog):
     """Check that Inductor does not move a wait to the first operator of the fused kernel that needs it."""
     model = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
     cfg = Config(model=model, train=TrainConfig(seq_len=64, global_batch_size=4), mesh=MeshConfig(dp_shard=1, tp=2))
-    program, ctx = compile_dry(settled(cfg, on_gpu=False), None).programs["step"]
+    program, ctx = compile_dry(resolve_auto(cfg, on_gpu=False), None).programs["step"]
     torch._logging.set_logs(output_code=True)
     try:
         with caplog.at_level(logging.DEBUG, "torch._inductor.graph.__output_code"):

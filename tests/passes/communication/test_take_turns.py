@@ -10,7 +10,7 @@ import torch
 from small_programs import Small, cut
 from torch import fx
 
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.schema import (
     CommunicationConfig,
     Config,
@@ -157,7 +157,7 @@ SIZES = ModelConfig(dim=64, n_layers=9, n_heads=4, n_kv_heads=2, ffn_dim=128, vo
 def test_layers_stay_alike_and_collectives_have_the_other_microbatch_beside_them(mesh):
     train = TrainConfig(seq_len=64, global_batch_size=8, microbatches=2)
     passes = PassesConfig(communication=CommunicationConfig(batch_overlap=2))
-    cfg = settled(Config(model=SIZES, mesh=MeshConfig(**mesh), train=train, passes=passes), on_gpu=False)
+    cfg = resolve_auto(Config(model=SIZES, mesh=MeshConfig(**mesh), train=train, passes=passes), on_gpu=False)
     step = compile_dry(cfg, None)
     assert not any("stands for" in note for note in step.report["notes"])
     ((program, ctx),) = step.programs.values()

@@ -14,7 +14,7 @@ from passes.check import simulate
 from passes.context.balance import hops_of, ranks_that_meet
 from passes.ir.mesh import Mesh
 from passes.ir.order import PLAIN, ZIGZAG
-from passes.lower.host_reads import breaks
+from passes.lower.host_reads import find_breaks
 from passes.ops.shift import hops_at, shift_by
 
 SHORT = torch.arange(21)[None].expand(4, 21) // 4  # documents of four tokens
@@ -103,5 +103,5 @@ def test_a_cuda_graph_cannot_skip_steps(skips):
     step = compile_lockstep(packed(), loss_of, batches()[0], {"cp": 2}, passes=options)
     program = step.train["step"].program
     assert [i.name for i in program.inputs if i.kind == "layout"] == ["hops"] * skips
-    result = [item for item in breaks(program) if "passes.context.skip_steps=false" in item.why]
+    result = [item for item in find_breaks(program) if "passes.context.skip_steps=false" in item.why]
     assert len(result) == (1 + 1 + 2) * skips

@@ -17,7 +17,7 @@ from passes.ir.bodies import flatten, same_layout
 from passes.ir.layer import Layer, Role
 from passes.ir.printer import print_program
 from passes.ir.record import FIELDS, BodyNode, NodeRecord, Origin, differences
-from passes.ir.saved import Unreadable, Unwritable, operators_in, read, written
+from passes.ir.saved import Unreadable, Unwritable, operators_in, read, to_text
 from passes.ir.spec import Spec
 from passes.torch_private import LazyGraphModule, OpOverload
 
@@ -64,7 +64,7 @@ def test_every_field_of_a_record_is_read_as_it_was_written(record):
     ir.set_record(graph.placeholder("x"), record)
     graph.output(())
     inputs = (ir.Input("x", "batch", Spec.whole((2,))),)
-    program = read(written({"step": ir.Program(LazyGraphModule(nn.Module(), graph), inputs, ())}))["step"]
+    program = read(to_text({"step": ir.Program(LazyGraphModule(nn.Module(), graph), inputs, ())}))["step"]
     (node,) = program.placeholders()
     assert differences(record, ir.record(node), same_layout) == []
 
@@ -73,9 +73,9 @@ def test_every_field_of_a_record_is_read_as_it_was_written(record):
 @pytest.mark.parametrize("job", JOBS)
 def test_what_is_read_is_what_was_written(job):
     before = programs(job)
-    text = written(before)
+    text = to_text(before)
     after = read(text)
-    assert list(after) == list(before) and written(after) == text
+    assert list(after) == list(before) and to_text(after) == text
     for name, program in before.items():
         assert print_program(after[name]) == print_program(program)
         assert print_program(flatten(after[name])) == print_program(flatten(program))
@@ -110,7 +110,7 @@ class Net(nn.Module):
 def test_constants_keep_their_values():
     step = compile_step(Net(), lambda model, batch: model(batch["tokens"]).mean(), {"tokens": ROWS}, ranks="lockstep")
     try:
-        after = read(written({"step": step.train["step"].finished}))["step"]
+        after = read(to_text({"step": step.train["step"].finished}))["step"]
     except Unwritable as error:
         assert "every process defines again" in str(error)
         return
@@ -124,7 +124,7 @@ def test_constants_keep_their_values():
     [("aten.mm.default", "aten.mm.nothing"), ("aten.mm.default", "os.system.x"), ("operator.getitem", "operator.call")],
 )
 def test_a_text_of_what_there_is_not_is_refused(old, new):
-    text = written(programs("one rank"))
+    text = to_text(programs("one rank"))
     assert old in text
     with pytest.raises(Unreadable):
         read(text.replace(old, new))
@@ -132,7 +132,7 @@ def test_a_text_of_what_there_is_not_is_refused(old, new):
 
 def test_what_is_read_is_never_run():
     """Names lead only to operators, listed functions, dtypes and layouts."""
-    text = json.loads(written(programs("one rank")))
+    text = json.loads(to_text(programs("one rank")))
     targets = {node[2] for body in text["bodies"] for node in body[4] if node[1] == "call_function"}
     assert targets and all(isinstance(target, str) for target in targets)
     assert all(isinstance(op, OpOverload) for op in operators_in(read(json.dumps(text)).values()))

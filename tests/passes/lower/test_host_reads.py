@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiler_trainer import compile_step
 from compiler_trainer.config.compose import compose
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, LowerConfig
@@ -30,7 +30,7 @@ from passes.ir.operators import name_of
 from passes.ir.record import BodyNode, Origin
 from passes.ir.stages import Stage
 from passes.lower.calls import steps_of
-from passes.lower.host_reads import breaks
+from passes.lower.host_reads import find_breaks
 from passes.lower.runs import describe_recordings, names_in, runs_of
 from passes.lower.segment import Segment
 from passes.ops.attend import attend
@@ -99,7 +99,7 @@ BREAKS = {
 
 @pytest.mark.parametrize(("program", "reason"), BREAKS.values(), ids=BREAKS)
 def test_what_breaks_a_recording_is_named_with_its_line(program, reason):
-    (result,) = breaks(program)
+    (result,) = find_breaks(program)
     assert "(model.py:41), forward: " in str(result) and reason in result.why
     with pytest.raises(UserError, match=r"lower.cudagraphs: .*step: %\w+ \(model.py:41\)"):
         check_recordable({"step": Captured(program, None)})
@@ -111,8 +111,8 @@ def test_attention_by_interval_is_recorded_only_compiled():
     q, bounds = small.input("q", cut((1, 2, 4, 8)), dtype=F32), small.input("bounds", cut((1, 4)), dtype=torch.int64)
     out = small.call(operator.getitem, small.call(attend, q, q, q, bounds, bounds, None, [], 1.0, ""), 0)
     program = small.program([("loss", "l", out, cut((1, 2, 4, 8)))])
-    assert breaks(program) == []
-    (result,) = breaks(program, compiled=False)
+    assert find_breaks(program) == []
+    (result,) = find_breaks(program, compiled=False)
     assert "use lower.backend=inductor" in result.why
 
 
@@ -125,14 +125,14 @@ def test_all_that_breaks_is_named():
 
 @pytest.mark.parametrize("operator", [(aten.neg.default,), (aten.index.Tensor, ["rows"])])
 def test_what_can_be_recorded_is_not_named(operator):
-    assert breaks(planted(*operator)) == []
+    assert find_breaks(planted(*operator)) == []
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("passes", quick([{}, {"cast": {"param_dtype": "bfloat16", "float8": "rowwise"}}], 0), ids=["fp32", "float8"])
 def test_a_dry_run_checks_too(passes, monkeypatch):
     options = {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 1}, "lower": {"cudagraphs": True}, "passes": passes}
-    cfg = settled(build(Config, options), on_gpu=False)
+    cfg = resolve_auto(build(Config, options), on_gpu=False)
     compile_dry(cfg, None)
     monkeypatch.setattr(programs, "breaks", lambda *_: ["%item (model.py:41) reads a value on the host"])
     with pytest.raises(UserError, match=r"lower.cudagraphs: cannot record step: %item \(model.py:41\)"):
@@ -177,13 +177,13 @@ JOBS = {
 
 def programs_of(options, on_gpu=True):
     """Return the programs of a job, with the dtypes of a GPU."""
-    return {name: item.program for name, item in compile_dry(settled(build(Config, options), on_gpu), None).programs.items()}
+    return {name: item.program for name, item in compile_dry(resolve_auto(build(Config, options), on_gpu), None).programs.items()}
 
 
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.sample(2)
 def test_no_node_of_a_job_reads_the_host(job):
-    result = {name: list(map(str, breaks(program))) for name, program in programs_of(JOBS[job]).items()}
+    result = {name: list(map(str, find_breaks(program))) for name, program in programs_of(JOBS[job]).items()}
     assert result and not any(result.values())
 
 
@@ -194,13 +194,13 @@ def test_no_node_of_a_job_reads_the_host(job):
     (EXPERTS, False, "only bfloat16 has a kernel"),
 ])
 def test_what_does_is_said_with_the_option(options, on_gpu, why):
-    result = [item for program in programs_of(options, on_gpu).values() for item in breaks(program)]
+    result = [item for program in programs_of(options, on_gpu).values() for item in find_breaks(program)]
     assert result and all(why in item.why for item in result)
 
 
 def test_launches_of_recorded_stages_cost_nothing():
     slow = {"cluster": compose(["cluster=h100", "cluster.launch_us=500"])["cluster"]}
-    jobs = (settled(build(Config, JOBS["pp 2"] | slow | {"lower": {"cudagraphs": on_cpu}}), True) for on_cpu in (False, True))
+    jobs = (resolve_auto(build(Config, JOBS["pp 2"] | slow | {"lower": {"cudagraphs": on_cpu}}), True) for on_cpu in (False, True))
     started, replayed = (predict_step(cfg, compile_dry(cfg, None))["predicted"]["step_ms"] for cfg in jobs)
     assert replayed < 0.1 * started
 
@@ -234,7 +234,7 @@ PLACES = {
 def sharded():
     """Return the step of a job whose gathers and reductions overlap with computation, in order."""
     options = LAYER | {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 2}}
-    return compile_dry(settled(build(Config, options), True), None).programs["step"]
+    return compile_dry(resolve_auto(build(Config, options), True), None).programs["step"]
 
 
 @pytest.mark.parametrize("phase", PLACES)
@@ -247,7 +247,7 @@ def test_one_that_is_planted_is_named_and_splits_the_recording_in_each_phase(pha
     ir.copy_origin(item, place)
     ir.update(item, role=ir.role(place))
     cut_up, _ = Segment()(program, ctx)
-    (result,) = breaks(cut_up)
+    (result,) = find_breaks(cut_up)
     assert result.node.name == item.name and "reads a value on the host" in result.why
     assert f"{ir.source(place) or ir.parameter(place) or 'no source line'}), {ir.phase(place)}: " in str(result)
     run_of = {name: i for i, run in enumerate(runs_of(cut_up)) for step in steps_of(cut_up)[run.first : run.last]

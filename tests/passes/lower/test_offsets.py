@@ -11,7 +11,7 @@ from small_programs import Small, cut
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiler_trainer.config.compose import compose
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, TrainConfig
@@ -159,7 +159,7 @@ def job(rows: int, microbatches: int, cluster: str = "h100") -> Config:
     """Return a job of so many samples of 1,024 tokens, with 8 heads of 32."""
     cfg = build(Config, compose([f"cluster={cluster}", "model.n_layers=1", "mesh.dp_shard=1", "passes.verify=none"]))
     train = TrainConfig(seq_len=1024, global_batch_size=rows, microbatches=microbatches)
-    return settled(dataclasses.replace(cfg, train=train), on_gpu=True)
+    return resolve_auto(dataclasses.replace(cfg, train=train), on_gpu=True)
 
 
 def test_a_dry_run_refuses_and_names_the_option():

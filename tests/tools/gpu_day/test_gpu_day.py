@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from compiler_trainer.config.compose import compose, typed
-from compiler_trainer.config.device import settled
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
@@ -23,7 +23,7 @@ MEASURED = [part for part in PARTS if part.job]
 
 @pytest.mark.parametrize("part", MEASURED, ids=lambda part: part.name)
 def test_options_of_measured_jobs_compose(part):
-    cfg = typed(compose(part.options("cuda")))
+    cfg = to_config(compose(part.options("cuda")))
     assert cfg.train.seq_len >= 4096
     if part.small is not None:
         assert composed(part.options("cpu"), 1).model.dim == 128
@@ -34,7 +34,7 @@ def test_jobs_of_an_absent_gpu_compose_and_all_but_offloading_are_predicted(part
     commands = [found for _, found in part.ahead(tmp_path)]
     for _, *words in commands:
         cfg = build(Config, compose([word for word in words if "=" in word]))
-        validate(settled(cfg, on_gpu=True), 1)
+        validate(resolve_auto(cfg, on_gpu=True), 1)
         assert cfg.cluster.name == "h100"
     predicted = any("run.dry=true" in words for words in commands)
     assert predicted == (part.name.startswith(("dense", "experts", "anchor")) and "offloading" not in part.name)
@@ -167,4 +167,4 @@ def test_a_trace_is_summed_by_kernel(tmp_path):
 
 
 def test_the_profiled_job_composes():
-    validate(settled(typed(compose([*parts.PROFILED, *profile.SETTINGS])), on_gpu=True), 1)
+    validate(resolve_auto(to_config(compose([*parts.PROFILED, *profile.SETTINGS])), on_gpu=True), 1)

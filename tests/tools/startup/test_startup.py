@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.validate import dry_world_size, validate
 from tools.startup import rows
@@ -13,7 +13,7 @@ OPTIONS = ("mesh.tp=2", "cluster=h100", "passes.verify=none", "train.microbatche
 
 
 def counts(*overrides):
-    cfg = typed(compose([*OPTIONS, *overrides]))
+    cfg = to_config(compose([*OPTIONS, *overrides]))
     return {name: (before, after) for name, before, after in rows(validate(for_predicting(cfg), dry_world_size(cfg)))}
 
 
