@@ -51,7 +51,7 @@ LATE_IMPORTS = {
     *(str(path.relative_to(ROOT)) for path in ROOT.glob("compiler_trainer/cli/*.py")),
     "compiler_trainer/__init__.py",
     "compiler_trainer/step/compile.py",
-    "compiler_trainer/step/given.py",
+    "compiler_trainer/step/captured.py",
     "compiler_trainer/sweep/point.py",
     "passes/memory/budget.py",
     PRIVATE_API,

@@ -30,7 +30,7 @@ from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import request_of
 from compiler_trainer.step import runtime
-from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.runtime import ProcessRanks, all_calls
 from compiler_trainer.step.step import state_name, stored

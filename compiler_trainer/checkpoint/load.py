@@ -177,7 +177,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     try:
         result.append(action())
     except Damaged as error:
-        damage = error.where, error.message
+        damage = error.place, error.message
     for error_args in gather(damage):
         if error_args is not None:
             raise Damaged(*error_args)

@@ -45,9 +45,9 @@ def load_options(cls: type[T], written: Any, where: str) -> T:
         try:
             return build(cls, options)
         except Unknown as error:
-            if is_in(error.where, MEANING) or not remove(options, error.where):
+            if is_in(error.place, MEANING) or not remove(options, error.place):
                 raise
-            tell(f"{where}: {error.where} is no longer an option and is ignored")
+            tell(f"{where}: {error.place} is no longer an option and is ignored")
 
 
 def renamed(options: Any) -> Any:

@@ -4,11 +4,11 @@ STOPPED = 3  # exit code of a run that was stopped early, by a signal or a time 
 
 
 class UserError(Exception):
-    """An error in the user's input: `where` names the option, file or node; `message` the values and the fix."""
+    """An error in the user's input: `place` names the option, file or node; `message` the values and the fix."""
 
-    def __init__(self, where: str, message: str):
-        super().__init__(f"{where}: {message}")
-        self.where, self.message = where, message
+    def __init__(self, place: str, message: str):
+        super().__init__(f"{place}: {message}")
+        self.place, self.message = place, message
 
 
 class RunError(Exception):

@@ -73,7 +73,7 @@ def as_json(text: str, where: str, kind: Any) -> Any:
     except RecursionError as error:
         raise UserError(where, "cannot be read: it is nested too deep") from error
     except UserError as error:
-        field = f"{error.where}: " if error.where else ""
+        field = f"{error.place}: " if error.place else ""
         raise UserError(where, f"is not in the format that a run writes: {field}{error.message}") from error
 
 

@@ -731,7 +731,7 @@ def load(path: Path) -> Config:
     try:
         cfg = load_options(Config, options, str(path))
     except UserError as error:
-        raise UserError(f"{path}: {error.where}", error.message) from error
+        raise UserError(f"{path}: {error.place}", error.message) from error
     if missing := [group for group in WRITTEN if group not in options]:
         fix = f"if it was not cut short, write {missing[0]}: {{}} for the defaults"
         raise UserError(str(path), f"lacks {', '.join(missing)}, which a run writes; {fix}")

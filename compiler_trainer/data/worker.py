@@ -210,7 +210,7 @@ def main() -> None:
             worker.tokenize(number, [Span(*span) for span in spans])
             answer = None
         except UserError as error:
-            answer = [error.where, error.message]
+            answer = [error.place, error.message]
         except OSError as error:
             answer = ["data.cache", f"{folder}: {error.strerror or error}"]
         print(json.dumps(answer), file=answers, flush=True)

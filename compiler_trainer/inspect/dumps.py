@@ -368,7 +368,7 @@ def check_parts(contents: Any, path: Path, kinds: Mapping[str, Any]) -> None:
             if key in convert(dict[str, Any], part, group):
                 convert(kind, part[key], name)
     except UserError as error:
-        field = f"{error.where}: " if error.where else ""
+        field = f"{error.place}: " if error.place else ""
         raise UserError(str(path), f"is not in the format that a run writes: {field}{error.message}") from error
 
 

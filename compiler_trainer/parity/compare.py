@@ -132,10 +132,10 @@ def wholes(step: Step) -> Found:
 
 def failed(error: Exception) -> Outcome:
     """Return a refusal if the error names its cause, otherwise a crash."""
-    is_explained = isinstance(error, UserError) and (error.where != "model" or NAMES_PLACE.search(str(error)))
+    is_explained = isinstance(error, UserError) and (error.place != "model" or NAMES_PLACE.search(str(error)))
     where, message = type(error).__name__, str(error)
     if isinstance(error, UserError):
-        where, message = error.where, error.message
+        where, message = error.place, error.message
     trace = "" if is_explained else traceback.format_exc()[-6000:]
     return Outcome(
         "refused" if is_explained else "crash", where=where, why=" ".join(message.split())[:400], trace=trace

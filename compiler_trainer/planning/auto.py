@@ -17,7 +17,7 @@ from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.planning import answer
 from compiler_trainer.planning.search import GIB, Outcome, Plan, all_forms, compile_one, room, search
 from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, replace_nested, sizes_of
-from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks
 from compiler_trainer.training.checkpoints import leaves
 from compiler_trainer.training.loggers import announce

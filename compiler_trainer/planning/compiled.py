@@ -26,8 +26,8 @@ from compiler_trainer.planning.dry import DryStep, flat_step, predict_step, requ
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.space import Candidate, First, depth_pattern, replace_nested
 from compiler_trainer.request import CompileRequest
+from compiler_trainer.step.captured import Captured, Reporter
 from compiler_trainer.step.exported import Exported, export_once
-from compiler_trainer.step.given import Captured, Reporter
 from compiler_trainer.step.programs import compile_exported
 from passes.ir import ir
 from passes.ir.folds import Fold, Folding, number_in, renumbered

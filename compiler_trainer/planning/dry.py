@@ -31,7 +31,7 @@ from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.planning.simulate import in_flight, kept_for_later, play
 from compiler_trainer.planning.space import routed_rows
 from compiler_trainer.request import CompileRequest
-from compiler_trainer.step.given import (
+from compiler_trainer.step.captured import (
     Captured,
     StepPrograms,
     check_offsets,

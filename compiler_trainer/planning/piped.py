@@ -21,7 +21,7 @@ from compiler_trainer.config.schema import Config, ModelConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import DryStep
 from compiler_trainer.planning.space import depth_pattern, replace_nested, sizes_of
-from compiler_trainer.step.given import Captured, Reporter
+from compiler_trainer.step.captured import Captured, Reporter
 from passes.ir import ir
 from passes.ir.task import OF_RANKS, SQUARE, Task, square_of, term_of
 from passes.pipeline.assign import even

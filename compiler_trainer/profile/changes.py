@@ -15,7 +15,7 @@ from compiler_trainer.planning.auto import differing, plan_request
 from compiler_trainer.planning.search import all_forms, room
 from compiler_trainer.planning.space import LeftOut, replace_nested, sizes_of
 from compiler_trainer.profile.predicted import Predicted, predicted
-from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.training.trace import Spent
 
 USUAL_MIB = 25.0  # size of a bucket

@@ -16,7 +16,7 @@ from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.data.datasets import check_vocabulary
 from compiler_trainer.models.subject import subject
 from compiler_trainer.request import CompileRequest
-from compiler_trainer.step.given import mesh_of, one_microbatch
+from compiler_trainer.step.captured import mesh_of, one_microbatch
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.program_key import name_of_device
 from compiler_trainer.step.programs import compile_programs

@@ -15,7 +15,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.request import CompileRequest, LossFn
-from compiler_trainer.step.given import Captured, Reporter, check_offsets, mesh_of, one_microbatch, recorded
+from compiler_trainer.step.captured import Captured, Reporter, check_offsets, mesh_of, one_microbatch, recorded
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.ranks import local_device

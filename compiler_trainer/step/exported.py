@@ -13,7 +13,7 @@ from compiler_trainer.capture.capture import capture
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.pipeline import DTYPES
 from compiler_trainer.request import CompileRequest
-from compiler_trainer.step.given import Captured
+from compiler_trainer.step.captured import Captured
 from compiler_trainer.step.look_ups import check_look_ups
 from passes.ir import ir
 from passes.ir.folds import Folding

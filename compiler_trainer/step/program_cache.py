@@ -20,8 +20,8 @@ from typing import Any
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.request import CompileRequest
+from compiler_trainer.step.captured import Captured, Reporter, StepPrograms
 from compiler_trainer.step.exported import Exported
-from compiler_trainer.step.given import Captured, Reporter, StepPrograms
 from compiler_trainer.step.program_key import ProgramKey, Unkeyed, differences, key_of
 from compiler_trainer.step.ranks import gather, is_first_of_machine
 from passes.ir import ir

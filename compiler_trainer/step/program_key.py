@@ -24,8 +24,8 @@ from torch import Tensor, fx
 
 from compiler_trainer.config.device import resolve_cluster
 from compiler_trainer.request import CompileRequest
+from compiler_trainer.step.captured import Captured
 from compiler_trainer.step.exported import Exported
-from compiler_trainer.step.given import Captured
 from passes.ir import ir, saved
 from passes.ir.saved import Unwritable
 from passes.rules import ADDED

@@ -26,8 +26,8 @@ from compiler_trainer.pipeline import (
     in_eval_mode,
 )
 from compiler_trainer.request import CompileRequest
+from compiler_trainer.step.captured import Captured, Reporter, StepPrograms
 from compiler_trainer.step.exported import Exported, export
-from compiler_trainer.step.given import Captured, Reporter, StepPrograms
 from compiler_trainer.step.program_cache import ProgramCache
 from passes.check.numeric import Results, telling
 from passes.check.runner import Observer, PassRecord, Verify, run_passes

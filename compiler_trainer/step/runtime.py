@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
-from compiler_trainer.step.given import why_nothing_is_recorded
+from compiler_trainer.step.captured import why_nothing_is_recorded
 from compiler_trainer.step.messages import Ways
 from compiler_trainer.step.ranks import gather, new_group, place_on_node
 from compiler_trainer.step.turns import sent_between

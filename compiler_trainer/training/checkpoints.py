@@ -194,7 +194,7 @@ def on_rank_0(action: Callable[[], object]) -> None:
         try:
             action()
         except UserError as error:
-            return error.where, error.message
+            return error.place, error.message
         return None
 
     if (error_args := from_rank_0(refusal)) is not None:

@@ -156,7 +156,7 @@ class Owners:
             for owner in self.owners:
                 owner.take()
         except UserError as error:
-            return error.where, error.message
+            return error.place, error.message
         return None
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.folder import config_of
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.subject import Subject
-from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.training.speed import peak_flops
 
 LARGE = 500_000_000  # parameters; from here on, settings of the default job get a note

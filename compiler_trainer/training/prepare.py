@@ -35,7 +35,7 @@ from compiler_trainer.models.folder import config_of
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject
-from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.ranks import first_of_each_machine_first, from_rank_0, rank
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import folder

@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile  # torch.profiler would import the c
 
 from compiler_trainer.config.device import CPU, device_name
 from compiler_trainer.config.schema import Config
-from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.training.metrics import Record
 
 

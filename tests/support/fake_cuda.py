@@ -40,7 +40,7 @@ from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.pipeline import DTYPES
 from compiler_trainer.request import CompileRequest
-from compiler_trainer.step.given import Captured, mesh_of
+from compiler_trainer.step.captured import Captured, mesh_of
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.runtime import ProcessRanks
 from passes.ir.bodies import calls_of

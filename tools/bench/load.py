@@ -22,8 +22,8 @@ from compiler_trainer.config.schema import Config, FolderConfig, LowerConfig, Pa
 from compiler_trainer.models.loss import INPUTS
 from compiler_trainer.models.subject import subject
 from compiler_trainer.request import CompileRequest
+from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.compile import initial_state
-from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.runtime import ProcessRanks

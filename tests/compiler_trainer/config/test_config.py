@@ -73,14 +73,14 @@ LEAVES = [option for option in leaves(dataclasses.asdict(Config())) if not optio
 def test_a_value_of_the_wrong_type_is_refused_at_its_own_option(option):
     with pytest.raises(UserError) as caught:
         build(Config, with_value(option, [object()]))
-    assert re.fullmatch(re.escape(option) + r"(\[0\])?", caught.value.where)
+    assert re.fullmatch(re.escape(option) + r"(\[0\])?", caught.value.place)
 
 
 @pytest.mark.parametrize("option", LEAVES)
 def test_a_misspelt_option_is_refused_with_the_right_one(option):
     with pytest.raises(UserError, match=f"did you mean {option.rpartition('.')[2]!r}") as caught:
         build(Config, nested(option + "x", 1))
-    assert caught.value.where == option + "x"
+    assert caught.value.place == option + "x"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
 def test_a_bad_value_is_refused_with_the_way_out(option, value, message):
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         build(Config, nested(option, value))
-    assert caught.value.where.startswith(option)
+    assert caught.value.place.startswith(option)
 
 
 def test_a_partial_mapping_keeps_the_other_defaults():
@@ -171,7 +171,7 @@ def test_a_partial_mapping_keeps_the_other_defaults():
 def test_options_that_cannot_hold_together_are_refused(options, option):
     with pytest.raises(UserError) as caught:
         validate(build(Config, options), world_size=1)
-    assert caught.value.where == option
+    assert caught.value.place == option
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_config_is_written_over_pipes_and_broken_links_and_through_no_link(tmp
 def test_a_missing_config_is_refused_by_its_path(tmp_path):
     with pytest.raises(UserError, match="No such file") as caught:
         load(tmp_path / "nowhere.yaml")
-    assert caught.value.where == str(tmp_path / "nowhere.yaml")
+    assert caught.value.place == str(tmp_path / "nowhere.yaml")
 
 
 def parameters(m: ModelConfig) -> int:

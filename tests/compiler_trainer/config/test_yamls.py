@@ -26,7 +26,7 @@ def test_a_file_that_is_no_config(tmp_path, content, says):
     for arguments in ([f"--config-dir={tmp_path}"], ["--config-dir", str(tmp_path), "a=b"]):
         with pytest.raises(UserError, match=says) as caught:
             check_folders(arguments)
-        assert caught.value.where == str(path)
+        assert caught.value.place == str(path)
 
 
 def test_aliases_and_nothing_at_all_are_fine(tmp_path):

@@ -485,4 +485,4 @@ def test_a_process_that_dies_is_an_error_and_no_hang(tmp_path, long_text, cache)
 def test_no_name_of_a_tokenizer_is_refused_by_its_option():
     with pytest.raises(UserError, match="is empty; give \"bytes\" or the path") as caught:
         build_tokenizer("")
-    assert caught.value.where == "data.tokenizer"
+    assert caught.value.place == "data.tokenizer"

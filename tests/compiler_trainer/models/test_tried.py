@@ -54,7 +54,7 @@ def test_documents_of_each_model_are_those_alone_or_refused_by_name(name, kind):
     if name in refusals:
         with pytest.raises(UserError, match=config.model_type) as refused:
             way_of("documents", config)
-        assert refused.value.where == refusals[name]
+        assert refused.value.place == refusals[name]
         if name in APART_IN_NO_WAY:
             assert way_of("causal", config) == "causal"
         return
@@ -90,7 +90,7 @@ def test_flags_of_a_config_decide(config, expected):
     try:
         actual = way_of("documents", config)
     except UserError as error:
-        actual = error.where
+        actual = error.place
     assert actual == expected
 
 

@@ -21,8 +21,8 @@ from compiler_trainer.inspect.dumps import CALLS, load_stages
 from compiler_trainer.inspect.glance import peak_line
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.request import CompileRequest
+from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.exported import export_once
-from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.programs import compile_programs
 from passes.check.runner import Dumper, run_passes
 from passes.ir import ir

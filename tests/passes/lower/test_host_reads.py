@@ -19,8 +19,8 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.planning.dry import compile_dry, predict_step
-from compiler_trainer.step import given as programs
-from compiler_trainer.step.given import Captured, check_recordable, recorded
+from compiler_trainer.step import captured as programs
+from compiler_trainer.step.captured import Captured, check_recordable, recorded
 from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import in_flight
 from passes.ir import ir

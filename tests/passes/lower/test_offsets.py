@@ -16,7 +16,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, TrainConfig
 from compiler_trainer.planning.dry import compile_dry
-from compiler_trainer.step.given import Captured, check_offsets
+from compiler_trainer.step.captured import Captured, check_offsets
 from passes.ir import ir
 from passes.ir.record import Origin
 from passes.lower.offsets import MOST, NARROW, NARROW_BY_OPERATOR, overflows
