@@ -375,9 +375,9 @@ class Rank:
         return calls * collective_seconds(kind, sent, among, self.cluster.links)
 
     def buckets(self, size: float) -> float:
-        """Return the number of buckets for `size` bytes of a layer on a rank."""
+        """Return the number of buckets for `size` bytes of a layer on a rank; a parameter is never divided."""
         bucket = max(self.cfg.passes.communication.bucket_mib, 1e-3) * 2**20
-        return max(1.0, math.ceil(size / bucket))
+        return min(max(1.0, math.ceil(size / bucket)), max(1.0, self.sizes.matmuls))
 
     @cached_property
     def gather_s(self) -> float:
