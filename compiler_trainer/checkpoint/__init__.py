@@ -11,7 +11,6 @@ This is not the format of `torch.distributed.checkpoint`, whose index is a pickl
 is not needed here: each rank derives from the placements what all ranks hold of a tensor.
 """
 
-from compiler_trainer.checkpoint.elsewhere import RemoteCheckpoints, bring_newest
 from compiler_trainer.checkpoint.index import Damaged, TrainState
 from compiler_trainer.checkpoint.listing import aside, complete, number_of, set_aside
 from compiler_trainer.checkpoint.load import (
@@ -23,9 +22,10 @@ from compiler_trainer.checkpoint.load import (
     read_averaged,
     read_model,
 )
+from compiler_trainer.checkpoint.opened import Checkpoint, check_format
+from compiler_trainer.checkpoint.remote import RemoteCheckpoints, bring_newest
 from compiler_trainer.checkpoint.save import SaveError, Saver
 from compiler_trainer.checkpoint.sender import Sender
-from compiler_trainer.checkpoint.stored import Checkpoint, check_format
 from compiler_trainer.checkpoint.verify import check, check_all
 
 __all__ = [

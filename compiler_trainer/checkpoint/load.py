@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.checkpoint.index import BY_NAME, Damaged, FullTensor
-from compiler_trainer.checkpoint.pieces import Placed, Rectangle, Stateful, overlap, state_of
-from compiler_trainer.checkpoint.stored import (
+from compiler_trainer.checkpoint.opened import (
     Checkpoint,
     Piece,
     check_complete,
@@ -20,6 +19,7 @@ from compiler_trainer.checkpoint.stored import (
     pieces_of,
     put_together,
 )
+from compiler_trainer.checkpoint.pieces import Placed, Rectangle, Stateful, overlap, state_of
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.ranks import gather, place_in_job
 from passes.ir.spec import boxes

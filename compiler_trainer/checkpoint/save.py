@@ -33,10 +33,10 @@ from compiler_trainer.checkpoint.index import (
 )
 from compiler_trainer.checkpoint.listing import clear, complete, discard, number_of, path_of, remove, steps_to_keep
 from compiler_trainer.checkpoint.load import kinds
+from compiler_trainer.checkpoint.opened import as_bytes, read_header
 from compiler_trainer.checkpoint.pieces import Stateful, state_of
 from compiler_trainer.checkpoint.sender import Sender
 from compiler_trainer.checkpoint.staging import Staging
-from compiler_trainer.checkpoint.stored import as_bytes, read_header
 from compiler_trainer.config.errors import RunError
 from compiler_trainer.config.schema import CheckpointConfig
 from compiler_trainer.step.ranks import gather, host_group, rank

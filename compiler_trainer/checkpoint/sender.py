@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from compiler_trainer.checkpoint.elsewhere import RemoteCheckpoints
 from compiler_trainer.checkpoint.index import Damaged, read_index
 from compiler_trainer.checkpoint.listing import bad_steps, complete, number_of, path_of, steps_to_keep
+from compiler_trainer.checkpoint.remote import RemoteCheckpoints
 from compiler_trainer.config.schema import CheckpointConfig
 
 RETRY_S = 30.0

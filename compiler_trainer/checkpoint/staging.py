@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.checkpoint.index import DTYPES
+from compiler_trainer.checkpoint.opened import key_of
 from compiler_trainer.checkpoint.pieces import Placed, written_by
-from compiler_trainer.checkpoint.stored import key_of
 from compiler_trainer.config.errors import UserError
 from passes.ir.mesh import Mesh
 from passes.ir.spec import Box

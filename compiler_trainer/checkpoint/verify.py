@@ -7,7 +7,7 @@ from pathlib import Path
 
 from compiler_trainer.checkpoint.index import FILE, Damaged
 from compiler_trainer.checkpoint.listing import complete
-from compiler_trainer.checkpoint.stored import opened_alone
+from compiler_trainer.checkpoint.opened import opened_alone
 
 
 def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:

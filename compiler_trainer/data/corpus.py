@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
-from compiler_trainer.places.kept import StoredFolder
+from compiler_trainer.places.folders import StoredFolder
 
 Ids = NDArray[np.int64]
 DOCUMENTS_AT_ONCE = 2**22

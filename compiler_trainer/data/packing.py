@@ -22,7 +22,7 @@ from compiler_trainer.data.corpus import Corpus, Ids, draw_validation, hash_arra
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.places.cache import Cache, get_or_make
-from compiler_trainer.places.kept import StoredFolder
+from compiler_trainer.places.folders import StoredFolder
 
 
 class Facts(NamedTuple):

@@ -20,7 +20,7 @@ from compiler_trainer.data.sources import Source, has_changed
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.data.workers import Bar, tokenize
 from compiler_trainer.places.cache import Cache, folder_name, get_or_make, writable
-from compiler_trainer.places.kept import StoredFolder, hold_lock, load_folder, make_folder, partial_path_of
+from compiler_trainer.places.folders import StoredFolder, hold_lock, load_folder, make_folder, partial_path_of
 
 FORMAT = 5  # version of the stored files and of their keys
 

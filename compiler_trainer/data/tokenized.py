@@ -20,7 +20,7 @@ from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
 from compiler_trainer.data.worker import make_recipe
 from compiler_trainer.places.cache import Cache, cache_of
 from compiler_trainer.places.copies import copy_files
-from compiler_trainer.places.kept import StoredFolder, load_folder
+from compiler_trainer.places.folders import StoredFolder, load_folder
 from compiler_trainer.places.store import Place
 
 FILE = "tokens.json"

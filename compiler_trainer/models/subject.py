@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, DpoConfig, FolderConfig, ModelConfig, Own
 from compiler_trainer.config.targets import name_of
-from compiler_trainer.models import flops, folder, llama, own
+from compiler_trainer.models import flops, folder, llama, user
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.preference import dpo
-from compiler_trainer.models.tried import remark_on, way_of
+from compiler_trainer.models.probes import remark_on, way_of
 from passes.ir.spec import Value
 
 
@@ -65,7 +65,7 @@ def subject(cfg: Config) -> Subject:
     if isinstance(cfg.loss, DpoConfig):
         check_no_balance(base.module)
         return replace(base, loss=partial(dpo, base.logits, cfg.loss.beta, cfg.loss.label_smoothing))
-    return replace(base, loss=own.loss_of(cfg.loss)) if cfg.loss else base
+    return replace(base, loss=user.loss_of(cfg.loss)) if cfg.loss else base
 
 
 def check_no_balance(module: nn.Module) -> None:
@@ -114,13 +114,13 @@ def of_folder(cfg: FolderConfig, label: str, dtype: torch.dtype, seed: int, is_o
 
 def of_ones_own(options: Own, dtype: torch.dtype, seed: int) -> Subject:
     """Return a user's module."""
-    module = own.build(options, dtype)
+    module = user.build(options, dtype)
     return Subject(
         name=name_of(options),
         module=module,
         loss=loss_of_logits,
         logits=plain_logits,
-        initial=lambda: own.initial(options, seed),
+        initial=lambda: user.initial(options, seed),
         flops_per_token=lambda seq_len: flops.of_weights(module),
     )
 

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.places.kept import FILE, StoredFolder, load_folder, make_folder
+from compiler_trainer.places.folders import FILE, StoredFolder, load_folder, make_folder
 
 NAME = re.compile(r"[0-9a-f]{20}(\.part)?")  # of entries; other programs may store files in the same folder
 COPIES = "copies"  # its folder for copies of remote files

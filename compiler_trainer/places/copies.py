@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.places.cache import COPIES, UNREAD_S, Cache, folder_name, shrink, writable
-from compiler_trainer.places.kept import files_in, load_folder, make_folder
+from compiler_trainer.places.folders import files_in, load_folder, make_folder
 from compiler_trainer.places.store import Entry, Place, matching_files, one_line, split_url
 
 LARGE = 2**28  # bytes; larger copies are announced

@@ -21,7 +21,7 @@ from typing import IO
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
-from compiler_trainer.places.kept import is_at
+from compiler_trainer.places.folders import is_at
 from compiler_trainer.step.ranks import from_rank_0, rank
 from compiler_trainer.training.checkpoints import checkpoints_of
 

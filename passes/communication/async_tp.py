@@ -8,7 +8,7 @@
 The next operator needs the gathered value, and a reduce-scatter needs the complete matmul, so nothing else could hide
 these collectives. All matmuls of one gathered value with weights form one ring; other readers (the gradient of a
 weight, a norm) read the gathered value from it. An operator stands for its ring until `collectives` writes it out
-(`ring_products.py`). It knows the plain operators that it replaces, by which the verifier compares programs.
+(`ring_matmuls.py`). It knows the plain operators that it replaces, by which the verifier compares programs.
 
 With `auto`, equal sites (the same in all layers) get rings if the timeline of the finished program is shorter with
 them. Left as they are: gathers and reductions of parameters and gradients, matmuls over a gathered dim, float8 matmuls
@@ -28,7 +28,7 @@ from torch import fx
 
 from passes.communication.bucket import gradient_nodes
 from passes.communication.layer_starts import place_of
-from passes.communication.ring_products import OPEN, GatherMatmuls, Matmul, ScatterMatmuls, View
+from passes.communication.ring_matmuls import OPEN, GatherMatmuls, Matmul, ScatterMatmuls, View
 from passes.cost.cluster import Cluster
 from passes.cost.predict import predict
 from passes.ir import ir

@@ -364,7 +364,7 @@ FAULTS = (
     ),
     Fault(
         "ring_reads_what_travels",
-        "passes/communication/ring_products.py",
+        "passes/communication/ring_matmuls.py",
         "x = x if incoming is None else arrive(incoming, x)",
         "x = x if incoming is None else incoming",
         "A shard is multiplied before it has arrived.",

@@ -11,8 +11,8 @@ import torch.multiprocessing as mp
 from stored_state import FULL, LAYOUTS, WHOLE, FakeStep, assert_same, bits, blank, build, dim, saved, state_at
 
 from compiler_trainer import checkpoint
+from compiler_trainer.checkpoint import opened as stored_room
 from compiler_trainer.checkpoint import pieces
-from compiler_trainer.checkpoint import stored as stored_room
 from compiler_trainer.config.errors import UserError
 from passes.ir.mesh import Mesh
 from passes.ir.spec import Spec, boxes

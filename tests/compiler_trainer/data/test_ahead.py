@@ -22,7 +22,7 @@ from compiler_trainer.data import sources, stored, tokenized, workers
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import ALL, Share
-from compiler_trainer.places import kept
+from compiler_trainer.places import folders
 from compiler_trainer.places.cache import Cache
 
 ROOT = Path(__file__).parents[3]
@@ -222,7 +222,7 @@ def test_a_share_that_there_is_not_is_refused(shard, tmp_path, capsys):
 
 def test_those_that_share_keep_out_who_makes_all(tmp_path):
     folder = tmp_path / "x.part"
-    with kept.hold_lock(folder / "lock", shared=True), kept.hold_lock(folder / "lock", shared=True):
+    with folders.hold_lock(folder / "lock", shared=True), folders.hold_lock(folder / "lock", shared=True):
         other = subprocess.Popen([sys.executable, "-c", f"""
 from pathlib import Path
 from compiler_trainer.places import kept

@@ -31,7 +31,7 @@ from compiler_trainer.data.readers import Span
 from compiler_trainer.data.stored import summary
 from compiler_trainer.data.tokenizers import build_tokenizer, next_cut, parts
 from compiler_trainer.data.worker import Recipe
-from compiler_trainer.places import kept
+from compiler_trainer.places import folders as stored_folders
 from compiler_trainer.places.cache import Cache
 
 ROOT = Path(__file__).parents[3]
@@ -273,19 +273,19 @@ def test_a_damaged_cache_is_made_anew_and_said(damage, name, tmp_path, capsys):
 
 
 def test_of_a_large_array_blocks_are_compared_its_ends_among_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(stored_folders, "BLOCK_BYTES", 8)
     file = tmp_path / "array"
     file.write_bytes(bytes(3000))
-    whole, seen = kept.sample_digest(file), []
+    whole, seen = stored_folders.sample_digest(file), []
     for at in range(3000):
         file.write_bytes(bytes(at) + b"x" + bytes(2999 - at))
-        seen.append(kept.sample_digest(file) != whole)
+        seen.append(stored_folders.sample_digest(file) != whole)
     assert sum(seen) == 64 * 8 and seen[0] and seen[2999]
     file.write_bytes(bytes(512))  # a small file is compared completely
-    whole = kept.sample_digest(file)
+    whole = stored_folders.sample_digest(file)
     for at in range(512):
         file.write_bytes(bytes(at) + b"x" + bytes(511 - at))
-        assert kept.sample_digest(file) != whole
+        assert stored_folders.sample_digest(file) != whole
 
 
 def test_a_cache_that_holds_too_much_loses_what_was_long_unused_and_nothing_else(tmp_path, cache, monkeypatch, capsys):
@@ -336,7 +336,7 @@ def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, mon
         waits.set()
 
     monkeypatch.setattr("compiler_trainer.data.stored.tokenize", gives_up)
-    monkeypatch.setattr("compiler_trainer.places.kept.print", say, raising=False)
+    monkeypatch.setattr("compiler_trainer.places.stored_folders.print", say, raising=False)
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(corpus, path) for _ in range(2)]
     errors = [str(job.exception()) for job in both if job.exception()]

@@ -14,7 +14,7 @@ from passes.check.copies import check_copies
 from passes.check.runner import run_passes
 from passes.check.values import Numbers, check_kept
 from passes.check.verify import check_waits
-from passes.communication import async_tp, ring_products
+from passes.communication import async_tp, ring_matmuls
 from passes.communication.async_tp import AsyncTP
 from passes.communication.layer_starts import matmuls_of
 from passes.communication.node_order import NodeOrder, in_flight
@@ -135,7 +135,7 @@ class Site(Tiny):
 
 @pytest.mark.parametrize(("small_flops", "products"), [(0, 12), (1e18, 6)], ids=["apart", "joined"])
 def test_products_of_one_ring_are_apart_or_joined_with_the_same_values(small_flops, products, monkeypatch):
-    monkeypatch.setattr(ring_products, "SMALL_FLOPS", small_flops)
+    monkeypatch.setattr(ring_matmuls, "SMALL_FLOPS", small_flops)
     site = Site()
     full = site.gather()
     program = site.program(*site.products(full, "q", "k"), site.used(full), site.scatter(2))
@@ -223,7 +223,7 @@ def test_a_ring_that_adds_in_another_dtype_is_heard(monkeypatch):
     assert "makes another value of 'gradient'" in heard(*of_two_matrices())
 
 
-def rounded(work: ring_products.ScatterMatmuls) -> ring_products.ScatterMatmuls:
+def rounded(work: ring_matmuls.ScatterMatmuls) -> ring_matmuls.ScatterMatmuls:
     return replace(work, scatter=(*work.scatter[:-1], torch.bfloat16))
 
 

@@ -13,7 +13,7 @@ import pytest
 from stored_state import assert_same, blank, build, saved, state_at
 
 from compiler_trainer import checkpoint
-from compiler_trainer.checkpoint import Damaged, SaveError, Saver, elsewhere, listing, sender
+from compiler_trainer.checkpoint import Damaged, SaveError, Saver, listing, remote, sender
 from compiler_trainer.config.schema import CheckpointConfig
 from compiler_trainer.places.store import TRAFFIC, Place, Unreachable
 
@@ -29,7 +29,7 @@ def url(store, monkeypatch):
 
 
 def there(url):
-    return elsewhere.RemoteCheckpoints(url).steps()
+    return remote.RemoteCheckpoints(url).steps()
 
 
 def run(folder, url, steps, message=None, **options):
@@ -74,7 +74,7 @@ def test_the_index_is_written_last_and_deleted_first(tmp_path, url, monkeypatch)
     monkeypatch.setattr(Place, "put", lambda place, file, name: done.append(("put", name)) or put(place, file, name))
     monkeypatch.setattr(Place, "remove", lambda place, name: done.append(("remove", name)) or remove(place, name))
     path = saved(build("two"), tmp_path, 3)
-    store = elsewhere.RemoteCheckpoints(url)
+    store = remote.RemoteCheckpoints(url)
     store.send(path)
     store.send(path)  # over itself
     names = [f"step_00000003/{name}" for name in ("rank_00000.safetensors", "rank_00001.safetensors", "index.json")]
@@ -93,7 +93,7 @@ def test_what_was_sent_in_part_is_not_there(lives, tmp_path, url, monkeypatch):
 
     monkeypatch.setattr(Place, "put", dies)
     with pytest.raises(Unreachable):
-        elsewhere.RemoteCheckpoints(url).send(saved(build("two"), tmp_path / "other", 7))
+        remote.RemoteCheckpoints(url).send(saved(build("two"), tmp_path / "other", 7))
     assert len(fsspec.filesystem("s3").find(f"{url}/step_00000007")) == lives and there(url) == [1]
     checkpoint.bring_newest(url, tmp_path / "b", print)
     assert [path.name for path in checkpoint.complete(tmp_path / "b")] == ["step_00000001"]
@@ -171,7 +171,7 @@ def test_a_damaged_one_is_passed_over_and_leaves_nothing(tmp_path, url):
     content[-3] ^= 1
     fs.pipe_file(name, bytes(content))
     with pytest.raises(Damaged, match="its SHA-256 differs"):
-        elsewhere.RemoteCheckpoints(url).bring(2, tmp_path / "b")
+        remote.RemoteCheckpoints(url).bring(2, tmp_path / "b")
     assert list((tmp_path / "b").iterdir()) == []
     output = []
     checkpoint.bring_newest(url, tmp_path / "b", output.append)

@@ -17,8 +17,8 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig
 from compiler_trainer.models import folder
 from compiler_trainer.models.documents import UNTRIED
+from compiler_trainer.models.probes import small_model, way_of
 from compiler_trainer.models.subject import subject
-from compiler_trainer.models.tried import small_model, way_of
 
 # Models whose attention takes no mask of documents, that carry a state, or whose positions are absent or start above 0
 APART_IN_NO_WAY = set("""bailing_hybrid bamba bart bigbird_pegasus blenderbot blenderbot-small bloom camembert data2vec-text
