@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from compiler_trainer.calibrate.probes import Found, Probes, ended, joined
+from compiler_trainer.calibrate.probes import Measurements, Probes, free_port, leave_group
 from compiler_trainer.config.device import device_name
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import write_atomically
@@ -44,25 +44,25 @@ def calibrate(out: Path, ranks: int, threads: int, clock: str) -> None:
     print(f"{out}: {ranks} ranks, measured in {time.perf_counter() - began:.0f} s")
 
 
-def measure(ranks: int, threads: int, clock: str = "wall") -> Found:
+def measure(ranks: int, threads: int, clock: str = "wall") -> Measurements:
     """Return rank 0's measurements, with all ranks measuring."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     manager = mp.Manager()
     results = manager.dict()
-    mp.spawn(probe, (ranks, threads, clock, results, joined()), nprocs=ranks)
+    mp.spawn(probe, (ranks, threads, clock, results, free_port()), nprocs=ranks)
     return dict(results)
 
 
 def probe(rank: int, ranks: int, threads: int, clock: str, results: Any, port: int) -> None:
     """Measure on one of the ranks."""
     probes = Probes(rank, ranks, threads, port, clock)
-    figures = probes.all()
+    figures = probes.measure_all()
     if rank == 0:
         results.update(figures)
-    ended()
+    leave_group()
 
 
-def options_of(name: str, figures: Found, ranks: int) -> dict[str, Any]:
+def options_of(name: str, figures: Measurements, ranks: int) -> dict[str, Any]:
     """Return the measured figures as options of a cluster."""
     fast = {dtype: max(rate for _, rate in points) for dtype, points in figures["products"].items()}
     bandwidth = max(rate for _, rate in figures["memory"])
@@ -104,7 +104,7 @@ def options_of(name: str, figures: Found, ranks: int) -> dict[str, Any]:
     }
 
 
-def heading(ranks: int, threads: int, measured: Found) -> str:
+def heading(ranks: int, threads: int, measured: Measurements) -> str:
     """Return the comment at the top of the file."""
     facts = machine()
     return (
@@ -116,7 +116,7 @@ def heading(ranks: int, threads: int, measured: Found) -> str:
     )
 
 
-def show(figures: Found) -> None:
+def show(figures: Measurements) -> None:
     """Print the measurements."""
     table = Table("what", "size: figure", title=f"measured, {figures['device']}")
     for dtype, points in figures["products"].items():

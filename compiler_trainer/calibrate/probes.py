@@ -24,39 +24,40 @@ from passes.ir.record import read_values
 from passes.lower.backends import NamingInterpreter
 from passes.lower.heap import keep_freed_memory
 
-Found = dict[str, Any]
+Measurements = dict[str, Any]
 MIB, GIB = 2**20, 2**30
-SPELL_S = 0.12  # seconds to measure a figure, in three rounds; the median counts
-MATMUL_SIZES = ((128, 64), (256, 128), (1024, 128), (2048, 256), (2048, 512), (2048, 1024))  # rows, width of weights
-COLD_MIB = 96  # of operands used in turn: more than any cache holds, as in a step
+BUDGET_S = 0.12  # target time for one kernel: three rounds, of which the median is taken
+MATMUL_SIZES = ((128, 64), (256, 128), (1024, 128), (2048, 256), (2048, 512), (2048, 1024))  # (tokens, features)
+COLD_MIB = 96  # of operand sets used in rotation, so that most kernels read from memory, as in a training step
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-LENGTHS = (64, 192, 512, 768, 1024, 2048)  # the CPU's kernel changes its block sizes at 192 and 768
-MOVED_MIB = (0.0625, 0.25, 1, 4, 16, 64)
-MOST_SETS = 200
-TURNS = 200
-SENT_MIB = (0.004, 0.0625, 0.5, 4, 32)
-TFLOPS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ATTENTION_LENGTHS = (64, 192, 512, 768, 1024, 2048)  # the CPU's kernel changes its block sizes at 192 and 768
+ADDITION_BYTES = 12  # of an entry: two read, one written, in fp32
+ADDITION_MIB = (0.0625, 0.25, 1, 4, 16, 64)
+MAX_SETS = 200  # of operands
+VIEWS = 200  # operators that compute nothing, in the graph of `operator_s`
+BUFFER_MIB = (0.004, 0.0625, 0.5, 4, 32)
+MATMUL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def joined() -> int:
+def free_port() -> int:
     """Return a free port on this machine for the ranks to connect to."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def ended() -> None:
-    """Leave the process group."""
+def leave_group() -> None:
+    """Wait for all ranks, and leave the process group if there is one."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 class Probes:
-    """The measurements of one rank; all ranks run the same one at a time.
+    """The measurements of one rank of one machine. All ranks run the same probe at the same time, one after another.
 
-    The clock `cpu` counts the computing time of a rank's threads. Other work on the machine does not change it, and
-    waiting does not count, so overlap slows nothing down.
+    The clock `cpu` counts the computing time of a rank's threads, without waiting, so that other processes disturb it
+    little. It cannot measure what overlap costs: `beside` returns ones.
     """
 
     def __init__(self, rank: int, ranks: int, threads: int, port: int, clock: str = "wall"):
@@ -73,14 +74,14 @@ class Probes:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
 
-    def all(self) -> Found:
-        """Return every figure, by the names of `compiler-trainer calibrate`."""
-        figures: Found = {
+    def measure_all(self) -> Measurements:
+        """Run every probe; return the results under the keys of the calibration file."""
+        figures: Measurements = {
             "device": self.device.type,
             "at": datetime.now().strftime("%Y-%m-%d %H:%M"),
             "load": self.load,
             "memory_gib": self.memory_gib(),
-            "products": {name: list(self.products(dtype)) for name, dtype in TFLOPS.items()},
+            "products": {name: list(self.matmul_rates(dtype)) for name, dtype in MATMUL_DTYPES.items()},
             "attention": self.attention(),
             "memory": list(self.memory()),
             "kernel_us": figure(1e6 * self.seconds(partial(torch.add, self.full(16), 1.0))),
@@ -94,23 +95,23 @@ class Probes:
         return figures
 
     def memory_gib(self) -> float:
-        """Return the memory for one rank."""
+        """Return the memory of a device; on a CPU, the machine's memory divided by its ranks."""
         if self.device.type == "cuda":
             return figure(torch.cuda.get_device_properties(self.device).total_memory / GIB)
         return figure(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / self.ranks)
 
-    # ---- time -------------------------------------------------------------------------------------
+    # ---- operands and time -------------------------------------------------------------------------------------
 
     def full(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return random numbers on the device."""
         return torch.randn(shape, device=self.device).to(dtype)
 
     def cold(self, run: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Callable[[], Any]:
-        """Return a kernel whose operands and outputs are in no cache: each call uses different ones."""
+        """Return `run` on sets of operands in rotation, so that a call finds its operands evicted from the cache."""
         size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
-        count = min(MOST_SETS, max(1, COLD_MIB * MIB // size))
+        count = min(MAX_SETS, max(1, COLD_MIB * MIB // size))
         operands = itertools.cycle([[self.full(*shape, dtype=dtype) for shape in shapes] for _ in range(count)])
-        outputs: deque[Any] = deque(maxlen=count)
+        outputs: deque[Any] = deque(maxlen=count)  # alive, so that the allocator returns no cached block
         return lambda: outputs.append(run(*next(operands)))
 
     def wait(self) -> None:
@@ -119,7 +120,7 @@ class Probes:
             torch.cuda.synchronize()
 
     def meet(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until the device has finished and all ranks are here."""
         self.wait()
         if self.ranks > 1:
             dist.barrier()
@@ -130,7 +131,7 @@ class Probes:
         began = self.now()
         run()
         self.wait()
-        times = self.agreed(max(1, round(SPELL_S / 3 / max(self.now() - began, 1e-6))))
+        times = self.from_rank_0(max(1, round(BUDGET_S / 3 / max(self.now() - began, 1e-6))))
         rounds = []
         for _ in range(3):
             self.meet()
@@ -141,8 +142,8 @@ class Probes:
             rounds.append((self.now() - began) / times)
         return self.mean(statistics.median(rounds))
 
-    def agreed(self, times: int) -> int:
-        """Return the number of rank 0."""
+    def from_rank_0(self, times: int) -> int:
+        """Return the `times` of rank 0, on every rank."""
         return round(self.mean(float(times if self.rank == 0 else 0)) * self.ranks)
 
     def mean(self, value: float) -> float:
@@ -155,12 +156,12 @@ class Probes:
 
     # ---- kernels ----------------------------------------------------------------------------------
 
-    def products(self, dtype: torch.dtype) -> Iterator[list[float]]:
-        """Yield [GFLOP, TFLOP/s] of a linear layer's three matmuls: forward, input gradient, weight gradient."""
-        slow = self.device.type == "cpu" and dtype is torch.bfloat16  # without hardware support, a fortieth of fp32
+    def matmul_rates(self, dtype: torch.dtype) -> Iterator[list[float]]:
+        """Yield [GFLOP of one, TFLOP/s] of a linear layer's matmuls: forward, input gradient, weight gradient."""
+        slow = self.device.type == "cpu" and dtype is torch.bfloat16  # 40 times slower without instructions
         scale = 4 if self.device.type == "cuda" else 1
         for rows, width in MATMUL_SIZES[: 3 if slow else None]:
-            shapes = [(n * scale, width * scale) for n in (rows, rows, width)]
+            shapes = [(n * scale, width * scale) for n in (rows, rows, width)]  # x, gradient, w
             flops = 2 * rows * scale * (width * scale) ** 2
             kernels = (
                 self.cold(lambda x, gradient, w: torch.mm(x, w.t()), shapes, dtype),
@@ -170,10 +171,10 @@ class Probes:
             yield [figure(flops / 1e9), figure(3 * flops / sum(map(self.seconds, kernels)) / 1e12)]
 
     def attention(self) -> dict[str, list[list[float]]]:
-        """Return [keys, TFLOP/s] of causal attention, forward and backward, with heads of 64."""
+        """Return lists of [sequence length, TFLOP/s] of causal attention, forward and backward, with heads of 64."""
         rates: dict[str, list[list[float]]] = {"forward": [], "backward": []}
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        for length in LENGTHS:
+        for length in ATTENTION_LENGTHS:
             heads = max(1, (8 if self.device.type == "cuda" else 1) * 2048 // length)
             laid_out = [self.full(1, length, heads, 64, dtype=dtype).transpose(1, 2) for _ in range(3)]  # as in models
             q, k, v = (x.requires_grad_() for x in laid_out)
@@ -182,20 +183,20 @@ class Probes:
             with torch.no_grad():
                 forward_s = self.seconds(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
             backward_s = self.seconds(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
-            flops = heads * length * length * 64  # of one matmul: 2 a multiply-add, half of it masked
+            flops = heads * length * length * 64  # of one matmul, half of it masked; forward has 2, backward 5
             rates["forward"].append([length, figure(2 * flops / forward_s / 1e12)])
             rates["backward"].append([length, figure(5 * flops / backward_s / 1e12)])
         return rates
 
     def memory(self) -> Iterator[list[float]]:
-        """Yield [MiB, GB/s] of additions into new memory, as in a step."""
-        for mib in MOVED_MIB:
-            count = int(mib * MIB / 12)
+        """Yield [MiB read and written, GB/s] of additions into new memory, as in a step."""
+        for mib in ADDITION_MIB:
+            count = int(mib * MIB / ADDITION_BYTES)
             run = self.cold(torch.add, [(count,), (count,)], torch.float32)
-            yield [mib, figure(12 * count / self.seconds(run) / 1e9)]
+            yield [mib, figure(ADDITION_BYTES * count / self.seconds(run) / 1e9)]
 
     def launch_s(self) -> float:
-        """Return the host's time to launch a kernel."""
+        """Return the wall time in which the host launches a kernel."""
         x, times = self.full(16), 1000
         self.meet()
         began = time.perf_counter()
@@ -204,26 +205,26 @@ class Probes:
         return (time.perf_counter() - began) / times
 
     def operator_s(self) -> float:
-        """Return the host's time for an operator of the eager backend that computes nothing."""
-        graph, x = make_fx(turned, tracing_mode="fake")(self.full(4, 4)), self.full(4, 4)
-        read_values(graph.graph)
+        """Return the host's time for an operator that computes nothing, when the eager backend interprets a graph."""
+        graph, x = make_fx(transpose_often, tracing_mode="fake")(self.full(4, 4)), self.full(4, 4)
+        read_values(graph.graph)  # the interpreter reads the records of nodes
         interpreter = NamingInterpreter(graph)
-        return self.seconds(partial(interpreter.run, x, enable_io_processing=False)) / TURNS
+        return self.seconds(partial(interpreter.run, x, enable_io_processing=False)) / VIEWS
 
     # ---- collectives ------------------------------------------------------------------------------
 
-    def collectives(self) -> Iterator[Found]:
-        """Yield times by kind, ranks of a group and MiB, with all groups of a size at work at once."""
+    def collectives(self) -> Iterator[Measurements]:
+        """Yield a record per kind and group size: `us` has [MiB of buffer, microseconds]; all groups run at once."""
         for size in (n for n in range(2, self.ranks + 1) if self.ranks % n == 0):
             groups = [dist.new_group(range(first, first + size)) for first in range(0, self.ranks, size)]
             group = groups[self.rank // size]
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
-                runs = [self.collective(kind, int(mib * MIB), size, group) for mib in SENT_MIB]
-                times = [[mib, figure(1e6 * self.seconds(run))] for mib, run in zip(SENT_MIB, runs, strict=True)]
+                runs = [self.collective(kind, int(mib * MIB), size, group) for mib in BUFFER_MIB]
+                times = [[mib, figure(1e6 * self.seconds(run))] for mib, run in zip(BUFFER_MIB, runs, strict=True)]
                 yield {"kind": kind, "ranks": size, "us": times}
 
     def collective(self, kind: str, size_bytes: int, ranks: int, group: Any) -> Callable[[], Any]:
-        """Return a collective whose largest buffer on a rank has `size_bytes`; its results are in new memory."""
+        """Return a function that runs a collective with a largest buffer of `size_bytes`, into new memory."""
         count = size_bytes // 4 // ranks * ranks
         part, full = self.full(count // ranks), self.full(count)
         if kind == "all_gather":
@@ -234,14 +235,14 @@ class Probes:
             return lambda: dist.all_reduce(full.clone(), group=group)
         if kind == "all_to_all":
             return lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group)
-        return partial(shifted, full, group)
+        return partial(shift, full, group)
 
     def beside(self) -> list[float]:
-        """Return the shares of speed kept: by a matmul and an addition during a collective, by it during matmuls."""
+        """Return the shares of speed kept by a matmul and an addition during an all-reduce, and by it during matmuls."""
         if self.ranks == 1 or not self.is_wall:
             return [1.0, 1.0, 1.0]
         x, w = self.full(512, 512), self.full(512, 512)
-        a = self.full(int(4 * MIB / 12))
+        a = self.full(int(4 * MIB / ADDITION_BYTES))
         full = self.full(8 * MIB)
         shares = [self.together(run, full) for run in (partial(torch.mm, x, w), partial(torch.add, a, a))]
         return [figure(share) for share in (shares[0][0], shares[1][0], shares[0][1])]
@@ -257,7 +258,8 @@ class Probes:
             while not work.is_completed():
                 run()
                 runs += 1
-                self.wait()
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()  # not the stream of the all-reduce
             work.wait()
             took_s = time.perf_counter() - began
             shares.append((min(1.0, runs * alone_s / took_s), min(1.0, sending_s / took_s)))
@@ -266,14 +268,14 @@ class Probes:
         return max(computing, 0.05), max(sending, 0.05)
 
 
-def turned(x: Tensor) -> Tensor:
-    """Return the last of many views of a matrix."""
-    for _ in range(TURNS):
+def transpose_often(x: Tensor) -> Tensor:
+    """Transpose a matrix `VIEWS` times: operators that compute nothing."""
+    for _ in range(VIEWS):
         x = x.t()
     return x
 
 
-def shifted(x: Tensor, group: Any) -> None:
+def shift(x: Tensor, group: Any) -> None:
     """Send to the next rank of a group and receive from the one before."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     y = torch.empty_like(x)
@@ -283,12 +285,12 @@ def shifted(x: Tensor, group: Any) -> None:
         work.wait()
 
 
-def link_gb_s(times: Found) -> float:
-    """Return the bandwidth of the largest measured transfer, GB/s."""
+def link_gb_s(times: Measurements) -> float:
+    """Return the bytes of the largest buffer over its time, GB/s."""
     mib, us = times["us"][-1]
     return figure(mib * MIB / us / 1e3)
 
 
 def figure(value: float) -> float:
-    """Round a number to four digits."""
+    """Round a number to four significant digits."""
     return float(f"{value:.4g}")

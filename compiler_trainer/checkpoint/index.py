@@ -1,4 +1,4 @@
-"""The index of a checkpoint, JSON: the position of training, the full tensors, and the files with their pieces."""
+"""The index of a checkpoint, JSON: the position of training, each tensor's dtype and shape, each file's digest."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import Must, build
 from compiler_trainer.config.schema import Count
 
-FILE, OLDER = "index.json", ".metadata"
-MOST_BYTES = 1 << 30
-TEXT = b'{"sha256": "%s",\n"checkpoint": %s}\n'
-PATTERN = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n"checkpoint": (.*)\}\n', re.DOTALL)
+FILE = "index.json"
+OLDER = ".metadata"  # a checkpoint in the first format has this file instead
+MOST_BYTES = 1 << 30  # refuse to read more into memory
+ENVELOPE = b'{"sha256": "%s",\n"checkpoint": %s}\n'
+ENVELOPE_PATTERN = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n"checkpoint": (.*)\}\n', re.DOTALL)
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
     torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.complex64: "F32", torch.complex128: "F64",
-}  # fmt: skip  # safetensors' names; complex numbers are pairs along a last dim
-BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+}  # fmt: skip  # safetensors' names; a complex tensor is stored as its real view, with one more dim of size 2
+DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
-DtypeName = Annotated[str, Must("be a dtype that is stored", BY_NAME.__contains__)]
-Digest = Annotated[str, Must("be 64 hexadecimal digits", lambda s: re.fullmatch("[0-9a-f]{64}", s) is not None)]
+DtypeName = Annotated[str, Must("be a dtype that checkpoints support", DTYPE_BY_NAME.__contains__)]
+Digest = Annotated[str, Must("be 64 lower-case hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
 FileName = Annotated[str, Must("be rank_NNNNN.safetensors", lambda s: re.fullmatch(r"rank_\d{5,9}\.safetensors", s))]
 
 
@@ -44,13 +45,16 @@ class Damaged(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The position of training apart from its tensors; `data` is the loader's state, `config` the options."""
+    """The position of training: what a checkpoint keeps besides tensors.
+
+    `data` is the data loader's state, `config` the options of the run.
+    """
 
     step: Count
     tokens: Count
     data: dict[str, Any]
     config: dict[str, Any]
-    eval_loss: float | None = None  # after this step, if it was evaluated
+    eval_loss: float | None = None  # measured after this step; None without an evaluation
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class FullTensor:
 
 @dataclass(frozen=True)
 class File:
-    """A file of pieces: its length, and the SHA-256 of its header, which contains those of the pieces."""
+    """A file of pieces: its length, and the SHA-256 of its header, which contains the SHA-256 of each piece."""
 
     bytes: Count
     header_sha256: Digest
@@ -74,7 +78,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Index(TrainState):
-    """The content of a checkpoint, as far as it is known before its files are opened."""
+    """The content of index.json: all of a checkpoint but the pieces in its data files."""
 
     format: Literal["compiler-trainer 2"] = "compiler-trainer 2"
     tensors: dict[str, FullTensor]
@@ -82,19 +86,19 @@ class Index(TrainState):
 
 
 def encode(index: Index) -> bytes:
-    """Return the index as bytes to write, with its own digest in front."""
+    """Return the index as bytes, preceded by the SHA-256 of its JSON text."""
     text = json.dumps(dataclasses.asdict(index), indent=1, allow_nan=False).encode()
-    return TEXT % (sha256(text).encode(), text)
+    return ENVELOPE % (sha256(text).encode(), text)
 
 
 def read_index(path: Path) -> Index:
-    """Return the index of the checkpoint at `path`; raise Damaged if it was changed."""
+    """Return the index of the checkpoint at `path`; raise Damaged (changed, or cannot be read) or OtherFormat."""
     file = path / FILE
     try:
-        text = file.read_bytes() if file.stat().st_size <= MOST_BYTES else b""
+        content = file.read_bytes() if file.stat().st_size <= MOST_BYTES else b""
     except OSError as error:
         raise Damaged(str(file), f"cannot be read: {error.strerror}") from error
-    match = PATTERN.fullmatch(text)
+    match = ENVELOPE_PATTERN.fullmatch(content)
     if match is None or sha256(match[2]) != match[1].decode():
         raise Damaged(str(file), "was changed: its SHA-256 differs")
     try:
@@ -112,9 +116,9 @@ def read_index(path: Path) -> Index:
 
 def other_format(path: Path, name: str) -> OtherFormat:
     """Return the error for a checkpoint in another format."""
-    return OtherFormat(str(path), f"was written in another version's format, {name}; this one reads {Index.format}")
+    return OtherFormat(str(path), f"was written in another version's format, {name}; this version reads {Index.format}")
 
 
 def sha256(content: Any) -> str:
-    """Return the digest of bytes or of a buffer."""
+    """Return the SHA-256 of bytes or of a buffer, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()

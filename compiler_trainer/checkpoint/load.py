@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compiler_trainer.checkpoint.index import BY_NAME, Damaged, FullTensor
+from compiler_trainer.checkpoint.index import DTYPE_BY_NAME, Damaged, FullTensor
 from compiler_trainer.checkpoint.opened import (
     Checkpoint,
     Piece,
@@ -99,7 +99,7 @@ def averages_of(ckpt: Checkpoint) -> dict[str, torch.dtype]:
     """Return the dtypes of a checkpoint's averages, by their weights' names; raise UserError if it has none."""
     tensors = ckpt.index.tensors
     dtypes = {
-        f"{MODEL}{n.removeprefix(AVERAGE)}": BY_NAME[t.dtype] for n, t in tensors.items() if n.startswith(AVERAGE)
+        f"{MODEL}{n.removeprefix(AVERAGE)}": DTYPE_BY_NAME[t.dtype] for n, t in tensors.items() if n.startswith(AVERAGE)
     }
     if not dtypes:
         raise UserError("--ema", f"{ckpt.path} has no averages of weights; train with train.ema=0.999")
@@ -111,7 +111,7 @@ def read_named(ckpt: Checkpoint, kind: str) -> dict[str, Tensor]:
     tensors = {}
     for name, spec in ckpt.index.tensors.items():
         if name.startswith(kind):
-            tensor = torch.empty(spec.shape, dtype=BY_NAME[spec.dtype])
+            tensor = torch.empty(spec.shape, dtype=DTYPE_BY_NAME[spec.dtype])
             read_into([(((0,) * tensor.dim(), tuple(spec.shape)), tensor)], ckpt.pieces[name])
             tensors[name.removeprefix(kind)] = tensor
     return tensors

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compiler_trainer.checkpoint.index import (
-    BY_NAME,
+    DTYPE_BY_NAME,
     DTYPES,
     FILE,
     OLDER,
@@ -164,7 +164,7 @@ def piece_of(
     offset = tuple(int(n) for n in numbers.split(",") if n.isdecimal() and len(n) < 20)
     if full is None or key not in digests or key != key_of(name, offset):
         raise Damaged(str(path), f"{key} is not a piece of a tensor of this checkpoint")
-    dtype = BY_NAME[full.dtype]
+    dtype = DTYPE_BY_NAME[full.dtype]
     place = (offset, shape[:-1] if dtype.is_complex else shape)
     if code != DTYPES[dtype] or not is_inside(place, full) or dtype.is_complex and shape[-1:] != (2,):
         raise Damaged(str(path), f"{key} is {code}{list(shape)}, which is not a part of {full}")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from compiler_trainer.checkpoint.index import (
-    BY_NAME,
+    DTYPE_BY_NAME,
     FILE,
     Damaged,
     File,
@@ -69,7 +69,7 @@ class Saver:
         self.tensors = {name: full for part in tensors_by_rank for name, (full, _) in part.items()}
         first = {name: rank for part in reversed(tensors_by_rank) for name, (_, rank) in part.items()}
         self.staging = Staging({name: state[name] for name in self.tensors if name in state}, step.mesh, first)
-        self.bytes = sum(math.prod(full.shape) * BY_NAME[full.dtype].itemsize for full in self.tensors.values())
+        self.bytes = sum(math.prod(full.shape) * DTYPE_BY_NAME[full.dtype].itemsize for full in self.tensors.values())
         self.group = host_group()
         self.leads = 0 in step.ranks
         self.thread = ThreadPoolExecutor(1, "checkpoint")

@@ -1,7 +1,8 @@
-"""The attention operators: a new one is a record in a file of its own and an entry in `RECORDS`.
+"""The registry of attention operators. To add one, write a file with its `RECORD` and list it in `RECORDS`.
 
-All code that handles attention operators asks here: rules, sequence layout, costs, recomputation, the compiler, CUDA
-graphs. External code adds an operator with `add_attention`.
+An operator is what a model calls; its kernels are pairs of a forward and a backward operator that run on a device.
+Rules, sequence layout, costs, recomputation, the compiler and CUDA graphs find both here. External code adds an
+operator with `add_attention`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from passes.torch_private import OpOverload
 
 RECORDS = (sdpa.RECORD, interval.RECORD)
 OPERATORS: dict[OpOverload, AttentionOp] = {}
-KERNELS: dict[OpOverload, AttentionKernel] = {}  # by forward and by backward
+KERNELS: dict[OpOverload, AttentionKernel] = {}  # each kernel by its forward, and again by its backward
 
 
 def add_attention(record: AttentionOp) -> None:
-    """Register an attention operator for all passes."""
+    """Register an attention operator, its sharding rule and its kernels, for all passes."""
     OPERATORS[record.op] = record
     RULES[key_of(record.op)] = lambda node: replace(record.rule(node), emit=partial(emit, record))
     for kernel in record.kernels:
@@ -46,19 +47,19 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def formula_of(op: OpOverload) -> Callable[..., int] | None:
-    """Return the function for an attention kernel's FLOPs, by shapes of operands and results; otherwise None."""
+    """Return the function from shapes to an attention kernel's FLOPs; None if `op` is no attention kernel."""
     kernel = KERNELS.get(op)
-    return None if kernel is None else kernel.flops[op is kernel.backward]
+    return None if kernel is None else kernel.flops[op is kernel.backward]  # (forward, backward)
 
 
 def compiled_for(device: str) -> dict[OpOverload, Callable[..., Any]]:
-    """Return the functions that replace attention operators in compiled code for a device type."""
+    """Return the functions that replace attention kernels in compiled code for a device type, by operator."""
     kernels = (kernel for kernel in KERNELS.values() if device in kernel.compiled)
     return {op: fn for k in kernels for op, fn in zip((k.forward, k.backward), k.compiled[device], strict=True) if op}
 
 
 def sources_for(device: str) -> str:
-    """Return the source of the files with these functions, and the operators' names, as one text for a cache key."""
+    """Return the names of the kernels of `compiled_for` and the source of their files, as one text for a cache key."""
     files = ((op.name(), inspect.getsourcefile(fn)) for op, fn in compiled_for(device).items())
     return "".join(f"{name}\n{Path(str(file)).read_text()}" for name, file in files)
 

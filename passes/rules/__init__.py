@@ -52,11 +52,12 @@ def rule_of(node: fx.Node) -> Rule:
 def add_rule(name: str, rule: RuleMaker | str) -> None:
     """Add an operator's rule, as text (`...k, nk -> ...n; sum k`) or as a function of its node.
 
-    Raises ValueError if the name or the text is malformed.
+    `name` is `namespace::name`; for an operator of PyTorch, `aten::name`. Raises ValueError if the name or the text is
+    malformed.
     """
     if not re.fullmatch(r"\w+::\w+", name):
         raise ValueError(f"{name!r} is not an operator name; write `namespace::name`, without an overload")
-    RULES[name] = from_text(rule) if isinstance(rule, str) else rule
+    RULES[name.removeprefix("aten::")] = from_text(rule) if isinstance(rule, str) else rule
     ADDED[name] = rule
 
 

@@ -378,12 +378,12 @@ def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
     """Make random operators functions of a `seed` input and each entry's index; raise Refused for unknown ones."""
     sites = [node for node in program.calls() if is_dropout(node) or is_random(node)]
     for node in sites:
-        if not is_dropout(node) and drawing.keyed_form(node) is None:
+        if not is_dropout(node) and drawing.seeded_form(node) is None:
             raise ir.Refused(
                 "normalize",
                 node,
                 f"{node.target} draws random numbers that would differ by mesh; "
-                f"use dropout outside of it, draw them in the data, or use one of {', '.join(drawing.names())}",
+                f"use dropout outside of it, draw them in the data, or use one of {', '.join(drawing.seeded_names())}",
             )
     seed = seed_input(program, ctx) if any(drops_entries(node) or not is_dropout(node) for node in sites) else None
     for site, node in enumerate(sites):
@@ -401,7 +401,7 @@ def key_node(node: fx.Node, seed: fx.Node, site: int, ctx: ir.Context) -> fx.Nod
     edit = Editor.before(node, ctx)
     if is_dropout(node):
         return edit.trace(dropout, *node.args[:2], seed, site)
-    return edit.graft(*edit.body(drawing.keyed_form(node), (seed, site, *node.args), node.kwargs))[1]
+    return edit.graft(*edit.body(drawing.seeded_form(node), (seed, site, *node.args), node.kwargs))[1]
 
 
 def seed_input(program: ir.Program, ctx: ir.Context) -> fx.Node:

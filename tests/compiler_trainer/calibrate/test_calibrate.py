@@ -16,14 +16,14 @@ from compiler_trainer.config.schema import ClusterConfig
 @pytest.fixture
 def quick(monkeypatch):
     """Use probes of small sizes."""
-    monkeypatch.setattr(probes, "SPELL_S", 1e-4)
+    monkeypatch.setattr(probes, "BUDGET_S", 1e-4)
     monkeypatch.setattr(probes, "MATMUL_SIZES", ((8, 8), (16, 16), (32, 32)))
-    monkeypatch.setattr(probes, "LENGTHS", (16, 32))
-    monkeypatch.setattr(probes, "MOVED_MIB", (0.01, 0.02))
+    monkeypatch.setattr(probes, "ATTENTION_LENGTHS", (16, 32))
+    monkeypatch.setattr(probes, "ADDITION_MIB", (0.01, 0.02))
 
 
 def test_what_one_rank_measures_is_a_cluster(quick, tmp_path):
-    found = probes.Probes(0, 1, 1, 0).all()
+    found = probes.Probes(0, 1, 1, 0).measure_all()
     options = options_of("here", found, 1)
     cluster = cluster_of(build(ClusterConfig, yaml.safe_load(yaml.safe_dump(options))))
     assert 0 < cluster.rates.kernel_s < 1e-2 and not cluster.links.measured

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from compiler_trainer.checkpoint.index import FILE, PATTERN, TEXT, sha256
+from compiler_trainer.checkpoint.index import ENVELOPE, ENVELOPE_PATTERN, FILE, sha256
 from compiler_trainer.checkpoint.listing import remove
 from tests.nightly.odd.files import BOMB, DEEP, DIGITS
 
@@ -54,7 +54,7 @@ def damages(path: Path, draw: random.Random) -> Iterator[Damage]:
     if path.name == FILE:
         yield from (Damage(name, replace_content(text)) for name, text in TEXTS.items())
         yield from (Damage(f"{name}, signed", replace_content(sign(text))) for name, text in TEXTS.items())
-        body = json.loads(PATTERN.fullmatch(path.read_bytes())[2])  # type: ignore[index]
+        body = json.loads(ENVELOPE_PATTERN.fullmatch(path.read_bytes())[2])  # type: ignore[index]
         yield from (Damage(f"{name}, signed", replace_content(sign(text)), False) for name, text in change_one_field(body, draw, 120))
     elif path.suffix == ".safetensors":
         for name, header, size in headers(path, draw):
@@ -186,7 +186,7 @@ def set_header(header: bytes, size: int) -> Act:
         start = struct.pack("<Q", size) + header
         path.write_bytes(start + pieces)
         index = path.parent / FILE
-        body = json.loads(PATTERN.fullmatch(index.read_bytes())[2])  # type: ignore[index]
+        body = json.loads(ENVELOPE_PATTERN.fullmatch(index.read_bytes())[2])  # type: ignore[index]
         body["files"][path.name] = {"bytes": len(start + pieces), "header_sha256": sha256((start + pieces)[: 8 + size])}
         index.write_bytes(sign(json.dumps(body)))
 
@@ -235,4 +235,4 @@ def fields(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 def sign(body: str) -> bytes:
     """Return an index with a correct digest of any body."""
-    return TEXT % (sha256(body.encode()).encode(), body.encode())
+    return ENVELOPE % (sha256(body.encode()).encode(), body.encode())

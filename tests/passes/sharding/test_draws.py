@@ -13,7 +13,7 @@ from compiler_trainer import UserError
 from passes.ir.mesh import Mesh
 from passes.ir.spec import Factor, Spec
 from passes.sharding import random
-from passes.sharding.draws import integers, normal
+from passes.sharding.draws import exponential, integers, normal, uniform_between
 from passes.sharding.random import global_index, uniform_at
 
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}]
@@ -69,6 +69,18 @@ def test_what_is_drawn_is_the_same_on_every_mesh(name):
     assert wanted != losses(DRAWS[name][0], {}, seed=1)
     for mesh in MESHES[-2:]:
         assert losses(DRAWS[name][0], mesh) == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_numbers_of_every_dtype_are_in_their_range(dtype):
+    seed, x = torch.tensor(5), torch.zeros(1 << 20, dtype=dtype)
+    draws = {draw.__name__: draw(seed, 1, x) for draw in (normal, exponential, uniform_between)}
+    assert all(values.dtype == dtype and values.isfinite().all() for values in draws.values())
+    assert draws["exponential"].min() > 0 and draws["normal"].abs().max() > 4.5
+    assert draws["uniform_between"].min() >= 0 and draws["uniform_between"].max() < 1
+    assert uniform_between(seed, 1, x, -1.0, 3.0).max() < 3
+    narrow = integers(seed, 1, torch.zeros(1 << 16, dtype=torch.int8), -100, 100)
+    assert (narrow.min(), narrow.max()) == (-100, 99)
 
 
 @pytest.mark.parametrize("name", DRAWS)
