@@ -13,6 +13,7 @@ after `optimize` because the reductions of replicated gradients appear only ther
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -301,12 +302,26 @@ def build_extra(passes: PassesConfig) -> Passes:
         if not isinstance(step, Pass):
             problem = f"{options['_target_']} returned a {type(step).__name__}"
             raise UserError(where, f"{problem}; return a passes.ir.ir.Pass")
+        if problem := what_is_missing(step):
+            raise UserError(where, f"{options['_target_']} {problem}")
         if step.gives is not None:
             raise UserError(
                 where, f"{step.name} gives a {step.gives} program; leave `gives` out; other passes come next"
             )
         steps.append(step)
     return tuple(steps)
+
+
+def what_is_missing(step: Pass) -> str:
+    """Return the problem with the class attributes of a user's pass, with the fix; empty if there is none."""
+    if not isinstance(getattr(step, "name", None), str):
+        return 'has no name; add name = "my_pass" to the class'
+    takes = getattr(step, "takes", None)
+    if not isinstance(takes, tuple | list) or not all(isinstance(stage, Stage) for stage in takes):
+        return "takes no stages; add takes = (Stage.CAPTURED,) to the class, or other stages of passes.ir.stages"
+    if not isinstance(step.after, tuple | list):
+        return f"has after = {step.after!r}; write a tuple of names of passes"
+    return ""
 
 
 def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
@@ -317,6 +332,7 @@ def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
     """
     if not extra:
         return pipeline
+    refuse_unknown_names(extra)
     rows: dict[str, ProgramPlan] = {}
     stages, present = {CAPTURED: Stage.CAPTURED}, {CAPTURED: tuple[Pass, ...]()}  # at the end of each program
     placed_in_finish: dict[str, Passes] = {}
@@ -337,6 +353,18 @@ def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
         takes, after = " or ".join(map(str, unplaced[0].takes)), ", ".join(unplaced[0].after) or "nothing"
         raise UserError("passes.extra", f"{unplaced[0].name} takes a {takes} program after {after}: there is none")
     return replace(pipeline, rows=tuple(rows.values()), folding=None)
+
+
+def refuse_unknown_names(extra: Passes) -> None:
+    """Raise UserError if a user's pass names a pass in `after` that does not exist, in this job or another."""
+    classes = [kind.name for kind in Pass.__subclasses__() if isinstance(getattr(kind, "name", None), str)]
+    known = sorted({*classes, *names_of(extra)})
+    for step in extra:
+        for name in step.after:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                raise UserError("passes.extra", f"{step.name} has after = {name!r}, but no pass is called so; {hint}")
 
 
 def names_of(*passes: Passes) -> list[str]:

@@ -48,7 +48,7 @@ def page() -> str:
         "## Placements\n\nOn an axis of the mesh a tensor is one of these. The gradient of replicate is partial,"
         " that of invariant is invariant.",
         table(("state", "in a dump", "spmd_types", "JAX", "meaning"), states),
-        "## Reshard operators\n\nEach knows its own gradient, so the backward's communication is derived.",
+        "## Reshard operators\n\nAll but `pmax` define their gradient, so the backward's communication is derived.",
         table(("operator", "on its axis", "sends as"), operators),
         "## Axes\n\nOutermost first.",
         table(("axis", "what it shards"), axes),

@@ -238,7 +238,7 @@ class Probes:
         return partial(shift, full, group)
 
     def beside(self) -> list[float]:
-        """Return the shares of speed kept by a matmul and an addition during an all-reduce, and by it during matmuls."""
+        """Return the shares of speed kept: a matmul and an addition during an all-reduce, it during matmuls."""
         if self.ranks == 1 or not self.is_wall:
             return [1.0, 1.0, 1.0]
         x, w = self.full(512, 512), self.full(512, 512)

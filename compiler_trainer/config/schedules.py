@@ -38,7 +38,7 @@ def build_schedule(pipeline: PipelineConfig, pp: int, microbatches: int, costs: 
 def read_schedule(path: Path, pp: int, microbatches: int) -> Schedule:
     """Return the schedule in a file; raise UserError naming the problem."""
     if not path.exists():
-        raise UserError("passes.pipeline.schedule", f"{not_one_of(SCHEDULES, str(path))}, nor a file")
+        raise UserError("passes.pipeline.schedule", f"no file, and {not_one_of(SCHEDULES, str(path))}")
     try:
         schedule = from_text(text_of(path))
     except ValueError as error:
@@ -46,5 +46,6 @@ def read_schedule(path: Path, pp: int, microbatches: int) -> Schedule:
     sizes = {"mesh.pp": (pp, schedule.ranks), "train.microbatches": (microbatches, schedule.microbatches)}
     for option, (configured, in_file) in sizes.items():
         if configured != in_file:
-            raise UserError(str(path), f"is a schedule for {option}={in_file}, not {configured}")
+            setting = f"{option}={in_file}"
+            raise UserError(str(path), f"is a schedule for {setting}, not {configured}; set {setting}")
     return schedule

@@ -166,7 +166,7 @@ def draw_schedule(name: str, schedule: Schedule) -> dict[str, Any]:
     """Return the schedule of pipeline tasks as a page draws it: a forward takes 1, a backward 2."""
     timing = play(schedule)
     rows = [[(str(slot), *timing.spans[slot][:2]) for slot in row] for row in schedule.rows]
-    return {"schedule": schedule, "unit": "forwards", "idle": timing.idle, "slots": rows}
+    return {"schedule": name, "unit": "forwards", "idle": timing.idle, "slots": rows}
 
 
 def check_evaluated(programs: Mapping[str, Captured], ranks_by_program: Mapping[str, int], frozen: Set[str]) -> None:

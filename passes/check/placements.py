@@ -24,7 +24,7 @@ from torch import fx
 from passes.ir import ir
 from passes.ir.mesh import Mesh
 from passes.ir.operators import axis_of
-from passes.ir.spec import Dim, Factor, Spec
+from passes.ir.spec import REDUCTIONS, Dim, Factor, Spec
 from passes.ops.reshard import RESHARD_OPS
 from passes.ops.routed import IN_ANY_ORDER, groups
 from passes.rules import Rule, rule_of, tensor_operands
@@ -242,7 +242,7 @@ def build_spec(
         merge_dim((Factor(atoms.sizes[n], axes.get(n, ()), order=atoms.order) for n in names), mesh) or (Factor(1),)
         for names in dims
     )
-    partial = tuple((axis, kind) for axis, kind in kinds.items() if kind in ("sum", "max"))
+    partial = tuple((axis, kind) for axis, kind in kinds.items() if kind in REDUCTIONS)
     return Spec(shape, partial, tuple(axis for axis, kind in kinds.items() if kind == "replicate"))
 
 

@@ -108,7 +108,7 @@ def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
     """Return the collectives that may be merged, by the properties that they must share."""
     members, place = mergeable(program), places(program)
     by_key: dict[tuple, list[fx.Node]] = {}
-    for kinds in ({reshard.all_gather}, {reshard.pmax}, REDUCTIONS):
+    for kinds in (*({op} for op in TOGETHER if op in OF_WEIGHTS), REDUCTIONS):
         candidates = [node for node in members if node.target in kinds]
         depth = depths(program, set(candidates))
         for node in sorted(candidates, key=depth.__getitem__):

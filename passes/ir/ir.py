@@ -230,7 +230,10 @@ class Pass(ABC):
 
     def __call__(self, program: Program, ctx: Context) -> tuple[Program, Report]:
         """Return the program after the pass, at the stage that it gives, and the report."""
-        after, report = self.rewrite(program, ctx)
+        result = self.rewrite(program, ctx)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Report)):
+            raise CompileError(self.name, None, "rewrite returned something else than (Program, Report)")
+        after, report = result
         stage = program.stage if self.gives is None else self.gives
         return after if after.stage is stage else replace(after, stage=stage), report
 

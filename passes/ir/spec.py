@@ -38,6 +38,8 @@ from torch import Tensor
 from passes.ir.mesh import BLOCKS, FLATTENED, SEQUENCE_AXIS, Mesh
 from passes.ir.order import PLAIN, Order
 
+REDUCTIONS = {"sum": torch.add, "max": torch.maximum}  # of partial values, by name
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -264,16 +266,16 @@ def unshard(locals_by_rank: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
             into, part = box.of(full), box.of_local(local)
             if box.offset not in written:
                 into.copy_(part)
-            elif dict(spec.partial).get(spec.partial_axes[0]) == "max":
-                torch.maximum(into, part, out=into)
             else:
-                into.add_(part)
+                REDUCTIONS[dict(spec.partial)[spec.partial_axes[0]]](into, part, out=into)
             written.add(box.offset)
     return full
 
 
 def validate(spec: Spec, mesh: Mesh) -> None:
-    """Raise ValueError if an axis is unknown or used twice."""
+    """Raise ValueError if an axis is unknown or used twice, or if a partial value is reduced in an unknown way."""
+    if unknown := {reduction for _, reduction in spec.partial} - set(REDUCTIONS):
+        raise ValueError(f"spec {spec} has the unknown reduction {min(unknown)!r}; known are {', '.join(REDUCTIONS)}")
     for axis in spec.sharded:
         if axis not in mesh.names:
             raise ValueError(f"spec {spec} uses axis {axis!r}, which the mesh {mesh.sizes} lacks")

@@ -126,6 +126,9 @@ def done_before(schedule: Schedule, slot: Slot) -> set[Slot]:
 
 def check_complete(schedule: Schedule) -> None:
     """Raise ValueError unless each rank runs each task of its stages once per microbatch, and no other task."""
+    slots = {slot.task.kind: slot for row in schedule.rows for slot in row}
+    if BACKWARD in slots and schedule.is_split:
+        raise ValueError(f"has both {slots[BACKWARD]} and {slots[WEIGHTS]}; write B, or I and W, for all backwards")
     kinds = (FORWARD, INPUTS, WEIGHTS) if schedule.is_split else (FORWARD, BACKWARD)
     for rank, row in enumerate(schedule.rows):
         stages = [stage for stage, owner in enumerate(schedule.rank_of) if owner == rank]
@@ -180,6 +183,8 @@ def as_text(schedule: Schedule) -> str:
 def from_text(text: str) -> Schedule:
     """Return the schedule in a text; raise ValueError with rank and slot if it is invalid or deadlocks."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not lines:
+        raise ValueError("is empty; write a line of tasks for each rank, such as F0.0 B0.0")
     rows = tuple(tuple(slot_of(rank, word) for word in line.split()) for rank, line in enumerate(lines))
     ranks = {slot.task.stage: rank for rank, row in reversed([*enumerate(rows)]) for slot in row}
     if missing := sorted({*range(1 + max(ranks, default=0))} - ranks.keys()):

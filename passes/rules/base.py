@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from passes.ir import ir
 from passes.ir.mesh import Mesh
-from passes.ir.spec import Factor, Spec
+from passes.ir.spec import REDUCTIONS, Factor, Spec
 from passes.trace.builder import Builder, Emit
 
 Names = tuple[str, ...]  # the factors of one dim, major to minor; () for a dim of size one
@@ -134,7 +134,7 @@ def from_text(text: str) -> RuleMaker:
     left, right = sides(signature, text)
     words = [clause.split() for clause in clauses]
     check_clauses(words, {letter for letter in signature if letter.isalpha()}, len(left), text)
-    folded = {f: w[0] for w in words if w[0] in ("sum", "max") for f in w[1:]}
+    folded = {f: w[0] for w in words if w[0] in REDUCTIONS for f in w[1:]}
     declared_whole = frozenset(f for w in words if w[0] == "whole" for f in w[1:])
     linear = frozenset(frozenset(map(int, w[1:])) for w in words if w[0] == "linear")
 
@@ -188,7 +188,7 @@ def sides(signature: str, text: str) -> tuple[list[str], list[str]]:
 def check_clauses(clauses: Sequence[Sequence[str]], letters: Collection[str], operands: int, text: str) -> None:
     """Raise ValueError naming an unknown clause, or a letter or operand that the rule lacks."""
     for word, *names in clauses:
-        if word not in ("sum", "max", "whole", "linear", "moves"):
+        if word not in (*REDUCTIONS, "whole", "linear", "moves"):
             raise ValueError(f"rule {text!r}: {word!r} is not a clause; use sum, max, whole, linear or moves")
         allowed = [str(i) for i in range(operands)] if word == "linear" else letters
         if unknown := [name for name in names if name not in allowed]:

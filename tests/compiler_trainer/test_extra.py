@@ -38,6 +38,24 @@ class Turns(Look):
 LOOK = {"_target_": "test_extra.Look"}
 
 
+class Nameless(ir.Pass):
+    takes = (Stage.JOINT,)
+
+    def rewrite(self, program, ctx):
+        return program, ir.Report()
+
+
+class Stageless(Nameless):
+    name, takes = "stageless", Stage.JOINT  # type: ignore[assignment]
+
+
+class Careless(Nameless):
+    name = "careless"
+
+    def rewrite(self, program, ctx):
+        return program
+
+
 def looking(*stages, after=(), name="look"):
     return {**LOOK, "takes": [{"_target_": "passes.ir.stages.Stage", "_args_": [int(stage)]} for stage in stages], "after": list(after), "name": name}
 
@@ -111,7 +129,10 @@ def test_layers_are_all_there_with_a_pass_of_ones_own():
         (looking(Stage.CAPTURED, after=("remat",)), "^passes.extra: look takes a captured program after remat: there is none"),
         ({"_target_": "test_extra.Turns"}, r"^passes.extra\[0\]: look gives a step program; leave `gives` out"),
         ({"_target_": "collections.Counter"}, r"^passes.extra\[0\]: collections.Counter returned a Counter; return a passes.ir.ir.Pass"),
-        ({"_target_": "test_extra.Lost"}, r"^passes.extra\[0\]._target_: .*Lost"),
+        ({"_target_": "test_extra.Lost"}, r"^passes.extra\[0\]._target_: test_extra has no Lost$"),
+        ({"_target_": "test_extra.Nameless"}, r"^passes.extra\[0\]: test_extra.Nameless has no name; add name = "),
+        ({"_target_": "test_extra.Stageless"}, r"^passes.extra\[0\]: test_extra.Stageless takes no stages; add takes = "),
+        (looking(Stage.JOINT, after=("simplfy",)), "^passes.extra: look has after = 'simplfy', but no pass is called so; did you mean simplify"),
     ],
 )
 def test_what_has_no_place_is_refused(extra, message):
@@ -155,3 +176,8 @@ def test_arguments_reach_it():
     optim = OptimConfig("custom", _target_="passes.update.optimizers.SGD", arguments={"momentum": 0.5})
     step = pipeline_of(optim=optim)["step"].passes
     assert next(each for each in step if each.name == "optimize").optimizer == SGD(0.5)
+
+
+def test_a_rewrite_without_a_report_is_named():
+    with pytest.raises(ir.CompileError, match="careless: rewrite returned something else than"):
+        trained_alike(perceptron(), squared_error, points(), {}, NO_DECAY, passes={"extra": [{"_target_": "test_extra.Careless"}]})

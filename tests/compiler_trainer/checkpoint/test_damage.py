@@ -114,7 +114,7 @@ def rewritten(path, change):
 
 
 def write(path, text):
-    (path / "index.json").write_bytes(index_room.TEXT % (index_room.sha256(text).encode(), text))
+    (path / "index.json").write_bytes(index_room.ENVELOPE % (index_room.sha256(text).encode(), text))
 
 
 def put(*keys):

@@ -174,7 +174,9 @@ BAD = {
     "deadlock": ("B0.0 F0.0 F1.0 F2.0 B1.0 F3.0 B2.0 B3.0", GOOD[1], "rank 0 at B0.0 waits for F0.0 of rank 0"),
     "a stage": (GOOD[0], GOOD[1].replace(".1", ".2"), "no rank runs stage 1"),
     "ranks": ("F0.0 B0.0 F1.0 B1.0 F2.0 B2.0 F3.0 B3.0", "", "is a schedule for mesh.pp=1, not 2"),
-    "microbatches": ("F0.0 B0.0", "F0.1 B0.1", "is a schedule for train.microbatches=1, not 4"),
+    "microbatches": ("F0.0 B0.0", "F0.1 B0.1", "is a schedule for train.microbatches=1, not 4; set train.microbatches=1"),
+    "mixed": (GOOD[0], GOOD[1].replace("B3.1", "I3.1 W3.1"), "has both B2.1 and W3.1; write B, or I and W, for all backwards"),
+    "empty": ("", "", "is empty; write a line of tasks for each rank"),
 }
 
 
@@ -188,7 +190,7 @@ def test_schedules_that_never_end_are_refused(tmp_path, why):
 
 
 def test_a_schedule_that_there_is_not_is_refused(tmp_path):
-    with pytest.raises(UserError, match="passes.pipeline.schedule: '1f1c' is not one of gpipe, 1f1b.*, nor a file"):
+    with pytest.raises(UserError, match="passes.pipeline.schedule: no file, and '1f1c' is not one of gpipe, 1f1b.*; did you mean '1f1b'"):
         dry_run(job(tmp_path, "1f1c"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -81,6 +82,11 @@ def decoder(pp: int, pipeline: dict):
     passes = {"pipeline": pipeline, "fold_layers": False}
     how = {"mesh": {"pp": pp}, "microbatches": 4, "optim": {"max_norm": 0.1}, "passes": passes}
     return compile_step(model, loss_fn, batch, ranks="lockstep", **how), batch
+
+
+def test_the_report_of_stages_is_written_as_json():
+    step, _ = decoder(2, {"schedule": "gpipe"})
+    assert json.loads(json.dumps(step.report))["pipeline"]["schedule"] == "gpipe"
 
 
 def test_only_the_residual_stream_its_gradient_and_the_norm_are_sent():

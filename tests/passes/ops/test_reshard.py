@@ -57,9 +57,9 @@ def placed(shape: tuple[int, ...], state: str) -> Spec:
     whole = replace(cut(shape), fill=77.0)
     if state.startswith("shard"):
         return replace(cut(shape, tp=0 if state == "shard0" else 1), fill=77.0)
-    if state in ("sum", "max"):
-        return replace(whole, partial=(("tp", state),))
-    return replace(whole, replicate=("tp",) if state == "replicate" else ())
+    if state in ("replicate", "invariant"):
+        return replace(whole, replicate=("tp",) if state == "replicate" else ())
+    return replace(whole, partial=(("tp", state),))
 
 
 def draw(spec: Spec, mesh: Mesh) -> list[Tensor]:
@@ -73,7 +73,7 @@ def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
     """Return (specs of x and of the result, x, result, cotangent, gradient), values by rank; pmax has no gradient."""
     case, small = CASES[op], Small(**mesh)
     before, after = placed(shape, case.takes), placed(shape, case.gives)
-    with_gradient = op is not reshard.pmax
+    with_gradient = reshard.RESHARD_OPS[op].gradient is not None
     x = small.input("x", before, "parameter" if with_gradient else "batch")
     y = small.input("y", after.gradient(), "batch")
     out = small.call(op, x, *case.args(small.axis_index("tp"), small.mesh["tp"], shape[1]), spec=after)
@@ -146,7 +146,7 @@ def test_a_bf16_gather_reduces_its_gradient_in_fp32():
         assert torch.equal(gradient, torch.full((2,), 1 + 2.0**-9))  # bf16 would round it to 1
 
 
-@pytest.mark.parametrize("op", [op for op in CASES if op is not reshard.pmax], ids=lambda op: op._opname)
+@pytest.mark.parametrize("op", [op for op in CASES if reshard.RESHARD_OPS[op].gradient is not None], ids=lambda op: op._opname)
 def test_what_autograd_derives_are_boundary_operators_again(op):
     """The backward of every operator is its partner, so the gradient's communication can be read in the graph."""
     partners = {
