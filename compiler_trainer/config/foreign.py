@@ -29,7 +29,7 @@ LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or
 STOPPING = "early stopping is eval.patience=3: evaluations without a lower loss; checkpoint.keep_best keeps the best"
 EVALUATION = "validation loss is computed every eval.interval steps over eval.batches batches"
 VALIDATION = (
-    "data.eval_fraction of the text is for validation; compiler-trainer eval RUN data=text evaluates other text"
+    "validation data are data.validation=[{files: [...]}], or the share data.eval_fraction of the training documents"
 )
 PIPELINE = "pipeline parallelism is mesh.pp, with at least as many train.microbatches (docs/guides/pipeline.md)"
 REPLICAS = "data parallelism is mesh.dp_shard (sharded, FSDP) and mesh.dp_replicate (replicated, DDP)"
@@ -62,7 +62,7 @@ ANSWERS = {
     "fp16": NO_FP16,
     "float16": NO_FP16,
     "half": NO_FP16,
-    "tf32": "matmuls of float32 are not computed in TF32; use passes.cast.param_dtype=bfloat16",
+    "tf32": "call torch.set_float32_matmul_precision for TF32, or use passes.cast.param_dtype=bfloat16",
     "fp8": "float8 is passes.cast.float8=rowwise or tensorwise",
     "mxfp8": NO_BLOCKS,
     "nvfp4": NO_BLOCKS,
