@@ -318,7 +318,7 @@ def what_is_missing(step: Pass) -> str:
         return 'has no name; add name = "my_pass" to the class'
     takes = getattr(step, "takes", None)
     if not isinstance(takes, tuple | list) or not all(isinstance(stage, Stage) for stage in takes):
-        return "takes no stages; add takes = (Stage.CAPTURED,) to the class, or other stages of passes.ir.stages"
+        return "takes no stages; add takes = (Stage.CAPTURED,), or other stages, to the class"
     if not isinstance(step.after, tuple | list):
         return f"has after = {step.after!r}; write a tuple of names of passes"
     return ""

@@ -267,7 +267,7 @@ def unshard(locals_by_rank: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
             if box.offset not in written:
                 into.copy_(part)
             else:
-                REDUCTIONS[dict(spec.partial)[spec.partial_axes[0]]](into, part, out=into)
+                into.copy_(REDUCTIONS[dict(spec.partial)[spec.partial_axes[0]]](into, part))
             written.add(box.offset)
     return full
 

@@ -336,7 +336,7 @@ def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, mon
         waits.set()
 
     monkeypatch.setattr("compiler_trainer.data.stored.tokenize", gives_up)
-    monkeypatch.setattr("compiler_trainer.places.stored_folders.print", say, raising=False)
+    monkeypatch.setattr("compiler_trainer.places.folders.print", say, raising=False)
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(corpus, path) for _ in range(2)]
     errors = [str(job.exception()) for job in both if job.exception()]

@@ -95,7 +95,7 @@ KILLED = """
 import os, sys, time
 from pathlib import Path
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data import ahead, sources, workers
+from compiler_trainer.data import sources, tokenized, workers
 from compiler_trainer.data.stored import Share
 sources.PIECE_BYTES, workers.ALONE = 100_000, 1000
 rename, ended = os.replace, []
@@ -108,7 +108,7 @@ def replace(source, target):  # after ten pieces, the job waits to be killed, so
         ended.append(target)
 
 os.replace = replace
-ahead.write(DataConfig(name="text", files=(sys.argv[1],)), Path(sys.argv[2]), Share(int(sys.argv[3]), 2, 1))
+tokenized.write(DataConfig(name="text", files=(sys.argv[1],)), Path(sys.argv[2]), Share(int(sys.argv[3]), 2, 1))
 """
 
 
@@ -225,8 +225,8 @@ def test_those_that_share_keep_out_who_makes_all(tmp_path):
     with folders.hold_lock(folder / "lock", shared=True), folders.hold_lock(folder / "lock", shared=True):
         other = subprocess.Popen([sys.executable, "-c", f"""
 from pathlib import Path
-from compiler_trainer.places import kept
-with kept.hold_lock(Path({str(folder / "lock")!r})):
+from compiler_trainer.places import folders
+with folders.hold_lock(Path({str(folder / "lock")!r})):
     print("in", flush=True)
 """], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
         assert other.stdout.readline().startswith("waiting for another process")
