@@ -93,6 +93,7 @@ __all__ = [
     "keep_after",
     "kernels_of",
     "kernels_together",
+    "is_profiling",
     "lazy_graph_modules",
     "line_mode",
     "load_compiled",
@@ -257,6 +258,11 @@ def describe_layout(
         device=device,
         storage_size=storage_bytes,
     )
+
+
+def is_profiling() -> bool:
+    """Return True if a profiler of PyTorch records this thread; a second one inside it would crash."""
+    return torch.autograd._profiler_enabled()
 
 
 def lazy_graph_modules() -> AbstractContextManager:

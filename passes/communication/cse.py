@@ -58,11 +58,13 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def signature(tree: Any) -> Any:
-    """Return a hashable form of arguments, in which 1, 1.0 and True differ."""
+    """Return a hashable form of arguments, in which 1, 1.0 and True differ, and 0.0 and -0.0."""
     if isinstance(tree, (tuple, list)):
         return tuple(map(signature, tree))
     if isinstance(tree, dict):
         return tuple((key, signature(value)) for key, value in tree.items())
     if isinstance(tree, slice):
         return "slice", signature((tree.start, tree.stop, tree.step))
-    return tree if isinstance(tree, fx.Node) else (type(tree), tree)
+    if isinstance(tree, fx.Node):
+        return tree
+    return type(tree), repr(tree) if isinstance(tree, (float, complex)) else tree

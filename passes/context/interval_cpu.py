@@ -123,6 +123,8 @@ def calls(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence) -> Iterator[tupl
             continue
         rows, keys = part.rows.stop - part.rows.start, part.keys.stop - part.keys.start
         kind = part.run, rows, keys, part.causal
+        if any((other.batch, other.rows) == (part.batch, part.rows) for other in waiting[kind]):
+            yield waiting.pop(kind), _shared_options(rows, keys, part.causal, arguments[4], q)
         waiting[kind].append(part)
         if len(waiting[kind]) * rows * keys * q.shape[1] * (q.shape[-1] + v.shape[-1]) >= ENOUGH:
             yield waiting.pop(kind), _shared_options(rows, keys, part.causal, arguments[4], q)

@@ -103,8 +103,13 @@ def attention_with_dropout(
     if is_causal:
         row, column = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
         mask = row[:, None] >= column
-    if mask is None or mask.is_floating_point():
-        return drop((scores if mask is None else scores + mask).softmax(-1), dropout_p) @ v
+    if mask is None:
+        return drop(scores.softmax(-1), dropout_p) @ v
+    if mask.is_floating_point():
+        scores = scores + mask
+        sees_any = (scores > -torch.inf).any(-1, keepdim=True)
+        weights = torch.where(sees_any, torch.where(sees_any, scores, 0.0).softmax(-1), 0.0)
+        return drop(weights, dropout_p) @ v
     weights = torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1)
     return drop(torch.where(mask, weights, 0.0), dropout_p) @ v
 

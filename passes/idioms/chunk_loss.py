@@ -108,9 +108,11 @@ def begin(head: LossHead) -> None:
         arguments = bind(matmul)
         if arguments.get("beta", 1) != 1 or arguments.get("alpha", 1) != 1:
             raise NotChunkable(f"%{matmul.name} scales its terms")
-        take_bias(head, matmul.args[0])
+        if not take_bias(head, matmul.args[0]):
+            raise NotChunkable(f"%{matmul.name} adds more than a bias")
     elif name == "linear" and len(matmul.args) > 2 and matmul.args[2] is not None:
-        take_bias(head, matmul.args[2])
+        if not take_bias(head, matmul.args[2]):
+            raise NotChunkable(f"%{matmul.name} adds more than a bias")
     if ir.example(head.weight).dim() != 2:
         raise NotChunkable(f"%{matmul.name} is not a matmul with one matrix")
 
@@ -145,7 +147,7 @@ def step(head: LossHead, node: fx.Node, before: fx.Node) -> bool:
         pass  # the number of classes is the same, so the rows are
     elif name == "slice" and node.args[1] % ir.example(before).dim() != ir.example(before).dim() - 1:  # type: ignore
         head.slices.append(node)
-    elif name == "add" and before in node.args and not node.kwargs:
+    elif name == "add" and before in node.args and not node.kwargs and not head.logs:
         return take_bias(head, node.args[1] if node.args[0] is before else node.args[0])
     else:
         return not head.logs and take_scaling(head, node, before)

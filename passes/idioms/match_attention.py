@@ -239,7 +239,7 @@ class Scores:
         if node.target in INFIX and not node.kwargs:
             return self.binary(source, offset)
         if node.target in CALLED:
-            return f"{CALLED[node.target]}({bare(self.read(self.operand(source, node.args[0]), offset))})"
+            return f"{CALLED[node.target]}({bare(self.side(source, node.args[0], offset, keeps_masks=False))})"
         raise NotAnInterval(f"scores are computed with %{node.name} ({node.target})")
 
     def operand(self, source: Source, x: Any) -> Source:
@@ -254,11 +254,23 @@ class Scores:
         for x, other in ((left, right), (right, left)):
             if sign == "+" and isinstance(x, fx.Node) and self.adds_mask(x):
                 return self.read(self.operand(source, other), offset)
-        return f"({self.side(source, left, offset)} {sign} {self.side(source, right, offset)})"
+        is_positive = [isinstance(x, (int, float)) and x > 0 for x in (left, right)]
+        keeps = sign in "+-" or is_positive[1], sign == "+" or sign == "*" and is_positive[0]
+        a, b = (self.side(source, x, offset, keeps_masks) for x, keeps_masks in zip((left, right), keeps))
+        return f"({a} {sign} {b})"
 
-    def side(self, source: Source, x: Any, offset: int) -> str:
-        """Return the expression of one of two operands."""
-        return self.read(self.operand(source, x), offset) if isinstance(x, fx.Node) else repr(float(x))
+    def side(self, source: Source, x: Any, offset: int, keeps_masks: bool) -> str:
+        """Return the expression of an operand; raises NotAnInterval if it is masked and the operator unmasks it.
+
+        `tanh(-inf)` and `-(-inf)` do not hide a key; `-inf + x` and `-inf * 2` do.
+        """
+        if not isinstance(x, fx.Node):
+            return repr(float(x))
+        masks = len(self.masks)
+        text = self.read(self.operand(source, x), offset)
+        if len(self.masks) > masks and not keeps_masks:
+            raise NotAnInterval(f"%{source.node.name} changes scores that are already masked")
+        return text
 
     def slice_of_keys(self, source: Source, offset: int) -> str:
         """Return the expression of a slice of keys."""

@@ -37,26 +37,26 @@ aten = torch.ops.aten
 COPY = aten._to_copy.default
 
 
-def in_dtype(op: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Return the operator on operands cast to the dtype, with results cast back; a scalar (a loss) is not rounded."""
+def in_dtype(op: Callable[..., Any], dtype: torch.dtype, before: Any) -> Callable[..., Any]:
+    """Return the operator on operands cast to the dtype, with results cast back to the dtypes of the results `before`.
+
+    A scalar (a loss) is not rounded.
+    """
 
     def is_floating(x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point()
 
+    def enter(x: Any) -> Any:
+        return COPY(x, dtype=dtype) if is_floating(x) else x
+
+    def leave(x: Any, old: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return tuple(map(leave, x, old))
+        return COPY(x, dtype=old.dtype) if is_floating(x) and x.dim() else x
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        before: set[torch.dtype] = set()
-
-        def enter(x: Any) -> Any:
-            if is_floating(x):
-                before.add(x.dtype)
-                return COPY(x, dtype=dtype)
-            return x
-
-        def leave(x: Any) -> Any:
-            return COPY(x, dtype=min(before, key=lambda d: d.itemsize)) if is_floating(x) and x.dim() else x
-
         args, kwargs = map_aggregate((args, kwargs), enter)  # type: ignore[misc]
-        return map_aggregate(op(*args, **kwargs), leave)
+        return leave(op(*args, **kwargs), before)
 
     return run
 
@@ -146,7 +146,7 @@ class Cast(ir.Pass):
             dtype = self.target_dtype(node, matched)
             if dtype is None:
                 continue
-            new = inline(node, in_dtype(node.target, dtype), ctx)  # type: ignore[arg-type]
+            new = inline(node, in_dtype(node.target, dtype, ir.value(node)), ctx)  # type: ignore[arg-type]
             casts.update(n for n in new if is_cast(n))
         if casts:
             refresh(program, ctx)
@@ -158,7 +158,7 @@ class Cast(ir.Pass):
 
     def target_dtype(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
         """Return the dtype in which the node must compute; None if it already does."""
-        if not is_operator(node) or node.target is COPY or not ir.is_tensor(node):
+        if not is_operator(node) or node.target is COPY:
             return None
         dtypes = {ir.example(n).dtype for n in node.all_input_nodes if ir.is_tensor(n)}
         floating = {d for d in dtypes if d.is_floating_point}

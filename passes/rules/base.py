@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -99,6 +100,11 @@ def zero_if_zero(fills: Sequence[float | None]) -> float | None:
     return 0.0 if 0.0 in fills else None
 
 
+def zero_if_linear(linear: Collection[frozenset[int]], fills: Sequence[float | None]) -> float | None:
+    """Return 0 if all operands of a set in which the result is linear have zeros as padding; otherwise None."""
+    return 0.0 if any(all(fills[i] == 0.0 for i in operands if i < len(fills)) for operands in linear) else None
+
+
 def same_fill(fills: Sequence[float | None]) -> float | None:
     """Return the padding value that all operands share, as moved entries keep it; otherwise None."""
     return fills[0] if fills and all(f == fills[0] for f in fills) else None
@@ -165,7 +171,7 @@ def from_text(text: str) -> RuleMaker:
             whole,
             linear,
             pad_in=-math.inf if "max" in reduced.values() else 0.0,
-            pad_out=zero_if_zero if linear else lambda f: None,
+            pad_out=partial(zero_if_linear, linear),
             moves=["moves"] in words,
         )
 

@@ -29,6 +29,7 @@ def embedding(node: fx.Node) -> Rule:
         {"v": "sum"},
         whole=frozenset(dims_names(dims) | {"v"} if by_frequency else ()),
         linear=frozenset([frozenset([0])]),
+        pad_safe={1: 0.0},
         emit=emit_embedding,
     )
 
@@ -42,11 +43,10 @@ def emit_embedding(
 ) -> fx.Node:
     """Look up the local rows; ids of other ranks' rows give zeros."""
     weight, ids = operands
-    (factor,) = specs[0].dims[0] or (None,)
-    options = node.args[2:]
-    if factor is None or not factor.axes:
+    factors, options = specs[0].dims[0], node.args[2:]
+    if not any(factor.axes for factor in factors):
         return builder.call(node.target, (weight, ids, *options), node.kwargs)
-    local, is_local = local_index(builder, ids, (factor,))
+    local, is_local = local_index(builder, ids, factors)
     rows = builder.call(aten.embedding.default, (weight, local))
     if options[:1] and options[0] >= 0:  # padding_idx: this row gets no gradient
         is_trainable = builder.call(aten.unsqueeze.default, (builder.call(aten.ne.Scalar, (ids, options[0])), -1))
@@ -92,6 +92,7 @@ def gather(node: fx.Node) -> Rule:
         {f"d{dim}": "sum"},
         whole=frozenset(f"{k}{i}" for i in cut for k in "do"),
         linear=frozenset([frozenset([0])]),
+        pad_safe={1: 0.0},
         emit=emit_gather,
     )
 
@@ -125,6 +126,7 @@ def index_select(node: fx.Node) -> Rule:
         sizes,
         whole=frozenset([f"d{dim}"]),
         linear=frozenset([frozenset([0])]),
+        pad_safe={1: 0.0},
     )
 
 
@@ -149,6 +151,7 @@ def index(node: fx.Node) -> Rule:
         sizes,
         whole=frozenset(f"d{d}" for d in indexed),
         linear=frozenset([frozenset([0])]),
+        pad_safe={i: 0.0 for i in range(1, 1 + len(indices))},
     )
 
 
@@ -171,7 +174,8 @@ def scatter(node: fx.Node) -> Rule:
         sizes |= {f"o{k}.{d}": n for d, n in enumerate(ir.example(other).shape) if d not in full_dims}
         dims.append(tuple((f"d{d}",) if d in full_dims else (f"o{k}.{d}",) for d in range(len(shape))))
     names = tuple((f"d{d}",) for d in range(len(shape)))
-    return Rule((names, *dims), (names,), sizes, whole=frozenset(sizes) - {f"d{d}" for d in full_dims})
+    whole = frozenset(sizes) - {f"d{d}" for d in full_dims}
+    return Rule((names, *dims), (names,), sizes, whole=whole, pad_safe={1: 0.0})
 
 
 def searchsorted(node: fx.Node) -> Rule:

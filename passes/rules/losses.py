@@ -34,6 +34,7 @@ def cross_entropy_loss(node: fx.Node) -> Rule:
         {"n": rows, "c": classes},
         {"n": "sum"},
         whole=frozenset("c"),
+        pad_safe={0: 0.0},  # rows of -inf would give gradients of NaN
         emit=emit_cross_entropy,
     )
 

@@ -130,8 +130,13 @@ def _safe(node: fx.Node, name: str) -> dict[int, float]:
     if name == "masked_fill":
         return {1: 0.0}
     if name == "where":
+        infinite = [isinstance(value, float) and not math.isfinite(value) for value in node.args[1:3]]
+        if infinite[0] != infinite[1]:
+            return {0: float(infinite[1])}
         return {0: float(_is_single(node.args[2]))} if _is_single(node.args[1]) != _is_single(node.args[2]) else {}
-    return SAFE.get(name, {})
+    first = node.args[0]
+    shift = 0 if isinstance(first, fx.Node) else 1  # `12 % x`: the divisor is the only tensor
+    return {i - shift: v for i, v in SAFE.get(name, {}).items() if i >= shift}
 
 
 def _is_single(value: object) -> bool:

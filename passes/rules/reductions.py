@@ -45,7 +45,8 @@ def full_reduction(node: fx.Node) -> Rule:
     """Make the rule of mean, var, argmax, norms of a dim: the reduced dims cannot be sharded."""
     names, result, sizes, reduced_dims = _factors(node)
     outs = tuple(result for _ in result_shapes(node))
-    return Rule((names,), outs, sizes, whole=frozenset(n for i in reduced_dims for n in names[i]))
+    safe = {0: 0.0} if name_of(node) == "logsumexp" else {}  # rows of -inf would give gradients of NaN
+    return Rule((names,), outs, sizes, whole=frozenset(n for i in reduced_dims for n in names[i]), pad_safe=safe)
 
 
 def extremum(node: fx.Node) -> Rule:

@@ -72,8 +72,27 @@ def _rearrangement(dims: Sequence[Names], out: Sequence[Names], sizes: dict[str,
 def reshape(node: fx.Node) -> Rule:
     """Make the rule of view, reshape, flatten, squeeze, unsqueeze: the same entries in the same order."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
+    if ir.example(x).dtype != ir.example(node).dtype:
+        return reinterpretation(node)
     dims, out_dims, sizes = split_shapes(ir.example(x).shape, out)
     return _rearrangement(dims, out_dims, sizes, emit=emit_reshape)
+
+
+def reinterpretation(node: fx.Node) -> Rule:
+    """Make the rule of a view of the same bits in another dtype: if its width differs, the last dim is whole."""
+    (x,), (out,) = tensor_operands(node), result_shapes(node)
+    shape = tuple(ir.example(x).shape)
+    names: list[Names] = [(f"d{i}",) for i in range(len(shape))]
+    changed = len(shape) > 0 and shape[-1] != out[-1]
+    result = [*names[:-1], ("o",)] if changed else names
+    sizes = {f"d{i}": n for i, n in enumerate(shape)} | ({"o": out[-1]} if changed else {})
+    whole = frozenset({f"d{len(shape) - 1}", "o"}) if changed else frozenset()
+    return Rule((tuple(names),), (tuple(result),), sizes, whole=whole, pad_safe={0: 0.0}, pad_out=zero_if_positive_zero)
+
+
+def zero_if_positive_zero(fills: Sequence[float | None]) -> float | None:
+    """Return 0 if the operand's padding is 0 and not -0, whose bits are not all zero; otherwise None."""
+    return 0.0 if fills[0] == 0.0 and math.copysign(1.0, fills[0]) > 0 else None
 
 
 def emit_reshape(

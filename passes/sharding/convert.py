@@ -205,10 +205,10 @@ class _Steps:
 
     def pad_with(self, fill: float, k: int, axis: str) -> None:
         """Record that factor `k` was cut on the axis, with new padding that holds `fill`."""
-        before = self.flat[k]
+        before, was_padded = self.flat[k], any(f.padded(self.mesh) for f in self.flat)
         self.set_axes(k, (*before.axes, axis))
         if before.local(self.mesh) % before.pieces(axis, self.mesh) and self.fill != fill:
-            self.fill = None if any(f.padded(self.mesh) for j, f in enumerate(self.flat) if j != k) else fill
+            self.fill = None if was_padded else fill
 
     def gather(self, target: dict[str, Any]) -> None:
         """Gather unwanted shards, innermost first, or move them to another dim that wants them."""

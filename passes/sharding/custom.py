@@ -20,10 +20,10 @@ from torch import Tensor, fx
 
 from passes.ir import ir
 from passes.ir.mesh import BLOCKS, Mesh
-from passes.ir.operators import is_mutable
+from passes.ir.operators import is_mutable, is_operator, is_random
 from passes.ir.spec import Spec
 from passes.rules import tensor_operands
-from passes.sharding.normalize import Normalize
+from passes.sharding.normalize import Normalize, drops_entries
 from passes.torch_private import LazyGraphModule
 from passes.trace.builder import Builder
 from passes.trace.editor import splice
@@ -45,6 +45,9 @@ def body_graph(name: str, fn: Callable[..., Any], examples: list[Tensor], ctx: i
         graph = trace(lambda *t: tuple(fn(*t)), empties, ctx)
     except UnknownTensor as error:
         raise ir.Refused("shard", None, f"{name} uses {error}; make it an argument of the function") from error
+    if any(is_random(n) or drops_entries(n) for n in graph.nodes if is_operator(n)):
+        fix = "draw the numbers outside of it, and make them an argument of the function"
+        raise ir.Refused("shard", None, f"{name} draws random numbers; {fix}")
     for node in [n for n in graph.nodes if is_mutable(n)]:  # tracing has removed writes into the body's own tensors
         if not own:
             fix = "call ctx.mark_dirty, or clone them first"

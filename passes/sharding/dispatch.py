@@ -14,6 +14,7 @@ On one device, or if each rank has all experts, there is one owner and nothing i
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,9 +24,11 @@ from torch import fx
 
 from passes.ir import ir
 from passes.ir.mesh import DATA_AXES
+from passes.ir.operators import is_operator, name_of
 from passes.ir.spec import Spec
 from passes.ops import routed
 from passes.ops.routed import Way
+from passes.rules import rule_of, tensor_operands
 from passes.sharding.place import place_batch, split_dim
 from passes.trace.editor import Editor
 
@@ -67,7 +70,7 @@ def choose(kind: Method, factor: float, ids: fx.Node, way: Way, program: ir.Prog
         problem = "these tokens are not those of a batch, so their placement is unknown; use all_gather"
         raise ir.Refused("experts", ids, f"passes.moe.dispatch: {kind}: {problem}")
     rank_tokens = math.prod(placement.local_shape(mesh))
-    worst = rank_tokens * min(way.share, way.each)
+    worst = rank_tokens * (min(way.share, way.each) if are_distinct(ids) else way.share)
     rows = {
         "all_gather": rank_tokens,
         "dropless": worst,
@@ -78,6 +81,14 @@ def choose(kind: Method, factor: float, ids: fx.Node, way: Way, program: ir.Prog
         return way, f"all_gather: {counts}{'; all_gather sends the fewest without dropping any' * (kind == 'auto')}"
     sources = math.prod(mesh[axis] for axis in mesh.axes if axis in (*DATA_AXES, *mesh.experts))
     return way._replace(sources=sources, capacity=rows[kind], drops=kind == "bounded"), f"{kind}: {counts}"
+
+
+def are_distinct(ids: fx.Node) -> bool:
+    """Return True if the experts of a token are known to differ: they are the places of its largest scores."""
+    while is_operator(ids) and rule_of(ids).moves:
+        ids = tensor_operands(ids)[0]
+    source = ids.args[0] if ids.target is operator.getitem else None
+    return isinstance(source, fx.Node) and name_of(source) == "topk"
 
 
 def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:

@@ -60,6 +60,8 @@ def convolution_bias(x: Tensor, weight: Tensor, bias: Tensor, *options: Any) -> 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
     """Compute addmm with the bias added after the sum is complete."""
     product = a @ b if alpha == 1 else alpha * (a @ b)
+    if beta == 0:  # the bias may be uninitialized memory
+        return product
     return product + (bias if beta == 1 else beta * bias)
 
 

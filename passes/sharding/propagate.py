@@ -248,7 +248,8 @@ class _Sweep:
         }
         states = {axis: [self.plan.current(n).state(axis) for n in operands] for axis in self.mesh.axes}
         needed = [self.operand_spec(i, atoms, axes, labels, choice, states) for i in range(len(operands))]
-        fills = [atoms.rule.pad_safe.get(i, self.plan.current(n).fill) for i, n in enumerate(operands)]
+        fills_after = [self.fill_kept(n, spec) for n, spec in zip(operands, needed)]
+        fills = [atoms.rule.pad_safe.get(i, fill) for i, fill in enumerate(fills_after)]
         results = [
             replace(
                 self.result_spec(dims, atoms, axes, labels, choice, states),
@@ -257,6 +258,11 @@ class _Sweep:
             for dims in atoms.results
         ]
         return Decision(atoms.rule, tuple(needed), tuple(results))
+
+    def fill_kept(self, node: fx.Node, needed: Spec) -> float | None:
+        """Return an operand's padding value after its conversion, which pads with zeros."""
+        spec = self.plan.current(node)
+        return spec.fill if spec.fill == 0.0 or spec.dims == needed.dims else None
 
     def result_fill(self, dims, atoms: Atoms, axes, operand_fills: Sequence[float | None]) -> float | None:
         """Return a result's padding value: the rule's if all padded atoms agree, otherwise None; 0 without padding."""

@@ -106,7 +106,7 @@ def number(fill: float, dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point:
         return fill
     if dtype is torch.bool:
-        return bool(fill)
+        return fill > 0  # -inf is the least: False
     return int(fill) if math.isfinite(fill) else torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
 
 

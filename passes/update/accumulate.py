@@ -17,7 +17,7 @@ from passes.ir.operators import kind_of
 from passes.ir.spec import Spec
 from passes.ir.stages import Stage
 from passes.ir.task import SQUARE, square_of, term_of
-from passes.update.appender import Appender
+from passes.update.appender import Appender, copy_stored_results
 from passes.update.defer import CASTS, complete
 from passes.update.optimizers import arithmetic
 
@@ -39,6 +39,7 @@ class Accumulate(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         append = Appender(program, ctx, "optimizer")
+        copy_stored_results(program, append)
         buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
         changed = {o.name for o in program.outputs if o.kind == "buffer"} if self.skip_nonfinite else set[str]()
         stages = {i.name: ir.pipeline_stage(n) for n, i in zip(program.placeholders(), program.inputs)}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.ir import ir
+from passes.ir.bodies import base_of
 from passes.ir.spec import Spec
 from passes.trace.editor import Editor
 
@@ -44,6 +45,19 @@ class Appender(Editor):
             node = self.last = self.graph.placeholder(name)
         ir.update(node, value=val, spec=spec)
         return node
+
+
+def copy_stored_results(program: ir.Program, append: Appender) -> None:
+    """Let outputs that are views of inputs, such as a buffer copied from another, return copies made before updates."""
+    results = []
+    for node, output in zip(program.results(), program.outputs, strict=True):
+        base = base_of(node) if isinstance(node, fx.Node) else node
+        if output.kind != "gradient" and isinstance(base, fx.Node) and base.op == "placeholder":
+            copy = append.trace(torch.clone, node, key="copy")
+            ir.set_spec(copy, ir.spec(node))
+            node = copy
+        results.append(node)
+    program.graph.output_node().args = (tuple(results),)
 
 
 def keep_if(guard: Tensor, new: Tensor, old: Tensor) -> Tensor:

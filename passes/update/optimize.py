@@ -25,7 +25,7 @@ from passes.ir.spec import Spec
 from passes.ir.stages import Stage
 from passes.ir.task import SQUARE, square_of
 from passes.ops import reshard
-from passes.update.appender import Appender, coordinates_of
+from passes.update.appender import Appender, coordinates_of, copy_stored_results
 from passes.update.groups import Group, group_of
 from passes.update.moments import Format, Wide
 from passes.update.muon import Matrix, Muon, append_muon
@@ -106,6 +106,7 @@ class Optimize(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         append = Appender(program, ctx, "optimizer")
+        copy_stored_results(program, append)
         parameters = {i.name: (n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
         graded = [(o.name, n, o.spec) for n, o in zip(program.results(), program.outputs) if o.kind == "gradient"]
         names = [name for name, _, _ in graded]
@@ -143,6 +144,7 @@ class Optimize(ir.Pass):
         append.keep(step, step_now)
         order = {node: k for k, node in enumerate(program.placeholders())}
         inputs = (*program.inputs, *(i for _, i in sorted(added, key=lambda pair: order[pair[0]])))
+        refuse_equal_names(inputs)
         program = self.finish(program, append, inputs, norm, carried)
         return program, self.report(updates)
 
@@ -265,3 +267,11 @@ class Optimize(ir.Pass):
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
         return replace(program, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def refuse_equal_names(inputs: Sequence[ir.Input]) -> None:
+    """Raise Refused if two moments have one name: the scales of `weight` are stored like moments of `scale.weight`."""
+    counts = Counter(item.name for item in inputs if item.kind == "moment")
+    if equal := next((name for name, count in counts.items() if count > 1), None):
+        problem = f"two tensors of the optimizer's state are called {equal}"
+        raise ir.Refused("optimize", None, f"{problem}; rename the submodule `scale`, or use moments without scales")

@@ -63,7 +63,8 @@ def as_mean(term: fx.Node, batch: Set[fx.Node]) -> Mean | None:
         return None
     total, divisor = tensor_operands(term)
     counted = unwrap(divisor)
-    return Mean(term, counted) if counts_samples(counted, batch) and all(map(is_sum, terms(total))) else None
+    is_of_batch = all(is_sum(part) and cone_of(part, batch) & batch for part in terms(total))
+    return Mean(term, counted) if counts_samples(counted, batch) and is_of_batch else None
 
 
 def unwrap(divisor: fx.Node) -> fx.Node:

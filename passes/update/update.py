@@ -34,10 +34,11 @@ class Storage(NamedTuple):
 
 
 def round_at_random(x: Tensor, step: Tensor, site: int, index: Tensor) -> Tensor:
-    """Round f32 to bf16 at random, keeping the mean (as torchao.optim's `bf16_stochastic_round`)."""
+    """Round f32 to bf16 at random, keeping the mean (as torchao.optim's `bf16_stochastic_round`); NaN stays NaN."""
     draw = (uniform_at(index, step.to(torch.int64), site) * 2**16).to(torch.int32)
     bits = (x.view(torch.int32) + draw) & -(2**16)
-    return bits.view(torch.float32).to(torch.bfloat16)
+    rounded = bits.view(torch.float32).to(torch.bfloat16)
+    return torch.where(x.isnan(), x.to(torch.bfloat16), rounded)  # the bits of a NaN might carry over to -0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""Forms close to attention, heads and casts that mean something else: values are those of eager PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import NO_DECAY, batches, compile_lockstep, points, squared_error, trained_alike
+from torch import nn
+
+from passes.context import kernels
+from passes.context.sdpa import attention_with_dropout
+from passes.ops.attend import attend
+
+SCORES = {
+    "tanh of -inf": lambda x, hides: x.masked_fill(hides, -math.inf).tanh() * 2,
+    "relu of the lowest": lambda x, hides: x.masked_fill(hides, torch.finfo(x.dtype).min).relu(),
+    "minus the lowest": lambda x, hides: -x.masked_fill(hides, torch.finfo(x.dtype).min),
+    "times a negative number": lambda x, hides: x.masked_fill(hides, torch.finfo(x.dtype).min) * -0.35,
+    "plus a number": lambda x, hides: x.masked_fill(hides, -math.inf) + 0.5,
+    "over a number": lambda x, hides: x.masked_fill(hides, -math.inf) / 2.8,
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, score):
+        super().__init__()
+        torch.manual_seed(0)
+        self.score, self.embed, self.qkv, self.head = score, nn.Embedding(61, 16), nn.Linear(16, 48), nn.Linear(16, 61)
+
+    def forward(self, tokens):
+        rows, size = tokens.shape
+        q, k, v = (x.view(rows, size, 2, 8).transpose(1, 2) for x in self.qkv(self.embed(tokens)).split(16, -1))
+        at = torch.arange(size)
+        weights = self.score(q @ k.transpose(-1, -2), at[:, None] < at).softmax(-1)
+        return self.head((weights @ v).transpose(1, 2).reshape(rows, size, 16))
+
+
+def next_token(model, batch):
+    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+def some_tokens():
+    return [{name: batch[name] for name in ("tokens", "labels")} for batch in batches()]
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_mask_under_another_function_is_no_mask(name):
+    step = trained_alike(Attention(SCORES[name]).double(), next_token, some_tokens(), {"dp_shard": 1}, {"name": "sgd"})
+    (counts,) = [entry["report"]["counts"] for entry in step.report["passes"] if entry["name"] == "intervals"][:1]
+    assert any(counts.values()) == (name in ("plus a number", "over a number"))
+
+
+class Head(nn.Module):
+    def __init__(self, logits, bias):
+        super().__init__()
+        torch.manual_seed(0)
+        self.logits, self.embed, self.hidden = logits, nn.Embedding(61, 8), nn.Linear(8, 8)
+        self.weight, self.bias = nn.Parameter(torch.randn(61, 8)), nn.Parameter(torch.randn(bias))
+
+    def forward(self, tokens):
+        return self.logits(self, self.hidden(self.embed(tokens)).tanh().flatten(0, 1))
+
+
+HEADS = {
+    "a bias of a row": (lambda m, h: torch.addmm(m.bias, h, m.weight.t()).log_softmax(-1), (1, 61)),
+    "a bias after log_softmax": (lambda m, h: F.linear(h, m.weight).log_softmax(-1) + m.bias, (61,)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_are_no_matmul_with_a_bias_are_not_chunked(name):
+    def loss(model, batch):
+        return F.nll_loss(model(batch["tokens"]), batch["labels"].flatten(), ignore_index=-100)
+
+    trained_alike(Head(*HEADS[name]).double(), loss, some_tokens(), {"dp_shard": 1}, NO_DECAY, passes={"chunk_loss": {"logits_mib": 1e-4}})
+
+
+def test_a_row_that_sees_nothing_is_zero_also_with_dropout_and_a_mask_of_numbers():
+    torch.manual_seed(0)
+    values = [torch.randn(1, 1, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    mask = torch.zeros(4, 4, dtype=torch.float64)
+    mask[0] = -math.inf
+    ours = attention_with_dropout(lambda weights, p: weights, *values, mask, 0.1)
+    theirs = F.scaled_dot_product_attention(*values, mask)
+    torch.testing.assert_close(ours, theirs)
+    gradients = [torch.autograd.grad(out.square().sum(), values) for out in (ours, theirs)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_tiles_of_the_same_queries_are_merged(monkeypatch):
+    monkeypatch.setattr(kernels, "kernel_for", lambda q, v, b: (kernels._math, kernels._math_backward))  # as on CUDA in fp32
+    monkeypatch.setattr(kernels, "is_plain", lambda *args: True)
+    q, k, v = (torch.randn(1, 1, n, 16) for n in (64, 9000, 9000))
+    first, last = torch.zeros(1, 64, dtype=torch.int64), torch.full((1, 64), 9000)
+    out, _ = attend(q, k, v, first, last, None, [], 0.25, "")
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
+
+
+def test_zero_and_minus_zero_are_two_constants():
+    class Signs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(5, 3)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return torch.copysign(y, 0.0) - torch.copysign(y, -0.0)
+
+    trained_alike(Signs().double(), squared_error, points(4), {}, NO_DECAY)
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(61, 8), nn.Linear(8, 61)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens).tanh())
+
+
+@pytest.mark.parametrize("cut", [lambda x: x.chunk(2), lambda x: (x[:2], x[2:])], ids=["chunk", "slices"])
+@pytest.mark.parametrize("by_author", [True, False], ids=["dtype of the call", "output_dtype"])
+def test_sums_of_logs_in_float32_are_not_rounded_between(cut, by_author):
+    dtype = {"dtype": torch.float32} if by_author else {}
+
+    def loss(model, batch):
+        logits = model(batch["tokens"])
+        logs = F.log_softmax(logits, -1, **dtype).gather(-1, batch["tokens"].unsqueeze(-1)).squeeze(-1).sum(-1)
+        chosen, rejected = cut(logs)
+        return (chosen - rejected).mean()
+
+    batch = {"tokens": torch.randint(0, 61, (4, 256), generator=torch.Generator().manual_seed(0))}
+    cast = {"param_dtype": "bfloat16", "output_dtype": None if by_author else "float32"}
+    step = compile_lockstep(Embedded(), loss, batch, {"dp_shard": 1}, {"name": "sgd"}, passes={"cast": cast})
+    model = Embedded()
+    half = Embedded().bfloat16()
+    half.load_state_dict(model.state_dict())
+    expected = loss(half if by_author else lambda tokens: half(tokens).float(), batch).item()
+    assert step(batch, 0.0)["loss"] == pytest.approx(expected, abs=0.1)  # bf16 rounds sums of 256 logs to multiples of 8
