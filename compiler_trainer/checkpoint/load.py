@@ -134,7 +134,7 @@ def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Pl
     """Read averages in their own dtype, one at a time, into weights of another dtype."""
     for name, dtype in averages.items():
         spec, local = state[name]
-        values = {rank: torch.empty_like(weight, dtype=dtype) for rank, weight in local.items()}
+        values = {rank: torch.zeros_like(weight, dtype=dtype) for rank, weight in local.items()}
         fill(step, {f"{AVERAGE}{name.removeprefix(MODEL)}": (spec, values)}, ckpt)
         for rank, weight in local.items():
             weight.copy_(values[rank])

@@ -12,13 +12,14 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
 from compiler_trainer.checkpoint.index import (
     DTYPE_BY_NAME,
@@ -39,9 +40,11 @@ from compiler_trainer.checkpoint.sender import Sender
 from compiler_trainer.checkpoint.staging import Staging
 from compiler_trainer.config.errors import RunError
 from compiler_trainer.config.schema import CheckpointConfig
+from compiler_trainer.places.store import TRAFFIC
 from compiler_trainer.step.ranks import gather, host_group, rank
 
 T = TypeVar("T")
+PROGRESS_S = 1.0  # between two looks at the bytes written
 
 
 class SaveError(RunError):
@@ -74,7 +77,7 @@ class Saver:
         self.leads = 0 in step.ranks
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[str] | None = None
-        self.deletable = DeletableCheckpoints(folder)
+        self.deletable = DeletableCheckpoints(folder, cfg.resume)
         if self.leads:
             clear(folder)
         self.sender = Sender(cfg.store, folder, cfg, tell) if cfg.store and self.leads else None
@@ -86,7 +89,15 @@ class Saver:
         self.pending = self.thread.submit(self.attempt, state)
 
     def wait(self) -> str:
-        """Wait for the last save; return the reason if it failed, or an empty string."""
+        """Wait for the last save; return the reason if it failed, or an empty string.
+
+        Bytes that reach the disk meanwhile count as progress of this rank (`run.timeout_s`).
+        """
+        last_size = -1
+        while self.pending and not wait([self.pending], timeout=PROGRESS_S).done:
+            if (size := written_bytes(self.folder)) != last_size:
+                TRAFFIC.relative_update(1)
+                last_size = size
         return self.pending.result() if self.pending else ""
 
     def attempt(self, state: TrainState) -> str:
@@ -145,6 +156,12 @@ class Saver:
             raise SaveError(failure)
 
 
+def written_bytes(folder: Path) -> int:
+    """Return the bytes of the checkpoints that are being written in a folder."""
+    files = (file for partial_path in folder.glob("*.tmp") for file in partial_path.glob("*"))
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
 def make_empty(partial_path: Path, size: int) -> None:
     """Create an empty folder and its parents, and flush the new ones to disk.
 
@@ -165,7 +182,7 @@ def write_files(partial_path: Path, staging: Staging) -> dict[str, File]:
     files = {}
     for number, pieces in staging.pieces.items():
         path = partial_path / f"rank_{number:05}.safetensors"
-        save_file(pieces, path, metadata={key: sha256(as_bytes(piece)) for key, piece in pieces.items()})
+        save_file(pieces, path, metadata={key: digest_of(piece) for key, piece in pieces.items()})
         flush(path)
         size = path.stat().st_size
         files[path.name] = File(size, sha256(read_header(path, size)))
@@ -173,15 +190,23 @@ def write_files(partial_path: Path, staging: Staging) -> dict[str, File]:
     return files
 
 
+def digest_of(piece: Tensor) -> str:
+    """Return the digest of a piece; computing it is progress."""
+    TRAFFIC.relative_update(piece.nbytes)
+    return sha256(as_bytes(piece))
+
+
 class DeletableCheckpoints:
     """The checkpoints in a folder that a run may delete: those that it resumed from and its own, never another run's.
 
-    The folder may be replaced by a link while the run writes to it.
+    If the run resumed from a checkpoint elsewhere, those in the folder are another run's. The folder may be replaced by
+    a link while the run writes to it.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, resume: str | None = None):
         self.folder, self.place = folder, place_of(folder)
-        self.steps = {number_of(path) for path in complete(folder)}
+        is_elsewhere = resume not in (None, "latest", "auto") and Path(str(resume)).resolve().parent != folder.resolve()
+        self.steps = set[int]() if is_elsewhere else {number_of(path) for path in complete(folder)}
 
     def current_steps(self) -> set[int]:
         """Return the steps of these checkpoints; an empty set if the folder was replaced by another one."""

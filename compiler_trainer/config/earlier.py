@@ -13,7 +13,7 @@ from compiler_trainer.config.options import Unknown, build
 
 T = TypeVar("T")
 # Options that decide what the numbers in a checkpoint mean.
-MEANING = ("model", "loss", "optim", "data.packing", "train.seed", "train.seq_len", "train.dtype")
+MEANING = ("model", "loss", "optim", "data.packing", "data.eval_fraction", "train.seed", "train.seq_len", "train.dtype")
 ANY: Any = ...  # any value
 # (removed option, its value) -> (option of now, its value); None: the value is today's only behaviour.
 RENAMED: Mapping[tuple[str, Any], tuple[str, Any] | None] = {

@@ -248,9 +248,9 @@ def join(folder: Path, count: int) -> Summary:
         for number in range(count):
             append(folder, number, files, total.tokens)
             total = add_summaries(total, read_summary(folder, number))
-    for number in range(count):
-        for ending in (*ARRAYS, "json"):
-            os.unlink(f"{stem(folder, number)}.{ending}")
+    for ending in ("json", *ARRAYS):  # a shard without its summary is made again if this process dies here
+        for number in range(count):
+            Path(f"{stem(folder, number)}.{ending}").unlink(missing_ok=True)
     return total
 
 

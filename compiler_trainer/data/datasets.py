@@ -160,7 +160,25 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
 def mix(parts: Iterable[tuple[Rows | None, SourceConfig, str]]) -> Mixture:
     """Return the weighted mixture of the sources that have sequences."""
     entries = [(rows, getattr(source, "weight", 1.0), name) for rows, source, name in parts if rows is not None]
+    check_same_entries({name: rows for rows, _, name in entries})
     return Mixture(*zip(*entries))
+
+
+def check_same_entries(rows_by_source: Mapping[str, Rows]) -> None:
+    """Raise UserError unless the rows of all sources have the same entries, of the same shapes and dtypes."""
+    if len(rows_by_source) == 1:
+        return
+    first, *others = rows_by_source
+    shapes = {name: shapes_of(rows.batch(np.zeros(1, np.int64))) for name, rows in rows_by_source.items()}
+    for other in others:
+        if shapes[other] != shapes[first]:
+            both = f"{describe_shapes(shapes[other])}, those of {first} {describe_shapes(shapes[first])}"
+            raise UserError("data.sources", f"the rows of {other} have {both}; give both the same entries")
+
+
+def shapes_of(batch: Mapping[str, NDArray[Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return the shape of a row and the dtype of each entry."""
+    return {name: (array.shape[1:], array.dtype) for name, array in sorted(batch.items())}
 
 
 def build_part(
@@ -343,9 +361,13 @@ def add_defaults(row: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     if "tokens" not in row:
         return row
     tokens = row["tokens"].astype(np.int64)
+    documents = np.asarray(row.get("documents", np.zeros_like(tokens)))
+    is_within = np.append((documents[1:] == documents[:-1]) & (documents[1:] >= 0), False)  # -1 is padding
+    starts = np.flatnonzero(np.append(True, documents[1:] != documents[:-1]))
+    lengths = np.diff(np.append(starts, len(tokens)))
     defaults = {
-        "labels": np.append(tokens[1:], IGNORED_LABEL),
-        "positions": np.arange(len(tokens)),
+        "labels": np.where(is_within, np.append(tokens[1:], IGNORED_LABEL), IGNORED_LABEL),
+        "positions": np.arange(len(tokens)) - np.repeat(starts, lengths),
         "documents": np.zeros_like(tokens),
     }
     return {**defaults, **row, "tokens": tokens}

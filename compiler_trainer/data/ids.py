@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,9 @@ def read_index(path: str) -> Index:
         index = Index(np.dtype(DTYPES[code]), *(a.view(kind) for a, kind in zip(arrays, ("<i4", "<i8", "<i8"))))
         if len(index.documents) != bounds or index.documents[-1] != sequences:
             raise ValueError(f"its documents do not end with its {sequences:,} sequences")
+        end = int((index.pointers + index.dtype.itemsize * index.sizes.astype(np.int64)).max(initial=0))
+        if path != name and Path(path).exists() and end > (size := Path(path).stat().st_size):
+            raise ValueError(f"{path} has {size:,} of {end:,} bytes; it was truncated")
     except (OSError, ValueError, struct.error, IndexError) as error:
         raise UserError(name, f"is not an index of Megatron: {error}") from error
     return index

@@ -20,7 +20,7 @@ from compiler_trainer.data.sources import Source, has_changed
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.data.workers import Bar, tokenize
 from compiler_trainer.places.cache import Cache, folder_name, get_or_make, writable
-from compiler_trainer.places.folders import StoredFolder, hold_lock, load_folder, make_folder, partial_path_of
+from compiler_trainer.places.folders import StoredFolder, hold_lock, load_folder, lock_of, make_folder, partial_path_of
 
 FORMAT = 5  # version of the stored files and of their keys
 
@@ -97,7 +97,7 @@ def make_share_of_volume(source: Source, recipe: Recipe, folder: Path, share: Sh
     """Make a share of a volume's pieces, and join all pieces if they are complete."""
     unfinished = partial_path_of(folder)
     if share.of > 1:
-        with hold_lock(unfinished / "lock", shared=True), hold_lock(unfinished / f"lock-{share.number}-of-{share.of}"):
+        with hold_lock(lock_of(folder), shared=True), hold_lock(unfinished / f"lock-{share.number}-of-{share.of}"):
             if load_folder(folder) is None:
                 make_pieces(unfinished, source, recipe, share)
     if share.of == 1 or is_complete(unfinished, source):

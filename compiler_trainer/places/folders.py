@@ -104,11 +104,12 @@ def make_folder(folder: Path, make: Callable[[Path], Any]) -> StoredFolder:
     Returns the complete folder.
     """
     partial_path = partial_path_of(folder)
-    with hold_lock(partial_path / "lock"):
+    with hold_lock(lock_of(folder)):
         existing = load_folder(folder)
         if existing is not None:
-            shutil.rmtree(partial_path)
+            shutil.rmtree(partial_path, ignore_errors=True)
             return existing
+        partial_path.mkdir(parents=True, exist_ok=True)
         try:
             holds = make(partial_path)
         except UserError:  # a later start could not continue from this
@@ -120,6 +121,11 @@ def make_folder(folder: Path, make: Callable[[Path], Any]) -> StoredFolder:
         close(partial_path, holds)
         os.rename(partial_path, folder)
         return StoredFolder(folder, json.loads((folder / FILE).read_text())["holds"])
+
+
+def lock_of(folder: Path) -> Path:
+    """Return the path of the lock of those that make a folder: next to it, where nobody moves or deletes it."""
+    return folder.with_name(f"{folder.name}.lock")
 
 
 def partial_path_of(folder: Path) -> Path:
@@ -150,11 +156,16 @@ def hold_lock(path: Path, shared: bool = False) -> Iterator[None]:
             try:
                 fcntl.flock(lock, mode | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"waiting for another process that is making {path.parent}", flush=True)
+                print(f"waiting for another process that holds {path}", flush=True)
                 fcntl.flock(lock, mode)
-            if is_at(lock, path):  # otherwise its holder has moved the folder
+            if not is_at(lock, path):
+                continue  # its holder has deleted the file
+            try:
                 yield
-                return
+            finally:
+                if not shared:  # nobody else holds it; those that wait open a new file
+                    path.unlink(missing_ok=True)
+            return
 
 
 def is_at(file: IO[str], path: Path) -> bool:

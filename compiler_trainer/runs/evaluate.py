@@ -7,14 +7,16 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 
 from compiler_trainer import checkpoint
+from compiler_trainer.checkpoint.load import MODEL
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models.subject import Subject, subject
-from compiler_trainer.runs.saved import from_newest
+from compiler_trainer.runs.saved import check_names, from_newest
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import local_device, rank, start_ranks, stop_ranks
@@ -85,7 +87,13 @@ def measuring(
         tell=tell,
     )
     load = checkpoint.load_averaged if averaged else checkpoint.load_model
-    from_newest(cfg, lambda path: load(step, path))
+
+    def load_checked(path: Path) -> None:
+        names = checkpoint.opened(path).index.tensors
+        check_names([name.removeprefix(MODEL) for name in names if name.startswith(MODEL)], trained)
+        load(step, path)
+
+    from_newest(cfg, load_checked)
     return step
 
 

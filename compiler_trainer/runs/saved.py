@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,6 +105,24 @@ def going_on(cfg: Config, resume: str) -> Config:
     return dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, resume=resume))
 
 
+def check_names(names: Iterable[str], trained: Subject) -> None:
+    """Raise UserError unless a checkpoint with parameters and buffers called `names` is one of this model.
+
+    It may lack frozen parameters, which have initial values, and buffers.
+    """
+    tensors = (
+        *trained.module.named_parameters(remove_duplicate=False),
+        *trained.module.named_buffers(remove_duplicate=False),
+    )
+    stored, known = set(names), {name for name, _ in tensors}
+    needed = {name for name, p in trained.module.named_parameters() if p.requires_grad}
+    for problem, different in (("lacks", needed - stored), ("has", stored - known)):
+        if different:
+            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+            fix = "leave out options of the model that differ from the run's"
+            raise UserError("model", f"the checkpoint {problem} {min(different)}{more}: it is of another model; {fix}")
+
+
 def trained_model(cfg: Config, averaged: bool = False) -> tuple[Subject, nn.Module]:
     """Return the subject, and its module with the values of the newest checkpoint, in eval mode, on the CPU.
 
@@ -113,6 +131,7 @@ def trained_model(cfg: Config, averaged: bool = False) -> tuple[Subject, nn.Modu
     trained = subject(cfg)
     values = from_newest(cfg, checkpoint.read_averaged if averaged else checkpoint.read_model)
     assert values is not None
+    check_names(values, trained)
     # frozen parameters are not in the checkpoint
     if any(name not in values for name, _ in trained.module.named_parameters()):
         values = {name: value[()] for name, value in trained.initial() if name not in values} | values

@@ -49,6 +49,7 @@ from compiler_trainer.training.stop import how_to_go_on
 from compiler_trainer.training.trace import WAITS, covered_time
 from passes.ir.mesh import Mesh
 from passes.ir.spec import Spec
+from passes.torch_private import is_profiling
 
 MOST_SKIPPED = 10  # updates in a row
 MOST_ROLLED_BACK = 5  # times in a run
@@ -321,7 +322,8 @@ class Pace:
         Every rank must call this.
         """
         self.steps_taken += 1
-        if not self.interval or number % self.interval or self.steps_taken < self.first:
+        is_due = self.interval and number % self.interval == 0 and self.steps_taken >= self.first
+        if not is_due or is_profiling():  # profilers must not be nested; traces cover the same steps on all ranks
             return launch(), {}
         with profile(activities=[self.kind], acc_events=True) as profiler:
             start_time = time.perf_counter()

@@ -7,6 +7,7 @@ belongs to another run. Each checkpoint has the position of training and of its 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -119,6 +120,18 @@ def check_meaning(cfg: Config, saved: Mapping[str, Any], where: str) -> None:
         raise UserError(names_changed[0], f"{'; '.join(changes).removeprefix(names_changed[0] + ' ')}{more}; {fix}")
 
 
+def check_storable(cfg: Config) -> None:
+    """Raise UserError if an option cannot be stored in checkpoints: a number that is not finite, or an object."""
+    if not cfg.checkpoint.saves:
+        return
+    for name, value in leaves(dataclasses.asdict(cfg)):
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            fix = "give it as text, or train without checkpoints (checkpoint.interval=null)"
+            raise UserError(name, f"{value!r} cannot be stored in a checkpoint; {fix}") from None
+
+
 def check_names(cfg: Config, options: Mapping[str, Any]) -> None:
     """Raise UserError if `checkpoint.allow` lists something that is not an option."""
     for name in cfg.checkpoint.allow:
@@ -150,9 +163,11 @@ def bring(cfg: Config) -> None:
 
 
 def check_store(cfg: Config, done: int) -> None:
-    """Raise UserError on all ranks if the store has checkpoints beyond step `done`."""
-    store = cfg.checkpoint.store
-    if store is not None and cfg.checkpoint.saves and cfg.checkpoint.resume not in BY_NAME:
+    """Raise UserError on all ranks if the store has another run's checkpoints, or any beyond step `done`."""
+    store, resume = cfg.checkpoint.store, cfg.checkpoint.resume
+    if store is not None and cfg.checkpoint.saves and resume not in BY_NAME:
+        if resume is not None and Path(resume).resolve().parent != checkpoints_of(cfg).resolve():
+            on_rank_0(lambda: check_empty(store))
         on_rank_0(lambda: check_ahead(store, done))
 
 
@@ -178,6 +193,13 @@ def check_same(store: str, folder: Path) -> None:
     if common and not remote.is_same(common[-1]):
         problem = f"{store} has another run's {common[-1].name} than {folder}"
         raise UserError("checkpoint.store", f"{problem}; choose another store, or another checkpoint.dir")
+
+
+def check_empty(store: str) -> None:
+    """Raise UserError if a store has checkpoints, for a run that starts from a checkpoint elsewhere."""
+    if steps := RemoteCheckpoints(store).steps():
+        problem = f"{store} has checkpoints of another run, up to step {max(steps):,}"
+        raise UserError("checkpoint.store", f"{problem}; choose another store")
 
 
 def check_ahead(store: str, done: int) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from compiler_trainer.checkpoint.load import MODEL
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.data.chat import Prompt, prompt_of
@@ -50,11 +51,15 @@ def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[st
     total, labels = defaultdict[str, float](float), Counter[str]()
     for source, batch in batches:
         terms = count_terms(batch)
+        if not terms:
+            continue  # its loss is a mean of nothing
         metrics, name = step.measure(batch), f"loss/{source}"
         for metric, value in (*metrics.items(), (name, metrics["loss"])):
             total[metric] += value * terms
         labels[name] += terms
     count = labels.total()
+    if not count:
+        raise UserError("eval", "no sequence of the validation data has a label; set eval.interval=null")
     metric_names = [name for name in total if name not in labels]
     source_losses = {name: total[name] / labels[name] for name in labels if len(labels) > 1}
     return {name: total[name] / count for name in metric_names} | source_losses, count

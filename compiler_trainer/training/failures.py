@@ -2,7 +2,8 @@
 
 A thread of each rank samples the stack of its main thread. If neither the stack nor the traffic with a store has
 changed for `run.timeout_s`, it compares the last reports of all ranks. A rank that no longer reports is stopped or
-gone; a rank that is not waiting for others is the one that they wait for. The job ends.
+gone; a rank that is not waiting for others is the one that they wait for. The job ends, unless another rank makes
+progress, such as one that generates samples or writes a checkpoint to a slower disk.
 
 Ranks that wait for a killed rank fail in whatever collective they are in, and the error does not name the rank. So a
 thread of each rank answers a call. The first rank that fails calls; ranks that do not answer are gone.
@@ -40,6 +41,7 @@ from passes.torch_private import collectives_recorded
 FLIGHTS = "flight_recorder"
 LOOKS = 10  # samples per `run.timeout_s`
 LONGEST_S = 30.0  # between two samples
+MOST_PATIENT = 6  # times `run.timeout_s`: the longest wait for a rank that makes progress
 WAITS = re.compile(
     r"wait_tensor|all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|\.wait\(|arrive|\.item\("
 )
@@ -50,12 +52,16 @@ Place = tuple[object, ...]
 
 
 class Beat(NamedTuple):
-    """A rank's report: number of samples, last step, current operation, and True if that waits for other ranks."""
+    """A rank's report: number of samples, last step, current operation, and True if that waits for other ranks.
+
+    `unchanged` is the number of last samples without progress.
+    """
 
     looks: int
     step: int
     operation: str
     waits: bool
+    unchanged: int = 0
 
 
 class Watch:
@@ -80,7 +86,7 @@ class Watch:
             place, operation = self.look()
             last_place, unchanged = place, unchanged + 1 if place == last_place else 0
             self.looks += 1
-            beat = Beat(self.looks, self.step, operation, bool(WAITS.search(operation)))
+            beat = Beat(self.looks, self.step, operation, bool(WAITS.search(operation)), unchanged)
             if self.store is not None:
                 self.store.set(str(rank()), json.dumps(beat))
             if unchanged * self.every_s >= self.timeout_s:
@@ -109,6 +115,9 @@ class Watch:
                 return
             later = [self.read_beat(number) for number in range(size)]
             beats = [(n, b, n == rank() or b.looks > a.looks) for n, (a, b) in enumerate(zip(earlier, later))]
+            others_progress = any(alive and beat.unchanged * self.every_s < self.timeout_s for _, beat, alive in beats)
+            if others_progress and mine.unchanged * self.every_s < MOST_PATIENT * self.timeout_s:
+                return
             note = self.write_flight_record()
             if self.store.add("told", 1) == 1:
                 report(self.timeout_s, beats, note)

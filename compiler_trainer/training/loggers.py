@@ -60,7 +60,7 @@ class Progress(Renewed):
 
     def __init__(self, steps: int, done: int = 0, names: Sequence[str] = ()):
         super().__init__(BarColumn(), TextColumn("{task.description}"))
-        self.steps, self.first, self.names = steps, done, names
+        self.steps, self.taken, self.names = steps, 0, names
         self.lines = done * LINES // steps
         self.evaluated: tuple[int, float] | None = None  # the step, and the validation loss after it
         self.task = self.bar.add_task("", total=steps, completed=done)
@@ -68,6 +68,7 @@ class Progress(Renewed):
     def show(self, record: Record) -> None:
         """Update the line, or print a plain one after each tenth of the run or half minute."""
         step = int(record["step"])
+        self.taken += 1
         if "eval_loss" in record:
             self.evaluated = step, record["eval_loss"]
         if self.console.is_terminal:
@@ -79,7 +80,7 @@ class Progress(Renewed):
         """Return `step 20/150  loss 3.412  eval loss 3.5 (step 15)  norm 0.81  lr 3e-04  1,234 tokens/s  1:05 left`."""
         step = int(record["step"])
         elapsed = time.monotonic() - self.started
-        left = timedelta(seconds=round(elapsed / (step - self.first) * (self.steps - step)))
+        left = timedelta(seconds=round(elapsed / max(1, self.taken) * (self.steps - step)))
         evaluated = ""
         if self.evaluated is not None:
             at, eval_loss = self.evaluated

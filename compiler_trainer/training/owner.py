@@ -139,7 +139,7 @@ class Owners:
 
     def __init__(self, cfg: Config):
         places = {"run.dir": Path(cfg.run.dir)}
-        if cfg.checkpoint.saves:
+        if cfg.checkpoint.saves and checkpoints_of(cfg).resolve() != places["run.dir"].resolve():
             places["checkpoint.dir"] = checkpoints_of(cfg)
         self.restore: Callable[[], None] | None = None  # recreates the folder's first files; None before the run began
         self.owners = [Owner(option, folder) for option, folder in places.items()] if rank() == 0 else []

@@ -39,7 +39,7 @@ from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.ranks import first_of_each_machine_first, from_rank_0, rank
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import folder
-from compiler_trainer.training.checkpoints import bring, check_meaning, check_store, first_whole
+from compiler_trainer.training.checkpoints import bring, check_meaning, check_storable, check_store, first_whole
 from compiler_trainer.training.loggers import announce
 from passes.ir import ir
 
@@ -118,6 +118,7 @@ def find_start(cfg: Config, datasets: Datasets, damaged_paths: tuple[Path, ...] 
 
     Checkpoints known to be damaged (`damaged_paths`) are skipped.
     """
+    check_storable(cfg)
     bring(cfg)
     ckpt, damaged_paths = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)), damaged_paths)
     start = Start() if ckpt is None else read_start(cfg, datasets, ckpt)

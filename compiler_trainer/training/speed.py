@@ -18,6 +18,7 @@ from compiler_trainer.config.device import CPU, device_name
 from compiler_trainer.config.schema import Config
 from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.training.metrics import Record
+from passes.torch_private import is_profiling
 
 
 def speed(cfg: Config, flops_per_token: int, tokens: int, step_s: float) -> Record:
@@ -88,7 +89,7 @@ class PeakMemory:
             result = run()
             self.bytes = torch.cuda.max_memory_allocated(self.device)
             return result
-        if self.bytes:
+        if self.bytes or is_profiling():  # profilers must not be nested
             return run()
         result, peak = cpu_peak(run)
         self.bytes = self.state_bytes + peak if peak else 0  # on 0, measure the next step

@@ -261,7 +261,7 @@ def run(
                     is_saving = is_last or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps)
                     if is_saving or is_due(number, cfg.train.replica_check.interval, cfg.train.steps):
                         replicas.check(number)
-                    if is_saving:
+                    if is_saving and cfg.checkpoint.saves:
                         callbacks.end_checkpoint(save.wait())
                         save(record, datasets.train)
                         callbacks.begin_checkpoint(path_of(checkpoints_of(cfg), number))

@@ -368,7 +368,7 @@ def test_a_file_that_cannot_be_opened_or_changes_is_named(tmp_path, monkeypatch)
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     path, _ = write_jsonl(tmp_path)
-    with pytest.raises(UserError, match="^data.cache: .*file/.*: Not a directory; choose a writable folder"):
+    with pytest.raises(UserError, match="^data.cache: .*file/.*: File exists; choose a writable folder"):
         corpus(path, cache=str(tmp_path / "file"))
 
 
@@ -486,3 +486,40 @@ def test_no_name_of_a_tokenizer_is_refused_by_its_option():
     with pytest.raises(UserError, match="is empty; give \"bytes\" or the path") as caught:
         build_tokenizer("")
     assert caught.value.place == "data.tokenizer"
+
+
+def test_processes_that_start_at_once_make_a_folder_once(tmp_path):
+    script = f"""
+import sys, time
+from pathlib import Path
+from compiler_trainer.places.cache import Cache, get_or_make
+def make(folder):
+    (folder / "a.bin").write_bytes(b"x")
+    with open({str(tmp_path / "made")!r}, "a") as file:
+        file.write("x")
+    time.sleep(0.2)
+while time.time() < float(sys.argv[1]):
+    time.sleep(0.001)
+get_or_make(Cache(Path({str(tmp_path / "cache")!r})), ["key"], make)
+"""
+    start = str(time.time() + 4)
+    jobs = [subprocess.Popen([sys.executable, "-c", script, start], env=os.environ | {"PYTHONPATH": str(ROOT)}) for _ in range(6)]
+    assert [job.wait() for job in jobs] == [0] * 6 and (tmp_path / "made").read_text() == "x"
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_corpus_whose_shards_are_being_removed_is_made_again(tmp_path, monkeypatch):
+    (path := tmp_path / "a.txt").write_text("some words. " * 20_000)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 50_000)
+    unlink, count = Path.unlink, iter(range(3))
+
+    def dies(self, missing_ok=False):
+        if ".part" in str(self) and next(count, None) is None:
+            raise KeyboardInterrupt
+        unlink(self, missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", dies)
+        corpus(path)
+    _, stored = corpus(path)
+    assert summary(stored).tokens == path.stat().st_size + 1

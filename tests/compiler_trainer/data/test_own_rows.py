@@ -68,14 +68,14 @@ def test_each_row_is_read_once_an_epoch_and_some_are_held_out():
     assert result.vocab_size == 50 and result.below == {"tokens": 50, "positions": 4}
 
 
-def test_what_is_left_out_beside_tokens_is_of_one_document():
+def test_labels_and_positions_that_a_row_lacks_end_with_its_documents():
     (part,) = built(data(arguments={"documents": [0, 0, 1, 1]})).train.rows.parts
     batch = part.batch(np.array([0]))
     first = int(part.numbers[0])
     assert {name: array.tolist() for name, array in batch.items()} == {
         "tokens": [[first + i for i in range(4)]],
-        "labels": [[first + 1, first + 2, first + 3, -100]],
-        "positions": [[0, 1, 2, 3]],
+        "labels": [[first + 1, -100, first + 3, -100]],
+        "positions": [[0, 1, 0, 1]],
         "documents": [[0, 0, 1, 1]],
     }
     assert all(array.dtype == np.int64 for array in batch.values())

@@ -84,7 +84,7 @@ def test_shares_make_the_same_in_any_order_and_the_last_joins(order, volume_byte
 def test_a_share_makes_its_pieces_and_no_others(tmp_path):
     cfg = text(tmp_path)
     tokenized.write(cfg, tmp_path / "out", Share(1, 3))
-    (unfinished,) = (tmp_path / "out").iterdir()
+    (unfinished,) = (tmp_path / "out").glob("*.part")
     numbers = [int(path.stem) for path in unfinished.glob("*.json")]
     assert sorted(numbers) == list(range(1, len(source_of(cfg, 0, Cache(Path("cache"))).pieces()), 3))
     with pytest.raises(UserError, match="^data.tokens: .*out has no tokens.json; compiler-trainer tokenize --out writes it"):
@@ -222,11 +222,11 @@ def test_a_share_that_there_is_not_is_refused(shard, tmp_path, capsys):
 
 def test_those_that_share_keep_out_who_makes_all(tmp_path):
     folder = tmp_path / "x.part"
-    with folders.hold_lock(folder / "lock", shared=True), folders.hold_lock(folder / "lock", shared=True):
+    with folders.hold_lock(folders.lock_of(folder), shared=True), folders.hold_lock(folders.lock_of(folder), shared=True):
         other = subprocess.Popen([sys.executable, "-c", f"""
 from pathlib import Path
 from compiler_trainer.places import folders
-with folders.hold_lock(Path({str(folder / "lock")!r})):
+with folders.hold_lock(folders.lock_of(Path({str(folder)!r}))):
     print("in", flush=True)
 """], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
         assert other.stdout.readline().startswith("waiting for another process")

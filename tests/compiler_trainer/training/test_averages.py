@@ -80,14 +80,17 @@ def test_a_run_that_is_interrupted_keeps_them_and_exports_them(tmp_path):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"pp": 2}], ids=str)
-def test_they_are_read_into_weights_of_any_mesh_and_of_a_narrower_dtype(mesh, tmp_path):
+def test_they_are_read_into_weights_of_any_mesh_and_of_a_narrower_dtype(mesh, tmp_path, monkeypatch):
     cfg = options(tmp_path / "run", steps=2)
     cfg = replace(cfg, train=replace(cfg.train, ema=0.5, dtype="bfloat16"), model=replace(cfg.model, n_layers=2))
     trainer.train(cfg)
     path, result = tmp_path / "run/checkpoints/step_00000002", subject(cfg)
     batch, rest = peek(read_data(cfg).train), {"microbatches": 2, "initial": result.initial(), "lower": cfg.lower}
     step = compile_lockstep(result.module, result.loss, batch, mesh, **rest)
-    checkpoint.load_averaged(step, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda x, **how: torch.full_like(x, float("nan"), **how))
+        checkpoint.load_averaged(step, path)
+    assert all(local.isfinite().all() for state in step.state.values() for local in state.local.values())  # padding, too
     expected, weights = checkpoint.read_averaged(path), checkpoint.read_model(path)
     assert expected["output.weight"].dtype == torch.bfloat16 and not torch.equal(expected["output.weight"], weights["output.weight"])
     assert step.state_dict().keys() == expected.keys()
