@@ -97,8 +97,8 @@ def test_a_change_that_a_pass_refuses_is_kept_with_its_reason(cfg):
 
 
 def test_a_run_that_measured_nothing_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"has no measured.json: train it with run.profile=true"):
-        report.measured(tmp_path)
+    with pytest.raises(UserError, match=r"has no measured.json: train the run again with run.profile=true"):
+        report.read_measurements(tmp_path)
 
 
 RANK = {"rank": 0, "host": "a", "step_ms": 2.0, "kinds": {}, "exposed_ms": {"tp": 1.0}, "host_ms": 0.0, "data_ms": 0.0, "places": {}}
@@ -108,10 +108,10 @@ DAMAGED = ("", "{", "[1]", '{"ranks": []}', '{"ranks": [{"rank": 0}]}', json.dum
 @pytest.mark.parametrize("text", DAMAGED)
 def test_what_was_measured_and_is_damaged_is_refused_in_a_line(text, tmp_path):
     (tmp_path / "measured.json").write_text(json.dumps({"ranks": [RANK]}))
-    assert report.measured(tmp_path)[0].busy_ms == 1.0
+    assert report.read_measurements(tmp_path)[0].busy_ms == 1.0
     (tmp_path / "measured.json").write_text(text)
-    with pytest.raises(UserError, match=r"measured\.json: is damaged: train it with run.profile=true"):
-        report.measured(tmp_path)
+    with pytest.raises(UserError, match=r"measured\.json: is damaged: train the run again with run.profile=true"):
+        report.read_measurements(tmp_path)
 
 
 PLANTED = """

@@ -58,7 +58,7 @@ def test_a_buffer_that_only_training_reads_is_of_its_stage_alone():
     ("module", "left_out", "says"),
     [
         (pipeline, "without_unread_buffers", "router.load' is trained"),
-        (programs, "with_state_of", "is trained on"),
+        (programs, "store_state_like", "is trained on"),
     ],
 )
 def test_state_that_training_has_elsewhere_is_heard(module, left_out, says, monkeypatch):

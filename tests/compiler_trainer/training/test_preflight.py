@@ -75,5 +75,5 @@ def test_a_run_made_for_gpus_has_a_line_on_cpus(monkeypatch):
         "on 2 CPU cores a step takes at least 0:06:43 and the run 2 days, 7:55:27; for a trial set train.seq_len=128 "
         "train.global_batch_size=8 train.steps=30")
     assert preflight.slow_run(replace(cfg, train=replace(cfg.train, steps=20)), trained) == ""
-    monkeypatch.setattr(preflight, "here", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(preflight, "device_name", lambda: "NVIDIA H100 80GB HBM3")
     assert preflight.slow_run(cfg, trained) == ""

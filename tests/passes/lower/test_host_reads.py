@@ -134,7 +134,7 @@ def test_a_dry_run_checks_too(passes, monkeypatch):
     options = {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 1}, "lower": {"cudagraphs": True}, "passes": passes}
     cfg = resolve_auto(build(Config, options), on_gpu=False)
     compile_dry(cfg, None)
-    monkeypatch.setattr(programs, "breaks", lambda *_: ["%item (model.py:41) reads a value on the host"])
+    monkeypatch.setattr(programs, "find_breaks", lambda *_: ["%item (model.py:41) reads a value on the host"])
     with pytest.raises(UserError, match=r"lower.cudagraphs: cannot record step: %item \(model.py:41\)"):
         compile_dry(cfg, None)
 
