@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from passes.ir import ir
-from passes.ir.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
+from passes.ir.mesh import AXES, BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.ir.spec import Dim, Factor, Spec
 from passes.ir.stages import Stage
 from passes.rules.roles import roles
@@ -138,6 +138,9 @@ class Place(ir.Pass):
             if axis in stored:
                 fix = f"parameters are always stored over {' and '.join(stored)}; leave {axis} out"
                 raise ir.Refused("place", None, f"passes.shard.plan: {input_.name} is sharded on {axis}, but {fix}")
+            if axis not in AXES:
+                problem = f"{input_.name} is sharded on {axis!r}, which is no axis"
+                raise ir.Refused("place", None, f"passes.shard.plan: {problem}; use tp or ep")
             if not -len(spec.shape) <= dim < len(spec.shape):
                 raise ir.Refused(
                     "place",

@@ -163,6 +163,12 @@ def test_a_checkpoint_is_resharded_when_it_is_loaded(tmp_path, there):
     assert_same(train_step(other, data)[-1], train_step(first, data)[-1], 1e-9)
 
 
+def test_a_plan_on_an_axis_that_does_not_exist_is_refused():
+    plan = {"layers.0.attention.wq.weight": {"TP": 0}}
+    with pytest.raises(UserError, match="wq.weight is sharded on 'TP', which is no axis; use tp or ep"):
+        compile_lockstep(llama(), llama_loss, batches()[0], {"tp": 2}, passes={"shard": {"plan": plan}})
+
+
 @pytest.mark.parametrize("axis", ["cp", "dp_shard"])
 def test_a_plan_that_shards_a_parameter_where_it_is_stored_is_refused(axis):
     plan = {"layers.0.attention.wq.weight": {axis: 0}}
