@@ -229,7 +229,7 @@ def constants_of(exported: ExportedProgram) -> dict[torch.fx.Node, Tensor]:
 
 def constant_name(value: Tensor) -> str:
     """Return a name that is the same for equal tensors only."""
-    entries = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    entries = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     content = f"{value.dtype} {tuple(value.shape)} ".encode() + entries.tobytes()
     return f"constant_{hashlib.sha256(content).hexdigest()[:12]}"
 
@@ -273,7 +273,7 @@ def _to_program(
         nodes[name] = node
         kind: ir.InputKind = "constant" if node in constants else "parameter" if name in trainable else "buffer"
         inputs.append(ir.Input(name, kind, placement, constants.get(node)))
-    outputs = []
+    outputs, kept_results = [], []
     results = exported.graph.output_node().args[0]
     for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
         if (target_name := (spec.target or "").removeprefix("model.")) in trainable:
@@ -281,12 +281,16 @@ def _to_program(
             place = "" if (source := ir.source(node)).startswith("<") else f"{source} "  # unknown inside `no_grad`
             raise UserError("model", f"{place}{problem}; use the new value directly instead of writing it")
         placement = Spec.whole(tuple(ir.example(node).shape))
+        if spec.kind is OutputKind.USER_INPUT_MUTATION:
+            continue  # each step has a batch of its own
+        kept_results.append(node)
         if spec.kind is OutputKind.USER_OUTPUT:
             name = next(returned)
             output_kind: ir.OutputKind = "loss" if name == "loss" else "rows" if placement.shape else "metric"
             outputs.append(ir.Output(name, output_kind, placement))
         else:
             outputs.append(ir.Output(spec.target.removeprefix("model."), "buffer", placement))
+    exported.graph.output_node().args = (tuple(kept_results),)
     for node in list(exported.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)  # checks shapes and dtypes, which a program fixes

@@ -68,7 +68,7 @@ def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
     def forward(*operands: Tensor) -> tuple[Tensor, ...]:
         out, ctx, attributes = run_forward(operands)
         outs = out if isinstance(out, tuple) else (out,)
-        return *outs, *ctx.saved_tensors, *attributes.values()
+        return *outs, *present(ctx.saved_tensors), *attributes.values()
 
     def backward(*values: Tensor) -> tuple[Tensor | None, ...]:
         saved = values[len(tensors) + results : len(values) - results]
@@ -76,8 +76,9 @@ def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
         for name, value in vars(example).items():
             if not isinstance(value, Tensor) and name not in ("saved_tensors", "dirty"):
                 setattr(ctx, name, value)
-        ctx.saved_tensors = tuple(saved[: len(example.saved_tensors)])
-        for name, value in zip(names, saved[len(example.saved_tensors) :]):
+        own = iter(saved)
+        ctx.saved_tensors = tuple(None if t is None else next(own) for t in example.saved_tensors)
+        for name, value in zip(names, own):
             setattr(ctx, name, value)
         gradients = cls.backward(ctx, *values[len(values) - results :])
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
@@ -88,7 +89,7 @@ def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
     out, example, attributes = run_forward(tuple(copies.values()))  # finds results, saved and changed tensors
     outs = out if isinstance(out, tuple) else (out,)
     names, results = list(attributes), len(outs)
-    count = results + len(example.saved_tensors) + len(names)
+    count = results + len(present(example.saved_tensors)) + len(names)
     changed |= {i: position(outs, copy, cls) for i, copy in copies.items() if any(copy is t for t in example.dirty)}
     op = functions.define("fn", cls.__name__, forward, len(operands), count)
     functions.record(op, functions.Function(cls.__name__, forward, backward, results))
@@ -113,3 +114,8 @@ def position(results: tuple, operand: Tensor, cls: Any) -> int:
         if result is operand:
             return k
     raise UserError(cls.__name__, "changes an operand (mark_dirty) that it does not return; return it")
+
+
+def present(tensors):
+    """Return the tensors without None, which `save_for_backward` accepts, too."""
+    return [t for t in tensors if t is not None]

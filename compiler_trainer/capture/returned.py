@@ -34,7 +34,7 @@ def parted(returned: Any, rows: int | None = None) -> tuple[Tensor, dict[str, Te
             )
         if not isinstance(value, Tensor) or value.shape not in ((), (rows,)):
             raise UserError("loss_fn", f"returns {describe(value)} as the metric {name!r}; it must be a scalar tensor")
-    numbers = {name: value if value.is_floating_point() else value.float() for name, value in metrics.items()}
+    numbers = {name: value if value.is_floating_point() else value.double() for name, value in metrics.items()}
     return check_loss(loss, "returns as the loss"), numbers
 
 

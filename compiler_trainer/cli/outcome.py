@@ -77,9 +77,11 @@ def tell(cfg: Config, failure: Failure) -> None:
 
 def predicted(cfg: Config) -> float:
     """Return the predicted milliseconds of a step; raise UserError if it does not fit."""
+    from compiler_trainer.config.device import for_predicting
     from compiler_trainer.planning.auto import what_fits
     from compiler_trainer.planning.dry import dry_run
 
+    cfg = for_predicting(cfg)
     report = dry_run(cfg)
     memory = report["prediction"]["memory"]
     if not memory["fits"]:

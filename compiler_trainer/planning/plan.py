@@ -32,7 +32,8 @@ class Question(NamedTuple):
     @property
     def request(self) -> PlanRequest:
         """The job to plan for, with its stated options; raises UserError if they contradict each other."""
-        names = (override.lstrip("+~").partition("=")[0] for override in self.overrides)
+        open_mesh = "mesh=auto"  # states nothing
+        names = (text.lstrip("+~").partition("=")[0] for text in self.overrides if text != open_mesh)
         request = PlanRequest(self.cfg, frozenset(name for name in names if name not in self.groups))
         dry = dataclasses.replace(self.cfg.run, dry=True)
         validate(with_placeholders(dataclasses.replace(self.cfg, run=dry)), request.gpus)

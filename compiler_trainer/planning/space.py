@@ -88,7 +88,7 @@ class Candidate:
         """Return the options that the setting changes, by group."""
         passes: dict[str, Any] = {}
         if self.recompute != "as given":
-            passes["remat"] = {**POLICIES[self.recompute], "regather": self.regather}
+            passes["remat"] = {**POLICIES[self.recompute], "regather": self.regather, "budget_gib": None}
             passes["remat"] |= {"ops": dict(REPEATED)} if self.collectives else {}
             passes["remat"] |= {"layers": self.first.patterns()} if self.first else {}
         if self.method != "auto":

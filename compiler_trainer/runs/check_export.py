@@ -53,7 +53,7 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: boo
     """
     ranks = start_ranks()
     train_options = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
-    cfg = dataclasses.replace(validate(dataclasses.replace(cfg, train=train_options), ranks), loss={})
+    cfg = without_loss(dataclasses.replace(cfg, train=train_options), ranks)
     datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     texts = texts_of(datasets.eval or datasets.train, tokens)
@@ -66,13 +66,21 @@ def check_export_alone(cfg: Config, out: Path, averaged: bool = False) -> tuple[
         cfg.train, global_batch_size=1, microbatches=1, seq_len=min(cfg.train.seq_len, FEW)
     )
     lower = dataclasses.replace(cfg.lower, backend="eager", cudagraphs=False)
-    cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=train_options, lower=lower, loss={})
-    cfg, trained = validate(cfg, start_ranks()), subject(cfg)
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=train_options, lower=lower)
+    cfg = without_loss(cfg, start_ranks())
+    trained = subject(cfg)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, trained.vocab_size or 2, (1, train_options.seq_len), generator=generator)
     batch = row(tokens[0].tolist(), torch.device("cpu")) | {"labels": tokens}
     text = Text(batch, tokens[0].tolist(), list(range(1, train_options.seq_len)))
     return compared_texts(cfg, trained, [text], out, {}, averaged)
+
+
+def without_loss(cfg: Config, ranks: int) -> Config:
+    """Return validated options that compute log-probabilities in one microbatch, whatever loss the run had."""
+    communication = dataclasses.replace(cfg.passes.communication, batch_overlap=1)
+    cfg = dataclasses.replace(cfg, passes=dataclasses.replace(cfg.passes, communication=communication))
+    return dataclasses.replace(validate(cfg, ranks), loss={})
 
 
 def compared_texts(

@@ -47,7 +47,7 @@ def evaluate(cfg: Config, other: bool) -> str:
         results, count = means(step, told(loader, cfg.eval.batches, tell))
     stop_ranks()
     if not cfg.loss:
-        results["perplexity"] = math.exp(results["loss"])
+        results["perplexity"] = math.exp(results["loss"]) if results["loss"] < 700 else math.inf
     shown = ", ".join(f"{name} {value:.6g}" for name, value in results.items())
     return f"{shown}, {'pairs' if cfg.data.pairs else 'tokens'} {count:,} in {taken(loader, cfg.eval.batches)}"
 

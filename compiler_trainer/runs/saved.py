@@ -50,6 +50,8 @@ def with_overrides(saved: dict[str, Any], overrides: Sequence[Override]) -> Conf
         if override.is_sweep_override() or override.is_delete() or str(override.input_line).startswith("~"):
             raise UserError(str(override.input_line), "is only for a new run; an override here sets one option")
     groups = {str(o.key_or_group) for o in overrides if (CONF / str(o.key_or_group)).is_dir()}
+    if unsaved := sorted(groups - saved.keys()):
+        raise UserError(unsaved[0], "is only for a new run; an override here sets one option")
     group_overrides = [str(o.input_line) for o in overrides if str(o.key_or_group).split(".")[0] in groups]
     composed: Any = compose(["data.tokenizer=bytes", *group_overrides]) if group_overrides else {}
     if "data" in groups and not any(override.get_key_element() == "data.tokenizer" for override in overrides):

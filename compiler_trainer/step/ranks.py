@@ -116,8 +116,8 @@ def first_of_each_machine_first(make: Callable[[], T]) -> T:
         try:
             result = make()
         finally:
-            store.add(done_key, 1)
-    while store.add(done_key, 0) * on_machine < dist.get_world_size():  # a wait in the store would time out
+            store.add(done_key, on_machine)  # machines may have different numbers of ranks
+    while store.add(done_key, 0) < dist.get_world_size():  # a wait in the store would time out
         time.sleep(max(POLL_S, dist.get_world_size() / POLLS_PER_S))
     return result if local == 0 else make()
 

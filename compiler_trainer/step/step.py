@@ -133,6 +133,8 @@ class Step:
 
         Everything launched later sees the state after the step.
         """
+        if "optim.step" not in self.state:
+            raise UserError("train", "is false, so this step can only evaluate; give compile_step(train=True)")
         rate, self.layouts = self.lr if lr is None else lr, []
         self.runtime.begin()
         count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
@@ -230,6 +232,10 @@ class Step:
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the microbatches of a global batch: consecutive samples."""
         parts = {key: value.chunk(self.microbatches) for key, value in batch.items()}
+        for key, chunks in parts.items():
+            if len(chunks) != self.microbatches:
+                problem = f"has {len(batch[key])} samples, which are not {self.microbatches} microbatches"
+                raise UserError(f"batch[{key!r}]", problem)
         return [{key: chunks[i] for key, chunks in parts.items()} for i in range(self.microbatches)]
 
     def run(
@@ -302,7 +308,7 @@ class Step:
 
 def number_of(values: Sequence[Tensor], kind: str, microbatches_per_turn: int) -> Tensor:
     """Return microbatches' values as one number, fp64[]: counts are added, everything else is averaged."""
-    stacked = torch.stack(list(values))
+    stacked = torch.stack(list(values)).double()
     number = stacked.sum() if kind == "count" else stacked.mean() / (microbatches_per_turn if kind == "loss" else 1)
     return number.double()
 
@@ -361,6 +367,7 @@ def check_batch(batch: Mapping[str, Tensor], expected: Mapping[str, Entry]) -> N
 
 def check_runs(name: str, value: Tensor) -> None:
     """Raise UserError unless equal entries of each row are adjacent, which attention's bounds assume."""
+    value = value.long()
     turns = value[..., 1:] != value[..., :-1]
     last = value.masked_fill(value == -1, 2**31 - 1)  # padding, document -1, ends a row
     if bool((last[..., 1:] >= last[..., :-1]).all()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import shutil
 import time
 import traceback
@@ -66,6 +67,7 @@ def attempt(cfg: Config, outcome: Outcome) -> tuple[float | None, Failure | None
     objective = failure = None
     try:
         objective = outcome(cfg)
+        objective = objective if math.isfinite(objective) else None  # no number for JSON
     except Exception as error:
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         failure = Failure(time.time(), " ".join(text.split()), traceback.format_exc())

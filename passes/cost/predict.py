@@ -125,9 +125,11 @@ class Prices:
             return rates.grouped.at(flops / groups(node, self.avals))
         first = next(tensors(self.avals.values[node.all_input_nodes[0]])).layout
         dtype = torch.float8_e4m3fn if first.dtype.is_floating_point and first.dtype.itemsize == 1 else first.dtype
-        if dtype not in rates.products:
+        nearest = torch.bfloat16 if dtype.itemsize == 2 else torch.float32  # for float16, float64, complex
+        curve = rates.products.get(dtype) or rates.products.get(nearest)
+        if curve is None:
             raise ir.CompileError("predict", node, f"computes in {first.dtype}, for which the cluster states no rate")
-        return rates.products[dtype].at(flops)
+        return curve.at(flops)
 
     def transfer(self, kernel: Kernel) -> tuple[str, int, Reach]:
         """Return the kind of a collective, the bytes that a rank sends, and the reach of its axis."""

@@ -52,7 +52,7 @@ def interpolated(curve: Curve, size: float) -> float:
     if size <= first[0] or size >= last[0]:
         return first[1] if size <= first[0] else last[1]
     sizes, figures = curve.logarithms
-    i = bisect.bisect_right(sizes, math.log(size))
+    i = min(bisect.bisect_right(sizes, math.log(size)), len(sizes) - 1)  # logarithms are rounded
     part = (math.log(size) - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
     return math.exp(figures[i - 1] + part * (figures[i] - figures[i - 1]))
 

@@ -75,7 +75,7 @@ class Source:
         for d in order:
             shape[self.dims[d]] = x.shape[d]  # type: ignore[index]
         others = [d for d in range(x.dim()) if d not in order]
-        return x.permute(*others, *order).reshape(shape)
+        return x.permute((*others, *order)).reshape(shape)
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ class Writer:
     bodies: list[Any] = field(default_factory=list)
     body_numbers: dict[Body, int] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)  # of placements and tensors, by identity
+    numbered: list[Any] = field(default_factory=list)  # kept alive, so that no other object gets the same identity
 
     def text(self, programs: Mapping[str, ir.Program]) -> str:
         """Return programs by name, with all that they refer to by number."""
@@ -217,13 +218,15 @@ class Writer:
 
     def spec(self, spec: Spec) -> int:
         """Return the number of a placement."""
-        if id(spec) not in self.numbers:  # the program keeps `spec` alive, so ids are unique
+        if id(spec) not in self.numbers:
+            self.numbered.append(spec)
             self.numbers[id(spec)] = self.specs.number(repr(spec), encoded(spec))
         return self.numbers[id(spec)]
 
     def layout(self, value: Tensor) -> int:
         """Return the number of a tensor's layout."""
         if id(value) not in self.numbers:
+            self.numbered.append(value)
             layout = layout_of(value)
             self.numbers[id(value)] = self.layouts.number(repr(layout), layout)
         return self.numbers[id(value)]

@@ -53,9 +53,11 @@ class Assign(ir.Pass):
         if self.stages == 1:
             return program, ir.Report()
         program = program.copy()
+        copy_returned_inputs(program, ctx)
         avals = abstract_eval(program, ctx)
         free, weights = without_parameters(program, avals), of_parameters(program)
-        work = [node for node in program.calls() if node not in free and node not in weights]
+        results = {node for node in program.results() if isinstance(node, fx.Node)}  # belong to a stage in any case
+        work = [node for node in program.calls() if node in results or node not in free and node not in weights]
         if self.stored:
             notes: tuple[str, ...] = ("the same stages as in training",)
             of_node = stages_of(program, work, weights, self.stored)
@@ -91,6 +93,18 @@ class Assign(ir.Pass):
 
 
 # ---- operators with a stage ---------------------------------------------------------------------------
+
+
+def copy_returned_inputs(program: ir.Program, ctx: ir.Context) -> None:
+    """Let outputs that are inputs, such as a buffer that takes over another, be copies, which belong to a stage."""
+    results = program.results()
+    for k, node in enumerate(results):
+        if isinstance(node, fx.Node) and node.op == "placeholder":
+            edit = Editor(ctx, program.graph, program.graph.output_node())
+            results[k] = edit.call(torch.ops.aten.clone.default, (node,))
+            ir.set_spec(results[k], ir.spec(node))
+            ir.update(results[k], phase="forward", layer=None)
+    program.graph.output_node().args = (tuple(results),)
 
 
 def without_parameters(program: ir.Program, avals: Avals) -> set[fx.Node]:

@@ -70,7 +70,15 @@ def split_tasks(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str =
     """Return the program of each task; names of carried values begin with `prefix`."""
     cuts = {name: Cut(program, name, task, prefix) for name in sorted({*task.values()}, key=order_of)}
     carried = {node for name in cuts.values() for node in name.carried}
+    check_results(program, task)
     return {name: builder.finish(carried) for name, builder in cuts.items()}
+
+
+def check_results(program: ir.Program, task: Mapping[fx.Node, Task]) -> None:
+    """Raise CompileError if a loss, metric or buffer is computed by no task, because it would be lost."""
+    for node, output in zip(program.results(), program.outputs, strict=True):
+        if isinstance(node, fx.Node) and node.op == "call_function" and node not in task:
+            raise ir.CompileError("cut", node, f"the {output.kind} {output.name!r} is computed by no task")
 
 
 KINDS = (GATHER, FORWARD, BACKWARD, INPUTS, WEIGHTS, SHARE, REDUCE, UPDATE)
@@ -92,6 +100,10 @@ def tasks_of(program: ir.Program, split: bool) -> dict[fx.Node, Task]:
         stage = stage_of(node, stages)
         if stage is not None:
             stages[node] = stage
+    for node in program.results():  # a constant that is returned belongs to the stage that `assign` gave it
+        if isinstance(node, fx.Node) and node.op == "call_function" and node not in stages:
+            if (stage := ir.pipeline_stage(node)) is not None:
+                stages[node] = stage
     task = {node: Task(stage, BACKWARD if node in late else FORWARD) for node, stage in stages.items()}
     if split:
         waited = awaited_nodes(program, stages, late)
@@ -207,8 +219,14 @@ class Cut:
                 self.compute(node)
 
     def dependencies(self, own_nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the task's operators, their operands, and the operators without a stage on which these depend."""
-        nodes, waiting = set[fx.Node](), list(own_nodes)
+        """Return the task's operators, their operands, and the operators without a stage on which these depend.
+
+        The buffers that the task changes are among them, even if it does not read them.
+        """
+        ends = zip(self.program.results(), self.program.outputs, strict=True)
+        changed = {o.name for n, o in ends if o.kind == "buffer" and self.tasks.get(n) == self.task}
+        buffers = [n for n, i in self.inputs_by_node.items() if i.kind == "buffer" and i.name in changed]
+        nodes, waiting = set[fx.Node](), [*own_nodes, *buffers]
         while waiting:
             node = waiting.pop()
             if node not in nodes:

@@ -116,8 +116,8 @@ class Recorder(TorchDispatchMode):
 
 
 def layout_of(value: Tensor) -> tuple[Any, ...]:
-    """Return the layout of a tensor in its memory."""
-    return value.dtype, value.shape, value.stride(), value.storage_offset()
+    """Return the layout of a tensor in its memory, and whether it is a conjugate or negative view of it."""
+    return value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_conj(), value.is_neg()
 
 
 def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:

@@ -13,7 +13,10 @@ from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.runs.evaluate import evaluate
 from compiler_trainer.runs.saved import at_checkpoint, options_of
 
-OTHER_TEXT = ("data.files", "data.sources", "data.path", "data.split")
+OTHER_TEXT = (
+    "data.files", "data.tokens", "data.sources", "data.path", "data.configuration", "data.split", "data._target_",
+    "data.arguments", "data.documents",
+)  # fmt: skip
 HOW_MUCH = (
     "Validation data is evaluated as in training, in eval.batches batches; other text (data=text data.files=[FILE]) "
     "in full. eval.batches=N evaluates N batches, eval.batches=null all text."
@@ -33,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
 def evaluated_config(run: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, bool]:
     """Return the options of a run to evaluate, and True if they name other text than the run's validation data.
 
-    The mesh is one device unless the options set it.
+    The ranks are data-parallel unless the options set a mesh.
     """
     cfg = at_checkpoint(options_of(run, overrides), checkpoint)
     names = [override.lstrip("+").partition("=")[0] for override in overrides]
@@ -42,7 +45,7 @@ def evaluated_config(run: Path, overrides: Sequence[str], checkpoint: str | None
     other = any(name == "data" or name.startswith(OTHER_TEXT) for name in names)
     if other and "eval.batches" not in names:
         cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, batches=None))
-    if not other and cfg.data.eval_fraction == 0:
+    if not other and not cfg.data.eval_fraction and not cfg.data.validation:
         raise UserError(
             "data.eval_fraction", "is 0, so there is no validation data; name a text, as in data.files=[FILE]"
         )

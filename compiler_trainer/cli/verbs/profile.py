@@ -28,8 +28,8 @@ from compiler_trainer.training.trace import STEPS, WARM_UP
 
 QUIET = {  # no checkpoints, no evaluations, and no options that need them
     "checkpoint": {"interval": None, "keep_best": 0, "store": None},
-    "eval": {"interval": None, "patience": None},
-    "run": {"profile": True},
+    "eval": {"interval": None, "patience": None, "prompts": ()},
+    "run": {"profile": True, "dry": False},
 }
 
 

@@ -1,0 +1,82 @@
+"""Commands on runs with DPO, validation files, prompts, budgets and devices without a cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from compiler_trainer import UserError
+from compiler_trainer.cli.verbs.eval import evaluated_config
+from compiler_trainer.cli.verbs.profile import QUIET
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.schema import save
+from compiler_trainer.config.validate import validate
+from compiler_trainer.planning.plan import Question
+from compiler_trainer.planning.space import Candidate, replace_nested
+from compiler_trainer.runs.check_export import check_export_alone
+from compiler_trainer.sweep import point
+from passes.cost.rates import Curve
+
+
+def job(*options: str):
+    return to_config(compose(list(options)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("loss=dpo", "data=text", "data.files=[a.jsonl]", "data.pairs=true", "data.chat=true", "data.tokenizer=t.json", "model.attention=documents"),
+        ("train.microbatches=2", "passes.communication.batch_overlap=2"),
+    ],
+    ids=["dpo", "overlap"],
+)
+def test_an_export_of_any_loss_and_accumulation_is_compared(options, tmp_path):
+    cfg = job(*options, f"run.dir={tmp_path}/run", "checkpoint.resume=latest")
+    with pytest.raises(UserError, match="contains no complete checkpoint"):
+        check_export_alone(cfg, tmp_path / "out")
+
+
+def run_of(tmp_path, *options: str):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    save(job(*options, f"run.dir={tmp_path}/run"), tmp_path / "run" / "config.yaml")
+    return tmp_path / "run"
+
+
+def test_validation_files_are_validation_data(tmp_path):
+    run = run_of(tmp_path, "data=text", "data.files=[a.txt]", "data.tokenizer=bytes", "data.eval_fraction=0", "data.validation=[{files:[v.txt]}]")
+    assert evaluated_config(run, [], None)[1] is False
+
+
+def test_other_tokens_are_other_text(tmp_path):
+    run = run_of(tmp_path, "data=tokens", "data.tokens=/tmp/a", "data.tokenizer=bytes")
+    cfg, other = evaluated_config(run, ["data.tokens=/tmp/b"], None)
+    assert other and cfg.eval.batches is None
+
+
+def test_a_profile_needs_no_evaluation():
+    cfg = job("data.tokenizer=bytes", "eval.prompts=[Once]")
+    assert validate(replace_nested(cfg, QUIET), 1).eval.prompts == ()
+
+
+def test_an_objective_that_is_no_number_is_none(monkeypatch):
+    monkeypatch.setattr(point, "stop_ranks", lambda: None)
+    assert point.attempt(job(), lambda cfg: math.nan) == (None, None)
+    assert point.attempt(job(), lambda cfg: 2.0) == (2.0, None)
+
+
+def test_a_suggested_recomputation_leaves_no_budget():
+    cfg = job("passes.remat.policy=budget", "passes.remat.budget_gib=60")
+    setting = Candidate(replace(cfg.mesh, dp_shard=1), recompute="none")
+    assert validate(setting.applied(cfg), 1).passes.remat.budget_gib is None
+
+
+def test_a_mesh_to_plan_is_not_stated():
+    cfg = job("mesh=auto", "cluster=h100", "cluster.gpus=16")
+    requests = [Question(cfg, overrides, frozenset()).request for overrides in ((), ("mesh=auto",))]
+    assert requests[0].stated == requests[1].stated
+
+
+def test_a_size_next_to_the_last_point_of_a_curve_has_a_rate():
+    assert Curve(((1, 1), (2147000000.0000002, 2))).at(2147000000) == pytest.approx(2)
