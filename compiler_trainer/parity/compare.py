@@ -76,8 +76,11 @@ def compare(subject: Subject, settings: Settings, alone: bool = False) -> Outcom
     With `alone` the reference is a compiled step of one rank, which models that draw random numbers need.
     """
     began = time.perf_counter()
-    if settings.evaluates and not alone and has_modes(subject):
-        settings = replace(settings, evaluates=False)
+    try:
+        if settings.evaluates and not alone and has_modes(subject):
+            settings = replace(settings, evaluates=False)
+    except ValueError as error:  # a batch norm of one sample, for example
+        return Outcome("refused", where="eager PyTorch", why=str(error), seconds=time.perf_counter() - began)
     if differs := captured_otherwise(subject):
         return Outcome("wrong", math.inf, f"capture: {differs}", seconds=time.perf_counter() - began)
     try:
