@@ -101,9 +101,9 @@ def refusal(error: Exception, where: str, options: Mapping[str, Any]) -> UserErr
     if isinstance(cause, UserError):
         return cause
     hint = "; put the folder of its file on PYTHONPATH" if isinstance(cause, ModuleNotFoundError) else ""
-    if "is not a package" in str(cause):
-        module, _, name = str(options["_target_"]).rpartition(".")
+    module, _, name = str(options["_target_"]).rpartition(".")
+    if "is not a package" in str(cause) and module != "__main__":
         return UserError(f"{where}._target_", f"{module} has no {name}")
-    if options["_target_"].startswith("__main__."):
+    if module == "__main__":
         hint = f"; {options['_target_']} is defined in a script: resume with that script, or move it into a module"
     return UserError(f"{where}._target_", f"{type(cause).__name__}: {' '.join(str(cause).split())}{hint}")

@@ -68,7 +68,7 @@ class FakeStep:
     def balance(self):
         return {}
 
-    metrics, table, runtime = (), None, LockstepRanks(Mesh.of({}))
+    metrics, schedule, runtime = (), None, LockstepRanks(Mesh.of({}))
 
     def measure(self, batch):
         assert sorted(batch) == ["documents", "labels", "positions", "tokens"]
