@@ -397,8 +397,8 @@ def test_a_state_that_no_loader_reads_is_refused(state, says, whole):
     contents = json.loads((path / "index.json").read_bytes())["checkpoint"]
     contents["data"] = {"index": 8} if state is None else contents["data"] | {"taken": state}
     text = json.dumps(contents).encode()
-    room = checkpoint.index
-    (path / "index.json").write_bytes(room.TEXT % (room.sha256(text).encode(), text))
+    index = checkpoint.index
+    (path / "index.json").write_bytes(index.ENVELOPE % (index.sha256(text).encode(), text))
     with pytest.raises(UserError, match=f"step_00000004: does not contain the data's position: .*{says}"):
         trainer.train(resumed_with(whole))
 

@@ -210,9 +210,12 @@ def test_a_plain_line_when_steps_are_slow(capsys, monkeypatch):
 
 
 def test_time_left_is_what_the_steps_so_far_took(monkeypatch):
-    monkeypatch.setattr(loggers.time, "monotonic", lambda: 100.0)
+    now = [100.0]
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
     shown = Progress(30, done=10)
-    monkeypatch.setattr(loggers.time, "monotonic", lambda: 110.0)
+    for step in range(11, 16):
+        now[0] += 2.0
+        shown.show(record(step))
     assert shown.line(record(15)).endswith("0:00:30 left")
 
 
