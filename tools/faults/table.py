@@ -92,9 +92,9 @@ FAULTS = (
     Fault(
         "unshard_adds_maxima",
         "passes/ir/spec.py",
-        'elif dict(spec.partial).get(spec.partial_axes[0]) == "max":',
-        'elif dict(spec.partial).get(spec.partial_axes[0]) == "sum":',
-        "Terms of sums and of maxima are confused where a whole value is put together.",
+        "into.copy_(REDUCTIONS[dict(spec.partial)[spec.partial_axes[0]]](into, part))",
+        "into.add_(part)",
+        "Maxima are added where a whole value is put together.",
     ),
     Fault(
         "complex_is_constant",
