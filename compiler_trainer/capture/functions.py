@@ -76,9 +76,9 @@ def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
         for name, value in vars(example).items():
             if not isinstance(value, Tensor) and name not in ("saved_tensors", "dirty"):
                 setattr(ctx, name, value)
-        own = iter(saved)
-        ctx.saved_tensors = tuple(None if t is None else next(own) for t in example.saved_tensors)
-        for name, value in zip(names, own):
+        remaining = iter(saved)
+        ctx.saved_tensors = tuple(None if t is None else next(remaining) for t in example.saved_tensors)
+        for name, value in zip(names, remaining):
             setattr(ctx, name, value)
         gradients = cls.backward(ctx, *values[len(values) - results :])
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)

@@ -50,6 +50,18 @@ def batches(n: int = len(LRS), rows: int = 5) -> list[Batch]:
     return [one() for _ in range(n)]
 
 
+class Embedded(nn.Module):
+    """An embedding of 61 tokens, tanh and a head: `[rows, seq]` tokens to `[rows, seq, 61]` logits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(61, 8), nn.Linear(8, 61)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens).tanh())
+
+
 class Perceptron(nn.Module):
     """Layers with biases, a parameter with a single entry, an unused one, and a frozen one."""
 

@@ -50,8 +50,8 @@ def test_validation_files_are_validation_data(tmp_path):
 
 
 def test_other_tokens_are_other_text(tmp_path):
-    run = run_of(tmp_path, "data=tokens", "data.tokens=/tmp/a", "data.tokenizer=bytes")
-    cfg, other = evaluated_config(run, ["data.tokens=/tmp/b"], None)
+    run = run_of(tmp_path, "data=tokens", "data.tokens=a", "data.tokenizer=bytes")
+    cfg, other = evaluated_config(run, ["data.tokens=b"], None)
     assert other and cfg.eval.batches is None
 
 

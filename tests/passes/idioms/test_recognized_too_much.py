@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_DECAY, batches, compile_lockstep, points, squared_error, trained_alike
+from oracle import NO_DECAY, Embedded, batches, compile_lockstep, points, squared_error, trained_alike
 from torch import nn
 
 from passes.context import kernels
@@ -111,16 +111,6 @@ def test_zero_and_minus_zero_are_two_constants():
             return torch.copysign(y, 0.0) - torch.copysign(y, -0.0)
 
     trained_alike(Signs().double(), squared_error, points(4), {}, NO_DECAY)
-
-
-class Embedded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(61, 8), nn.Linear(8, 61)
-
-    def forward(self, tokens):
-        return self.head(self.embed(tokens).tanh())
 
 
 @pytest.mark.parametrize("cut", [lambda x: x.chunk(2), lambda x: (x[:2], x[2:])], ids=["chunk", "slices"])

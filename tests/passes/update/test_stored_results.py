@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_DECAY, compile_lockstep, points, squared_error, trained_alike
+from oracle import NO_DECAY, Embedded, compile_lockstep, points, squared_error, trained_alike
 from torch import nn
 
 from compiler_trainer import UserError
@@ -78,15 +78,6 @@ def test_rounding_at_random_keeps_what_is_no_number():
 
 
 def test_a_penalty_over_the_count_of_labels_is_remarked_on():
-    class Embedded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.embed, self.head = nn.Embedding(61, 8), nn.Linear(8, 61)
-
-        def forward(self, tokens):
-            return self.head(self.embed(tokens).tanh())
-
     def loss(model, batch):
         logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
         total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
