@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from compiler_trainer.capture.capture import first_names
 from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
 from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
@@ -131,12 +132,19 @@ def compile_step(
         evaluation=evaluation,
         schedule=schedule,
         state=state,
+        names=names_of(model),
         lr=update.lr,
         seed=seed,
         microbatches=microbatches,
         device=device,
         report=report.finish() | extra,
     )
+
+
+def names_of(model: nn.Module) -> dict[str, str]:
+    """Return the names of a model's state -> the first name of each tensor; non-persistent buffers are not in it."""
+    not_stored = dict(model.named_buffers(remove_duplicate=False)).keys() - model.state_dict(keep_vars=True).keys()
+    return {name: first for name, first in first_names(model).items() if name not in not_stored}
 
 
 def default_device(ranks: str) -> torch.device:

@@ -65,7 +65,10 @@ class Compiled:
 
 
 class Step:
-    """A compiled training step that runs on global batches; made by `compile_step`."""
+    """A compiled training step that runs on global batches; made by `compile_step`.
+
+    `names` has each name of a parameter or buffer of the model -> the name under which `state` has its tensor.
+    """
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class Step:
         evaluation: Mapping[str, Compiled],
         schedule: Schedule | None,
         state: dict[str, State],
+        names: Mapping[str, str],
         lr: float,
         seed: int,
         microbatches: int,
@@ -84,13 +88,14 @@ class Step:
     ):
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
         self.train, self.evaluation, self.state = train, evaluation, state
+        self.first_names = names
         self.lr, self.seed, self.microbatches, self.schedule = lr, seed, microbatches, schedule
         self.microbatches_per_turn = microbatches_in(c.finished for c in (*train.values(), *evaluation.values()))
         self.device, self.report = device, report
         self.layouts: list[BatchLayout] = []  # of the last step's microbatches
         compiled = (*train.values(), *evaluation.values())
-        names = dict.fromkeys(o.name for c in compiled for o in c.finished.outputs if o.kind == "metric")
-        self.metrics = tuple(name for name in names if name != "grad_norm")  # metrics that the loss function returns
+        metrics = dict.fromkeys(o.name for c in compiled for o in c.finished.outputs if o.kind == "metric")
+        self.metrics = tuple(name for name in metrics if name != "grad_norm")  # metrics that the loss function returns
         inputs = [i for c in compiled for i in c.finished.inputs]
         self.constants = {i.name: i.value.to(device) for i in inputs if i.value is not None}
         self.coordinates = {
@@ -293,8 +298,12 @@ class Step:
         return {name: (spec, local) for name, (spec, local) in state.items() if local}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return full parameters and buffers by the model's own names; with processes, every rank must call this."""
-        return {name.removeprefix("model."): value for name, value in self.wholes("model.").items()}
+        """Return full parameters and buffers by the model's own names; with processes, every rank must call this.
+
+        A tied parameter is there under each of its names. Tensors that the model does not read are not there.
+        """
+        values = {name.removeprefix("model."): value for name, value in self.wholes("model.").items()}
+        return {name: values[first] for name, first in self.first_names.items() if first in values}
 
     def wholes(self, *kinds: str) -> dict[str, Tensor]:
         """Return the full state tensors whose names begin with `kinds`; with processes, every rank must call this."""

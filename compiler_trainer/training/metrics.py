@@ -194,26 +194,42 @@ def drop_later(path: Path, after: int, kind: Any) -> None:
 LOAD, AUXILIARY = ".router.load", ".router.auxiliary"  # endings of the buffers' names
 
 
-def unevenness(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return metrics, fp64[] each, from routers' buffers: shares [E] and auxiliary losses []; empty without buffers.
+def of_routers(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return numbers of each layer, fp64[] each, from routers' buffers: shares [E] and auxiliary losses [].
 
     `expert_load/LAYER`: the busiest expert's share over the mean share, from 1 to the number of experts.
-    `expert_load_max` and `expert_load_mean`: its maximum and mean over layers. `expert_entropy`: the entropy of the
-    shares over that of even shares, from 0 to 1, averaged over layers. `balance_loss`: the sum of auxiliary losses.
-    Nothing is read from the device.
+    `expert_entropy/LAYER`: the entropy of the shares over that of even shares, from 0 to 1. `balance_loss/LAYER`: the
+    auxiliary loss. Nothing is read from the device.
     """
-    shares = {name.removesuffix(LOAD): value.double() for name, value in buffers.items() if name.endswith(LOAD)}
-    shares = {layer: share for layer, share in shares.items() if share.numel() > 1}
-    if not shares:
+    numbers = {}
+    for name, value in buffers.items():
+        if name.endswith(AUXILIARY):
+            numbers[f"balance_loss/{name.removesuffix(AUXILIARY)}"] = value.double()
+        elif name.endswith(LOAD) and value.numel() > 1:
+            layer, share = name.removesuffix(LOAD), value.double()
+            numbers[f"expert_load/{layer}"] = share.max() * share.numel()
+            numbers[f"expert_entropy/{layer}"] = torch.special.entr(share).sum() / math.log(share.numel())
+    return numbers
+
+
+def unevenness(numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return metrics, fp64[] each, from the numbers of all layers: the loads themselves, and over layers.
+
+    `expert_load_max` and `expert_load_mean`: the maximum and mean of loads. `expert_entropy`: the mean. `balance_loss`:
+    the sum. Nothing is read from the device.
+    """
+
+    def over_layers(kind: str) -> Tensor:
+        return torch.stack([value for name, value in numbers.items() if name.startswith(f"{kind}/")])
+
+    loads = {name: value for name, value in numbers.items() if name.startswith("expert_load/")}
+    if not loads:
         return {}
-    loads = {f"expert_load/{layer}": share.max() * share.numel() for layer, share in shares.items()}
-    entropies = [torch.special.entr(s).sum() / math.log(s.numel()) for s in shares.values()]
-    losses = [value.double() for name, value in buffers.items() if name.endswith(AUXILIARY)]
-    layer_loads = torch.stack([*loads.values()])
+    has_losses = any(name.startswith("balance_loss/") for name in numbers)
     return {
-        "expert_load_max": layer_loads.max(),
-        "expert_load_mean": layer_loads.mean(),
-        "expert_entropy": torch.stack(entropies).mean(),
-        **({"balance_loss": torch.stack(losses).sum()} if losses else {}),
+        "expert_load_max": over_layers("expert_load").max(),
+        "expert_load_mean": over_layers("expert_load").mean(),
+        "expert_entropy": over_layers("expert_entropy").mean(),
+        **({"balance_loss": over_layers("balance_loss").sum()} if has_losses else {}),
         **loads,
     }

@@ -26,7 +26,7 @@ from compiler_trainer.training.anomalies import Judge, Lost, Pace, Spikes
 from compiler_trainer.training.evaluate import means, validation_batches
 from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.lr_schedule import rates
-from compiler_trainer.training.metrics import Record, unevenness
+from compiler_trainer.training.metrics import Record, of_routers, unevenness
 from compiler_trainer.training.prepare import Start
 from compiler_trainer.training.speed import PeakMemory, speed
 from compiler_trainer.training.trace import DATA, Trace
@@ -72,14 +72,19 @@ class Meters:
                 batch = loader.next()
             wait_s = time.perf_counter() - requested
             results = self.step.launch(batch, lr)
-            rank = self.step.ranks[0]
-            buffers = {name: state.local[rank] for name, state in self.step.state.items() if rank in state.local}
-            loads = Results(unevenness(buffers), self.step.device)
+            loads = Results(self.expert_use(), self.step.device)
             return Launched(number, lr, began, wait_s, results, loads, loader.state_dict(), loader.token_count)
 
         launched, pace = self.pace.during(number, lambda: self.memory.during(begin), lambda step: step.results.read())
         launched.measured = {**self.step.balance(), "peak_mem_bytes": self.memory.bytes, **pace}
         return launched
+
+    def expert_use(self) -> dict[str, Tensor]:
+        """Return metrics of the experts of all pipeline stages, fp64[] each; every rank must call this."""
+        state = self.step.state.items()
+        names = [*of_routers({name: tensor.like for name, tensor in state})]
+        here = of_routers({name: next(iter(tensor.local.values())) for name, tensor in state if tensor.local})
+        return unevenness(self.step.runtime.numbers(here, names)) if names else {}
 
     def read(self, launched: Launched) -> Record:
         """Wait until the device has finished a step, and return its measurements."""

@@ -20,7 +20,7 @@ from compiler_trainer.config.compose import CONF, defaults
 from compiler_trainer.config.descriptions import groups
 from compiler_trainer.config.schema import Config, ExpertsConfig, LatentConfig, LoraConfig, MeshConfig, RopeScaling
 from compiler_trainer.training.anomalies import RANKS
-from compiler_trainer.training.metrics import unevenness
+from compiler_trainer.training.metrics import of_routers, unevenness
 from compiler_trainer.training.speed import speed
 from tests.nightly.parity.models.kind import MEANS
 
@@ -117,7 +117,7 @@ def test_the_page_of_metrics_has_every_key_that_a_run_may_write(tmp_path):
     page = (ROOT / "docs/reference/metrics.md").read_text()
     keys = [key for row in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)]
     assert {key.partition("/")[0] for key in keys} >= RESERVED and len(set(keys)) == len(keys)
-    experts = unevenness({"model.layers.0.router.load": torch.tensor([0.25, 0.75]), "model.layers.0.router.auxiliary": torch.tensor(1.0)})
+    experts = unevenness(of_routers({"model.layers.0.router.load": torch.tensor([0.25, 0.75]), "model.layers.0.router.auxiliary": torch.tensor(1.0)}))
     assert len(experts) == 5 and "cp_imbalance" in RESERVED
     assert {key.partition("/")[0] for key in (*RANKS, *experts, *speed(Config(mesh=MeshConfig(dp_shard=1)), 1, 1, 1.0))} <= RESERVED
     from doc_places import furnish, run_of

@@ -6,14 +6,17 @@ import math
 
 import pytest
 import torch
+from oracle import batches, compile_lockstep, llama
 
+from compiler_trainer.config.schema import ExpertsConfig
+from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.results import Results
-from compiler_trainer.training import metrics
+from compiler_trainer.training import metrics, steps
 
 
 def unevenness(buffers):
     """Return the metrics as floats."""
-    return Results(metrics.unevenness(buffers), torch.device("cpu")).read()
+    return Results(metrics.unevenness(metrics.of_routers(buffers)), torch.device("cpu")).read()
 
 
 def test_of_even_shares_and_of_one_expert_that_takes_all():
@@ -36,3 +39,21 @@ def test_auxiliary_losses_add_up():
 
 def test_nothing_where_there_are_no_experts():
     assert unevenness({"model.norm.weight": torch.ones(3)}) == {}
+
+
+def test_the_experts_of_all_pipeline_stages_are_measured():
+    model = llama(n_layers=2, experts=ExpertsConfig(6, 2, 5, balance_loss=0.01))
+    (_, one), (layers, two) = (used(model, mesh) for mesh in ({}, {"pp": 2}))
+    assert layers == 2 and two == pytest.approx(one, rel=1e-12)
+    assert [name for name in two if name.startswith("expert_load/")] == [f"expert_load/model.layers.{i}.feed_forward" for i in range(2)]
+
+
+def used(model, mesh):
+    """Return the number of pipeline ranks with a router, and the metrics after two microbatches."""
+    data = batches(rows=4)
+    step = compile_lockstep(model, loss_fn, data[0], mesh, microbatches=2)
+    step(data[0])
+    meters = steps.Meters.__new__(steps.Meters)
+    meters.step = step
+    return (len({s.stages for name, s in step.state.items() if name.endswith(metrics.LOAD)}),
+            Results(meters.expert_use(), step.device).read())
