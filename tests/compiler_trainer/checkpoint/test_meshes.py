@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch.multiprocessing as mp
 from stored_state import FULL, LAYOUTS, WHOLE, FakeStep, assert_same, bits, blank, build, dim, saved, state_at
 
 from compiler_trainer import checkpoint
-from compiler_trainer.checkpoint import opened as stored_room
 from compiler_trainer.checkpoint import pieces
 from compiler_trainer.config.errors import UserError
 from passes.ir.mesh import Mesh
@@ -158,13 +158,14 @@ def test_saved_by_processes_read_by_one(name, tmp_path):
 
 
 def opens_one_header(rank, ranks, path, folder):
+    opened = sys.modules["compiler_trainer.checkpoint.opened"]  # the package has a function of this name
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    read, read_header = [], stored_room.read_header
-    stored_room.read_header = lambda file, size: read.append(file.name) or read_header(file, size)
+    read, read_header = [], opened.read_header
+    opened.read_header = lambda file, size: read.append(file.name) or read_header(file, size)
     result = checkpoint.opened(path)
     assert read == [f"rank_{rank:05}.safetensors"]
-    alone = stored_room.opened_alone(path)
+    alone = opened.opened_alone(path)
     assert result.index == alone.index and result.pieces.keys() == alone.pieces.keys()
     assert all({*result.pieces[name]} == {*pieces} for name, pieces in alone.pieces.items())
     dist.barrier()

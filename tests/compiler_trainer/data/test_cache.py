@@ -455,8 +455,7 @@ def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(numbe
     assert children
     psutil.wait_procs(children, timeout=30)
     assert not [child for child in children if child.is_running()]
-    (partial,) = cache.iterdir()
-    assert partial.suffix == ".part"
+    assert len(list(cache.glob("*.part"))) == 1
     result, _ = corpus(tmp_path / "a.txt", tokenizer=long_text)
     assert "resuming in" in capsys.readouterr().out
     tokenizer = build_tokenizer(long_text)
