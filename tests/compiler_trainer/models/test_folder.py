@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, LoraConfig
+from compiler_trainer.models import flops, weights
 from compiler_trainer.models import folder as models_of_folders
-from compiler_trainer.models import weights
 from compiler_trainer.models.shrunk import shrunk
 from compiler_trainer.models.subject import subject
 
@@ -307,3 +307,16 @@ def test_a_subject_of_a_folder_has_its_sizes():
     assert model.vocab_size == 300 and model.frozen == frozenset()
     layer = 24 * 24 * 2 + 2 * 24 * 12 + 3 * 24 * 36 + 2 * 24
     assert model.flops_per_token(8) == 6 * (2 * layer + 24 + 300 * 24) + 12 * 2 * 4 * 6 * 8
+
+
+@pytest.mark.parametrize(("kind", "options", "expected"), [
+    ("llama", {}, 2 * 8 * 8),
+    ("gpt2", {}, 2 * 8 * 8),
+    ("deepseek_v3", {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 8}, 2 * 12 * 8),
+    ("gemma3_text", {"sliding_window": 5, "head_dim": 6, "layer_types": ["sliding_attention", "full_attention"]}, 6 * (5 + 8)),
+    ("qwen3_next", {"head_dim": 6, "layer_types": ["linear_attention", "full_attention"]}, 6 * 8),
+])
+def test_flops_of_attention_are_those_of_its_heads_and_kinds(kind, options, expected):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = AutoConfig.for_model(kind, **sizes, **options)
+    assert flops.of_folder(config, torch.nn.Linear(2, 2), 8) - flops.of_weights(torch.nn.Linear(2, 2)) == 12 * 4 * expected
