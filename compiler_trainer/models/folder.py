@@ -303,11 +303,13 @@ def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
 
 
 def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
-    """Return Kaiming-uniform values for the first factor of a term, zeros for the second: the term starts at zero."""
+    """Return random values for one factor of a term, as peft draws them, and zeros for the other."""
     value = torch.zeros(parameter.shape, dtype=torch.float32)
-    if ".lora_A." in name or ".lora_embedding_B" in name:
-        with seeded(seed, name):
+    with seeded(seed, name):
+        if ".lora_A." in name:
             nn.init.kaiming_uniform_(value, a=5**0.5)
+        elif ".lora_embedding_B" in name:
+            nn.init.normal_(value)
     return value
 
 

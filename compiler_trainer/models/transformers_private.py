@@ -53,7 +53,8 @@ def balance_of_real_tokens(model: Any, is_real: Tensor) -> Iterator[None]:
         return
 
     def without_padding(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
-        return original(gate_logits, num_experts, top_k, is_real)
+        has_real = is_real.any()  # a mean over no tokens is not a number
+        return has_real * original(gate_logits, num_experts, top_k, is_real | ~has_real)
 
     with patch.object(module, name, without_padding):
         yield

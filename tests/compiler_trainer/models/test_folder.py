@@ -176,6 +176,14 @@ def test_peft_adds_its_terms_and_trains_nothing_else():
     assert sum(value.abs().sum() for name, value in state.items() if ".lora_B." in name) > 0
 
 
+def test_terms_start_as_those_of_peft():
+    cfg = of("llama", lora=LoraConfig(rank=50, targets=("embed_tokens", "q_proj")))
+    values = dict(values_of(cfg, models_of_folders.build(cfg, None)))
+    for name, expected in models_of_folders.build_module(cfg).named_parameters():
+        if ".lora_" in name:
+            assert torch.allclose(values[name][()].std(), expected.std(), rtol=0.1), name
+
+
 def test_random_weights_depend_on_names_alone():
     cfg = of("qwen3", init="random")
     build = partial(models_of_folders.build, cfg, None)
