@@ -19,7 +19,7 @@ from compiler_trainer.config.options import MOST_LAYERS
 from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.documents import inputs_of
 from compiler_trainer.models.init import seeded
-from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy
+from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy, widened
 from compiler_trainer.models.skeleton import skeleton
 from compiler_trainer.models.transformers_private import (
     absent,
@@ -130,7 +130,7 @@ def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
         names = ("router_aux_loss_coef", "aux_loss_coef")
         yield next(float(getattr(model.config, name)) for name in names if hasattr(model.config, name)), balance
     if getattr(model, "z_loss_coefficient", 0) > 0:
-        yield model.z_loss_coefficient, out.logits.float().logsumexp(-1).square().mean()
+        yield model.z_loss_coefficient, widened(out.logits).logsumexp(-1).square().mean()
 
 
 # ---- values -------------------------------------------------------------------------------------------

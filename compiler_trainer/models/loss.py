@@ -57,5 +57,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     It is a scalar in fp32, or in fp64 for logits in fp64.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+    return F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Return logits in fp32, or in fp64 if they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
