@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +10,9 @@ from torch import Tensor, nn
 
 from compiler_trainer.checkpoint import opened
 from compiler_trainer.config.compose import compose, to_config
-from compiler_trainer.config.device import for_running
+from compiler_trainer.config.device import for_running, resolve_auto
 from compiler_trainer.config.schema import Config
-from compiler_trainer.config.validate import validate
+from compiler_trainer.config.validate import stated, validate
 from compiler_trainer.data.datasets import Datasets, check_vocabulary, datasets_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, subject
@@ -34,7 +32,7 @@ class Case(NamedTuple):
 
 def at_start(overrides: Sequence[str]) -> Case:
     """Return the first step of a run with some options, its weights in fp64."""
-    cfg = on_its_ranks(for_running(to_config(compose(overrides))))
+    cfg = on_its_ranks(resolve_auto(to_config(compose(overrides)), on_gpu=False))  # all ranks run on the CPU
     trained, datasets = subject(cfg), read(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     return Case(cfg, trained, in_fp64(trained), peek(datasets.train))
@@ -52,7 +50,8 @@ def at_checkpoint(run: Path, overrides: Sequence[str]) -> Case:
 
 def on_its_ranks(cfg: Config) -> Config:
     """Return the validated config for the ranks of its mesh; raise UserError."""
-    return validate(cfg, math.prod(max(size, 1) for size in dataclasses.asdict(cfg.mesh).values()))
+    is_open = -1 in vars(cfg.mesh).values()
+    return validate(cfg, stated(cfg.mesh) * (cfg.mesh.ep if is_open else 1))
 
 
 def read(cfg: Config) -> Datasets:

@@ -31,8 +31,9 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import DTYPES, FORWARD, Pipeline, build_pipeline
 from compiler_trainer.request import CompileRequest, LossFn
+from compiler_trainer.step.captured import one_microbatch
 from passes.check.composed import verify_composed
-from passes.check.numeric import Results, coarsest, compare
+from passes.check.numeric import Results, coarsest, compare, run
 from passes.check.runner import apply_pass
 from passes.check.verify import neighbours, verify_spec
 from passes.ir import ir
@@ -94,7 +95,7 @@ def bisect(
     refused.
     """
     update = optim if isinstance(optim, OptimConfig) else build(OptimConfig, dict(optim or {}), "optim")
-    microbatch = {key: value[: len(value) // microbatches] for key, value in batch.items()}
+    parts = [one_microbatch(batch, microbatches, number) for number in range(microbatches)]
     dtype = None
     if isinstance(passes, Pipeline):
         pipeline = passes
@@ -102,7 +103,7 @@ def bisect(
         options = passes if isinstance(passes, PassesConfig) else build(PassesConfig, dict(passes or {}), "passes")
         options = passes_on(options, on_gpu=False)
         request = CompileRequest(
-            model=model, loss_fn=loss_fn, batch=microbatch, passes=options, optim=update, microbatches=microbatches
+            model=model, loss_fn=loss_fn, batch=parts[0], passes=options, optim=update, microbatches=microbatches
         )
         dtype, pipeline = DTYPES[options.cast.param_dtype], build_pipeline(request)
     sizes = dataclasses.asdict(mesh) if isinstance(mesh, MeshConfig) else dict(mesh or {})
@@ -114,7 +115,7 @@ def bisect(
         raise UserError("passes.accumulate.gather", problem)
     if any(step.name == "batch_overlap" for step in pipeline[FORWARD].passes):
         raise UserError("passes.communication.batch_overlap", "bisect follows one microbatch; set it to 1")
-    program, ctx = capture(model, loss_fn, microbatch, torch.device("cpu"), dtype)
+    program, ctx = capture(model, loss_fn, parts[0], torch.device("cpu"), dtype)
     try:
         program = dataclasses.replace(program, mesh=Mesh.of(sizes))
     except MeshError as error:
@@ -123,7 +124,16 @@ def bisect(
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
     contents = "every value of all ranks, before and after a pass"
     tell(f"needs about {needed_bytes(program) / GIB:,.2f} GiB: {contents} (measured on 3 to 20 million parameters)")
-    return Search(ctx, {**state, **microbatch, **scalars}, tell).through(program, pipeline)
+    inputs = [{**state, **part, **scalars} for part in parts]
+    number = next((n for n in range(1, microbatches) if not is_finite(run(program, ctx, inputs[n]))), 0)
+    if microbatches > 1:
+        tell(f"microbatch {number + 1} of {microbatches} is followed")
+    return Search(ctx, inputs[number], tell).through(program, pipeline)
+
+
+def is_finite(results: Results) -> bool:
+    """Return True if no result has an infinite or NaN entry."""
+    return all(bool(result.value.isfinite().all()) for result in results.values())
 
 
 def needed_bytes(program: ir.Program) -> float:
@@ -168,8 +178,7 @@ class Search:
     def start(self, program: ir.Program) -> Recorded | Finding:
         """Return the recorded captured program; a finding if its results are not finite."""
         captured = record(program, self.ctx, self.inputs)
-        not_finite = [result for result in captured.results.values() if not result.value.isfinite().all()]
-        if not not_finite:
+        if is_finite(captured.results):
             return captured
         ends = [end for end in program.results() if isinstance(end, fx.Node)]
         fault = locate.first_not_finite(captured, ends) or locate.first_gradient_not_finite(captured)

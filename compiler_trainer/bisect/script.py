@@ -16,11 +16,14 @@ from torch import fx
 from compiler_trainer.bisect.piece import Piece, gist
 from passes.ir import ir
 from passes.ir.operators import namespace_of
+from passes.rules import ADDED
 from passes.torch_private import OpOverload
+
+NAMESPACES = ("aten", "prims", "ct", "_c10d_functional")  # of operators of PyTorch and ours
 
 
 class Inexpressible(Exception):
-    """A piece that cannot be written as text: it calls a function that exists only in this process."""
+    """A piece that cannot be written as text: a script has no function, operator or rule of the user's."""
 
 
 def write(piece: Piece, path: Path, about: str) -> None:
@@ -110,6 +113,8 @@ class Text:
             return "operator.getitem"
         if namespace_of(target) in ("fn", "local"):
             raise Inexpressible(f"{target} is a function of the process that captured the model")
+        if target._schema.name in ADDED or target.namespace not in NAMESPACES:
+            raise Inexpressible(f"{target}, or its rule, is of a module that a script does not import")
         return f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}"
 
     def of_dataclass(self, value: Any) -> str:

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -108,18 +108,30 @@ def compiler() -> Iterator[Fact]:
 
 def network() -> Iterator[Fact]:
     """Yield the network interfaces, and the result of a connection between processes of this machine."""
-    named = os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
     names = [name for _, name in socket.if_nameindex()]
-    missing = (
-        f"{named} is not among them: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME" if named and named not in names else ""
-    )
-    yield Fact("interfaces", ", ".join(names), missing)
+    wrong = [f"{variable}={os.environ[variable]} matches none of them" for variable in unmatched(names)]
+    yield Fact("interfaces", ", ".join(names), "; ".join(wrong))
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
         yield Fact("loopback", "works")
     except OSError as error:
         yield Fact("loopback", str(error), "ranks cannot meet: ip link set lo up")
+
+
+def unmatched(names: Sequence[str]) -> Iterator[str]:
+    """Yield the variables that choose network interfaces, but none, or for gloo not all, of those that there are.
+
+    gloo takes exact names, NCCL prefixes, exact names after `=`, and after `^` those not to take.
+    """
+    if not {*filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))} <= {*names}:
+        yield "GLOO_SOCKET_IFNAME"
+    value = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    patterns = value.lstrip("^=").split(",")
+    is_exact, is_inverted = value.lstrip("^").startswith("="), value.startswith("^")
+    matching = {n for n in names if any(n == p if is_exact else n.startswith(p) for p in patterns)}
+    if value and not ({*names} - matching if is_inverted else matching):
+        yield "NCCL_SOCKET_IFNAME"
 
 
 def gpus() -> Iterator[Fact]:

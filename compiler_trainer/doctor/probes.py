@@ -16,13 +16,16 @@ import torch
 
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import resolve_auto
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
+from compiler_trainer.console import say
 from compiler_trainer.parity import oracle
 from compiler_trainer.parity.compare import difference, wholes
 from compiler_trainer.parity.of_config import subject_of
 from compiler_trainer.parity.subject import Settings
 from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.ranks import rank
 
 FP32, BF16, FLOAT8 = 1e-4, 5e-2, 0.5  # of a value's largest entry, gradients among them
 LR = 0.1
@@ -88,10 +91,17 @@ class Tried:
 
 
 def probes(ranks: int) -> Iterator[Probe]:
-    """Yield the probes that this machine can run."""
+    """Yield the probes that this machine can run; print those whose options do not fit the number of ranks."""
     for probe in PROBES:
         if probe.mesh == (ranks > 1) and (torch.cuda.is_available() or not probe.gpu):
-            yield probe
+            try:
+                if ranks > 1:
+                    job(probe, ranks)
+            except UserError as error:
+                if rank() == 0:
+                    say(f"{probe.name} is left out: {error}")
+            else:
+                yield probe
 
 
 def tried(probe: Probe, ranks: int) -> Tried:

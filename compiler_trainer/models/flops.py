@@ -2,7 +2,8 @@
 
 N leaves out embeddings, which are looked up and not multiplied (unless they are also the head), and experts that a
 token does not go through. A frozen weight counts 4 times instead of 6, because it has no gradient. h is the mean size
-of a head's key and value.
+of a head's key and value. In a layer of local attention T is at most the window; linear attention and convolutions have
+no such term.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models.attention import head_dims
 from compiler_trainer.models.llama import Llama
 
+SIZES = """num_experts_per_tok num_attention_heads num_hidden_layers head_dim qk_nope_head_dim qk_rope_head_dim
+    v_head_dim sliding_window attention_chunk_size layer_types""".split()
+
 
 def of_decoder(cfg: ModelConfig, module: Llama, seq_len: int) -> int:
     """Return the FLOPs per token of one of our decoders, for sequences of `seq_len` tokens."""
@@ -26,12 +30,17 @@ def of_decoder(cfg: ModelConfig, module: Llama, seq_len: int) -> int:
 
 def of_folder(config: Any, module: nn.Module, seq_len: int) -> int:
     """Return the FLOPs per token of a model that transformers built from `config`; without attention: of weights."""
-    experts_taken = getattr(config, "num_experts_per_tok", None) or 1
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return of_weights(module, experts_taken)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return of_weights(module, experts_taken) + 12 * config.num_hidden_layers * heads * head_dim * seq_len
+    sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in SIZES}
+    weights, heads = of_weights(module, sizes["num_experts_per_tok"] or 1), sizes["num_attention_heads"]
+    if not heads or not sizes["num_hidden_layers"]:
+        return weights
+    head_dim = sizes["head_dim"] or config.hidden_size // heads
+    if sizes["qk_nope_head_dim"]:  # latent attention, whose `head_dim` is the rotated part alone
+        head_dim = (sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"] + sizes["v_head_dim"]) / 2
+    window = min(sizes["sliding_window"] or sizes["attention_chunk_size"] or seq_len, seq_len)
+    keys = {"linear_attention": 0, "conv": 0, "moe": 0, "sliding_attention": window, "chunked_attention": window}
+    layers = sizes["layer_types"] or sizes["num_hidden_layers"] * ["full_attention"]
+    return weights + int(12 * heads * head_dim * sum(keys.get(layer, seq_len) for layer in layers))
 
 
 def of_weights(module: nn.Module, experts_taken: int = 1) -> int:

@@ -19,9 +19,10 @@ from compiler_trainer.config.options import MOST_LAYERS
 from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.documents import inputs_of
 from compiler_trainer.models.init import seeded
-from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy
+from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy, widened
 from compiler_trainer.models.skeleton import skeleton
 from compiler_trainer.models.transformers_private import (
+    absent,
     balance_of_real_tokens,
     conversion_of,
     ignored,
@@ -32,6 +33,7 @@ from compiler_trainer.models.weights import InFile, Joined, Made, Stacked, store
 from passes.ir.spec import Stored, Value
 
 SHOWN = 3  # tensors named in an error
+ROWS = 4096  # compared at a time
 ADAPTED, INNER = "base_model.model.", re.compile(r"(\.base_layer)+\.")  # how peft renames what it adapts
 
 
@@ -60,7 +62,7 @@ def config_of(cfg: FolderConfig) -> Any:
         raise UserError(f"{cfg.path}/config.json", problem)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{cfg.path}/config.json", "has quantized weights, which cannot be trained; dequantize them")
-    if config.num_hidden_layers > MOST_LAYERS:
+    if getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:
         problem = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
         raise UserError(f"{cfg.path}/config.json", problem)
     return config
@@ -128,7 +130,7 @@ def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
         names = ("router_aux_loss_coef", "aux_loss_coef")
         yield next(float(getattr(model.config, name)) for name in names if hasattr(model.config, name)), balance
     if getattr(model, "z_loss_coefficient", 0) > 0:
-        yield model.z_loss_coefficient, out.logits.float().logsumexp(-1).square().mean()
+        yield model.z_loss_coefficient, widened(out.logits).logsumexp(-1).square().mean()
 
 
 # ---- values -------------------------------------------------------------------------------------------
@@ -170,25 +172,37 @@ def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | N
     values: dict[str, Stored] = {}
     for alias, (name, meta) in expected.items():
         if alias in available:
-            values.setdefault(name, shaped(available.pop(alias), meta, f"{folder}: {alias}"))
-    buffers = dict(model.named_buffers())
-    missing = [name for name, _ in expected.values() if name not in values and name not in buffers]
-    refuse(folder, "lacks", list(dict.fromkeys(missing)), "the config.json belongs to another model")
-    unexpected = [name for name in available if not any(re.search(pattern, name) for pattern in ignored(model))]
+            value = shaped(available.pop(alias), meta, f"{folder}: {alias}")
+            if differ(value, values.setdefault(name, value)):
+                problem = f"holds different values for {name} and {alias}, which its config.json ties"
+                raise UserError(str(folder), f"{problem}; set tie_word_embeddings=false there")
+    missing = [name for name, _ in expected.values() if name not in values]
+    refuse(folder, "lacks", unmatched(missing, absent(model)), "the config.json belongs to another model")
+    unexpected = unmatched(available, ignored(model))
     refuse(folder, "holds", unexpected, "which the model of its config.json does not have")
     return values
 
 
 def expected_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Return every name of a parameter or buffer (tied ones have several) -> its first name, and the tensor."""
+    """Return every stored name of a parameter or buffer (tied ones have several) -> its first name, and the tensor.
+
+    Names lack peft's additions, and its own terms are left out.
+    """
     first: dict[int, str] = {}
-    named = (*bare(model.named_parameters(remove_duplicate=False)), *bare(model.named_buffers(remove_duplicate=False)))
-    return {name: (first.setdefault(id(tensor), name), tensor) for name, tensor in named}
+    named = model.state_dict(keep_vars=True).items()
+    bare = ((unwrapped(name), tensor) for name, tensor in named if ".lora_" not in name)
+    return {name: (first.setdefault(id(tensor), name), tensor) for name, tensor in bare}
 
 
-def bare(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors without peft's additions to names and without its own terms."""
-    return ((unwrapped(name), tensor) for name, tensor in named if ".lora_" not in name)
+def differ(a: Stored, b: Stored) -> bool:
+    """Return True if two tensors of one shape hold different values; a few rows are read at a time."""
+    rows = (slice(at, at + ROWS) for at in range(0, a.shape[0], ROWS) if a is not b)
+    return any(bool((a[row,] != b[row,]).any()) for row in rows)
+
+
+def unmatched(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Return the different names that no pattern matches."""
+    return [name for name in dict.fromkeys(names) if not any(re.search(pattern, name) for pattern in patterns)]
 
 
 def unwrapped(name: str) -> str:
@@ -268,7 +282,7 @@ def full_name(target: str, pattern: str, patterns: list[str]) -> str:
 
 
 def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
-    """Return the initial value that a parameter's owner gives it, from random numbers keyed by `seed` and its name."""
+    """Return the value that transformers gives a parameter first, with random numbers keyed by `seed` and its name."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if ".lora_" in name:
@@ -278,7 +292,7 @@ def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
         setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
     try:
         with seeded(seed, path):
-            initialize(plain(module), owner)
+            initialize(plain(module), path.removeprefix(ADAPTED))
         value = getattr(owner, leaf).detach()
     finally:
         for key, p in parameters.items():
@@ -289,11 +303,13 @@ def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
 
 
 def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
-    """Return Kaiming-uniform values for the first factor of a term, zeros for the second: the term starts at zero."""
+    """Return random values for one factor of a term, as peft draws them, and zeros for the other."""
     value = torch.zeros(parameter.shape, dtype=torch.float32)
-    if ".lora_A." in name or ".lora_embedding_B" in name:
-        with seeded(seed, name):
+    with seeded(seed, name):
+        if ".lora_A." in name:
             nn.init.kaiming_uniform_(value, a=5**0.5)
+        elif ".lora_embedding_B" in name:
+            nn.init.normal_(value)
     return value
 
 

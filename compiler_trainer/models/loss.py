@@ -6,8 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from compiler_trainer.config.errors import UserError
 
 LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 IGNORED_LABEL = -100
@@ -16,7 +19,7 @@ INPUTS = ("tokens", "labels", "positions", "documents")  # entries of a batch, i
 
 
 def loss_fn(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean cross-entropy in nats, a fp32 scalar, over labels other than -100, of int64 batches [B, T].
+    """Return the mean cross-entropy in nats, as `cross_entropy`, over labels other than -100, of int64 batches [B, T].
 
     In training mode it includes the auxiliary loss of a decoder that has one.
     """
@@ -37,11 +40,26 @@ def outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
 
 
 def logits_of(out: Any) -> Tensor:
-    """Return logits [B, T, V] of a model's outputs: the tensor itself, its `logits`, or the first of a tuple."""
-    out = getattr(out, "logits", out)
-    return out[0] if isinstance(out, tuple) else out
+    """Return logits [B, T, V] of a model's outputs: the tensor itself, its `logits`, or the first of a sequence.
+
+    Raises UserError if there are none.
+    """
+    logits = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", out)
+    logits = logits[0] if isinstance(logits, (tuple, list)) and logits else logits
+    if not isinstance(logits, Tensor):
+        fix = "return them, or give a loss of your own (loss._target_)"
+        raise UserError("model", f"returns a {type(out).__name__} without logits; {fix}")
+    return logits
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats, fp32 scalar, of logits [B, T, V] over int64 labels [B, T] except -100."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL)
+    """Return the mean cross-entropy in nats, of logits [B, T, V] over int64 labels [B, T] except -100.
+
+    It is a scalar in fp32, or in fp64 for logits in fp64.
+    """
+    return F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Return logits in fp32, or in fp64 if they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

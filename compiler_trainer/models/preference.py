@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compiler_trainer.models.loss import widened
+
 Logits = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 
 def log_probabilities(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return log-probabilities in nats, fp32 or fp64 [B], of chosen and rejected answers under logits [B, T, V]."""
     labels, documents = batch["labels"], batch["documents"]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    of_tokens = -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    of_tokens = -F.cross_entropy(widened(logits).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     return (of_tokens * (documents == 0)).sum(1), (of_tokens * (documents == 1)).sum(1)
 
 

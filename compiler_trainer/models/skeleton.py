@@ -56,10 +56,15 @@ def fill(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
 def skeleton(build: Callable[[], M], dtype: torch.dtype | None = None) -> M:
     """Return the result of `build`, with its parameters on the meta device, floating ones of `dtype` (None: their own).
 
-    Tied parameters stay tied. Buffers keep the values they are computed with.
+    Tied parameters stay tied. Buffers keep the values they are computed with; if that takes a `torch.empty`, the module
+    is also built in memory.
     """
     with EmptyOnMeta():
         module = build()
+    if any(buffer.is_meta for buffer in module.buffers()):  # filled after `torch.empty`
+        for owner, real in zip(module.modules(), build().modules(), strict=True):
+            for name, buffer in real.named_buffers(recurse=False):
+                setattr(owner, name, buffer)
     parameters: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):

@@ -5,6 +5,7 @@ Checked with transformers 5.23; pyproject.toml bounds the version.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Conversion(NamedTuple):
@@ -24,7 +25,8 @@ class Conversion(NamedTuple):
     def target(self, name: str, model: Any, expected: Mapping[str, Tensor]) -> tuple[str, str | None]:
         """Return the module's name of a stored tensor, and the pattern of its converter, None if it has none."""
         rename = import_module("transformers.core_model_loading").rename_source_key
-        return rename(name, self.renamings, self.converters, model.base_model_prefix, expected)
+        target, pattern = rename(name, self.renamings, self.converters, model.base_model_prefix, expected)
+        return (name, None) if target not in expected and name in expected else (target, pattern)
 
 
 def masks_of(config: Any, dtype: torch.dtype, positions: Tensor, by_layer: bool) -> Any:
@@ -51,7 +53,8 @@ def balance_of_real_tokens(model: Any, is_real: Tensor) -> Iterator[None]:
         return
 
     def without_padding(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None) -> Any:
-        return original(gate_logits, num_experts, top_k, is_real)
+        has_real = is_real.any()  # a mean over no tokens is not a number
+        return has_real * original(gate_logits, num_experts, top_k, is_real | ~has_real)
 
     with patch.object(module, name, without_padding):
         yield
@@ -70,10 +73,28 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def ignored(model: Any) -> list[str]:
-    """Return patterns of stored names that a model ignores."""
-    return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    """Return patterns of stored names that a model ignores.
+
+    Among them are buffers that it computes, also those that older versions had in each layer.
+    """
+    stored = model.state_dict()
+    computed = [name.split(".")[-2:] for name, _ in model.named_buffers() if name not in stored]
+    patterns = {rf"(^|\.){re.escape('.'.join(ending))}$" for ending in computed}
+    return [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *patterns]
 
 
-def initialize(model: Any, owner: nn.Module) -> None:
-    """Set the parameters of a model's module to their initial values."""
-    model._init_weights(owner)
+def absent(model: Any) -> list[str]:
+    """Return patterns of names that a model's files need not have."""
+    return list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+
+
+def initialize(model: Any, path: str) -> None:
+    """Set the parameters of a model's module to their initial values.
+
+    Modules around it follow, as in `PreTrainedModel.initialize_weights`, because they may set them, too. Each uses the
+    method of the nearest transformers model.
+    """
+    parts = path.split(".") if path else []
+    chain = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    for depth in reversed(range(len(chain))):
+        next(m for m in chain[depth::-1] if hasattr(m, "_init_weights"))._init_weights(chain[depth])

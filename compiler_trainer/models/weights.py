@@ -105,9 +105,12 @@ def stored_in(folder: Path) -> dict[str, InFile]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files with the weights of a folder: those of its index, or the only one; raise UserError."""
+    """Return the files with the weights of a folder, as transformers chooses: the single one, or those of its index.
+
+    Raises UserError.
+    """
     index = folder / INDEX
-    if not index.is_file():
+    if (folder / ONE_FILE).is_file() or not index.is_file():
         return [folder / ONE_FILE]
     try:
         return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})

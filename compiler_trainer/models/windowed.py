@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiler_trainer.models.attention import rotate
+from compiler_trainer.models.loss import widened
 
 ROPE_THETA = 10_000.0
 FULL_EVERY = 4  # every fourth layer and the last see the whole sequence
@@ -50,7 +51,7 @@ class WindowedDecoder(nn.Module):
         mask = window_mask(tokens.shape[1], self.window, tokens.device)
         for layer in self.layers:
             x = layer(x, embedded, tokens, cos, sin, mask)
-        logits = self.output(normalize(x)).float()
+        logits = widened(self.output(normalize(x)))
         return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
 

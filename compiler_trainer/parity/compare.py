@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from compiler_trainer.capture.compare import captured_difference
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
-from compiler_trainer.config.schema import PassesConfig
+from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.parity import oracle
 from compiler_trainer.parity.oracle import Found
 from compiler_trainer.parity.subject import Settings, Subject
@@ -35,7 +35,10 @@ NAMES_PLACE = re.compile(r"\w\.py:\d+|%\w+")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict on a model: the worst error with its value, or the reason of a refusal (at `where`) or failure."""
+    """The verdict on a model: the worst error with its value, or the reason of a refusal (at `where`) or failure.
+
+    With an error, `why` is a remark on the comparison.
+    """
 
     verdict: Verdict
     error: float = 0.0
@@ -48,7 +51,8 @@ class Outcome:
 
     def __str__(self) -> str:
         if self.verdict in ("right", "wrong"):
-            return f"{self.verdict}, off by {self.error:.1e}" + (f" at {self.value}" if self.value else "")
+            where = f" at {self.value}" if self.value else ""
+            return f"{self.verdict}, off by {self.error:.1e}{where}" + (f"; {self.why}" if self.why else "")
         return f"{self.verdict}: {self.reason}"
 
     @property
@@ -147,8 +151,9 @@ def failed(error: Exception) -> Outcome:
 
 def tolerance(subject: Subject, settings: Settings) -> float:
     """Return the largest allowed error, by the precision of the computation."""
-    cast = build(PassesConfig, settings.passes, "passes").cast
-    if not {cast.param_dtype, cast.reduce_dtype, cast.output_dtype} <= {None, "auto"}:  # auto means none on the CPU
+    cast, state = build(PassesConfig, settings.passes, "passes").cast, build(OptimConfig, settings.optim, "optim").state
+    dtypes = {cast.param_dtype, cast.reduce_dtype, cast.output_dtype, state}
+    if not dtypes <= {None, "auto", "float64"}:  # auto means none on the CPU
         return ROUNDED
     return ROUNDED if rounds(subject) else EXACT
 

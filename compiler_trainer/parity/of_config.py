@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +14,8 @@ from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import EIGHT_BITS, Config, DpoConfig, MeshConfig
 from compiler_trainer.data.packing import REFERENCE
+from compiler_trainer.models.loss import LossFn
 from compiler_trainer.models.skeleton import fill
-from compiler_trainer.models.subject import Subject as Trained
 from compiler_trainer.models.subject import subject as trained_by
 from compiler_trainer.parity import compare
 from compiler_trainer.parity.compare import Outcome
@@ -34,6 +37,11 @@ def check(cfg: Config) -> Outcome:
         )
     if cfg.optim.name == "custom":
         raise UserError("optim", f"{cfg.optim._target_} is no optimizer of eager PyTorch; use optim=adamw")
+    cast = cfg.passes.cast
+    dtypes = {f"passes.cast.{name}": getattr(cast, name) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
+    for option, dtype in (dtypes | {"optim.state": cfg.optim.state}).items():
+        if dtype in ("bfloat16", "float16"):
+            raise UserError(option, f"is {dtype}, whose rounding would hide an error; set it to null")
     subject = subject_of(cfg)
     mesh = {axis: size for axis, size in vars(cfg.mesh).items() if size > 1}
     settings = Settings(mesh, cfg.optim, cfg.passes, cfg.train.microbatches, (cfg.optim.lr,) * STEPS)
@@ -42,7 +50,36 @@ def check(cfg: Config) -> Outcome:
     except Exception as error:
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError("model", f"eager PyTorch cannot run it in float64 on the CPU ({message})") from error
-    return compare.compare(subject, settings, alone=draws_random)
+    return compare_random(subject, settings) if draws_random else compare.compare(subject, settings)
+
+
+def compare_random(subject: Subject, settings: Settings) -> Outcome:
+    """Return the verdict on a model that draws random numbers, by two comparisons.
+
+    Without dropout it is compared with eager PyTorch. With it, it is compared with a compiled step of one rank, because
+    eager PyTorch draws other numbers. Raises UserError if neither can be done.
+    """
+    outcomes, still = [], replace(subject, model=without_dropout(subject.model))
+    if not (draws_more := compare.draws(still)):
+        outcomes.append(compare.compare(still, settings))
+    elif not settings.mesh:
+        problem = "draws random numbers other than dropout, so only meshes can be compared"
+        raise UserError("model", f"{problem}; state one, as mesh.dp_shard=2")
+    if settings.mesh:
+        remark = "compared with a compiled step on one rank, because it draws random numbers" if draws_more else ""
+        outcome = compare.compare(subject, settings, alone=True)
+        outcomes.append(replace(outcome, why=outcome.why or remark))
+    return next((o for o in outcomes if o.verdict != "right"), max(outcomes, key=lambda o: o.error))
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Return a copy of the model whose dropout drops nothing."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or isinstance(module, nn.modules.dropout._DropoutNd)):
+                setattr(module, name, 0.0)
+    return model
 
 
 def subject_of(cfg: Config) -> Subject:
@@ -55,18 +92,20 @@ def subject_of(cfg: Config) -> Subject:
     def terms(model: nn.Module, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         return None, parted(trained.loss(model, batch))[0]  # all labels count: a mean over sequences is the same
 
-    vocabulary = vocabulary_of(trained, model)
-    generators = (torch.Generator().manual_seed(cfg.train.seed + step) for step in range(STEPS))
-    sequences = cfg.train.global_batch_size
-    batches = [batch_of(g, sequences, cfg.train.seq_len, vocabulary) | pairs_of(cfg, g, sequences) for g in generators]
-    return Subject(model, terms, batches, on_one_device, head)
+    def batch(step: int, vocabulary: int) -> Batch:
+        generator, sequences = torch.Generator().manual_seed(cfg.train.seed + step), cfg.train.global_batch_size
+        entries = batch_of(generator, sequences, cfg.train.seq_len, vocabulary)
+        return entries | pairs_of(cfg, generator, sequences)
+
+    vocabulary = trained.vocab_size or vocabulary_of(trained.loss, on_one_device(model), batch(0, 2))
+    return Subject(model, terms, [batch(step, vocabulary) for step in range(STEPS)], on_one_device, head)
 
 
 def head_of(model: nn.Module) -> str:
     """Return the name of the last matmul's weight; raise UserError if the model does not tell."""
     output = getattr(model, "output", None) or getattr(model, "lm_head", None) or getattr(model, "head", None)
     for name, parameter in model.named_parameters():
-        if output is not None and parameter is output.weight:
+        if output is not None and parameter is getattr(output, "weight", None):
             return name
     if getattr(model, "output", model) is None:  # tied
         return ""
@@ -75,10 +114,20 @@ def head_of(model: nn.Module) -> str:
     )
 
 
-def vocabulary_of(trained: Trained, model: nn.Module) -> int:
-    """Return the number of token ids."""
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    return trained.vocab_size or (tables[0] if tables else OTHER)
+def vocabulary_of(loss: LossFn, model: nn.Module, batch: Batch) -> int:
+    """Return the number of token ids: the rows of the smallest table that the model looks tokens up in."""
+    sizes = []
+
+    def record(table: nn.Embedding, inputs: tuple[Tensor, ...]) -> None:
+        if inputs and inputs[0].shape == batch["tokens"].shape and bool((inputs[0] == batch["tokens"]).all()):
+            sizes.append(table.num_embeddings)
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(record)
+    with suppress(Exception), torch.no_grad():  # an error is raised again, and reported, by the comparison
+        loss(model, batch)
+    return min(sizes, default=OTHER)
 
 
 def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int) -> Batch:

@@ -142,13 +142,15 @@ def mesh_of(sizes: Mapping[str, int] | MeshConfig | None) -> Mesh:
         raise UserError(error.option, error.problem) from error
 
 
-def one_microbatch(batch: Mapping[str, Tensor], microbatches: int) -> dict[str, Tensor]:
-    """Return the first microbatch of a batch, whose shapes are compiled."""
+def one_microbatch(batch: Mapping[str, Tensor], microbatches: int, number: int = 0) -> dict[str, Tensor]:
+    """Return a microbatch of a batch; the shapes of the first are compiled."""
     if microbatches < 1:
         raise UserError("microbatches", f"is {microbatches}; must be at least 1")
     for key, value in batch.items():
+        if not value.dim():
+            raise UserError(f"batch[{key!r}]", "is a scalar; give it an entry for each sequence")
         if value.shape[0] % microbatches:
             raise UserError(
                 "microbatches", f"{microbatches} does not divide the {value.shape[0]} rows of batch[{key!r}]"
             )
-    return {key: value[: value.shape[0] // microbatches] for key, value in batch.items()}
+    return {key: value.chunk(microbatches)[number] for key, value in batch.items()}

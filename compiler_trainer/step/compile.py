@@ -16,10 +16,11 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.request import CompileRequest, LossFn
+from compiler_trainer.step.agree import agreed
 from compiler_trainer.step.captured import Captured, Reporter, check_offsets, mesh_of, one_microbatch, recorded
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.programs import compile_programs
-from compiler_trainer.step.ranks import local_device
+from compiler_trainer.step.ranks import local_device, place_in_job
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.ir import ir
@@ -85,6 +86,8 @@ def compile_step(
     if on_cpu:
         keep_freed_memory()
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
+    if ranks == "processes" and place_in_job()[1] > 1:
+        values = agreed(values)
     real = None
     if options.verify == "numeric":
         real = {name: value[()] for name, value in values}  # reads all values: for small models only

@@ -30,6 +30,7 @@ from passes.sharding.collectives import Collectives
 from passes.trace.functions import Function, body_of, function_of
 
 ZERO_AT_FIRST = ("moment", "gradient")  # kinds of inputs that start at zero if no value is given
+VARYING = ("parameter", "batch", "gradient", "moment", "carried")  # kinds of inputs that are no constants
 NEGLIGIBLE = 1e-3  # fraction of the largest result of a kind
 
 
@@ -96,8 +97,16 @@ def _largest(value: Tensor) -> float:
 
 
 def coarsest(program: ir.Program) -> float:
-    """Return the largest rounding step (eps) of any floating dtype in the graph."""
-    vals = (ir.value(node) for node in program.graph.nodes)
+    """Return the largest rounding step (eps) of the floating values that depend on a value of the inputs.
+
+    Constants, such as tables of rotations, are the same before and after a pass.
+    """
+    ends = zip(program.placeholders(), program.inputs, strict=True)
+    varying = {node for node, i in ends if i.kind in VARYING and ir.example(node).is_floating_point()}
+    for node in program.calls():
+        if not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+    vals = map(ir.value, varying)
     return max((torch.finfo(v.dtype).eps for v in vals if isinstance(v, Tensor) and v.is_floating_point()), default=0.0)
 
 

@@ -53,10 +53,10 @@ def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE
 
 
 JOBS = {  # name -> ranks, and the checks of that job
-    "two": (2, ("shard2", "inductor2", "stages2", "recorded2", "rings2", "turns2", "disagree", "flipped")),
+    "two": (2, ("shard2", "inductor2", "stages2", "recorded2", "rings2", "turns2", "disagree", "drawn_apart", "flipped")),
     "four": (4, ("hybrid4", "context4", "stages4", "recorded4")),
     "two more": (2, ("replicate2", "memory2")),
-    "four more": (4, ("shard4", "ring4", "rings4", "disagree")),
+    "four more": (4, ("shard4", "ring4", "rings4", "disagree", "drawn_apart")),
 }
 full = partial(pytest.param, marks=pytest.mark.full)
 
@@ -210,6 +210,13 @@ def test_ranks_that_disagree_all_say_where(job, jobs):
         assert f"+++ rank {ranks - 1}" in message
         assert any(line.startswith("-") and "0.5" in line for line in message.splitlines())
         assert any(line.startswith("+") and "0.25" in line for line in message.splitlines())
+
+
+@pytest.mark.parametrize("job", ["two", full("four more")])
+def test_initial_values_that_differ_between_ranks_are_refused_on_all(job, jobs):
+    fix = "build the model from the same seed on all ranks, as after torch.manual_seed(0)"
+    for message, name in jobs(job)["drawn_apart"]:
+        assert message == f"{name}: has another initial value on rank {JOBS[job][0] - 1} than on rank 0; {fix}"
 
 
 def test_a_job_ends_when_one_rank_raises(tmp_path):

@@ -18,6 +18,7 @@ from oracle import NO_DECAY, VOCAB, batches, llama, llama_loss, perceptron, poin
 from played_cuda import played_cuda  # noqa: E402
 
 from compiler_trainer import compile_step, models  # noqa: E402
+from compiler_trainer.config.errors import UserError  # noqa: E402
 from compiler_trainer.config.options import build  # noqa: E402
 from compiler_trainer.config.schema import Config, ModelConfig  # noqa: E402
 from compiler_trainer.config.validate import validate  # noqa: E402
@@ -54,6 +55,17 @@ def disagree():
     except RuntimeError as error:
         return str(error)
     return "agreed"
+
+
+def drawn_apart():
+    """Give a weight another value on the last rank; return the error message of this rank."""
+    model = perceptron(dtype=F32)
+    with torch.no_grad():
+        next(reversed([*model.parameters()]))[-1] += 1e-6 * (dist.get_rank() == dist.get_world_size() - 1)
+    try:
+        compile_step(model, squared_error, points(dtype=F32)[0], mesh={"dp_shard": dist.get_world_size()}, lower={"backend": "eager"})
+    except UserError as error:
+        return str(error), [name for name, _ in model.named_parameters()][-1]
 
 
 def raise_on_rank_1():
@@ -167,6 +179,7 @@ CHECKS = {
     "recorded2": lambda: recorded({"pp": 2}, 4, "eager", "zbv"),
     "recorded4": lambda: recorded({"pp": 2, "dp_shard": 2}, 4, "inductor", "interleaved"),
     "disagree": disagree,
+    "drawn_apart": drawn_apart,
     "raise": raise_on_rank_1,
 }
 

@@ -16,12 +16,15 @@ from pipelines import pipeline_of
 from short_runs import options
 from tool_runs import PLAN, case, loss_fn
 
+from compiler_trainer.bisect.case import at_start, on_its_ranks
 from compiler_trainer.bisect.find import Finding, bisect
-from compiler_trainer.bisect.script import write
-from compiler_trainer.config.device import passes_on
+from compiler_trainer.bisect.script import Inexpressible, Text, write
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.device import passes_on, resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
-from compiler_trainer.config.schema import OptimConfig, PassesConfig
+from compiler_trainer.config.schema import MeshConfig, OptimConfig, PassesConfig
+from compiler_trainer.config.validate import stated
 from compiler_trainer.training.anomalies import Lost
 from compiler_trainer.training.trainer import train
 from passes import rules
@@ -187,6 +190,29 @@ def test_nothing_is_found_where_nothing_is_wrong():
     assert find(**TP) is None
 
 
+def test_the_microbatch_that_is_not_finite_is_followed():
+    model, batch = case()
+    batch["wanted"][1] = torch.inf
+    lines = []
+    finding = bisect(model, loss_fn, batch, microbatches=3, tell=lines.append)
+    assert (finding.kind, finding.pass_name) == ("not finite", "capture") and "microbatch 2 of 3 is followed" in lines
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [
+    (MeshConfig(dp_shard=2, ep=2), 2), (MeshConfig(dp_shard=4, ep=2, tp=2), 8), (MeshConfig(ep=2), 2), (MeshConfig(tp=2), 2)])
+def test_ranks_are_those_of_the_mesh(mesh, ranks):
+    """The axis `ep` takes its ranks from other axes."""
+    cfg = to_config(compose(["model=moe_debug", "cluster=cpu"]))
+    cfg = on_its_ranks(replace(resolve_auto(cfg, on_gpu=False), mesh=mesh))
+    assert stated(cfg.mesh) == ranks and cfg.mesh.ep == mesh.ep
+
+
+def test_options_are_bisected_in_fp64_next_to_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = at_start(["model.dim=8", "model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=2", "cluster=cpu"])
+    assert found.cfg.passes.cast.param_dtype is None and found.model.output.weight.dtype == torch.float64
+
+
 def test_the_command_line_writes_a_script_and_exits_with_1(capsys, tmp_path):
     def broken(node):
         raise KeyError("no such factor")
@@ -205,6 +231,25 @@ def test_the_command_line_writes_a_script_and_exits_with_1(capsys, tmp_path):
     assert [stage.split(": ")[1] for stage in stages[:2]] == ["capture", "forward, cast"] and stages[-1].endswith(": forward, shard")
     count = int(stages[0].split()[2].rstrip(":"))
     assert [stage.split(":")[0] for stage in stages] == [f"{i + 1} of {count}" for i in range(len(stages))]
+
+
+@pytest.mark.parametrize(("name", "rule"), [("strangers::double", None), ("aten::tanh", "...k -> ...k")])
+def test_operators_and_rules_of_the_user_s_have_no_script(name, rule, monkeypatch):
+    """A script without them would fail in another way, or not at all."""
+    if rule is None:
+        torch.library.custom_op(name, lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor").register_fake(torch.empty_like)
+    else:
+        monkeypatch.setitem(rules.ADDED, name, rule)
+    space, operator = name.split("::")
+    target = getattr(getattr(torch.ops, space), operator).default
+    with pytest.raises(Inexpressible, match="is of a module that a script does not import"):
+        Text().of(target)
+
+
+def test_a_batch_entry_without_sequences_is_refused():
+    model, batch = case()
+    with pytest.raises(UserError, match=r"batch\['scale'\]: is a scalar; give it an entry for each sequence"):
+        bisect(model, loss_fn, batch | {"scale": torch.ones(())})
 
 
 def test_pipeline_stages_are_refused():

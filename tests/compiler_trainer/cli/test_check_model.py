@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import folders
 import pytest
 import torch
@@ -21,6 +23,30 @@ class Counting(nn.Module):
     def forward(self, tokens):
         self.calls += 0.01
         return self.head(self.embed(tokens)) * self.calls
+
+
+class CountingDropout(Counting):
+    """The same after dropout, with which one compiled step has the error of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = 0.1
+
+    def forward(self, tokens):
+        return nn.functional.dropout(super().forward(tokens), self.dropout, self.training)
+
+
+class Drawing(nn.Module):
+    """A module with dropout and noise, a table of positions before that of tokens, and a head of two layers."""
+
+    def __init__(self, noise=0.0):
+        super().__init__()
+        self.places, self.embed, self.noise = nn.Embedding(512, 4), nn.Embedding(7, 4), noise
+        self.drop, self.head = nn.Dropout(0.5), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 7))
+
+    def forward(self, tokens, positions):
+        x = self.drop(self.embed(tokens) + self.places(positions))
+        return self.head(x + self.noise * torch.randn_like(x) if self.noise else x)
 
 
 class OfOneDevice(nn.Module):
@@ -74,9 +100,17 @@ def test_experts_of_transformers_are_compared_and_adapted_by_lora_as_other_layer
     assert "right, off by " in capsys.readouterr().out
 
 
-def test_a_wrong_model_names_what_is_off(capsys):
-    assert call("check-model", "test_check_model.Counting", "mesh.tp=2") == 1
+@pytest.mark.parametrize("arguments", [("Counting", "mesh.tp=2"), ("CountingDropout",)])
+def test_a_wrong_model_names_what_is_off(arguments, capsys):
+    assert call("check-model", f"test_check_model.{arguments[0]}", *arguments[1:]) == 1
     assert ": wrong, off by " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "remark"), [((), " ("), (("mesh.tp=2",), " ("), (
+    ("mesh.tp=2", "model.noise=0.1"), "; compared with a compiled step on one rank, because it draws random numbers (")])
+def test_a_model_that_draws_is_compared_without_dropout_and_between_meshes(options, remark, capsys):
+    assert call("check-model", "test_check_model.Drawing", *options) == 0
+    assert re.search(rf"right, off by \S+ at step \d: [\w.]+{re.escape(remark)}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +121,10 @@ def test_a_wrong_model_names_what_is_off(capsys):
         (("strangers.Reader", "model.width=6", "optim=adamw8bit"), "error: optim: adamw8bit rounds its moments, which eager PyTorch does not do; use optim=adamw\n"),
         (("test_check_model.half_precision_only", "optim=muon"), "error: optim.groups: have the kind head, but the model does not show which weight that is; give names instead\n"),
         (("test_check_model.half_precision_only",), "error: model: eager PyTorch cannot run it in float64 on the CPU (RuntimeError: "),
+        (("strangers.Reader", "model.width=6", "passes.cast.param_dtype=bfloat16"), "error: passes.cast.param_dtype: is bfloat16, whose rounding would hide an error; set it to null\n"),
+        (("strangers.Reader", "model.width=6", "optim.state=bfloat16"), "error: optim.state: is bfloat16, whose rounding would hide an error; set it to null\n"),
+        (("test_check_model.Drawing", "optim=muon"), "error: optim.groups: have the kind head, but the model does not show which weight that is; give names instead\n"),
+        (("test_check_model.Drawing", "model.noise=0.1"), "error: model: draws random numbers other than dropout, so only meshes can be compared; state one, as mesh.dp_shard=2\n"),
         (("test_check_model.Nobody",), "error: model._target_: "),
     ],
 )

@@ -41,6 +41,22 @@ def test_what_is_wrong_is_named_with_a_fix(name, monkeypatch):
     assert {fact.name: fact.fix for fact in machine.facts()}[name]
 
 
+@pytest.mark.parametrize(("nccl", "gloo", "variables"), [
+    ("^docker0", "", []), ("=eth0", "eth0", []), ("eth", "lo,eth0", []), ("lo,eth9", "", []), ("^=lo,=eth0", "", []),
+    ("eth9", "", ["NCCL"]), ("=et", "", ["NCCL"]), ("^eth,lo", "eth", ["GLOO", "NCCL"]), ("eth0", "eth0,eth9", ["GLOO"])])
+def test_interfaces_are_those_that_nccl_and_gloo_take(nccl, gloo, variables, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
+    assert [*machine.unmatched(["lo", "eth0"])] == [f"{name}_SOCKET_IFNAME" for name in variables]
+
+
+def test_features_that_do_not_fit_the_ranks_are_left_out(capsys):
+    every, chosen = ([probe.name for probe in probes.probes(ranks)] for ranks in (2, 3))
+    left_out = [line.split(" is left out: ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert left_out[:3] == ["expert parallelism", "pipeline stages", "pipeline stages that offload"]
+    assert chosen == [name for name in every if name not in left_out]
+
+
 def test_each_feature_works_fails_or_says_why(monkeypatch, capsys):
     exact = dataclasses.replace(EAGER, name="exact", allowed=0.0)
     refused = dataclasses.replace(EAGER, name="refused", options=("lower.backend=eager", "optim.lr=-1"))

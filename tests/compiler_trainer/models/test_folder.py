@@ -14,11 +14,13 @@ import torch
 from oracle import assert_same, compile_lockstep, train_plainly, train_step
 from safetensors.torch import load_file, save_file
 from sweeps import quick
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, LoraConfig
+from compiler_trainer.models import flops, weights
 from compiler_trainer.models import folder as models_of_folders
-from compiler_trainer.models import weights
+from compiler_trainer.models.shrunk import shrunk
 from compiler_trainer.models.subject import subject
 
 MESH = {"dp_shard": 2, "tp": 2}
@@ -92,6 +94,47 @@ def test_every_weight_is_the_folders_own(kind):
     assert actual.keys() - expected.keys() == dict(module.named_buffers()).keys()
 
 
+def with_old_buffers(path):
+    """Add a computed buffer, rounded, under its name and under the name it had in each layer."""
+    frequencies = torch.ones(3, dtype=torch.bfloat16)
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]
+    changed(path, lambda tensors: tensors.update({name: frequencies.clone() for name in [*names, "model.rotary_emb.inv_freq"]}))
+
+
+def with_one_file(path):
+    """Add a single file with other weights than those of the index."""
+    folders.model("llama").save_pretrained(path / "one")
+    (path / "one/model.safetensors").rename(path / "model.safetensors")
+
+
+def with_an_old_index(path):
+    with_one_file(path)
+    for file in path.glob("model-*.safetensors"):
+        file.unlink()
+
+
+@pytest.mark.parametrize("change", [with_old_buffers, with_one_file, with_an_old_index])
+def test_a_folder_that_others_wrote_is_read_as_transformers_reads_it(broken, change):
+    change(broken)
+    assert_loaded(broken)
+
+
+def assert_loaded(path):
+    """Compare the values of a folder with those that transformers loads."""
+    cfg, loaded = FolderConfig(str(path)), folders.loaded(path, torch.float32)
+    values = {name: value[()] for name, value in values_of(cfg, models_of_folders.build(cfg, None))}
+    expected = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+    assert values.keys() == expected.keys() and all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+def test_names_that_a_renaming_would_spoil_and_missing_buffers(tmp_path):
+    small = shrunk(AutoConfig.for_model("deepseek_v4"))
+    AutoModelForCausalLM.from_config(small, dtype=torch.float32).save_pretrained(tmp_path)
+    assert_loaded(tmp_path)
+    changed(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith("gate.bias")])
+    assert "lacks model.layers.3.mlp.gate.e_score_correction_bias" in refused(tmp_path)
+
+
 @pytest.mark.full
 def test_a_rank_reads_no_more_than_it_owns(monkeypatch):
     read = []
@@ -133,6 +176,14 @@ def test_peft_adds_its_terms_and_trains_nothing_else():
     assert sum(value.abs().sum() for name, value in state.items() if ".lora_B." in name) > 0
 
 
+def test_terms_start_as_those_of_peft():
+    cfg = of("llama", lora=LoraConfig(rank=50, targets=("embed_tokens", "q_proj")))
+    values = dict(values_of(cfg, models_of_folders.build(cfg, None)))
+    for name, expected in models_of_folders.build_module(cfg).named_parameters():
+        if ".lora_" in name:
+            assert torch.allclose(values[name][()].std(), expected.std(), rtol=0.1), name
+
+
 def test_random_weights_depend_on_names_alone():
     cfg = of("qwen3", init="random")
     build = partial(models_of_folders.build, cfg, None)
@@ -141,6 +192,18 @@ def test_random_weights_depend_on_names_alone():
     assert torch.equal(draws[0][weight], draws[1][weight]) and not torch.equal(draws[0][weight], draws[2][weight])
     assert draws[0][weight].std() == pytest.approx(0.02, rel=0.1)
     assert (draws[0]["model.norm.weight"] == 1).all()
+
+
+@pytest.mark.parametrize("config", [folders.CONFIGS["gpt2"](), MambaConfig(
+    vocab_size=64, hidden_size=64, num_hidden_layers=2, state_size=8, initializer_range=0.1)], ids=lambda c: c.model_type)
+def test_random_weights_are_as_large_as_those_of_transformers(tmp_path, config):
+    """Some are set by the module around the one that has them."""
+    config.save_pretrained(tmp_path)
+    cfg = FolderConfig(str(tmp_path), init="random")
+    values = dict(values_of(cfg, models_of_folders.build(cfg, None)))
+    for name, expected in AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters():
+        value = values[name][()]
+        assert torch.allclose(value.square().mean(), expected.square().mean(), rtol=0.3 if value.numel() > 200 else 0.9), name
 
 
 def test_random_weights_are_drawn_once_and_only_if_they_are_read(monkeypatch):
@@ -216,6 +279,16 @@ def test_a_tensor_of_another_shape_is_refused(broken):
     assert "has shape [" in refused(broken)
 
 
+def test_different_values_of_tied_weights_are_refused(broken):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    problem = "holds different values for model.embed_tokens.weight and lm_head.weight, which its config.json ties"
+    assert refused(broken) == f"{broken}: {problem}; set tie_word_embeddings=false there"
+    tensors = {name: value for file in broken.glob("*.safetensors") for name, value in load_file(file).items()}
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, broken / "model.safetensors")
+    assert_loaded(broken)
+
+
 def test_layers_that_are_not_there_get_no_terms(broken):
     assert refused(broken, lora=replace(LORA, targets=("nothing",))).startswith("model.lora.targets: ")
 
@@ -242,3 +315,16 @@ def test_a_subject_of_a_folder_has_its_sizes():
     assert model.vocab_size == 300 and model.frozen == frozenset()
     layer = 24 * 24 * 2 + 2 * 24 * 12 + 3 * 24 * 36 + 2 * 24
     assert model.flops_per_token(8) == 6 * (2 * layer + 24 + 300 * 24) + 12 * 2 * 4 * 6 * 8
+
+
+@pytest.mark.parametrize(("kind", "options", "expected"), [
+    ("llama", {}, 2 * 8 * 8),
+    ("gpt2", {}, 2 * 8 * 8),
+    ("deepseek_v3", {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 8}, 2 * 12 * 8),
+    ("gemma3_text", {"sliding_window": 5, "head_dim": 6, "layer_types": ["sliding_attention", "full_attention"]}, 6 * (5 + 8)),
+    ("qwen3_next", {"head_dim": 6, "layer_types": ["linear_attention", "full_attention"]}, 6 * 8),
+])
+def test_flops_of_attention_are_those_of_its_heads_and_kinds(kind, options, expected):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = AutoConfig.for_model(kind, **sizes, **options)
+    assert flops.of_folder(config, torch.nn.Linear(2, 2), 8) - flops.of_weights(torch.nn.Linear(2, 2)) == 12 * 4 * expected

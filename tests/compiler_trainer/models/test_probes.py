@@ -159,8 +159,10 @@ def test_the_auxiliary_loss_of_a_folder_is_trained_without_padding(mesh, saved):
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     out = theirs(batch["tokens"], position_ids=batch["positions"], use_cache=False)
     balance = load_balancing_loss_func(out.router_logits, 3, 2, batch["documents"] >= 0)
-    expected = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].flatten()) + 5 * balance
-    assert step(batch)["loss"] == pytest.approx(expected.item(), rel=1e-5) and 5 * balance > 4
+    of_labels = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].flatten())
+    padding = batch | {"documents": torch.full_like(batch["documents"], -1)}
+    assert step(padding, lr=0.0)["loss"] == pytest.approx(of_labels.item(), rel=1e-5)
+    assert step(batch)["loss"] == pytest.approx((of_labels + 5 * balance).item(), rel=1e-5) and 5 * balance > 4
 
 
 @pytest.mark.full

@@ -450,11 +450,16 @@ def test_nan_is_found():
 
 @pytest.mark.parametrize(("factor", "dtype", "accepted"), [
     (1 + 2**-7, torch.bfloat16, True), (1.25, torch.bfloat16, False), (1 + 2**-7, torch.float32, False),
-    (1 + 1e-6, torch.float32, True), (1 + 1e-6, F64, False)])
+    (1 + 1e-6, torch.float32, True), (1 + 1e-6, F64, False), (1 + 1e-6, None, False)])
 def test_tolerance_is_that_of_the_coarsest_dtype(factor, dtype, accepted):
+    """Without a dtype, the values are multiplied by a constant in fp32, which does not round them."""
     def scaled(by: float) -> tuple[ir.Program, ir.Context]:
         small = Small()
-        x = small.call(aten._to_copy.default, small.input("x", cut((4,)), "batch"), dtype=dtype)
+        x = small.input("x", cut((4,)), "batch")
+        if dtype is None:
+            x = small.call(aten.mul.Tensor, x, small.call(aten.ones.default, [4], dtype=torch.float32))
+        else:
+            x = small.call(aten._to_copy.default, x, dtype=dtype)
         out = small.call(aten.mul.Tensor, small.call(aten._to_copy.default, x, dtype=F64), by)
         return small.program([("metric", "m", out, cut((4,)))]), small.ctx
 
