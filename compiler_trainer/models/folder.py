@@ -196,8 +196,10 @@ def expected_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
 
 def differ(a: Stored, b: Stored) -> bool:
     """Return True if two tensors of one shape hold different values; a few rows are read at a time."""
-    rows = (slice(at, at + ROWS) for at in range(0, a.shape[0], ROWS) if a is not b)
-    return any(bool((a[row,] != b[row,]).any()) for row in rows)
+    if a is b:
+        return False
+    parts = [(slice(at, at + ROWS),) for at in range(0, a.shape[0], ROWS)] if a.shape else [()]
+    return any(bool((a[part] != b[part]).any()) for part in parts)
 
 
 def unmatched(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
