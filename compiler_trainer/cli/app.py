@@ -144,5 +144,7 @@ def checked(composed: DictConfig, ranks: int) -> Config:
 
 
 def in_subfolder(cfg: Config, name: str) -> Config:
-    """Return `cfg` with its run folder moved to the subfolder `name`."""
-    return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=str(Path(cfg.run.dir, name))))
+    """Return `cfg` with its run folder, and the places of its checkpoints, moved to the subfolder `name`."""
+    saved = {key: f"{place}/{name}" for key in ("dir", "store") if (place := getattr(cfg.checkpoint, key))}
+    run = dataclasses.replace(cfg.run, dir=str(Path(cfg.run.dir, name)))
+    return dataclasses.replace(cfg, run=run, checkpoint=dataclasses.replace(cfg.checkpoint, **saved))

@@ -45,7 +45,7 @@ from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, turns_of_step
 from compiler_trainer.training import folder
 from compiler_trainer.training.loggers import say_contents
-from compiler_trainer.training.speed import compute_dtype, peak_flops
+from compiler_trainer.training.speed import carried_bytes, compute_dtype, peak_flops
 from passes.check.runner import Observer
 from passes.cost.clock import Timing
 from passes.cost.cluster import Cluster, collective_seconds
@@ -157,7 +157,7 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     seconds = {name: timeline.step_s for name, timeline in timelines.items()}
     programs, mesh = {name: captured.program for name, captured in step.programs.items()}, mesh_of(cfg.mesh)
     turns = [t for t in turns_of_step(programs, step.schedule, cfg.train.microbatches) if t.program in programs]
-    value_bytes, sent = sizes_of(programs), list(messages(turns, programs))
+    value_bytes, sent = carried_bytes(programs), list(messages(turns, programs))
     timing = play(turns, programs, seconds, partial(send_s, value_bytes, mesh, cluster))
     written = {name: p.peak_bytes for name, p in predictions.items()}
     ranks = sorted({turn.rank for turn in turns})
@@ -185,6 +185,7 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     return {
         "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, timing.length)},
         "prediction": prediction,
+        "sent_bytes": {axis: sum(links.values()) for axis, links in prediction["sent_bytes"].items()},
         "timeline": [event for name, timeline in timelines.items() for event in events(name, timeline)],
         **drawing,
     }
@@ -338,7 +339,7 @@ def pipeline_of(
         "busy_ms": [1e3 * timing.busy[rank] for rank in range(schedule.ranks)],
         "forwards_kept": most_alive(schedule),
         "memory": [{key: peak[key] for key in ("device_bytes", "bytes", "fits", "kinds")} for peak in memory],
-        "sent_a_microbatch": traffic_between_ranks(sent, sizes_of(programs)),
+        "sent_a_microbatch": traffic_between_ranks(sent, carried_bytes(programs)),
     }
 
 
@@ -383,16 +384,6 @@ def turn_label(turn: Turn) -> str:
     if turn.microbatch is None or turn.task is None:
         return turn.program
     return f"{turn.task.kind}{turn.microbatch}.{turn.task.stage}"
-
-
-def sizes_of(programs: Mapping[str, ir.Program]) -> dict[str, int]:
-    """Return the bytes of carried values, by name."""
-    return {
-        program_input.name: ir.example(node).nbytes
-        for program in programs.values()
-        for program_input, node in zip(program.inputs, program.placeholders(), strict=True)
-        if program_input.kind == "carried"
-    }
 
 
 # ---- links ------------------------------------------------------------------------------------------------
