@@ -85,12 +85,16 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DryStep:
-    """The programs of a training step, each one flat graph, not lowered, and the report of each pass."""
+    """The programs of a training step, each one flat graph, not lowered, and the report of each pass.
+
+    `averaged` are the parameters of which `train.ema` keeps an average.
+    """
 
     programs: Mapping[str, Captured]
     report: dict[str, Any]
     flops_per_token: int
     schedule: Schedule | None = None
+    averaged: frozenset[str] = frozenset()
 
     def costs(self, name: str) -> dict[str, Any]:
         """Return the accounting of a program after its last pass (`passes.cost.accounting.Accounting`)."""
@@ -112,7 +116,9 @@ def flat_step(cfg: Config, trained: Subject, request: CompileRequest, compiled: 
     if not resolve_cluster(cfg.cluster).host_computes:
         check_offsets(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), request.schedule(report.cost))
+    names = (name for name, p in trained.module.named_parameters() if p.requires_grad and cfg.train.ema is not None)
+    schedule = request.schedule(report.cost)
+    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), schedule, frozenset(names))
 
 
 def request_of(cfg: Config, trained: Subject) -> CompileRequest:
@@ -228,12 +234,13 @@ def peak_memory(
             parts, kept_by_program.get(turn.program, parts), key=lambda each: sum(each.values())
         )
     state = {name: stored_bytes(step.programs[name]) for name in kept_by_program}
+    averages = averages_bytes(step, kept_by_program)
     state_bytes = {key: count for bytes_by_name in state.values() for key, count in bytes_by_name.items()}
 
     def needed(name: str) -> dict[str, Any]:
         costs = step.costs(name)
         others = sum(count for key, count in state_bytes.items() if key not in state[name])
-        other_bytes = {"state of other programs": others, **kept_by_program[name]}
+        other_bytes = {"state of other programs": others, "averages": averages, **kept_by_program[name]}
         kinds = costs["alive"] | {kind: count for kind, count in other_bytes.items() if count}
         at = {"program": name, "node": costs["peak_node"], "line": costs["peak_line"]}
         peaks = {"bytes": costs["peak_bytes"], "written_bytes": written[name]}
@@ -265,6 +272,17 @@ def stored_bytes(captured: Captured) -> dict[str, int]:
     """Return the bytes of the state that a program reads, by name."""
     inputs = zip(captured.program.inputs, captured.program.placeholders(), strict=True)
     return {state_name(i): ir.example(node).nbytes for i, node in inputs if i.kind in STORED}
+
+
+def averages_bytes(step: DryStep, names: Iterable[str]) -> int:
+    """Return the bytes of the averages (`train.ema`) of the parameters that programs read."""
+    weights = {
+        i.original: ir.example(node)
+        for program in (step.programs[name].program for name in names)
+        for i, node in zip(program.inputs, program.placeholders(), strict=True)
+        if i.kind == "parameter" and i.original in step.averaged
+    }
+    return sum(weight.numel() * max(4, weight.itemsize) for weight in weights.values())
 
 
 def sent_bytes(predictions: Mapping[str, Prediction], runs: Mapping[str, int]) -> dict[str, dict[str, int]]:

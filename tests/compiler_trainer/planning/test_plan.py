@@ -8,7 +8,9 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from browser import cut, opened
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from compiler_trainer.cli import app, outcome
 from compiler_trainer.cli.verbs.plan import varied_values
@@ -21,6 +23,8 @@ from compiler_trainer.config.schema import (
     ClusterConfig,
     Config,
     ExpertsConfig,
+    FolderConfig,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     PassesConfig,
@@ -178,6 +182,52 @@ def graphs(cfg, candidate):
     if candidate not in GRAPHS:
         (GRAPHS[candidate],) = compiled.estimate(cfg, candidate, [cfg.cluster])
     return GRAPHS[candidate]
+
+
+@pytest.mark.parametrize("candidate", [SETTINGS[0], replace(SETTINGS[1], microbatches=2)], ids=str)
+@pytest.mark.sample(1)
+def test_lora_has_no_gradients_and_moments_of_frozen_parameters(candidate, tmp_path):
+    sizes_of_model = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
+    LlamaConfig(vocab_size=8192, num_key_value_heads=4, **sizes_of_model).save_pretrained(tmp_path)
+    model = FolderConfig(str(tmp_path), init="random", lora=LoraConfig(rank=8))
+    cfg = replace(JOB, model=model)
+    (form,) = (e for e in all_forms(PlanRequest(cfg), sizes(cfg), LeftOut()) if e.candidate == candidate)
+    (real,) = compiled.estimate(cfg, candidate, [cfg.cluster])
+    assert form.memory["parameters"] == pytest.approx(real.memory["buffers"] + real.memory["parameters"], rel=0.01)
+    assert form.least_bytes <= real.bytes == pytest.approx(form.bytes, rel=0.25)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(dp_shard=8), pytest.param(MeshConfig(dp_shard=4, pp=2), marks=pytest.mark.full)])
+def test_averages_of_weights_need_memory(mesh):
+    cfg = replace(JOB, train=replace(JOB.train, microbatches=2), mesh=mesh)
+    with_averages = replace_nested(cfg, {"train": {"ema": 0.99}})
+    plain, averaged = (compiled.estimate(c, Candidate(mesh, 2, "full"), [c.cluster])[0] for c in (cfg, with_averages))
+    count = sizes(cfg).entries / 8
+    assert averaged.bytes - plain.bytes == averaged.memory["averages"] == pytest.approx(4 * count, rel=0.5 * (mesh.pp - 1) + 1e-3)
+    forms = [all_forms(PlanRequest(c, frozenset({"mesh", "train", "passes"})), sizes(c), LeftOut())[0] for c in (cfg, with_averages)]
+    assert forms[1].bytes - forms[0].bytes == forms[1].least_bytes - forms[0].least_bytes == pytest.approx(4 * count)
+
+
+KINDS = {
+    "gpt2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 2000}, (True, 1, 4)),  # `wte`, tied
+    "gpt_neox": ({"num_attention_heads": 4}, (False, 1, 4)),  # the head is `embed_out`
+    "lfm2": ({"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}, (True, 1, 4)),
+    "mamba": ({"state_size": 8}, (True, 1, 0)),  # no attention
+    "mixtral": ({"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5}, (False, 5, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_are_read_from_modules_not_names(kind, tmp_path):
+    options, (is_tied, experts, heads) = KINDS[kind]
+    usual = {} if kind == "gpt2" else {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 2000}
+    config = AutoConfig.for_model(kind, **usual, **options)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    found = sizes_of(replace(JOB, model=FolderConfig(str(tmp_path))), module)
+    assert (found.is_tied, found.expert_count, found.heads.queries) == (is_tied, experts, heads)
+    assert (found.head_entries, found.vocabulary, found.dim, found.layers) == (128_000, 2000, 64, 2)
 
 
 def test_a_gather_of_large_parameters_is_a_few_calls():
