@@ -25,13 +25,14 @@ RECIPE, JSON = "plan.yaml", "plan.json"
 SHOWN = 12  # rows of a table
 BYTES = 4 * 257  # vocabularies from this size on are not for bytes
 HIDDEN = ("plan", "run", "recipe", "cluster.gpus", "hydra")  # options that a recipe does not repeat
-AXIS = {"dp_shard": "fsdp"}  # one name for the axes that shard parameters
+AXIS = {"dp_shard": "fsdp", "experts": "ep", "experts_tp": "ep"}  # one name for axes of one purpose
 NAMES = {  # causes of waiting
     "fsdp": "parameters and gradients (dp_shard, cp)",
     "dp_replicate": "gradients of replicas (dp_replicate)",
     "tp": "activations (tp)",
     "cp": "keys and values (cp)",
     "ep": "rows of experts (ep)",
+    "pp": "other stages (pp)",
 }
 HEADINGS = ("", "mesh", "microbatches", "recomputation", "attention", "tokens/s/GPU", "MFU", "GiB", "bound by")
 

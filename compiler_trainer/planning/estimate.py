@@ -154,9 +154,9 @@ def least_bytes(rank: Rank, candidate: Candidate) -> float:
     """Return a lower bound of the peak bytes of the fullest rank, whatever the passes do.
 
     Trained parameters and moments are inputs of the update; a rank holds at least its share of them, more with padding
-    and unsharded parameters. All gradients are alive at once if they are clipped by their norm (it needs the last gradient
-    before the first is applied) or summed over microbatches. When a forward ends, the input of each layer is still
-    needed by its backward. These inputs are not counted for a pipeline, or if options state the recomputation.
+    and unsharded parameters. All gradients are alive at once if they are clipped by their norm (it needs the last
+    gradient before the first is applied) or summed over microbatches. When a forward ends, the input of each layer is
+    still needed by its backward. These inputs are not counted for a pipeline, or if options state the recomputation.
     """
     sizes, axes, optim = rank.sizes, rank.axes, rank.cfg.optim
     share = 1 / (axes.pp * axes.tp * rank.stored_over)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from passes.cost.timeline import COMPUTE, Timeline
 
 FILE = "plan.html"
 GREY = "#888a85"
-WAITS = {"fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000"}
+WAITS = {"fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000", "pp": "#8f5902"}
 COLOURS = {"computing": BLUE, **WAITS}
 BELOW = {"orientation": "h", "y": -0.2, "yanchor": "top"}  # a legend
 FRONT = "Nothing on the Pareto front is beaten in both speed and memory. The dotted line is the memory of the GPU."
@@ -142,19 +143,21 @@ def label(estimate: Estimate) -> str:
 
 
 def bars(estimates: Sequence[Estimate]) -> list[go.Bar]:
-    """Return bars of milliseconds computed and waited for each axis."""
+    """Return bars of milliseconds computed and waited for each axis; other waits are for launches."""
     names = [f"{n}: {e.candidate.axes()}" for n, e in enumerate(estimates, 1)]
     parts = [{"computing": e.compute_s, **answer.waits_by_name(e.exposed_s)} for e in estimates]
+    for part, estimate in zip(parts, estimates):
+        part["launches"] = max(0.0, estimate.step_s - sum(part.values()))
     return [
         go.Bar(
             y=names,
             x=[1e3 * part.get(kind, 0.0) for part in parts],
             orientation="h",
             name=answer.NAMES.get(kind, kind),
-            marker_color=colour,
+            marker_color=COLOURS.get(kind, GREY),
             hovertext=[label(e) for e in estimates],
         )
-        for kind, colour in COLOURS.items()
+        for kind in dict.fromkeys((*COLOURS, *itertools.chain(*parts)))
         if any(part.get(kind) for part in parts)
     ]
 

@@ -36,7 +36,7 @@ from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import answer, auto, compiled, plan_page
 from compiler_trainer.planning.compiled import mixtures
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step, request_of
-from compiler_trainer.planning.estimate import Rank, kept_bytes
+from compiler_trainer.planning.estimate import Estimate, Rank, kept_bytes
 from compiler_trainer.planning.plan import by_program
 from compiler_trainer.planning.search import all_forms, compile_one, room, search
 from compiler_trainer.planning.space import (
@@ -336,6 +336,14 @@ def test_the_page_holds_the_plan(found, tmp_path):
     text = (tmp_path / plan_page.FILE).read_text()
     for said in (answer.title(found), found.best.candidate.axes(), "Why the others are slower", "timeline"):
         assert said in text
+
+
+def test_bars_are_as_long_as_steps():
+    waits = {"pp": 0.25, "experts": 0.125, "another": 0.0625}
+    bars = plan_page.bars([Estimate(Candidate(MeshConfig(pp=2)), 0.5, waits, {}, 1.0, 1.0)])
+    assert {bar.name: bar.x[0] for bar in bars} == {
+        "computing": 500, "other stages (pp)": 250, "rows of experts (ep)": 125, "another": 62.5, "launches": 62.5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(800, "light"), (800, "dark"), (1400, "dark")])
