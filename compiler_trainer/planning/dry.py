@@ -508,7 +508,7 @@ def cluster_table(cfg: Config) -> Table:
     """Return a table of the cluster's figures that the prediction uses, with their sources."""
     table = Table("figure", "", "from", title=f"taken of {cfg.cluster.name}")
     for name, source in cfg.cluster.sources.items():
-        value = getattr(cfg.cluster, name)
+        value = getattr(cfg.cluster, name, "")  # the user's sources may be of something else
         text = f"{value:g}" if isinstance(value, float) else value
         table.add_row(name, text if isinstance(text, str) else "", source)
     return table

@@ -10,6 +10,7 @@ from pathlib import Path
 from plotly import graph_objects as go
 
 from compiler_trainer.config.device import cluster_of
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.page import BLUE, ORANGE, figure_html, page, plots, table, tr
 from compiler_trainer.planning import answer, compiled
 from compiler_trainer.planning.answer import Varied
@@ -191,29 +192,27 @@ def gantt(name: str, timeline: Timeline) -> go.Figure:
 
 def write_varied(varied: Sequence[Varied], folder: Path) -> None:
     """Write `plan.html` of plans for several values into a run folder."""
-    names = list(varied[0].values)
-    lines = [tr("th", (*names, *answer.HEADINGS[1:]))]
-    for number, (values, plan) in enumerate(varied):
-        cells = (*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
-        lines.append(tr("td", cells, link=f"{number}/"))
-    drawings = (figure_html(plot, title) for title, plot in over_values(varied).items())
-    body = f"{plots(drawings)}{table(lines)}"
-    (folder / FILE).write_text(page(f"Plans: {answer.title(varied[0].plan)}", body), encoding="utf-8")
+    lines = [tr("th", (*varied[0].values, *answer.HEADINGS[1:]))]
+    for number, variant in enumerate(varied):
+        lines.append(tr("td", variant.row(), link="" if isinstance(variant.plan, UserError) else f"{number}/"))
+    drawings = (figure_html(plot, caption) for caption, plot in over_values(varied).items())
+    body, title = f"{plots(drawings)}{table(lines)}", answer.title(answer.found_plans(varied)[0][1])
+    (folder / FILE).write_text(page(f"Plans: {title}", body), encoding="utf-8")
 
 
 def over_values(varied: Sequence[Varied]) -> dict[str, go.Figure]:
     """Return plots of throughput and memory of the best setting over the first option, a line for each other value."""
     first, *others = varied[0].values
-    lines: dict[str, list[Varied]] = {}
-    for variant in varied:
-        lines.setdefault(other_values(variant.values, others), []).append(variant)
+    lines: dict[str, list[tuple[dict[str, object], Plan]]] = {}
+    for values, plan in answer.found_plans(varied):
+        lines.setdefault(other_values(values, others), []).append((values, plan))
     speed, memory = go.Figure(), go.Figure()
     for number, (name, points) in enumerate(lines.items()):
         line = {"dash": DASHES[number % len(DASHES)], "color": [*COLOURS.values()][number % len(COLOURS)]}
-        values, hovertexts = [p.values[first] for p in points], [label(p.plan.best) for p in points]
-        trace = {"x": values, "hovertext": hovertexts, "name": name, "mode": "lines+markers", "line": line}
-        speed.add_scatter(y=[p.plan.tokens_per_s(p.plan.best) for p in points], **trace)
-        memory.add_scatter(y=[p.plan.best.bytes / GIB for p in points], **trace)
+        x, hovertexts = [values[first] for values, _ in points], [label(plan.best) for _, plan in points]
+        trace = {"x": x, "hovertext": hovertexts, "name": name, "mode": "lines+markers", "line": line}
+        speed.add_scatter(y=[plan.tokens_per_s(plan.best) for _, plan in points], **trace)
+        memory.add_scatter(y=[plan.best.bytes / GIB for _, plan in points], **trace)
     for plot in (speed, memory):
         plot.update_xaxes(title=first).update_yaxes(rangemode="tozero")
         plot.update_layout(height=380, legend=BELOW, showlegend=len(lines) > 1)
