@@ -412,6 +412,7 @@ def heads_of(cfg: Config) -> Heads:
         return Heads(cfg.model.n_heads, cfg.model.n_kv_heads, *head_dims(cfg.model))
     if isinstance(cfg.model, FolderConfig):
         config: Any = config_of(folder_of(cfg))
+        config.allow_global_per_layer_attribute_access = True  # otherwise configs with unlike layers raise
         queries, keys = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
         if not isinstance(queries, int) or not queries:  # none, or a number for each layer
             return Heads()

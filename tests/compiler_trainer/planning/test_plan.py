@@ -222,6 +222,7 @@ KINDS = {
     "gpt2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 2000}, (True, 1, 4)),  # `wte`, tied
     "gpt_neox": ({"num_attention_heads": 4}, (False, 1, 4)),  # the head is `embed_out`
     "lfm2": ({"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}, (True, 1, 4)),
+    "gemma4_text": ({"num_attention_heads": 4, "hidden_size_per_layer_input": 0}, (True, 1, 4)),  # unlike layers
     "mamba": ({"state_size": 8}, (True, 1, 0)),  # no attention
     "mixtral": ({"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5}, (False, 5, 4)),
 }  # fmt: skip
