@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.version import Version
+
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
 # some tests of each folder, and all that touch private parts of PyTorch: capture, tracing, Inductor, FlexAttention
@@ -76,10 +78,11 @@ class Pair(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Pair:
-        """Return the pair of `TORCH:PYTHON`; raise ArgumentTypeError."""
+        """Return the pair of `TORCH:PYTHON`; raise ArgumentTypeError or ValueError."""
         torch, _, python = text.partition(":")
         if not torch or not python:
             raise argparse.ArgumentTypeError(f"{text}: give TORCH:PYTHON, as in 2.11.0:python3.12")
+        Version(torch)
         return Pair(torch, python)
 
     def installed(self) -> Path:
@@ -138,7 +141,9 @@ def losses(steps: Sequence[Mapping[str, float]]) -> Row:
 def renewed(page: str, rows: Sequence[Row]) -> str:
     """Return the page with these rows in place of those of the same versions."""
     before, _, remainder = page.partition(BEGIN)
-    old, _, after = remainder.partition(END)
+    old, end, after = remainder.partition(END)
+    if not end:
+        raise ValueError(f"the page has no lines {BEGIN} and {END}; add them around the table")
     old_rows = [cells for line in old.splitlines() if (cells := cells_of(line))]
     row_of_versions = {cells[:2]: cells for cells in [*old_rows, *rows]}
     lines = [HEAD, ("---",) * len(HEAD), *(row_of_versions[key] for key in sorted(row_of_versions, key=numbers))]
@@ -152,9 +157,9 @@ def cells_of(line: str) -> Row:
     return cells if cells and cells[0][:1].isdigit() else ()
 
 
-def numbers(versions: Row) -> list[list[int]]:
-    """Return the sort key of versions."""
-    return [[int(part) for part in version.split(".")] for version in versions]
+def numbers(versions: Row) -> list[Version]:
+    """Return the sort key of versions; a Python between two releases calls itself 3.15.0a1+."""
+    return [Version(version.rstrip("+")) for version in versions]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="the page in which to replace the rows")
     parser.add_argument("--jobs", type=int, default=2, help="tests at once")
     args = parser.parse_args(arguments)
+    if args.write:
+        renewed(args.write.read_text(encoding="utf-8"), [])  # raises before the tests, which take hours
     rows = []
     for pair in args.pairs:
         rows.append(row(pair, args.jobs))

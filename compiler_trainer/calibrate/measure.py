@@ -22,9 +22,11 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import ClusterConfig
+from compiler_trainer.training.folder import check_writable
 from compiler_trainer.training.speed import machine
 
 GIB = 2**30
+NOT_MEASURED = "not measured"
 
 
 def calibrate(out: Path, ranks: int, threads: int, clock: str) -> None:
@@ -33,14 +35,22 @@ def calibrate(out: Path, ranks: int, threads: int, clock: str) -> None:
         raise UserError("--ranks, --threads", "must be at least 1")
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         raise UserError("--ranks", f"there are {torch.cuda.device_count()} GPUs for {ranks} ranks")
+    if clock == "cpu" and (threads > 1 or torch.cuda.is_available()):
+        problem = "is cpu, which adds up the time of all threads and leaves out that of a GPU"
+        raise UserError("--clock", f"{problem}; take --clock wall, or on a CPU --threads 1")
+    if out.suffix != ".yaml" or out.is_dir():
+        raise UserError("--out", f"{out} is no name of a YAML file; end it with .yaml, as in FOLDER/cluster/NAME.yaml")
+    check_writable("--out", out.parent)
     began = time.perf_counter()
     figures = measure(ranks, threads, clock)
-    options = options_of(out.stem, figures, ranks)
+    options = options_of(out.stem, figures)
     build(ClusterConfig, options, str(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(options, sort_keys=False, width=120, default_flow_style=None)
     write_atomically(out, heading(ranks, threads, figures) + text)
     show(figures)
+    guessed = [name for name, source in options["sources"].items() if source == NOT_MEASURED]
+    print(f"not measured: {', '.join(guessed)}; correct them in the file")
     print(f"{out}: {ranks} ranks, measured in {time.perf_counter() - began:.0f} s")
 
 
@@ -62,15 +72,16 @@ def probe(rank: int, ranks: int, threads: int, clock: str, results: Any, port: i
     leave_group()
 
 
-def options_of(name: str, figures: Measurements, ranks: int) -> dict[str, Any]:
+def options_of(name: str, figures: Measurements) -> dict[str, Any]:
     """Return the measured figures as options of a cluster."""
     fast = {dtype: max(rate for _, rate in points) for dtype, points in figures["products"].items()}
     bandwidth = max(rate for _, rate in figures["memory"])
+    link_gb_s = figures.get("link_gb_s", 1.0)
     source = f"measured: compiler-trainer calibrate, {figures['at']}, load average {figures['load']:.1f} before"
     return {
         "name": name,
         "device": device_name(),
-        "gpus_per_node": max(ranks, 1) if figures["device"] == "cuda" else 64,
+        "gpus_per_node": torch.cuda.device_count() if figures["device"] == "cuda" else 64,
         "peak_tflops": fast | {"float8": fast.get("float8", fast["bfloat16"])},
         "attention": "measured",
         "throttle": 1.0,
@@ -80,8 +91,8 @@ def options_of(name: str, figures: Measurements, ranks: int) -> dict[str, Any]:
         "host_computes": figures["device"] == "cpu",
         "hbm_gib": figures["memory_gib"],
         "hbm_gb_s": bandwidth,
-        "intra_gb_s": figures.get("link_gb_s", 1.0),
-        "inter_gb_s": figures.get("link_gb_s", 1.0),
+        "intra_gb_s": link_gb_s,
+        "inter_gb_s": link_gb_s,
         "beside_computing": figures["beside"][0],
         "beside_moving": figures["beside"][1],
         "beside_sending": figures["beside"][2],
@@ -89,7 +100,14 @@ def options_of(name: str, figures: Measurements, ranks: int) -> dict[str, Any]:
         "communicator_gib": 0.0,
         "allocator_loss": 0.0,
         "expert_load": 1.0,
-        "sources": {"rates": source, "kernel_us": source, "beside_computing": source, "context_gib": "not measured"},
+        "sources": {
+            "rates": source,
+            "kernel_us": source,
+            "beside_computing": source,
+            "context_gib": NOT_MEASURED,
+            "intra_gb_s": source if "link_gb_s" in figures else NOT_MEASURED,
+            "inter_gb_s": NOT_MEASURED,
+        },
         "rates": {
             "products": {
                 **figures["products"],

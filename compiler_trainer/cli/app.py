@@ -144,5 +144,8 @@ def checked(composed: DictConfig, ranks: int) -> Config:
 
 
 def in_subfolder(cfg: Config, name: str) -> Config:
-    """Return `cfg` with its run folder moved to the subfolder `name`."""
-    return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=str(Path(cfg.run.dir, name))))
+    """Return `cfg` with its run folder, and the places of its checkpoints, moved to the subfolder `name`."""
+    places = {key: getattr(cfg.checkpoint, key) for key in ("dir", "store")}
+    moved: dict[str, Any] = {key: f"{place}/{name}" for key, place in places.items() if place is not None}
+    run = dataclasses.replace(cfg.run, dir=str(Path(cfg.run.dir, name)))
+    return dataclasses.replace(cfg, run=run, checkpoint=dataclasses.replace(cfg.checkpoint, **moved))

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,9 +25,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from compiler_trainer.config.cluster import AUTO_CLUSTER
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import check_yaml
+from compiler_trainer.config.files import load_yaml
 from compiler_trainer.config.options import build, not_one_of, tables, unknown
-from compiler_trainer.config.schema import AUTO, Config, ModelConfig
+from compiler_trainer.config.schema import AUTO, WRITTEN, Config, ModelConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF = next(path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if (path / "train.yaml").is_file())
@@ -156,15 +158,24 @@ def name_recipes(arguments: Sequence[str], scratch: Path) -> list[str]:
         path = Path(value)
         if not path.is_file():
             raise UserError(GROUP, f"{value} is not a file; name one, or a choice without {path.suffix}")
-        check_yaml(path)
+        options = options_of_recipe(path, arguments)
         folder = scratch / GROUP
         folder.mkdir(parents=True, exist_ok=True)
         name = f"of_{path.stem}"  # the prefix keeps it apart from existing choices
         text = path.read_text(encoding="utf-8")
-        (folder / f"{name}.yaml").write_text(text if "@package" in text else ROOT + text, encoding="utf-8")
+        text = text if "@package" in text else ROOT + yaml.safe_dump(options, sort_keys=False)
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
         replaced[i] = f"{option}={name}"
         replaced.append(f"{SEARCH}=[file://{scratch.resolve()}]")
     return replaced
+
+
+def options_of_recipe(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the options in a recipe's file; of a run's config.yaml, without the groups that arguments choose."""
+    options = load_yaml(path)
+    is_of_run = options.keys() >= {*WRITTEN}
+    chosen = {group.name for group in CONF.iterdir() if group.is_dir()} & {a.partition("=")[0] for a in arguments}
+    return {name: value for name, value in options.items() if not (is_of_run and name in chosen)}
 
 
 # ---- composing -----------------------------------------------------------------------------------------
@@ -207,6 +218,18 @@ def flat(options: Mapping[str, Any], undivided: Collection[str] = (), prefix: st
         inside = isinstance(value, Mapping) and value and name not in undivided
         flattened |= flat(value, undivided, f"{name}.") if inside else {name: value}
     return flattened
+
+
+SPECIAL = re.compile(r"([\\()\[\]{}:=, \t])")  # characters of hydra's grammar
+
+
+def as_override(value: Any) -> str:
+    """Return a value as hydra reads it in an override: null, true, [1,2], {layers.\\[01\\]:full}."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{as_override(key)}:{as_override(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_override, value))}]"
+    return SPECIAL.sub(r"\\\1", value) if isinstance(value, str) else json.dumps(value)
 
 
 def to_config(options: Any) -> Config:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 from compiler_trainer.config.errors import UserError
 
 FILE = "kept.json"
+LOCK = re.compile(r"lock-\d+-of-\d+")
 BLOCKS, BLOCK_BYTES = 64, 2**16  # number and size of the blocks that are compared, spread over a larger file
 
 
@@ -141,9 +143,9 @@ def close(partial_path: Path, holds: Any) -> None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files below a folder, except locks and the record."""
-    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
-    return sorted(path for path in paths if path.name != FILE)
+    """Return the files below a folder, except locks of shares (`lock-0-of-2`) and the record."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in paths if path.name != FILE and not LOCK.fullmatch(path.name))
 
 
 @contextmanager

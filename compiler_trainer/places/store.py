@@ -5,6 +5,7 @@ An object exists completely or not at all, and cannot be renamed.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import hashlib
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import fsspec
 
+from compiler_trainer.config.earlier import tell
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
 
@@ -25,8 +27,9 @@ LIBRARIES = {
 }  # fmt: skip  # the library that fsspec needs for a protocol
 VERSIONS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "LastModified", "Last-Modified", "last_modified", "updated",
-    "mtime", "created",
+    "mtime", "modificationTime", "modified", "created", "sha",
 )  # fmt: skip
+ON_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors that only a write to a disk can have
 
 TRAFFIC = fsspec.Callback()  # its value grows while this process transfers files
 
@@ -124,12 +127,18 @@ class Place:
             return self.fs.cat_file(f"{self.path}/{name}")
 
     def get(self, name: str, to: Path) -> None:
-        """Copy a file to disk; raise UserError if its name leads out of the folder."""
+        """Copy a file to disk; raise UserError if its name leads out of the folder, or if the disk refuses it."""
         if ".." in name.split("/"):
             raise UserError(f"{self.url}/{name}", "leads out of its folder; remove it there")
         with store_errors(f"{self.url}/{name}"):
-            to.parent.mkdir(parents=True, exist_ok=True)
-            self.fs.get_file(f"{self.path}/{name}", str(to), callback=TRAFFIC)
+            try:
+                to.parent.mkdir(parents=True, exist_ok=True)
+                self.fs.get_file(f"{self.path}/{name}", str(to), callback=TRAFFIC)
+            except OSError as error:
+                if error.errno in ON_DISK or to.is_relative_to(str(error.filename)):
+                    problem = f"cannot be written: {error.strerror}; free some space, or choose another folder"
+                    raise UserError(str(to), problem) from error
+                raise
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file from disk; it then exists completely."""
@@ -150,6 +159,9 @@ def entry_of(url: str, info: dict[str, Any]) -> Entry:
     if info.get("size") is None:
         raise UserError(url, "does not say how many bytes it has; download it, and name the file")
     version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
+    if not version:
+        store = "/".join(url.split("/")[:3])
+        tell(f"{store} does not say when files changed: a copy of a file is kept as long as its size stays the same")
     digest = hashlib.blake2b(f"{info['size']} {version}".encode(), digest_size=7).digest()
     return Entry(int(info["size"]), int.from_bytes(digest, "big"))
 

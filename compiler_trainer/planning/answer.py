@@ -13,6 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from rich.table import Table
 
+from compiler_trainer.config.compose import ENDINGS, options_of_recipe
+from compiler_trainer.config.earlier import remove
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import named
@@ -25,13 +28,14 @@ RECIPE, JSON = "plan.yaml", "plan.json"
 SHOWN = 12  # rows of a table
 BYTES = 4 * 257  # vocabularies from this size on are not for bytes
 HIDDEN = ("plan", "run", "recipe", "cluster.gpus", "hydra")  # options that a recipe does not repeat
-AXIS = {"dp_shard": "fsdp"}  # one name for the axes that shard parameters
+AXIS = {"dp_shard": "fsdp", "experts": "ep", "experts_tp": "ep"}  # one name for axes of one purpose
 NAMES = {  # causes of waiting
     "fsdp": "parameters and gradients (dp_shard, cp)",
     "dp_replicate": "gradients of replicas (dp_replicate)",
     "tp": "activations (tp)",
     "cp": "keys and values (cp)",
     "ep": "rows of experts (ep)",
+    "pp": "other stages (pp)",
 }
 HEADINGS = ("", "mesh", "microbatches", "recomputation", "attention", "tokens/s/GPU", "MFU", "GiB", "bound by")
 
@@ -218,18 +222,23 @@ def update(cfg: Config) -> dict[str, Any]:
 
 
 def stated_options(overrides: Sequence[str], groups: set[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return (lines of a defaults list, options) for the overrides of a command line."""
+    """Return (lines of a defaults list, options) for the overrides of a command line; a recipe's file is copied."""
     lines: list[str] = []
-    options = OmegaConf.create()
+    options, copied = OmegaConf.create(), dict[str, Any]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.get_key_element().lstrip("+~")
-        if key == "recipe":
+        if key == "recipe" and str(override.value()).endswith(ENDINGS):
+            copied = options_of_recipe(Path(str(override.value())), overrides)
+            lines = [*map(json.dumps, copied.pop("defaults", ())), *lines]
+            for name in HIDDEN:
+                remove(copied, name)
+        elif key == "recipe":
             lines.insert(0, str(override.value()))
         elif key in groups:
             lines.append(f"override /{key}: {override.value()}")
         elif not any(f"{key}.".startswith(f"{hidden}.") for hidden in HIDDEN):
             OmegaConf.update(options, key, override.value(), force_add=True)
-    plain = OmegaConf.to_container(options)
+    plain = OmegaConf.to_container(OmegaConf.merge(copied, options))
     assert isinstance(plain, dict)
     return lines, {str(key): value for key, value in plain.items()}
 
@@ -244,16 +253,27 @@ def write(plan: Plan, text: str, folder: Path) -> None:
 
 
 class Varied(NamedTuple):
-    """A plan and its values of the varied options."""
+    """A plan, or the error that nothing fits, and its values of the varied options."""
 
     values: dict[str, Any]
-    plan: Plan
+    plan: Plan | UserError
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of a table's row: the values, and the best setting."""
+        values = map(str, self.values.values())
+        if isinstance(self.plan, UserError):
+            return (*values, self.plan.message, *[""] * (len(HEADINGS) - 2))
+        return (*values, *row(self.plan, "", self.plan.best)[1:])
+
+
+def found_plans(varied: Iterable[Varied]) -> list[tuple[dict[str, Any], Plan]]:
+    """Return the values and plans of those for which a setting fits."""
+    return [(values, plan) for values, plan in varied if not isinstance(plan, UserError)]
 
 
 def vary_table(varied: Sequence[Varied]) -> Table:
     """Return a table with the best setting of each plan, a row each."""
-    names = list(varied[0].values)
-    table = Table(*names, *HEADINGS[1:], title=title(varied[0].plan))
-    for values, plan in varied:
-        table.add_row(*(str(values[name]) for name in names), *row(plan, "", plan.best)[1:])
+    table = Table(*varied[0].values, *HEADINGS[1:], title=title(found_plans(varied)[0][1]))
+    for variant in varied:
+        table.add_row(*variant.row())
     return table

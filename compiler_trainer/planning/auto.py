@@ -6,11 +6,14 @@ Nothing else is chosen here: recomputation and precision are as the options say.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
+from compiler_trainer.config.compose import as_override, flat
 from compiler_trainer.config.device import device_name, for_predicting, for_running
+from compiler_trainer.config.options import tables
 from compiler_trainer.config.schema import AUTO, AUTOMATIC, PLANNED, Config, is_open, open_axes
 from compiler_trainer.config.validate import dry_world_size, resolve_mesh, stated
 from compiler_trainer.models.subject import Subject, subject
@@ -19,7 +22,6 @@ from compiler_trainer.planning.search import GIB, Outcome, Plan, all_forms, comp
 from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, replace_nested, sizes_of
 from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks
-from compiler_trainer.training.checkpoints import leaves
 from compiler_trainer.training.loggers import announce
 
 FEW = 4  # settings to compile while a job waits
@@ -47,7 +49,7 @@ def choose_automatic(cfg: Config) -> Config:
 
 def fastest_by_search(request: PlanRequest) -> Candidate:
     """Return the fastest setting that fits, among compiled ones; announce it."""
-    (plan,) = search([request], lambda chosen: compiled_by_ranks(request, chosen))
+    plan = search(request, lambda chosen: compiled_by_ranks(request, chosen))
     announce(choice(plan))
     return plan.best.candidate
 
@@ -135,8 +137,9 @@ def what_fits(cfg: Config) -> str:
 
 
 def differing(other: Config, cfg: Config) -> Iterator[str]:
-    """Yield the options in which another job differs, as command-line overrides."""
-    options, other_options = (dict(leaves(dataclasses.asdict(config))) for config in (cfg, other))
+    """Yield the options in which another job differs, as overrides to paste into a command line."""
+    undivided = set(tables(cfg))
+    options, other_options = (flat(dataclasses.asdict(config), undivided) for config in (cfg, other))
     for name, value in other_options.items():
         if value != options.get(name):
-            yield f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+            yield shlex.quote(f"{name}={as_override(value)}")

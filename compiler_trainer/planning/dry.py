@@ -45,7 +45,7 @@ from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, turns_of_step
 from compiler_trainer.training import folder
 from compiler_trainer.training.loggers import say_contents
-from compiler_trainer.training.speed import compute_dtype, peak_flops
+from compiler_trainer.training.speed import carried_bytes, compute_dtype, peak_flops
 from passes.check.runner import Observer
 from passes.cost.clock import Timing
 from passes.cost.cluster import Cluster, collective_seconds
@@ -85,12 +85,16 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DryStep:
-    """The programs of a training step, each one flat graph, not lowered, and the report of each pass."""
+    """The programs of a training step, each one flat graph, not lowered, and the report of each pass.
+
+    `averaged` are the parameters of which `train.ema` keeps an average.
+    """
 
     programs: Mapping[str, Captured]
     report: dict[str, Any]
     flops_per_token: int
     schedule: Schedule | None = None
+    averaged: frozenset[str] = frozenset()
 
     def costs(self, name: str) -> dict[str, Any]:
         """Return the accounting of a program after its last pass (`passes.cost.accounting.Accounting`)."""
@@ -112,7 +116,9 @@ def flat_step(cfg: Config, trained: Subject, request: CompileRequest, compiled: 
     if not resolve_cluster(cfg.cluster).host_computes:
         check_offsets(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), request.schedule(report.cost))
+    names = (name for name, p in trained.module.named_parameters() if p.requires_grad and cfg.train.ema is not None)
+    schedule = request.schedule(report.cost)
+    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), schedule, frozenset(names))
 
 
 def request_of(cfg: Config, trained: Subject) -> CompileRequest:
@@ -157,7 +163,7 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     seconds = {name: timeline.step_s for name, timeline in timelines.items()}
     programs, mesh = {name: captured.program for name, captured in step.programs.items()}, mesh_of(cfg.mesh)
     turns = [t for t in turns_of_step(programs, step.schedule, cfg.train.microbatches) if t.program in programs]
-    value_bytes, sent = sizes_of(programs), list(messages(turns, programs))
+    value_bytes, sent = carried_bytes(programs), list(messages(turns, programs))
     timing = play(turns, programs, seconds, partial(send_s, value_bytes, mesh, cluster))
     written = {name: p.peak_bytes for name, p in predictions.items()}
     ranks = sorted({turn.rank for turn in turns})
@@ -185,6 +191,7 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     return {
         "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, timing.length)},
         "prediction": prediction,
+        "sent_bytes": {axis: sum(links.values()) for axis, links in prediction["sent_bytes"].items()},
         "timeline": [event for name, timeline in timelines.items() for event in events(name, timeline)],
         **drawing,
     }
@@ -227,12 +234,13 @@ def peak_memory(
             parts, kept_by_program.get(turn.program, parts), key=lambda each: sum(each.values())
         )
     state = {name: stored_bytes(step.programs[name]) for name in kept_by_program}
+    averages = averages_bytes(step, kept_by_program)
     state_bytes = {key: count for bytes_by_name in state.values() for key, count in bytes_by_name.items()}
 
     def needed(name: str) -> dict[str, Any]:
         costs = step.costs(name)
         others = sum(count for key, count in state_bytes.items() if key not in state[name])
-        other_bytes = {"state of other programs": others, **kept_by_program[name]}
+        other_bytes = {"state of other programs": others, "averages": averages, **kept_by_program[name]}
         kinds = costs["alive"] | {kind: count for kind, count in other_bytes.items() if count}
         at = {"program": name, "node": costs["peak_node"], "line": costs["peak_line"]}
         peaks = {"bytes": costs["peak_bytes"], "written_bytes": written[name]}
@@ -264,6 +272,17 @@ def stored_bytes(captured: Captured) -> dict[str, int]:
     """Return the bytes of the state that a program reads, by name."""
     inputs = zip(captured.program.inputs, captured.program.placeholders(), strict=True)
     return {state_name(i): ir.example(node).nbytes for i, node in inputs if i.kind in STORED}
+
+
+def averages_bytes(step: DryStep, names: Iterable[str]) -> int:
+    """Return the bytes of the averages (`train.ema`) of the parameters that programs read."""
+    weights = {
+        i.original: ir.example(node)
+        for program in (step.programs[name].program for name in names)
+        for i, node in zip(program.inputs, program.placeholders(), strict=True)
+        if i.kind == "parameter" and i.original in step.averaged
+    }
+    return sum(weight.numel() * max(4, weight.itemsize) for weight in weights.values())
 
 
 def sent_bytes(predictions: Mapping[str, Prediction], runs: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -338,7 +357,7 @@ def pipeline_of(
         "busy_ms": [1e3 * timing.busy[rank] for rank in range(schedule.ranks)],
         "forwards_kept": most_alive(schedule),
         "memory": [{key: peak[key] for key in ("device_bytes", "bytes", "fits", "kinds")} for peak in memory],
-        "sent_a_microbatch": traffic_between_ranks(sent, sizes_of(programs)),
+        "sent_a_microbatch": traffic_between_ranks(sent, carried_bytes(programs)),
     }
 
 
@@ -383,16 +402,6 @@ def turn_label(turn: Turn) -> str:
     if turn.microbatch is None or turn.task is None:
         return turn.program
     return f"{turn.task.kind}{turn.microbatch}.{turn.task.stage}"
-
-
-def sizes_of(programs: Mapping[str, ir.Program]) -> dict[str, int]:
-    """Return the bytes of carried values, by name."""
-    return {
-        program_input.name: ir.example(node).nbytes
-        for program in programs.values()
-        for program_input, node in zip(program.inputs, program.placeholders(), strict=True)
-        if program_input.kind == "carried"
-    }
 
 
 # ---- links ------------------------------------------------------------------------------------------------
@@ -499,7 +508,7 @@ def cluster_table(cfg: Config) -> Table:
     """Return a table of the cluster's figures that the prediction uses, with their sources."""
     table = Table("figure", "", "from", title=f"taken of {cfg.cluster.name}")
     for name, source in cfg.cluster.sources.items():
-        value = getattr(cfg.cluster, name)
+        value = getattr(cfg.cluster, name, "")  # the user's sources may be of something else
         text = f"{value:g}" if isinstance(value, float) else value
         table.add_row(name, text if isinstance(text, str) else "", source)
     return table

@@ -125,7 +125,8 @@ def layer_seconds(rank: Rank, candidate: Candidate) -> tuple[float, float]:
     elementwise_s = [times * rank.moved_s for times in ELEMENTWISE]
     forward = rank.matmuls_s + attention + elementwise_s[0]
     recompute_s = recompute_seconds(rank, candidate, 0.0 if candidate.method in RINGS else attention)  # rings are kept
-    return forward, 2 * rank.matmuls_s + backward_attention + elementwise_s[1] + recompute_s
+    gradients_s = (1 + rank.sizes.trained_share) * rank.matmuls_s
+    return forward, gradients_s + backward_attention + elementwise_s[1] + recompute_s
 
 
 def recompute_seconds(rank: Rank, candidate: Candidate, attention: float) -> float:
@@ -152,14 +153,15 @@ def policy_of(rank: Rank, candidate: Candidate) -> str:
 def least_bytes(rank: Rank, candidate: Candidate) -> float:
     """Return a lower bound of the peak bytes of the fullest rank, whatever the passes do.
 
-    Parameters and moments are inputs of the update; a rank holds at least its share of them, more with padding and
-    unsharded parameters. All gradients are alive at once if they are clipped by their norm (it needs the last gradient
-    before the first is applied) or summed over microbatches. When a forward ends, the input of each layer is still
-    needed by its backward. These inputs are not counted for a pipeline, or if options state the recomputation.
+    Trained parameters and moments are inputs of the update; a rank holds at least its share of them, more with padding
+    and unsharded parameters. All gradients are alive at once if they are clipped by their norm (it needs the last
+    gradient before the first is applied) or summed over microbatches. When a forward ends, the input of each layer is
+    still needed by its backward. These inputs are not counted for a pipeline, or if options state the recomputation.
     """
     sizes, axes, optim = rank.sizes, rank.axes, rank.cfg.optim
     share = 1 / (axes.pp * axes.tp * rank.stored_over)
-    state = share * (sizes.stored_bytes + sizes.trained_entries * rank.moment_bytes)
+    state = share * (sizes.trained_bytes + sizes.trained_entries * (rank.moment_bytes + rank.average_bytes))
+    state += rank.frozen_bytes
     gradients = share * sizes.trained_entries * min(rank.compute_bytes, rank.reduce_bytes, rank.master_bytes)
     summed = gradients if candidate.microbatches > 1 else 0.0
     inputs = (sizes.layers - 1) * rank.tokens / axes.tp * sizes.dim * rank.compute_bytes
@@ -176,7 +178,7 @@ def peak_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
         return piped_bytes(rank, candidate)
     sizes, layer, is_stored = rank.sizes, rank.layer_entries, rank.stored_over > 1
     gradients = {"gradients": rank.master_bytes * rank.local_entries}
-    table = max(sizes.head_entries, sizes.embedding_entries) / rank.axes.tp
+    table = sizes.trained_share * max(sizes.head_entries, sizes.embedding_entries) / rank.axes.tp
     weights = table * rank.compute_bytes if is_stored else 0.0
     if is_stored and not candidate.regather:
         weights += sizes.layers * layer * rank.compute_bytes
@@ -202,7 +204,8 @@ def peak_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
 def piped_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
     """Return `peak_bytes` for the first rank of a pipeline, which keeps most microbatches, all unsharded."""
     pp, chunks = rank.axes.pp, candidate.chunks or 1
-    entries = rank.layers * rank.layer_entries + rank.sizes.embedding_entries / rank.axes.tp
+    embedding_entries = rank.sizes.trained_share * rank.sizes.embedding_entries / rank.axes.tp
+    entries = rank.layers * rank.layer_entries + embedding_entries
     forwards_kept = min(candidate.microbatches * chunks, (chunks - 1) * pp + 2 * pp - 1 if chunks > 1 else pp)
     layers = rank.layers * kept_bytes(rank, candidate, policy_of(rank, candidate))
     return {
@@ -301,13 +304,24 @@ class Rank:
 
     @cached_property
     def local_entries(self) -> float:
-        """Parameter entries that a rank stores."""
-        return self.sizes.entries / (self.axes.pp * self.axes.tp * self.stored_over)
+        """Entries of trained parameters that a rank stores."""
+        return self.sizes.trained_entries / (self.axes.pp * self.axes.tp * self.stored_over)
 
     @cached_property
     def layer_entries(self) -> float:
-        """Entries of a layer on one rank of `tp` (and `ep`), when gathered."""
-        return (self.sizes.dense + self.sizes.experts / self.axes.ep) / self.axes.tp
+        """Trained entries of a layer on one rank of `tp` (and `ep`), when gathered."""
+        return self.sizes.trained_share * (self.sizes.dense + self.sizes.experts / self.axes.ep) / self.axes.tp
+
+    @cached_property
+    def table_entries(self) -> float:
+        """Trained entries of embedding and head on one rank of `tp`, when gathered."""
+        tables = self.sizes.embedding_entries + (0 if self.sizes.is_tied else self.sizes.head_entries)
+        return self.sizes.trained_share * tables / self.axes.tp
+
+    @cached_property
+    def frozen_bytes(self) -> float:
+        """Bytes of the parameters that are not trained: no axis but `pp` shards them, and they have no masters."""
+        return self.compute_bytes * (self.sizes.entries - self.sizes.trained_entries) / self.axes.pp
 
     # -- computing, seconds ---------------------------------------------------------------------------
 
@@ -362,7 +376,7 @@ class Rank:
     @cached_property
     def head_s(self) -> float:
         """Seconds of the head and the loss, forward and backward."""
-        return 3 * self.matmul_s(2 * self.tokens * self.sizes.head_entries / self.axes.tp)
+        return (2 + self.sizes.trained_share) * self.matmul_s(2 * self.tokens * self.sizes.head_entries / self.axes.tp)
 
     # -- communication, seconds -----------------------------------------------------------------------
 
@@ -394,7 +408,7 @@ class Rank:
     @cached_property
     def tables_s(self) -> float:
         """Seconds to gather embedding and head and to reduce their gradients; nothing hides them."""
-        tables = (self.sizes.embedding_entries + (0 if self.sizes.is_tied else self.sizes.head_entries)) / self.axes.tp
+        tables = self.table_entries
         gather = self.seconds("all_gather", tables * self.compute_bytes / self.stored_over, self.mesh.stored_over, 2)
         return gather + self.seconds("reduce_scatter", tables * self.reduce_bytes, self.mesh.stored_over, 2)
 
@@ -407,8 +421,7 @@ class Rank:
     @cached_property
     def sum_tables_s(self) -> float:
         """Seconds to sum the gradients of embedding and head over replicas."""
-        tables = (self.sizes.embedding_entries + (0 if self.sizes.is_tied else self.sizes.head_entries)) / self.axes.tp
-        return self.seconds("all_reduce", tables * self.reduce_bytes / self.stored_over, "dp_replicate", 2)
+        return self.seconds("all_reduce", self.table_entries * self.reduce_bytes / self.stored_over, "dp_replicate", 2)
 
     @cached_property
     def sequence_s(self) -> float:
@@ -446,8 +459,9 @@ class Rank:
     def state(self) -> Mapping[str, float]:
         """Bytes of the state between steps, by kind."""
         return {
-            "parameters": self.master_bytes * self.local_entries,
+            "parameters": self.master_bytes * self.local_entries + self.frozen_bytes,
             "optimizer": self.moment_bytes * self.local_entries,
+            "averages": self.average_bytes * self.local_entries,
         }
 
     @cached_property
@@ -455,6 +469,11 @@ class Rank:
         """Bytes of the moments of an entry, without the scales of 8-bit moments."""
         optim = self.cfg.optim
         return moments_of(optim) * MASTER[optim.state or self.cfg.train.dtype]
+
+    @cached_property
+    def average_bytes(self) -> int:
+        """Bytes of the average of an entry (`train.ema`)."""
+        return 0 if self.cfg.train.ema is None else 4
 
     @cached_property
     def expert_rows(self) -> float:
@@ -466,7 +485,8 @@ class Rank:
     @cached_property
     def logits(self) -> float:
         """Bytes of logits and of values computed from them, in chunks if they are large."""
-        weight = self.sizes.head_entries / self.axes.tp * (4 + self.compute_bytes) if self.chunk[1] > 1 else 0.0
+        head = self.sizes.trained_share * self.sizes.head_entries / self.axes.tp
+        weight = head * (4 + self.compute_bytes) if self.chunk[1] > 1 else 0.0
         return LOGITS_ALIVE * self.chunk[0] + weight
 
     @cached_property

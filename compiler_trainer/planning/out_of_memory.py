@@ -83,7 +83,7 @@ def settings(request: PlanRequest, cfg: Config) -> Iterator[str]:
         return [compile_one([request], candidate) for candidate in chosen]
 
     try:
-        (plan,) = search([request], compile_all)
+        plan = search(request, compile_all)
     except UserError as error:
         yield f"no setting fits: {error.message}"
         return

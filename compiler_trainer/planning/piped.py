@@ -112,7 +112,7 @@ def repeat_stages(cfg: Config, few: FewStages, step: DryStep) -> DryStep | None:
             programs[str(repeated)] = Captured(program, captured.ctx)
             passes.append(report_of_program[name] | {"program": str(repeated)})
     schedule = build_schedule(cfg.passes.pipeline, cfg.mesh.pp, cfg.train.microbatches, Reporter(passes=passes).cost)
-    return DryStep(programs, step.report | {"passes": passes}, step.flops_per_token, schedule)
+    return dataclasses.replace(step, programs=programs, report=step.report | {"passes": passes}, schedule=schedule)
 
 
 def task_of(captured: Captured) -> Task:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiler_trainer.config import schema
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import CheckpointConfig, Config, with_placeholders
 from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say, wide
 from compiler_trainer.models.subject import named
 from compiler_trainer.planning import answer, plan_page
 from compiler_trainer.planning.answer import Varied, vary_table
-from compiler_trainer.planning.search import Plan, compile_in_parallel, search
+from compiler_trainer.planning.search import Plan, compile_in_parallel, search, search_all
 from compiler_trainer.planning.space import PlanRequest
 from compiler_trainer.training import folder
 from compiler_trainer.training.loggers import say_contents
@@ -49,7 +50,7 @@ def plan(question: Question) -> Plan:
     batch = f"{train.global_batch_size:,} sequences of {train.seq_len:,} tokens a step"
     say(f"planning {named(request.cfg.model)} on {request.gpus:,} GPUs of {request.cfg.cluster.name}: {batch}")
     with compile_in_parallel([request]) as compile_all:
-        (result,) = search([request], compile_all)
+        result = search(request, compile_all)
     wide().print(answer.table(result))
     run_folder.mkdir(parents=True, exist_ok=True)
     schema.save(result.best.candidate.applied(question.cfg), run_folder / folder.CONFIG)
@@ -61,22 +62,28 @@ def plan(question: Question) -> Plan:
 
 
 def plan_all(questions: Sequence[Question]) -> list[Varied]:
-    """Plan for jobs that differ in some options; jobs that differ only in the cluster share compiled programs."""
+    """Plan for jobs that differ in some options; jobs that differ only in the cluster share compiled programs.
+
+    Raises UserError if nothing fits for any of them.
+    """
     began = time.perf_counter()
     run_folder = checked_folder(questions[0].cfg)
     jobs = [question.request for question in questions]
-    plans: dict[int, Plan] = {}
+    plans: dict[int, Plan | UserError] = {}
     for indices in by_program(jobs):
         with compile_in_parallel([jobs[i] for i in indices]) as compile_all:
-            plans |= dict(zip(indices, search([jobs[i] for i in indices], compile_all)))
+            plans |= dict(zip(indices, search_all([jobs[i] for i in indices], compile_all)))
     variants = [Varied(question.varied, plans[i]) for i, question in enumerate(questions)]
+    if all(isinstance(plan, UserError) for plan in plans.values()):
+        raise plans[0]  # type: ignore[misc]
     wide().print(vary_table(variants))
     run_folder.mkdir(parents=True, exist_ok=True)
     for number, (question, variant) in enumerate(zip(questions, variants)):
+        if isinstance(variant.plan, UserError):
+            continue
         point = run_folder / str(number)
         point.mkdir(exist_ok=True)
-        overrides = [*question.overrides, *(f"{name}={value}" for name, value in variant.values.items())]
-        answer.write(variant.plan, answer.recipe(variant.plan, overrides, question.groups), point)
+        answer.write(variant.plan, answer.recipe(variant.plan, question.overrides, question.groups), point)
     plan_page.write_varied(variants, run_folder)
     say(
         f"made {len(variants)} plans in {time.perf_counter() - began:.1f} s; recipes are {run_folder}/N/{answer.RECIPE}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from plotly import graph_objects as go
 
 from compiler_trainer.config.device import cluster_of
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.page import BLUE, ORANGE, figure_html, page, plots, table, tr
 from compiler_trainer.planning import answer, compiled
 from compiler_trainer.planning.answer import Varied
@@ -20,7 +22,7 @@ from passes.cost.timeline import COMPUTE, Timeline
 
 FILE = "plan.html"
 GREY = "#888a85"
-WAITS = {"fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000"}
+WAITS = {"fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000", "pp": "#8f5902"}
 COLOURS = {"computing": BLUE, **WAITS}
 BELOW = {"orientation": "h", "y": -0.2, "yanchor": "top"}  # a legend
 FRONT = "Nothing on the Pareto front is beaten in both speed and memory. The dotted line is the memory of the GPU."
@@ -142,19 +144,21 @@ def label(estimate: Estimate) -> str:
 
 
 def bars(estimates: Sequence[Estimate]) -> list[go.Bar]:
-    """Return bars of milliseconds computed and waited for each axis."""
+    """Return bars of milliseconds computed and waited for each axis; other waits are for launches."""
     names = [f"{n}: {e.candidate.axes()}" for n, e in enumerate(estimates, 1)]
     parts = [{"computing": e.compute_s, **answer.waits_by_name(e.exposed_s)} for e in estimates]
+    for part, estimate in zip(parts, estimates):
+        part["launches"] = max(0.0, estimate.step_s - sum(part.values()))
     return [
         go.Bar(
             y=names,
             x=[1e3 * part.get(kind, 0.0) for part in parts],
             orientation="h",
             name=answer.NAMES.get(kind, kind),
-            marker_color=colour,
+            marker_color=COLOURS.get(kind, GREY),
             hovertext=[label(e) for e in estimates],
         )
-        for kind, colour in COLOURS.items()
+        for kind in dict.fromkeys((*COLOURS, *itertools.chain(*parts)))
         if any(part.get(kind) for part in parts)
     ]
 
@@ -188,29 +192,27 @@ def gantt(name: str, timeline: Timeline) -> go.Figure:
 
 def write_varied(varied: Sequence[Varied], folder: Path) -> None:
     """Write `plan.html` of plans for several values into a run folder."""
-    names = list(varied[0].values)
-    lines = [tr("th", (*names, *answer.HEADINGS[1:]))]
-    for number, (values, plan) in enumerate(varied):
-        cells = (*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
-        lines.append(tr("td", cells, link=f"{number}/"))
-    drawings = (figure_html(plot, title) for title, plot in over_values(varied).items())
-    body = f"{plots(drawings)}{table(lines)}"
-    (folder / FILE).write_text(page(f"Plans: {answer.title(varied[0].plan)}", body), encoding="utf-8")
+    lines = [tr("th", (*varied[0].values, *answer.HEADINGS[1:]))]
+    for number, variant in enumerate(varied):
+        lines.append(tr("td", variant.row(), link="" if isinstance(variant.plan, UserError) else f"{number}/"))
+    drawings = (figure_html(plot, caption) for caption, plot in over_values(varied).items())
+    body, title = f"{plots(drawings)}{table(lines)}", answer.title(answer.found_plans(varied)[0][1])
+    (folder / FILE).write_text(page(f"Plans: {title}", body), encoding="utf-8")
 
 
 def over_values(varied: Sequence[Varied]) -> dict[str, go.Figure]:
     """Return plots of throughput and memory of the best setting over the first option, a line for each other value."""
     first, *others = varied[0].values
-    lines: dict[str, list[Varied]] = {}
-    for variant in varied:
-        lines.setdefault(other_values(variant.values, others), []).append(variant)
+    lines: dict[str, list[tuple[dict[str, object], Plan]]] = {}
+    for values, plan in answer.found_plans(varied):
+        lines.setdefault(other_values(values, others), []).append((values, plan))
     speed, memory = go.Figure(), go.Figure()
     for number, (name, points) in enumerate(lines.items()):
         line = {"dash": DASHES[number % len(DASHES)], "color": [*COLOURS.values()][number % len(COLOURS)]}
-        values, hovertexts = [p.values[first] for p in points], [label(p.plan.best) for p in points]
-        trace = {"x": values, "hovertext": hovertexts, "name": name, "mode": "lines+markers", "line": line}
-        speed.add_scatter(y=[p.plan.tokens_per_s(p.plan.best) for p in points], **trace)
-        memory.add_scatter(y=[p.plan.best.bytes / GIB for p in points], **trace)
+        x, hovertexts = [values[first] for values, _ in points], [label(plan.best) for _, plan in points]
+        trace = {"x": x, "hovertext": hovertexts, "name": name, "mode": "lines+markers", "line": line}
+        speed.add_scatter(y=[plan.tokens_per_s(plan.best) for _, plan in points], **trace)
+        memory.add_scatter(y=[plan.best.bytes / GIB for _, plan in points], **trace)
     for plot in (speed, memory):
         plot.update_xaxes(title=first).update_yaxes(rangemode="tozero")
         plot.update_layout(height=380, legend=BELOW, showlegend=len(lines) > 1)

@@ -12,8 +12,11 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -26,7 +29,9 @@ from compiler_trainer.planning.compiled import mixtures
 from compiler_trainer.planning.estimate import Estimate, Rank, estimates
 from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, Sizes, candidates, sizes_of
 from compiler_trainer.training.speed import peak_flops
+from passes.ir.ir import CompileError
 
+T = TypeVar("T")
 GIB = 2**30
 ROUNDS = 3  # of compiling settings; the results of a round correct the closed forms for the next
 SLOW = 1.5  # times the fastest setting that fits; slower ones are not considered
@@ -173,18 +178,35 @@ def possible_best(forms: list[Estimate], limit: float) -> list[Estimate]:
     return [e for e in forms if id(e) in kept_ids]
 
 
-def search(jobs: Sequence[PlanRequest], compile_all: Compile) -> list[Plan]:
-    """Return a plan for each of several jobs that differ only in the cluster; raise UserError if nothing fits."""
-    states = [start_search(request) for request in jobs]
+def search(request: PlanRequest, compile_all: Compile) -> Plan:
+    """Return a plan for a job; raise UserError if nothing fits."""
+    (plan,) = search_all([request], compile_all)
+    if isinstance(plan, UserError):
+        raise plan
+    return plan
+
+
+def search_all(jobs: Sequence[PlanRequest], compile_all: Compile) -> list[Plan | UserError]:
+    """Return a plan for each of several jobs that differ only in the cluster, or the error that nothing fits."""
+    started = [result_of(partial(start_search, request)) for request in jobs]
+    states = {i: state for i, state in enumerate(started) if isinstance(state, SearchState)}
     for turn in range(ROUNDS + TRIES):
-        chosen = list(dict.fromkeys(candidate for state in states for candidate in state.next(turn)))
+        chosen = list(dict.fromkeys(candidate for state in states.values() for candidate in state.next(turn)))
         for candidate, outcome in zip(chosen, compile_all(chosen) if chosen else [], strict=True):
-            for i, state in enumerate(states):
+            for i, state in states.items():
                 if isinstance(outcome, str):
                     state.refused[candidate] = outcome
                 else:
                     state.estimates[candidate] = outcome[i]
-    return [state.plan() for state in states]
+    return [result_of(state.plan) if isinstance(state, SearchState) else state for state in started]
+
+
+def result_of(work: Callable[[], T]) -> T | UserError:
+    """Return the result of `work`, or the UserError that it raises."""
+    try:
+        return work()
+    except UserError as error:
+        return error
 
 
 def shortlist(forms: Iterable[Estimate], limit: float, done: set[Candidate], count: int) -> list[Candidate]:
@@ -247,11 +269,11 @@ def nothing_fits(request: PlanRequest, least: Estimate) -> UserError:
 
 
 def compile_one(jobs: Sequence[PlanRequest], candidate: Candidate) -> Outcome:
-    """Return the estimates of a compiled setting for each job, or the reason why a pass refused it."""
+    """Return the estimates of a compiled setting for each job, or the reason why a pass refused it or failed."""
     try:
         return compiled.estimate(jobs[0].cfg, candidate, [request.cfg.cluster for request in jobs])
-    except UserError as error:
-        return str(error)
+    except (UserError, CompileError) as error:
+        return " ".join(str(error).split())
 
 
 @contextmanager
@@ -268,7 +290,11 @@ def compile_in_parallel(jobs: Sequence[PlanRequest]) -> Iterator[Compile]:
 
         def compile_all(chosen: Sequence[Candidate]) -> list[Outcome]:
             order = sorted(range(len(chosen)), key=lambda i: (chosen[i].float8, chosen[i].microbatches))
-            outcomes = dict(zip(order, pool.map(compile_one, [jobs] * len(chosen), [chosen[i] for i in order])))
+            try:
+                outcomes = dict(zip(order, pool.map(compile_one, [jobs] * len(chosen), [chosen[i] for i in order])))
+            except BrokenProcessPool as error:
+                problem = f"{count} processes compiled at once, and one was killed, probably for lack of memory"
+                raise UserError("plan.processes", f"{problem}; set it to fewer") from error
             return [outcomes[i] for i in range(len(chosen))]
 
         yield compile_all

@@ -318,8 +318,9 @@ class Sizes:
     embedding_entries: int
     head_entries: int
     is_tied: bool
-    stored_bytes: int  # of all parameters
+    trained_bytes: int  # of parameters
     trained_entries: int
+    entries: int
     heads: Heads
 
     @property
@@ -328,19 +329,17 @@ class Sizes:
         return max(1, len(self.names))
 
     @property
-    def entries(self) -> float:
-        """The number of trained entries."""
-        return (
-            self.layers * (self.dense + self.experts)
-            + self.embedding_entries
-            + (0 if self.is_tied else self.head_entries)
-        )
+    def trained_share(self) -> float:
+        """The share of the entries that are trained: the others have no gradients and moments, and are not sharded."""
+        return self.trained_entries / max(1, self.entries)
 
 
 def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
     """Return the sizes of the model that `cfg` trains."""
-    tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    tables = {id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
+    parameters = dict(module.named_parameters())
+    filters = {id(m.weight) for m in module.modules() if isinstance(m, nn.modules.conv._ConvNd)}
+    shapes = {name: tuple(p.flatten(1).shape if id(p) in filters else p.shape) for name, p in parameters.items()}
     layers_of_model = layer_names(name.rpartition(".")[0] for name in shapes)
     layers = {name: str(layer) for name in shapes if (layer := layer_of(name, layers_of_model))}
     inside = {name: shapes[name] for name in layers}
@@ -348,11 +347,10 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
     count = max(1, len(names))
     routed = routed_rows(cfg)
     total, last = totals(inside, layers, routed)
-    outside = {name: shape for name, shape in shapes.items() if name not in inside and len(shape) > 1}
-    is_table = {tuple(table.shape) for table in tables}
-    looked_up = sum(table.numel() for table in tables)
-    heads = [shape for name, shape in outside.items() if "embed" not in name]
-    head = max(heads or is_table or {(1, 1)}, key=lambda shape: shape[0])
+    outside = [name for name, shape in shapes.items() if name not in inside and len(shape) > 1]
+    heads = [shapes[name] for name in outside if id(parameters[name]) not in tables]
+    table_shapes = [tuple(table.shape) for table in tables.values()]
+    head = max(heads or table_shapes or [(1, 1)], key=lambda shape: shape[0])
     return Sizes(
         names=names,
         dim=head[1],
@@ -366,11 +364,12 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
         output_features=total["made"] / count,
         input_features=total["read"] / count,
         vocabulary=head[0],
-        embedding_entries=looked_up,
+        embedding_entries=sum(table.numel() for table in tables.values()),
         head_entries=head[0] * head[1],
         is_tied=not heads and bool(tables),
-        stored_bytes=sum(p.nbytes for p in module.parameters()),
+        trained_bytes=sum(p.nbytes for p in module.parameters() if p.requires_grad),
         trained_entries=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        entries=sum(p.numel() for p in module.parameters()),
         heads=heads_of(cfg),
     )
 
@@ -413,7 +412,10 @@ def heads_of(cfg: Config) -> Heads:
         return Heads(cfg.model.n_heads, cfg.model.n_kv_heads, *head_dims(cfg.model))
     if isinstance(cfg.model, FolderConfig):
         config: Any = config_of(folder_of(cfg))
-        queries = config.num_attention_heads
+        config.allow_global_per_layer_attribute_access = True  # otherwise configs with unlike layers raise
+        queries, keys = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+        if not isinstance(queries, int) or not queries:  # none, or a number for each layer
+            return Heads()
         dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-        return Heads(queries, getattr(config, "num_key_value_heads", None) or queries, dim, dim)
+        return Heads(queries, keys if isinstance(keys, int) and keys else queries, dim, dim)
     return Heads()

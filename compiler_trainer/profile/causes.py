@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ WAITING = 0.05  # share of a step from which on the wait for data is reported
 FAR = 1.5  # times the predicted computing time
 OF_DATA = "tokenize ahead, put data.cache on a local disk; of a dataset of your own look at __getitem__"
 OF_RANK = "look for a hot device, another process, a slow link there"
+OF_STAGES = "give that rank fewer layers by passes.pipeline.stages"
 OF_RATES = "measure this machine by compiler-trainer calibrate; else look at clocks and other processes"
 
 
@@ -49,7 +51,10 @@ def read(measured: Sequence[dict[str, Any]]) -> list[OfRank]:
 
 def causes(cfg: Config, ranks: Sequence[OfRank], expected: Spent) -> list[Cause]:
     """Return the causes, the most expensive first."""
-    all_causes = (*data(ranks), *straggler(ranks), *unlike(cfg, ranks, expected))
+    count = len(ranks) // cfg.mesh.pp  # of ranks in a stage; stages are equal blocks of ranks
+    stages = [ranks[i : i + count] for i in range(0, len(ranks), count)]
+    stragglers = itertools.chain.from_iterable(map(straggler, stages))
+    all_causes = (*data(ranks), *stragglers, *uneven(stages), *unlike(cfg, ranks, expected))
     return sorted(all_causes, key=lambda cause: -cause.saves_ms)
 
 
@@ -61,9 +66,23 @@ def data(ranks: Sequence[OfRank]) -> Iterator[Cause]:
         yield Cause(f"rank {worst.rank} waits {ms:,.1f} ms for data, {ms / step_ms:.0%} of a step", ms, OF_DATA)
 
 
+def median_rank(ranks: Sequence[OfRank]) -> OfRank:
+    """Return the rank whose work takes as long as for most."""
+    return sorted(ranks, key=lambda each: each.busy_ms)[(len(ranks) - 1) // 2]
+
+
+def uneven(stages: Sequence[Sequence[OfRank]]) -> Iterator[Cause]:
+    """Yield the cause that the ranks of one pipeline stage have more to do than those of others."""
+    works = [median_rank(ranks).busy_ms for ranks in stages]
+    longest, median = max(works), statistics.median_low(works)
+    if longest > SLOW * median:
+        line = f"pipeline rank {works.index(longest)} works {longest:,.1f} ms, the median one {median:,.1f}"
+        yield Cause(line, longest - median, OF_STAGES)
+
+
 def straggler(ranks: Sequence[OfRank]) -> Iterator[Cause]:
-    """Yield the cause that one rank delays the others, with the part that takes longer there."""
-    median = sorted(ranks, key=lambda each: each.busy_ms)[(len(ranks) - 1) // 2]
+    """Yield the cause that one rank of a stage delays the others, with the part that takes longer there."""
+    median = median_rank(ranks)
     slowest = max(ranks, key=lambda each: each.busy_ms)
     extra_ms = slowest.busy_ms - median.busy_ms
     if slowest.busy_ms <= SLOW * median.busy_ms or slowest.spent.data_ms - median.spent.data_ms > extra_ms / 2:

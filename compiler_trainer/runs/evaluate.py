@@ -15,6 +15,7 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
+from compiler_trainer.models.folder import plain
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs.saved import check_names, from_newest
 from compiler_trainer.step.compile import compile_step
@@ -31,6 +32,7 @@ from compiler_trainer.training.trainer import peek
 def evaluate(cfg: Config, other: bool) -> str:
     """Return a line with the mean loss in nats, metrics, perplexity of next tokens, and the number of tokens or pairs.
 
+    A loss that is no cross-entropy alone has no perplexity.
     It evaluates `eval.batches` of the run's validation text or, for `other` text, of all data that `cfg.data` names.
     Every rank calls it.
     """
@@ -46,10 +48,17 @@ def evaluate(cfg: Config, other: bool) -> str:
             datasets.read_only(own_rows(step, step.ranks))
         results, count = means(step, told(loader, cfg.eval.batches, tell))
     stop_ranks()
-    if not cfg.loss:
+    if not cfg.loss and not has_further_terms(trained):
         results["perplexity"] = math.exp(results["loss"]) if results["loss"] < 700 else math.inf
     shown = ", ".join(f"{name} {value:.6g}" for name, value in results.items())
     return f"{shown}, {'pairs' if cfg.data.pairs else 'tokens'} {count:,} in {taken(loader, cfg.eval.batches)}"
+
+
+def has_further_terms(trained: Subject) -> bool:
+    """Return True if transformers adds terms to the cross-entropy: then the loss has no perplexity."""
+    model = plain(trained.module)
+    balances = getattr(getattr(model, "config", None), "output_router_logits", False)
+    return balances or getattr(model, "z_loss_coefficient", 0) > 0
 
 
 def data_of(cfg: Config, other: bool) -> Datasets:

@@ -29,6 +29,7 @@ from compiler_trainer.runs.saved import trained_model
 GENERATION, TEMPLATES = "generation_config.json", "additional_chat_templates"
 NOT_COPIED = frozenset((".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".md"))
 TELLS_OF_WEIGHTS = ("config.json", "model.safetensors.index", "pytorch_model.bin.index", "adapter_config")
+TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab.", "merges.")  # names begin so
 ANSWER = "forty-two"
 LAST = ("config.json", "adapter_config.json", "config.yaml")
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # next to a tokenizer.json
@@ -94,8 +95,9 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
     """Write a module with the weights of a run; return a sentence on how to load it."""
     if isinstance(cfg.model, FolderConfig):
         write_folder(cfg, module, out, dtype, merge)
-        if not cfg.model.lora or merge:
+        if not is_models_tokenizer(cfg):
             write_tokenizer(cfg, out)
+            name_end(out, tokenizer_of(cfg.data).end_of_document)
         stops = stop_at_turns(out) if cfg.data.chat else ""
         if cfg.model.lora and not merge:
             return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r}){stops}"
@@ -140,7 +142,8 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
     (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it from config.json
     for file in sorted(Path(local_path).rglob("*")):
         name = file.relative_to(local_path)
-        if file.is_file() and is_copied(name) and not (out / name).exists():
+        is_kept = is_models_tokenizer(cfg) or not is_of_tokenizer(name)
+        if file.is_file() and is_copied(name) and is_kept and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copy(file, out / name)
 
@@ -149,6 +152,18 @@ def is_copied(name: Path) -> bool:
     """Return True if an export copies a file of the model's folder: all but weights, their indexes and the config."""
     is_top_level = len(name.parts) == 1 or name.parts[0] == TEMPLATES and len(name.parts) == 2
     return is_top_level and name.suffix not in NOT_COPIED and not name.name.startswith((".", *TELLS_OF_WEIGHTS))
+
+
+def is_models_tokenizer(cfg: Config) -> bool:
+    """Return True if `data.tokenizer` is the one in the model's folder."""
+    assert isinstance(cfg.model, FolderConfig)
+    file = Path(cfg.data.tokenizer)
+    return file.name == "tokenizer.json" and file.parent.resolve() == Path(cfg.model.path).resolve()
+
+
+def is_of_tokenizer(name: Path) -> bool:
+    """Return True for a tokenizer's files: vocabulary, configuration, chat templates."""
+    return name.parts[0] == TEMPLATES or name.suffix in (".model", ".tiktoken") or name.name.startswith(TOKENIZER)
 
 
 def untie_adapted(adapted: Any) -> None:

@@ -17,6 +17,7 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks, stop_ranks
 from compiler_trainer.sweep import row, table
 from compiler_trainer.sweep.stored import check, identity, read, write
+from compiler_trainer.training.checkpoints import BY_NAME
 from passes.lower.inductor import counts
 
 Outcome = Callable[[Config], float]  # trains one job and returns its final loss
@@ -55,7 +56,7 @@ def run_point(cfg: Config, number: int, overrides: Sequence[str], outcome: Outco
     cause = min((f for f in gather(failure) if f is not None), default=None)
     if rank() == 0:
         cost = {"wall_s": round(time.perf_counter() - began, 3), "compile_cache_hits": counts["loaded"] - loaded}
-        result = {**row.measured(Path(cfg.run.dir), cfg), **cost}
+        result = {**row.measured(Path(cfg.run.dir)), **cost}
         end(Path(cfg.run.dir), objective, cause, result)
         table.write(Path(cfg.run.dir).parent)
         print(f"point {number}: {cause.error if cause else 'done'}", flush=True)
@@ -77,10 +78,11 @@ def attempt(cfg: Config, outcome: Outcome) -> tuple[float | None, Failure | None
 
 
 def begin(cfg: Config, number: int, overrides: Sequence[str]) -> None:
-    """Create the point's folder from scratch."""
+    """Create the point's folder: from scratch, unless the point may resume from its checkpoints."""
     folder = Path(cfg.run.dir)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    if cfg.checkpoint.resume not in BY_NAME:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     job = {"overrides": row.parsed(overrides), "config": identity(cfg), "environment": row.environment()}
     write(folder, {"point": number, "status": "running", "started": started, **job})

@@ -9,37 +9,37 @@ import os
 import platform
 import statistics
 import subprocess
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from compiler_trainer.config.schema import Config
 from compiler_trainer.sweep.stored import flat
 from compiler_trainer.training import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torchao", "triton", "numpy")
-PER_MICROBATCH = "accumulate"  # the program that runs once a microbatch, not once a step
 
 
 def parsed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return overrides as options and values: `+a.b=[1,2]` as {"a.b": [1, 2]}, a table by its entries, no `~a`."""
+    """Return overrides as options and values: `+a.b=[1,2]` as {"a.b": [1, 2]}, a table by its entries, no `~a`.
+
+    A value of null is the text "null": a point without the override has none.
+    """
     values: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if not override.is_delete():
             values |= flat({override.key_or_group: override.value()})
-    return values
+    return {name: "null" if value is None else value for name, value in values.items()}
 
 
-def measured(folder: Path, cfg: Config) -> dict[str, Any]:
+def measured(folder: Path) -> dict[str, Any]:
     """Return the results in a run folder so far: last and best losses, medians over steps, compilation, traffic."""
     records = metrics.read(folder / metrics.FILE) if (folder / metrics.FILE).exists() else []
     report = folder / "report.json"
-    return {**of_steps(records), **(of_report(json.loads(report.read_text()), cfg) if report.exists() else {})}
+    return {**of_steps(records), **(of_report(json.loads(report.read_text())) if report.exists() else {})}
 
 
 def of_steps(records: Sequence[metrics.Record]) -> dict[str, Any]:
@@ -61,23 +61,13 @@ def of_steps(records: Sequence[metrics.Record]) -> dict[str, Any]:
     }
 
 
-def of_report(report: dict[str, Any], cfg: Config) -> dict[str, Any]:
+def of_report(report: dict[str, Any]) -> dict[str, Any]:
     """Return seconds of compilation, bytes that a rank sends in a step by axis, and the prediction."""
-    sent = sent_bytes(report["passes"], cfg.train.microbatches)
+    sent = report.get("sent_bytes", {})  # absent if compilation failed
     wire = {f"wire_bytes.{axis}": count for axis, count in sorted(sent.items())}
     predicted = flat({"predicted": report["predicted"]}) if "predicted" in report else {}
-    compile_s = round(sum(report["seconds"].values()), 3)
-    return {"compile_s": compile_s, "wire_bytes": sent.total(), **wire, **predicted}
-
-
-def sent_bytes(passes: Iterable[dict[str, Any]], microbatches: int) -> Counter[str]:
-    """Return bytes that a rank sends in a step over each axis, from the last pass of each training program."""
-    report_of_program = {p["program"]: p for p in passes if p["program"] in ("step", PER_MICROBATCH, "apply")}
-    sent: Counter[str] = Counter()
-    for name, record in report_of_program.items():
-        for traffic in record["accounting"]["traffic"]:
-            sent[traffic["axis"]] += traffic["sent_bytes"] * (microbatches if name == PER_MICROBATCH else 1)
-    return sent
+    compile_s = round(sum(report.get("seconds", {}).values()), 3)
+    return {"compile_s": compile_s, "wire_bytes": sum(sent.values()), **wire, **predicted}
 
 
 @functools.cache

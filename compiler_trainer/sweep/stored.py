@@ -55,10 +55,10 @@ def check(cfg: Config) -> Point | None:
 
 
 def identity(cfg: Config) -> dict[str, Any]:
-    """Return the options of a point by dotted name, as in JSON, without `run.dir`."""
+    """Return the options of a point by dotted name, as in JSON, without `run.dir` and `checkpoint.resume=auto`."""
     options = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
     del options["run.dir"]
-    return options
+    return {name: value for name, value in options.items() if (name, value) != ("checkpoint.resume", "auto")}
 
 
 def flat(options: dict[str, Any], where: str = "") -> dict[str, Any]:

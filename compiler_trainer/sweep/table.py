@@ -53,8 +53,13 @@ def write(folder: Path) -> None:
 
 def rows(points: Sequence[Point]) -> list[Row]:
     """Return each point as one flat row, all with the same columns; columns of several types are text."""
+    results = {column for column, _, _ in SHOWN}
+
+    def options(p: Point) -> Row:
+        return {f"option.{name}" if name in results else name: value for name, value in p["overrides"].items()}
+
     flattened = [
-        {**{name: p.get(name) for name in HEAD}, **p["overrides"], **p.get("result", {}), **p["environment"]}
+        {**{name: p.get(name) for name in HEAD}, **options(p), **p.get("result", {}), **p["environment"]}
         for p in points
     ]
     names = list(dict.fromkeys(name for row in flattened for name in row))

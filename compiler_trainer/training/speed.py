@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,11 @@ from torch.autograd.profiler import profile  # torch.profiler would import the c
 from compiler_trainer.config.device import CPU, device_name
 from compiler_trainer.config.schema import Config
 from compiler_trainer.step.captured import mesh_of
+from compiler_trainer.step.messages import messages
+from compiler_trainer.step.step import Step
+from compiler_trainer.step.turns import turns_of_step
 from compiler_trainer.training.metrics import Record
+from passes.ir import ir
 from passes.torch_private import is_profiling
 
 
@@ -41,6 +46,32 @@ def peak_flops(cfg: Config) -> float:
 
 def compute_dtype(cfg: Config) -> str:
     return cfg.passes.cast.param_dtype or cfg.train.dtype
+
+
+def sent_bytes(step: Step) -> dict[str, int]:
+    """Return the bytes that a rank sends in a training step, by axis; with all stages here, those of the first."""
+    turns = [turn for turn in step.training[0] if turn.rank == step.training[0][0].rank]
+    last_pass = {record["program"]: record["accounting"] for record in step.report["passes"]}
+    sent = Counter[str]()
+    for turn in turns:
+        for traffic in last_pass[turn.program]["traffic"]:
+            sent[traffic["axis"]] += traffic["sent_bytes"]
+    if step.schedule is not None:
+        programs = {name: compiled.finished for name, compiled in step.train.items()}
+        sizes = carried_bytes(programs)
+        sending = messages(turns_of_step(programs, step.schedule, step.microbatches), programs)
+        sent["pp"] += sum(sizes[message.key[0]] for message in sending if message.source == turns[0].rank)
+    return dict(sent)
+
+
+def carried_bytes(programs: Mapping[str, ir.Program]) -> dict[str, int]:
+    """Return the bytes of the values that programs carry to each other, by name."""
+    return {
+        program_input.name: ir.example(node).nbytes
+        for program in programs.values()
+        for program_input, node in zip(program.inputs, program.placeholders(), strict=True)
+        if program_input.kind == "carried"
+    }
 
 
 def machine() -> dict[str, str]:

@@ -59,7 +59,7 @@ from compiler_trainer.training.prepare import (
     same_on_all_ranks,
 )
 from compiler_trainer.training.reference import refer
-from compiler_trainer.training.speed import machine
+from compiler_trainer.training.speed import machine, sent_bytes
 from compiler_trainer.training.steps import Meters, Steps, is_due
 from compiler_trainer.training.stop import Stop, end_early, ending_at_sigterm
 from passes.torch_private import dump_allocations, record_allocations
@@ -168,6 +168,7 @@ def prepare_step(
         start = restore(cfg, trained, step, datasets, start)
     phases.end("checkpoint")
     report = {"machine": machine(), "data": datasets.report(), **phases.report(), **step.report}
+    report["sent_bytes"] = sent_bytes(step)
     owners.restore = partial(folder.create, cfg, report, step.schedule)
     owners.restore()
     for path in start.damaged_paths:

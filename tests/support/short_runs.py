@@ -59,7 +59,7 @@ class FakeStep:
     """One weight, moved by each batch; its loss depends on the weight and on the batch."""
 
     def __init__(self, *args, **kwargs):
-        self.mesh, self.ranks, self.device, self.report = Mesh.of({}), (0,), torch.device("cpu"), {"seconds": {}, "remarks": []}
+        self.mesh, self.ranks, self.device, self.report = Mesh.of({}), (0,), torch.device("cpu"), {"seconds": {}, "remarks": [], "passes": []}
         self.state = {"model.w": State(Spec.whole((3,)), {0: torch.ones(3)}, torch.ones(3))}
 
     def tensors(self):
@@ -68,7 +68,7 @@ class FakeStep:
     def balance(self):
         return {}
 
-    metrics, schedule, runtime = (), None, LockstepRanks(Mesh.of({}))
+    metrics, schedule, runtime, training = (), None, LockstepRanks(Mesh.of({})), ((), None)
 
     def measure(self, batch):
         assert sorted(batch) == ["documents", "labels", "positions", "tokens"]

@@ -12,6 +12,7 @@ device.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -34,9 +35,10 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from compiler_trainer.cli.extras import not_installed
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
-from tools.bench.job import composed
+from tools.bench.job import WORKLOAD, composed
 
 CONTENDERS = {
     "ours": "this trainer",
@@ -54,6 +56,7 @@ HEADINGS = (
 )  # fmt: skip
 
 Found = dict[str, Any]
+MEASURED = ("global_batch_size", "seq_len", "steps")  # options of train that count, or say only when to stop
 
 
 def main() -> None:
@@ -85,6 +88,17 @@ def main() -> None:
         sys.exit(2)
 
 
+def check_measured(cfg: Config) -> None:
+    """Raise UserError if all contenders would ignore an option of the job."""
+    usual = to_config(compose(WORKLOAD)).train
+    names = [field.name for field in dataclasses.fields(usual) if field.name not in MEASURED]
+    ignored = [f"train.{name}" for name in names if getattr(cfg.train, name) != getattr(usual, name)]
+    ignored += ["mesh.pp"] * (cfg.mesh.pp > 1) + ["loss"] * bool(cfg.loss)
+    if ignored:
+        problem = "is no option of the benchmark, which would measure the job without it"
+        raise UserError(ignored[0], f"{problem}; leave it out")
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for options that cannot run."""
     for name in args.contenders.split(","):
@@ -92,7 +106,7 @@ def check(args: argparse.Namespace) -> None:
             raise UserError("--contenders", f"{name!r} is not one of {', '.join(CONTENDERS)}")
     if args.rounds < 1 or args.steps < 1:
         raise UserError("--rounds, --steps", "must be at least 1")
-    composed(args.overrides, args.ranks)
+    check_measured(composed(args.overrides, args.ranks))
     if args.write and marked(args.write.read_text(), title(args)) is None:
         raise UserError(
             str(args.write), f"has no lines {' and '.join(markers(title(args)))}; add them around the table"
@@ -313,6 +327,8 @@ def machine() -> str:
 def arguments(args: argparse.Namespace) -> list[str]:
     """Return the options that repeat the benchmark."""
     names = [] if args.contenders == ",".join(CONTENDERS) else [f"--contenders {args.contenders}"]
+    names += [] if args.threads is None else [f"--threads {args.threads}"]
+    names += [f"--{flag}" for flag in ("once", "unchecked") if getattr(args, flag)]
     return [f"--ranks {args.ranks}", f"--rounds {args.rounds}", f"--steps {args.steps}", *names, *args.overrides]
 
 

@@ -143,7 +143,7 @@ def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
 def predicted(chosen: Setting, figures: dict[str, Any], backend: str) -> dict[str, Any]:
     """Return the prediction of a dry run on the calibrated machine."""
     cfg = composed([*MODEL, *chosen.options, f"lower.backend={backend}"], chosen.ranks)
-    cluster = build(ClusterConfig, options_of("here", figures, chosen.ranks))
+    cluster = build(ClusterConfig, options_of("here", figures))
     cfg = replace(cfg, cluster=cluster, passes=replace(cfg.passes, verify="none"))
     return predict_step(cfg, compile_dry(cfg, None))
 

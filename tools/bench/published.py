@@ -92,12 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError("--only", f"{args.only!r} names no row; there are {', '.join(r.name for r in read_rows())}")
         if args.write and marked(args.write.read_text(), TITLE) is None:
             raise UserError(str(args.write), f"has no lines {' and '.join(markers(TITLE))}; add them around the table")
+        if args.write and (args.only != "*" or args.overrides):
+            raise UserError("--write", "is for the table of all rows as published; leave out --only and options")
         outcomes = [outcome for row in rows if (outcome := tried(row, args.overrides))]
         Console(width=160).print(Markdown(report(outcomes)))
-        if args.write:
-            renew(args.write, TITLE, report(outcomes))
         if len(outcomes) < len(rows):
             raise UserError("--only", f"{len(rows) - len(outcomes)} rows could not be compiled")
+        if args.write:
+            renew(args.write, TITLE, report(outcomes))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -29,10 +29,13 @@ VERDICTS = (
 
 def write(sessions: Sequence[Session], path: Path) -> None:
     """Replace the generated part of a page; for each part the newest result of all sessions counts."""
+    before, _, remainder = path.read_text().partition(BEGIN)
+    _, end, after = remainder.partition(END)
+    if not end:
+        raise ValueError(f"{path} has no lines {BEGIN} and {END}; add them around the generated part")
     with tempfile.TemporaryDirectory() as folder:
         text = "\n".join((BEGIN, *lines(merged(sessions), Path(folder)), END))
-    before, _, remainder = path.read_text().partition(BEGIN)
-    path.write_text(before + text + remainder.partition(END)[2])
+    path.write_text(before + text + after)
 
 
 def merged(sessions: Sequence[Session]) -> Session:

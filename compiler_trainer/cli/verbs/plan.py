@@ -46,8 +46,15 @@ def question(overrides: Sequence[str], stated: Sequence[str], values: dict[str, 
     return Question(for_predicting(to_config(compose([*overrides, *changed]))), [*stated, *changed], groups, values)
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def varied_values(variations: Sequence[str]) -> list[dict[str, Any]]:
-    """Return every combination of the values of `--vary`; raise UserError if one is not a list of values."""
+    """Return every combination of the values of `--vary`, numbers or texts of overrides.
+
+    Raises UserError if one is not a list of values.
+    """
     lists: list[list[tuple[str, Any]]] = []
     reader = OverridesParser.create()
     with as_user_errors():
@@ -57,6 +64,7 @@ def varied_values(variations: Sequence[str]) -> list[dict[str, Any]]:
                     "--vary", f"{variation.input_line} is one value; give several, as train.seq_len=8192,32768"
                 )
             name = variation.get_key_element().lstrip("+")
-            texts = [f"{name}={text}" for text in variation.sweep_string_iterator()]
-            lists.append([(name, value.value()) for value in reader.parse_overrides(texts)])
+            texts = [str(text) for text in variation.sweep_string_iterator()]
+            values = [value.value() for value in reader.parse_overrides([f"{name}={text}" for text in texts])]
+            lists.append([(name, v if is_number(v) else text) for v, text in zip(values, texts, strict=True)])
     return [dict(values) for values in itertools.product(*lists)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from commands import call
 
-from compiler_trainer.config.compose import name_recipes
+from compiler_trainer.config.compose import compose, name_recipes, to_config
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import save
 
 
 @pytest.mark.parametrize("head", ["", "# @package _global_\n"])
@@ -17,6 +18,18 @@ def test_a_plain_file_of_options_is_a_recipe(head, name, tmp_path, capfd):
     path.write_text(f"{head}train:\n  steps: 7\n")
     assert not call(f"recipe={path}", "--cfg", "job")
     assert "steps: 7" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("saved", "arguments", "cluster"), [
+    ([], [], "auto"),  # a device that no cluster describes
+    (["cluster=cpu"], [], "cpu"),
+    (["cluster=cpu"], ["cluster=h200", "optim=sgd"], "h200"),
+])  # fmt: skip
+def test_the_config_of_a_run_is_a_recipe_on_every_machine(saved, arguments, cluster, tmp_path):
+    save(to_config(compose(saved)), path := tmp_path / "config.yaml")
+    cfg = to_config(compose(name_recipes([f"recipe={path}", *arguments], tmp_path)))
+    assert cfg.cluster == to_config(compose([f"cluster={cluster}"])).cluster
+    assert cfg.optim.name == ("sgd" if arguments else "adamw")
 
 
 def test_a_recipe_that_is_no_file_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gzip
 import http.server
@@ -27,7 +28,8 @@ from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.stored import ALL
 from compiler_trainer.models.subject import subject
 from compiler_trainer.places import cache, copies
-from compiler_trainer.places.store import LIBRARIES, Entry, Place
+from compiler_trainer.places.folders import load_folder, make_folder
+from compiler_trainer.places.store import LIBRARIES, Entry, Place, entry_of
 
 LINES = [f"line {i} " + "é" * (i % 40) for i in range(300)]
 
@@ -71,6 +73,38 @@ def test_a_folder_of_a_store_gives_the_tokens_of_that_folder_on_a_disk(tmp_path,
     url = store.put(folder, "corpus")
     assert tokens(url) == tokens(folder) and len(tokens(folder)) > 5 * sum(map(len, LINES))
     assert tokens(f"{url}/*.jsonl*", f"{url}/a.txt") == tokens(f"{folder}/*.jsonl*", folder / "a.txt")
+
+
+@pytest.mark.parametrize("key", ["ETag", "sha", "modificationTime", "modified"])
+def test_a_file_that_changes_at_equal_size_is_another(key):
+    first, second = (entry_of("x://y/a", {"size": 5, key: value}) for value in ("a", "b"))
+    assert first != second
+
+
+def test_a_store_without_versions_is_named_once(capsys):
+    assert entry_of("x://y/a", {"size": 5}) == entry_of("x://y/b", {"size": 5})
+    assert capsys.readouterr().err.count("x://y does not say when files changed") == 1
+
+
+def test_every_file_of_a_folder_is_compared(tmp_path):
+    def make(folder):
+        (folder / "locks.jsonl").write_text("abc")
+        (folder / "lock-0-of-2").touch()
+
+    assert [*make_folder(tmp_path / "made", make).folder.glob("*")]
+    (tmp_path / "made/lock-0-of-2").unlink()
+    assert load_folder(tmp_path / "made")
+    (tmp_path / "made/locks.jsonl").write_text("damaged")
+    assert load_folder(tmp_path / "made") is None
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "Permission denied", "TO")])
+def test_a_disk_that_refuses_a_copy_is_no_store_that_does_not_answer(error, tmp_path, monkeypatch):
+    place, to = Place("memory://x/y"), tmp_path / "a"
+    error.filename = str(to) if error.filename else None
+    monkeypatch.setattr(type(place.fs), "get_file", lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(UserError, match=f"^{to}: cannot be written: {error.strerror}; free some space"):
+        place.get("a", to)
 
 
 @pytest.mark.full

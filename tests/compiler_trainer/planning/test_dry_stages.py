@@ -8,12 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
+    AccumulateConfig,
     CastConfig,
     ClusterConfig,
+    CommunicationConfig,
     Config,
+    LowerConfig,
     MeshConfig,
     ModelConfig,
     PassesConfig,
@@ -21,9 +25,13 @@ from compiler_trainer.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from compiler_trainer.models import INPUTS
+from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import compile_dry, dry_run, idle, predict_step
 from compiler_trainer.planning.simulate import kept_for_later, play
+from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.turns import turns_of_step
+from compiler_trainer.training.speed import sent_bytes
 from passes.ir.task import Task
 from passes.pipeline import schedules
 
@@ -130,6 +138,25 @@ def test_the_residual_stream_alone_is_sent(found):
     assert [(s["source"], s["to"], s["bytes"], len(s["values"])) for s in sent] == [(0, 1, size, 1), (1, 0, size, 1)]
     square = 4  # the squared norm
     assert found[1]["prediction"]["sent_bytes"]["pp"]["intra"] - MICROBATCHES * size in (0, square)
+
+
+@pytest.mark.parametrize(("mesh", "changes", "axis"), [
+    (MeshConfig(pp=2, dp_shard=2), {}, "pp"),
+    (MeshConfig(dp_shard=2), {"accumulate": AccumulateConfig(gather="step")}, "dp_shard"),
+    (MeshConfig(tp=2, dp_shard=1), {"communication": CommunicationConfig(batch_overlap=2)}, "tp"),
+])  # fmt: skip
+@pytest.mark.sample(2)
+def test_a_compiled_step_sends_the_predicted_bytes(tmp_path, mesh, changes, axis):
+    cfg = job(tmp_path, mesh=mesh, passes=replace(PLAIN, **changes))
+    batch = {key: torch.zeros(ROWS, LENGTH, dtype=torch.int64) for key in INPUTS}
+    trained = subject(cfg)
+    how = {"passes": cfg.passes, "optim": cfg.optim, "microbatches": MICROBATCHES, "lower": LowerConfig("eager")}
+    step = compile_step(
+        trained.module, trained.loss, batch, mesh=mesh, ranks="lockstep", initial=trained.initial(), evaluate=False, **how
+    )
+    predicted = predict_step(cfg, compile_dry(cfg, None))["sent_bytes"]
+    nonzero = {axis: count for axis, count in predicted.items() if count}  # of the busiest pipeline rank
+    assert axis in nonzero and sent_bytes(step) == pytest.approx(nonzero, rel=0.01)
 
 
 def test_the_ranks_together_hold_what_one_stage_does(found, tmp_path):

@@ -99,5 +99,5 @@ def test_closed_forms_are_near_what_is_compiled():
 def test_a_stated_pipeline_is_kept_and_planned_around():
     cfg = replace(job("1f1b"), mesh=replace(AUTO, pp=2), plan=PlanConfig(compile=1))
     request = PlanRequest(cfg, frozenset({"mesh.pp", "train.microbatches", "passes"}))
-    (plan,) = search([request], lambda chosen: [compile_one([request], candidate) for candidate in chosen])
+    plan = search(request, lambda chosen: [compile_one([request], candidate) for candidate in chosen])
     assert plan.best.candidate.mesh.pp == 2 and plan.best.is_compiled

@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import shlex
+import signal
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 from browser import cut, opened
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from compiler_trainer.cli import app, outcome
-from compiler_trainer.cli.verbs.plan import varied_values
-from compiler_trainer.config.compose import CONF, compose, to_config
+from compiler_trainer.cli.verbs.plan import question, varied_values
+from compiler_trainer.config.compose import CONF, compose, name_recipes, to_config
 from compiler_trainer.config.device import cluster_of, device_name, for_predicting
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
@@ -21,6 +27,8 @@ from compiler_trainer.config.schema import (
     ClusterConfig,
     Config,
     ExpertsConfig,
+    FolderConfig,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     PassesConfig,
@@ -29,12 +37,12 @@ from compiler_trainer.config.schema import (
 )
 from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import build_pipeline
-from compiler_trainer.planning import answer, auto, compiled, plan_page
+from compiler_trainer.planning import answer, auto, compiled, plan, plan_page
 from compiler_trainer.planning.compiled import mixtures
-from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step, request_of
-from compiler_trainer.planning.estimate import Rank, kept_bytes
+from compiler_trainer.planning.dry import cluster_table, compile_dry, dry_run, predict_step, request_of
+from compiler_trainer.planning.estimate import Estimate, Rank, kept_bytes
 from compiler_trainer.planning.plan import by_program
-from compiler_trainer.planning.search import all_forms, compile_one, room, search
+from compiler_trainer.planning.search import all_forms, compile_in_parallel, compile_one, room, search
 from compiler_trainer.planning.space import (
     POLICIES,
     Candidate,
@@ -45,6 +53,7 @@ from compiler_trainer.planning.space import (
     replace_nested,
     sizes_of,
 )
+from passes.ir.ir import CompileError
 from passes.ir.layer import within
 
 SMALL = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408, vocab_size=8192)
@@ -69,8 +78,7 @@ def every(request: PlanRequest) -> list[Candidate]:
 def found():
     """Return a plan, compiled in this process."""
     request = PlanRequest(JOB)
-    (plan,) = search([request], lambda chosen: [compile_one([request], candidate) for candidate in chosen])
-    return plan
+    return search(request, lambda chosen: [compile_one([request], candidate) for candidate in chosen])
 
 
 def test_a_model_is_captured_once_for_settings_of_one_shape(monkeypatch):
@@ -147,6 +155,12 @@ def test_first_layers_are_named_in_tens():
     assert len(patterns) == 11 and [n for n in names if any(within(n, p) for p in patterns)] == list(names[:107])
 
 
+def test_a_source_may_be_of_something_else_than_a_figure():
+    cfg = to_config(compose(["cluster=h100", "+cluster.sources.links=iperf", "cluster.sources.hbm_gib=here"]))
+    cells = [list(column.cells) for column in cluster_table(cfg).columns]
+    assert ("links", "", "iperf") in zip(*cells) and ("hbm_gib", "80", "here") in zip(*cells)
+
+
 # ---- closed forms and graphs ----------------------------------------------------------------------------
 
 SETTINGS = [
@@ -178,6 +192,53 @@ def graphs(cfg, candidate):
     if candidate not in GRAPHS:
         (GRAPHS[candidate],) = compiled.estimate(cfg, candidate, [cfg.cluster])
     return GRAPHS[candidate]
+
+
+@pytest.mark.parametrize("candidate", [SETTINGS[0], replace(SETTINGS[1], microbatches=2)], ids=str)
+@pytest.mark.sample(1)
+def test_lora_has_no_gradients_and_moments_of_frozen_parameters(candidate, tmp_path):
+    sizes_of_model = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
+    LlamaConfig(vocab_size=8192, num_key_value_heads=4, **sizes_of_model).save_pretrained(tmp_path)
+    model = FolderConfig(str(tmp_path), init="random", lora=LoraConfig(rank=8))
+    cfg = replace(JOB, model=model)
+    (form,) = (e for e in all_forms(PlanRequest(cfg), sizes(cfg), LeftOut()) if e.candidate == candidate)
+    (real,) = compiled.estimate(cfg, candidate, [cfg.cluster])
+    assert form.memory["parameters"] == pytest.approx(real.memory["buffers"] + real.memory["parameters"], rel=0.01)
+    assert form.least_bytes <= real.bytes == pytest.approx(form.bytes, rel=0.25)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(dp_shard=8), pytest.param(MeshConfig(dp_shard=4, pp=2), marks=pytest.mark.full)])
+def test_averages_of_weights_need_memory(mesh):
+    cfg = replace(JOB, train=replace(JOB.train, microbatches=2), mesh=mesh)
+    with_averages = replace_nested(cfg, {"train": {"ema": 0.99}})
+    plain, averaged = (compiled.estimate(c, Candidate(mesh, 2, "full"), [c.cluster])[0] for c in (cfg, with_averages))
+    count = sizes(cfg).entries / 8
+    assert averaged.bytes - plain.bytes == averaged.memory["averages"] == pytest.approx(4 * count, rel=0.5 * (mesh.pp - 1) + 1e-3)
+    forms = [all_forms(PlanRequest(c, frozenset({"mesh", "train", "passes"})), sizes(c), LeftOut())[0] for c in (cfg, with_averages)]
+    assert forms[1].bytes - forms[0].bytes == forms[1].least_bytes - forms[0].least_bytes == pytest.approx(4 * count)
+
+
+KINDS = {
+    "gpt2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 2000}, (True, 1, 4)),  # `wte`, tied
+    "gpt_neox": ({"num_attention_heads": 4}, (False, 1, 4)),  # the head is `embed_out`
+    "lfm2": ({"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}, (True, 1, 4)),
+    "gemma4_text": ({"num_attention_heads": 4, "hidden_size_per_layer_input": 0}, (True, 1, 4)),  # unlike layers
+    "mamba": ({"state_size": 8}, (True, 1, 0)),  # no attention
+    "mixtral": ({"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5}, (False, 5, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_are_read_from_modules_not_names(kind, tmp_path):
+    options, (is_tied, experts, heads) = KINDS[kind]
+    usual = {} if kind == "gpt2" else {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 2000}
+    config = AutoConfig.for_model(kind, **usual, **options)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    found = sizes_of(replace(JOB, model=FolderConfig(str(tmp_path))), module)
+    assert (found.is_tied, found.expert_count, found.heads.queries) == (is_tied, experts, heads)
+    assert (found.head_entries, found.vocabulary, found.dim, found.layers) == (128_000, 2000, 64, 2)
 
 
 def test_a_gather_of_large_parameters_is_a_few_calls():
@@ -288,6 +349,14 @@ def test_the_page_holds_the_plan(found, tmp_path):
         assert said in text
 
 
+def test_bars_are_as_long_as_steps():
+    waits = {"pp": 0.25, "experts": 0.125, "another": 0.0625}
+    bars = plan_page.bars([Estimate(Candidate(MeshConfig(pp=2)), 0.5, waits, {}, 1.0, 1.0)])
+    assert {bar.name: bar.x[0] for bar in bars} == {
+        "computing": 500, "other stages (pp)": 250, "rows of experts (ep)": 125, "another": 62.5, "launches": 62.5,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(800, "light"), (800, "dark"), (1400, "dark")])
 @pytest.mark.sample(1)
 def test_nothing_of_the_page_is_cut(browser, found, tmp_path, width, scheme):
@@ -314,6 +383,27 @@ def test_a_recipe_makes_the_planned_job(found, tmp_path, monkeypatch):
     assert cfg.passes.remat.policy == best.applied(JOB).passes.remat.policy
 
 
+def test_a_recipe_from_a_file_can_be_loaded(found, tmp_path):
+    given = tmp_path / "given.yaml"
+    given.write_text("defaults: [finetune, {override /cluster: h100}]\ntrain: {seq_len: 64}\nrun: {dir: x}\nmodel: {path: FOLDER}\n")
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    (tmp_path / "plan.yaml").write_text(answer.recipe(found, [f"recipe={given}", "train.seed=3"], groups))
+    cfg = to_config(compose(name_recipes([f"recipe={tmp_path}/plan.yaml"], tmp_path / "scratch")))
+    assert (cfg.model.path, cfg.cluster.name, cfg.train.seq_len, cfg.train.seed, cfg.run.dir == "x") == ("FOLDER", "h100", 64, 3, False)
+    assert cfg.mesh == found.best.candidate.mesh
+
+
+def test_suggested_options_can_be_pasted():
+    remat = {"policy": "budget", "budget_gib": 20.0}
+    cfg = for_predicting(to_config(compose(["cluster=h100", *(f"passes.remat.{name}={value}" for name, value in remat.items())])))
+    first = First(12, "full", tuple(f"layers.{i}" for i in range(32)))
+    other = Candidate(MeshConfig(dp_shard=4, tp=2), 2, "none", True, first=first).applied(cfg)
+    changes = shlex.split(" ".join(auto.differing(other, cfg)))
+    assert "passes.remat.budget_gib=null" in changes
+    pasted = for_predicting(to_config(compose(["cluster=h100", *(f"passes.remat.{k}={v}" for k, v in remat.items()), *changes])))
+    assert pasted == other
+
+
 # ---- refusals -------------------------------------------------------------------------------------------
 
 
@@ -325,13 +415,45 @@ def test_without_gpus_there_is_no_plan():
 def test_what_cannot_fit_is_refused_with_how_much_and_what_to_do():
     cfg = replace(JOB, model=replace(LARGE, n_layers=32), cluster=ClusterConfig(gpus=1, hbm_gib=20.0))
     with pytest.raises(UserError, match=r"nothing fits: the least is .* GiB .* GiB too few; plan for more GPUs"):
-        search([PlanRequest(cfg)], lambda chosen: [compile_one([PlanRequest(cfg)], candidate) for candidate in chosen])
+        search(PlanRequest(cfg), lambda chosen: [compile_one([PlanRequest(cfg)], candidate) for candidate in chosen])
+
+
+def test_one_value_for_which_nothing_fits_leaves_the_other_plans(tmp_path, monkeypatch, capsys):
+    @contextmanager
+    def here(jobs):
+        yield lambda chosen: [compile_one(jobs, candidate) for candidate in chosen]
+
+    monkeypatch.setattr(plan, "compile_in_parallel", here)
+    stated = ["cluster=h100", "cluster.gpus=1", "train.global_batch_size=4", "plan.compile=1", f"run.dir={tmp_path}/plans"]
+    questions = [question(stated, stated, {"model": name}) for name in ("llama3_70b", "llama_debug")]
+    large, small = plan.plan_all(questions)
+    assert isinstance(large.plan, UserError) and small.plan.best and "nothing fits" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "plans").iterdir()) == ["1", "plan.html"]
+    assert "nothing fits" in (tmp_path / "plans/plan.html").read_text()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="nothing fits"):
+        plan.plan_all([questions[0]._replace(cfg=replace_nested(questions[0].cfg, {"run": {"dir": "other"}}))])
+
+
+def test_a_pass_that_fails_is_a_refusal_of_the_setting(monkeypatch):
+    def fails(cfg, candidate, clusters):
+        raise CompileError("bucket", None, "KeyError: 'x'\nof two lines")
+
+    monkeypatch.setattr(compiled, "estimate", fails)
+    assert compile_one([PlanRequest(JOB)], SETTINGS[0]) == "bucket: KeyError: 'x' of two lines"
+
+
+def test_a_killed_compiler_is_named_with_its_option(monkeypatch):
+    monkeypatch.setattr(compiled, "estimate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    request = PlanRequest(JOB)
+    with compile_in_parallel([request]) as compile_all, pytest.raises(UserError, match=r"^plan.processes: \d processes compiled"):
+        compile_all(SETTINGS[:1])
 
 
 def test_a_batch_that_no_mesh_can_share_is_refused():
     cfg = replace(JOB, mesh=MeshConfig(dp_shard=8), train=replace(JOB.train, global_batch_size=4))
     with pytest.raises(UserError, match="train.global_batch_size: leaves no possible setting"):
-        search([PlanRequest(cfg, frozenset({"mesh"}))], lambda chosen: [])
+        search(PlanRequest(cfg, frozenset({"mesh"})), lambda chosen: [])
 
 
 @pytest.mark.parametrize("given, said", [("a=1", "--vary: a=1 is one value")])
@@ -345,6 +467,9 @@ def test_vary_takes_several_values(given, said):
         {"a.b": 2, "c": "y"},
     ]
     assert varied_values([]) == [{}]
+    values = [values["train.ema"] for values in varied_values(["train.ema=null,0.9"])]
+    assert [question([], [], {"train.ema": value, "cluster": "h100"}).cfg.train.ema for value in values] == [None, 0.9]
+    assert question([], [], varied_values(["mesh={tp:2},{cp:2}"])[0] | {"cluster": "h100"}).cfg.mesh.tp == 2
 
 
 def test_jobs_that_differ_in_the_links_share_their_programs():

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_a_straggler_is_named_with_its_host_and_what_takes_it_longer(cfg):
         "rank 1 (node1) works 149.0 ms, the median rank 90.0; 76.0 ms of it loops, where the other has 28.0"
     )
     assert found.saves_ms == pytest.approx(59.0)
+
+
+def test_a_stage_with_more_layers_is_no_straggler(cfg):
+    cfg = replace_nested(cfg, {"mesh": {"dp_shard": 1, "pp": 4}})
+    works = [Spent(100.0, {"products": ms}, {"pp": 100.0 - ms}) for ms in (60.0, 60.0, 60.0, 80.0)]
+    (found,) = causes(cfg, [OfRank(n, "node", spent) for n, spent in enumerate(works)], EXPECTED)
+    assert found.what == "pipeline rank 3 works 80.0 ms, the median one 60.0" and "passes.pipeline.stages" in found.fix
+    pairs = [OfRank(n, "node", works[n // 2]) for n in range(8)]
+    pairs[3] = replace(pairs[3], spent=replace(works[1], step_ms=130.0, host_ms=30.0))
+    assert any(cause.what.startswith("rank 3 (node) works 90.0 ms") for cause in causes(cfg, pairs, EXPECTED))
 
 
 def test_a_machine_unlike_its_cluster_is_said(cfg):

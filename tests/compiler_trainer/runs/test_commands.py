@@ -196,6 +196,16 @@ def test_eval_is_the_mean_loss_of_every_held_out_token(kind, run, trained):
     assert said.endswith(f", tokens {labels:,} in all {len(rows):,} rows\n")
 
 
+@pytest.mark.full
+def test_a_loss_with_a_term_for_routers_has_no_perplexity(run, tmp_path):
+    shutil.copytree(folders.folder("mixtral"), tmp_path / "model")
+    config = tmp_path / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"output_router_logits": True}))
+    assert call(*FEW, "model=hf", f"model.path={tmp_path}/model", "data.tokenizer=bytes", f"run.dir={tmp_path}/run") == 0
+    said = run("eval", tmp_path / "run")
+    assert said.startswith("loss ") and "perplexity" not in said
+
+
 def test_eval_takes_all_of_other_text(run, trained, tmp_path):
     (tmp_path / "a.txt").write_text("abcdefgh" * 9)
     said = run("eval", trained("decoder"), "data=text", f"data.files=[{tmp_path / 'a.txt'}]")

@@ -79,6 +79,22 @@ def test_a_model_tuned_on_chats_stops_at_their_end_of_turn_too(published, tmp_pa
     assert (found.temperature, found.top_p, found.top_k, found.do_sample) == (0.6, 0.95, 20, True)
 
 
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("other", ["folder", "bytes"])
+@pytest.mark.sample(2)
+def test_an_export_has_the_tokenizer_of_the_run(published, tmp_path, other, lora):
+    """Earlier, files of the model's folder took its place."""
+    template = "MINE {{ messages[0].content }}"
+    (tmp_path / "mine").mkdir()
+    written(tmp_path / "mine", template)
+    tokenizer = "bytes" if other == "bytes" else f"{tmp_path}/mine/tokenizer.json"
+    out = exported(published, tmp_path, f"data.tokenizer={tokenizer}", *(["+model.lora.rank=2"] if lora else []))
+    found = AutoTokenizer.from_pretrained(out)
+    assert found.chat_template == (None if other == "bytes" else template)
+    assert len(found) == (257 if other == "bytes" else 259) and not (out / "spiece.model").exists()
+    assert (out / "LICENSE").exists()
+
+
 @pytest.mark.parametrize(("template", "wanted"), [
     (CHATML, "<|im_end|>"),
     (CHATML.replace("'<|im_end|>' + ", ""), None),  # answers end with a newline

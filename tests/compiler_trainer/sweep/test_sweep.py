@@ -40,11 +40,13 @@ class Trainer:
 
     def __init__(self):
         self.ran: list[str] = []
+        self.places: list[tuple[str | None, str | None]] = []
 
     def train(self, cfg):
         folder = Path(cfg.run.dir)
         self.ran.append(folder.name)
-        assert [p.name for p in folder.iterdir()] == [FILE]
+        self.places.append((cfg.checkpoint.dir, cfg.checkpoint.store))
+        assert [p.name for p in folder.iterdir()] == [FILE] or cfg.checkpoint.resume == "auto"
         (folder / METRICS).write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
         if cfg.optim.lr > 1:
             raise FloatingPointError(f"lr is <{cfg.optim.lr}>\nand that is too much")
@@ -104,23 +106,23 @@ def test_a_row_has_every_override_result_and_what_it_ran_on(sweep):
     assert found["ranks"] == 1 and found["torch"] and found["cores"] == os.cpu_count() and found["wall_s"] >= 0
 
 
-def test_communication_is_by_axis_and_counts_each_microbatch():
-    def record(program, **sent):
-        traffic = [{"axis": axis, "sent_bytes": n} for axis, n in sent.items()]
-        return {"program": program, "accounting": {"traffic": traffic}}
-
-    passes = [
-        record("accumulate", tp=99),
-        record("accumulate", tp=5, cp=1),
-        record("apply", tp=2),
-        record("evaluate", tp=7),
-    ]
-    assert row.sent_bytes(passes, microbatches=4) == {"tp": 22, "cp": 4}
+def test_communication_is_by_axis_and_a_failed_compilation_has_none():
+    found = row.of_report({"seconds": {"capture": 1.5}, "sent_bytes": {"tp": 22, "cp": 4}})
+    assert found == {"compile_s": 1.5, "wire_bytes": 26, "wire_bytes.tp": 22, "wire_bytes.cp": 4}
+    assert row.of_report({}) == {"compile_s": 0, "wire_bytes": 0}
 
 
 def test_columns_of_several_types_are_text():
     found = table.rows([point(0, {"a": [1, 2], "b": 1, "c": "x"}), point(1, {"a": 3, "b": 2.5})])
     assert [(r["a"], r["b"], r["c"]) for r in found] == [("[1, 2]", 1, "x"), ("3", 2.5, None)]
+
+
+def test_the_choice_of_a_loss_and_null_are_in_the_table():
+    points = [point(0, row.parsed(["loss=dpo", "train.ema=null"]), loss=2.0), point(1, row.parsed(["train.ema=0.9"]))]
+    found = table.rows(points)
+    columns = ("option.loss", "loss", "train.ema")
+    assert [[r[c] for c in columns] for r in found] == [["dpo", 2.0, "null"], [None, None, "0.9"]]
+    assert page.label(points[0], ["train.ema"]) == "0: ema=null"
 
 
 def point(number, overrides=None, **result):
@@ -225,6 +227,19 @@ def test_a_sweep_started_again_runs_what_is_not_done(sweep):
     assert sweep("optim.lr=0.5,2.0,0.25") == (1, ["1", "2"])
     assert read(Path("s/0")) == before
     assert read(Path("s/2"))["status"] == "done"
+
+
+def test_each_point_has_checkpoints_of_its_own(sweep, trainer):
+    sweep("optim.lr=0.5,0.25", "checkpoint.dir=kept", "checkpoint.store=memory://kept")
+    assert trainer.places == [("kept/0", "memory://kept/0"), ("kept/1", "memory://kept/1")]
+
+
+def test_an_interrupted_point_resumes_from_its_checkpoints(sweep):
+    sweep("optim.lr=0.5")
+    Path("s/0", FILE).write_text(json.dumps({**read(Path("s/0")), "status": "running"}))
+    (saved := Path("s/0/checkpoints/step_2")).mkdir(parents=True)
+    assert sweep("optim.lr=0.5", "checkpoint.resume=auto") == (0, ["0"]) and saved.exists()
+    assert sweep("optim.lr=0.5") == (0, [])
 
 
 def test_other_options_in_the_same_folder_are_refused_before_anything_runs(sweep, capsys):

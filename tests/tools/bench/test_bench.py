@@ -26,7 +26,7 @@ TINY = (
 
 
 def options(**changes):
-    given = {"ranks": 2, "rounds": 3, "steps": 4, "threads": None, "timeout_s": 500, "contenders": "ours,eager,block", "write": None, "once": False}
+    given = {"ranks": 2, "rounds": 3, "steps": 4, "threads": None, "timeout_s": 500, "contenders": "ours,eager,block", "write": None, "once": False, "unchecked": False}
     return Namespace(**{**given, "overrides": ["mesh.tp=2"], **changes})
 
 
@@ -98,6 +98,8 @@ REFUSED = [
     ({"contenders": "ours,jax"}, "--contenders: 'jax' is not one of"),
     ({"rounds": 0}, "must be at least 1"),
     ({"overrides": ["mesh.tp=3"]}, "mesh: tp=3 needs a multiple of 3 ranks, not 2"),
+    ({"overrides": ["train.microbatches=2"]}, "train.microbatches: is no option of the benchmark"),
+    ({"overrides": ["train.dtype=bfloat16"]}, "train.dtype: is no option of the benchmark"),
     ({"overrides": ["mesh.tpp=2"]}, "mesh.tpp: no such option; did you mean 'tp'"),
 ]
 
@@ -107,6 +109,11 @@ def test_bad_input_is_refused_before_anything_runs(changes, message):
     with pytest.raises(UserError) as caught:
         command.check(options(**{"overrides": ["mesh.tp=2"], **changes}))
     assert message in str(caught.value)
+
+
+def test_the_printed_arguments_repeat_the_benchmark():
+    assert command.arguments(options())[-1:] == ["mesh.tp=2"] and "--once" not in command.arguments(options())
+    assert {"--threads 1", "--once", "--unchecked"} < {*command.arguments(options(threads=1, once=True, unchecked=True))}
 
 
 def test_a_file_without_markers_is_refused(tmp_path):

@@ -59,6 +59,17 @@ def test_a_pattern_that_names_no_row_is_refused(capsys):
     assert "error: --only: 'nobody/*' names no row; there are llama3/" in capsys.readouterr().err
 
 
+def test_a_page_is_not_written_with_a_part_of_the_rows(capsys, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(before := "\n".join(published.markers(published.TITLE)))
+    monkeypatch.setattr(published, "tried", lambda row, overrides: None)
+    monkeypatch.setattr(published, "report", lambda outcomes: "")
+    for only, message in (("llama3/*", "--write: is for the table of all rows"), ("*", "rows could not be compiled")):
+        with pytest.raises(SystemExit):
+            published.main(["--only", only, "--write", str(page)])
+        assert message in capsys.readouterr().err and page.read_text() == before
+
+
 RESULT = {
     "ranks": 2, "name": "dp_shard=2", "backend": "eager", "clock": "cpu", "measured_ms": 100.0, "predicted_ms": 110.0,
     "measured_bytes": 2**20, "predicted_bytes": 2**20, "load": 1.0,

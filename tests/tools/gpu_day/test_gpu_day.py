@@ -121,6 +121,10 @@ def test_the_page_has_results_speeds_next_to_predictions_and_outputs(tmp_path, m
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "| dense, 8B in 4 layers | 20 | 10 | 2.00 | 40 | 25.0 | 2.0 | 4.0 | 1.0 | 9 | 8 |" in text
     assert "| doctor | **out of time** | 150 |" in text and "2026-11-26: GPUs 1 x A." in text
+    path.write_text(cut := f"before\n{page.BEGIN}\nafter\n")
+    with pytest.raises(ValueError, match="has no lines"):
+        page.write([read(tmp_path / FILE)], path)
+    assert path.read_text() == cut
 
 
 def test_two_processes_share_a_device_as_ranks_of_two_machines(capfd):

@@ -29,11 +29,15 @@ def test_a_row_takes_the_place_of_its_own_and_rows_are_in_order():
     def made(torch: str, python: str, passed: str) -> tuple[str, ...]:
         return (torch, python, passed, "0", "0", "1.0", "3.0", "2.0", "2.5", "")
 
+    with pytest.raises(ValueError, match="has no lines"):
+        renewed(f"text\n{BEGIN}\nend\n", [])
+
     page = renewed(f"text\n{BEGIN}\n{END}\nend\n", [made("2.13.0", "3.11.7", "5"), made("2.9.0", "3.12.1", "6")])
-    page = renewed(page, [made("2.13.0", "3.11.7", "7"), made("2.13.0", "3.9.1", "8")])
+    page = renewed(page, [made("2.13.0", "3.11.7", "7"), made("2.13.0", "3.9.1", "8"), made("2.13.0+cpu", "3.15.0a1+", "9")])
     assert page.startswith("text\n") and page.endswith("\nend\n")
     rows = [line.split(" | ")[:3] for line in page.splitlines() if line.startswith("| 2")]
-    assert rows == [["| 2.9.0", "3.12.1", "6"], ["| 2.13.0", "3.9.1", "8"], ["| 2.13.0", "3.11.7", "7"]]
+    assert rows == [["| 2.9.0", "3.12.1", "6"], ["| 2.13.0", "3.9.1", "8"], ["| 2.13.0", "3.11.7", "7"],
+                    ["| 2.13.0+cpu", "3.15.0a1+", "9"]]  # fmt: skip
 
 
 def test_a_pair_names_both():
