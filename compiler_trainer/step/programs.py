@@ -202,7 +202,7 @@ def inputs_of(request: CompileRequest) -> dict[str, Tensor] | None:
 
 def store_state_like(passes: Passes, program: ir.Program) -> Passes:
     """Return passes that store a program's state like another program's: on the same ranks and stages."""
-    parameters = [i for i in program.inputs if i.kind == "parameter"]
+    parameters = [i for i in program.inputs if i.kind in ir.WEIGHTS]
     places, stages = (
         {i.name: replace(i.spec, replicate=()) for i in parameters},
         {i.original: i.stages for i in parameters},
