@@ -251,14 +251,17 @@ def _to_program(
     exported, keys: tuple[str, ...], metrics: tuple[str, ...], model: nn.Module, fold: Fold | None
 ) -> ir.Program:
     batch, names, returned = iter(keys), first_names(model), iter(("loss", *metrics))
+    signature = exported.graph_signature
+    written = {names.get(t := (spec.target or "").removeprefix("model."), t) for spec in signature.output_specs}
     kinds: dict[str, ir.InputKind] = {
-        name: "parameter" if p.requires_grad else "frozen" for name, p in model.named_parameters()
+        name: "parameter" if p.requires_grad else "buffer" if name in written else "frozen"
+        for name, p in model.named_parameters()
     }
     inputs: list[ir.Input] = []
     nodes: dict[str, torch.fx.Node] = {}
     constants = constants_of(exported)
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
-    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+    for node, spec in zip(placeholders, signature.input_specs, strict=True):
         placement = Spec.whole(tuple(ir.example(node).shape))
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(ir.Input(next(batch), "batch", placement))
@@ -277,8 +280,8 @@ def _to_program(
         inputs.append(ir.Input(name, kind, placement, constants.get(node)))
     outputs, kept_results = [], []
     results = exported.graph.output_node().args[0]
-    for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
-        if (target_name := (spec.target or "").removeprefix("model.")) in kinds:
+    for node, spec in zip(results, signature.output_specs, strict=True):
+        if kinds.get(target_name := (spec.target or "").removeprefix("model.")) == "parameter":
             problem = f"writes into the parameter {target_name!r}, which only the optimizer may change"
             place = "" if (source := ir.source(node)).startswith("<") else f"{source} "  # unknown inside `no_grad`
             raise UserError("model", f"{place}{problem}; use the new value directly instead of writing it")
