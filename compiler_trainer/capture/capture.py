@@ -251,12 +251,17 @@ def _to_program(
     exported, keys: tuple[str, ...], metrics: tuple[str, ...], model: nn.Module, fold: Fold | None
 ) -> ir.Program:
     batch, names, returned = iter(keys), first_names(model), iter(("loss", *metrics))
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    signature = exported.graph_signature
+    written = {names.get(t := (spec.target or "").removeprefix("model."), t) for spec in signature.output_specs}
+    kinds: dict[str, ir.InputKind] = {
+        name: "parameter" if p.requires_grad else "buffer" if name in written else "frozen"
+        for name, p in model.named_parameters()
+    }
     inputs: list[ir.Input] = []
     nodes: dict[str, torch.fx.Node] = {}
     constants = constants_of(exported)
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
-    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+    for node, spec in zip(placeholders, signature.input_specs, strict=True):
         placement = Spec.whole(tuple(ir.example(node).shape))
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(ir.Input(next(batch), "batch", placement))
@@ -271,12 +276,12 @@ def _to_program(
             exported.graph.erase_node(node)
             continue
         nodes[name] = node
-        kind: ir.InputKind = "constant" if node in constants else "parameter" if name in trainable else "buffer"
+        kind: ir.InputKind = "constant" if node in constants else kinds.get(name, "buffer")
         inputs.append(ir.Input(name, kind, placement, constants.get(node)))
     outputs, kept_results = [], []
     results = exported.graph.output_node().args[0]
-    for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
-        if (target_name := (spec.target or "").removeprefix("model.")) in trainable:
+    for node, spec in zip(results, signature.output_specs, strict=True):
+        if kinds.get(target_name := (spec.target or "").removeprefix("model.")) == "parameter":
             problem = f"writes into the parameter {target_name!r}, which only the optimizer may change"
             place = "" if (source := ir.source(node)).startswith("<") else f"{source} "  # unknown inside `no_grad`
             raise UserError("model", f"{place}{problem}; use the new value directly instead of writing it")
@@ -303,7 +308,7 @@ def _to_program(
 
 def add_layers(inputs: list[ir.Input], nodes: Mapping[str, torch.fx.Node]) -> Iterator[ir.Input]:
     """Yield the inputs, with the layer of each parameter and buffer; `nodes` are their placeholders by name."""
-    state = {entry.name for entry in inputs if entry.kind in ("parameter", "buffer")}
+    state = {entry.name for entry in inputs if entry.kind in ir.MODEL_STATE}
     names = layer_names(state)
     for entry in inputs:
         is_state = entry.name in state

@@ -60,7 +60,7 @@ from passes.ir.task import FORWARD, Task
 from passes.lower.host_reads import find_breaks
 from passes.pipeline.schedules import Schedule, most_alive
 
-STORED = ("parameter", "buffer", "moment", "gradient")
+STORED = (*ir.MODEL_STATE, "moment", "gradient")
 KEPT = "kept for other programs"
 LONGEST = 15  # kernels and collectives named in the report
 

@@ -178,7 +178,7 @@ def peak_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
         return piped_bytes(rank, candidate)
     sizes, layer, is_stored = rank.sizes, rank.layer_entries, rank.stored_over > 1
     gradients = {"gradients": rank.master_bytes * rank.local_entries}
-    table = sizes.trained_share * max(sizes.head_entries, sizes.embedding_entries) / rank.axes.tp
+    table = max(sizes.head_entries, sizes.embedding_entries) / rank.axes.tp
     weights = table * rank.compute_bytes if is_stored else 0.0
     if is_stored and not candidate.regather:
         weights += sizes.layers * layer * rank.compute_bytes
@@ -193,24 +193,24 @@ def peak_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
         "gathered weights": gathered_ahead,
         "head": 4 * table,
     }
-    communication = 2 * layer * (rank.compute_bytes + rank.reduce_bytes) if is_stored else 0.0
-    communication += table * rank.reduce_bytes
+    reduce_bytes = sizes.trained_share * rank.reduce_bytes
+    communication = 2 * layer * (rank.compute_bytes + reduce_bytes) if is_stored else 0.0
+    communication += table * reduce_bytes
     end = {**rank.state, **gradients}
     backward = end | {"communication": communication, "activations": kept_bytes(rank, candidate, "none")}
-    update = end | {"update": 6 * rank.master_bytes * table / rank.stored_over}
+    update = end | {"update": 6 * rank.master_bytes * sizes.trained_share * table / rank.stored_over}
     return max((forward, head_backward, backward, update), key=lambda at: sum(at.values()))
 
 
 def piped_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
     """Return `peak_bytes` for the first rank of a pipeline, which keeps most microbatches, all unsharded."""
     pp, chunks = rank.axes.pp, candidate.chunks or 1
-    embedding_entries = rank.sizes.trained_share * rank.sizes.embedding_entries / rank.axes.tp
-    entries = rank.layers * rank.layer_entries + embedding_entries
+    entries = rank.layers * rank.layer_entries + rank.sizes.embedding_entries / rank.axes.tp
     forwards_kept = min(candidate.microbatches * chunks, (chunks - 1) * pp + 2 * pp - 1 if chunks > 1 else pp)
     layers = rank.layers * kept_bytes(rank, candidate, policy_of(rank, candidate))
     return {
         **rank.state,
-        "gradients": rank.master_bytes * entries,
+        "gradients": rank.master_bytes * rank.sizes.trained_share * entries,
         "gathered weights": rank.compute_bytes * entries if rank.stored_over > 1 else 0.0,
         "activations": forwards_kept / chunks * layers + kept_bytes(rank, candidate, "none"),
     }
@@ -309,19 +309,19 @@ class Rank:
 
     @cached_property
     def layer_entries(self) -> float:
-        """Trained entries of a layer on one rank of `tp` (and `ep`), when gathered."""
-        return self.sizes.trained_share * (self.sizes.dense + self.sizes.experts / self.axes.ep) / self.axes.tp
+        """Entries of a layer on one rank of `tp` (and `ep`), when gathered."""
+        return (self.sizes.dense + self.sizes.experts / self.axes.ep) / self.axes.tp
 
     @cached_property
     def table_entries(self) -> float:
-        """Trained entries of embedding and head on one rank of `tp`, when gathered."""
+        """Entries of embedding and head on one rank of `tp`, when gathered."""
         tables = self.sizes.embedding_entries + (0 if self.sizes.is_tied else self.sizes.head_entries)
-        return self.sizes.trained_share * tables / self.axes.tp
+        return tables / self.axes.tp
 
     @cached_property
     def frozen_bytes(self) -> float:
-        """Bytes of the parameters that are not trained: no axis but `pp` shards them, and they have no masters."""
-        return self.compute_bytes * (self.sizes.entries - self.sizes.trained_entries) / self.axes.pp
+        """Bytes of the parameters that are not trained, which have no masters."""
+        return self.compute_bytes * (self.sizes.entries / self.sizes.trained_entries - 1) * self.local_entries
 
     # -- computing, seconds ---------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class Rank:
     @cached_property
     def reduce_s(self) -> float:
         """Seconds to reduce-scatter a layer's gradients."""
-        size = self.layer_entries * self.reduce_bytes
+        size = self.sizes.trained_share * self.layer_entries * self.reduce_bytes
         return self.seconds("reduce_scatter", size, self.mesh.stored_over, self.buckets(size))
 
     @cached_property
@@ -410,18 +410,20 @@ class Rank:
         """Seconds to gather embedding and head and to reduce their gradients; nothing hides them."""
         tables = self.table_entries
         gather = self.seconds("all_gather", tables * self.compute_bytes / self.stored_over, self.mesh.stored_over, 2)
-        return gather + self.seconds("reduce_scatter", tables * self.reduce_bytes, self.mesh.stored_over, 2)
+        reduced_bytes = self.sizes.trained_share * tables * self.reduce_bytes
+        return gather + self.seconds("reduce_scatter", reduced_bytes, self.mesh.stored_over, 2)
 
     @cached_property
     def sum_s(self) -> float:
         """Seconds to sum a layer's gradients over replicas."""
-        size = self.layer_entries * self.reduce_bytes / self.stored_over
+        size = self.sizes.trained_share * self.layer_entries * self.reduce_bytes / self.stored_over
         return self.seconds("all_reduce", size, "dp_replicate", self.buckets(size))
 
     @cached_property
     def sum_tables_s(self) -> float:
         """Seconds to sum the gradients of embedding and head over replicas."""
-        return self.seconds("all_reduce", self.table_entries * self.reduce_bytes / self.stored_over, "dp_replicate", 2)
+        size = self.sizes.trained_share * self.table_entries * self.reduce_bytes / self.stored_over
+        return self.seconds("all_reduce", size, "dp_replicate", 2)
 
     @cached_property
     def sequence_s(self) -> float:

@@ -330,7 +330,7 @@ class Sizes:
 
     @property
     def trained_share(self) -> float:
-        """The share of the entries that are trained: the others have no gradients and moments, and are not sharded."""
+        """The share of the entries that are trained; the others have no gradients and moments."""
         return self.trained_entries / max(1, self.entries)
 
 

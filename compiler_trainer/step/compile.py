@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.ranks import local_device, place_in_job
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
-from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
+from compiler_trainer.step.step import PREFIXES, Compiled, State, Step, state_name, stored
 from passes.ir import ir
 from passes.ir.mesh import Mesh
 from passes.ir.spec import Value, shard
@@ -121,7 +121,7 @@ def compile_step(
     notes = recorded(programs, lower, device, ranks == "lockstep")
     placed_mesh = next(iter(programs.values())).program.mesh  # the mesh as placed; evaluation programs come last
     ranks_by_program = {name: pipeline_rank(captured.program, schedule) for name, captured in programs.items()}
-    check_evaluated(programs, ranks_by_program, {name for name, p in model.named_parameters() if not p.requires_grad})
+    check_evaluated(programs, ranks_by_program)
     placed = [(captured.program, ranks_by_program[name]) for name, captured in programs.items()]
     state = initial_state(placed, runtime, placed_mesh, device, values)
     compiled, evaluation = lower_programs(programs, ranks_by_program, runtime, report)
@@ -180,11 +180,8 @@ def draw_schedule(name: str, schedule: Schedule) -> dict[str, Any]:
     return {"schedule": name, "unit": "forwards", "idle": timing.idle, "slots": rows}
 
 
-def check_evaluated(programs: Mapping[str, Captured], ranks_by_program: Mapping[str, int], frozen: Set[str]) -> None:
-    """Raise CompileError if evaluation reads state on a pipeline rank whose copy training does not update.
-
-    Parameters in `frozen` have the same value everywhere.
-    """
+def check_evaluated(programs: Mapping[str, Captured], ranks_by_program: Mapping[str, int]) -> None:
+    """Raise CompileError if evaluation reads state on a pipeline rank whose copy training does not update."""
     ends = [(name, c.program, i) for name, c in programs.items() for i in range(len(c.program.inputs))]
     ranks_with = dict[str, set[int]]()
     for name, program, i in ends:
@@ -192,7 +189,7 @@ def check_evaluated(programs: Mapping[str, Captured], ranks_by_program: Mapping[
             ranks_with.setdefault(program.inputs[i].name, set()).add(ranks_by_program[name])
     for name, program, i in ends:
         entry, rank = program.inputs[i], ranks_by_program[name]
-        is_changed = entry.kind in ("parameter", "buffer") and entry.name not in frozen
+        is_changed = entry.kind in ("parameter", "buffer")
         if is_changed and rank not in ranks_with.get(entry.name, {rank}):
             trained_on = ", ".join(map(str, sorted(ranks_with[entry.name])))
             problem = f"{entry.kind} {entry.name!r} is trained on pipeline rank {trained_on}, {name} reads it on {rank}"
@@ -221,7 +218,7 @@ def initial_state(
     likes: dict[str, dict[int, Tensor]] = {}  # by stage
     for program, stage in programs:
         for entry, node in zip(program.inputs, program.placeholders()):
-            if entry.kind in ("parameter", "buffer", "moment", "gradient"):
+            if entry.kind in PREFIXES:
                 needed.setdefault(name := state_name(entry), (entry, ir.example(node)))
                 likes.setdefault(name, {}).setdefault(stage, ir.example(node))
 
@@ -244,7 +241,7 @@ def initial_state(
             if tuple(full.shape) != entry.spec.shape:
                 raise UserError(name, f"initial value has shape {tuple(full.shape)}, the model has {entry.spec.shape}")
             state[key] = make_state(key, entry, like, partial(part, full, entry, like))
-    if absent := [name for name, (entry, _) in needed.items() if entry.kind in ("parameter", "buffer")]:
+    if absent := [name for name, (entry, _) in needed.items() if entry.kind in ir.MODEL_STATE]:
         raise UserError(absent[0].removeprefix("model."), "has no initial value; give real weights or `initial`")
     for name, (entry, like) in needed.items():
         state[name] = make_state(name, entry, like, partial(zeros, name))

@@ -24,7 +24,7 @@ def check_look_ups(program: ir.Program, below: Mapping[str, int]) -> None:
     """Raise UserError if a batch entry or a position is looked up in a table that is too short for it."""
     placeholders = list(zip(program.inputs, program.placeholders(), strict=True))
     bounds = {node: (i.name, below[i.name]) for i, node in placeholders if i.kind == "batch" and i.name in below}
-    tables = {node for i, node in placeholders if i.kind in ("parameter", "buffer")}
+    tables = {node for i, node in placeholders if i.kind in ir.MODEL_STATE}
     for node, table, entries in find_look_ups(program, tables):
         rows = ir.example(table).shape[0]
         name, bound = bounds.get(entries, ("", 0))

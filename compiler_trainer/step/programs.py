@@ -202,11 +202,8 @@ def inputs_of(request: CompileRequest) -> dict[str, Tensor] | None:
 
 def store_state_like(passes: Passes, program: ir.Program) -> Passes:
     """Return passes that store a program's state like another program's: on the same ranks and stages."""
-    parameters = [i for i in program.inputs if i.kind == "parameter"]
-    places, stages = (
-        {i.name: replace(i.spec, replicate=()) for i in parameters},
-        {i.original: i.stages for i in parameters},
-    )
+    places = {i.name: replace(i.spec, replicate=()) for i in program.inputs if i.kind in ir.MODEL_STATE}
+    stages = {i.original: i.stages for i in program.inputs if i.kind in ir.WEIGHTS}
     for node, output in zip(program.results(), program.outputs, strict=True):
         stage = ir.pipeline_stage(node) if output.kind == "buffer" else None
         stages |= {} if stage is None else {output.name: (stage,)}

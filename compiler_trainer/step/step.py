@@ -26,6 +26,7 @@ from passes.ops import host, shift
 from passes.pipeline.schedules import Schedule
 
 ByRank = dict[int, Tensor]
+PREFIXES = {**dict.fromkeys(ir.MODEL_STATE, "model"), "moment": "optim", "gradient": "gradient"}  # of stored tensors
 NUMBERS = ("loss", "metric", "count")  # kinds of outputs that are numbers
 
 
@@ -334,8 +335,7 @@ def programs_of(compiled: Mapping[str, Compiled]) -> dict[str, ir.Program]:
 
 def state_name(entry: ir.Input) -> str:
     """Return the name under which an input's value is stored."""
-    prefix = {"parameter": "model", "buffer": "model", "moment": "optim", "gradient": "gradient"}[entry.kind]
-    return f"{prefix}.{entry.name}"
+    return f"{PREFIXES[entry.kind]}.{entry.name}"
 
 
 def stored(entry: ir.Input) -> Spec:

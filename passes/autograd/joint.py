@@ -145,7 +145,7 @@ class Joint(ir.Pass):
         if not names:
             raise ir.Refused("model", None, "the loss depends on none of its parameters: nothing to train")
         gradients = tuple(ir.Output(name, "gradient", parameters[name].spec.gradient()) for name in names)
-        inputs = tuple(replace(i, kind="buffer") if i.original in idle else i for i in program.inputs)
+        inputs = tuple(replace(i, kind="frozen") if i.original in idle else i for i in program.inputs)
         for node, old in zip(graph.find_nodes(op="placeholder"), program.placeholders()):
             ir.set_record(node, ir.record(old))
             node.name = old.name

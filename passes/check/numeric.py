@@ -30,7 +30,7 @@ from passes.sharding.collectives import Collectives
 from passes.trace.functions import Function, body_of, function_of
 
 ZERO_AT_FIRST = ("moment", "gradient")  # kinds of inputs that start at zero if no value is given
-VARYING = ("parameter", "batch", "gradient", "moment", "carried")  # kinds of inputs that are no constants
+VARYING = (*ir.WEIGHTS, "batch", "gradient", "moment", "carried")  # kinds of inputs that are no constants
 NEGLIGIBLE = 1e-3  # fraction of the largest result of a kind
 
 

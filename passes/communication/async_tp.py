@@ -74,7 +74,7 @@ class Site:
 
 def sites_of(program: ir.Program) -> list[Site]:
     """Return the collectives of activations with matmuls by weights, in order."""
-    parameters = (n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "parameter")
+    parameters = (n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind in ir.WEIGHTS)
     weights = {*parameters, *weight_nodes(program)}
     axes = {i.name for i in program.inputs if i.kind == "coordinate"}
     gradients = gradient_nodes(program)

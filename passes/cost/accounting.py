@@ -334,6 +334,7 @@ def operands_in_flight(node: fx.Node) -> list[fx.Node]:
 
 KINDS_OF_INPUT = {
     "parameter": "parameters",
+    "frozen": "parameters",
     "moment": "optimizer",
     "gradient": "gradients",
     "buffer": "buffers",

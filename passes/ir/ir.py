@@ -23,8 +23,11 @@ from passes.ir.task import Task
 from passes.torch_private import LazyGraphModule
 
 InputKind = Literal[
-    "parameter", "buffer", "constant", "batch", "coordinate", "layout", "moment", "gradient", "scalar", "carried"
+    "parameter", "frozen", "buffer", "constant", "batch", "coordinate", "layout",
+    "moment", "gradient", "scalar", "carried",
 ]
+WEIGHTS = ("parameter", "frozen")  # kinds of inputs that are parameters: trained ones, and those without a gradient
+MODEL_STATE = (*WEIGHTS, "buffer")  # kinds of inputs that are tensors of the model
 OutputKind = Literal["loss", "gradient", "buffer", "metric", "rows", "count", "carried"]
 
 

@@ -67,7 +67,7 @@ def constant(node: fx.Node) -> Tensor | None:
 def weight_nodes(program: ir.Program) -> list[fx.Node]:
     """Return the operator nodes computed from parameters, coordinates and constants alone, in order."""
     kinds = {node: input_.kind for node, input_ in zip(program.placeholders(), program.inputs, strict=True)}
-    weights = {node for node, kind in kinds.items() if kind == "parameter"}
+    weights = {node for node, kind in kinds.items() if kind in ir.WEIGHTS}
     constants = {node for node, kind in kinds.items() if kind == "coordinate"}
     nodes = []
     for node in program.calls():

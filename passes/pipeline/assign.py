@@ -114,7 +114,7 @@ def without_parameters(program: ir.Program, avals: Avals) -> set[fx.Node]:
     bound = {
         node
         for node, i in inputs
-        if i.kind == "parameter" or i.kind == "buffer" and (i.name in changed or ir.example(node).numel() > LARGE)
+        if i.kind in ir.WEIGHTS or i.kind == "buffer" and (i.name in changed or ir.example(node).numel() > LARGE)
     }
     free = set[fx.Node]()
     for node in program.calls():
@@ -129,7 +129,7 @@ def of_parameters(program: ir.Program) -> set[fx.Node]:
     """Return operators that read parameters, but neither a batch nor scalars."""
     kinds = {node: item.kind for node, item in zip(program.placeholders(), program.inputs, strict=True)}
     fed = {node for node, kind in kinds.items() if kind in ("batch", "scalar", "layout")}
-    reading = {node for node, kind in kinds.items() if kind == "parameter"}
+    reading = {node for node, kind in kinds.items() if kind in ir.WEIGHTS}
     for node in program.calls():
         if not fed.isdisjoint(node.all_input_nodes):
             fed.add(node)
@@ -144,7 +144,7 @@ def stages_of(
     """Return the stage of each operator, in order: each begins at the first reader of state that only it holds."""
     names = dict[fx.Node, set[str]]()
     for node, item in zip(program.placeholders(), program.inputs, strict=True):
-        names[node] = {item.name} if item.kind in ("parameter", "buffer") else set()
+        names[node] = {item.name} if item.kind in ir.MODEL_STATE else set()
     for node in program.calls():
         names[node] = set().union(*(names[n] for n in node.all_input_nodes)) if node in weights else set()
     stage, by_node = 0, {}
@@ -273,7 +273,7 @@ def split_parameters(
     users = dict[str, list[int]]()
 
     def copy_for(node: fx.Node, stage: int) -> fx.Node:
-        is_parameter = node.op == "placeholder" and items[node].kind == "parameter"
+        is_parameter = node.op == "placeholder" and items[node].kind in ir.WEIGHTS
         if not is_parameter and node not in weights:
             return node
         if (node, stage) not in copies:
@@ -310,7 +310,7 @@ def split_parameters(
         for operand in node.all_input_nodes:
             node.replace_input_with(operand, copy_for(operand, stage))
     for node, item in list(items.items()):
-        if item.kind == "parameter" and ir.pipeline_stage(node) is None:  # without a reader
+        if item.kind in ir.WEIGHTS and ir.pipeline_stage(node) is None:  # without a reader
             copy_parameter(node, 0)
     program.graph.lint()
     ordered = (items[node] for node in program.placeholders())

@@ -291,7 +291,7 @@ class Cut:
 
 def is_named(item: ir.Input) -> bool:
     """Return True if an input has the name of a parameter, buffer or gradient."""
-    return item.kind in ("parameter", "buffer", "gradient")
+    return item.kind in (*ir.MODEL_STATE, "gradient")
 
 
 def carried_spec(node: fx.Node) -> Spec:

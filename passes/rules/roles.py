@@ -44,7 +44,7 @@ def last_of(program: ir.Program, layers: Collection[fx.Node]) -> set[fx.Node]:
 
 def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
     """Map parameter names to `embedding`, `head` or both; parameters without a role are left out."""
-    names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
+    names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind in ir.WEIGHTS}
     matmul_names = (*MATMULS, *IN_CHUNKS)
     matmuls = [n for n in program.calls() if name_of(n) in matmul_names]
     uses = [("head", operand) for node in last_of(program, matmuls) for operand in tensor_operands(node)[:2]]

@@ -114,7 +114,7 @@ class _Finder:
     def __init__(self, program: ir.Program, parts: int):
         self.parts, self.splits = parts, dict[fx.Node, Blocks]()
         kinds = {node: input_.kind for node, input_ in zip(program.placeholders(), program.inputs)}
-        self.parameters = {node for node, kind in kinds.items() if kind == "parameter"}
+        self.parameters = {node for node, kind in kinds.items() if kind in ir.WEIGHTS}
         self.batch = {node for node, kind in kinds.items() if kind == "batch"}
         self.state = {node for node, out in zip(program.results(), program.outputs) if out.kind == "buffer"}
 

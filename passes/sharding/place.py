@@ -85,8 +85,8 @@ class Place(ir.Pass):
         inputs = tuple(replace(i, roles=used[i.name]) if i.name in used else i for i in placed)
         if unmatched:
             raise ir.Refused("place", None, f"passes.shard.plan: no parameter matches {', '.join(sorted(unmatched))}")
-        notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in ("parameter", "batch"))
-        sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind == "parameter")
+        notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in (*ir.WEIGHTS, "batch"))
+        sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind in ir.WEIGHTS)
         changes = {"parameters_sharded": sharded}
         program = replace(program, inputs=inputs)
         return program, ir.Report(changes, notes)
@@ -102,7 +102,7 @@ class Place(ir.Pass):
         """Return one input with its placement."""
         if input_.kind == "batch":
             return replace(input_, spec=place_batch(input_.spec.shape, mesh).ordered(input_.spec.order))
-        if input_.kind != "parameter":
+        if input_.kind not in ir.WEIGHTS:
             return input_
         if input_.name in self.stored:
             return replace(input_, spec=self.stored[input_.name])

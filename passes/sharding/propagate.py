@@ -68,7 +68,7 @@ def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> 
     sweep = _Sweep(plan, program.mesh, program.order, sequence_parallel, ctx)
     for node, input_ in zip(program.placeholders(), program.inputs, strict=True):
         plan.produced[node] = input_.spec
-        if input_.kind in ("parameter", "buffer"):
+        if input_.kind in ir.MODEL_STATE:
             plan.weights.add(node)
     for node in program.calls():
         sweep.visit(node)

@@ -18,6 +18,7 @@ from oracle import (
     llama_loss,
     train_plainly,
     train_step,
+    trained_alike,
 )
 from stored_state import saved
 from sweeps import quick
@@ -201,3 +202,49 @@ def test_a_complex_weight_is_sharded_and_updated_as_in_eager_pytorch():
     assert step({"x": x})["loss"] == pytest.approx(value.item(), abs=1e-12)
     assert step.state["model.w"].spec.sharded
     assert_same({"w": step.state_dict()["w"]}, {"w": (model.w - 0.1 * model.w.grad).detach()}, 1e-12)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "passes"), quick([
+    ({"dp_shard": 2, "tp": 2}, 1, {}),
+    ({"pp": 2, "dp_shard": 2}, 2, {"accumulate": {"gather": "step", "reduce": "step"}}),
+    ({"cp": 2, "dp_shard": 2}, 2, {"remat": {"policy": "full"}}),
+    ({"dp_shard": 3}, 1, {"chunk_loss": {"chunks": 2}}),
+    ({"dp_replicate": 2, "tp": 2}, 1, {}),
+], 0, 1))
+def test_parameters_that_are_not_trained_are_sharded_too(mesh, microbatches, passes):
+    model = llama(N_LAYERS)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "wo" in name)
+    step = trained_alike(model, llama_loss, batches(rows=4), mesh, NO_DECAY, microbatches, passes=passes, evaluate=True)
+    assert step.evaluate(batches(rows=4)[0])
+    whole = compile_lockstep(llama(N_LAYERS), llama_loss, batches(rows=4)[0], mesh, microbatches=microbatches, passes=passes)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen and all(step.state[f"model.{n}"].spec == whole.state[f"model.{n}"].spec for n in frozen)
+
+
+class Follower(nn.Module):
+    """A student that learns from an average of itself, which only training changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            expected = self.teacher(x).tanh()
+            if self.training:
+                self.teacher.weight.mul_(0.5).add_(0.5 * self.student.weight)
+        return self.student(x) - expected
+
+
+def loss_of_follower(model, batch):
+    return model(batch["x"]).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
+def test_a_frozen_parameter_that_the_model_writes_is_read_by_evaluation(mesh):
+    torch.manual_seed(1)
+    model, data = Follower().double(), [{"x": torch.randn(4, 6, dtype=torch.float64)} for _ in range(3)]
+    step = trained_alike(model, loss_of_follower, data, mesh, NO_DECAY, evaluate=True)
+    model.load_state_dict(step.state_dict())
+    assert step.evaluate(data[0]) == pytest.approx(loss_of_follower(model.eval(), data[0]).item(), abs=1e-12)
