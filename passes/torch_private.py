@@ -643,6 +643,14 @@ def gloo_of_one_thread(store: Any, rank: int, size: int, timeout: timedelta) -> 
     return kind(store, rank, size, options)
 
 
+def abort_groups() -> None:
+    """Leave all process groups although ranks of them are gone: collectives in flight are aborted."""
+    if torch.distributed.get_backend() == "nccl":
+        torch.distributed.distributed_c10d._abort_process_group()
+    else:
+        torch.distributed.destroy_process_group()
+
+
 def resolve_axis_group(axis: str) -> Any:
     """Return the process group registered under the name of a mesh axis."""
     return torch._C._distributed_c10d._resolve_process_group(axis)

@@ -37,7 +37,7 @@ FLOORS = {
         ("places", "request"),
         ("capture", "models", "pipeline"),
         ("data", "step"),
-        ("checkpoint",),
+        ("checkpoint", "elastic"),
         ("training", "parity"),
         ("planning", "runs", "inspect", "sweep", "calibrate", "doctor"),
         ("bisect", "profile"),

@@ -14,9 +14,14 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 GRACE_S = 5.0
 
 
+def is_first() -> bool:
+    """Return True if this process is rank 0 now, which in an elastic job may change."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def refuse(error: UserError) -> NoReturn:
     """Print a problem of the input and exit with 2; on rank 0, unless only another rank knows the problem."""
-    if RANK != 0:
+    if not is_first():
         time.sleep(GRACE_S)  # if rank 0 prints the same error, torchrun ends this rank meanwhile
     print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)  # file names may contain line breaks
     sys.exit(2)
@@ -24,7 +29,7 @@ def refuse(error: UserError) -> NoReturn:
 
 def end(error: RunError) -> NoReturn:
     """Print on rank 0 why a run ends, and exit with 1."""
-    if RANK == 0:
+    if is_first():
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(GRACE_S)

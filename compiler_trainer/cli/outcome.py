@@ -42,6 +42,11 @@ def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
         cfg = choose_automatic(cfg)
     if cfg.run.dry:
         return predicted(cfg)
+    if cfg.run.elastic:
+        from compiler_trainer.elastic.survive import survive
+        from compiler_trainer.training.checkpoints import save_snapshot
+
+        return survive(cfg, lambda cfg: trained(cfg, callbacks), save_snapshot)
     return trained(cfg, callbacks)
 
 

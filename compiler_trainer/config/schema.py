@@ -662,6 +662,8 @@ class RunConfig:
     loggers: tuple[Called, ...] = ()  # loggers in addition to metrics.jsonl and TensorBoard (docs/guides/your-loop.md)
     time_limit: TimeLimit = None  # end after this time, with a checkpoint
     pace_interval: Interval | None = 100  # ranks compare compute and waiting times every n steps; null: never
+    elastic: bool = False  # go on with the other ranks if one is killed (compiler-trainer launch)
+    snapshot_interval: Interval = 10  # steps between copies of the state in memory, for `elastic`
     timeout_s: PositiveFloat = 600.0  # end the job if a rank makes no progress for this many seconds while training
     dry: bool = False  # compile for the mesh and predict the step on `cluster`; train nothing
 

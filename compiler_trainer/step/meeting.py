@@ -9,6 +9,7 @@ from that of an earlier attempt, each rank draws a number, and accepts a name on
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import time
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+ROUND = "COMPILER_TRAINER_ROUND"  # the attempt, if the launcher counts attempts itself
 POLL_S = 0.02
 PATIENCE = timedelta(minutes=10)
 
@@ -37,6 +39,9 @@ class Meeting(NamedTuple):
 def meeting() -> Meeting:
     """Return the meeting point of this attempt; every rank must call this. Raises NoMeeting."""
     store, rank, size = next(dist.rendezvous("env://"))
+    if ROUND in os.environ:
+        name = f"round{os.environ[ROUND]}"
+        return Meeting(dist.PrefixStore(name, store), name, rank, size)
     mine = secrets.token_hex(8)
     name = give(store, mine, size) if rank == 0 else take(store, mine, rank)
     return Meeting(dist.PrefixStore(name, store), name, rank, size)

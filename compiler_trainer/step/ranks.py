@@ -16,7 +16,7 @@ import torch.distributed as dist
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.meeting import connection, meeting
 from passes.lower.cudagraphs import release
-from passes.torch_private import gloo_of_one_thread, see_one_gpu
+from passes.torch_private import abort_groups, gloo_of_one_thread, see_one_gpu
 
 T = TypeVar("T")
 POLL_S = 0.1
@@ -70,6 +70,16 @@ def stop_ranks() -> None:
     release()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def rejoin() -> None:
+    """Leave a job of which ranks are gone, as if this process had not been in it."""
+    global groups, turns
+    release()
+    if dist.is_initialized():
+        abort_groups()
+    meeting.cache_clear()
+    groups, turns = itertools.count(), itertools.count()
 
 
 def rank() -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +22,10 @@ from compiler_trainer.checkpoint import Damaged, RemoteCheckpoints, SaveError, S
 from compiler_trainer.config.earlier import MEANING, is_in, load_options
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
-from compiler_trainer.config.schema import Config
+from compiler_trainer.config.schema import CheckpointConfig, Config
 from compiler_trainer.console import say
 from compiler_trainer.data.loader import Loader
+from compiler_trainer.elastic.member import FOLDER
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import copy_files
@@ -41,6 +44,11 @@ def checkpoints_of(cfg: Config) -> Path:
     return Path(cfg.checkpoint.dir or Path(cfg.run.dir, "checkpoints"))
 
 
+def snapshots_of(cfg: Config) -> Path | None:
+    """Return the folder of a run's snapshots, in the memory of this machine; None if the run makes none."""
+    return Path(os.environ[FOLDER]) if cfg.run.elastic else None
+
+
 def resumable(cfg: Config) -> list[Path]:
     """Return the checkpoints to try in order, or an empty list to start from scratch.
 
@@ -49,7 +57,9 @@ def resumable(cfg: Config) -> list[Path]:
     if cfg.checkpoint.resume not in BY_NAME:
         return [] if cfg.checkpoint.resume is None else [named_checkpoint(cfg)]
     folder = checkpoints_of(cfg)
-    checkpoints = checkpoint.complete(folder)[::-1]
+    snapshots = snapshots_of(cfg)
+    checkpoints = [*checkpoint.complete(folder), *(checkpoint.complete(snapshots) if snapshots else [])]
+    checkpoints.sort(key=checkpoint.number_of, reverse=True)
     if not checkpoints and cfg.checkpoint.resume == "latest":
         fix = "set run.dir or checkpoint.dir to those of the run to resume, or give the path of a checkpoint"
         raise UserError("checkpoint.resume", f"is latest, but {folder} contains no complete checkpoint; {fix}")
@@ -260,6 +270,32 @@ def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
         if cfg.checkpoint.store:
             announce(f"each is copied to {cfg.checkpoint.store}")
         yield Save(cfg, saver)
+
+
+@contextmanager
+def snapshots(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
+    """Yield a function that writes a checkpoint into the memory of the machine, where a lost rank leaves it."""
+    folder = snapshots_of(cfg)
+    if folder is None:
+        yield Save(cfg, None)
+        return
+    excluded = frozenset() if cfg.checkpoint.frozen else trained.frozen
+    with Saver(step, folder, CheckpointConfig(keep=1, resume="auto"), excluded, say) as saver:
+        yield Save(cfg, saver)
+
+
+def save_snapshot(cfg: Config) -> None:
+    """Copy the newest snapshot to the run's checkpoints, on rank 0.
+
+    A rank was lost, maybe before it had written the checkpoint of this step.
+    """
+    folder, snapshots = checkpoints_of(cfg), snapshots_of(cfg)
+    newest = checkpoint.complete(snapshots)[-1:] if snapshots is not None and cfg.checkpoint.saves else []
+    for snapshot in newest:
+        path = folder / snapshot.name
+        if rank() == 0 and not path.exists():
+            shutil.copytree(snapshot, path.with_suffix(".tmp"), dirs_exist_ok=True)
+            path.with_suffix(".tmp").rename(path)
 
 
 def save_times(cfg: Config) -> str:

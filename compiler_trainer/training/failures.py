@@ -195,9 +195,13 @@ CLOSED = re.compile(  # messages of gloo, NCCL and the store
 
 
 class Peers:
-    """A context manager that answers calls for this rank, and ends the process with one line if a rank is gone."""
+    """A context manager that answers calls for this rank, and ends the process with one line if a rank is gone.
 
-    def __init__(self) -> None:
+    A process that `survives` the loss of a rank does not end.
+    """
+
+    def __init__(self, survives: bool) -> None:
+        self.survives = survives
         self.store = another_store("peers")
         self.stop_event = threading.Event()
         self.thread = threading.Thread(target=self.answer, daemon=True, name="peers")
@@ -255,7 +259,7 @@ class Peers:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        problem = closed_connection(error)
+        problem = "" if self.survives else closed_connection(error)
         if problem and self.store is not None:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the remaining ranks

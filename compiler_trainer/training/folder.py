@@ -20,7 +20,7 @@ from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.training import metrics
-from compiler_trainer.training.checkpoints import BY_NAME, checkpoints_of
+from compiler_trainer.training.checkpoints import BY_NAME, checkpoints_of, snapshots_of
 from passes.check.runner import Dumper, PassRecord
 from passes.ir import ir
 from passes.pipeline.schedules import Schedule, as_text
@@ -35,7 +35,8 @@ def check(cfg: Config, resumed: Path | None, done: int) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError("run.dir", f"{folder} is not a folder; choose another name")
     check_places(folder)
-    resumes_here = resumed is not None and resumed.resolve().parent == checkpoints.resolve()
+    here = [folder.resolve() for folder in (checkpoints, snapshots_of(cfg)) if folder is not None]
+    resumes_here = resumed is not None and resumed.resolve().parent in here
     restarts = resumed is None and cfg.checkpoint.resume == "auto"
     if (folder / metrics.FILE).exists() and not resumes_here and not restarts:
         advice = "resume with checkpoint.resume=latest" if checkpoint.complete(checkpoints) else NOTHING_YET

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from compiler_trainer.config.errors import STOPPED
 from compiler_trainer.config.schema import Config
+from compiler_trainer.elastic.member import MEMBERS, is_member
 from compiler_trainer.step.ranks import host_group, rank, stop_ranks
 from compiler_trainer.training.loggers import announce
 
@@ -157,6 +158,8 @@ def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
 
 def how_to_go_on(run: str) -> str:
     """Return the command that resumes a run on as many ranks as there are now."""
+    if is_member():
+        return f"compiler-trainer launch -n {os.environ[MEMBERS]} resume {shlex.quote(run)}"
     nodes, local_size = int(os.environ.get("GROUP_WORLD_SIZE", 1)), os.environ.get("LOCAL_WORLD_SIZE")
     options = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
     command = (

@@ -21,6 +21,7 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say
 from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary
 from compiler_trainer.data.loader import Loader
+from compiler_trainer.elastic.member import Regroup, is_awaited
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.program_cache import ProgramCache
@@ -29,7 +30,7 @@ from compiler_trainer.step.step import Step
 from compiler_trainer.training import averages, folder, trace
 from compiler_trainer.training.anomalies import Lost, Replicas, Rollback
 from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
-from compiler_trainer.training.checkpoints import checkpoints_of, pass_over, saving, send_rest
+from compiler_trainer.training.checkpoints import checkpoints_of, pass_over, save_snapshot, saving, send_rest, snapshots
 from compiler_trainer.training.evaluate import Patience, Samples, means, validation_batches
 from compiler_trainer.training.failures import Peers, Watch
 from compiler_trainer.training.loggers import (
@@ -97,9 +98,10 @@ def train(
         check_labels(datasets)
     check_room(cfg, trained)
     cfg = same_on_all_ranks(cfg, datasets)
-    with owning(cfg) as owners, Peers():
+    with owning(cfg) as owners, Peers(cfg.run.elastic):
         start = find_start(cfg, datasets)
         if start.ckpt is not None and start.step >= cfg.train.steps:
+            save_snapshot(cfg)
             return report_finished(cfg, start)
         trace.check(cfg, start.step)
         checked = check_capture(cfg, trained, lambda: peek(datasets.train))
@@ -240,12 +242,13 @@ def run(
         announce(f"eval loss {metrics['loss']:.3f} before the first step")
     rollback, replicas = Rollback(cfg, trained, step, start), Replicas(cfg, step)
     intervals = (cfg.checkpoint.interval, cfg.eval.interval, cfg.train.replica_check.interval)
+    intervals += (cfg.run.snapshot_interval,) if cfg.run.elastic else ()
 
     def looks(number: int) -> bool:
         return callbacks.look_at_steps or any(is_due(number, interval, cfg.train.steps) for interval in intervals)
 
     steps = Steps(cfg, step, datasets, Meters(cfg, trained, step), looks)
-    with saving(cfg, trained, step) as save:
+    with saving(cfg, trained, step) as save, snapshots(cfg, trained, step) as snapshot:
         while True:
             try:
                 for record in steps.records(start):
@@ -268,6 +271,11 @@ def run(
                         callbacks.begin_checkpoint(path_of(checkpoints_of(cfg), number))
                     if is_last:
                         return
+                    if is_well and cfg.run.elastic and number % cfg.run.snapshot_interval == 0:
+                        snapshot(record, datasets.train)
+                        if stop.maximum(is_awaited()):
+                            snapshot.wait()
+                            raise Regroup
             except Lost as lost:
                 callbacks.end_checkpoint(save.wait())
                 start = rollback.recover(lost)

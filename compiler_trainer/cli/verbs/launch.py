@@ -1,31 +1,46 @@
-"""`compiler-trainer launch -n 8 OPTION=VALUE`: torchrun, but only the failed rank's line and exit code remain."""
+"""`compiler-trainer launch -n 8 OPTION=VALUE`: the ranks of this machine, or with torchrun's flags those of several."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 
+import torch
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from compiler_trainer.cli.table import VERBS, parser
-
-SAVING_S = 600  # for ranks to save after a signal to stop; torchrun kills them after 30
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.elastic.launcher import SAVING_S, Launcher
 
 
 def main(arguments: Sequence[str]) -> int:
     """Start ranks with the rest of the command line; return the exit code of the first that failed."""
     arg_parser = parser("launch")
-    arg_parser.add_argument(
-        "-n", "--nproc-per-node", default="auto", metavar="RANKS", help="ranks on this machine (default: one per GPU)"
-    )
+    counts = "ranks on this machine (default: one per GPU)"
+    arg_parser.add_argument("-n", "--nproc-per-node", metavar="RANKS", help=counts)
+    spares = "processes that replace killed ones, one at a time (run.elastic; default 3)"
+    arg_parser.add_argument("--spares", type=int, default=3, metavar="COUNT", help=spares)
     arg_parser.epilog = "Further flags are torchrun's: --nnodes, --rdzv-endpoint, --node-rank ... as --FLAG=VALUE."
     flags, job = split(arguments)
     args, further = arg_parser.parse_known_args(flags)
-    ranks = f"--nproc-per-node={args.nproc_per_node}"
-    return started([ranks, f"--shutdown-timeout={SAVING_S}", *further, "-m", "compiler_trainer", *job])
+    if further:
+        ranks = f"--nproc-per-node={args.nproc_per_node or 'auto'}"
+        return torchrun([ranks, f"--shutdown-timeout={SAVING_S}", *further, "-m", "compiler_trainer", *job])
+    command = [sys.executable, "-m", "compiler_trainer", *job]
+    return Launcher(ranks_of(args.nproc_per_node), command, args.spares, "run.elastic=true" in job).run()
+
+
+def ranks_of(text: str | None) -> int:
+    """Return the number of ranks to start; raise UserError for anything but a positive number."""
+    if text is None:
+        return max(1, torch.cuda.device_count())
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError("-n", f"is {text}; give the number of ranks on this machine")
+    return int(text)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -35,7 +50,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:at]), list(arguments[at:])
 
 
-def started(arguments: Sequence[str]) -> int:
+def torchrun(arguments: Sequence[str]) -> int:
     """Start torchrun's launcher; return the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does the same, with a warning
     logging.disable(logging.ERROR)  # torch logs the ranks' output again

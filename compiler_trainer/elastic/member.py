@@ -1,0 +1,139 @@
+"""One process of a job that `launch` started: the rank that it has in each round, and a watch over rounds that begin.
+
+A rank that waits for a killed one fails as soon as a connection to it closes. It then leaves its process groups, which
+closes its own connections, so that the ranks that wait for it fail, too. A rank that is still not out `GRACE_S` after a
+round began waits where nothing can wake it, or compiles for a mesh that is gone: its process starts again in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from compiler_trainer.step.meeting import ROUND
+
+MEMBER, MEMBERS, FOLDER = "COMPILER_TRAINER_MEMBER", "COMPILER_TRAINER_MEMBERS", "COMPILER_TRAINER_SNAPSHOTS"
+ELASTIC, FINISHED, NEWEST = "elastic", "finished", "round"  # keys of the store
+READY = "ready{}"  # of a process that can take part in a round
+LISTED, COMING, WAITING, LEFT = "members{}", "coming{}", "waiting{}", "left{}"  # of a round
+POLL_S, GRACE_S, PATIENCE_S = 0.05, 3.0, 5.0
+
+
+class Regroup(Exception):
+    """The end of a round that all ranks leave after the same step, because another process waits to join."""
+
+
+def is_member() -> bool:
+    """Return True if `launch` started this process."""
+    return MEMBER in os.environ
+
+
+def is_awaited() -> bool:
+    """Return True if a process waits to join this round's."""
+    return connection().check([WAITING.format(os.environ[ROUND])])
+
+
+def connect() -> dist.Store:
+    """Return a connection to the launcher's store; a wait blocks all threads that share one."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+@functools.cache
+def connection() -> dist.Store:
+    """Return the main thread's connection."""
+    return connect()
+
+
+class Member:
+    """A process and its place in the current round; joining a round sets RANK, WORLD_SIZE and their like."""
+
+    def __init__(self) -> None:
+        self.number, self.round, self.store = int(os.environ[MEMBER]), 0, connection()
+        self.store.set(ELASTIC, "")
+        self.store.set(READY.format(self.number), "")
+
+    def agree(self, key: str, value: str) -> str:
+        """Return the value that the first process gave for a key."""
+        return self.store.compare_set(key, "", value).decode()
+
+    def join(self) -> tuple[int, int]:
+        """Join the newest round: set the rank; return (its place among the processes that take part, their number).
+
+        A process that came later waits for a round that lists it, and lets the ranks know that it waits.
+        """
+        self.round = self.newest_round()
+        while self.number not in (members := self.members()):
+            self.store.set(WAITING.format(self.round), "")
+            self.next_round()
+            self.round = self.newest_round()
+        place, size = members.index(self.number), len(members)
+        os.environ |= {ROUND: str(self.round), "RANK": str(place), "LOCAL_RANK": str(place)}
+        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        return place, size
+
+    def newest_round(self) -> int:
+        """Return the number of the newest round."""
+        return int(self.store.get(NEWEST))
+
+    def members(self) -> list[int]:
+        """Return the processes of this round."""
+        return [int(number) for number in self.store.get(LISTED.format(self.round)).decode().split(",")]
+
+    def is_joined_soon(self) -> bool:
+        """Return True if a process that replaces a lost one was starting when this round began."""
+        return self.store.check([COMING.format(self.round)])
+
+    def leave(self) -> None:
+        """Let the launcher begin a round, with the processes that wait to join."""
+        self.store.set(LEFT.format(self.round), "")
+
+    def next_round(self, patience_s: float = math.inf) -> bool:
+        """Wait for the next round; return False if none begins in time, so that no rank was lost.
+
+        Ends the process if the job ends meanwhile.
+        """
+        end = time.monotonic() + patience_s
+        while self.newest_round() == self.round:
+            if self.store.check([FINISHED]):
+                sys.exit(0)
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Start the process again if the block does not end soon after another round began."""
+        over, current = threading.Event(), self.round
+
+        def watch() -> None:
+            store = connect()
+            with suppress(dist.DistError, RuntimeError):  # the launcher is gone; SIGTERM ends this process
+                while not over.wait(POLL_S):
+                    if int(store.get(NEWEST)) != current and not over.wait(GRACE_S):
+                        start_again()
+
+        thread = threading.Thread(target=watch, daemon=True, name="rounds")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def start_again() -> NoReturn:
+    """Replace this process by a new one of the same number, which joins the newest round."""
+    os.environ |= {"RANK": os.environ[MEMBER], "WORLD_SIZE": os.environ[MEMBERS]}
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

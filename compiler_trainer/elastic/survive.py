@@ -1,0 +1,66 @@
+"""Train, and go on with the ranks that are left whenever one is lost, and with more when others join."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+from compiler_trainer.config.errors import STOPPED, UserError
+from compiler_trainer.config.schema import Config
+from compiler_trainer.elastic.member import FINISHED, PATIENCE_S, Member, Regroup, is_member
+from compiler_trainer.elastic.shrink import shrunk
+from compiler_trainer.step.captured import mesh_of
+from compiler_trainer.step.ranks import rejoin
+
+
+def survive(cfg: Config, train: Callable[[Config], float], save: Callable[[Config], object]) -> float:
+    """Train on the ranks of each round until one is not interrupted by a lost rank; return the loss.
+
+    If no mesh fits the ranks that are left, wait for those that replace others; without any, `save` the state on one
+    rank and exit with the code of a run that should be started again. Raises UserError if `launch` did not start this
+    process.
+    """
+    if not is_member():
+        raise UserError("run.elastic", "needs a launcher that outlives ranks; use compiler-trainer launch -n RANKS ...")
+    member = Member()
+    cfg = replace(cfg, run=replace(cfg.run, dir=member.agree("run.dir", cfg.run.dir)))
+    while True:
+        place, size = member.join()
+        mesh = shrunk(cfg.mesh, size)
+        if mesh is None and not member.is_joined_soon():
+            if place == 0:
+                save(cfg)
+            sys.exit(STOPPED)
+        if mesh is None or place >= mesh_of(mesh).world_size:
+            member.next_round()
+            continue
+        resume = "auto" if member.round else cfg.checkpoint.resume
+        job = replace(cfg, mesh=mesh, checkpoint=replace(cfg.checkpoint, resume=resume))
+        result = train_in_round(job, train, member)
+        if not isinstance(result, Exception):
+            return result
+        if not member.next_round(PATIENCE_S):
+            raise result
+
+
+def train_in_round(cfg: Config, train: Callable[[Config], float], member: Member) -> float | Exception:
+    """Train in one round; return the loss, or the error that ended the round, with this process out of all groups."""
+    with member.watching():
+        try:
+            loss = train(cfg)
+            member.store.set(FINISHED, "")
+            return loss
+        except UserError:
+            raise
+        except Exception as error:
+            failure = error
+        traceback.clear_frames(failure.__traceback__)  # they refer to process groups
+        failure.__traceback__ = None
+        if isinstance(failure, Regroup):
+            member.leave()
+        gc.collect()
+        rejoin()
+    return failure
