@@ -56,7 +56,7 @@ from passes.lower.segment import Segment
 from passes.lower.unfold import Unfold
 from passes.memory.remat import Remat
 from passes.pipeline.assign import Assign
-from passes.pipeline.cut import cut, cut_gathers, cut_update, without_unread_buffers
+from passes.pipeline.cut import cut, cut_gathers, cut_update, without_unread_state
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.sharding.collectives import Collectives
@@ -219,7 +219,7 @@ def evaluation_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
 
 def cut_evaluation(forward: Program) -> dict[str, Program]:
     """Return the forward of each pipeline stage as a program of evaluation."""
-    return {f"{EVALUATE}.{task}": program for task, program in cut(without_unread_buffers(forward)).items()}
+    return {f"{EVALUATE}.{task}": program for task, program in cut(without_unread_state(forward)).items()}
 
 
 def training_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:

@@ -42,11 +42,14 @@ def cut(program: ir.Program, split: bool = False, gathers: bool = False) -> dict
     return split_tasks(program, task)
 
 
-def without_unread_buffers(program: ir.Program) -> ir.Program:
-    """Return the program without the buffers that it does not read; training keeps those that change."""
+STATIC = ("frozen", "buffer")  # kinds of state without a gradient
+
+
+def without_unread_state(program: ir.Program) -> ir.Program:
+    """Return the program without the state that it does not read; training keeps what changes."""
     program = program.copy()
     ends = list(zip(program.placeholders(), program.inputs, strict=True))
-    unread = [node for node, item in ends if item.kind == "buffer" and not node.users]
+    unread = [node for node, item in ends if item.kind in STATIC and not node.users]
     for node in unread:
         program.graph.erase_node(node)
     return replace(program, inputs=tuple(item for node, item in ends if node not in unread))
@@ -207,7 +210,7 @@ class Cut:
         own_nodes = [node for node in self.program.graph.nodes if self.tasks.get(node) == self.task]
         need = self.dependencies(own_nodes)
         if self.task == Task(0, FORWARD):  # it takes inputs without readers
-            need |= {n for n, i in self.inputs_by_node.items() if i.kind in ("batch", "buffer") and not n.users}
+            need |= {n for n, i in self.inputs_by_node.items() if i.kind in ("batch", *STATIC) and not n.users}
         has_layout = not self.program.order.is_plain and self.task.kind != GATHER
         if self.task == Task(0, FORWARD) or has_layout:  # the layout depends on the batch
             need |= {n for n, i in self.inputs_by_node.items() if i.kind == "batch"}
