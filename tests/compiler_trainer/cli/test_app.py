@@ -244,7 +244,7 @@ def test_input_the_trainer_refuses_exits_with_2(command, trainer, capsys):
 
 def test_another_rank_speaks_after_rank_0_had_the_time_to(command, trainer, monkeypatch, capsys):
     slept = []
-    monkeypatch.setattr(ends, "RANK", 1)
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("time.sleep", lambda seconds: slept.append((seconds, capsys.readouterr().err)))
     trainer.error = UserError("data.files", "nowhere.txt is missing")
     with pytest.raises(SystemExit) as exit:

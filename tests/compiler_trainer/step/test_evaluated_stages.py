@@ -57,7 +57,7 @@ def test_a_buffer_that_only_training_reads_is_of_its_stage_alone():
 @pytest.mark.parametrize(
     ("module", "left_out", "says"),
     [
-        (pipeline, "without_unread_buffers", "router.load' is trained"),
+        (pipeline, "without_unread_state", "router.load' is trained"),
         (programs, "store_state_like", "is trained on"),
     ],
 )
