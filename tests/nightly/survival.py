@@ -127,7 +127,7 @@ def wait_for(job: subprocess.Popen, folder: Path, step: int, changed: bool = Fal
 
 
 def identity(folder: Path) -> tuple[int, int]:
-    """Return the inode and size of a run's records, which a resumed run writes anew."""
+    """Return the inode and size of a run's records, which a resumed run writes again."""
     path = folder / FILE
     return (status.st_ino, status.st_size) if path.exists() and (status := path.stat()) else (0, 0)
 
