@@ -241,8 +241,8 @@ def run(
         metrics, _ = means(step, validation_batches(datasets.eval, cfg.eval.batches))
         announce(f"eval loss {metrics['loss']:.3f} before the first step")
     rollback, replicas = Rollback(cfg, trained, step, start), Replicas(cfg, step)
-    intervals = (cfg.checkpoint.interval, cfg.eval.interval, cfg.train.replica_check.interval)
-    intervals += (cfg.run.snapshot_interval,) if cfg.run.elastic else ()
+    intervals = [cfg.checkpoint.interval, cfg.eval.interval, cfg.train.replica_check.interval]
+    intervals += [cfg.run.snapshot_interval] if cfg.run.elastic else []
 
     def looks(number: int) -> bool:
         return callbacks.look_at_steps or any(is_due(number, interval, cfg.train.steps) for interval in intervals)

@@ -10,6 +10,7 @@ Exit codes: 0 all features work, 1 a feature fails.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -17,11 +18,11 @@ from fnmatch import fnmatch
 from rich.table import Table
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.cli.verbs.launch import started
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.console import wide
 from compiler_trainer.doctor.machine import facts
 from compiler_trainer.doctor.probes import Probe, Tried, probes, tried
+from compiler_trainer.elastic.launcher import Launcher
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 
 HEAD = ("feature", "", "seconds", "worst error", "allowed", "options", "what to do")
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     arg_parser.add_argument("--only", default="*", metavar="PATTERN", help="features to try, as 'C*' (default all)")
     args = arg_parser.parse_args(arguments)
     if args.ranks > 1 and "RANK" not in os.environ:
-        return started([f"--nproc-per-node={args.ranks}", "-m", "compiler_trainer", "doctor", "--only", args.only])
+        command = [sys.executable, "-m", "compiler_trainer", "doctor", "--only", args.only]
+        return Launcher(args.ranks, command).run()
     ranks = start_ranks()
     chosen = [probe for probe in probes(ranks) if fnmatch(probe.name, args.only)]
     if not chosen:
