@@ -395,12 +395,12 @@ def test_a_recipe_from_a_file_can_be_loaded(found, tmp_path):
 
 def test_suggested_options_can_be_pasted():
     remat = {"policy": "budget", "budget_gib": 20.0}
-    cfg = for_predicting(to_config(compose(["cluster=h100", *(f"passes.remat.{name}={value}" for name, value in remat.items())])))
+    cfg = for_predicting(to_config(compose(["cluster=h100", "run.dir=x", *(f"passes.remat.{name}={value}" for name, value in remat.items())])))
     first = First(12, "full", tuple(f"layers.{i}" for i in range(32)))
     other = Candidate(MeshConfig(dp_shard=4, tp=2), 2, "none", True, first=first).applied(cfg)
     changes = shlex.split(" ".join(auto.differing(other, cfg)))
     assert "passes.remat.budget_gib=null" in changes
-    pasted = for_predicting(to_config(compose(["cluster=h100", *(f"passes.remat.{k}={v}" for k, v in remat.items()), *changes])))
+    pasted = for_predicting(to_config(compose(["cluster=h100", "run.dir=x", *(f"passes.remat.{k}={v}" for k, v in remat.items()), *changes])))
     assert pasted == other
 
 
