@@ -12,7 +12,7 @@ import pytest
 
 from tests.nightly import chaos
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
