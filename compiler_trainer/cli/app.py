@@ -69,6 +69,8 @@ def run(composed: DictConfig) -> float | None:
         if job.mode == RunMode.MULTIRUN:
             from compiler_trainer.sweep import point
 
+            if cfg.run.elastic:
+                raise UserError("run.elastic", "cannot be set in a sweep, whose points share their ranks; leave it out")
             if ranks_of(job) != WORLD_SIZE:
                 point.join_tasks()
             return point.run_point(in_subfolder(cfg, str(job.job.num)), job.job.num, job.overrides.task, outcome)

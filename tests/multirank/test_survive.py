@@ -44,8 +44,12 @@ def test_killed_ranks_cost_steps_and_nothing_else(seed, tmp_path):
     assert tally.kills
 
 
-def test_it_needs_our_launcher(tmp_path):
-    command = [sys.executable, "-m", "compiler_trainer", "run.elastic=true", f"run.dir={tmp_path}/run"]
+@pytest.mark.parametrize(("options", "problem"), [
+    ([], "needs a launcher that outlives ranks; use compiler-trainer launch -n RANKS ..."),
+    (["-m", "optim.lr=1,2"], "cannot be set in a sweep, whose points share their ranks; leave it out"),
+])
+def test_jobs_that_cannot_survive_are_refused(options, problem, tmp_path):
+    command = [sys.executable, "-m", "compiler_trainer", "run.elastic=true", f"run.dir={tmp_path}/run", *options]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 2 and not Path(tmp_path, "run").exists()
-    assert done.stderr == "error: run.elastic: needs a launcher that outlives ranks; use compiler-trainer launch -n RANKS ...\n"
+    assert done.returncode == 2 and not list(tmp_path.glob("run/*.jsonl"))
+    assert done.stderr == f"error: run.elastic: {problem}\n"
