@@ -5,6 +5,7 @@
 
 Layers stay together and in order. The costliest stage is made as cheap as possible, unless the numbers of layers are
 given. If a model has fewer layers than stages, its modules stay together, or it is cut between single operators.
+Layers from the first reader of a changing buffer to the operator that changes it stay together where possible.
 Operators outside of layers go with the layer before them. Any later stage may read a value of an earlier one (a skip,
 an encoder's output), but not the reverse.
 
@@ -74,7 +75,11 @@ class Assign(ir.Pass):
         self, program: ir.Program, work: Sequence[fx.Node], avals: Avals
     ) -> tuple[dict[fx.Node, int], tuple[str, ...]]:
         """Return the stage of each operator, in order, and a note for each stage."""
-        units = next((units for units in groupings(program, work) if len(units) >= self.stages), [])
+        candidates = [units for units in groupings(program, work) if len(units) >= self.stages]
+        if not self.layers:
+            joined = [units for u in candidates if len(units := keep_buffers_together(program, u)) >= self.stages]
+            candidates = joined or candidates
+        units = candidates[0] if candidates else []
         costs = [1 + sum(count_flops(node, avals) for node in unit) for unit in units]
         counts = self.layers or even(costs, self.stages)
         self.check(counts, len(units))
@@ -179,6 +184,26 @@ def units_of(program: ir.Program, work: Iterable[fx.Node]) -> list[list[fx.Node]
     return units
 
 
+def keep_buffers_together(program: ir.Program, units: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Return the groups of operators, those joined between which a stage must not end.
+
+    A changing buffer belongs to the stage that changes it; an earlier stage cannot read it.
+    """
+    number = {node: k for k, unit in enumerate(units) for node in unit}
+    last = list(range(len(units)))  # by group, the last group that shares a buffer with it
+    for buffer, new in changing_buffers(program):
+        for user in buffer.users:
+            if user in number and new in number:
+                last[number[user]] = max(last[number[user]], number[new])
+    groups, end = list[list[fx.Node]](), -1
+    for k, unit in enumerate(units):
+        if k > end:
+            groups.append([])
+        groups[-1].extend(unit)
+        end = max(end, last[k])
+    return groups
+
+
 def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
     """Return the number of neighbours in each part: the costliest part is as cheap as possible, others are even.
 
@@ -241,21 +266,26 @@ def share_buffers(program: ir.Program, ctx: ir.Context) -> None:
 
     The forward of a microbatch changes the buffer, and another microbatch's forward may follow before its own backward.
     """
-    buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
-    for new, output in zip(program.results(), program.outputs, strict=True):
-        if output.kind != "buffer" or new.op != "call_function":
-            continue
-        buffer, stage = buffers[output.name], ir.pipeline_stage(new)
-        readers = [user for user in buffer.users if user.op != "output"]
+    for buffer, new in changing_buffers(program):
+        stage, readers = ir.pipeline_stage(new), [user for user in buffer.users if user.op != "output"]
         if not readers:
             continue
         if early := [user for user in readers if (s := ir.pipeline_stage(user)) is not None and s < (stage or 0)]:
             problem = f"is read in stage {ir.pipeline_stage(early[0])} and changed in stage {stage}, which comes later"
-            raise ir.Refused("assign", early[0], f"model: buffer {output.name} {problem}; cut the model elsewhere")
+            name = next(i.name for n, i in zip(program.placeholders(), program.inputs, strict=True) if n is buffer)
+            raise ir.Refused("assign", early[0], f"model: buffer {name} {problem}; cut the model elsewhere")
         before = Editor(ctx, program.graph, min(readers), new).call(torch.ops.aten.clone.default, (buffer,))
         ir.set_spec(before, ir.spec(buffer))
         for user in readers:
             user.replace_input_with(buffer, before)
+
+
+def changing_buffers(program: ir.Program) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the buffers that the program changes, each with the operator that returns its new value."""
+    buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "buffer"}
+    for new, output in zip(program.results(), program.outputs, strict=True):
+        if output.kind == "buffer" and new.op == "call_function":
+            yield buffers[output.name], new
 
 
 # ---- parameters -----------------------------------------------------------------------------------------

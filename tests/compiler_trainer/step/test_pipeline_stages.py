@@ -125,8 +125,13 @@ def test_a_first_rank_without_trained_parameters_starts_the_norm_at_zero():
     assert outcome.verdict == "right", outcome
 
 
-def test_a_buffer_that_a_later_stage_changes_is_refused():
+def test_stages_are_cut_where_no_buffer_is_read_before_the_stage_that_changes_it():
     outcome = run_case(Case.parse("teacher rows=3 mesh.pp=4")).outcome
+    assert outcome.verdict == "right", outcome
+
+
+def test_a_buffer_that_a_later_stage_changes_is_refused():
+    outcome = run_case(Case.parse("teacher rows=3 mesh.pp=4 mesh.tp=2")).outcome
     assert outcome.verdict == "refused" and "which comes later" in str(outcome)
 
 
