@@ -61,7 +61,7 @@ class Assign(ir.Pass):
         work = [node for node in program.calls() if node in results or node not in free and node not in weights]
         if self.stored:
             notes: tuple[str, ...] = ("the same stages as in training",)
-            of_node = stages_of(program, work, weights, self.stored)
+            of_node = stages_of(program, work, self.stored)
         else:
             of_node, notes = self.divide_stages(program, work, avals)
         for node, stage in of_node.items():
@@ -144,14 +144,14 @@ def of_parameters(program: ir.Program) -> set[fx.Node]:
 
 
 def stages_of(
-    program: ir.Program, work: Sequence[fx.Node], weights: set[fx.Node], stored: Mapping[str, Sequence[int]]
+    program: ir.Program, work: Sequence[fx.Node], stored: Mapping[str, Sequence[int]]
 ) -> dict[fx.Node, int]:
     """Return the stage of each operator, in order: each begins at the first reader of state that only it holds."""
-    names = dict[fx.Node, set[str]]()
+    names, in_work = dict[fx.Node, set[str]](), set(work)
     for node, item in zip(program.placeholders(), program.inputs, strict=True):
         names[node] = {item.name} if item.kind in ir.MODEL_STATE else set()
     for node in program.calls():
-        names[node] = set().union(*(names[n] for n in node.all_input_nodes)) if node in weights else set()
+        names[node] = set() if node in in_work else set().union(*(names[n] for n in node.all_input_nodes))
     stage, by_node = 0, {}
     for node in work:
         for name in (name for n in node.all_input_nodes for name in names[n]):

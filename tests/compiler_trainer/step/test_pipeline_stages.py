@@ -121,7 +121,7 @@ def test_more_stages_than_operators_are_refused():
 
 
 def test_a_first_rank_without_trained_parameters_starts_the_norm_at_zero():
-    outcome = run_case(Case.parse("teacher mesh.pp=2 mesh.tp=2 rows=1 length=1")).outcome
+    outcome = run_case(Case.parse("teacher mesh.pp=2 mesh.tp=2 rows=1 length=1 eval.interval=1")).outcome
     assert outcome.verdict == "right", outcome
 
 
