@@ -207,10 +207,11 @@ def test_a_complex_weight_is_sharded_and_updated_as_in_eager_pytorch():
 @pytest.mark.parametrize(("mesh", "microbatches", "passes"), quick([
     ({"dp_shard": 2, "tp": 2}, 1, {}),
     ({"pp": 2, "dp_shard": 2}, 2, {"accumulate": {"gather": "step", "reduce": "step"}}),
+    ({"cp": 2, "dp_shard": 2}, 4, {}),  # one sample a microbatch, which `dp_shard` does not divide
     ({"cp": 2, "dp_shard": 2}, 2, {"remat": {"policy": "full"}}),
     ({"dp_shard": 3}, 1, {"chunk_loss": {"chunks": 2}}),
     ({"dp_replicate": 2, "tp": 2}, 1, {}),
-], 0, 1))
+], 0, 1, 2))
 def test_parameters_that_are_not_trained_are_sharded_too(mesh, microbatches, passes):
     model = llama(N_LAYERS)
     for name, parameter in model.named_parameters():
