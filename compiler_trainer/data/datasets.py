@@ -23,13 +23,11 @@ from compiler_trainer.data import tokenized
 from compiler_trainer.data.corpus import Ids, hash_arrays, map_volume
 from compiler_trainer.data.loader import JoinedRows, Loader, Mixture
 from compiler_trainer.data.packing import (
-    EVERY,
     PAIRED,
     Facts,
     LayoutSpec,
     PackedRows,
     PairRows,
-    RowMask,
     Rows,
     layout_rows,
 )
@@ -106,7 +104,7 @@ class Datasets:
         return "\n".join(lines)
 
     def read_only(self, rows: Ids) -> None:
-        """Read the tokens of only these sequences of each global batch: those that this process computes."""
+        """Make only these sequences of each global batch: those that this process computes."""
         for loader in filter(None, (self.train, self.eval)):
             loader.read_only(rows)
 
@@ -336,8 +334,8 @@ class DatasetRows(Rows):
         """Return the number of tokens of each row that belong to documents: all."""
         return np.full_like(rows, self.seq_len)
 
-    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
-        """Return the entries of some rows, each [len(rows), ...]; all rows are read, as labels may be in any."""
+    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
+        """Return the entries of some rows, each [len(rows), ...]."""
         items = [self.row(int(row)) for row in rows]
         return {name: np.stack([row[name] for row in items]) for name in self.shapes}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.corpus import Ids, hash_arrays
-from compiler_trainer.data.packing import EVERY, Facts, RowMask, Rows, permutation
+from compiler_trainer.data.packing import Facts, Rows, permutation
 from compiler_trainer.places.cache import Cache
 
 Batch = dict[str, Tensor]
@@ -49,7 +49,7 @@ class Loader:
 
     def __init__(self, rows: Mixture, batch_size: int, seed: int | None, cache: Cache | None = None):
         self.rows, self.batch_size, self.seed, self.cache = rows, batch_size, seed, cache
-        self.read_mask: RowMask = EVERY
+        self.own = np.arange(batch_size)  # the rows of a batch that are made
         self.thread = ThreadPoolExecutor(1, "next-batch")
         self.next_batch: tuple[tuple[int, ...], Future[NextBatch]] | None = (
             None  # the rows taken before it, and the next batch
@@ -63,9 +63,8 @@ class Loader:
         self.token_count = 0  # tokens of the last batch that belong to documents
 
     def read_only(self, rows: Ids) -> None:
-        """From the next batch on, read the tokens of only these rows; the others are as in `Rows.batch`."""
-        self.read_mask = np.zeros(self.batch_size, bool)
-        self.read_mask[rows] = True
+        """From the next batch on, make only these rows; the others are zeros, which take no memory unless touched."""
+        self.own = rows if len(rows) else np.zeros(1, np.int64)  # a batch without any row would have no entries
         self.next_batch = None
 
     def next(self) -> Batch:
@@ -109,10 +108,18 @@ class Loader:
 
     def _make(self, rows_taken: tuple[int, ...]) -> NextBatch:
         rows, counts = self.draw(rows_taken, self.batch_size)
-        batch = {name: torch.from_numpy(array) for name, array in self.rows.batch(rows, self.read_mask).items()}
         return NextBatch(
-            batch, int(self.rows.token_counts(rows).sum()), tuple((np.array(rows_taken) + counts).tolist())
+            self.batch(rows), int(self.rows.token_counts(rows).sum()), tuple((np.array(rows_taken) + counts).tolist())
         )
+
+    def batch(self, rows: Ids) -> Batch:
+        """Return the global batch of these rows, as many as its size, of which `read_only` says which are made."""
+        result: Batch = {}
+        for name, array in self.rows.batch(rows[self.own]).items():
+            whole = np.zeros((len(rows), *array.shape[1:]), array.dtype)
+            whole[self.own] = array
+            result[name] = torch.from_numpy(whole)
+        return result
 
     def _rows(self, part: int, numbers: Ids) -> Ids:
         """Return the rows of a part for sample numbers that count across epochs."""
@@ -163,13 +170,11 @@ class JoinedRows(Rows):
             counts[mine] = part.token_counts(numbers)
         return counts
 
-    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return the entries of rows of any parts; all parts have the same entries."""
-        is_read = np.zeros(len(rows), bool)
-        is_read[read_mask] = True
         result: dict[str, NDArray[Any]] = {}
         for part, mine, numbers in self._by_part(rows):
-            for name, array in part.batch(numbers, is_read[mine]).items():
+            for name, array in part.batch(numbers).items():
                 result.setdefault(name, np.empty((len(rows), *array.shape[1:]), array.dtype))[mine] = array
         return result
 

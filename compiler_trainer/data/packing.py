@@ -38,10 +38,6 @@ class Facts(NamedTuple):
     fingerprint: str
 
 
-RowMask = NDArray[np.bool_] | slice
-EVERY = slice(None)
-
-
 class Rows(Protocol):
     """The interface of rows of `seq_len` tokens, made on demand."""
 
@@ -53,12 +49,11 @@ class Rows(Protocol):
     def token_counts(self, rows: Ids) -> Ids:
         """Return the number of tokens of each row that belong to documents."""
 
-    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
-        """Return `tokens`, `labels`, `positions` and `documents` of the rows numbered `rows`.
+    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
+        """Return `tokens`, `labels`, `positions` and `documents` of the rows numbered `rows`, one or more.
 
         All are int64 [len(rows), seq_len]. Positions count from 0 at each document's first token in the row. Documents
-        are numbered from 0 in the row; padding has document -1. Rows for which `read_mask`, bool [len(rows)], is False
-        have end-of-document tokens, and 0 in place of each label.
+        are numbered from 0 in the row; padding has document -1.
         """
 
     @property
@@ -97,7 +92,7 @@ class PackedRows(Rows):
         last = self._pieces(ends - 1)
         return np.where(self.layout.sources[last] == PADDING, self.layout.starts[last], ends) - ends + self.seq_len
 
-    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return `tokens`, `labels`, `positions` and `documents` of some rows."""
         layout, row_starts = self.layout, self.layout.rows[rows] * self.seq_len
         piece = self._pieces_of(row_starts)
@@ -107,15 +102,9 @@ class PackedRows(Rows):
         has_label = ~is_padding & ((at + 1 < layout.starts[piece + 1]) | layout.continues[piece])
         if self.corpus.counted is not None:
             has_label &= self.corpus.counted.take(source + 1, mode="clip")
-        tokens = np.full_like(at, self.corpus.end_of_document)
-        tokens[read_mask] = np.where(
-            is_padding[read_mask], self.corpus.end_of_document, self._tokens(source[read_mask])
-        )
-        labels = np.where(has_label, 0, IGNORED_LABEL)
-        labels[read_mask] = np.where(has_label[read_mask], self._tokens(source[read_mask] + 1), IGNORED_LABEL)
         return {
-            "tokens": tokens,
-            "labels": labels,
+            "tokens": np.where(is_padding, self.corpus.end_of_document, self._tokens(source)),
+            "labels": np.where(has_label, self._tokens(source + 1), IGNORED_LABEL),
             "positions": at - np.maximum(layout.starts[piece], row_starts[:, None]),
             "documents": np.where(is_padding, PADDING_DOCUMENT, piece - piece[:, :1]),
         }
@@ -465,9 +454,9 @@ class PairRows(Rows):
         """Return the number of tokens of each row that belong to documents."""
         return self.rows.token_counts(rows)
 
-    def batch(self, rows: Ids, read_mask: RowMask = EVERY) -> dict[str, NDArray[Any]]:
+    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""
-        entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows, read_mask), "pairs": np.ones(len(rows), np.int64)}
+        entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows), "pairs": np.ones(len(rows), np.int64)}
         if self.reference is not None:
             entries |= {name: self.reference[rows, i] for i, name in enumerate(REFERENCE)}
         return entries

@@ -24,7 +24,7 @@ from compiler_trainer.step.ranks import local_device, rank, start_ranks, stop_ra
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.evaluate import by_source, means, validation_batches
 from compiler_trainer.training.loggers import Working
-from compiler_trainer.training.prepare import own_rows, read_data
+from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.reference import refer
 from compiler_trainer.training.trainer import peek
 
@@ -44,8 +44,7 @@ def evaluate(cfg: Config, other: bool) -> str:
     loader = datasets.eval or datasets.train
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, peek(loader), datasets.below, tell)
-        if not cfg.has_own_loss and step.mesh.world_size > 1:
-            datasets.read_only(own_rows(step, step.ranks))
+        datasets.read_only(step.samples_read(step.ranks).numpy())
         results, count = means(step, told(loader, cfg.eval.batches, tell))
     stop_ranks()
     if not cfg.loss and not has_further_terms(trained):

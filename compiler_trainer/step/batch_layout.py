@@ -14,7 +14,24 @@ from passes.ir import ir
 from passes.ir.mesh import BLOCKS
 from passes.ir.mesh import SEQUENCE_AXIS as AXIS
 from passes.ir.order import ZIGZAG, Order
-from passes.sharding.place import place_batch
+from passes.sharding.place import samples_of
+
+
+def is_for_all_samples(program: ir.Program) -> bool:
+    """Return True if all ranks share a table of blocks, because they exchange data between samples."""
+    return any(i.kind == "layout" and not i.spec.replicate for i in program.inputs)
+
+
+def samples_read(program: ir.Program, rank: int) -> set[int]:
+    """Return the numbers of a microbatch's samples that a rank reads: its own, and those that any entry gives it."""
+    entries, mesh = [i for i in program.inputs if i.kind == "batch"], program.mesh
+    samples = set[int]()
+    for (rows, *_) in (entry.spec.dims[0] for entry in entries):
+        runs = rows.runs(mesh, mesh.coordinates(rank))
+        samples.update(samples_of(rank, rows.size, mesh), *(range(start, start + count) for start, _, count in runs))
+        if is_for_all_samples(program):
+            samples.update(range(rows.size))
+    return samples
 
 
 def on_device(value: Tensor, device: torch.device) -> Tensor:
@@ -46,10 +63,7 @@ class BatchLayout:
         These are the rank's own samples, or all if ranks exchange data between samples.
         """
         mesh, count = self.program.mesh, len(self.bounds[0][0])
-        if any(i.kind == "layout" and not i.spec.replicate for i in self.program.inputs):
-            return tuple(range(count))
-        runs = place_batch((count, 2), mesh).dims[0][0].runs(mesh, mesh.coordinates(rank))
-        return tuple(row for start, _, n in runs for row in range(start, start + n))
+        return tuple(range(count) if is_for_all_samples(self.program) else samples_of(rank, count, mesh))
 
     def order(self, rank: int) -> Order:
         """Return the order of the sequence, with the table that all ranks of a `cp` group share."""

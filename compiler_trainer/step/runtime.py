@@ -28,6 +28,7 @@ from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
 from passes.lower.cudagraphs import InSlots, Recorder
 from passes.lower.inductor import ALONE, Workers
+from passes.sharding.place import place_batch
 from passes.torch_private import register_axis_group
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class Runtime(Protocol):
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None: ...
     def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]: ...
     def share(self, values: dict[str, T]) -> dict[str, T]: ...
+    def total(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]: ...
 
 
@@ -69,6 +71,12 @@ class Staged:
     def stage_of(self, rank: int) -> int:
         """Return the pipeline rank of a rank."""
         return rank // self.ranks_per_stage
+
+
+def axes_of_samples(programs: Iterable[ir.Program]) -> tuple[str, ...]:
+    """Return the axes over which a batch's samples are divided."""
+    shapes = [(i.spec.shape[0], program.mesh) for program in programs for i in program.inputs if i.kind == "batch"]
+    return place_batch(shapes[0][:1], shapes[0][1]).dims[0][0].axes if shapes else ()
 
 
 def all_calls(program: ir.Program) -> Iterator[fx.Node]:
@@ -117,6 +125,10 @@ class LockstepRanks(Staged):
         """Return the values of all stages, which are in this process."""
         return values
 
+    def total(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return sums over this process's samples, which are all."""
+        return dict(values)
+
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the local tensors of all ranks that have one, by rank."""
         return [local[rank] for rank in sorted(local)]
@@ -140,6 +152,7 @@ class ProcessRanks(Staged):
         self.groups: dict[str, dist.ProcessGroup] = {}  # by the communicator's name in programs
         records = lower.cudagraphs and not why_nothing_is_recorded(device)
         self.recorder = Recorder() if records else None
+        self.sample_groups: list[dist.ProcessGroup] = []  # of ranks that have different samples, one for each axis
         self.ways: Ways | None = None
         self.stages: dist.ProcessGroup | None = None  # this rank and its counterparts in other stages
         if self.distributed and mesh["pp"] > 1:
@@ -202,6 +215,12 @@ class ProcessRanks(Staged):
             if name is not None and axis is not None and name not in self.groups:
                 self.groups[name] = new_group(self.neighbours(axis))
 
+    def group_of(self, axis: str) -> dist.ProcessGroup:
+        """Return a group of the ranks along an axis: that of a communicator if there is one, or a new group."""
+        neighbours = self.neighbours(axis)
+        groups = (group for group in self.groups.values() if dist.get_process_group_ranks(group) == neighbours)
+        return next(groups, None) or new_group(neighbours)
+
     def neighbours(self, axis: str) -> list[int]:
         """Return the ranks that differ from this one only in their coordinate on an axis."""
         (rank,) = self.ranks
@@ -233,6 +252,7 @@ class ProcessRanks(Staged):
             for name, program in programs.items():
                 agree(name, program)
                 self.make_groups(program)
+            self.sample_groups = [self.group_of(axis) for axis in axes_of_samples(programs.values())]
         if self.recorder is not None and self.mesh["pp"] > 1:
             self.recorder.sent = sent_between(p for p in programs.values() if not p.evaluates)
 
@@ -265,6 +285,18 @@ class ProcessRanks(Staged):
         if self.mesh["pp"] == 1:
             return values
         return {name: value for rank_values in gather(values, self.stages) for name, value in rank_values.items()}
+
+    def total(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums over all ranks' samples, fp64[] each, of those over a rank's own; all ranks must call this.
+
+        Ranks that share their samples have the same values.
+        """
+        if not self.sample_groups or not values:
+            return dict(values)
+        sums = torch.stack([value.double() for value in values.values()])
+        for group in self.sample_groups:
+            dist.all_reduce(sums, group=group)
+        return dict(zip(values, sums.unbind(), strict=True))
 
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None:
         """Copy one rank's local tensor, shaped `like`, to other ranks in place; every rank must call this."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.pipeline import EVALUATE
-from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device
+from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device, samples_read
 from compiler_trainer.step.messages import Post
 from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import Runtime
@@ -24,6 +24,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.spec import Spec, shard, unshard
 from passes.ops import host, shift
 from passes.pipeline.schedules import Schedule
+from passes.sharding.place import samples_of
 
 ByRank = dict[int, Tensor]
 PREFIXES = {**dict.fromkeys(ir.MODEL_STATE, "model"), "moment": "optim", "gradient": "gradient"}  # of stored tensors
@@ -104,8 +105,12 @@ class Step:
             for rank in self.ranks
         }
         self.restored_names = {state_name(i): None for c in train.values() for i in c.finished.inputs if i.restored}
-        self.label_counts = {i.name: i.count for i in inputs if i.count is not None}
+        nodes = [n for c in compiled for n in c.finished.placeholders()]
+        self.label_counts = {
+            i.name: (i.count, ir.example(n).dtype) for i, n in zip(inputs, nodes, strict=True) if i.count is not None
+        }
         self.entries = {entry: entry_spec for c in compiled for entry, entry_spec in entries_of(c.finished).items()}
+        self.samples = self.own_samples()
         self.training = self.turns(turns_of_step(programs_of(train), schedule, microbatches), train)
         self.slots = slots_of(self.training[0])
         measuring = turns_of_evaluation(EVALUATE, programs_of(evaluation), schedule, microbatches)
@@ -174,7 +179,11 @@ class Step:
         """
         turns, carried = turns_and_values
         parts = self.split(batch)
-        counts = self.counts(parts)
+        for part in parts:
+            check_batch(part, self.entries)
+        for name in (name for name, entry in self.entries.items() if entry.runs):
+            check_runs(name, batch[name], self.samples)
+        counts = self.counts(batch)
         batches = [
             join_microbatches(parts[i : i + self.microbatches_per_turn])
             for i in range(0, len(parts), self.microbatches_per_turn)
@@ -205,13 +214,32 @@ class Step:
             **{name_of(SEED, k): count + k + (self.seed << 32) for k in range(self.microbatches_per_turn)},
         }
 
-    def counts(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the counts of labels over all microbatches, which are inputs of programs."""
-        for part in parts:
-            check_batch(part, self.entries)
-        names = dict.fromkeys(name for count in self.label_counts.values() for name in count.names)
-        label_values = [{name: on_device(part[name], self.device) for name in names} for part in parts]
-        return {name: count.of(label_values) for name, count in self.label_counts.items()}
+    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the counts of labels over all samples, which are inputs of programs; ranks add those of their own."""
+        names = dict.fromkeys(name for count, _ in self.label_counts.values() for name in count.names)
+        labels = {name: on_device(batch[name][self.samples], self.device) for name in names}
+        totals = self.runtime.total({name: count.of(labels) for name, (count, _) in self.label_counts.items()})
+        return {name: totals[name].to(dtype) for name, (_, dtype) in self.label_counts.items()}
+
+    def own_samples(self) -> Tensor:
+        """Return the numbers of this process's samples of a global batch, each counted once, int64[samples]."""
+        size = next((entry.shape[0] for entry in self.entries.values()), 0)
+        return self.in_batch({number for rank in self.ranks for number in samples_of(rank, size, self.mesh)})
+
+    def samples_read(self, ranks: Sequence[int]) -> Tensor:
+        """Return the numbers of the samples of a global batch that ranks read, int64[samples]."""
+        programs = [compiled.finished for compiled in (*self.train.values(), *self.evaluation.values())]
+        return self.in_batch({number for p in programs for rank in ranks for number in samples_read(p, rank)})
+
+    def in_batch(self, samples: set[int]) -> Tensor:
+        """Return the numbers in a global batch of each microbatch's samples, ascending."""
+        size = next((entry.shape[0] for entry in self.entries.values()), 0)
+        numbers = [part * size + number for part in range(self.microbatches) for number in sorted(samples)]
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    def total(self, values: Tensor) -> float:
+        """Return the sum of a global batch's numbers, [samples], of which each rank adds those of its own samples."""
+        return float(self.runtime.total({"": values[self.samples].sum().to(self.device)})[""])
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """Return the mean loss of a global batch, without changing the state."""
@@ -370,23 +398,18 @@ def check_batch(batch: Mapping[str, Tensor], expected: Mapping[str, Entry]) -> N
                 f"batch[{key!r}]",
                 f"is {value.dtype}{list(value.shape)}, but the step was compiled for {dtype}{list(shape)} a microbatch",
             )
-    for name in (name for name, entry in expected.items() if entry.runs):
-        check_runs(name, batch[name])
 
 
-def check_runs(name: str, value: Tensor) -> None:
-    """Raise UserError unless equal entries of each row are adjacent, which attention's bounds assume."""
-    value = value.long()
-    turns = value[..., 1:] != value[..., :-1]
+def check_runs(name: str, value: Tensor, samples: Tensor) -> None:
+    """Raise UserError unless equal entries of each sample's rows are adjacent, which attention's bounds assume."""
+    value = value[samples].long()
     last = value.masked_fill(value == -1, 2**31 - 1)  # padding, document -1, ends a row
     if bool((last[..., 1:] >= last[..., :-1]).all()):
         return
-    for number, (row, turn) in enumerate(zip(value.flatten(0, -2), turns.flatten(0, -2))):
-        ids = torch.cat([row[:1], row[1:][turn]])
-        values, counts = ids.unique(return_counts=True)
-        if bool((counts > 1).any()):
-            repeated = int(values[counts > 1][0])
-            fix = "the mask compares these ids, so give each document its own id"
-            raise UserError(
-                f"batch[{name!r}]", f"row {number} has {repeated} in two places with other ids between; {fix}"
-            )
+    for number, rows in zip(samples.tolist(), value):
+        for row in rows.reshape(-1, rows.shape[-1]):
+            ids, counts = row.unique_consecutive().unique(return_counts=True)
+            if bool((counts > 1).any()):
+                problem = f"row {number} has {int(ids[counts > 1][0])} in two places with other ids between"
+                fix = "the mask compares these ids, so give each document its own id"
+                raise UserError(f"batch[{name!r}]", f"{problem}; {fix}")

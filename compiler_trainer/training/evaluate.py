@@ -38,9 +38,10 @@ from compiler_trainer.training.metrics import FILE, JsonLines, Record, TensorBoa
 
 
 class Measures(Protocol):
-    """An object that returns the mean loss and the metrics of a global batch."""
+    """An object that returns the mean loss and the metrics of a global batch, and sums over its samples."""
 
     def measure(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
+    def total(self, values: Tensor, /) -> float: ...
 
 
 def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[str, float], int]:
@@ -50,7 +51,7 @@ def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[st
     """
     total, labels = defaultdict[str, float](float), Counter[str]()
     for source, batch in batches:
-        terms = count_terms(batch)
+        terms = int(step.total(count_terms(batch)))
         if not terms:
             continue  # its loss is a mean of nothing
         metrics, name = step.measure(batch), f"loss/{source}"
@@ -65,9 +66,12 @@ def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[st
     return {name: total[name] / count for name in metric_names} | source_losses, count
 
 
-def count_terms(batch: Batch) -> int:
-    """Return the number of terms that a batch's loss is the mean of: pairs, or labelled tokens without pairs."""
-    return int(batch["pairs"].sum() if "pairs" in batch else (batch["labels"] != IGNORED_LABEL).sum())
+def count_terms(batch: Batch) -> Tensor:
+    """Return the terms of each sample that a batch's loss is the mean of, int64[samples]: pairs, or labelled tokens."""
+    if "pairs" in batch:
+        return batch["pairs"]
+    labels = batch["labels"]
+    return (labels != IGNORED_LABEL).reshape(len(labels), -1).sum(1)
 
 
 def validation_batches(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]:
@@ -92,11 +96,11 @@ def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np
 def fill_batch(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
     """Return a global batch of these samples; if there are too few, fill it with samples that have no labels."""
     missing = loader.batch_size - len(numbers)
-    batch = loader.rows.batch(np.pad(numbers, (0, missing), mode="edge"), loader.read_mask)
+    batch = loader.batch(np.pad(numbers, (0, missing), mode="edge"))
     batch["labels"][len(numbers) :] = IGNORED_LABEL
     if "pairs" in batch:
         batch["pairs"][len(numbers) :] = 0
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
+    return batch
 
 
 # ---- samples -------------------------------------------------------------------------------------------

@@ -11,15 +11,13 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from compiler_trainer import BEGAN, checkpoint
@@ -37,11 +35,9 @@ from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.ranks import first_of_each_machine_first, from_rank_0, rank
-from compiler_trainer.step.step import Step
 from compiler_trainer.training import folder
 from compiler_trainer.training.checkpoints import bring, check_meaning, check_storable, check_store, first_whole
 from compiler_trainer.training.loggers import announce
-from passes.ir import ir
 
 
 @dataclass(frozen=True)
@@ -267,22 +263,3 @@ class Phases:
         """Return a line such as `6.1 s: import 2.9, program 0.4, kernels 0.8`, without phases that took no time."""
         parts = (f"{name} {s:.1f}" for name, s in self.seconds.items() if s >= 0.05)
         return f"{sum(self.seconds.values()):.1f} s: {', '.join(parts)}"
-
-
-# ---- samples of a rank ---------------------------------------------------------------------------------
-
-
-def own_rows(step: Step, ranks: Sequence[int]) -> NDArray[np.int64]:
-    """Return the numbers of the samples that the given ranks need, ascending."""
-    inputs = [e for compiled in (*step.train.values(), *step.evaluation.values()) for e in compiled.finished.inputs]
-    entries = [e for e in inputs if e.kind == "batch"]
-    size = entries[0].spec.shape[0]
-    part_rows = sorted({row for e in entries for rank in ranks for row in rows_of(e, step, rank)})
-    return np.concatenate([np.array(part_rows, np.int64) + part * size for part in range(step.microbatches)])
-
-
-def rows_of(entry: ir.Input, step: Step, rank: int) -> Iterator[int]:
-    """Yield the samples of a microbatch that a rank needs of one input."""
-    (rows,) = entry.spec.dims[0]
-    for start, _, count in rows.runs(step.mesh, step.mesh.coordinates(rank)):
-        yield from range(start, start + count)

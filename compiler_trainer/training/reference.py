@@ -15,13 +15,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from compiler_trainer.config.schema import Config, DpoConfig
 from compiler_trainer.data.datasets import Datasets
-from compiler_trainer.data.loader import Mixture
+from compiler_trainer.data.loader import Batch, Loader, Mixture
 from compiler_trainer.data.packing import REFERENCE, PairRows
 from compiler_trainer.models.preference import reference
 from compiler_trainer.models.subject import subject
@@ -30,7 +28,6 @@ from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import from_rank_0, local_device, rank
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.loggers import Working, announce
-from compiler_trainer.training.prepare import own_rows
 
 FILE = "reference.npz"
 Values = NDArray[np.float32]  # [pairs, 2]
@@ -94,7 +91,7 @@ def compute(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values]
         step = compile_step(
             trained.module,
             partial(reference, trained.logits),
-            entries(halves[0], np.arange(size) % len(halves[0])),
+            entries(Loader(halves[0], size, None), np.arange(size) % len(halves[0])),
             mesh=cfg.mesh,
             passes=cfg.passes,
             lower=dataclasses.replace(cfg.lower, programs=None),
@@ -116,17 +113,17 @@ def compute(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values]
 
 def log_probabilities(step: Step, rows: Mixture, size: int, tell: Callable[[str], None]) -> Values:
     """Return the log-probabilities of all pairs, computed `size` at a time; a rank reads only its own."""
-    is_own, values = np.isin(np.arange(size), own_rows(step, step.ranks)), np.empty((len(rows), 2), np.float32)
+    values, loader = np.empty((len(rows), 2), np.float32), Loader(rows, size, None)
+    loader.read_only(step.samples_read(step.ranks).numpy())
     for first in range(0, len(rows), size):
         tell(f"reference: pair {first:,} of {len(rows):,}")
         numbers = np.arange(first, min(first + size, len(rows)))
-        results = step.rows(entries(rows, np.pad(numbers, (0, size - len(numbers)), mode="edge"), is_own))
+        results = step.rows(entries(loader, np.pad(numbers, (0, size - len(numbers)), mode="edge")))
         for i, name in enumerate(REFERENCE):
             values[numbers, i] = results[name][: len(numbers)].numpy()
     return values
 
 
-def entries(rows: Mixture, numbers: NDArray[np.int64], is_read: NDArray[np.bool_] | None = None) -> dict[str, Tensor]:
+def entries(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
     """Return the batch entries that log-probabilities are computed from."""
-    batch = rows.batch(numbers) if is_read is None else rows.batch(numbers, is_read)
-    return {name: torch.from_numpy(array) for name, array in batch.items() if name not in ("pairs", *REFERENCE)}
+    return {name: value for name, value in loader.batch(numbers).items() if name not in ("pairs", *REFERENCE)}

@@ -54,7 +54,6 @@ from compiler_trainer.training.prepare import (
     check_room,
     find_start,
     make_reproducible,
-    own_rows,
     read_data,
     resolve_steps,
     same_on_all_ranks,
@@ -223,9 +222,7 @@ def build_step(
     )
     if cfg.train.ema is not None:
         averages.add(step, (name for name, p in trained.module.named_parameters() if p.requires_grad))
-    # A user's loss may need more of other ranks' samples than which tokens have labels.
-    if not cfg.has_own_loss and step.mesh.world_size > 1:
-        datasets.read_only(own_rows(step, step.ranks))
+    datasets.read_only(step.samples_read(step.ranks).numpy())
     return step
 
 

@@ -209,7 +209,7 @@ def _full_value(node: fx.Node, input_: ir.Input, inputs: Mapping[str, Tensor]) -
     if input_.value is not None:
         return input_.value
     if input_.count is not None:  # all microbatches get the same input
-        return input_.count.of([inputs] * input_.count.microbatches)
+        return (input_.count.of(inputs) * input_.count.microbatches).to(dtype)
     if name not in inputs and input_.kind in ZERO_AT_FIRST:
         return torch.zeros(input_.spec.shape, dtype=dtype)
     if name not in inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -140,7 +140,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Count:
-    """A number known before a step runs: the sum over microbatches of the result of `program`, on one device."""
+    """A number known before a step runs: the sum of the results of `program` over the samples of all microbatches.
+
+    The program is that of one microbatch. Its result has the entries of each sample together and in order, and they
+    depend on this sample alone.
+    """
 
     program: Program
     microbatches: int
@@ -150,10 +154,18 @@ class Count:
         """The counted entries of a batch."""
         return [input_.name for input_ in self.program.inputs]
 
-    def of(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Return the count over full microbatches, 0-d."""
-        counts = torch.stack([self.program.module(*(part[name] for name in self.names))[0] for part in parts])
-        return counts.sum(dtype=counts.dtype)
+    def of(self, samples: Mapping[str, Tensor]) -> Tensor:
+        """Return the count over any number of samples, int64[] or fp64[]; `samples` are the entries called `names`."""
+        size = self.program.inputs[0].spec.shape[0]
+        values = [samples[name] for name in self.names]
+        counts = [torch.zeros((), dtype=torch.int64, device=values[0].device)]  # of no samples
+        for first in range(0, len(values[0]), size):
+            parts = [value[first : first + size] for value in values]
+            count = len(parts[0])
+            terms = self.program.module(*(torch.cat([p, p[:1].expand(size - count, *p.shape[1:])]) for p in parts))[0]
+            dtype = torch.float64 if terms.is_floating_point() else torch.int64
+            counts.append(terms.reshape(size, -1)[:count].sum(dtype=dtype))
+        return torch.stack(counts[1:] or counts).sum()
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:

@@ -105,7 +105,7 @@ def _counts(program: ir.Program) -> Iterator[Line]:
     """Yield the programs that compute the inputs counted over all microbatches."""
     for input_ in program.inputs:
         if input_.count is not None:
-            yield Line(f"# {input_.name}: the sum of {input_.count.microbatches} microbatches' results of")
+            yield Line(f"# {input_.name}: the sum, over all samples of {input_.count.microbatches} microbatches, of")
             yield from _graph(input_.count.program.graph, input_.name)
 
 

@@ -36,6 +36,12 @@ def place_batch(shape: tuple[int, ...], mesh: Mesh) -> Spec:
     return replace(spec, dims=dims)
 
 
+def samples_of(rank: int, samples: int, mesh: Mesh) -> list[int]:
+    """Return the numbers of a rank's samples, of those of a microbatch."""
+    (rows,) = place_batch((samples,), mesh).dims[0]
+    return [row for start, _, n in rows.runs(mesh, mesh.coordinates(rank)) for row in range(start, start + n)]
+
+
 def add_axis(dim: Dim, axis: str) -> Dim:
     """Split a dim's major factor over one more axis, inside the axes that already shard it."""
     return (replace(dim[0], axes=(*dim[0].axes, axis)), *dim[1:])

@@ -76,17 +76,23 @@ def unwrap(divisor: fx.Node) -> fx.Node:
 
 def counts_samples(counted: fx.Node, batch: Set[fx.Node]) -> bool:
     """Return True if a node sums entries that depend only on the batch, each only on its own sample."""
-    cone = cone_of(counted, batch)
-    return is_sum(counted) and bool(cone & batch) and all(n in batch or keeps_samples(n) for n in cone - {counted})
+    if name_of(counted) != "sum" or ir.example(counted).dim():
+        return False
+    cone = cone_of(counted, batch) - {counted}
+    sizes = {ir.example(n).shape[:1] for n in cone & batch}
+    return len(sizes) == 1 and all(n in batch or keeps_samples(n, *sizes) for n in cone)
 
 
-def keeps_samples(node: fx.Node) -> bool:
-    """Return True if each sample of the result depends only on the same sample of the operand."""
+def keeps_samples(node: fx.Node, samples: torch.Size) -> bool:
+    """Return True if the result has the entries of each sample together and in order, as its operands have them.
+
+    `samples` is the first size of a batch's entries, [samples of a microbatch].
+    """
     operands, shape = tensor_operands(node), ir.example(node).shape
     if name_of(node) in POINTWISE:
         return bool(operands) and all(ir.example(n).shape == shape for n in operands)
     if name_of(node) in CUTS:
-        return ir.example(operands[0]).shape[0] == shape[0]
+        return ir.example(operands[0]).shape[:1] == shape[:1] == samples
     return name_of(node) in RESHAPES
 
 
@@ -96,9 +102,9 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def count_of(program: ir.Program, counted: fx.Node, microbatches: int) -> ir.Count:
-    """Return the program that computes a sum from entries of the batch."""
+    """Return the count of a sum of entries of the batch."""
     ends = {n: i for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
-    return ir.Count(backward_slice(program, ends, [counted]), microbatches)
+    return ir.Count(backward_slice(program, ends, tensor_operands(counted)), microbatches)
 
 
 def placeholder(program: ir.Program, ctx: ir.Context, counted: fx.Node, name: str) -> fx.Node:

@@ -96,6 +96,9 @@ class ByLetter:
         labels = batch["labels"][batch["labels"] != IGNORED_LABEL]
         return {"loss": float(labels.double().mean()), "share": 1.0}
 
+    def total(self, values):
+        return values.sum()
+
 
 @pytest.mark.parametrize("batches", [1, 3, None])
 def test_the_loss_of_each_source_is_that_of_its_rows_and_all_make_the_whole(batches, tmp_path):

@@ -119,7 +119,7 @@ def test_switched_off(fake, tmp_path):
 @pytest.mark.parametrize(("interval", "evaluates"), [(4, True), (None, False)])
 def test_evaluation_is_compiled_only_where_the_run_evaluates(interval, evaluates, tmp_path, monkeypatch):
     requests = []
-    monkeypatch.setattr(trainer, "compile_step", lambda *args, evaluate, **how: requests.append(evaluate) or FakeStep())
+    monkeypatch.setattr(trainer, "compile_step", lambda *args, evaluate, **how: requests.append(evaluate) or FakeStep(*args))
     trainer.train(options(tmp_path / "run", eval=EvalConfig(interval=interval)))
     assert requests == [evaluates]
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_model_leaves_nothing(fake, tmp_path, monkeypatc
 
     class Bigger(FakeStep):
         def __init__(self, *args, **kwargs):
-            super().__init__()
+            super().__init__(*args)
             self.state = {"model.w": State(Spec.whole((4,)), {0: torch.ones(4)}, torch.ones(4))}
 
     monkeypatch.setattr(trainer, "compile_step", Bigger)
@@ -278,7 +278,7 @@ def test_a_disk_that_does_not_take_the_graphs_is_one_line(tmp_path, monkeypatch,
         with no_file_above(100):
             for name in ("forward", "step"):
                 observe(joint({"tp": 2}), PassRecord(name, "joint", 0.0, 0, 0, Report(), nothing, {}))
-        return FakeStep()
+        return FakeStep(*args)
 
     monkeypatch.setattr(trainer, "compile_step", compiled)
     trainer.train(options(tmp_path / "run"))

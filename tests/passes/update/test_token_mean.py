@@ -93,10 +93,22 @@ def test_steps_are_those_of_the_whole_batch(mesh, microbatches):
         assert report_of(step) == {"counts": {"means": 1}, "notes": (), "reshards": (), "remarks": ()}
 
 
+def flat(model, batch):
+    """Return a mean by weights of another dtype, added up as one row."""
+    total, mask = summed(model, batch)
+    return total / mask.float().view(-1).sum(dtype=torch.float64)
+
+
+def cut_after_flattening(model, batch):
+    """Return a mean over labels of which the last of the last sample does not count."""
+    total, mask = summed(model, batch)
+    return total / mask.view(1, -1)[:, :-1].sum()
+
+
 @pytest.mark.parametrize(("loss", "counted", "left"), [
-    (masked, 1, 0), (z_loss, 1, 1), (two_masks, 2, 0), (shifted, 1, 0), (by_log_softmax, 1, 0),
+    (masked, 1, 0), (z_loss, 1, 1), (two_masks, 2, 0), (shifted, 1, 0), (by_log_softmax, 1, 0), (flat, 1, 0),
 ])
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_losses_of_ones_own_are_counted_as_well(loss, counted, left):
     data = uneven(first=1)
     metrics, state = train_plainly(llama(), loss, data, PLAIN)
@@ -135,7 +147,7 @@ def used_twice(model, batch):
     return loss + loss * loss
 
 
-@pytest.mark.parametrize("loss", [by_class, by_share, used_twice])
+@pytest.mark.parametrize("loss", [by_class, by_share, used_twice, cut_after_flattening])
 @pytest.mark.sample(1)
 def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
     data, model = uneven(first=1), llama()
@@ -193,11 +205,10 @@ TEXT = """\
 %values_0 = batch "x" : f32[4, 3] [4, 3]
 %values_1 = batch "y" : i64[4, 3] [4, 3]
 %count_0 = scalar "count_0" : i64[] []
-# count_0: the sum of 2 microbatches' results of
+# count_0: the sum, over all samples of 2 microbatches, of
 %values_1 = placeholder(values_1) : i64[4, 3]
 %ne = ne.Scalar(%values_1, 0) : bool[4, 3]
-%sum_2 = sum(%ne) : i64[]
-return [%sum_2]
+return [%ne]
 # outputs: 1
 loss "loss" = %mul_2 : f32[] []
 # nodes: 7
