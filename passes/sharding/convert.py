@@ -289,7 +289,7 @@ class _Steps:
         """Mark replicate copies as invariant if the target is not replicate there."""
         for axis in sorted(self.replicate - target["replicate"]):
             if self.state(axis) == "replicate":
-                if self.has_grad or self.value is not self.original:  # `fsdp` may gather to invariant and replicate parts
+                if self.has_grad or self.value is not self.original:  # `fsdp` may be wanted in both states
                     self.call(reshard.replicate_to_invariant, axis, self.builder.coordinates[axis], axis)
                 self.replicate.discard(axis)
 
