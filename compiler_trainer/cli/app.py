@@ -20,7 +20,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from compiler_trainer.cli.ends import RANK, WORLD_SIZE, end, refuse
+from compiler_trainer.cli.ends import end, is_first, ranks, record, refuse
 from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.cli.outcome import outcome
 from compiler_trainer.config.compose import CONF, as_user_errors, name_recipes, store_defaults, to_config
@@ -39,7 +39,7 @@ def main() -> None:
     store_defaults()
     sys.argv[1:] = flags_first(sys.argv[1:])
     with tempfile.TemporaryDirectory() as scratch:
-        if RANK != 0:  # hydra creates a sweep's folder on every rank, and names it by the rank's clock
+        if not is_first():  # hydra creates a sweep's folder on every rank, and names it by the rank's clock
             sys.argv.append(f"hydra.sweep.dir={scratch}")
         try:
             with as_user_errors():
@@ -71,7 +71,7 @@ def run(composed: DictConfig) -> float | None:
 
             if cfg.run.elastic:
                 raise UserError("run.elastic", "cannot be set in a sweep, whose points share their ranks; leave it out")
-            if ranks_of(job) != WORLD_SIZE:
+            if ranks_of(job) != ranks():
                 point.join_tasks()
             return point.run_point(in_subfolder(cfg, str(job.job.num)), job.job.num, job.overrides.task, outcome)
         return outcome(cfg)
@@ -81,7 +81,8 @@ def run(composed: DictConfig) -> float | None:
         end(error)
     except ModuleNotFoundError as error:
         refuse(not_installed(error))
-    except Exception:  # an exception that leaves this function would be reported as an error in composing
+    except Exception as error:  # an exception that leaves this function would be reported as an error in composing
+        record(error)
         traceback.print_exc()
         sys.exit(1)
 
@@ -99,7 +100,7 @@ class WatchSweep(Callback):
                 for number, point in enumerate(points(config.hydra.overrides.task)):
                     overrides = [*config.hydra.overrides.hydra, *point]
                     cfg = checked(hydra.compose(config.hydra.job.config_name, overrides), ranks_of(config.hydra))
-                    if RANK == 0:
+                    if is_first():
                         check(in_subfolder(cfg, str(number)))
         except UserError as error:  # hydra would log an exception and continue
             refuse(error)
@@ -108,7 +109,7 @@ class WatchSweep(Callback):
         """Exit with 1 if a point failed."""
         from compiler_trainer.sweep.render import render
 
-        if RANK == 0 and not render(Path(config.run.dir)):
+        if is_first() and not render(Path(config.run.dir)):
             sys.exit(1)
 
 
@@ -129,7 +130,7 @@ def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
 def ranks_of(job: Any) -> int:
     """Return the ranks of a hydra job: those that torchrun started, times the tasks of a launcher per point."""
     nodes, tasks = (OmegaConf.select(job, f"launcher.{name}", default=1) for name in ("nodes", "tasks_per_node"))
-    return WORLD_SIZE * nodes * tasks
+    return ranks() * nodes * tasks
 
 
 def checked(composed: DictConfig, ranks: int) -> Config:

@@ -9,20 +9,22 @@ import sys
 import warnings
 from pathlib import Path
 
-from compiler_trainer.cli.ends import end, refuse
+from compiler_trainer.cli.ends import end, record, refuse
 from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.cli.imports import unwatched
 from compiler_trainer.cli.table import VERBS, usage
-from compiler_trainer.config.errors import STOPPED, RunError, UserError
+from compiler_trainer.config.errors import RunError, Stopped, UserError
+from compiler_trainer.elastic.engines import place_of_rank
 
 HELP = ("-h", "--help")
+WITH_RANKS = ("resume", "eval", "profile", "check-export")  # verbs that may run on several ranks
 SPINS = "10000"  # of a waiting OpenMP thread; GNU's 300,000 starve the thread that it waits for on a busy core
 USUAL = warnings.formatwarning
 OURS = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("compiler_trainer", "passes"))
 
 
 def main() -> None:
-    """Run the command line; exit with 0 when done, 2 on bad input, 1 on any other error."""
+    """Run the command line; exit with 0 when done, 2 on bad input, 1 on other errors, or as `run.exit_codes` says."""
     warnings.formatwarning = formatted
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when PyTorch is imported
@@ -35,21 +37,25 @@ def main() -> None:
         end(error)
     except ModuleNotFoundError as error:
         refuse(not_installed(error))
-    except SystemExit as exit_:
-        if exit_.code == STOPPED:  # by a signal; schedulers may send it again, to no purpose
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)
+    except Stopped:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # schedulers may send one again, to no purpose
+            signal.signal(number, signal.SIG_IGN)
         raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)  # Python would take more than a second to tear down the imported modules
+    except Exception as error:
+        record(error)
+        raise
 
 
 def act(arguments: list[str]) -> int | None:
     """Train, or run the verb in the first argument; return the exit code, None for 0."""
     first = arguments[0] if arguments else ""
+    if first not in VERBS or first in WITH_RANKS:
+        join_engine()
     if first == "--version":
         print(versions())
     elif first in HELP and len(arguments) > 1:
@@ -72,6 +78,15 @@ def act(arguments: list[str]) -> int | None:
 
         app.main()
     return None
+
+
+def join_engine() -> None:
+    """Make this process the rank that an engine such as SLURM started it for; print which engine it is."""
+    place = place_of_rank(os.environ)
+    if place is not None:
+        os.environ.update(place.as_rank())
+        if place.rank == 0:
+            print(place, file=sys.stderr, flush=True)
 
 
 def formatted(

@@ -9,8 +9,6 @@ from typing import NoReturn
 
 from compiler_trainer.config.errors import RunError, UserError
 
-RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 GRACE_S = 5.0
 
 
@@ -19,18 +17,33 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def ranks() -> int:
+    """Return the number of ranks that were started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def refuse(error: UserError) -> NoReturn:
-    """Print a problem of the input and exit with 2; on rank 0, unless only another rank knows the problem."""
+    """Print a problem of the input and exit; on rank 0, unless only another rank knows the problem."""
     if not is_first():
         time.sleep(GRACE_S)  # if rank 0 prints the same error, torchrun ends this rank meanwhile
     print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)  # file names may contain line breaks
-    sys.exit(2)
+    record(error)
+    sys.exit(error.exit_code)
 
 
 def end(error: RunError) -> NoReturn:
-    """Print on rank 0 why a run ends, and exit with 1."""
+    """Print on rank 0 why a run ends, and exit."""
+    record(error)
     if is_first():
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(GRACE_S)
-    sys.exit(1)
+    sys.exit(error.exit_code)
+
+
+def record(error: Exception) -> None:
+    """Write the error that is being handled into the file from which torchrun reports it, if there is one."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from compiler_trainer.cli.imports import unwatched
-from compiler_trainer.config.errors import RunError, UserError
+from compiler_trainer.config.errors import RepeatingError, UserError
 from compiler_trainer.config.schema import Config, is_open
 from compiler_trainer.console import say
 from compiler_trainer.models.subject import Subject
@@ -23,10 +23,17 @@ LARGE = 500_000_000  # parameters; smaller models get no remark on their mesh
 
 
 def outcome(cfg: Config) -> float:
-    """Train, and leave the process groups; return the loss, as `on_ranks`."""
+    """Train, and leave the process groups; return the loss, as `on_ranks`.
+
+    Errors that would end the run again have the exit code `run.exit_codes.repeating`.
+    """
     from compiler_trainer.step.ranks import stop_ranks
 
-    loss = on_ranks(cfg)
+    try:
+        loss = on_ranks(cfg)
+    except (UserError, RepeatingError) as error:
+        error.exit_code = cfg.run.exit_codes.repeating
+        raise
     stop_ranks()  # not in a `finally`: a failed rank must end at once, because the others wait for it
     return loss
 
@@ -51,7 +58,7 @@ def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
 
 
 def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
-    """Train; raise RunError if memory runs out, after one rank has printed the settings that would fit."""
+    """Train; raise RepeatingError if memory runs out, after one rank has printed the settings that would fit."""
     with unwatched():
         from compiler_trainer.training.failures import failure_of, let_go
         from compiler_trainer.training.trainer import train
@@ -63,7 +70,7 @@ def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
             raise
     let_go()  # of everything that the error referenced
     tell(cfg, failure)
-    raise RunError("out of memory; docs/guides/out-of-memory.md lists the settings that need less")
+    raise RepeatingError("out of memory; docs/guides/out-of-memory.md lists the settings that need less")
 
 
 def tell(cfg: Config, failure: Failure) -> None:

@@ -646,6 +646,22 @@ class EvalConfig:
     sample_tokens: Positive = 64  # most tokens added to a prompt
 
 
+ExitCode = Annotated[int, Must("be from 0 to 255", lambda n: 0 <= n <= 255)]
+StopSignal = Literal["TERM", "INT", "USR1", "USR2", "HUP"]
+
+
+@dataclass(frozen=True)
+class ExitCodes:
+    """The exit codes by which an engine decides whether to start a run again; 0 is finished, 1 any other error.
+
+    `stopped` runs ended early and saved: the same command continues them. `repeating` ones would fail again: bad
+    options, damaged files, too little memory, a NaN. Errors found before the options are composed end with 2.
+    """
+
+    stopped: ExitCode = 3
+    repeating: ExitCode = 2
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The run folder, the files written there, and the end of a run.
@@ -661,6 +677,8 @@ class RunConfig:
     memory_snapshot: bool = False  # record GPU allocations for pytorch.org/memory_viz, also of a run out of memory
     loggers: tuple[Called, ...] = ()  # loggers in addition to metrics.jsonl and TensorBoard (docs/guides/your-loop.md)
     time_limit: TimeLimit = None  # end after this time, with a checkpoint
+    stop_signals: tuple[StopSignal, ...] = ("TERM", "INT", "USR1")  # end after the current step, with a checkpoint
+    exit_codes: ExitCodes = field(default_factory=ExitCodes)
     pace_interval: Interval | None = 100  # ranks compare compute and waiting times every n steps; null: never
     elastic: bool = False  # go on with the other ranks if one is killed (compiler-trainer launch)
     snapshot_interval: Interval = 10  # steps between copies of the state in memory, for `elastic`

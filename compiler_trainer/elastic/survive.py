@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
-from compiler_trainer.config.errors import STOPPED, UserError
+from compiler_trainer.config.errors import Stopped, UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.elastic.member import FINISHED, PATIENCE_S, Member, Regroup, is_member
 from compiler_trainer.elastic.shrink import shrunk
@@ -33,7 +32,7 @@ def survive(cfg: Config, train: Callable[[Config], float], save: Callable[[Confi
         if mesh is None and not member.is_joined_soon():
             if place == 0:
                 save(cfg)
-            sys.exit(STOPPED)
+            raise Stopped(cfg.run.exit_codes.stopped)
         if mesh is None or place >= mesh_of(mesh).world_size:
             member.next_round()
             continue

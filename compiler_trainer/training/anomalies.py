@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
-from compiler_trainer.config.errors import RunError
+from compiler_trainer.config.errors import RepeatingError, RunError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.ranks import from_rank_0, gather, host_group, rank
@@ -56,7 +56,7 @@ MOST_ROLLED_BACK = 5  # times in a run
 AGREED = ("loss", "grad_norm", "eval_loss")  # metrics that are equal on all ranks, so all decide alike
 
 
-class Lost(RunError):
+class Lost(RepeatingError):
     """An error of a run that cannot continue because of the values at `step`, which the message names."""
 
     def __init__(self, step: int, problem: str):

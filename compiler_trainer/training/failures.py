@@ -30,7 +30,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from compiler_trainer.config.errors import RunError
 from compiler_trainer.places.store import TRAFFIC
 from compiler_trainer.step.ranks import another_store, rank
 from compiler_trainer.step.step import Step
@@ -160,11 +162,13 @@ def report(timeout_s: float, beats: Sequence[tuple[int, Beat, bool]], note: str 
     busy = [f"rank {n} is in {position(beat)}" for n, beat, _ in beats if not beat.waits]
     stuck = [f"rank {n} waits in {position(beat)}" for n, beat, _ in beats]
     lines = "; ".join((silent or busy or stuck)[:8])
-    print(
-        f"error: no progress for {timeout_s:g} s (run.timeout_s): {lines}{note}",
-        file=sys.stderr,
-        flush=True,
-    )
+    say_error(f"no progress for {timeout_s:g} s (run.timeout_s): {lines}{note}")
+
+
+def say_error(message: str) -> None:
+    """Print why a job ends, and write it where torchrun reads the first error of a rank."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    get_error_handler().record_exception(RunError(message))
 
 
 def position(beat: Beat) -> str:
@@ -264,7 +268,7 @@ class Peers:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the remaining ranks
             if message := self.name_missing(problem):
-                print(f"error: {message}", file=sys.stderr, flush=True)
+                say_error(message)
             self.leave()
             os._exit(1)  # destroying groups with a dead rank may hang
         self.stop_event.set()

@@ -16,28 +16,28 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from compiler_trainer.config.errors import STOPPED
-from compiler_trainer.config.schema import Config
+from compiler_trainer.config.errors import Stopped
+from compiler_trainer.config.options import seconds
+from compiler_trainer.config.schema import Config, RunConfig
 from compiler_trainer.elastic.member import MEMBERS, is_member
 from compiler_trainer.step.ranks import host_group, rank, stop_ranks
 from compiler_trainer.training.loggers import announce
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_S = 5.0  # schedulers signal all processes of a job, and torchrun forwards its signal to the ranks
-TIME = 1  # below the numbers of SIGNALS; the highest number of any rank is the reason
-WISH = 100  # above all signals: a run that a callback ends is complete
+TIME, WISH = 1, 100  # the highest number of any rank is the reason; a signal's is its own added to TIME
 
 
 class Stop:
-    """A context manager that handles signals; a second signal ends the process at once.
+    """A context manager that handles `run.stop_signals`; the second time, a signal ends the process at once.
 
-    The same signal again within `REPEATED_S` of the first does not count as a second one. The time limit is `limit_s`
-    seconds after `began` (in `time.monotonic` seconds); None means no limit.
+    Within `REPEATED_S` of the first time, it does not count as the second. `run.time_limit` counts from `began` (in
+    `time.monotonic` seconds).
     """
 
-    def __init__(self, began: float, limit_s: float | None):
-        self.end = began + limit_s if limit_s is not None else float("inf")
-        self.signal_number = self.reason = 0
+    def __init__(self, cfg: RunConfig, began: float):
+        self.signals = signals_of(cfg)
+        self.end = float("inf") if cfg.time_limit is None else began + seconds(cfg.time_limit)
+        self.signal_reason = self.reason = 0
         self.callback_reason = ""  # a callback's reason
         self.group = host_group()
         self.old_handlers: dict[signal.Signals, Any] = {}
@@ -45,7 +45,7 @@ class Stop:
     def is_last_step(self) -> bool:
         """Return True if this step is the last one, the same on all ranks; all ranks must call this after each step."""
         self.reason = self.maximum(
-            max(self.signal_number, WISH * bool(self.callback_reason), TIME * (time.monotonic() >= self.end))
+            max(self.signal_reason, WISH * bool(self.callback_reason), TIME * (time.monotonic() >= self.end))
         )
         return self.reason > 0
 
@@ -66,26 +66,25 @@ class Stop:
         return self.reason == WISH
 
     def __str__(self) -> str:
-        return "run.time_limit" if self.reason == TIME else signal.Signals(self.reason).name
+        return "run.time_limit" if self.reason == TIME else signal.Signals(self.reason - TIME).name
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal; this is the signal handler."""
-        self.signal_number = number
+        self.signal_reason = TIME + number
 
     def watch(self, arrivals: int) -> None:
         """End the process at its second signal; the numbers of signals arrive in the pipe `arrivals`.
 
         The pipe delivers them immediately, but Python calls a handler only after the running kernel returns.
         """
-        first, at = 0, 0.0
+        first_at = dict[int, float]()
         with open(arrivals, "rb", buffering=0) as pipe:
             numbers = (byte[0] for byte in iter(lambda: pipe.read(1), b""))
-            for number in (n for n in numbers if n in SIGNALS):
-                if not first:
-                    first, at = number, time.monotonic()
+            for number in (n for n in numbers if n in self.signals):
+                if not first_at:
                     name = signal.Signals(number).name
                     announce(f"{name}: the run ends after the current step; a second signal ends it at once")
-                elif number != first or time.monotonic() - at >= REPEATED_S:
+                if time.monotonic() - first_at.setdefault(number, time.monotonic()) >= REPEATED_S:
                     end_at_once(number)
 
     def __enter__(self) -> Stop:
@@ -95,12 +94,12 @@ class Stop:
             self.woken = signal.set_wakeup_fd(self.pipe)
             self.watcher = threading.Thread(target=self.watch, args=(arrivals,), daemon=True)
             self.watcher.start()
-            self.old_handlers = {number: signal.signal(number, self.note) for number in SIGNALS}
+            self.old_handlers = {number: signal.signal(number, self.note) for number in self.signals}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for number, handler in self.old_handlers.items():
-            signal.signal(number, ignore_repeats(handler) if number == self.reason else handler)
+            signal.signal(number, ignore_repeats(handler) if TIME + number == self.reason else handler)
         if self.old_handlers:
             signal.set_wakeup_fd(self.woken)
             os.close(self.pipe)
@@ -122,22 +121,31 @@ def ignore_repeats(handler: Any) -> Callable[[int, FrameType | None], None]:
     return handle
 
 
+def signals_of(cfg: RunConfig) -> tuple[signal.Signals, ...]:
+    """Return the signals that end a run."""
+    return tuple(signal.Signals[f"SIG{name}"] for name in cfg.stop_signals)
+
+
 @contextmanager
-def ending_at_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit inside the block, so that cleanup runs and the files so far are kept."""
+def ending_at_signals(cfg: RunConfig) -> Iterator[None]:
+    """End the process at a signal inside the block, with cleanup, so that the files so far are kept.
+
+    SIGINT raises KeyboardInterrupt, as always.
+    """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
-        announce("SIGTERM while compiling: no step was taken")
-        raise SystemExit(128 + number)
+        announce(f"{signal.Signals(number).name} while compiling: no step was taken")
+        raise Stopped(cfg.exit_codes.stopped)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield
         return
-    old_handler = signal.signal(signal.SIGTERM, end)
+    old_handlers = {n: signal.signal(n, end) for n in signals_of(cfg) if n != signal.SIGINT}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old_handler)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
 
 
 def end_at_once(number: int) -> NoReturn:
@@ -148,12 +156,11 @@ def end_at_once(number: int) -> NoReturn:
 
 
 def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
-    """Print why a run ended early and how to resume it; exit with code 3, or 0 under torchrun's `--max-restarts`."""
+    """Print why a run ended early and how to resume it; exit with `run.exit_codes.stopped`."""
     advice = f"resume with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.saves else "nothing was saved"
     announce(f"stopped after step {number} of {cfg.train.steps} because of {stop}; {advice}")
     stop_ranks()
-    restarted = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0  # after an error torchrun would restart
-    raise SystemExit(0 if restarted else STOPPED)
+    raise Stopped(cfg.run.exit_codes.stopped)
 
 
 def how_to_go_on(run: str) -> str:

@@ -15,7 +15,6 @@ from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.checkpoint.listing import path_of
 from compiler_trainer.config.device import for_running
-from compiler_trainer.config.options import seconds
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say
@@ -61,7 +60,7 @@ from compiler_trainer.training.prepare import (
 from compiler_trainer.training.reference import refer
 from compiler_trainer.training.speed import machine, sent_bytes
 from compiler_trainer.training.steps import Meters, Steps, is_due
-from compiler_trainer.training.stop import Stop, end_early, ending_at_sigterm
+from compiler_trainer.training.stop import Stop, end_early, ending_at_signals
 from passes.torch_private import dump_allocations, record_allocations
 
 
@@ -113,7 +112,7 @@ def train(
             announce(f"resuming after step {start.step:,}, from {start.ckpt.path}")
         with (
             Watch(cfg.run.timeout_s, Path(cfg.run.dir)) as watch,
-            Stop(start_time, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
+            Stop(cfg.run, start_time) as stop,
             allocations(cfg),
             recording(cfg, start, step.metrics, loggers) as log_record,
         ):
@@ -163,7 +162,7 @@ def prepare_step(
     for line in describe(cfg, trained, peek(datasets.train)):
         say(line)
     say(f"compiling ({cfg.lower.backend})")
-    with folder.graphs_of(cfg) as dumps, ending_at_sigterm(), Working() as tell:
+    with folder.graphs_of(cfg) as dumps, ending_at_signals(cfg.run), Working() as tell:
         step = build_step(cfg, trained, datasets, dumps, tell)
         phases.end_compiling(step.report["seconds"])
         start = restore(cfg, trained, step, datasets, start)

@@ -36,13 +36,14 @@ import torch
 
 from compiler_trainer import checkpoint
 from compiler_trainer.cli.ends import refuse
-from compiler_trainer.config.errors import STOPPED, UserError
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     AccumulateConfig,
     CheckpointConfig,
     Config,
     DataConfig,
     EvalConfig,
+    ExitCodes,
     LowerConfig,
     MeshConfig,
     ModelConfig,
@@ -139,7 +140,7 @@ def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Rando
         errors[name] = DISTURBANCES[name](processes, cfg, took, draw)
         finish(processes, folder)
         tally.happened[name] += 1
-        tally.stops += {process.exitcode for process in processes} == {STOPPED}
+        tally.stops += {process.exitcode for process in processes} == {ExitCodes.stopped}
         tally.in_a_save += any(folder.glob("checkpoints/*.tmp"))
         for path in checkpoint.complete(folder / "checkpoints"):
             checkpoint.check(path)
@@ -177,7 +178,7 @@ def stop_all_twice(processes: list[BaseProcess], cfg: Config, took: float, draw:
     time.sleep(draw.choice((0.0, 0.001, 0.02, 0.3)))
     send(processes, signal.SIGTERM)
     finish(processes, folder)
-    lost = was_taken and not is_done(folder) and {p.exitcode for p in processes} != {STOPPED}
+    lost = was_taken and not is_done(folder) and {p.exitcode for p in processes} != {ExitCodes.stopped}
     return f"two signals ended the run with exit codes {[p.exitcode for p in processes]}" if lost else ""
 
 
@@ -186,7 +187,7 @@ def start_another(processes: list[BaseProcess], cfg: Config, took: float, draw: 
     folder = Path(cfg.run.dir)
     others = start(cfg, len(processes), folder, patience_s=0.1)
     finish(others, folder)
-    both = all(p.is_alive() for p in processes) and any(p.exitcode in (0, STOPPED) for p in others)
+    both = all(p.is_alive() for p in processes) and any(p.exitcode in (0, ExitCodes.stopped) for p in others)
     return "two runs in one folder" if both else ""
 
 

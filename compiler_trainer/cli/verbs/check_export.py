@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiler_trainer.cli.ends import RANK
+from compiler_trainer.cli.ends import is_first
 from compiler_trainer.cli.table import run_parser
 from compiler_trainer.cli.verbs.eval import evaluated_config
 from compiler_trainer.config.errors import UserError
@@ -37,6 +37,6 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(str(args.out), "is not a folder; write one with compiler-trainer export RUN OUT")
     cfg, other = evaluated_config(args.run, args.overrides, args.checkpoint)
     is_same, message = check_export(cfg, other, args.out, args.tokens, args.ema)
-    if RANK == 0:
+    if is_first():
         print(f"{args.out}: {message}")
     return 0 if is_same else 1

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiler_trainer.cli.ends import RANK
+from compiler_trainer.cli.ends import is_first
 from compiler_trainer.cli.table import run_parser
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, MeshConfig
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     arg_parser.epilog = HOW_MUCH
     args = arg_parser.parse_intermixed_args(arguments)
     message = evaluate(*evaluated_config(args.run, args.overrides, args.checkpoint))
-    if RANK == 0:
+    if is_first():
         print(message)
 
 

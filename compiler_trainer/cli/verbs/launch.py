@@ -1,4 +1,7 @@
-"""`compiler-trainer launch -n 8 OPTION=VALUE`: the ranks of this machine, or with torchrun's flags those of several."""
+"""`compiler-trainer launch -n 8 OPTION=VALUE`: the ranks of this machine, in a job of several as the engine says.
+
+An engine is SLURM, Kubeflow Trainer or SkyPilot, which starts this command on each machine; or give torchrun's flags.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from compiler_trainer.cli.table import VERBS, parser
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.elastic.engines import place_in_engine
 from compiler_trainer.elastic.launcher import SAVING_S, Launcher
 
 
@@ -27,9 +31,16 @@ def main(arguments: Sequence[str]) -> int:
     arg_parser.epilog = "Further flags are torchrun's: --nnodes, --rdzv-endpoint, --node-rank ... as --FLAG=VALUE."
     flags, job = split(arguments)
     args, further = arg_parser.parse_known_args(flags)
-    if further:
-        ranks = f"--nproc-per-node={args.nproc_per_node or 'auto'}"
-        return torchrun([ranks, f"--shutdown-timeout={SAVING_S}", *further, "-m", "compiler_trainer", *job])
+    place = None if further else place_in_engine(os.environ)
+    if place is not None and place.local_size > 1:
+        raise UserError(place.engine, f"started {place.local_size} ranks on this machine; leave out `launch`")
+    if place is not None and place.rank == 0:
+        print(place, file=sys.stderr, flush=True)
+    if further or place is not None:
+        further += place.as_flags() if place is not None else []
+        ranks = args.nproc_per_node or (place.ranks if place is not None and place.ranks != "1" else "auto")
+        flags = [f"--nproc-per-node={ranks}", f"--shutdown-timeout={SAVING_S}", *further]
+        return torchrun([*flags, "-m", "compiler_trainer", *job])
     command = [sys.executable, "-m", "compiler_trainer", *job]
     return Launcher(ranks_of(args.nproc_per_node), command, args.spares, "run.elastic=true" in job).run()
 

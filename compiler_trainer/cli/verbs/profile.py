@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiler_trainer.cli.ends import RANK
+from compiler_trainer.cli.ends import is_first
 from compiler_trainer.cli.outcome import on_ranks
 from compiler_trainer.cli.table import parser
 from compiler_trainer.config.compose import compose, name_recipes, to_config
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     args = arg_parser.parse_intermixed_args(arguments)
     folders = [argument for argument in args.job[:1] if "=" not in argument]
     run = Path(folders[0]) if folders else trained(args.job, args.config_dir)
-    if RANK == 0:
+    if is_first():
         tell(options_of(run, args.job[len(folders) :] if folders else []))
 
 

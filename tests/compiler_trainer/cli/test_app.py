@@ -171,8 +171,8 @@ def test_a_sweep_over_a_range_and_over_files_of_choices(command):
 
 
 def test_other_ranks_of_a_sweep_leave_its_folder_to_rank_0(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(app, "RANK", 1)
-    monkeypatch.setattr(app, "WORLD_SIZE", 2)
+    monkeypatch.setattr(app, "is_first", lambda: False)
+    monkeypatch.setattr(app, "ranks", lambda: 2)
     monkeypatch.setattr(point, "rank", lambda: 1)
     configs = command("-m", "mesh.dp_replicate=1,2", "run.dir=sweep")
     assert [(c.run.dir, c.mesh.dp_replicate) for c in configs] == [("sweep/0", 1), ("sweep/1", 2)]
@@ -244,7 +244,8 @@ def test_input_the_trainer_refuses_exits_with_2(command, trainer, capsys):
 
 def test_another_rank_speaks_after_rank_0_had_the_time_to(command, trainer, monkeypatch, capsys):
     slept = []
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("time.sleep", lambda seconds: slept.append((seconds, capsys.readouterr().err)))
     trainer.error = UserError("data.files", "nowhere.txt is missing")
     with pytest.raises(SystemExit) as exit:

@@ -13,7 +13,7 @@ from short_runs import FakeStep, metrics, options, resuming
 import compiler_trainer as ct
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import EvalConfig
+from compiler_trainer.config.schema import EvalConfig, RunConfig
 from compiler_trainer.training import trainer
 from compiler_trainer.training.stop import Stop
 
@@ -83,8 +83,8 @@ def test_a_signal_and_the_time_limit_end_it_too(fake, tmp_path):
 
 
 def test_of_several_reasons_that_of_a_callback_counts():
-    with Stop(time.monotonic(), 0.0) as stop:
-        stop.signal_number = signal.SIGTERM
+    with Stop(RunConfig(time_limit=1e-9), time.monotonic() - 1) as stop:
+        stop.note(signal.SIGTERM, None)
         assert stop.is_last_step() and not stop.is_wish and str(stop) == "SIGTERM"
         stop.ask("enough")
         stop.ask("more than that")

@@ -17,7 +17,7 @@ from short_runs import FakeStep, metrics, options, resuming, timeless
 
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
+from compiler_trainer.config.schema import DataConfig, ExitCodes, OptimConfig, RunConfig, TrainConfig
 from compiler_trainer.training import checkpoints, stop, trainer
 
 KILLED = 3  # the step that is interrupted
@@ -64,7 +64,7 @@ def broken(path, name="rank_00000.safetensors"):
 # Early ends
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_ends_after_the_step_with_a_checkpoint_and_it_goes_on_to_the_same_bits(number, whole, tmp_path, monkeypatch, capsys):
     cfg = options(tmp_path / "cut")
     with monkeypatch.context() as patch:
@@ -87,12 +87,13 @@ def test_it_is_told_when_checkpoints_are_taken(fake, tmp_path, capsys, interval,
     assert f"\ncheckpoints {when}, through " in capsys.readouterr().out
 
 
-def test_torchrun_does_not_restart_a_run_that_was_stopped(fake, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    during(monkeypatch, KILLED, lambda: os.kill(os.getpid(), signal.SIGTERM))
+def test_the_exit_code_and_the_signals_are_options(fake, tmp_path, monkeypatch):
+    run = RunConfig(str(tmp_path / "run"), stop_signals=("USR2",), exit_codes=ExitCodes(stopped=85))
+    before = signal.getsignal(signal.SIGTERM)
+    during(monkeypatch, KILLED, lambda: signal.getsignal(signal.SIGTERM) is before and os.kill(os.getpid(), signal.SIGUSR2))
     with pytest.raises(SystemExit) as ended:
-        trainer.train(options(tmp_path / "run"))
-    assert ended.value.code == 0
+        trainer.train(options(tmp_path / "run", run=run))
+    assert ended.value.code == 85
 
 
 def test_a_signal_in_the_last_step_ends_a_run_that_is_done(fake, tmp_path, monkeypatch):
@@ -110,9 +111,10 @@ def test_without_checkpoints_nothing_is_said_to_be_saved(fake, tmp_path, monkeyp
 
 TWICE = """
 import os, signal, threading, time, torch
+from compiler_trainer.config.schema import RunConfig
 from compiler_trainer.training import stop
 stop.REPEATED_S = {repeated_s}
-with stop.Stop(0.0, None) as watch:
+with stop.Stop(RunConfig(), 0.0) as watch:
     os.kill(os.getpid(), signal.SIGTERM)
     print(f"{{watch.is_last_step()}} {{watch}}\\n", end="", flush=True)
     time.sleep(0.2)
@@ -132,15 +134,15 @@ def twice(second, repeated_s=60, size=6000):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("second", "repeated_s"), [("SIGINT", 60), ("SIGTERM", 0.1)])
-def test_the_second_signal_ends_the_process_in_the_middle_of_a_kernel(second, repeated_s):
-    message = f"error: rank 0 ended at once by a second signal, {second}; nothing was saved after the last checkpoint\n"
-    code, out, err = twice(second, repeated_s)
-    assert (code, sorted(out.splitlines()), err) == (128 + signal.Signals[second], [FIRST, "True SIGTERM"], message)
+def test_the_second_signal_ends_the_process_in_the_middle_of_a_kernel():
+    message = "error: rank 0 ended at once by a second signal, SIGTERM; nothing was saved after the last checkpoint\n"
+    code, out, err = twice("SIGTERM", repeated_s=0.1)
+    assert (code, sorted(out.splitlines()), err) == (128 + signal.SIGTERM, [FIRST, "True SIGTERM"], message)
 
 
-def test_a_signal_that_is_repeated_at_once_is_one():
-    code, out, err = twice("SIGTERM", size=2500)
+@pytest.mark.parametrize(("second", "repeated_s"), [("SIGTERM", 60), ("SIGINT", 0.1)])
+def test_a_signal_that_is_repeated_at_once_is_one_and_so_is_another_as_lsf_sends(second, repeated_s):
+    code, out, err = twice(second, repeated_s, size=2500)
     assert (code, sorted(out.splitlines()), err) == (0, [FIRST, "True SIGTERM", "went on"], "")
 
 
@@ -166,9 +168,10 @@ def test_a_signal_to_torchrun_and_its_ranks_alike_saves(tmp_path):
 
 AFTER = """
 import os, signal, time
+from compiler_trainer.config.schema import RunConfig
 from compiler_trainer.training import stop
 stop.REPEATED_S = 0.5
-with stop.Stop(0.0, None) as watch:
+with stop.Stop(RunConfig(), 0.0) as watch:
     os.kill(os.getpid(), signal.SIGTERM)
     watch.is_last_step()
 os.kill(os.getpid(), signal.SIGTERM)
@@ -193,10 +196,11 @@ def plain_interrupts():
 
 
 def test_when_it_is_over_signals_do_what_they_did_before(plain_interrupts):
-    before = [signal.getsignal(each) for each in stop.SIGNALS]
-    with stop.Stop(0.0, None) as watch:
+    signals = stop.signals_of(RunConfig())
+    before = [signal.getsignal(each) for each in signals]
+    with stop.Stop(RunConfig(), 0.0) as watch:
         assert not watch.is_last_step()
-    assert [signal.getsignal(each) for each in stop.SIGNALS] == before
+    assert [signal.getsignal(each) for each in signals] == before
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
