@@ -37,7 +37,7 @@ HOST = "127.0.0.1"
 MEMORY, PREFIX = Path("/dev/shm"), "compiler-trainer-"
 SAVING_S = 600  # for ranks to save after a signal to stop, or after another one failed
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent dies
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Launcher:
