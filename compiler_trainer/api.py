@@ -59,6 +59,7 @@ class Trainer:
         self.handed = named.objects
         self.cfg = composed(groups)
         self.run: Run | None = None
+        self.reason = ""  # to stop
 
     def train(self) -> float:
         """Train to the end; return the last validation loss, or without evaluation the last loss.
@@ -66,11 +67,20 @@ class Trainer:
         With `run.dry` it returns the milliseconds of a step. Raises UserError with nothing written on bad input, and
         SystemExit if a signal or `run.time_limit` ends training.
         """
+        self.run = None
+        stop_ranks()  # of an earlier call, with the connections of its groups
         with handed(self.handed):
             result = on_ranks(self.cfg, [Keeps(self)])
+        self.reason = ""
         atexit.unregister(stop_ranks)
         atexit.register(stop_ranks)
         return result
+
+    def stop(self, reason: str = "Trainer.stop() was called") -> None:
+        """End training after the current step, or the first one, with a checkpoint; any thread may call this."""
+        self.reason = reason
+        if self.run is not None:
+            self.run.stop(reason)
 
     @property
     def folder(self) -> Path:
@@ -92,6 +102,8 @@ class Keeps(Callback):
 
     def on_start(self, run: Run) -> None:
         self.trainer.run = run
+        if self.trainer.reason:
+            run.stop(self.trainer.reason)
 
 
 @dataclass

@@ -643,6 +643,11 @@ def gloo_of_one_thread(store: Any, rank: int, size: int, timeout: timedelta) -> 
     return kind(store, rank, size, options)
 
 
+def default_store() -> torch.distributed.Store:
+    """Return the store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def abort_groups() -> None:
     """Leave all process groups although ranks of them are gone: collectives in flight are aborted."""
     if torch.distributed.get_backend() == "nccl":

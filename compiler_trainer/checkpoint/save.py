@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -150,8 +149,6 @@ class Saver:
         failure = self.wait()
         self.thread.shutdown()
         failure = "; ".join(filter(None, (failure, self.sender.end() if self.sender else "")))
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
         if failure and kind is None:
             raise SaveError(failure)
 

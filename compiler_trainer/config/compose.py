@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -141,6 +142,7 @@ def one_line(text: str) -> str:
 
 GROUP, ENDINGS = "recipe", (".yaml", ".yml")
 ROOT = "# @package _global_\n"  # tells hydra that the options of a recipe are those of the job
+ONE_AT_A_TIME = threading.RLock()
 SEARCH = "hydra.searchpath"
 
 
@@ -194,14 +196,15 @@ def compose(overrides: Sequence[str] = (), further: Mapping[str, Any] | None = N
 
 @contextmanager
 def beside_others() -> Iterator[None]:
-    """Let hydra compose while hydra runs a job, as it does for a command line."""
-    state = GlobalHydra.instance()
-    running = state.hydra
-    state.hydra = None
-    try:
-        yield
-    finally:
-        state.hydra = running
+    """Let hydra compose while hydra runs a job, as it does for a command line; its state is that of all threads."""
+    with ONE_AT_A_TIME:
+        state = GlobalHydra.instance()
+        running = state.hydra
+        state.hydra = None
+        try:
+            yield
+        finally:
+            state.hydra = running
 
 
 @cache

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from passes.torch_private import default_store
+
 ROUND = "COMPILER_TRAINER_ROUND"  # the attempt, if the launcher counts attempts itself
 POLL_S = 0.02
 PATIENCE = timedelta(minutes=10)
@@ -47,9 +49,12 @@ def meeting() -> Meeting:
     return Meeting(dist.PrefixStore(name, store), name, rank, size)
 
 
-def connection() -> dist.Store:
-    """Return another connection to this attempt's store, because a wait blocks all users of a connection."""
-    return dist.PrefixStore(meeting().name, next(dist.rendezvous("env://"))[0])
+@functools.lru_cache(1)
+def meeting_in(group: dist.ProcessGroup) -> Meeting:
+    """Return the meeting point of the ranks of a default group that the caller made; every rank must call this."""
+    name: list[str] = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, src=0)
+    return Meeting(dist.PrefixStore(name[0], default_store()), name[0], dist.get_rank(), dist.get_world_size())
 
 
 def give(store: dist.Store, name: str, size: int) -> str:

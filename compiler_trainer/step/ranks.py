@@ -1,4 +1,4 @@
-"""The ranks of a torchrun job: join and leave its process group."""
+"""The ranks of a job: join and leave the process group of torchrun's environment, or use the caller's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.step.meeting import connection, meeting
+from compiler_trainer.step.meeting import meeting, meeting_in
 from passes.lower.cudagraphs import release
 from passes.torch_private import abort_groups, gloo_of_one_thread, see_one_gpu
 
@@ -27,14 +27,16 @@ PATIENCE = timedelta(hours=1)  # for ranks that compile; `run.timeout_s` reports
 HOST = "gloo_in_order"  # the backend of groups over host memory
 dist.Backend.register_backend(HOST, gloo_of_one_thread, devices=["cpu"])
 groups, turns = itertools.count(), itertools.count()
+joined: list[Any] = []  # the default group, if `start_ranks` made it
 
 
 def start_ranks() -> int:
     """Join the job that torchrun started (gloo on CPU, nccl on CUDA); return the number of ranks, 1 without torchrun.
 
-    A process that has left may join again, as a sweep does for each point; a rank that has joined stays.
+    A process that has left may join again, as a sweep does for each point; a rank that has joined stays. If there is
+    a default group, as in a worker of Ray, it is used.
     """
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and not dist.is_initialized():
         return 1
     if not dist.is_initialized():
         gpu = gpu_of_rank(int(os.environ["LOCAL_RANK"]))
@@ -46,6 +48,7 @@ def start_ranks() -> int:
         group_store = dist.PrefixStore(f"job{next(groups)}", store)
         backend = "nccl" if torch.cuda.is_available() else HOST
         dist.init_process_group(backend, timeout=PATIENCE, store=group_store, rank=rank, world_size=size)
+        joined[:] = [dist.group.WORLD]
     return dist.get_world_size()
 
 
@@ -62,13 +65,20 @@ def gpu_of_rank(local_rank: int) -> int:
 
 def another_store(name: str) -> dist.Store | None:
     """Return a thread's own connection to the store, because a wait blocks all users of a connection."""
-    return dist.PrefixStore(f"{name}{next(groups)}", connection()) if dist.is_initialized() else None
+    if not dist.is_initialized():
+        return None
+    return dist.PrefixStore(f"{name}{next(groups)}", store_of_job().clone())  # type: ignore[attr-defined]
+
+
+def store_of_job() -> dist.Store:
+    """Return the store of all ranks; in a job, every rank must call this."""
+    return (meeting() if dist.group.WORLD in joined else meeting_in(dist.group.WORLD)).store
 
 
 def stop_ranks() -> None:
-    """Leave the process group, without waiting for ranks that failed."""
+    """Leave the process group, without waiting for ranks that failed; a caller's group stays."""
     release()
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.group.WORLD in joined:
         dist.destroy_process_group()
 
 
@@ -121,7 +131,7 @@ def first_of_each_machine_first(make: Callable[[], T]) -> T:
     if not dist.is_initialized():
         return make()
     local, on_machine = place_on_node()
-    store, done_key = dist.PrefixStore(f"turn{next(turns)}", meeting().store), "done"
+    store, done_key = dist.PrefixStore(f"turn{next(turns)}", store_of_job()), "done"
     if local == 0:
         try:
             result = make()
@@ -144,8 +154,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def new_group(members: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
     """Return a new group of some ranks, or of all; only its members call this, at the same time.
 
-    Its name contains the number of groups that a member has made before, so all ranks must make the same number of
-    groups.
+    Its name contains the number of groups that a member has and has not destroyed, so all ranks must make the same
+    number of groups, and none may be destroyed before the default group: the next one would have its name.
     """
     return dist.new_group(members, PATIENCE, backend, use_local_synchronization=True)  # type: ignore[return-value]
 
