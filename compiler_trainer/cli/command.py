@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
 import warnings
@@ -17,6 +18,7 @@ from compiler_trainer.config.errors import RunError, Stopped, UserError
 from compiler_trainer.elastic.engines import place_of_rank
 
 HELP = ("-h", "--help")
+OPTION = re.compile(r"[+~]*[\w.@/-]+", re.ASCII)
 WITH_RANKS = ("resume", "eval", "profile", "check-export")  # verbs that may run on several ranks
 SPINS = "10000"  # of a waiting OpenMP thread; GNU's 300,000 starve the thread that it waits for on a busy core
 USUAL = warnings.formatwarning
@@ -28,6 +30,7 @@ def main() -> None:
     warnings.formatwarning = formatted
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when PyTorch is imported
+    sys.argv[1:] = quoted(sys.argv[1:])
     try:
         if code := act(sys.argv[1:]):
             sys.exit(code)
@@ -78,6 +81,18 @@ def act(arguments: list[str]) -> int | None:
 
         app.main()
     return None
+
+
+def quoted(arguments: list[str]) -> list[str]:
+    """Return the arguments, with words of options quoted that have letters which hydra takes in quotes only, as ü."""
+    quotable = re.compile(r"""("[^"]*"|'[^']*')|([^\s,=:\[\]{}()"']*[^\x00-\x7f][^\s,=:\[\]{}()"']*)""")
+    result = []
+    for before, argument in zip(["", *arguments], arguments):
+        option, is_option, value = argument.partition("=")
+        if is_option and not before.startswith("-") and OPTION.fullmatch(option):
+            value = quotable.sub(lambda found: found[1] or f'"{found[2]}"', value)
+        result.append(f"{option}{is_option}{value}")
+    return result
 
 
 def join_engine() -> None:

@@ -32,9 +32,9 @@ def refuse(error: UserError) -> NoReturn:
 
 
 def end(error: RunError) -> NoReturn:
-    """Print on rank 0 why a run ends, and exit."""
+    """Print on rank 0 why a run ends, or on each rank that alone knows, and exit."""
     record(error)
-    if is_first():
+    if is_first() or not error.is_of_all_ranks:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(GRACE_S)

@@ -11,9 +11,10 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """A run that could not finish, on all ranks alike; the message gives the reason and the fix."""
+    """A run that could not finish, on all ranks alike or on this one; the message gives the reason and the fix."""
 
     exit_code = 1
+    is_of_all_ranks = True
 
 
 class RepeatingError(RunError):

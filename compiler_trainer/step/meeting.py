@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from compiler_trainer.config.errors import RunError
 from passes.torch_private import default_store
 
 ROUND = "COMPILER_TRAINER_ROUND"  # the attempt, if the launcher counts attempts itself
@@ -24,8 +25,10 @@ POLL_S = 0.02
 PATIENCE = timedelta(minutes=10)
 
 
-class NoMeeting(TimeoutError):
-    """A timeout because ranks did not come."""
+class NoMeeting(RunError):
+    """A job whose ranks cannot meet; each one says so, because none knows of the others."""
+
+    is_of_all_ranks = False
 
 
 class Meeting(NamedTuple):
@@ -40,7 +43,10 @@ class Meeting(NamedTuple):
 @functools.cache
 def meeting() -> Meeting:
     """Return the meeting point of this attempt; every rank must call this. Raises NoMeeting."""
-    store, rank, size = next(dist.rendezvous("env://"))
+    try:
+        store, rank, size = next(dist.rendezvous("env://"))
+    except (dist.DistError, ValueError) as error:
+        raise NoMeeting(why_not(error)) from error
     if ROUND in os.environ:
         name = f"round{os.environ[ROUND]}"
         return Meeting(dist.PrefixStore(name, store), name, rank, size)
@@ -55,6 +61,16 @@ def meeting_in(group: dist.ProcessGroup) -> Meeting:
     name: list[str] = [secrets.token_hex(8)]
     dist.broadcast_object_list(name, src=0)
     return Meeting(dist.PrefixStore(name[0], default_store()), name[0], dist.get_rank(), dist.get_world_size())
+
+
+def why_not(error: Exception) -> str:
+    """Return why the store of this job cannot be opened, and what to do."""
+    number, address, port = (os.environ.get(name, "") for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    if "EADDRINUSE" in str(error):
+        return f"MASTER_PORT: {port} is in use on the machine of rank {number}; choose another port"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    fix = "rank 0 must be running, and MASTER_ADDR and MASTER_PORT must be its machine and port"
+    return f"rank {number} cannot reach the store of the job at {address}:{port} ({reason}); {fix}"
 
 
 def give(store: dist.Store, name: str, size: int) -> str:

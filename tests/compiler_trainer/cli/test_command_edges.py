@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from compiler_trainer import UserError
+from compiler_trainer.cli.command import quoted
 from compiler_trainer.cli.verbs.eval import evaluated_config
 from compiler_trainer.cli.verbs.profile import QUIET
 from compiler_trainer.config.compose import compose, to_config
@@ -80,3 +83,23 @@ def test_a_mesh_to_plan_is_not_stated():
 
 def test_a_size_next_to_the_last_point_of_a_curve_has_a_rate():
     assert Curve(((1, 1), (2147000000.0000002, 2))).at(2147000000) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("argument", "expected"), [
+    ("data.files=[e/ü.txt,b.txt]", 'data.files=["e/ü.txt",b.txt]'),
+    ("run.dir=läufe/a", 'run.dir="läufe/a"'),
+    ("data.files=['e/ü.txt']", "data.files=['e/ü.txt']"),
+    ('data.files=["ü b",ä]', 'data.files=["ü b","ä"]'),
+    ("optim={name: naïve, lr: 1}", 'optim={name: "naïve", lr: 1}'),
+    ("run.dir=plain", "run.dir=plain"),
+    ("ü", "ü"),
+])
+def test_words_with_letters_that_hydra_does_not_know_are_quoted(argument, expected):
+    assert quoted([argument]) == [expected] and quoted(["--prompt", argument]) == ["--prompt", argument]
+
+
+def test_a_file_with_an_umlaut_is_read(tmp_path):
+    (tmp_path / "ü.txt").write_text("text " * 400)
+    job = ["data=text", "data.files=[ü.txt]", "train.seq_len=16", "run.dir=läuft", "--cfg", "job"]
+    done = subprocess.run([sys.executable, "-m", "compiler_trainer", *job], cwd=tmp_path, capture_output=True, text=True)
+    assert "- ü.txt" in done.stdout and "dir: läuft" in done.stdout, done.stderr

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -51,3 +55,27 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
         meeting.give(dist.HashStore(), "first", 3)
     with pytest.raises(meeting.NoMeeting, match="rank 0 did not come"):
         meeting.take(dist.HashStore(), "number", 1)
+
+
+def test_a_port_in_use_is_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", "compiler_trainer", "mesh.dp_shard=2"]
+        done = subprocess.run(command, env=os.environ | job, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, f"error: MASTER_PORT: {port} is in use on the machine of rank 0; choose another port\n")
+
+
+def test_a_store_out_of_reach_is_one_line(monkeypatch):
+    for name, value in {"RANK": "3", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+
+    def rendezvous(method):
+        raise dist.DistNetworkError("the client socket timed out\nmore of it")
+
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    message = r"^rank 3 cannot reach the store of the job at node7:29500 \(the client socket timed out\); rank 0 must be running"
+    with pytest.raises(meeting.NoMeeting, match=message):
+        meeting.meeting.__wrapped__()
