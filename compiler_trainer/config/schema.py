@@ -647,6 +647,7 @@ class EvalConfig:
 
 
 ExitCode = Annotated[int, Must("be from 0 to 255", lambda n: 0 <= n <= 255)]
+Port = Annotated[int, Must("be from 1 to 65535", lambda n: 1 <= n <= 65535)]
 StopSignal = Literal["TERM", "INT", "USR1", "USR2", "HUP"]
 
 
@@ -683,6 +684,8 @@ class RunConfig:
     elastic: bool = False  # go on with the other ranks if one is killed (compiler-trainer launch)
     snapshot_interval: Interval = 10  # steps between copies of the state in memory, for `elastic`
     timeout_s: PositiveFloat = 600.0  # end the job if a rank makes no progress for this many seconds while training
+    status_port: Port | None = None  # serve /healthz and /metrics (Prometheus) on rank 0
+    status_host: str = "127.0.0.1"  # the address on which it serves them; 0.0.0.0 for all of the machine
     dry: bool = False  # compile for the mesh and predict the step on `cluster`; train nothing
 
 

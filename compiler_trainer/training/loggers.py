@@ -41,6 +41,7 @@ CONTENTS = {
     "config.yaml": "the options, resolved",
     "metrics.jsonl": "one JSON object a step",
     "events.out.tfevents.*": "the same for TensorBoard",
+    "status.json": "what the run does now",
     "samples.jsonl": "what the model added to eval.prompts",
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",

@@ -59,6 +59,7 @@ from compiler_trainer.training.prepare import (
 )
 from compiler_trainer.training.reference import refer
 from compiler_trainer.training.speed import machine, sent_bytes
+from compiler_trainer.training.status import Status
 from compiler_trainer.training.steps import Meters, Steps, is_due
 from compiler_trainer.training.stop import Stop, end_early, ending_at_signals
 from passes.torch_private import dump_allocations, record_allocations
@@ -86,7 +87,8 @@ def train(
     datasets = read_data(cfg)
     cfg = resolve_steps(cfg, datasets, ranks)
     patience = [] if cfg.eval.patience is None else [Patience(cfg.eval.patience)]
-    callbacks, loggers = [*build_callbacks(cfg), *patience, *callbacks], build_loggers(cfg)
+    status = Status(cfg)
+    callbacks, loggers = [*build_callbacks(cfg), *patience, *callbacks], [*build_loggers(cfg), status]
     rates(cfg)(1)
     phases.end("data")
     trained = subject(cfg)
@@ -96,7 +98,7 @@ def train(
         check_labels(datasets)
     check_room(cfg, trained)
     cfg = same_on_all_ranks(cfg, datasets)
-    with owning(cfg) as owners, Peers(cfg.run.elastic):
+    with owning(cfg) as owners, Peers(cfg.run.elastic), status:
         start = find_start(cfg, datasets)
         if start.ckpt is not None and start.step >= cfg.train.steps:
             save_snapshot(cfg)
@@ -107,7 +109,7 @@ def train(
             if note:
                 announce(note)
         phases.end("model")
-        step, start = prepare_step(cfg, trained, datasets, start, owners, phases)
+        step, start = prepare_step(cfg, trained, datasets, start, owners, phases, status)
         if start.ckpt is not None:
             announce(f"resuming after step {start.step:,}, from {start.ckpt.path}")
         with (
@@ -147,7 +149,7 @@ def report_finished(cfg: Config, start: Start) -> float:
 
 
 def prepare_step(
-    cfg: Config, trained: Subject, datasets: Datasets, start: Start, owners: Owners, phases: Phases
+    cfg: Config, trained: Subject, datasets: Datasets, start: Start, owners: Owners, phases: Phases, status: Status
 ) -> tuple[Step, Start]:
     """Compile the step and load its state; return it with the start that was used in the end.
 
@@ -163,6 +165,7 @@ def prepare_step(
         say(line)
     say(f"compiling ({cfg.lower.backend})")
     with folder.graphs_of(cfg) as dumps, ending_at_signals(cfg.run), Working() as tell:
+        status.begin("compiling")
         step = build_step(cfg, trained, datasets, dumps, tell)
         phases.end_compiling(step.report["seconds"])
         start = restore(cfg, trained, step, datasets, start)
