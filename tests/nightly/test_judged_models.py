@@ -16,11 +16,11 @@ BOTH = "dp_shard 2 x tp 2"
 
 
 @pytest.mark.parametrize(("name", "verdict", "why"), [
-    ("right", "right", ""), ("right_rounded", "right", ""), ("wrong", "wrong", "step 2: loss differs by"),
+    ("right", "right", ""), ("tied", "right", ""), ("right_rounded", "right", ""), ("wrong", "wrong", "step 2: loss differs by"),
     ("refused", "refused", "model: small_zoo.py:29 branches on a value"), ("unbuilt", "unbuilt", "ModuleNotFoundError"),
     ("drawn", "unbuilt", "ValueError: the model draws random numbers"),
 ])  # fmt: skip
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_verdicts(name, verdict, why):
     (record,) = judge.judge(BY_NAME[name], [BOTH])
     assert record["verdict"] == verdict and record["why"].startswith(why)

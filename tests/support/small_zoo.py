@@ -34,6 +34,17 @@ class Noisy(Line):
         return self.layer(x + torch.rand_like(x))
 
 
+class Tied(Line):
+    """Two names for one layer."""
+
+    def __init__(self):
+        super().__init__(width=4)
+        self.again = self.layer
+
+    def forward(self, x):
+        return self.again(super().forward(x))
+
+
 def loss(model, batch):
     return model(batch["x"]).square().mean()
 
@@ -55,6 +66,7 @@ def late():
 
 MODELS = [
     Entry("right", "torch", lambda: case(Line()), sequence=True),
+    Entry("tied", "torch", lambda: case(Tied())),
     Entry("right_rounded", "torch", rounded),
     Entry("wrong", "torch", lambda: case(Line(grows=1e-4))),  # the model that the step was compiled from stays unchanged
     Entry("refused", "torch", lambda: case(Branching())),

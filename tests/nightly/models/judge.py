@@ -109,7 +109,7 @@ def train_plainly(case: Case) -> Results:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of parameters and buffers by name."""
-    named = (*model.named_parameters(), *model.named_buffers())
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: value.detach().clone() for name, value in named}
 
 
