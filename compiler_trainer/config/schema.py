@@ -655,12 +655,11 @@ StopSignal = Literal["TERM", "INT", "USR1", "USR2", "HUP"]
 class ExitCodes:
     """The exit codes by which an engine decides whether to start a run again; 0 is finished, 1 any other error.
 
-    `stopped` runs ended early and saved: the same command continues them. `repeating` ones would fail again: bad
-    options, damaged files, too little memory, a NaN. Errors found before the options are composed end with 2.
+    Errors that are found before the options are composed end with 2.
     """
 
-    stopped: ExitCode = 3
-    repeating: ExitCode = 2
+    stopped: ExitCode = 3  # ended early, and saved: the same command continues
+    repeating: ExitCode = 2  # would fail again: bad options, damaged files, too little memory, a NaN
 
 
 @dataclass(frozen=True)
