@@ -90,7 +90,7 @@ def quoted(arguments: list[str]) -> list[str]:
     for before, argument in zip(["", *arguments], arguments):
         option, is_option, value = argument.partition("=")
         if is_option and not before.startswith("-") and OPTION.fullmatch(option):
-            value = quotable.sub(lambda found: found[1] or f'"{found[2]}"', value)
+            value = quotable.sub(lambda match: match[1] or f'"{match[2]}"', value)
         result.append(f"{option}{is_option}{value}")
     return result
 

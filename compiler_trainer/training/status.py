@@ -1,7 +1,7 @@
 """The state of a run, for an engine that watches it: a file, a page, and Kubeflow's progress. Rank 0 publishes them.
 
-http://HOST:PORT/healthz, and `status.json` in the run folder as soon as there is one, tell a run that prepares or
-compiles from one that trains:
+http://HOST:PORT/healthz tells a run that prepares or compiles from one that trains, and from its first step on
+`status.json` in the run folder does:
 
     {"phase": "training", "step": 120, "steps": 1000, "loss": 2.31, "tokens_per_s": 81234.5, ...}
 
@@ -31,7 +31,6 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.schema import Config
 from compiler_trainer.step.ranks import rank
-from compiler_trainer.training.folder import CONFIG
 from compiler_trainer.training.metrics import Record
 
 FILE = "status.json"
@@ -46,7 +45,7 @@ class Status:
         self.cfg, self.is_on = cfg, rank() == 0
         self.state: dict[str, Any] = {"phase": "preparing", "step": 0, "steps": cfg.train.steps}
         self.changed = self.written = self.posted = 0.0
-        self.began, self.done = time.monotonic(), 0
+        self.began, self.done, self.trains = time.monotonic(), 0, False
         self.page: ThreadingHTTPServer | None = None
         self.poster = ThreadPoolExecutor(1, "kubeflow")
         self.post: Future[None] | None = None
@@ -69,7 +68,7 @@ class Status:
     def start(self, cfg: Config, done: int) -> None:
         """Begin training after `done` steps."""
         self.began, self.done = time.monotonic(), done
-        self.state = self.state | {"step": done}
+        self.state, self.trains = self.state | {"step": done}, True
         self.begin("training")
 
     def begin(self, phase: str) -> None:
@@ -93,11 +92,10 @@ class Status:
     def publish(self, is_phase: bool = False) -> None:
         """Write the file and send the progress, at most once in a while unless a phase begins."""
         self.changed = now = time.monotonic()
-        folder = Path(self.cfg.run.dir)
-        if (is_phase or now - self.written >= WRITE_EVERY_S) and (folder / CONFIG).exists():
+        if self.trains and (is_phase or now - self.written >= WRITE_EVERY_S):
             self.written = now
             with contextlib.suppress(OSError):  # a full disk is reported by the checkpoint
-                write_atomically(folder / FILE, json.dumps(self.state) + "\n")
+                write_atomically(Path(self.cfg.run.dir, FILE), json.dumps(self.state) + "\n")
         is_free = self.post is None or self.post.done() and now - self.posted >= POST_EVERY_S
         if SERVER in os.environ and (is_phase or is_free):
             self.posted = now

@@ -374,7 +374,7 @@ def test_a_recipe_makes_the_planned_job(found, tmp_path, monkeypatch):
     monkeypatch.setattr(app, "outcome", got.append)
     best = found.best.candidate
     steps = str(best.mesh.dp_replicate * best.mesh.dp_shard * best.mesh.cp * best.mesh.tp)
-    monkeypatch.setattr(app, "WORLD_SIZE", int(steps))
+    monkeypatch.setattr(app, "ranks", lambda: int(steps))
     monkeypatch.setattr("sys.argv", ["compiler-trainer", f"recipe={tmp_path}/mine.yaml", "train.steps=7", "data.tokenizer=bytes"])
     app.main()
     (cfg,) = got

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compiler_trainer.step.ranks import HOST, PATIENCE, gather, host_group, new_group, stop_ranks
+from compiler_trainer.step.ranks import HOST, PATIENCE, gather, host_group, new_group
 
 
 @pytest.fixture
 def alone():
     dist.init_process_group(HOST, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
     yield
-    stop_ranks()
+    dist.destroy_process_group()
 
 
 def test_no_two_collectives_of_a_group_run_at_once(alone):

@@ -40,7 +40,8 @@ def test_a_launch_reads_no_number_and_sends_none():
     step.lr, step.seed, step.microbatches, step.device, step.ranks = 0.1, SEED, MICROBATCHES, torch.device("cpu"), (0,)
     step.microbatches_per_turn, step.restored_names = 1, {}
     step.state = {"optim.step": SimpleNamespace(local={0: torch.tensor(float(COUNT), dtype=torch.float64)})}
-    step.split, step.counts, step.run = lambda batch: [{}] * MICROBATCHES, lambda parts: {}, run
+    step.split, step.counts, step.run = lambda batch: [{}] * MICROBATCHES, lambda batch: {}, run
+    step.entries = {}
     step.runtime = SimpleNamespace(numbers=lambda values, names: values, begin=lambda: None)
     step.train = {"accumulate": outputs, "apply": outputs}
     step.training = turns, SimpleNamespace(begin=lambda: None, start=lambda turn: None, end=lambda: None)

@@ -242,7 +242,7 @@ def test_a_compilation_that_ends_early_keeps_its_graphs_and_what_reads_them_need
         patch.setattr(trainer, "compile_step", fail)
         with pytest.raises(type(why)):
             trainer.train(cfg)
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {"config.yaml", "graphs", "report.json", "status.json"}
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"config.yaml", "graphs", "report.json"}
     assert call("inspect", tmp_path / "run") == 0
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
     assert call("resume", tmp_path / "run") == 0 and len(metrics(tmp_path / "run")) == 6
@@ -259,7 +259,7 @@ def test_sigterm_while_a_run_compiles_leaves_what_resume_needs(tmp_path, monkeyp
     with pytest.raises(SystemExit) as ended:
         trainer.train(options(tmp_path / "run"))
     assert ended.value.code == 3 and signal.getsignal(signal.SIGTERM) is before
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {"config.yaml", "graphs", "report.json", "status.json"}
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"config.yaml", "graphs", "report.json"}
     assert "SIGTERM while compiling: no step was taken" in capsys.readouterr().out
 
 

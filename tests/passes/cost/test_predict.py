@@ -508,7 +508,7 @@ def test_a_bad_cluster_is_one_line(monkeypatch, capsys, tmp_path, argument, said
 
 def test_a_dry_run_is_one_process(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(app, "WORLD_SIZE", 2)
+    monkeypatch.setattr(app, "ranks", lambda: 2)
     assert call("run.dry=true", "mesh.dp_shard=2") == 2
     assert "error: run.dry: runs in one process, and 2 were started" in capsys.readouterr().err
 
