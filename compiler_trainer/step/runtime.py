@@ -152,6 +152,7 @@ class ProcessRanks(Staged):
         self.groups: dict[str, dist.ProcessGroup] = {}  # by the communicator's name in programs
         records = lower.cudagraphs and not why_nothing_is_recorded(device)
         self.recorder = Recorder() if records else None
+        self.axis_groups: dict[str, dist.ProcessGroup] = {}  # the first one of each axis
         self.sample_groups: list[dist.ProcessGroup] = []  # of ranks that have different samples, one for each axis
         self.ways: Ways | None = None
         self.stages: dist.ProcessGroup | None = None  # this rank and its counterparts in other stages
@@ -214,12 +215,13 @@ class ProcessRanks(Staged):
         for name, axis in {communicator_of(node): axis_of(node) for node in all_calls(program)}.items():
             if name is not None and axis is not None and name not in self.groups:
                 self.groups[name] = new_group(self.neighbours(axis))
+                self.axis_groups.setdefault(axis, self.groups[name])
 
     def group_of(self, axis: str) -> dist.ProcessGroup:
         """Return a group of the ranks along an axis: that of a communicator if there is one, or a new group."""
-        neighbours = self.neighbours(axis)
-        groups = (group for group in self.groups.values() if dist.get_process_group_ranks(group) == neighbours)
-        return next(groups, None) or new_group(neighbours)
+        if axis not in self.axis_groups:
+            self.axis_groups[axis] = new_group(self.neighbours(axis))
+        return self.axis_groups[axis]
 
     def neighbours(self, axis: str) -> list[int]:
         """Return the ranks that differ from this one only in their coordinate on an axis."""
