@@ -59,8 +59,15 @@ def writable(option: str, folder: Path) -> Iterator[None]:
 
 def cache_of(cfg: DataConfig) -> Cache:
     """Return the cache of `data.cache` and `data.cache_gib`."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
-    return Cache(Path(cfg.cache).expanduser() if cfg.cache else default, cfg.cache_gib * GIB)
+    return Cache(Path(cfg.cache).expanduser() if cfg.cache else default_folder(), cfg.cache_gib * GIB)
+
+
+def default_folder() -> Path:
+    """Return the cache of this user; raise UserError if the user has no home directory."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
+    except RuntimeError as error:
+        raise UserError("data.cache", "is not set, and this user has no home directory; give a folder") from error
 
 
 def shrink(cache: Cache, coming: int = 0) -> int:

@@ -32,7 +32,7 @@ from compiler_trainer.data.stored import summary
 from compiler_trainer.data.tokenizers import build_tokenizer, next_cut, parts
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.places import folders as stored_folders
-from compiler_trainer.places.cache import Cache
+from compiler_trainer.places.cache import Cache, cache_of
 
 ROOT = Path(__file__).parents[3]
 TEXT = Path(json.__file__).read_text() + Path(json.decoder.__file__).read_text() + "naïve 列 ünïcödé\n\n\n  end\n"
@@ -522,3 +522,14 @@ def test_a_corpus_whose_shards_are_being_removed_is_made_again(tmp_path, monkeyp
         corpus(path)
     _, stored = corpus(path)
     assert summary(stored).tokens == path.stat().st_size + 1
+
+
+def test_a_user_without_a_home_needs_a_cache(tmp_path, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert cache_of(DataConfig(cache=str(tmp_path))).folder == tmp_path
+    with pytest.raises(UserError, match="^data.cache: is not set, and this user has no home directory; give a folder"):
+        cache_of(DataConfig())
