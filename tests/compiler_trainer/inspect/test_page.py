@@ -269,6 +269,7 @@ def grow(folder: Path, run: Run) -> Run:
     return load(folder)
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_nodes(browser, run, tmp_path, record_property):
     large = grow(tmp_path / "large", run)
     shown = show(browser, large, tmp_path / "page.html")

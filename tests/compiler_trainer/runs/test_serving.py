@@ -92,6 +92,7 @@ def test_the_export_of_a_decoder_says_where_it_ends_and_how_long_it_is(trained, 
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
 
 
+@pytest.mark.full
 def test_what_lies_beside_a_tokenizer_comes_along(tmp_path):
     doc_places.tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(doc_places.TEMPLATE)

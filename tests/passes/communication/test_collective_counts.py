@@ -60,6 +60,7 @@ USED_AGAIN = N_PARAMETERS - 1  # the backward of a lookup does not read the tabl
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.sample(1)
 def test_fsdp_gathers_once_a_use_region_and_reduces_once(policy):
     programs, _ = compiled(FSDP, policy=policy)
     wanted = {GATHERS: N_PARAMETERS, AGAIN: USED_AGAIN, SCATTERS: N_PARAMETERS, ("scalar", "dp_shard"): SCALARS}
