@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -25,3 +27,18 @@ def test_a_refusal_is_one_line_and_the_exit_code_that_of_the_ranks():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: optim.lrr: no such option; did you mean 'lr'?\n"
+
+
+@pytest.mark.full
+def test_a_signal_to_the_launcher_saves_and_its_exit_code_is_that_of_the_ranks(tmp_path):
+    job = ["model.dim=16", "model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=2", "train.seq_len=16", "train.global_batch_size=4",
+           "train.steps=100000", "lower.backend=eager", "mesh.dp_shard=2", "run.dir=run", "eval.interval=null", "run.exit_codes.stopped=75"]
+    command = [sys.executable, "-m", "compiler_trainer", "launch", "-n", "2", *job]
+    launcher = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    record = tmp_path / "run/metrics.jsonl"
+    while not record.exists() or not record.read_text():
+        assert launcher.poll() is None
+        time.sleep(0.1)
+    launcher.send_signal(signal.SIGUSR1)
+    output = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 75 and "because of SIGUSR1; resume with: compiler-trainer launch -n 2 resume run" in output
