@@ -1,4 +1,4 @@
-"""What the wheel holds: the trainer with the choices of conf/, and the passes; no tools, no tests."""
+"""Build the wheel: the trainer with the choices of conf/, and the passes; no tools, no tests."""
 
 from setuptools import find_packages, setup
 

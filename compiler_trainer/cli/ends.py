@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -46,4 +47,5 @@ def record(error: Exception) -> None:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        with contextlib.suppress(OSError):  # the error itself is printed
+            get_error_handler().record_exception(error)

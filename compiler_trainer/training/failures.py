@@ -168,7 +168,8 @@ def report(timeout_s: float, beats: Sequence[tuple[int, Beat, bool]], note: str 
 def say_error(message: str) -> None:
     """Print why a job ends, and write it where torchrun reads the first error of a rank."""
     print(f"error: {message}", file=sys.stderr, flush=True)
-    get_error_handler().record_exception(RunError(message))
+    with suppress(OSError):
+        get_error_handler().record_exception(RunError(message))
 
 
 def position(beat: Beat) -> str:

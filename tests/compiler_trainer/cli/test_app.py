@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -283,3 +284,15 @@ def test_on_two_ranks_it_is_said_once(tmp_path):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == ["error: mesh: dp_shard=3 needs 3 ranks, not 2; change mesh.dp_shard or start 3 ranks"]
     assert done.returncode != 0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["", "nowhere/"])
+def test_the_first_error_is_written_where_torchrun_reads_it(folder, command, trainer, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{folder}error.json"))
+    trainer.error = UserError("data.files", "nowhere.txt is missing")
+    with pytest.raises(SystemExit) as exit:
+        command()
+    assert exit.value.code == 2 and capsys.readouterr().err == "error: data.files: nowhere.txt is missing\n"
+    if not folder:
+        written = json.loads((tmp_path / "error.json").read_text())
+        assert written["message"]["message"] == "UserError: data.files: nowhere.txt is missing"
