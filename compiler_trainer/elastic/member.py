@@ -1,8 +1,9 @@
 """One process of a job that `launch` started: the rank that it has in each round, and a watch over rounds that begin.
 
 A rank that waits for a killed one fails as soon as a connection to it closes. It then leaves its process groups, which
-closes its own connections, so that the ranks that wait for it fail, too. A rank that is still not out `GRACE_S` after a
-round began waits where nothing can wake it, or compiles for a mesh that is gone: its process starts again in place.
+closes its own connections, so that the ranks that wait for it fail, too. On GPUs a rank waits for kernels of NCCL that
+wait for the killed one; the watching thread aborts these. A rank that is still not out `GRACE_S` after a round began
+waits where nothing can wake it, or compiles for a mesh that is gone: its process starts again in place.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from compiler_trainer.step.meeting import ROUND
+from compiler_trainer.step.ranks import cut_off
 
 MEMBER, MEMBERS, FOLDER = "COMPILER_TRAINER_MEMBER", "COMPILER_TRAINER_MEMBERS", "COMPILER_TRAINER_SNAPSHOTS"
 ELASTIC, FINISHED, NEWEST = "elastic", "finished", "round"  # keys of the store
 READY = "ready{}"  # of a process that can take part in a round
 LISTED, COMING, WAITING, LEFT = "members{}", "coming{}", "waiting{}", "left{}"  # of a round
 POLL_S, GRACE_S, PATIENCE_S = 0.05, 3.0, 5.0
+NCCL = {  # settings of PyTorch, whose watchdog would end every process that has lost a peer
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # a quarter of what it sleeps after an error; groups wait for it
+}
 
 
 class Regroup(Exception):
@@ -58,6 +65,7 @@ class Member:
 
     def __init__(self) -> None:
         self.number, self.round, self.store = int(os.environ[MEMBER]), 0, connection()
+        os.environ |= NCCL
         self.store.set(ELASTIC, "")
         self.store.set(READY.format(self.number), "")
 
@@ -119,8 +127,10 @@ class Member:
             store = connect()
             with suppress(dist.DistError, RuntimeError):  # the launcher is gone; SIGTERM ends this process
                 while not over.wait(POLL_S):
-                    if int(store.get(NEWEST)) != current and not over.wait(GRACE_S):
-                        start_again()
+                    if int(store.get(NEWEST)) != current:
+                        threading.Thread(target=cut_off, daemon=True, name="abort").start()
+                        if not over.wait(GRACE_S):
+                            start_again()
 
         thread = threading.Thread(target=watch, daemon=True, name="rounds")
         thread.start()

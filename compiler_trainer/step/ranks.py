@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.step.meeting import meeting, meeting_in
 from passes.lower.cudagraphs import release
 from passes.torch_private import abort_groups, gloo_of_one_thread, see_one_gpu
@@ -28,6 +29,7 @@ HOST = "gloo_in_order"  # the backend of groups over host memory
 dist.Backend.register_backend(HOST, gloo_of_one_thread, devices=["cpu"])
 groups, turns = itertools.count(), itertools.count()
 joined: list[Any] = []  # the default group, if `start_ranks` made it
+leaving, is_cut_off = threading.Lock(), threading.Event()
 
 
 def start_ranks() -> int:
@@ -82,12 +84,35 @@ def stop_ranks() -> None:
         dist.destroy_process_group()
 
 
+def cut_off() -> None:
+    """Abort the collectives of this process from another thread than the main one, which may wait for the GPU.
+
+    That thread then goes on with unfinished values: `check_connected` raises until it has called `rejoin`.
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl":  # gloo wakes up when a connection closes
+        is_cut_off.set()
+        leave_groups()
+
+
+def check_connected() -> None:
+    """Raise RunError if values that the host waited for may be those of collectives that were aborted."""
+    if is_cut_off.is_set():
+        raise RunError("a rank is gone, and the collectives with it were aborted")
+
+
+def leave_groups() -> None:
+    """Leave all process groups although ranks of them are gone; a second thread waits until the first has left."""
+    with leaving:
+        if dist.is_initialized():
+            abort_groups()
+
+
 def rejoin() -> None:
     """Leave a job of which ranks are gone, as if this process had not been in it."""
     global groups, turns
-    release()
-    if dist.is_initialized():
-        abort_groups()
+    release()  # before the lock: NCCL aborts a communicator only when no recorded CUDA graph uses it
+    leave_groups()
+    is_cut_off.clear()
     meeting.cache_clear()
     groups, turns = itertools.count(), itertools.count()
 

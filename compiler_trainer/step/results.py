@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from compiler_trainer.step.ranks import check_connected
+
 
 class Moment:
     """A point in a device's work: the completion of everything launched before it."""
@@ -19,9 +21,10 @@ class Moment:
             self.event.record()
 
     def wait(self) -> None:
-        """Wait until the device reaches it."""
+        """Wait until the device reaches it; raise RunError if collectives before it were aborted."""
         if self.event is not None:
             self.event.synchronize()
+            check_connected()
 
     def until(self, later: Moment) -> float:
         """Return the seconds from this moment to a later one; both must have been reached."""

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("gpu_day"), help=f"a folder for {FILE} and run folders")
     parser.add_argument("--minutes", type=float, default=28, help="after which no part begins")
-    parser.add_argument("--only", default="*", help="a pattern of part names")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="of part names")
     parser.add_argument("--device", choices=("cuda", "cpu", "none"), default="cuda", help="cpu: small; none: no step")
     again = "run the parts that no such file has a success of"
     parser.add_argument("--again", type=Path, nargs="+", default=(), metavar="RESULTS", help=again)
@@ -56,10 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_all(parts, args.device, args.out, args.minutes)
 
 
-def chosen(device: Device, pattern: str, again: Sequence[Path]) -> list[Part]:
-    """Return the parts for a device whose names match, except those that succeeded in one of the files `again`."""
+def chosen(device: Device, patterns: Sequence[str], again: Sequence[Path]) -> list[Part]:
+    """Return the parts for a device whose names match a pattern, except successes in the files `again`."""
     done = {name for path in again for name, result in read(path).results.items() if result.is_done}
-    return [p for p in PARTS if p.is_for(device) and fnmatch.fnmatch(p.name, pattern) and p.name not in done]
+    parts = [part for part in PARTS if any(fnmatch.fnmatch(part.name, pattern) for pattern in patterns)]
+    return [part for part in parts if part.is_for(device) and part.name not in done]
 
 
 def show(parts: Sequence[Part], device: Device, out: Path, minutes: float) -> int:

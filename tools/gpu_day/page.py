@@ -24,6 +24,7 @@ SPEEDS = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
 GIB, SHOWN = 2**30, 14
 VERDICTS = (
     "works", "FAILS", "right ", "WRONG", "bodies compared", "further bodies", "error: ", "tokens/s", "free ", "WAITS",
+    "killed after",
 )  # fmt: skip
 
 

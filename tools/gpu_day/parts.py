@@ -102,6 +102,7 @@ PARTS: Sequence[Part] = (
     Part("compiled bodies against their operators", 2, ("tools.gpu_day.bodies",), (), alone=False),
     Part("launches that wait for nothing", 2, ("tools.gpu_day.waits",), (), alone=False),
     *on_two_ranks(),
+    Part("ranks of one GPU that are killed", 3, ("tools.gpu_day.survive", "--out", "{out}/survive"), (), alone=False),
     Part("dense, 8B in 4 layers", 3, BESIDE, TINY, DENSE),
     Part("profile, 8B in 4 layers", 1.5, ("tools.gpu_day.profile", "--out", "{out}/profile", *PROFILED), TINY),
     Part("profile, 50M with windows", 1.5,

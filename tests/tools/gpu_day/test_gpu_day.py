@@ -103,7 +103,7 @@ def test_the_list_says_when_parts_begin(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(PARTS) and "from minute 0" in lines[0] and "not reached" in lines[-1]
     first = next(line for line in lines if line.startswith("dense, 8B"))
-    assert "from minute 2" in first and "tools.bench" in first
+    assert "from minute 3" in first and "tools.bench" in first
 
 
 def test_the_page_has_results_speeds_next_to_predictions_and_outputs(tmp_path, monkeypatch):
