@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
 def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
     """Train; raise RepeatingError if memory runs out, after one rank has printed the settings that would fit."""
     with unwatched():
-        from compiler_trainer.training.failures import failure_of, let_go
+        from compiler_trainer.training.failures import failure_of
         from compiler_trainer.training.trainer import train
 
     try:
@@ -68,7 +69,6 @@ def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
     except Exception as error:
         if (failure := failure_of(error)) is None:
             raise
-    let_go()  # of everything that the error referenced
     tell(cfg, failure)
     raise RepeatingError("out of memory; docs/guides/out-of-memory.md lists the settings that need less")
 
@@ -76,15 +76,21 @@ def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
 def tell(cfg: Config, failure: Failure) -> None:
     """Print the largest uses of memory and the settings that would fit, on one rank; the others wait to be ended."""
     from compiler_trainer.planning.out_of_memory import describe
-    from compiler_trainer.step.ranks import another_store, rank
+    from compiler_trainer.step.ranks import another_store
+    from compiler_trainer.training.failures import let_go
 
     store = another_store("memory")
     if store is not None and store.add("told", 1) > 1:
         time.sleep(PATIENCE_S)
         return
-    say(f"rank {rank()} is out of memory", sys.stderr)
-    for line in describe(cfg, failure):
-        say(line, sys.stderr)
+    say(f"rank {os.environ.get('RANK', '0')} is out of memory", sys.stderr)
+    try:
+        let_go()  # of everything that the error referenced
+        for line in describe(cfg, failure):
+            say(line, sys.stderr)
+    except Exception as error:  # CUDA itself may not have started
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        say(f"the allocation was in {failure.where}; its report failed, too: {reason}", sys.stderr)
 
 
 def predicted(cfg: Config) -> float:

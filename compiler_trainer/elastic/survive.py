@@ -56,6 +56,7 @@ def train_in_round(cfg: Config, train: Callable[[Config], float], member: Member
             raise
         except Exception as error:
             failure = error
+        failure.add_note("".join(traceback.format_tb(failure.__traceback__)))
         traceback.clear_frames(failure.__traceback__)  # they refer to process groups
         failure.__traceback__ = None
         if isinstance(failure, Regroup):

@@ -24,7 +24,11 @@ from tools.gpu_day.parts import PARTS, Device, Part
 from tools.gpu_day.results import FILE, Result, Session, read
 
 STACKS_S = 5  # seconds for processes out of time to print their stacks
-SIDE_BY_SIDE = {"TORCHINDUCTOR_COMPILE_THREADS": "4", "OMP_NUM_THREADS": "2"}
+SIDE_BY_SIDE = {
+    "TORCHINDUCTOR_COMPILE_THREADS": "4",
+    "OMP_NUM_THREADS": "2",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",  # with 32, of 23 processes on one H100 the last ones could not start CUDA
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,6 +26,7 @@ VERDICTS = (
     "works", "FAILS", "right ", "WRONG", "bodies compared", "further bodies", "error: ", "tokens/s", "free ", "WAITS",
     "killed after",
 )  # fmt: skip
+FACTS = ("loopback", "GiB free")  # of the machine, not of a part
 
 
 def write(sessions: Sequence[Session], path: Path) -> None:
@@ -67,7 +68,8 @@ def verdicts(output: str) -> list[str]:
     lines = (
         " ".join(line.replace("│", " ").split()) for line in output.partition("Fatal Python error")[0].splitlines()
     )
-    chosen = [line for line in lines if any(word in line for word in VERDICTS) and "loopback" not in line]
+    lines = (line for line in lines if not any(fact in line for fact in FACTS))
+    chosen = [line for line in lines if any(word in line for word in VERDICTS)]
     return (
         [line for line in chosen if not re.fullmatch(r"(works|FAILS), [\d.]+ s", line)]
         if len(chosen) < SHOWN

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import fx
 
+from compiler_trainer.cli.outcome import trained as trained_here
+from compiler_trainer.config.errors import RepeatingError
+from compiler_trainer.config.schema import Config
 from compiler_trainer.training.failures import failure_of
 from passes.ir import ir
 
@@ -48,6 +51,20 @@ def test_the_node_that_failed_is_named():
 @pytest.mark.parametrize("error", [RuntimeError("a shape is wrong"), OSError(28, "No space left"), ValueError("out of memory")])
 def test_other_errors_are_none_of_these(error):
     assert failure_of(raised(error)) is None
+
+
+def test_memory_that_does_not_suffice_for_a_report_is_said_to_be_exhausted_all_the_same(monkeypatch, capsys):
+    """CUDA may be out of memory before it has started; the report then needs what there is not."""
+    started = torch.AcceleratorError("CUDA error: out of memory\nFor debugging consider ...")
+    for name in ("compiler_trainer.training.trainer.train", "compiler_trainer.planning.out_of_memory.describe"):
+        monkeypatch.setattr(name, lambda *args: (_ for _ in ()).throw(started))
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(RepeatingError):
+        trained_here(Config(), ())
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "rank 3 is out of memory"
+    assert lines[1].startswith("the allocation was in test_exhausted.py:")
+    assert lines[1].endswith("; its report failed, too: CUDA error: out of memory")
 
 
 LIMIT = """
