@@ -37,6 +37,8 @@ HOST = "127.0.0.1"
 MEMORY, PREFIX = Path("/dev/shm"), "compiler-trainer-"
 SAVING_S = 600  # for ranks to save after a signal to stop, or after another one failed
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent dies
+SHAKEN_S = 60  # after a loss: other processes that crash in this time do so because of it
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -45,8 +47,9 @@ class Launcher:
 
     They end together, with the exit code of the first that fails. In a job of `run.elastic=true` a process that a
     signal kills is only left out: the others are told that a round begins, with the list of those that are left. Up to
-    `spares` new processes replace lost ones, and join when they are ready. If the command line does not tell that a job
-    is `elastic`, the first rank that has read its options does.
+    `spares` new processes replace lost ones, and join when they are ready. So do up to `count` others replace processes
+    that crash soon after another one was lost, as NCCL's do. If the command line does not tell that a job is `elastic`,
+    the first rank that has read its options does.
     """
 
     def __init__(self, count: int, command: Sequence[str], spares: int = 0, elastic: bool = False):
@@ -60,6 +63,7 @@ class Launcher:
         if elastic:
             self.store.set(ELASTIC, "")
         self.end = math.inf  # time at which processes that do not end by themselves are killed
+        self.crashes_left, self.last_loss = count, -math.inf
 
     def run(self) -> int:
         """Start the processes and wait for them; return the exit code."""
@@ -130,8 +134,7 @@ class Launcher:
         """Take note of a process that ended: leave it out and start another one, or end the others if it failed."""
         member = self.members.pop(pid)
         if code < 0 and self.end == math.inf and self.store.check([ELASTIC]):
-            if self.spares:
-                self.spares -= 1
+            if self.is_replaced(-code):
                 self.start()
             members = self.ready()
             self.tell(member, code, len(members))
@@ -142,6 +145,15 @@ class Launcher:
         if code and not self.code:
             self.code = exit_code(code)
             self.forward(signal.SIGTERM)
+
+    def is_replaced(self, number: int) -> bool:
+        """Return True if another process replaces one that a signal ended."""
+        last, self.last_loss = self.last_loss, time.monotonic()
+        if number in CRASHES and self.last_loss - last < SHAKEN_S and self.crashes_left:
+            self.crashes_left -= 1
+            return True
+        self.spares -= 1
+        return self.spares >= 0
 
     def tell(self, member: int, code: int, left: int) -> None:
         """Print that a process is gone, and how many are left."""

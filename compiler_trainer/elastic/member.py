@@ -1,9 +1,8 @@
 """One process of a job that `launch` started: the rank that it has in each round, and a watch over rounds that begin.
 
 A rank that waits for a killed one fails as soon as a connection to it closes. It then leaves its process groups, which
-closes its own connections, so that the ranks that wait for it fail, too. On GPUs a rank waits for kernels of NCCL that
-wait for the killed one; the watching thread aborts these. A rank that is still not out `GRACE_S` after a round began
-waits where nothing can wake it, or compiles for a mesh that is gone: its process starts again in place.
+closes its own connections, so that the ranks that wait for it fail, too. A rank that does not fail is interrupted
+(`interrupt.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from compiler_trainer.elastic.interrupt import interrupt
 from compiler_trainer.step.meeting import ROUND
-from compiler_trainer.step.ranks import cut_off
 
 MEMBER, MEMBERS, FOLDER = "COMPILER_TRAINER_MEMBER", "COMPILER_TRAINER_MEMBERS", "COMPILER_TRAINER_SNAPSHOTS"
 ELASTIC, FINISHED, NEWEST = "elastic", "finished", "round"  # keys of the store
 READY = "ready{}"  # of a process that can take part in a round
 LISTED, COMING, WAITING, LEFT = "members{}", "coming{}", "waiting{}", "left{}"  # of a round
-POLL_S, GRACE_S, PATIENCE_S = 0.05, 3.0, 5.0
+POLL_S, PATIENCE_S = 0.05, 5.0
 NCCL = {  # settings of PyTorch, whose watchdog would end every process that has lost a peer
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -120,25 +119,24 @@ class Member:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Start the process again if the block does not end soon after another round began."""
-        over, current = threading.Event(), self.round
+        """Interrupt this thread if it is still in the block when another round has begun."""
+        over, current, thread = threading.Event(), self.round, threading.get_ident()
 
         def watch() -> None:
             store = connect()
             with suppress(dist.DistError, RuntimeError):  # the launcher is gone; SIGTERM ends this process
                 while not over.wait(POLL_S):
                     if int(store.get(NEWEST)) != current:
-                        threading.Thread(target=cut_off, daemon=True, name="abort").start()
-                        if not over.wait(GRACE_S):
-                            start_again()
+                        interrupt(thread, over, start_again)
+                        return
 
-        thread = threading.Thread(target=watch, daemon=True, name="rounds")
-        thread.start()
+        watcher = threading.Thread(target=watch, daemon=True, name="rounds")
+        watcher.start()
         try:
             yield
         finally:
             over.set()
-            thread.join()
+            watcher.join()
 
 
 def start_again() -> NoReturn:

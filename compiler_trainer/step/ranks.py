@@ -85,9 +85,10 @@ def stop_ranks() -> None:
 
 
 def cut_off() -> None:
-    """Abort the collectives of this process from another thread than the main one, which may wait for the GPU.
+    """Abort the collectives of this process from another thread than the main one, which waits for the GPU.
 
-    That thread then goes on with unfinished values: `check_connected` raises until it has called `rejoin`.
+    That thread then goes on with unfinished values, and `check_connected` raises until it has called `rejoin`. It must
+    not be launching a collective: an abort frees what a launch uses.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":  # gloo wakes up when a connection closes
         is_cut_off.set()

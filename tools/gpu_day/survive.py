@@ -34,20 +34,31 @@ OPTIONS = (
 )  # fmt: skip
 
 
+SMALL = ()
+LARGE = ("model.dim=768", "model.n_layers=4", "model.n_heads=12", "model.n_kv_heads=12", "model.ffn_dim=2048",
+         "train.seq_len=512")  # fmt: skip
+EAGER = "lower.backend=eager"
+
+
 class Job(NamedTuple):
-    """An elastic job: its ranks, and the steps after which one of them is killed."""
+    """An elastic job: its model, its ranks, and the steps after which one of them is killed.
+
+    With a large model the host waits for the device, with a small one for nothing.
+    """
 
     name: str
+    model: tuple[str, ...]
     ranks: int
     options: tuple[str, ...]
     kills: tuple[int, ...]
 
 
 JOBS = (
-    Job("FSDP, not compiled", 3, ("mesh.dp_shard=3", "lower.backend=eager"), (7, 28)),
-    Job("FSDP", 2, ("mesh.dp_shard=2",), (7,)),
-    Job("a ring in CUDA graphs", 2, ("mesh.cp=2", "mesh.dp_shard=1", "passes.context.method=ring",
-                                     "passes.context.skip_steps=false", "lower.cudagraphs=auto"), (7,)),
+    Job("a large model, not compiled", LARGE, 3, ("mesh.dp_shard=3", EAGER), (7, 28)),
+    Job("not compiled", SMALL, 3, ("mesh.dp_shard=3", EAGER), (7, 28)),
+    Job("compiled", SMALL, 2, ("mesh.dp_shard=2",), (7,)),
+    Job("a ring in CUDA graphs", SMALL, 2, ("mesh.cp=2", "mesh.dp_shard=1", "passes.context.method=ring",
+                                            "passes.context.skip_steps=false", "lower.cudagraphs=auto"), (7,)),
 )  # fmt: skip
 
 
@@ -63,10 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.ranks:
         command = [sys.executable, "-m", "tools.gpu_day.survive", "--ranks", "0", *args.options]
         return Launcher(args.ranks, command, elastic=True).run()
-    with ThreadPoolExecutor(len(JOBS) + 1) as pool:
-        whole = pool.submit(undisturbed, args.out / "whole")
+    with ThreadPoolExecutor(len(JOBS) + 2) as pool:
         trials = [pool.submit(trial, job, args.out / str(number)) for number, job in enumerate(JOBS)]
-        problems = [each.result() or difference(whole.result(), args.out / str(n)) for n, each in enumerate(trials)]
+        right = {model: pool.submit(undisturbed, args.out / f"right{len(model)}", model) for model in (LARGE, SMALL)}
+        problems = [
+            each.result() or difference(right[job.model].result(), args.out / str(number))
+            for number, (job, each) in enumerate(zip(JOBS, trials, strict=True))
+        ]
     for number, (job, problem) in enumerate(zip(JOBS, problems, strict=True)):
         print(f"{'WRONG' if problem else 'right'}  {job.name}: {problem}")
         if problem:
@@ -90,15 +104,15 @@ def start(folder: Path, command: Sequence[str], options: Sequence[str]) -> subpr
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
-def undisturbed(folder: Path) -> list[float]:
+def undisturbed(folder: Path, model: Sequence[str]) -> list[float]:
     """Return the losses of one rank that nobody kills."""
-    start(folder, ["compiler_trainer"], ["lower.backend=eager"]).wait()
+    start(folder, ["compiler_trainer"], [*model, EAGER]).wait()
     return losses(folder)
 
 
 def trial(job: Job, folder: Path) -> str:
     """Run a job and kill its ranks; print what each kill costs; return the problem if the job does not finish."""
-    options = ["run.elastic=true", *job.options]
+    options = ["run.elastic=true", *job.model, *job.options]
     process = start(folder, ["tools.gpu_day.survive", "--ranks", str(job.ranks)], options)
     for step in job.kills:
         wait_for(process, folder, step)
