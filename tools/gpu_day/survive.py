@@ -34,7 +34,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-SMALL = ()
+SMALL: tuple[str, ...] = ()
 LARGE = ("model.dim=768", "model.n_layers=4", "model.n_heads=12", "model.n_kv_heads=12", "model.ffn_dim=2048",
          "train.seq_len=512")  # fmt: skip
 EAGER = "lower.backend=eager"
