@@ -17,6 +17,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -649,8 +650,14 @@ def default_store() -> torch.distributed.Store:
 
 
 def abort_groups() -> None:
-    """Leave all process groups although ranks of them are gone: collectives in flight are aborted."""
+    """Leave all process groups although ranks of them are gone: collectives in flight are aborted.
+
+    NCCL's communicators are aborted at the same time, because the abort of one waits for the kernels of all.
+    """
     if torch.distributed.get_backend() == "nccl":
+        groups = list(torch.distributed.distributed_c10d._world.pg_names)
+        with ThreadPoolExecutor(len(groups)) as pool:
+            list(pool.map(torch.distributed.ProcessGroup.abort, groups))
         torch.distributed.distributed_c10d._abort_process_group()
     else:
         torch.distributed.destroy_process_group()

@@ -1,9 +1,10 @@
 """Make the main thread leave a round that is over, because a rank is gone.
 
 With gloo it fails when a connection closes. With NCCL it waits for kernels that wait for the lost rank, until another
-thread aborts them. An abort frees what the launch of a collective uses: on an H100 it ended every process that was
-launching one. So only a main thread that waits elsewhere is interrupted. One that does not leave the round within
-`GRACE_S` waits where nothing can wake it, or compiles for a mesh that is gone: its process starts again in place.
+thread aborts them. An abort frees what the launch of a collective uses, so only a main thread that waits elsewhere is
+interrupted. One that does not leave the round within `GRACE_S` waits where nothing can wake it, or compiles for a mesh
+that is gone: its process starts again in place. One that launches a collective after NCCL has noticed the loss ends
+with SIGABRT, because PyTorch throws in a destructor (`AutoNcclGroup`); the launcher replaces it.
 """
 
 from __future__ import annotations
