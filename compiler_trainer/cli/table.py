@@ -18,6 +18,7 @@ class Verb(NamedTuple):
 VERBS = {
     "doctor": Verb("begin", "[--ranks N]", "describe this machine, and try each feature on it"),
     "launch": Verb("train", "[-n RANKS] ...", "start several ranks, as torchrun does, without its tracebacks"),
+    "resize": Verb("train", "RUN mesh.AXIS=SIZE", "give a running job of run.elastic=true another mesh"),
     "resume": Verb("train", "RUN [OPTION=VALUE]", "continue a run from its newest checkpoint"),
     "check-data": Verb(
         "begin", "FILE [OPTION=VALUE]", "print a record as the model will see it: tokens, labels, unused fields"

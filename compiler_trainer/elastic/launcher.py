@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import math
 import os
 import shutil
@@ -27,10 +28,13 @@ from compiler_trainer.elastic.member import (
     LISTED,
     MEMBER,
     MEMBERS,
+    MESH,
     NEWEST,
     POLL_S,
     READY,
     ROUND,
+    WAITING,
+    WANTED,
 )
 
 HOST = "127.0.0.1"
@@ -60,6 +64,7 @@ class Launcher:
         self.members: dict[int, int] = {}  # number of a process, by its process id
         self.listed: list[int] = []  # the processes of this round
         self.lock, self.is_over = threading.RLock(), threading.Event()
+        self.wanted = ""  # the newest mesh that was asked for
         if elastic:
             self.store.set(ELASTIC, "")
         self.end = math.inf  # time at which processes that do not end by themselves are killed
@@ -113,6 +118,8 @@ class Launcher:
         self.listed, self.round = list(members), next(self.rounds)
         if set(self.members.values()) - set(members):
             self.store.set(COMING.format(self.round), "")
+        if self.wanted:
+            self.store.set(MESH.format(self.round), self.wanted)
         self.store.set(LISTED.format(self.round), ",".join(map(str, members)))
         self.store.set(NEWEST, str(self.round))
 
@@ -126,9 +133,19 @@ class Launcher:
             with self.lock:
                 if time.monotonic() > self.end:
                     self.send(signal.SIGKILL)
+                if self.store.check([WANTED]) and (wanted := self.store.get(WANTED).decode()) != self.wanted:
+                    self.resize(wanted)
                 is_empty = not set(self.listed) & set(self.members.values())
                 if (is_empty or self.store.check([LEFT.format(self.round)])) and (members := self.ready()):
                     self.begin_round(members)
+
+    def resize(self, wanted: str) -> None:
+        """Start the processes that a wanted mesh lacks, for which ranks leave the round, or let them leave it now."""
+        self.wanted, missing = wanted, json.loads(wanted)["ranks"] - len(self.members)
+        for _ in range(missing):
+            self.start()
+        if missing <= 0:
+            self.store.set(WAITING.format(self.round), "")
 
     def ended(self, pid: int, code: int) -> None:
         """Take note of a process that ended: leave it out and start another one, or end the others if it failed."""

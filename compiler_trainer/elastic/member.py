@@ -7,9 +7,12 @@ closes its own connections, so that the ranks that wait for it fail, too. A rank
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -19,13 +22,15 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.elastic.interrupt import interrupt
 from compiler_trainer.step.meeting import ROUND
 
 MEMBER, MEMBERS, FOLDER = "COMPILER_TRAINER_MEMBER", "COMPILER_TRAINER_MEMBERS", "COMPILER_TRAINER_SNAPSHOTS"
-ELASTIC, FINISHED, NEWEST = "elastic", "finished", "round"  # keys of the store
+ELASTIC, FINISHED, NEWEST, WANTED = "elastic", "finished", "round", "wanted"  # keys of the store
 READY = "ready{}"  # of a process that can take part in a round
-LISTED, COMING, WAITING, LEFT = "members{}", "coming{}", "waiting{}", "left{}"  # of a round
+LISTED, COMING, WAITING, LEFT, MESH = "members{}", "coming{}", "waiting{}", "left{}", "mesh{}"  # of a round
 POLL_S, PATIENCE_S = 0.05, 5.0
 NCCL = {  # settings of PyTorch, whose watchdog would end every process that has lost a peer
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -48,9 +53,25 @@ def is_awaited() -> bool:
     return connection().check([WAITING.format(os.environ[ROUND])])
 
 
+def address() -> str:
+    """Return the address of the launcher's store."""
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
 def connect() -> dist.Store:
     """Return a connection to the launcher's store; a wait blocks all threads that share one."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def ask_for(address: str, mesh: MeshConfig, ranks: int) -> None:
+    """Ask a launcher for another mesh; raise UserError if it does not answer."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), PATIENCE_S).close()  # the store prints its own failure at length
+    except OSError as error:
+        raise UserError("RUN", f"has no launcher at {address}: the job has ended, or is on another machine") from error
+    wanted = json.dumps({"mesh": dataclasses.asdict(mesh), "ranks": ranks})
+    dist.TCPStore(host, int(port), is_master=False).set(WANTED, wanted)
 
 
 @functools.cache
@@ -60,10 +81,11 @@ def connection() -> dist.Store:
 
 
 class Member:
-    """A process and its place in the current round; joining a round sets RANK, WORLD_SIZE and their like."""
+    """A process and its place in the current round."""
 
     def __init__(self) -> None:
-        self.number, self.round, self.store = int(os.environ[MEMBER]), 0, connection()
+        self.number, self.count = int(os.environ[MEMBER]), int(os.environ[MEMBERS])
+        self.round, self.store = 0, connection()
         os.environ |= NCCL
         self.store.set(ELASTIC, "")
         self.store.set(READY.format(self.number), "")
@@ -73,7 +95,7 @@ class Member:
         return self.store.compare_set(key, "", value).decode()
 
     def join(self) -> tuple[int, int]:
-        """Join the newest round: set the rank; return (its place among the processes that take part, their number).
+        """Join the newest round; return (its place among the processes that take part, their number).
 
         A process that came later waits for a round that lists it, and lets the ranks know that it waits.
         """
@@ -82,10 +104,12 @@ class Member:
             self.store.set(WAITING.format(self.round), "")
             self.next_round()
             self.round = self.newest_round()
-        place, size = members.index(self.number), len(members)
+        return members.index(self.number), len(members)
+
+    def take(self, place: int, size: int) -> None:
+        """Take the rank `place` of the `size` ranks that this round's mesh has."""
         os.environ |= {ROUND: str(self.round), "RANK": str(place), "LOCAL_RANK": str(place)}
         os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        return place, size
 
     def newest_round(self) -> int:
         """Return the number of the newest round."""
@@ -94,6 +118,11 @@ class Member:
     def members(self) -> list[int]:
         """Return the processes of this round."""
         return [int(number) for number in self.store.get(LISTED.format(self.round)).decode().split(",")]
+
+    def mesh(self, first: MeshConfig) -> MeshConfig:
+        """Return the mesh that is wanted in this round: the `first` one, unless another was asked for."""
+        key = MESH.format(self.round)
+        return MeshConfig(**json.loads(self.store.get(key))["mesh"]) if self.store.check([key]) else first
 
     def is_joined_soon(self) -> bool:
         """Return True if a process that replaces a lost one was starting when this round began."""

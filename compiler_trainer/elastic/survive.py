@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from compiler_trainer.config.errors import Stopped, UserError
 from compiler_trainer.config.schema import Config
+from compiler_trainer.config.validate import resolve_mesh
 from compiler_trainer.elastic.member import FINISHED, PATIENCE_S, Member, Regroup, is_member
 from compiler_trainer.elastic.shrink import shrunk
 from compiler_trainer.step.captured import mesh_of
@@ -26,16 +27,18 @@ def survive(cfg: Config, train: Callable[[Config], float], save: Callable[[Confi
         raise UserError("run.elastic", "needs a launcher that outlives ranks; use compiler-trainer launch -n RANKS ...")
     member = Member()
     cfg = replace(cfg, run=replace(cfg.run, dir=member.agree("run.dir", cfg.run.dir)))
+    first = resolve_mesh(cfg.mesh, member.count)
     while True:
         place, size = member.join()
-        mesh = shrunk(cfg.mesh, size)
+        mesh = shrunk(member.mesh(first), size)
         if mesh is None and not member.is_joined_soon():
             if place == 0:
                 save(cfg)
             raise Stopped(cfg.run.exit_codes.stopped)
-        if mesh is None or place >= mesh_of(mesh).world_size:
+        if mesh is None or place >= (ranks := mesh_of(mesh).world_size):
             member.next_round()
             continue
+        member.take(place, ranks)
         resume = "auto" if member.round else cfg.checkpoint.resume
         job = replace(cfg, mesh=mesh, checkpoint=replace(cfg.checkpoint, resume=resume))
         result = train_in_round(job, train, member)

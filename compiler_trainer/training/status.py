@@ -30,10 +30,11 @@ from typing import Any
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.schema import Config
+from compiler_trainer.elastic.member import address, is_member
 from compiler_trainer.step.ranks import rank
 from compiler_trainer.training.metrics import Record
 
-FILE = "status.json"
+FILE, LAUNCHER = "status.json", "launcher"
 WRITE_EVERY_S, POST_EVERY_S, PATIENCE_S = 1.0, 5.0, 5.0
 SERVER, CERTIFICATE, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 
@@ -44,6 +45,8 @@ class Status:
     def __init__(self, cfg: Config):
         self.cfg, self.is_on = cfg, rank() == 0
         self.state: dict[str, Any] = {"phase": "preparing", "step": 0, "steps": cfg.train.steps}
+        if is_member():
+            self.state[LAUNCHER] = address()
         self.changed = self.written = self.posted = 0.0
         self.began, self.done, self.trains = time.monotonic(), 0, False
         self.page: ThreadingHTTPServer | None = None

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from commands import call
 
-from compiler_trainer.config.schema import MeshConfig
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.schema import MeshConfig, save
 from compiler_trainer.elastic.shrink import shrunk
 from tests.nightly import survival
 
@@ -44,6 +48,48 @@ def test_killed_ranks_cost_steps_and_nothing_else(seed, tmp_path):
     assert tally.kills
 
 
+@pytest.mark.full
+def test_a_running_job_takes_other_meshes(tmp_path, capsys):
+    """From the default mesh, all ranks as shards, to 3 ranks, and back to 2."""
+    folder, longer = tmp_path / "job", "train.steps=1500 checkpoint.interval=null eval.interval=null"
+    whole = survival.launch(tmp_path / "whole", 1, longer)
+    job = survival.launch(folder, 2, longer)
+    log = folder.with_suffix(".log")
+    survival.wait_for(job, folder, 1)
+    for size in (3, 2):
+        assert call("resize", folder, f"mesh.dp_shard={size}") == 0
+        assert capsys.readouterr().out == f"{folder} changes to dp_shard {size} after its next snapshot; it makes one every 5 steps\n"
+        until(log, f"on {size} ranks (dp_shard {size})", times=1 if size == 3 else 2)
+    assert (job.wait(300), whole.wait(300)) == (0, 0), log.read_text()
+    assert not survival.difference(tmp_path / "whole", folder)
+    assert call("resize", folder, "mesh.dp_shard=3") == 2
+    assert re.search(r"error: RUN: has no launcher at 127\.0\.0\.1:\d+: the job has ended", capsys.readouterr().err)
+
+
+def until(log, text, times):
+    end = time.monotonic() + 120
+    while log.read_text().count(text) < times:
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("arguments", "problem"), [
+    (["train.steps=3"], "train.steps: cannot change while a job runs; give only mesh.AXIS=SIZE"),
+    (["mesh.dp_shard=-1"], "mesh.dp_shard: is -1; give its size, since new processes are started for it"),
+    (["mesh.dp_shard=2"], "{run}: has taken no step yet; ask again when it trains"),
+])
+def test_what_cannot_be_resized_is_refused(arguments, problem, tmp_path, capsys):
+    save(to_config(compose(["run.elastic=true", "mesh.dp_shard=1"])), tmp_path / "config.yaml")
+    assert call("resize", tmp_path, *arguments) == 2
+    assert capsys.readouterr().err == f"error: {problem.format(run=tmp_path)}\n"
+
+
+def test_a_job_that_is_not_elastic_keeps_its_mesh(tmp_path, capsys):
+    save(to_config(compose(["mesh.dp_shard=1"])), tmp_path / "config.yaml")
+    assert call("resize", tmp_path, "mesh.dp_shard=2") == 2
+    assert capsys.readouterr().err == f"error: run.elastic: is false in {tmp_path}; stop it, and resume it with the other mesh\n"
+
+
 @pytest.mark.parametrize(("options", "problem"), [
     ([], "needs a launcher that outlives ranks; use compiler-trainer launch -n RANKS ..."),
     (["-m", "optim.lr=1,2"], "cannot be set in a sweep, whose points share their ranks; leave it out"),
@@ -53,3 +99,14 @@ def test_jobs_that_cannot_survive_are_refused(options, problem, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2 and not list(tmp_path.glob("run/*.jsonl"))
     assert done.stderr == f"error: run.elastic: {problem}\n"
+
+
+@pytest.mark.full
+def test_a_rank_that_no_mesh_can_use_is_not_waited_for(tmp_path):
+    """Of 4 ranks, pairs of which share weights, one is killed: a pair goes on, and the third one is spare."""
+    folder = tmp_path / "job"
+    whole, job = survival.launch(tmp_path / "whole", 1, ""), survival.launch(folder, 4, "mesh.dp_shard=2 mesh.tp=2")
+    survival.wait_for(job, folder, 1)
+    survival.ranks_of(job)[1].kill()
+    assert (job.wait(120), whole.wait(120)) == (0, 0), folder.with_suffix(".log").read_text()
+    assert not survival.difference(tmp_path / "whole", folder)

@@ -105,7 +105,9 @@ def trial(folder: Path, ranks: int, mesh: str, draw: random.Random, tally: Tally
         began = time.monotonic()
         if before == 0 or draw.random() < 0.3:  # the next kill comes during the recovery
             continue
-        wait_for(job, folder, 1, changed=True)
+        if not wait_for(job, folder, 1, changed=True):
+            job.kill()
+            return f"no step in {PATIENCE_S:g} s after a kill, with {len(left) - len(victims)} left"
         if job.poll() is None:
             tally.seconds.append(time.monotonic() - began)
             tally.repeated.append(before + 1 - steps_of(folder))
@@ -117,13 +119,14 @@ def trial(folder: Path, ranks: int, mesh: str, draw: random.Random, tally: Tally
     return f"exit code {code}" if code else ""
 
 
-def wait_for(job: subprocess.Popen, folder: Path, step: int, changed: bool = False) -> None:
-    """Wait until a job has recorded a step, with `changed` a new one, or has ended; give up after `PATIENCE_S`."""
+def wait_for(job: subprocess.Popen, folder: Path, step: int, changed: bool = False) -> bool:
+    """Wait until a job has recorded a step, with `changed` a new one, or has ended; return False after `PATIENCE_S`."""
     end, size = time.monotonic() + PATIENCE_S, identity(folder)
     while job.poll() is None and time.monotonic() < end:
         if steps_of(folder) >= step and (not changed or identity(folder) != size and resumed(folder, size)):
-            return
+            return True
         time.sleep(0.02)
+    return job.poll() is not None
 
 
 def identity(folder: Path) -> tuple[int, int]:

@@ -1,0 +1,57 @@
+"""`resize`: give a running job of run.elastic=true another mesh, after its next snapshot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from compiler_trainer.cli.table import parser
+from compiler_trainer.config.device import resolve_cluster
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config
+from compiler_trainer.config.validate import validate
+from compiler_trainer.elastic.member import ask_for
+from compiler_trainer.runs.saved import options_of
+from compiler_trainer.step.captured import mesh_of
+from compiler_trainer.training import status
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Ask the launcher of a run for another mesh."""
+    arg_parser = parser("resize")
+    arg_parser.add_argument("run", type=Path, metavar="RUN", help="the run folder of a job that runs now")
+    arg_parser.add_argument("sizes", nargs="+", metavar="mesh.AXIS=SIZE", help="sizes that change")
+    args = arg_parser.parse_args(arguments)
+    for option in args.sizes:
+        if not option.startswith("mesh."):
+            raise UserError(option.partition("=")[0], "cannot change while a job runs; give only mesh.AXIS=SIZE")
+    cfg = options_of(args.run, args.sizes)
+    if not cfg.run.elastic:
+        raise UserError("run.elastic", f"is false in {args.run}; stop it, and resume it with the other mesh")
+    if -1 in (sizes := vars(cfg.mesh)).values():
+        axis = next(axis for axis, size in sizes.items() if size == -1)
+        raise UserError(f"mesh.{axis}", "is -1; give its size, since new processes are started for it")
+    mesh = mesh_of(cfg.mesh)
+    check_gpus(validate(cfg, mesh.world_size), mesh.world_size)
+    ask_for(launcher_of(args.run), cfg.mesh, mesh.world_size)
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes if size > 1) or "one rank"
+    print(f"{args.run} changes to {axes} after its next snapshot; it makes one every {cfg.run.snapshot_interval} steps")
+
+
+def check_gpus(cfg: Config, ranks: int) -> None:
+    """Raise UserError if the job's machine, this one, has fewer GPUs than ranks."""
+    count = torch.cuda.device_count()
+    if not resolve_cluster(cfg.cluster).host_computes and ranks > count:
+        raise UserError("mesh", f"needs {ranks} ranks, and this machine has {count} GPUs; choose smaller sizes")
+
+
+def launcher_of(run: Path) -> str:
+    """Return the address of a run's launcher; raise UserError if it does not train now."""
+    path = run / status.FILE
+    state = json.loads(path.read_text()) if path.exists() else {}
+    if status.LAUNCHER not in state:
+        raise UserError(str(run), "has taken no step yet; ask again when it trains")
+    return state[status.LAUNCHER]
