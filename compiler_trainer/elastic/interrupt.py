@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
 from compiler_trainer.step.ranks import cut_off
 from passes.torch_private import OpOverload
@@ -39,7 +40,8 @@ def interrupt(thread: int, has_left: threading.Event, start_again: Callable[[], 
             place, since = here, now
         elif now - since > STILL_S and not is_aborting and not any(map(is_collective, stack)):
             is_aborting = True
-            threading.Thread(target=cut_off, daemon=True, name="abort").start()  # may wait for the main thread
+            abort = threading.Thread(target=cut_off, args=[dist.group.WORLD], daemon=True, name="abort")
+            abort.start()  # it may wait for the main thread
 
 
 def frames(thread: int) -> Iterator[FrameType]:

@@ -84,15 +84,18 @@ def stop_ranks() -> None:
         dist.destroy_process_group()
 
 
-def cut_off() -> None:
+def cut_off(default_group: dist.ProcessGroup | None) -> None:
     """Abort the collectives of this process from another thread than the main one, which waits for the GPU.
 
-    That thread then goes on with unfinished values, and `check_connected` raises until it has called `rejoin`. It must
-    not be launching a collective: an abort frees what a launch uses.
+    The main thread then goes on with unfinished values, and `check_connected` raises until it has called `rejoin`. It
+    must not be launching a collective: an abort frees what a launch uses. If it has left the default group meanwhile,
+    nothing happens.
     """
-    if dist.is_initialized() and dist.get_backend() == "nccl":  # gloo wakes up when a connection closes
-        is_cut_off.set()
-        leave_groups()
+    with leaving:
+        is_here = dist.is_initialized() and dist.group.WORLD is default_group
+        if is_here and dist.get_backend() == "nccl":  # gloo wakes up when a connection closes
+            is_cut_off.set()
+            abort_groups()
 
 
 def check_connected() -> None:
@@ -101,19 +104,14 @@ def check_connected() -> None:
         raise RunError("a rank is gone, and the collectives with it were aborted")
 
 
-def leave_groups() -> None:
-    """Leave all process groups although ranks of them are gone; a second thread waits until the first has left."""
-    with leaving:
-        if dist.is_initialized():
-            abort_groups()
-
-
 def rejoin() -> None:
     """Leave a job of which ranks are gone, as if this process had not been in it."""
     global groups, turns
     release()  # before the lock: NCCL aborts a communicator only when no recorded CUDA graph uses it
-    leave_groups()
-    is_cut_off.clear()
+    with leaving:
+        if dist.is_initialized():
+            abort_groups()
+        is_cut_off.clear()
     meeting.cache_clear()
     groups, turns = itertools.count(), itertools.count()
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,18 +90,19 @@ def launch(folder: Path, ranks: int, mesh: str, spares: int = 0) -> subprocess.P
 def trial(folder: Path, ranks: int, mesh: str, draw: random.Random, tally: Tally) -> str:
     """Run a job and kill its ranks; return the problem if it does not finish, or an empty string."""
     job = launch(folder, ranks, mesh, draw.choice((0, 0, 2)))
-    least = 2 if "tp=2" in mesh else 1
+    least, killed = 2 if "tp=2" in mesh else 1, set[int]()
     while job.poll() is None and len(ranks_of(job)) < ranks:
         time.sleep(0.02)
     if draw.random() < 0.8:  # otherwise the first kill comes while the ranks start
         wait_for(job, folder, 1)
-    while (code := job.poll()) is None and len(left := ranks_of(job)) > least:
+    while (code := job.poll()) is None and len(left := ranks_of(job, killed)) > least:
         time.sleep(draw.choice((0.0, 0.3, 3.0)) * draw.random())
         before = steps_of(folder)
         victims = draw.sample(left, min(draw.choice((1, 1, 1, 2)), len(left) - least))
         for victim in victims:
             with suppress(ProcessLookupError):
                 os.kill(victim.pid, signal.SIGKILL)
+                killed.add(victim.pid)
         tally.kills += len(victims)
         began = time.monotonic()
         if before == 0 or draw.random() < 0.3:  # the next kill comes during the recovery
@@ -150,10 +152,10 @@ def steps_of(folder: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def ranks_of(job: subprocess.Popen) -> list[psutil.Process]:
-    """Return the processes of a job's ranks."""
+def ranks_of(job: subprocess.Popen, killed: Collection[int] = ()) -> list[psutil.Process]:
+    """Return the processes of a job's ranks, without those `killed`, which the launcher may not have noticed yet."""
     try:
-        return psutil.Process(job.pid).children()
+        return [child for child in psutil.Process(job.pid).children() if child.pid not in killed]
     except psutil.NoSuchProcess:
         return []
 

@@ -43,7 +43,7 @@ def test_a_thread_that_waits_is_interrupted_unless_it_launches_a_collective(main
     monkeypatch.setattr(module, "STILL_S", 0.2)
     monkeypatch.setattr(module, "GRACE_S", 1.0)
     wakes, has_left, aborts, restarts = threading.Event(), threading.Event(), [], []
-    monkeypatch.setattr(module, "cut_off", lambda: (aborts.append(1), wakes.set()))
+    monkeypatch.setattr(module, "cut_off", lambda group: (aborts.append(1), wakes.set()))
     thread = threading.Thread(target=lambda: (main(wakes), has_left.set()))
     thread.start()
     module.interrupt(thread.ident, has_left, lambda: (restarts.append(1), wakes.set()))
@@ -53,7 +53,7 @@ def test_a_thread_that_waits_is_interrupted_unless_it_launches_a_collective(main
 
 def test_a_thread_that_leaves_by_itself_is_left_alone(monkeypatch):
     monkeypatch.setattr(module, "STILL_S", 0.0)
-    monkeypatch.setattr(module, "cut_off", lambda: pytest.fail("aborted"))
+    monkeypatch.setattr(module, "cut_off", lambda group: pytest.fail("aborted"))
     over = threading.Event()
     over.set()
     module.interrupt(threading.get_ident(), over, lambda: pytest.fail("started again"))
@@ -73,6 +73,19 @@ def test_what_was_read_of_aborted_collectives_is_an_error(monkeypatch):
         moment.wait()
     ranks.rejoin()
     moment.wait()
+
+
+def test_only_the_groups_of_the_round_that_is_over_are_aborted(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(ranks, "abort_groups", dist.destroy_process_group)
+    earlier, later = object(), dist.group.WORLD
+    ranks.cut_off(earlier)
+    assert dist.is_initialized() and not ranks.is_cut_off.is_set()
+    ranks.cut_off(later)
+    assert not dist.is_initialized() and ranks.is_cut_off.is_set()
+    ranks.rejoin()
+    assert not ranks.is_cut_off.is_set()
 
 
 def test_all_groups_are_aborted_at_once(monkeypatch):
