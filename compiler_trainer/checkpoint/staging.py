@@ -13,7 +13,7 @@ from compiler_trainer.checkpoint.index import DTYPES
 from compiler_trainer.checkpoint.opened import key_of
 from compiler_trainer.checkpoint.pieces import Placed, written_by
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.step.ranks import check_connected
+from compiler_trainer.step.ranks import waiting_for_device
 from passes.ir.mesh import Mesh
 from passes.ir.spec import Box
 
@@ -73,8 +73,8 @@ class Staging:
         for source, copy in zip(self.sources, self.copies):
             copy.copy_(source.box.of_local(state[source.name][1][source.rank]), non_blocking=True)
         if any(tensor.is_cuda for _, local in state.values() for tensor in local.values()):
-            torch.cuda.synchronize()
-            check_connected()
+            with waiting_for_device():
+                torch.cuda.synchronize()
 
 
 def group_blocks(sources: Iterable[Source]) -> Iterator[list[Source]]:

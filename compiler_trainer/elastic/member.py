@@ -149,23 +149,23 @@ class Member:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Interrupt this thread if it is still in the block when another round has begun."""
-        over, current, thread = threading.Event(), self.round, threading.get_ident()
+        over, current = threading.Event(), self.round
 
         def watch() -> None:
             store = connect()
             with suppress(dist.DistError, RuntimeError):  # the launcher is gone; SIGTERM ends this process
                 while not over.wait(POLL_S):
                     if int(store.get(NEWEST)) != current:
-                        interrupt(thread, over, start_again)
+                        interrupt(over, start_again)
                         return
 
-        watcher = threading.Thread(target=watch, daemon=True, name="rounds")
-        watcher.start()
+        thread = threading.Thread(target=watch, daemon=True, name="rounds")
+        thread.start()
         try:
             yield
         finally:
             over.set()
-            watcher.join()
+            thread.join()
 
 
 def start_again() -> NoReturn:

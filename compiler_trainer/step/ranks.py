@@ -7,7 +7,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ HOST = "gloo_in_order"  # the backend of groups over host memory
 dist.Backend.register_backend(HOST, gloo_of_one_thread, devices=["cpu"])
 groups, turns = itertools.count(), itertools.count()
 joined: list[Any] = []  # the default group, if `start_ranks` made it
-leaving, is_cut_off = threading.Lock(), threading.Event()
+leaving, is_waiting, is_cut_off = threading.Lock(), threading.Event(), threading.Event()
 
 
 def start_ranks() -> int:
@@ -84,24 +85,35 @@ def stop_ranks() -> None:
         dist.destroy_process_group()
 
 
-def cut_off(default_group: dist.ProcessGroup | None) -> None:
-    """Abort the collectives of this process from another thread than the main one, which waits for the GPU.
+@contextmanager
+def waiting_for_device() -> Iterator[None]:
+    """Allow another thread to abort collectives, because this one waits for the device and launches none.
 
-    The main thread then goes on with unfinished values, and `check_connected` raises until it has called `rejoin`. It
-    must not be launching a collective: an abort frees what a launch uses. If it has left the default group meanwhile,
-    nothing happens.
+    Raises RunError if it did, because values that the device computed may then be unfinished.
     """
-    with leaving:
-        is_here = dist.is_initialized() and dist.group.WORLD is default_group
-        if is_here and dist.get_backend() == "nccl":  # gloo wakes up when a connection closes
-            is_cut_off.set()
-            abort_groups()
-
-
-def check_connected() -> None:
-    """Raise RunError if values that the host waited for may be those of collectives that were aborted."""
+    is_waiting.set()
+    try:
+        yield
+    finally:
+        is_waiting.clear()  # before the next line: `abort_wait` sets the one and then reads the other
     if is_cut_off.is_set():
         raise RunError("a rank is gone, and the collectives with it were aborted")
+
+
+def abort_wait(has_left: threading.Event) -> None:
+    """Abort the collectives for which the main thread waits; called by another thread.
+
+    An abort frees what the launch of a collective uses, so it happens only in `waiting_for_device`. It ends when the
+    main thread has left its groups.
+    """
+    while True:
+        with leaving:
+            if has_left.is_set() or not dist.is_initialized() or dist.get_backend() != "nccl":
+                return  # gloo wakes up when a connection closes
+            is_cut_off.set()
+            if is_waiting.is_set():
+                abort_groups()
+        time.sleep(POLL_S / 10)
 
 
 def rejoin() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compiler_trainer.step.ranks import check_connected
+from compiler_trainer.step.ranks import waiting_for_device
 
 
 class Moment:
@@ -23,8 +23,8 @@ class Moment:
     def wait(self) -> None:
         """Wait until the device reaches it; raise RunError if collectives before it were aborted."""
         if self.event is not None:
-            self.event.synchronize()
-            check_connected()
+            with waiting_for_device():
+                self.event.synchronize()
 
     def until(self, later: Moment) -> float:
         """Return the seconds from this moment to a later one; both must have been reached."""

@@ -83,9 +83,12 @@ class Watch:
     def watch(self) -> None:
         """Sample the main thread until the run is over; end the process if nothing has changed for too long."""
         last_place: Place = ()
+        last_step = -1
         unchanged = 0  # counted in samples, not seconds: a suspended and continued job has not hung
         while not self.stop_event.wait(self.every_s):
-            place, operation = self.look()
+            # Reading a stack keeps its values alive, which disturbs PyTorch while it traces: not after each step.
+            place, operation = self.look() if self.step == last_step else ((self.step,), "a step")
+            last_step = self.step
             last_place, unchanged = place, unchanged + 1 if place == last_place else 0
             self.looks += 1
             beat = Beat(self.looks, self.step, operation, bool(WAITS.search(operation)), unchanged)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,72 +21,67 @@ from passes.torch_private import abort_groups
 ROOT = Path(__file__).parents[3]
 
 
-def waits(event):
-    event.wait()
-
-
-def calls_an_operator(event):
-    def call(self, event):
-        event.wait()
-
-    call(torch.ops._c10d_functional.wait_tensor.default, event)
-
-
-CALLS_A_GROUP = compile("def calls_a_group(event):\n    event.wait()", "/site-packages/torch/distributed/c10d.py", "exec")
-names: dict = {}
-exec(CALLS_A_GROUP, names)
-
-
-@pytest.mark.parametrize(("main", "is_aborted"), [
-    (waits, True), (calls_an_operator, False), (names["calls_a_group"], False),
-])
-def test_a_thread_that_waits_is_interrupted_unless_it_launches_a_collective(main, is_aborted, monkeypatch):
-    monkeypatch.setattr(module, "STILL_S", 0.2)
-    monkeypatch.setattr(module, "GRACE_S", 1.0)
-    wakes, has_left, aborts, restarts = threading.Event(), threading.Event(), [], []
-    monkeypatch.setattr(module, "cut_off", lambda group: (aborts.append(1), wakes.set()))
-    thread = threading.Thread(target=lambda: (main(wakes), has_left.set()))
-    thread.start()
-    module.interrupt(thread.ident, has_left, lambda: (restarts.append(1), wakes.set()))
-    thread.join()
-    assert (aborts, restarts) == (([1], []) if is_aborted else ([], [1]))
-
-
-def test_a_thread_that_leaves_by_itself_is_left_alone(monkeypatch):
-    monkeypatch.setattr(module, "STILL_S", 0.0)
-    monkeypatch.setattr(module, "cut_off", lambda group: pytest.fail("aborted"))
-    over = threading.Event()
-    over.set()
-    module.interrupt(threading.get_ident(), over, lambda: pytest.fail("started again"))
-
-
-def test_what_was_read_of_aborted_collectives_is_an_error(monkeypatch):
-    class Reached:
-        def synchronize(self):
-            return None
-
-    moment = Moment(torch.device("cpu"))
-    moment.event = Reached()
-    moment.wait()
-    monkeypatch.setattr(ranks, "is_cut_off", threading.Event())
-    ranks.is_cut_off.set()
-    with pytest.raises(RunError, match="a rank is gone, and the collectives with it were aborted"):
-        moment.wait()
-    ranks.rejoin()
-    moment.wait()
-
-
-def test_only_the_groups_of_the_round_that_is_over_are_aborted(monkeypatch):
+@pytest.fixture
+def groups(monkeypatch):
+    """A default group of gloo that passes for NCCL's."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(ranks, "abort_groups", dist.destroy_process_group)
-    earlier, later = object(), dist.group.WORLD
-    ranks.cut_off(earlier)
-    assert dist.is_initialized() and not ranks.is_cut_off.is_set()
-    ranks.cut_off(later)
-    assert not dist.is_initialized() and ranks.is_cut_off.is_set()
+    yield
     ranks.rejoin()
-    assert not ranks.is_cut_off.is_set()
+
+
+class Kernels:
+    """An event on a device whose kernels end when collectives are aborted."""
+
+    def synchronize(self):
+        while dist.is_initialized():
+            time.sleep(0.01)
+
+
+def moment_of(event):
+    moment = Moment(torch.device("cpu"))
+    moment.event = event
+    return moment
+
+
+def test_a_main_thread_that_waits_for_the_device_is_woken_and_reads_nothing(groups):
+    has_left = threading.Event()
+    watcher = threading.Thread(target=module.interrupt, args=[has_left, lambda: pytest.fail("started again")])
+    watcher.start()
+    with pytest.raises(RunError, match="a rank is gone, and the collectives with it were aborted"):
+        moment_of(Kernels()).wait()
+    ranks.rejoin()
+    has_left.set()
+    watcher.join()
+    moment_of(Kernels()).wait()  # in the next round
+
+
+def test_a_main_thread_that_does_something_else_is_not_interrupted_until_it_waits(groups):
+    """It may be launching a collective, whose memory an abort would free."""
+    has_left = threading.Event()
+    aborter = threading.Thread(target=ranks.abort_wait, args=[has_left])
+    aborter.start()
+    time.sleep(0.2)
+    assert dist.is_initialized()
+    with pytest.raises(RunError):
+        moment_of(Kernels()).wait()
+    aborter.join()
+
+
+def test_a_main_thread_that_left_by_itself_is_left_alone(groups):
+    has_left = threading.Event()
+    has_left.set()
+    module.interrupt(has_left, lambda: pytest.fail("started again"))
+    ranks.abort_wait(has_left)
+    assert dist.is_initialized() and not ranks.is_cut_off.is_set()
+
+
+def test_a_process_whose_main_thread_does_not_leave_starts_again(monkeypatch):
+    monkeypatch.setattr(module, "GRACE_S", 0.2)
+    has_left = threading.Event()
+    module.interrupt(has_left, has_left.set)
+    assert has_left.is_set()
 
 
 def test_all_groups_are_aborted_at_once(monkeypatch):
