@@ -112,7 +112,7 @@ class ClusterConfig:
     gpus_per_node: Positive = 8  # GPUs per node
     rates: RatesOrName = "h100"  # measured speeds by size: a file of conf/cluster/rates, or its tables
     peak_tflops: ByDtype = ByDtype(67.0, 989.0, 1979.0)
-    attention: str = "flash2"  # attention kernel, one of those in rates
+    attention: str = "cudnn"  # attention kernel, one of those in rates
     throttle: ShareOfPeak = 0.95  # share of the measured TFLOP/s that a long step sustains
     kernel_us: NonNegativeFloat = 2.0  # least time of a kernel; added to kernels that only move memory
     launch_us: NonNegativeFloat = 6.0  # host time to launch a kernel or collective; none with lower.cudagraphs

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import io
 import itertools
+import json
 import math
 import re
 import shlex
@@ -27,6 +28,7 @@ from omegaconf import OmegaConf
 from compiler_trainer.cli import app
 from compiler_trainer.cli.table import VERBS
 from compiler_trainer.cli.verbs.plan import varied_values
+from compiler_trainer.config import schema
 from compiler_trainer.config.compose import compose, name_recipes, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, MeshConfig
@@ -35,6 +37,7 @@ from compiler_trainer.planning.auto import plan_request
 from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.planning.search import all_forms, room
 from compiler_trainer.planning.space import LeftOut, sizes_of
+from compiler_trainer.training import status
 from compiler_trainer.training.trainer import train
 
 ALL = commands()
@@ -268,6 +271,17 @@ def use_of(command: Command) -> tuple[str, ...]:
     return (words[0], *(w for w in words if w.startswith("--")), str(any("=" in w for w in words)))
 
 
+def pretend_to_run(run: Path) -> None:
+    """Make a run look like an elastic job that trains, whose launcher answers."""
+    cfg = schema.load(run / "config.yaml")
+    schema.save(dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, elastic=True)), run / "config.yaml")
+    LAUNCHERS.append(store := torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    (run / status.FILE).write_text(json.dumps({status.LAUNCHER: f"127.0.0.1:{store.port}"}))
+
+
+LAUNCHERS: list[torch.distributed.TCPStore] = []
+
+
 def arguments_of(command: Command, tmp_path: Path) -> list[str]:
     """Return the arguments of a verb, with small runs and with files in this test's folder."""
     words, verb = list(command.arguments), command.arguments[0]
@@ -277,6 +291,8 @@ def arguments_of(command: Command, tmp_path: Path) -> list[str]:
             kind = "dry" if verb == "inspect" and word == "RUN" else RUNS[word]
             shutil.copytree(run_of(kind), run, dirs_exist_ok=True)
             words[i] = str(run)
+            if verb == "resize":
+                pretend_to_run(run)
         elif word.startswith("train.steps="):
             words[i] = "train.steps=5"
         elif verb == "compile" and word == "cluster=h100":

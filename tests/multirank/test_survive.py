@@ -103,7 +103,7 @@ def test_jobs_that_cannot_survive_are_refused(options, problem, tmp_path):
 
 @pytest.mark.full
 def test_a_rank_that_no_mesh_can_use_is_not_waited_for(tmp_path):
-    """Of 4 ranks, pairs of which share weights, one is killed: a pair goes on, and the third one is spare."""
+    """One of 4 ranks, pairs of which share weights, is killed: a pair goes on, and the third one is spare."""
     folder = tmp_path / "job"
     whole, job = survival.launch(tmp_path / "whole", 1, ""), survival.launch(folder, 4, "mesh.dp_shard=2 mesh.tp=2")
     survival.wait_for(job, folder, 1)
