@@ -95,7 +95,7 @@ def waiting_for_device() -> Iterator[None]:
     try:
         yield
     finally:
-        is_waiting.clear()  # before the next line: `abort_wait` sets the one and then reads the other
+        is_waiting.clear()  # before `is_cut_off` is read: `abort_wait` sets that before it reads `is_waiting`
     if is_cut_off.is_set():
         raise RunError("a rank is gone, and the collectives with it were aborted")
 

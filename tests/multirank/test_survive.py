@@ -8,14 +8,18 @@ import re
 import subprocess
 import sys
 import time
+import traceback
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import call
 
 from compiler_trainer.config.compose import compose, to_config
-from compiler_trainer.config.schema import MeshConfig, save
+from compiler_trainer.config.schema import Config, MeshConfig, save
 from compiler_trainer.elastic.shrink import shrunk
+from compiler_trainer.elastic.survive import train_in_round
 from tests.nightly import survival
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +86,21 @@ def test_what_cannot_be_resized_is_refused(arguments, problem, tmp_path, capsys)
     save(to_config(compose(["run.elastic=true", "mesh.dp_shard=1"])), tmp_path / "config.yaml")
     assert call("resize", tmp_path, *arguments) == 2
     assert capsys.readouterr().err == f"error: {problem.format(run=tmp_path)}\n"
+
+
+def test_a_damaged_status_is_named(tmp_path, capsys):
+    save(to_config(compose(["run.elastic=true", "mesh.dp_shard=1"])), tmp_path / "config.yaml")
+    (tmp_path / "status.json").write_text('{"phase": "trai')
+    assert call("resize", tmp_path, "mesh.dp_shard=2") == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/status.json: is damaged; the run writes it again with its next step\n"
+
+
+def test_the_error_that_ends_a_round_keeps_its_place():
+    """Its traceback is dropped, because it refers to process groups."""
+    member = SimpleNamespace(watching=nullcontext)
+    error = train_in_round(Config(), lambda cfg: {}["missing"], member)
+    assert isinstance(error, KeyError) and error.__traceback__ is None
+    assert '{}["missing"]' in "".join(traceback.format_exception(error))
 
 
 def test_a_job_that_is_not_elastic_keeps_its_mesh(tmp_path, capsys):

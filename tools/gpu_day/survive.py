@@ -27,6 +27,7 @@ from compiler_trainer.elastic.member import MEMBER
 from tools.gpu_day.ranks import ALONE
 
 STEPS, ALLOWED, PATIENCE_S = 60, 2e-4, 100.0
+STACKS_S = 2  # seconds for processes to print their stacks
 LOG = 6000  # characters of a failed job's output that are printed
 OPTIONS = (
     "data=synthetic", "data.tokenizer=bytes", f"train.steps={STEPS}", "train.seq_len=128", "train.global_batch_size=12",
@@ -111,34 +112,44 @@ def undisturbed(folder: Path, model: Sequence[str]) -> list[float]:
 
 
 def trial(job: Job, folder: Path) -> str:
-    """Run a job and kill its ranks; print what each kill costs; return the problem if the job does not finish."""
+    """Run a job and kill its ranks; return the problem if it does not finish, after its processes printed stacks."""
     options = ["run.elastic=true", *job.model, *job.options]
     process = start(folder, ["tools.gpu_day.survive", "--ranks", str(job.ranks)], options)
+    problem = killed(job, process, folder)
+    if process.poll() is None:
+        for child in children(process):
+            child.send_signal(signal.SIGABRT)
+        time.sleep(STACKS_S)
+        process.kill()
+    return problem
+
+
+def killed(job: Job, process: subprocess.Popen, folder: Path) -> str:
+    """Kill a job's ranks; print the seconds that each kill costs; return the problem if the job does not finish."""
     for step in job.kills:
-        wait_for(process, folder, step)
-        before, began = len(losses(folder)), time.monotonic()
-        if not (left := children(process)):
-            break
+        if not reaches(process, folder, step):
+            return f"did not reach step {step}"
+        before, began, left = len(losses(folder)), time.monotonic(), children(process)
         os.kill(left[len(left) // 2].pid, signal.SIGKILL)
-        wait_for(process, folder, before + 1)
+        if not reaches(process, folder, before + 1):
+            return f"took no step after a kill after step {before}"
         seconds = time.monotonic() - began
         print(f"{job.name}: killed after step {before}, the next step {seconds:.1f} s later", flush=True)
     try:
         code = process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
-        for child in children(process):
-            child.send_signal(signal.SIGABRT)
-        time.sleep(2)
-        process.kill()
         return "it hangs"
     return f"exit code {code}" if code else ""
 
 
-def wait_for(process: subprocess.Popen, folder: Path, steps: int) -> None:
-    """Wait until a job has recorded that many steps or has ended, for `PATIENCE_S` at most."""
+def reaches(process: subprocess.Popen, folder: Path, steps: int) -> bool:
+    """Wait until a job has recorded that many steps; return False if it ends before, or after `PATIENCE_S`."""
     end = time.monotonic() + PATIENCE_S
-    while process.poll() is None and len(losses(folder)) < steps and time.monotonic() < end:
+    while len(losses(folder)) < steps:
+        if process.poll() is not None or time.monotonic() > end:
+            return False
         time.sleep(0.02)
+    return True
 
 
 def children(process: subprocess.Popen) -> list[psutil.Process]:

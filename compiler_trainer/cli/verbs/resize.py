@@ -49,9 +49,12 @@ def check_gpus(cfg: Config, ranks: int) -> None:
 
 
 def launcher_of(run: Path) -> str:
-    """Return the address of a run's launcher; raise UserError if it does not train now."""
+    """Return the address of a run's launcher; raise UserError if the run has taken no step or the file is damaged."""
     path = run / status.FILE
-    state = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        state = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(str(path), "is damaged; the run writes it again with its next step") from error
     if status.LAUNCHER not in state:
         raise UserError(str(run), "has taken no step yet; ask again when it trains")
     return state[status.LAUNCHER]
