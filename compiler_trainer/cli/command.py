@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -20,6 +21,7 @@ from compiler_trainer.elastic.engines import place_of_rank
 HELP = ("-h", "--help")
 OPTION = re.compile(r"[+~]*[\w.@/-]+", re.ASCII)
 WITH_RANKS = ("resume", "eval", "profile", "check-export")  # verbs that may run on several ranks
+COLLECTED = 200_000  # new objects between two garbage collections; a graph keeps a million, and Python's 700 costs a sixth
 SPINS = "10000"  # of a waiting OpenMP thread; GNU's 300,000 starve the thread that it waits for on a busy core
 USUAL = warnings.formatwarning
 OURS = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("compiler_trainer", "passes"))
@@ -28,6 +30,7 @@ OURS = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("c
 def main() -> None:
     """Run the command line; exit with 0 when done, 2 on bad input, 1 on other errors, or as `run.exit_codes` says."""
     warnings.formatwarning = formatted
+    gc.set_threshold(COLLECTED)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when PyTorch is imported
     sys.argv[1:] = quoted(sys.argv[1:])
