@@ -11,7 +11,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-quick test-full lint pages clean
+.PHONY: help venv train test test-quick test-full test-release lint pages clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -41,8 +41,11 @@ QUICK := tests/test_architecture.py tests/compiler_trainer/config tests/compiler
 test-quick: $(STAMP) ## run a part in under three minutes: imports, options, verbs, graphs, the verifier, packing, FSDP
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(QUICK) $(ARGS)
 
-test-full: $(STAMP) ## run the tests and the long sweeps, two hours on two cores; ARGS="--part 1/4" runs a quarter
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "full or not full" $(ARGS)
+test-full: $(STAMP) ## run the tests and the long ones, under two hours on two cores; ARGS="--part 1/4" runs a quarter
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not release" $(ARGS)
+
+test-release: $(STAMP) ## run all tests, with every case of the long sweeps; once a release
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "release or not release" $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

@@ -35,14 +35,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark cases of `sample(count)` tests as `full`, except `count` evenly spread ones; keep only the `--part`."""
-    cases: dict[tuple[str, int], list[pytest.Item]] = {}
-    for item in items:
-        if (mark := item.get_closest_marker("sample")) and not item.get_closest_marker("full"):
-            cases.setdefault((item.nodeid.partition("[")[0], *mark.args), []).append(item)
-    for (_, count), group in cases.items():
-        for item in set(group) - set(spread(group, count)):
-            item.add_marker(pytest.mark.full)
+    """Move all but some cases of `sample` and `sweep` tests to a longer run; keep only the `--part`."""
+    for sampled, longer in (("sample", "full"), ("sweep", "release")):
+        cases: dict[tuple[str, int], list[pytest.Item]] = {}
+        for item in items:
+            if (mark := item.get_closest_marker(sampled)) and not item.get_closest_marker(longer):
+                cases.setdefault((item.nodeid.partition("[")[0], *mark.args), []).append(item)
+        for (_, count), group in cases.items():
+            for item in set(group) - set(spread(group, count)):
+                item.add_marker(longer)
     if part := config.getoption("--part"):
         number, parts = map(int, part.split("/"))
         items[:] = [item for at, item in enumerate(items) if at % parts == number - 1]

@@ -21,7 +21,7 @@ from compiler_trainer.elastic.engines import place_of_rank
 HELP = ("-h", "--help")
 OPTION = re.compile(r"[+~]*[\w.@/-]+", re.ASCII)
 WITH_RANKS = ("resume", "eval", "profile", "check-export")  # verbs that may run on several ranks
-COLLECTED = 200_000  # new objects between two garbage collections; a graph keeps a million, and Python's 700 costs a sixth
+COLLECTED = 200_000  # new objects between two garbage collections: a graph has a million; Python's 700 cost a sixth
 SPINS = "10000"  # of a waiting OpenMP thread; GNU's 300,000 starve the thread that it waits for on a busy core
 USUAL = warnings.formatwarning
 OURS = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("compiler_trainer", "passes"))

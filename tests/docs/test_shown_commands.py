@@ -186,6 +186,7 @@ def agree(stated: MeshConfig, mesh: MeshConfig) -> bool:
 
 
 @pytest.mark.full
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("command", [c for c in of_kind("job") if is_on_gpus(c)], ids=named)
 def test_fits_when_compiled(places, tmp_path, command):
     (cfg,) = configs(command, tmp_path)
@@ -200,6 +201,7 @@ PLANS = of_kind("plan")
 
 
 @pytest.mark.full
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("command", [c for c in PLANS if c.options], ids=named)
 def test_plans(places, tmp_path, command):
     varied = [w for pair in itertools.pairwise(command.words) if pair[0] == "--vary" for w in pair]

@@ -112,8 +112,9 @@ def compiled(case, fold):
     return result, exported(job).program.fold, report.passes
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fsdp" else pytest.mark.full) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.full
+@pytest.mark.sweep(6)
 def test_the_program_is_that_of_all_layers(case):
     (whole, none, _), (folded, fold, _) = compiled(case, False), compiled(case, True)
     assert none is None and fold is not None and fold.left_out >= 1

@@ -25,6 +25,7 @@ CALLED = {"float8": "_scaled_mm", "dp_shard 2, ep 2": "grouped_mm"}  # a kernel 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_body_becomes_cubins(name, library, record_property):
     result = run(FAKE_CUDA, library, JOBS[name])
@@ -40,6 +41,7 @@ def test_every_body_becomes_cubins(name, library, record_property):
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("probe", [probe for probe in PROBES if "lower.backend=eager" not in probe.options], ids=lambda p: p.name)
 def test_the_small_jobs_of_the_doctor_compile_for_an_h100(probe, library):
     """Compile sequences of one block, a batch of four: these sizes become constants in a kernel."""
