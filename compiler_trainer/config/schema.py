@@ -682,6 +682,7 @@ class RunConfig:
     pace_interval: Interval | None = 100  # ranks compare compute and waiting times every n steps; null: never
     elastic: bool = False  # go on with the other ranks if one is killed (compiler-trainer launch)
     snapshot_interval: Interval = 10  # steps between copies of the state in memory, for `elastic`
+    compile_ahead: bool = True  # compile for one rank fewer in idle time, for `elastic`
     timeout_s: PositiveFloat = 600.0  # end the job if a rank makes no progress for this many seconds while training
     status_port: Port | None = None  # serve /healthz and /metrics (Prometheus) on rank 0
     status_host: str = "127.0.0.1"  # the address on which it serves them; 0.0.0.0 for all of the machine

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 from compiler_trainer.config.errors import Stopped, UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import resolve_mesh
+from compiler_trainer.elastic.ahead import compiling_ahead
 from compiler_trainer.elastic.member import FINISHED, PATIENCE_S, Member, Regroup, is_member
 from compiler_trainer.elastic.shrink import shrunk
 from compiler_trainer.step.captured import mesh_of
@@ -41,7 +43,8 @@ def survive(cfg: Config, train: Callable[[Config], float], save: Callable[[Confi
         member.take(place, ranks)
         resume = "auto" if member.round else cfg.checkpoint.resume
         job = replace(cfg, mesh=mesh, checkpoint=replace(cfg.checkpoint, resume=resume))
-        result = train_in_round(job, train, member)
+        with compiling_ahead(job) if place == 0 else nullcontext():
+            result = train_in_round(job, train, member)
         if not isinstance(result, Exception):
             return result
         if not member.next_round(PATIENCE_S):
