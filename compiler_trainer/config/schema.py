@@ -26,6 +26,7 @@ from compiler_trainer.config.options import (  # noqa: F401  # build: re-exporte
     Fraction,
     Interval,
     Layers,
+    MoreThanOne,
     Must,
     NonNegativeFloat,
     OpenFraction,
@@ -306,12 +307,13 @@ def with_steps(cfg: Config, steps: int) -> Config:
 class ReplicaCheckConfig:
     """A check for silent data corruption: ranks compare their copies of parameters and moments.
 
-    They do so every `interval` steps and before each checkpoint. If a bit differs, `stop` ends the run and names rank
-    and tensor; `repair` copies the value that most ranks hold, if there is a majority.
+    They do so every `interval` steps and before each checkpoint and snapshot. If a bit differs, `stop` ends the run and
+    names rank and tensor; `repair` copies the value that most ranks hold, if there is a majority; `leave_out` lets an
+    elastic job go on without the other ranks, from the last snapshot.
     """
 
     interval: Interval | None = 100  # steps between comparisons; null: never
-    action: Literal["stop", "repair"] = "stop"  # reaction to copies that differ
+    action: Literal["stop", "repair", "leave_out"] = "stop"  # reaction to copies that differ
 
 
 @dataclass(frozen=True)
@@ -683,6 +685,7 @@ class RunConfig:
     elastic: bool = False  # go on with the other ranks if one is killed (compiler-trainer launch)
     snapshot_interval: Interval = 10  # steps between copies of the state in memory, for `elastic`
     compile_ahead: bool = True  # compile for one rank fewer in idle time, for `elastic`
+    most_slowdown: MoreThanOne | None = None  # leave out a rank that is so many times slower, for `elastic`
     timeout_s: PositiveFloat = 600.0  # end the job if a rank makes no progress for this many seconds while training
     status_port: Port | None = None  # serve /healthz and /metrics (Prometheus) on rank 0
     status_host: str = "127.0.0.1"  # the address on which it serves them; 0.0.0.0 for all of the machine

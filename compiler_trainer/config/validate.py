@@ -280,6 +280,16 @@ CHECKS: Checks = (
         "{c.train.nonfinite} with checkpoint.interval=null, which leaves nothing to go back to; change either",
     ),
     (
+        "train.replica_check.action",
+        lambda c: c.run.elastic or c.train.replica_check.action != "leave_out",
+        "leave_out needs the other ranks to go on; set run.elastic=true, or use repair",
+    ),
+    (
+        "run.most_slowdown",
+        lambda c: c.run.most_slowdown is None or c.run.elastic and c.run.pace_interval is not None,
+        "{c.run.most_slowdown} needs run.elastic=true and run.pace_interval, which measures ranks; set them, or null",
+    ),
+    (
         "run.time_limit",
         lambda c: c.run.time_limit is None or is_time(c.run.time_limit),
         "{c.run.time_limit} is not a time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s",

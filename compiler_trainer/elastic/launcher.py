@@ -30,9 +30,11 @@ from compiler_trainer.elastic.member import (
     MEMBERS,
     MESH,
     NEWEST,
+    OUT,
     POLL_S,
     READY,
     ROUND,
+    SLOT,
     WAITING,
     WANTED,
 )
@@ -62,6 +64,8 @@ class Launcher:
         self.folder = folder_of_snapshots()
         self.numbers, self.rounds = itertools.count(), itertools.count()
         self.members: dict[int, int] = {}  # number of a process, by its process id
+        self.slots: dict[int, int] = {}  # by process id
+        self.closed_slots: set[int] = set()  # of processes that were left out
         self.listed: list[int] = []  # the processes of this round
         self.lock, self.is_over = threading.RLock(), threading.Event()
         self.wanted = ""  # the newest mesh that was asked for
@@ -93,17 +97,18 @@ class Launcher:
 
     def start(self) -> None:
         """Start a process, which gets SIGTERM if this one dies."""
-        libc, member = ctypes.CDLL(None, use_errno=True), next(self.numbers)
+        libc, member, slot = ctypes.CDLL(None, use_errno=True), next(self.numbers), self.free_slot()
         env = os.environ | {
             "MASTER_ADDR": HOST,
             "MASTER_PORT": str(self.store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "RANK": str(member),
-            "LOCAL_RANK": str(member),
+            "LOCAL_RANK": str(slot),
             "WORLD_SIZE": str(self.count),
             "LOCAL_WORLD_SIZE": str(self.count),
             MEMBER: str(member),
+            SLOT: str(slot),
             MEMBERS: str(self.count),
             ROUND: "0",
             FOLDER: str(self.folder),
@@ -111,7 +116,11 @@ class Launcher:
         process = subprocess.Popen(
             self.command, env=env, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         )
-        self.members[process.pid] = member
+        self.members[process.pid], self.slots[process.pid] = member, slot
+
+    def free_slot(self) -> int:
+        """Return the first place on this machine that no process has."""
+        return next(slot for slot in itertools.count() if slot not in {*self.slots.values(), *self.closed_slots})
 
     def begin_round(self, members: Sequence[int]) -> None:
         """Begin a round of the given processes."""
@@ -149,9 +158,12 @@ class Launcher:
 
     def ended(self, pid: int, code: int) -> None:
         """Take note of a process that ended: leave it out and start another one, or end the others if it failed."""
-        member = self.members.pop(pid)
-        if code < 0 and self.end == math.inf and self.store.check([ELASTIC]):
-            if self.is_replaced(-code):
+        member, slot = self.members.pop(pid), self.slots.pop(pid)
+        is_out = self.store.check([OUT.format(member)])
+        if (code < 0 or is_out) and self.end == math.inf and self.store.check([ELASTIC]):
+            if is_out:
+                self.closed_slots.add(slot)
+            elif self.is_replaced(-code):
                 self.start()
             members = self.ready()
             self.tell(member, code, len(members))
@@ -175,6 +187,10 @@ class Launcher:
     def tell(self, member: int, code: int, left: int) -> None:
         """Print that a process is gone, and how many are left."""
         name = f"rank {self.listed.index(member)}" if member in self.listed else "a process that was starting"
+        if not code:
+            reason = self.store.get(OUT.format(member)).decode()
+            print(f"{name} is left out ({reason}): {left} are left", file=sys.stderr, flush=True)
+            return
         further = ", and another one starts" if len(self.members) > left else ""
         print(f"{name} is gone ({signal.Signals(-code).name}): {left} are left{further}", file=sys.stderr, flush=True)
 

@@ -16,20 +16,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.elastic.interrupt import interrupt
 from compiler_trainer.step.meeting import ROUND
+from compiler_trainer.step.ranks import gpu_of_process
 
 MEMBER, MEMBERS, FOLDER = "COMPILER_TRAINER_MEMBER", "COMPILER_TRAINER_MEMBERS", "COMPILER_TRAINER_SNAPSHOTS"
+SLOT = "COMPILER_TRAINER_SLOT"  # the place on the machine, and number of the GPU, that a process keeps in all rounds
 ELASTIC, FINISHED, NEWEST, WANTED = "elastic", "finished", "round", "wanted"  # keys of the store
 READY = "ready{}"  # of a process that can take part in a round
+OUT = "out{}"  # of a process that the others leave out: the reason
 LISTED, COMING, WAITING, LEFT, MESH = "members{}", "coming{}", "waiting{}", "left{}", "mesh{}"  # of a round
 POLL_S, PATIENCE_S = 0.05, 5.0
 NCCL = {  # settings of PyTorch, whose watchdog would end every process that has lost a peer
@@ -41,6 +44,14 @@ NCCL = {  # settings of PyTorch, whose watchdog would end every process that has
 
 class Regroup(Exception):
     """The end of a round that all ranks leave after the same step, because another process waits to join."""
+
+
+class LeftOut(RunError):
+    """The end of a round after which `ranks` take no part any more, for a reason that all ranks have found."""
+
+    def __init__(self, ranks: Collection[int], reason: str):
+        super().__init__(reason)
+        self.ranks = ranks
 
 
 def is_member() -> bool:
@@ -87,6 +98,7 @@ class Member:
         self.number, self.count = int(os.environ[MEMBER]), int(os.environ[MEMBERS])
         self.round, self.store = 0, connection()
         os.environ |= NCCL
+        gpu_of_process()
         self.store.set(ELASTIC, "")
         self.store.set(READY.format(self.number), "")
 
@@ -132,6 +144,11 @@ class Member:
         """Let the launcher begin a round, with the processes that wait to join."""
         self.store.set(LEFT.format(self.round), "")
 
+    def quit(self, reason: str) -> NoReturn:
+        """End this process, so that the others go on without it."""
+        self.store.set(OUT.format(self.number), reason)
+        sys.exit(0)
+
     def next_round(self, patience_s: float = math.inf) -> bool:
         """Wait for the next round; return False if none begins in time, so that no rank was lost.
 
@@ -170,7 +187,7 @@ class Member:
 
 def start_again() -> NoReturn:
     """Replace this process by a new one of the same number, which joins the newest round."""
-    os.environ |= {"RANK": os.environ[MEMBER], "WORLD_SIZE": os.environ[MEMBERS]}
+    os.environ |= {"RANK": os.environ[MEMBER], "WORLD_SIZE": os.environ[MEMBERS], "LOCAL_RANK": os.environ[SLOT]}
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

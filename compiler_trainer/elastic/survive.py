@@ -12,10 +12,10 @@ from compiler_trainer.config.errors import Stopped, UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import resolve_mesh
 from compiler_trainer.elastic.ahead import compiling_ahead
-from compiler_trainer.elastic.member import FINISHED, PATIENCE_S, Member, Regroup, is_member
+from compiler_trainer.elastic.member import FINISHED, PATIENCE_S, LeftOut, Member, Regroup, is_member
 from compiler_trainer.elastic.shrink import shrunk
 from compiler_trainer.step.captured import mesh_of
-from compiler_trainer.step.ranks import rejoin
+from compiler_trainer.step.ranks import rank, rejoin
 
 
 def survive(cfg: Config, train: Callable[[Config], float], save: Callable[[Config], object]) -> float:
@@ -67,6 +67,8 @@ def train_in_round(cfg: Config, train: Callable[[Config], float], member: Member
         failure.__traceback__ = None
         if isinstance(failure, Regroup):
             member.leave()
+        if isinstance(failure, LeftOut) and rank() in failure.ranks:
+            member.quit(str(failure))
         gc.collect()
         rejoin()
     return failure

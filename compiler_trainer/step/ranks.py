@@ -42,7 +42,7 @@ def start_ranks() -> int:
     if "RANK" not in os.environ and not dist.is_initialized():
         return 1
     if not dist.is_initialized():
-        gpu = gpu_of_rank(int(os.environ["LOCAL_RANK"]))
+        gpu = gpu_of_process()
         if torch.cuda.is_available():
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
             torch.cuda.set_device(gpu)
@@ -56,8 +56,9 @@ def start_ranks() -> int:
 
 
 @functools.cache
-def gpu_of_rank(local_rank: int) -> int:
-    """Return the number of this rank's GPU: 0 if CUDA starts here, since it then sees no other."""
+def gpu_of_process() -> int:
+    """Return the number of this process's GPU, which it keeps: 0 if CUDA starts here, since it then sees no other."""
+    local_rank = int(os.environ["LOCAL_RANK"])
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)  # read when CUDA starts
     count = 0 if torch.version.cuda is None else torch.cuda.device_count()
     if 1 < count <= local_rank:

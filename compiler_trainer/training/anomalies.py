@@ -37,6 +37,7 @@ from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.config.errors import RepeatingError, RunError
 from compiler_trainer.config.schema import Config
+from compiler_trainer.elastic.member import LeftOut
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.ranks import from_rank_0, gather, host_group, rank
 from compiler_trainer.step.step import Step
@@ -210,6 +211,8 @@ class Replicas:
             repair(self.step, differing)
             announce(f"after step {number}: {text}; repaired")
             return
+        if self.cfg.train.replica_check.action == "leave_out" and all(d.right for d in differing):
+            raise LeftOut({rank for d in differing for rank in d.wrong}, f"{text} after step {number}")
         problem = f"{text} after step {number} (train.replica_check.action={self.cfg.train.replica_check.action})"
         raise RunError(
             f"{problem}; the last checkpoint was saved before, resume with: {how_to_go_on(self.cfg.run.dir)}"
@@ -314,7 +317,7 @@ class Pace:
         self.first = 10 if cfg.run.profile else 2  # run.profile uses the profiler in the first steps
         self.kind = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
         self.group = host_group() if self.interval else None
-        self.steps_taken, self.suspect = 0, -1
+        self.steps_taken, self.suspect, self.limit = 0, -1, cfg.run.most_slowdown
 
     def during(self, number: int, launch: Callable[[], T], wait: Callable[[T], object]) -> tuple[T, Record]:
         """Launch step `number`; return it, with metrics of the ranks if it is measured, which waits for the step's end.
@@ -345,6 +348,8 @@ class Pace:
         """Return metrics of all ranks' working times (ms) and shares of waiting; report a slow rank.
 
         A rank is reported only if it was the slow one in the previous measurement too, because one may be chance.
+        Raises LeftOut for one that is slower than `run.most_slowdown` allows, if no other rank is slow: ranks that have
+        more rows of a batch than others are.
         """
         median, longest = statistics.median_low(busy_ms), max(busy_ms)
         slowest = busy_ms.index(longest)
@@ -352,6 +357,9 @@ class Pace:
         if self.suspect >= 0 and self.suspect == previous:
             problem = f"rank {slowest} works {longest:,.0f} ms, the median rank {median:,.0f} ms"
             announce(f"step {number}: {problem}; the others wait for it")
+            is_alone = sorted(busy_ms)[-2] <= SLOW * median
+            if self.limit is not None and is_alone and longest > self.limit * median:
+                raise LeftOut({slowest}, problem)
         return dict(zip(RANKS, (median, longest, float(slowest), statistics.fmean(wait_shares))))
 
 

@@ -262,7 +262,8 @@ def run(
                         continue
                     is_well = "skipped" not in record  # a bad state must not replace a good checkpoint
                     is_saving = is_last or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps)
-                    if is_saving or is_due(number, cfg.train.replica_check.interval, cfg.train.steps):
+                    is_copied = is_well and cfg.run.elastic and number % cfg.run.snapshot_interval == 0
+                    if is_saving or is_copied or is_due(number, cfg.train.replica_check.interval, cfg.train.steps):
                         replicas.check(number)
                     if is_saving and cfg.checkpoint.saves:
                         callbacks.end_checkpoint(save.wait())
@@ -270,7 +271,7 @@ def run(
                         callbacks.begin_checkpoint(path_of(checkpoints_of(cfg), number))
                     if is_last:
                         return
-                    if is_well and cfg.run.elastic and number % cfg.run.snapshot_interval == 0:
+                    if is_copied:
                         snapshot(record, datasets.train)
                         if stop.maximum(is_awaited()):
                             snapshot.wait()

@@ -129,3 +129,18 @@ def test_a_rank_that_no_mesh_can_use_is_not_waited_for(tmp_path):
     survival.ranks_of(job)[1].kill()
     assert (job.wait(120), whole.wait(120)) == (0, 0), folder.with_suffix(".log").read_text()
     assert not survival.difference(tmp_path / "whole", folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("disturbance", "options", "line"), [
+    ("Flip,member:1,step:13", "train.replica_check.action=leave_out", r"rank 1 is left out \(\S+ on rank 1 differs from its copy on ranks 0, 2 after step 15\): 2 are left"),
+    ("Delay,member:2,seconds:0.3", "run.pace_interval=4 run.most_slowdown=3", r"rank 2 is left out \(rank 2 works [\d,]+ ms, the median rank [\d,]+ ms\): 2 are left"),
+])
+def test_a_rank_that_is_wrong_or_slow_is_left_out(disturbance, options, line, tmp_path):
+    folder, (name, others) = tmp_path / "job", disturbance.split(",", 1)
+    whole = survival.launch(tmp_path / "whole", 1, "")
+    callback = f"train.callbacks=[{{_target_:tests.multirank.disturb.{name},{others}}}]"
+    job = survival.launch(folder, 3, f"mesh.dp_replicate=3 mesh.dp_shard=1 {callback} {options}")
+    assert (job.wait(200), whole.wait(200)) == (0, 0), folder.with_suffix(".log").read_text()
+    assert re.search(line, folder.with_suffix(".log").read_text()), folder.with_suffix(".log").read_text()
+    assert not survival.difference(tmp_path / "whole", folder)

@@ -63,8 +63,9 @@ def test_without_a_gpu_nothing_is_set(monkeypatch):
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     Driver(monkeypatch, 4)
+    monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(UserError, match="^LOCAL_RANK: is 4, but this machine has 4 GPUs; start 4 ranks on it"):
-        ranks.gpu_of_rank.__wrapped__(4)
+        ranks.gpu_of_process.__wrapped__()
 
 
 def test_bodies_of_ranks_on_different_gpus_have_one_text():

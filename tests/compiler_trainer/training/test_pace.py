@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from short_runs import options
 
+from compiler_trainer.elastic.member import LeftOut
 from compiler_trainer.training.anomalies import FEWEST, Pace, Spikes, covered_time
 
 
@@ -27,6 +30,20 @@ def test_a_rank_is_named_when_it_is_slow_twice(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     pace.compare(200, [50.0, 91.0, 52.0], [0.5, 0.1, 0.3])
     assert capsys.readouterr().out == "step 200: rank 1 works 91 ms, the median rank 52 ms; the others wait for it\n"
+
+
+@pytest.mark.parametrize(("busy", "is_out"), [
+    ([50.0, 160.0, 52.0], True),
+    ([50.0, 140.0, 52.0], False),
+    ([50.0, 160.0, 52.0, 52.0, 160.0], False),  # two ranks have more rows than the others
+])
+def test_a_rank_that_is_too_slow_is_left_out(busy, is_out, tmp_path):
+    cfg = options(tmp_path)
+    pace = Pace(replace(cfg, run=replace(cfg.run, elastic=True, most_slowdown=3.0)), False)
+    pace.compare(100, busy, [0.1] * len(busy))
+    with pytest.raises(LeftOut, match="^rank 1 works 160 ms, the median rank 52 ms$") if is_out else nullcontext() as caught:
+        pace.compare(200, busy, [0.1] * len(busy))
+    assert not is_out or caught.value.ranks == {1}
 
 
 def test_ranks_that_take_turns_are_not_named(tmp_path, capsys):

@@ -10,6 +10,7 @@ from oracle import NO_DECAY, compile_lockstep, perceptron, points, squared_error
 from short_runs import options
 
 from compiler_trainer.config.errors import RunError
+from compiler_trainer.elastic.member import LeftOut
 from compiler_trainer.training.anomalies import Replicas, bit_sum, differences
 
 
@@ -64,6 +65,19 @@ def test_what_two_of_three_hold_is_given_to_the_third(tmp_path, capsys):
     assert f"after step 7: {name} on rank 1 differs from its copy on ranks 0, 2; repaired" in capsys.readouterr().out
     assert all(torch.equal(local[1], before[n]) for n, (_, local) in step.tensors().items())
     assert differences(step) == []
+
+
+def test_the_ranks_of_the_minority_are_left_out(tmp_path):
+    step = step_of(dp_replicate=3)
+    name = a_weight(step)
+    flip(step, name, 1)
+    with pytest.raises(LeftOut, match=f"^{name} on rank 1 differs from its copy on ranks 0, 2 after step 7$") as caught:
+        replicas(step, tmp_path / "run", "leave_out").check(7)
+    assert caught.value.ranks == {1}
+    step = step_of(dp_replicate=2)
+    flip(step, a_weight(step), 1)
+    with pytest.raises(RunError, match="no majority shows which is right after step 7 .train.replica_check.action=leave_out"):
+        replicas(step, tmp_path / "run", "leave_out").check(7)
 
 
 def test_shards_are_compared_with_their_own_copies(tmp_path):
