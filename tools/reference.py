@@ -62,6 +62,11 @@ FEATURES = {
     "Training": (
         Feature("models of transformers", "model=hf model.path=FOLDER", "tests/compiler_trainer/models/test_folder.py"),
         Feature("LoRA", "model=hf model.path=FOLDER model.lora.rank=8", "tests/compiler_trainer/models/test_folder.py"),
+        Feature(
+            "QLoRA (nf4, mxfp4, nvfp4, int8)",
+            "model=hf model.path=FOLDER model.lora.rank=8 model.quantize=nf4",
+            "tests/compiler_trainer/models/test_quantized.py",
+        ),
         Feature("chat data with packing", f"{TEXT} data.chat=true", "tests/compiler_trainer/data/test_chat.py"),
         Feature(
             "DPO, pairs for a loss of your own",
@@ -110,7 +115,6 @@ FEATURES = {
 }
 MISSING = (
     Missing("fp16, MXFP8, NVFP4", "passes.cast.param_dtype=float16"),
-    Missing("QLoRA", "model=hf model.path=FOLDER model.lora.bits=4"),
     Missing("reinforcement learning", "loss=grpo"),
     Missing("images and video without a dataset of your own", "data=images"),
 )

@@ -12,6 +12,7 @@ ROWS = "train.global_batch_size is the sequences of a step over all ranks; train
 MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
 NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
 NO_BLOCKS = "there is no MXFP8 and no NVFP4; float8 is passes.cast.float8=rowwise or tensorwise"
+QUANTIZED = "weights under LoRA are stored in few bits by recipe=qlora, or model.quantize={}"
 NO_GROUPED = (
     "matmuls of experts are not computed in float8; passes.cast.float8=rowwise or tensorwise is for linear layers"
 )
@@ -69,8 +70,8 @@ ANSWERS = {
     "float8_grouped_mm": NO_GROUPED,
     "fp8_grouped_mm": NO_GROUPED,
     "moe_fp8": NO_GROUPED,
-    "load_in_8bit": "there is no quantized training; passes.cast.param_dtype=bfloat16 and recipe=lora save memory",
-    "load_in_4bit": "there is no quantized training; passes.cast.param_dtype=bfloat16 and recipe=lora save memory",
+    "load_in_8bit": QUANTIZED.format("int8"),
+    "load_in_4bit": QUANTIZED.format("nf4"),
     # length and schedule
     "epochs": LENGTH,
     "num_train_epochs": LENGTH,
@@ -165,7 +166,7 @@ ANSWERS = {
     "use_peft": LORA,
     "adapter": LORA,
     "lora": LORA,
-    "qlora": "there is no quantized LoRA; recipe=lora computes in bfloat16",
+    "qlora": QUANTIZED.format("nf4"),
     "dataset": DATA,
     "datasets": DATA,
     "dataset_name": DATA,

@@ -130,8 +130,12 @@ class LoraConfig:
 
     rank: Positive = 8  # rank of the terms
     alpha: PositiveFloat = 16.0  # a term is multiplied by alpha / rank
+    rslora: bool = False  # or by alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)
     dropout: OpenFraction = 0.0  # dropout on the input of a term
     targets: tuple[str, ...] = ()  # names of layers, or all-linear; none: peft's usual layers for this kind of model
+
+
+Quantization = Literal["nf4", "mxfp4", "nvfp4", "int8"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,7 @@ class FolderConfig:
     init: Literal["weights", "random"] = "weights"  # load the folder's weights, or start from random ones
     attention: Literal["documents", "causal"] = "documents"  # causal within each document of a sequence, or over all
     lora: LoraConfig | None = None
+    quantize: Quantization | None = None  # store the linear layers under LoRA in 4 or 8 bits (QLoRA)
 
 
 def kind_of_time(value: Any) -> Any:

@@ -19,6 +19,7 @@ from compiler_trainer.config.schema import (
     DataConfig,
     DpoConfig,
     ExpertsConfig,
+    FolderConfig,
     MeshConfig,
     ModelConfig,
     SourceConfig,
@@ -278,6 +279,11 @@ CHECKS: Checks = (
         "train.nonfinite",
         lambda c: c.train.nonfinite != "rollback" or c.checkpoint.saves,
         "{c.train.nonfinite} with checkpoint.interval=null, which leaves nothing to go back to; change either",
+    ),
+    (
+        "model.quantize",
+        lambda c: not isinstance(c.model, FolderConfig) or c.model.quantize is None or c.model.lora is not None,
+        "{c.model.quantize} stores frozen weights, and without model.lora all are trained; use recipe=qlora, or null",
     ),
     (
         "train.replica_check.action",

@@ -15,6 +15,7 @@ from torch import nn
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models.attention import head_dims
 from compiler_trainer.models.llama import Llama
+from compiler_trainer.models.quantized import SHARDED, QuantizedLinear
 
 SIZES = """num_experts_per_tok num_attention_heads num_hidden_layers head_dim qk_nope_head_dim qk_rope_head_dim
     v_head_dim sliding_window attention_chunk_size layer_types""".split()
@@ -47,9 +48,11 @@ def of_weights(module: nn.Module, experts_taken: int = 1) -> int:
     """Return the FLOPs per token of the matmuls with weights. Other work depends on the model's code."""
     looked_up = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     multiplied = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
-    total = 0
+    quantized = [m for m in module.modules() if isinstance(m, QuantizedLinear)]
+    codes = {id(m.get_parameter(name)) for m in quantized for name in m.names if name in SHARDED}
+    total = sum(4 * m.in_features * m.out_features for m in quantized)
     for name, p in module.named_parameters():
-        if id(p) not in looked_up - multiplied:
+        if id(p) not in looked_up - multiplied and id(p) not in codes:
             used = p.numel() * experts_taken // p.shape[0] if ".experts." in name and p.dim() == 3 else p.numel()
             total += (6 if p.requires_grad else 4) * used
     return total

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.documents import inputs_of
 from compiler_trainer.models.init import seeded
 from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy, widened
+from compiler_trainer.models.quantized import FORMATS, QuantizedLinear, quantize_layers, replace
 from compiler_trainer.models.skeleton import skeleton
 from compiler_trainer.models.transformers_private import (
     absent,
@@ -88,6 +89,7 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
@@ -140,18 +142,41 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
     """Yield every parameter and buffer of a skeleton: the folder's value, or one drawn by name if `stored` is None.
 
     A parameter is drawn when a part of it is first read. Only transformers knows how, so a rank draws all of it or
-    nothing.
+    nothing. A quantized layer is quantized from all of its weight, one layer at a time.
     """
+    quantized = {path: layer for path, layer in module.named_modules() if isinstance(layer, QuantizedLinear)}
+    originals = {path: layer.original[0].weight for path, layer in quantized.items()}
+
+    def value_of(name: str, parameter: Tensor) -> Value:
+        """Return the value of a parameter that is not quantized."""
+        if stored is not None and ".lora_" not in name:
+            return stored[unwrapped(name.removeprefix(ADAPTED))]
+        draw = cache(partial(drawn, module, name, parameter, seed))
+        return Made(tuple(parameter.shape), torch.float32, draw)
+
+    @lru_cache(1)
+    def state_of(path: str) -> dict[str, Tensor]:
+        """Return the state of a quantized layer; the last one is kept, because its tensors are read one by one."""
+        weight = value_of(f"{path}.weight", originals[path])[()]
+        return FORMATS[quantized[path].format_name].quantize(weight.to(torch.float32))
+
+    def make(path: str, name: str) -> Tensor:
+        """Return a tensor of a quantized layer."""
+        return state_of(path)[name]
+
     for name, parameter in module.named_parameters():
-        original = unwrapped(name.removeprefix(ADAPTED))
-        if ".lora_" in name or stored is None:
-            draw = cache(partial(drawn, module, name, parameter, seed))
-            yield name, Made(tuple(parameter.shape), torch.float32, draw)
-        else:
-            yield name, stored[original]
+        path, _, leaf = name.rpartition(".")
+        if path not in quantized or leaf not in quantized[path].names:
+            yield name, value_of(name, parameter)
     for name, buffer in module.named_buffers():
+        path, _, leaf = name.rpartition(".")
         original = unwrapped(name.removeprefix(ADAPTED))
-        yield name, stored[original] if stored is not None and original in stored else buffer
+        if path not in quantized:
+            yield name, stored[original] if stored is not None and original in stored else buffer
+    for path, layer in quantized.items():
+        for name in layer.names:
+            like = getattr(layer, name)
+            yield f"{path}.{name}", Made(tuple(like.shape), like.dtype, partial(make, path, name))
 
 
 def plain(module: Any) -> Any:
@@ -286,9 +311,16 @@ def full_name(target: str, pattern: str, patterns: list[str]) -> str:
 def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
     """Return the value that transformers gives a parameter first, with random numbers keyed by `seed` and its name."""
     path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
     if ".lora_" in name:
         return lora_start(name, parameter, seed)
+    layer = module.get_submodule(path)
+    if isinstance(layer, QuantizedLinear):  # as it was
+        replace(module, path, layer.original[0])
+        try:
+            return drawn(module, name, parameter, seed)
+        finally:
+            replace(module, path, layer)
+    owner = layer
     parameters = {key: p for key, p in owner.named_parameters(recurse=False)}
     for key, p in parameters.items():
         setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
@@ -313,6 +345,11 @@ def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
         elif ".lora_embedding_B" in name:
             nn.init.normal_(value)
     return value
+
+
+def quantize(module: nn.Module, format_name: str | None) -> str:
+    """Store the frozen linear layers in 4 or 8 bits, except the head (None: leave them); return a line about it."""
+    return quantize_layers(module, format_name, [plain(module).get_output_embeddings()]) if format_name else ""
 
 
 def build(cfg: FolderConfig, dtype: torch.dtype | None) -> nn.Module:

@@ -98,6 +98,7 @@ def of_folder(cfg: FolderConfig, label: str, dtype: torch.dtype, seed: int, is_o
     """Return the model of a folder that transformers wrote, under the name `label`."""
     module = folder.build(cfg, dtype)
     config, stored = folder.plain(module).config, folder.stored_values(cfg, module)
+    quantized = folder.quantize(module, cfg.quantize)
     way = way_of(cfg.attention, config, is_our_loss)
     return Subject(
         name=f"{config.model_type} in {label}",
@@ -108,7 +109,7 @@ def of_folder(cfg: FolderConfig, label: str, dtype: torch.dtype, seed: int, is_o
         flops_per_token=partial(flops.of_folder, config, module),
         vocab_size=config.vocab_size,
         has_weights=stored is not None,
-        remarks=tuple(filter(None, [remark_on(way, config)])),
+        remarks=tuple(filter(None, [remark_on(way, config), quantized])),
     )
 
 

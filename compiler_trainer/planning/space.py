@@ -19,6 +19,7 @@ from compiler_trainer.config.schema import RECOMPUTE, Config, FolderConfig, Mesh
 from compiler_trainer.models.attention import head_dims
 from compiler_trainer.models.folder import config_of
 from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.quantized import entries_of
 from passes.ir.layer import layer_names, layer_of
 
 POLICIES: Mapping[str, dict[str, Any]] = {
@@ -369,7 +370,7 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
         is_tied=not heads and bool(tables),
         trained_bytes=sum(p.nbytes for p in module.parameters() if p.requires_grad),
         trained_entries=sum(p.numel() for p in module.parameters() if p.requires_grad),
-        entries=sum(p.numel() for p in module.parameters()),
+        entries=entries_of(module),
         heads=heads_of(cfg),
     )
 

@@ -20,6 +20,7 @@ from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of
 from compiler_trainer.models.folder import library, plain
 from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.quantized import dequantize_layers
 from compiler_trainer.models.sampling import ends_answers
 from compiler_trainer.models.weights import ONE_FILE
 from compiler_trainer.places.store import Place
@@ -76,7 +77,9 @@ def export(
         partial.mkdir()
         sentence = write(cfg, module, partial, dtype, merge)
         del module  # the check needs memory of its own
-        if check and isinstance(cfg.model, FolderConfig | ModelConfig):
+        if isinstance(cfg.model, FolderConfig) and cfg.model.quantize and not merge:
+            sentence += f"; not checked, because it was trained on weights in {cfg.model.quantize}"
+        elif check and isinstance(cfg.model, FolderConfig | ModelConfig):
             sentence += check_few(cfg, partial, averaged)
         partial.replace(target)
     return sentence.replace(str(partial), str(out))
@@ -136,6 +139,7 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         base = str(Path(configured_path).resolve()) if local_path == configured_path else configured_path
         module.peft_config["default"].base_model_name_or_path = base
     if merge:
+        dequantize_layers(module)
         untie_adapted(module)
         module = module.merge_and_unload()
     save(module.to(dtype), out)

@@ -15,6 +15,7 @@ from compiler_trainer.data.datasets import name_of
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.folder import config_of
 from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.quantized import entries_of
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.training.speed import peak_flops
@@ -55,8 +56,8 @@ def entries(batch: Mapping[str, Tensor]) -> str:
 
 def parameters(trained: Subject) -> str:
     """Return the numbers of parameters and of trained parameters, as text."""
-    sizes = {p: p.numel() for p in trained.module.parameters()}
-    count, trained_count = sum(sizes.values()), sum(size for p, size in sizes.items() if p.requires_grad)
+    count = entries_of(trained.module)
+    trained_count = sum(p.numel() for p in trained.module.parameters() if p.requires_grad)
     return f"{count:,} parameters" if trained_count == count else f"{trained_count:,} of {count:,} parameters trained"
 
 

@@ -14,7 +14,7 @@ recomputed. Results of communication (repeated only if `ops` says so) and of ran
 numbers) are kept, and so are values near a write in place. `modules` and `ops` map patterns of module paths and
 operator names to `save`, `recompute` or `offload`. They override the policy, and modules override operators. `regather`
 repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2). In a step with
-microbatches that gathers once, gathered weights are kept.
+microbatches that gathers once, gathered weights are kept. Frozen weights stored as integers are always unpacked again.
 """
 
 from __future__ import annotations
@@ -78,11 +78,24 @@ ADD, SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 
 def weights_to_regather(program: ir.Program) -> set[fx.Node]:
     """Return forward gathers of parameters, and operators on only these and other weights."""
+    return following(program, lambda node: kind_of(node) == "all_gather")
+
+
+def weights_to_unpack(program: ir.Program) -> set[fx.Node]:
+    """Return the forward operators on frozen weights that are stored as integers, and those on only these."""
+    inputs = zip(program.placeholders(), program.inputs, strict=True)
+    packed = {n for n, i in inputs if i.kind == "frozen" and not ir.example(n).is_floating_point()}
+    packed |= {n for n in weight_nodes(program) if kind_of(n) and packed.intersection(n.all_input_nodes)}
+    return following(program, lambda node: not kind_of(node) and not packed.isdisjoint(node.all_input_nodes))
+
+
+def following(program: ir.Program, is_first: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Return the first operators on weights, in the forward, and those that read only these and other weights."""
     written = near_writes(program)
     nodes: set[fx.Node] = set()
     for node in weight_nodes(program):
         follows = any(n in nodes for n in node.all_input_nodes) and not reason_to_run_once(node, written)
-        if ir.phase(node) == "forward" and (kind_of(node) == "all_gather" or follows):
+        if ir.phase(node) == "forward" and (is_first(node) or follows):
             nodes.add(node)
     return nodes
 
@@ -135,12 +148,12 @@ class Remat(ir.Pass):
         if self.policy not in POLICIES:
             raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
         before, notes = saved_bytes(program), []
-        regatherable = weights_to_regather(program)
-        gathers = regatherable if self.regather and not self.gathers_once else set()
+        regatherable, unpacked = weights_to_regather(program), weights_to_unpack(program)
+        gathers = regatherable | unpacked if self.regather and not self.gathers_once else unpacked
         decisions = self.decisions(program)
         if self.gathers_once:
             once = Decision("save", "gathered once per step")
-            decisions |= {node: once for node in regatherable & decisions.keys() if not is_view(node)}
+            decisions |= {node: once for node in (regatherable & decisions.keys()) - unpacked if not is_view(node)}
         chosen = {node for node, decision in decisions.items() if decision == RECOMPUTED}
         if self.policy == "budget":
             if self.budget_bytes is None:

@@ -77,6 +77,13 @@ def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> 
     return plan
 
 
+def unpacks(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
+    """Return True if an operator reads only integers and its result has more bytes: they are gathered before it."""
+    result, examples = ir.value(node), [ir.example(n) for n in operands]
+    are_integers = isinstance(result, Tensor) and not any(e.is_floating_point() for e in examples)
+    return are_integers and result.nbytes > sum(e.nbytes for e in examples)
+
+
 class _Sweep:
     def __init__(self, plan: Plan, mesh: Mesh, order: Order, sequence_parallel: bool, ctx: ir.Context):
         self.plan, self.mesh, self.order, self.ctx = plan, mesh, order, ctx
@@ -158,6 +165,8 @@ class _Sweep:
         """Return the atom that the operator shards on the axis, or None."""
         candidates = self.candidates(axis, atoms)
         is_weight = [n in self.plan.weights for n in operands]
+        if axis not in WEIGHT_AXES and all(is_weight) and unpacks(node, operands):
+            return None
         if axis not in WEIGHT_AXES and not all(is_weight):
             candidates = {atom: i for atom, i in candidates.items() if not all(is_weight[k] for k in i)}
         if not candidates:

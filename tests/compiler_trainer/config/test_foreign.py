@@ -48,7 +48,7 @@ REFUSED = {  # beginning of a denial -> options that ask for the denied feature
     "there is no fp16": ["passes.cast.param_dtype=float16"],
     "there is no MXFP8 and no NVFP4": ["passes.cast.float8=mxfp8"],
     "matmuls of experts are not computed in float8": ["passes.moe.fp8_grouped_mm=true"],
-    "there is no quantized training": ["train.load_in_4bit=true"],
+    "recipe=qlora, or model.quantize=nf4": ["train.load_in_4bit=true"],
     "there is no quantized LoRA": ["model=hf", "model.path=FOLDER", "model.lora.bits=4"],
     "matmuls of float32 are not computed in TF32": ["train.tf32=true"],
     "torch.compile is not called": ["train.torch_compile=true"],
