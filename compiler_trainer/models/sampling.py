@@ -146,7 +146,8 @@ def in_use(cfg: Config, model: nn.Module, device: torch.device) -> nn.Module:
         model = as_transformers(cfg.model, model)
     if cached and dtype in ("float32", "bfloat16"):
         for parameter in model.parameters():  # not buffers: rotary frequencies stay in float32
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(getattr(torch, dtype))
     return model.to(device).eval()
 
 
