@@ -47,7 +47,7 @@ class Answers(NamedTuple):
 class PairLosses(NamedTuple):
     """The loss of each pair and the rewards of its answers, [B] each.
 
-    A reward says how much better than before the loss rates an answer, or how well without a reference.
+    A reward is `beta` times an answer's score, or times its mean score per token, as the loss uses it.
     """
 
     losses: Tensor
@@ -69,8 +69,8 @@ def dpo(cfg: DpoConfig, chosen: Answers, rejected: Answers) -> PairLosses:
 def ipo(cfg: IpoConfig, chosen: Answers, rejected: Answers) -> PairLosses:
     """Return equation 17 of arXiv:2310.12036, with `beta` for tau and the mean score of an answer's tokens.
 
-    The paper writes log-probabilities of answers; TRL divides them by the number of tokens, as did the authors' results
-    (TRL, loss_type="ipo").
+    The paper has log-probabilities of whole answers. TRL (loss_type="ipo") divides them by the number of tokens, as the
+    paper's authors did for their results.
     """
     rewards = cfg.beta * chosen.means, cfg.beta * rejected.means
     return PairLosses((chosen.means - rejected.means - 1 / (2 * cfg.beta)).square(), *rewards)
@@ -83,7 +83,7 @@ def simpo(cfg: SimpoConfig, chosen: Answers, rejected: Answers) -> PairLosses:
 
 
 def orpo(cfg: OrpoConfig, chosen: Answers, rejected: Answers) -> PairLosses:
-    """Return equation 7 of arXiv:2403.07691, with `beta` for lambda; the likelihood is the mean of an answer's tokens.
+    """Return equation 7 of arXiv:2403.07691, with `beta` for lambda; log-likelihoods are means of an answer's tokens.
 
     The other term of equation 6 is the mean negative log-likelihood of the chosen answers' tokens. TRL counts the
     prompt's tokens in it, too.
@@ -93,7 +93,7 @@ def orpo(cfg: OrpoConfig, chosen: Answers, rejected: Answers) -> PairLosses:
 
 
 def log_odds(logs: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) of log-probabilities; p = 1, also of samples that fill a batch, is a little less."""
+    """Return log(p / (1 - p)) of log-probabilities in nats, [B]; p = 1 counts as less, so that the result is finite."""
     logs = logs.clamp(max=-torch.finfo(logs.dtype).eps)
     return logs - torch.log(-torch.expm1(logs))
 

@@ -24,7 +24,7 @@ from compiler_trainer.config.schema import (
     OrpoConfig,
     SimpoConfig,
 )
-from compiler_trainer.models.preference import LOSSES, preference_loss, reference
+from compiler_trainer.models.preference import LOSSES, log_odds, preference_loss, reference
 from compiler_trainer.models.subject import plain_logits
 from compiler_trainer.training.reference import FILE
 
@@ -170,7 +170,7 @@ def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
     assert_same(step.state_dict(), state, EXACT)
 
 
-ONE_OF_EACH = [({}, 1, 1), ({"dp_shard": 2, "cp": 2}, 2, 1), ({"tp": 2}, 3, 5)]
+ONE_OF_EACH = [({}, 1, 1), ({"dp_shard": 2, "cp": 2}, 2, 1), ({"pp": 2, "dp_shard": 2}, 2, 1), ({"tp": 2}, 3, 5)]
 
 
 @pytest.mark.sample(2)
@@ -188,6 +188,14 @@ def test_each_loss_trains_as_its_formula(name, mesh, microbatches, chunks):
     for result, expected in zip(train_step(step, data), metrics, strict=True):
         assert_same({name: result[name] for name in expected}, expected, EXACT)
     assert_same(step.state_dict(), state, EXACT)
+
+
+def test_odds_are_finite_even_of_an_answer_that_is_certain():
+    logs = torch.tensor([0.0, -1e-9, -0.7, -90.0], requires_grad=True)
+    odds = log_odds(logs)
+    odds.sum().backward()
+    assert odds.isfinite().all() and logs.grad.isfinite().all()
+    assert odds[2:].tolist() == pytest.approx([math.log(math.exp(x) / (1 - math.exp(x))) for x in (-0.7, -90.0)])
 
 
 def without_reference(batch):
