@@ -69,7 +69,7 @@ FEATURES = {
         ),
         Feature("chat data with packing", f"{TEXT} data.chat=true", "tests/compiler_trainer/data/test_chat.py"),
         Feature(
-            "DPO, pairs for a loss of your own",
+            "DPO, IPO, SimPO, ORPO, CPO, KTO, pairs for a loss of your own",
             f"{TEXT} data.chat=true data.pairs=true loss=dpo model.attention=documents",
             "tests/compiler_trainer/training/test_preference.py",
         ),

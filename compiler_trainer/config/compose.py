@@ -24,6 +24,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from compiler_trainer.config import foreign
 from compiler_trainer.config.cluster import AUTO_CLUSTER
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import load_yaml
@@ -86,7 +87,7 @@ def user_error(error: Exception) -> UserError:
         return UserError(error.override, unreadable(error))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
-        return UserError(group, not_one_of(error.options, choice))
+        return UserError(group, "; ".join(filter(None, [not_one_of(error.options, choice), foreign.answer(choice)])))
     cause = error.__cause__ or error
     if not isinstance(cause, OmegaConfBaseException):
         return several_values(error) or UserError("config", one_line(str(error)))

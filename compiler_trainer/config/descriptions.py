@@ -62,7 +62,9 @@ def groups(cls: type = schema.Config, prefix: str = "", in_default_job: bool = T
 def parts_of(annotation: str) -> tuple[type, ...]:
     """Return the dataclasses of options that an annotation names, the default job's first."""
     first = annotation.split("|")[0].strip()
-    names = {"Model": ("ModelConfig", "FolderConfig"), "Loss": ("DpoConfig",)}.get(first, (first,))
+    if first == "Loss":
+        return tuple(schema.PREFERENCE_LOSSES.values())
+    names = ("ModelConfig", "FolderConfig") if first == "Model" else (first,)
     return tuple(
         part for part in map(schema_object, names) if dataclasses.is_dataclass(part) and isinstance(part, type)
     )

@@ -19,7 +19,11 @@ NO_GROUPED = (
 LENGTH = "the length of a run is train.steps: a number of steps, or epochs as in train.steps=3epochs"
 LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[{_target_: compiler_trainer.WandB}], or MLflow"
 CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
-PREFERENCES = "training on preference pairs is recipe=dpo, or loss=dpo data.pairs=true data.chat=true"
+PREFERENCES = (
+    "losses of preference pairs are recipe=dpo, orpo or simpo, and loss=dpo, ipo, simpo, orpo, cpo or kto with "
+    "data.pairs=true data.chat=true"
+)
+NLL_WEIGHT = "the weight of the negative log-likelihood of chosen answers is loss.nll_weight, with a loss of pairs"
 EMA = "an average of the weights (EMA) is train.ema=0.999"
 CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"
 SHARDING = "parameters are sharded over mesh.dp_shard (FSDP, ZeRO-3; ZeRO-2 with passes.remat.regather=false)"
@@ -211,11 +215,13 @@ ANSWERS = {
     "push_to_hub": "there is none: compiler-trainer export RUN FOLDER writes a folder for `hf upload`",
     "hub_model_id": MODEL,
     "seed": "the seed is train.seed; data.seed is the seed of the order of data",
-    "dpo": PREFERENCES,
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "kto"), PREFERENCES),
+    **dict.fromkeys(("cpo_alpha", "rpo_alpha"), NLL_WEIGHT),
+    "simpo_gamma": "the target of the margin is loss.gamma, with loss=simpo",
     "ref_model": "the reference is the weights that training starts from; its log-probabilities are computed once",
     "rlhf": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
     "grpo": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
-    "loss_type": "a loss of your own is loss._target_=package.function",
+    "loss_type": f"{PREFERENCES}; a loss of your own is loss._target_=package.function",
 }
 VALUES = {  # option -> hint for a value that is not one of its choices
     "passes.cast.float8": NO_BLOCKS,

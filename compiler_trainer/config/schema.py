@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from omegaconf import OmegaConf
 
@@ -46,6 +46,7 @@ from passes.precision.sensitive import OPS
 Dtype = Literal["float32", "bfloat16"]
 
 
+REFERENCE = ("reference_chosen", "reference_rejected", "reference_unrelated")  # log-probabilities, entries of a batch
 EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwfp8": "float8"}
 
 
@@ -179,26 +180,102 @@ def is_none_or_call(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class DpoConfig:
+class PreferenceConfig:
+    """A loss of preference pairs (`data.pairs`); if it has a reference model, training starts from the same weights."""
+
+    name: Literal["dpo", "ipo", "simpo", "orpo", "cpo", "kto"]  # the built-in preference loss
+    beta: PositiveFloat = 0.1  # how strongly the model is held to the reference
+    nll_weight: NonNegativeFloat = 0.0  # weight of the negative log-likelihood of the chosen answers, a mean of tokens
+    has_reference: ClassVar[bool] = True
+    answers: ClassVar[int] = 2  # documents of a sequence
+
+
+@dataclass(frozen=True)
+class DpoConfig(PreferenceConfig):
     """The training loss. By default it is the cross-entropy of the next token.
 
-    `loss._target_` names another function of (model, batch). `loss=dpo` is direct preference optimization
-    (arXiv:2305.18290) on `data.pairs`; its reference model has the weights that training starts from.
+    `loss._target_` names another function of (model, batch). Losses with a `name` compare the answers of `data.pairs`.
+    `loss=dpo` is direct preference optimization (arXiv:2305.18290); the reference model of `dpo`, `ipo` and `kto` has
+    the weights that training starts from.
     """
 
     name: Literal["dpo"]  # the built-in preference loss
-    beta: PositiveFloat = 0.1  # how strongly the model is held to the reference
     label_smoothing: OpenFraction = 0.0  # assumed share of pairs whose labels are swapped
 
 
+@dataclass(frozen=True)
+class IpoConfig(PreferenceConfig):
+    """Identity preference optimization (arXiv:2310.12036): the margin of two answers has a target, 1 / (2 beta)."""
+
+    name: Literal["ipo"]  # the built-in preference loss
+    beta: PositiveFloat = 0.1  # how strongly the model is held to the reference (tau in the paper)
+
+
+@dataclass(frozen=True)
+class SimpoConfig(PreferenceConfig):
+    """Simple preference optimization (arXiv:2405.14734): mean log-probabilities of tokens, without a reference."""
+
+    name: Literal["simpo"]  # the built-in preference loss
+    beta: PositiveFloat = 2.0  # factor of the mean log-probability of an answer's tokens
+    gamma: NonNegativeFloat = 1.0  # target of the margin between two answers
+    has_reference: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class OrpoConfig(PreferenceConfig):
+    """Odds ratio preference optimization (arXiv:2403.07691): fine-tuning on chosen answers that avoids rejected ones.
+
+    There is no reference, and training may start from a model without fine-tuning.
+    """
+
+    name: Literal["orpo"]  # the built-in preference loss
+    beta: PositiveFloat = 0.1  # weight of the odds ratio (lambda in the paper)
+    nll_weight: NonNegativeFloat = 1.0  # weight of the negative log-likelihood of the chosen answers, a mean of tokens
+    has_reference: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class CpoConfig(PreferenceConfig):
+    """Contrastive preference optimization (arXiv:2401.08417): DPO without a reference, and fine-tuning in one loss."""
+
+    name: Literal["cpo"]  # the built-in preference loss
+    beta: PositiveFloat = 0.1  # factor of the log-probability of an answer
+    nll_weight: NonNegativeFloat = 1.0  # weight of the negative log-likelihood of the chosen answers, a mean of tokens
+    has_reference: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class KtoConfig(PreferenceConfig):
+    """Kahneman-Tversky optimization (arXiv:2402.01306): chosen answers are desirable, rejected ones are not.
+
+    A third document of each sequence, its prompt with another pair's chosen answer, measures the distance to the
+    reference. It is cut at the end of the sequence.
+    """
+
+    name: Literal["kto"]  # the built-in preference loss
+    answers: ClassVar[int] = 3
+
+
+PREFERENCE_LOSSES: dict[str, type[PreferenceConfig]] = {
+    "dpo": DpoConfig,
+    "ipo": IpoConfig,
+    "simpo": SimpoConfig,
+    "orpo": OrpoConfig,
+    "cpo": CpoConfig,
+    "kto": KtoConfig,
+}
+
+
 def kind_of_loss(value: Any) -> Any:
-    """Return the type of the options of `loss`: the built-in DPO loss, or the user's own."""
-    return DpoConfig if isinstance(value, Mapping) and "name" in value else OwnLoss
+    """Return the type of the options of `loss`: a built-in preference loss, or the user's own."""
+    if not isinstance(value, Mapping) or "name" not in value:
+        return OwnLoss
+    return PREFERENCE_LOSSES.get(str(value["name"]), PreferenceConfig)
 
 
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
 OwnLoss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
-Loss = Annotated[DpoConfig | Own, Chosen(kind_of_loss)]
+Loss = Annotated[PreferenceConfig | Own, Chosen(kind_of_loss)]
 Called = Annotated[Own, Must("have a _target_, the dotted name of a class or function", is_call)]
 Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 
@@ -738,7 +815,19 @@ class Config:
     @property
     def has_own_loss(self) -> bool:
         """Return True if the loss is a function of the user's."""
-        return bool(self.loss) and not isinstance(self.loss, DpoConfig)
+        return bool(self.loss) and not self.has_preference_loss
+
+    @property
+    def has_preference_loss(self) -> bool:
+        """Return True if the loss is a built-in one of preference pairs."""
+        return isinstance(self.loss, PreferenceConfig)
+
+    @property
+    def reference_entries(self) -> tuple[str, ...]:
+        """Return the entries of a batch with log-probabilities of a reference; none if the loss needs no reference."""
+        if not isinstance(self.loss, PreferenceConfig) or not self.loss.has_reference:
+            return ()
+        return REFERENCE[: self.loss.answers]
 
 
 PLAIN_HEADS = (None, "none", None)

@@ -17,7 +17,6 @@ from compiler_trainer.config.schema import (
     PLAIN_HEADS,
     Config,
     DataConfig,
-    DpoConfig,
     ExpertsConfig,
     FolderConfig,
     MeshConfig,
@@ -91,8 +90,8 @@ DECODER_CHECKS: Checks = (
     ),
     (
         "model.experts.balance_loss",
-        lambda c: not isinstance(c.loss, DpoConfig) or with_experts(lambda experts: not experts.balance_loss)(c),
-        "{c.model.experts.balance_loss} is not part of loss=dpo; set it to 0",
+        lambda c: not c.has_preference_loss or with_experts(lambda experts: not experts.balance_loss)(c),
+        "{c.model.experts.balance_loss} is not part of loss={c.loss.name}; set it to 0",
     ),
     (
         "model.experts.groups",
@@ -188,12 +187,12 @@ CHECKS: Checks = (
     (
         "data.pairs",
         lambda c: not c.data.pairs or bool(c.loss),
-        "need a loss that compares two answers: set loss=dpo, or a loss of your own",
+        "need a loss that compares two answers: set loss=dpo (or ipo, simpo, orpo, cpo, kto), or a loss of your own",
     ),
     (
         "loss.name",
-        lambda c: not isinstance(c.loss, DpoConfig) or c.data.pairs,
-        "dpo compares two answers; set data.pairs=true, data.chat=true",
+        lambda c: not c.has_preference_loss or c.data.pairs,
+        "{c.loss.name} compares two answers; set data.pairs=true, data.chat=true",
     ),
     (
         "data.packing",

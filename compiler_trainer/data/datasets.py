@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, DataConfig, DpoConfig, SourceConfig
+from compiler_trainer.config.schema import Config, DataConfig, SourceConfig
 from compiler_trainer.config.targets import called
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data import tokenized
@@ -123,11 +123,11 @@ class Datasets:
 
 
 def datasets_of(cfg: Config, reference: float = math.nan) -> Datasets:
-    """Return the datasets of a run; with DPO, all log-probabilities of the reference are set to `reference`."""
+    """Return the datasets of a run; if the loss has a reference, its log-probabilities are all `reference`."""
     datasets = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
-    if isinstance(cfg.loss, DpoConfig):
+    if cfg.reference_entries:
         for rows in datasets.pairs():
-            rows.reference = np.full((len(rows), 2), reference, np.float32)
+            rows.reference = np.full((len(rows), len(cfg.reference_entries)), reference, np.float32)
     return datasets
 
 

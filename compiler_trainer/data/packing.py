@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import REFERENCE
 from compiler_trainer.data.corpus import Corpus, Ids, draw_validation, hash_arrays, split
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.loss import PADDING_DOCUMENT
@@ -417,7 +418,6 @@ def permutation(count: int, seed: list[int], cache: Cache | None) -> Ids:
 
 
 PAIRED = ("pairs", "short pairs")  # packings of pairs
-REFERENCE = ("reference_chosen", "reference_rejected")
 
 
 def split_pairs(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tuple[Corpus, Ids, Ids]:
@@ -439,8 +439,8 @@ def split_pairs(corpus: Corpus, eval_fraction: float, documents_before: int = 0)
 class PairRows(Rows):
     """Rows of one pair each. An entry `pairs`, int64 [rows], is 1, or 0 if a row only fills a batch.
 
-    `reference`, fp32 [all rows, 2], are the reference model's log-probabilities of both answers. They become the
-    entries `reference_chosen` and `reference_rejected`, fp32 [rows].
+    `reference`, fp32 [all rows, 2 or 3], are the reference model's log-probabilities of a row's answers. They become
+    the entries `REFERENCE`, fp32 [rows]. With three columns, an unrelated answer is the third document of each row.
     """
 
     def __init__(self, rows: Rows, reference: NDArray[np.float32] | None = None):
@@ -457,6 +457,25 @@ class PairRows(Rows):
     def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""
         entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows), "pairs": np.ones(len(rows), np.int64)}
-        if self.reference is not None:
-            entries |= {name: self.reference[rows, i] for i, name in enumerate(REFERENCE)}
-        return entries
+        if self.reference is None:
+            return entries
+        if self.reference.shape[1] == len(REFERENCE):
+            others = self.rows.batch((rows - 1) % len(self))
+            for i in range(len(rows)):
+                append_unrelated(*({name: entry[i] for name, entry in part.items()} for part in (entries, others)))
+        return entries | {name: column for name, column in zip(REFERENCE, self.reference[rows].T)}
+
+
+def append_unrelated(row: dict[str, Ids], other: dict[str, Ids]) -> None:
+    """Write a third document into the padding of a row: its prompt with the chosen answer of another row.
+
+    It is cut if there is too little padding.
+    """
+    first, other_first = (np.flatnonzero(part["labels"] != IGNORED_LABEL)[0] for part in (row, other))
+    answer, begin = slice(other_first, int(np.sum(other["documents"] == 0))), int(np.sum(row["documents"] >= 0))
+    tokens = np.concatenate((row["tokens"][: first + 1], other["tokens"][answer][1:]))
+    labels = np.concatenate((row["labels"][:first], other["labels"][answer]))
+    size = min(len(tokens), len(row["tokens"]) - begin)
+    document = {"tokens": tokens, "labels": labels, "positions": np.arange(size), "documents": np.full(size, 2)}
+    for name, values in document.items():
+        row[name][begin : begin + size] = values[:size]

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import EIGHT_BITS, Config, DpoConfig, MeshConfig
-from compiler_trainer.data.packing import REFERENCE
+from compiler_trainer.config.schema import EIGHT_BITS, Config, MeshConfig
 from compiler_trainer.models.loss import LossFn
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject as trained_by
@@ -143,9 +142,7 @@ def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int
 def pairs_of(cfg: Config, generator: torch.Generator, rows: int) -> Batch:
     """Return the additional entries of a batch of preference pairs."""
     entries = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.pairs else {}
-    if isinstance(cfg.loss, DpoConfig):
-        entries |= {name: -torch.rand(rows, generator=generator) for name in REFERENCE}
-    return entries
+    return entries | {name: -torch.rand(rows, generator=generator) for name in cfg.reference_entries}
 
 
 def ranks_of(mesh: MeshConfig) -> int:

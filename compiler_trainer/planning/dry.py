@@ -23,10 +23,9 @@ from rich.table import Table
 
 from compiler_trainer import models
 from compiler_trainer.config.device import cluster_of, for_predicting, resolve_cluster
-from compiler_trainer.config.schema import CheckpointConfig, Config, DpoConfig, ModelConfig
+from compiler_trainer.config.schema import CheckpointConfig, Config, ModelConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
-from compiler_trainer.data.packing import REFERENCE
 from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.planning.simulate import in_flight, kept_for_later, play
 from compiler_trainer.planning.space import routed_rows
@@ -127,8 +126,7 @@ def request_of(cfg: Config, trained: Subject) -> CompileRequest:
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
     if cfg.data.pairs:
         batch["pairs"] = torch.empty(rows, dtype=torch.int64, device="meta")
-    if isinstance(cfg.loss, DpoConfig):
-        batch |= {name: torch.empty(rows, device="meta") for name in REFERENCE}
+    batch |= {name: torch.empty(rows, device="meta") for name in cfg.reference_entries}
     return CompileRequest(
         model=trained.module,
         loss_fn=trained.loss,

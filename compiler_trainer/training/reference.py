@@ -9,7 +9,7 @@ import dataclasses
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler_trainer.config.schema import Config, DpoConfig
+from compiler_trainer.config.schema import REFERENCE, Config
 from compiler_trainer.data.datasets import Datasets
 from compiler_trainer.data.loader import Batch, Loader, Mixture
-from compiler_trainer.data.packing import REFERENCE, PairRows
+from compiler_trainer.data.packing import PairRows
 from compiler_trainer.models.preference import reference
 from compiler_trainer.models.subject import subject
 from compiler_trainer.step.compile import compile_step
@@ -30,15 +30,15 @@ from compiler_trainer.step.step import Step
 from compiler_trainer.training.loggers import Working, announce
 
 FILE = "reference.npz"
-Values = NDArray[np.float32]  # [pairs, 2]
+Values = NDArray[np.float32]  # [pairs, answers of a pair]
 
 
 def refer(cfg: Config, datasets: Datasets, keep: bool = True) -> None:
-    """Set the reference log-probabilities of preference pairs if `cfg.loss` is DPO; every rank must call this.
+    """Set the reference log-probabilities of preference pairs if the loss needs them; every rank must call this.
 
     With `keep`, new ones are stored in the run folder.
     """
-    if not isinstance(cfg.loss, DpoConfig):
+    if not cfg.reference_entries:
         return
     parts, path, key = list(datasets.pairs()), Path(cfg.run.dir, FILE), reference_key(cfg)
     values_by_pairs = from_rank_0(partial(read, path, key))
@@ -53,7 +53,7 @@ def refer(cfg: Config, datasets: Datasets, keep: bool = True) -> None:
 
 def reference_key(cfg: Config) -> str:
     """Return a key of everything that log-probabilities depend on, apart from the pairs."""
-    return repr((cfg.model, cfg.train.seed, cfg.train.dtype, cfg.passes.cast))
+    return repr((cfg.model, cfg.train.seed, cfg.train.dtype, cfg.passes.cast, cfg.reference_entries))
 
 
 def read(path: Path, key: str) -> dict[str, Values]:
@@ -90,7 +90,7 @@ def compute(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values]
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda task: None) as tell:
         step = compile_step(
             trained.module,
-            partial(reference, trained.logits),
+            partial(reference, trained.logits, cfg.reference_entries),
             entries(Loader(halves[0], size, None), np.arange(size) % len(halves[0])),
             mesh=cfg.mesh,
             passes=cfg.passes,
@@ -106,20 +106,22 @@ def compute(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values]
             tell=tell,
         )
         for half in halves:
-            values = log_probabilities(step, half, size, tell)
+            values = log_probabilities(step, half, size, cfg.reference_entries, tell)
             for part, first in zip(half.parts, half.firsts):
                 yield part, values[first : first + len(part)]  # type: ignore[misc]
 
 
-def log_probabilities(step: Step, rows: Mixture, size: int, tell: Callable[[str], None]) -> Values:
+def log_probabilities(
+    step: Step, rows: Mixture, size: int, names: Sequence[str], tell: Callable[[str], None]
+) -> Values:
     """Return the log-probabilities of all pairs, computed `size` at a time; a rank reads only its own."""
-    values, loader = np.empty((len(rows), 2), np.float32), Loader(rows, size, None)
+    values, loader = np.empty((len(rows), len(names)), np.float32), Loader(rows, size, None)
     loader.read_only(step.samples_read(step.ranks).numpy())
     for first in range(0, len(rows), size):
         tell(f"reference: pair {first:,} of {len(rows):,}")
         numbers = np.arange(first, min(first + size, len(rows)))
         results = step.rows(entries(loader, np.pad(numbers, (0, size - len(numbers)), mode="edge")))
-        for i, name in enumerate(REFERENCE):
+        for i, name in enumerate(names):
             values[numbers, i] = results[name][: len(numbers)].numpy()
     return values
 

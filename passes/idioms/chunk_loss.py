@@ -6,7 +6,7 @@
 becomes
     total = ct::linear_cross_entropy(view(hidden, [-1, d]), w, labels, None, ["to float32"], -100, 31)
     loss = total / (labels != -100).sum()
-and, if each token's loss is needed (DPO), `ct::linear_cross_entropies`, which recomputes logits for gradients.
+and, if each token's loss is needed (pairs), `ct::linear_cross_entropies`, which recomputes logits for gradients.
 
 A head is a matmul that no other matmul follows. Between it and the loss there may be a bias, casts, scaling by numbers,
 a tanh (a soft-cap), views, and slices of tokens. The loss is a cross-entropy by class ids, summed, averaged or per

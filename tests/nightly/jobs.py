@@ -151,7 +151,8 @@ def data_of(rng: random.Random, data: str, library: Path, folder: bool) -> list[
     options += [] if folder else [f"data.tokenizer={library / 'tokenizer.json'}"]
     options += ["model.attention=documents"] if data == "pairs" or rng.random() < 0.4 else []
     packing = ["data.packing=fit"] if rng.random() < 0.4 else []
-    further = {"text": packing, "chat": ["data.chat=true"], "pairs": ["data.chat=true", "data.pairs=true", "loss=dpo"]}
+    further = {"text": packing, "chat": ["data.chat=true"], "pairs": ["data.chat=true", "data.pairs=true"]}
+    further["pairs"] += [f"loss={rng.choice(('dpo', 'ipo', 'simpo', 'orpo', 'cpo'))}"] if data == "pairs" else []
     return options + further[data]
 
 

@@ -33,22 +33,22 @@ METHODS = {"full": "recipe=finetune", "LoRA": "recipe=lora", "QLoRA": "recipe=ql
 
 def qwen3(size: int, ffn: int, layers: int, heads: int, tied: bool = False) -> Any:
     """Return the config of a Qwen3 with heads of 128 and 8 heads of keys."""
-    sizes = dict(hidden_size=size, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads)
-    shared = dict(head_dim=128, num_key_value_heads=8, vocab_size=151936, max_position_embeddings=40960)
+    sizes: dict[str, Any] = dict(hidden_size=size, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads)
+    shared: dict[str, Any] = dict(head_dim=128, num_key_value_heads=8, vocab_size=151936, max_position_embeddings=40960)
     return transformers.Qwen3Config(**sizes, **shared, tie_word_embeddings=tied)
 
 
 def llama3(size: int, ffn: int, layers: int, heads: int, tied: bool = False) -> Any:
     """Return the config of a Llama 3 with 8 heads of keys."""
-    sizes = dict(hidden_size=size, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads)
-    shared = dict(num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)
+    sizes: dict[str, Any] = dict(hidden_size=size, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads)
+    shared: dict[str, Any] = dict(num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)
     return transformers.LlamaConfig(**sizes, **shared, tie_word_embeddings=tied)
 
 
 def mistral_large() -> Any:
     """Return the config of Mistral Large 2."""
-    sizes = dict(hidden_size=12288, intermediate_size=28672, num_hidden_layers=88, num_attention_heads=96)
-    shared = dict(head_dim=128, num_key_value_heads=8, vocab_size=32768, max_position_embeddings=131072)
+    sizes: dict[str, Any] = dict(hidden_size=12288, intermediate_size=28672, num_hidden_layers=88, num_attention_heads=96)
+    shared: dict[str, Any] = dict(head_dim=128, num_key_value_heads=8, vocab_size=32768, max_position_embeddings=131072)
     return transformers.MistralConfig(**sizes, **shared, sliding_window=None)
 
 

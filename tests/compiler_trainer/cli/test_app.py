@@ -76,6 +76,7 @@ def test_the_default_job_is_the_defaults_and_three_recipes(command):
 
 
 DOCUMENTS = "model.attention=documents"
+PAIRS = ("data=text", "data.files=[a]", "data.tokenizer=T", "data.chat=true", "data.pairs=true", DOCUMENTS)
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
@@ -87,7 +88,7 @@ def test_every_choice_trains_under_its_own_name(command, group, choice):
         "hf_dataset": "data.path=folder",
         "tokens": "data.tokens=folder",
         "hf": "model.path=folder",
-        "dpo": ("data=text", "data.files=[a]", "data.tokenizer=T", "data.chat=true", "data.pairs=true", DOCUMENTS),
+        **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "kto"), PAIRS),
         "custom": f"{group}._target_=my.Own",
     }
     further = needed.get(choice, ())

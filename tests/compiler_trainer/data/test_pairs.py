@@ -67,6 +67,27 @@ def test_a_row_is_both_answers_after_their_prompt(record, tokenizer, tmp_path):
     assert (batch["labels"][0][batch["documents"][0] == -1] == -100).all() and batch["pairs"].tolist() == [1]
 
 
+@pytest.mark.parametrize("seq_len", [200, 75], ids=["whole", "cut"])
+def test_an_unrelated_answer_is_that_of_another_pair_after_the_same_prompt(seq_len, tokenizer, tmp_path):
+    records = [{"prompt": "a?", "chosen": "good", "rejected": "b"}, {"prompt": "next", "chosen": "no", "rejected": "never"}]
+    rows = build_datasets(options(tokenizer, files=written(tmp_path, *records)), seq_len, 1).train.rows.parts[0]
+    rows.reference = np.zeros((2, 3), np.float32)
+    batch = rows.batch(np.arange(2))
+    for row, own in enumerate(rows.batch(np.array([i]))["tokens"][0] for i in range(2)):  # alone as in a batch
+        assert (own == batch["tokens"][row]).all()
+    backend, found = Tokenizer.from_file(tokenizer), set()
+    for documents, tokens, labels, positions in zip(*(batch[name] for name in ("documents", "tokens", "labels", "positions"))):
+        there = documents == 2
+        assert (positions[there] == np.arange(there.sum())).all()
+        ids = (tokens[there], labels[there][labels[there] != -100])
+        found.add(tuple(backend.decode(each.tolist(), skip_special_tokens=False) for each in ids))
+    start = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+    whole = {(start.format("a?", "no") + "<|endoftext|>", "no<|im_end|>\n"), (start.format("next", "good") + "<|endoftext|>", "good<|im_end|>\n")}
+    assert (found == whole) == (seq_len == 200)
+    assert all(any(text.startswith(part) and label.startswith(part_of_label) for text, label in whole) for part, part_of_label in found)
+    assert batch["reference_unrelated"].shape == (2,)
+
+
 def test_what_both_conversations_say_has_no_labels(tokenizer, tmp_path):
     result = build_datasets(options(tokenizer, files=written(tmp_path, {"prompt": OPENED, "chosen": GOOD, "rejected": BAD})), 200, 1)
     assert [output for _, output in texts(result.train.rows.batch(np.arange(1)), 0, tokenizer)] == ["good<|im_end|>\n", "bad!<|im_end|>\n"]

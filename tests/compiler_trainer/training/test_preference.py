@@ -1,4 +1,4 @@
-"""Preference pairs: DPO trains as a plain loop does, on any mesh, with its own reference."""
+"""Preference pairs: each loss trains as a plain loop does, on any mesh; DPO with its own reference."""
 
 from __future__ import annotations
 
@@ -13,17 +13,29 @@ from byte_tokenizer import write_tokenizer
 from oracle import ADAMW, EXACT, LRS, assert_same, compile_lockstep, llama, train_plainly, train_step
 
 import compiler_trainer as ct
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.packing import REFERENCE
-from compiler_trainer.models.preference import dpo, reference
+from compiler_trainer.config.schema import (
+    REFERENCE,
+    CpoConfig,
+    DpoConfig,
+    IpoConfig,
+    KtoConfig,
+    OrpoConfig,
+    SimpoConfig,
+)
+from compiler_trainer.models.preference import LOSSES, log_odds, preference_loss, reference
 from compiler_trainer.models.subject import plain_logits
 from compiler_trainer.training.reference import FILE
 
 ROW, VOCAB = 13, 61
 
 
-def pairs(rows=6, seed=3):
-    """Return batches of pairs of uneven lengths; the last sample of each batch is only filler."""
+def pairs(answers=2, rows=6, seed=3):
+    """Return batches of pairs of uneven lengths, with `answers` of them in a row; the last row of each batch is only filler.
+
+    The first row has no third answer.
+    """
     draw = torch.Generator().manual_seed(seed)
     result = []
     for _ in LRS:
@@ -35,10 +47,10 @@ def pairs(rows=6, seed=3):
             for document, (start, end) in enumerate(zip(bounds, bounds[1:])):
                 documents[row, start:end] = document
                 positions[row, start:end] = torch.arange(end - start)
-                if document < 2 and row < rows - 1:
+                if document < answers and row < rows - 1 and (row, document) != (0, 2):
                     labels[row, start + 1 : end - 1] = tokens[row, start + 2 : end]
                     labels[row, start] = tokens[row, start + 1]
-        known = {name: -3 * torch.rand(rows, generator=draw) for name in REFERENCE}
+        known = {name: -size * torch.rand(rows, generator=draw) for name, size in zip(REFERENCE[:answers], (3, 3, 50))}
         counts = (torch.arange(rows) < rows - 1).long()
         result.append({"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": counts, **known})
     return result
@@ -46,9 +58,9 @@ def pairs(rows=6, seed=3):
 
 def by_hand(model, batch):
     """Return the log-probabilities of each answer, from a separate run on its document."""
-    result = torch.zeros(len(batch["tokens"]), 2, dtype=torch.float64)
+    result = torch.zeros(len(batch["tokens"]), 3, dtype=torch.float64)
     for row, documents in enumerate(batch["documents"]):
-        for document in (0, 1):
+        for document in range(3):
             there = documents == document
             tokens, labels = batch["tokens"][row][there], batch["labels"][row][there]
             logs = model(tokens[None], torch.arange(len(tokens))[None])[0].log_softmax(-1)
@@ -61,14 +73,78 @@ def plain_dpo(model, batch, beta=0.3, smoothing=0.1):
     answers, losses = by_hand(model, batch), []
     for row in range(len(answers)):
         if batch["pairs"][row]:
-            chosen, rejected = (answers[row, i] - batch[name][row] for i, name in enumerate(REFERENCE))
+            chosen, rejected = (answers[row, i] - batch[name][row] for i, name in enumerate(REFERENCE[:2]))
             wins = torch.sigmoid(beta * (chosen - rejected))
             losses.append(-(1 - smoothing) * wins.log() - smoothing * (1 - wins).log())
     return sum(losses) / len(losses)
 
 
+DPO = DpoConfig("dpo", beta=0.3, label_smoothing=0.1)
+
+
 def loss_of(model, batch):
-    return dpo(plain_logits, 0.3, 0.1, model, batch)
+    return preference_loss(plain_logits, DPO, model, batch)
+
+
+def logistic(x):
+    return 1 / (1 + math.e**-x)
+
+
+def plain_ipo(c, r, counts, beta=0.4):
+    return (c / counts[0] - r / counts[1] - 1 / (2 * beta)) ** 2
+
+
+def plain_simpo(c, r, counts, beta=2.5, gamma=0.7):
+    return -logistic(beta * c / counts[0] - beta * r / counts[1] - gamma).log()
+
+
+def plain_orpo(c, r, counts, beta=0.3):
+    odds = [p / (1 - p) for p in (math.e ** (c / counts[0]), math.e ** (r / counts[1]))]
+    return -beta * logistic((odds[0] / odds[1]).log()).log()
+
+
+def plain_cpo(c, r, counts, beta=0.3):
+    return -logistic(beta * (c - r)).log()
+
+
+def plain_kto(c, r, counts, point, beta=0.3):
+    return 1 - (logistic(beta * (c - point)) + logistic(beta * (point - r))) / 2
+
+
+def plain_dpo_loss(c, r, counts, beta=0.3, smoothing=0.1):
+    wins = logistic(beta * (c - r))
+    return -(1 - smoothing) * wins.log() - smoothing * (1 - wins).log()
+
+
+FORMULAS = {  # the loss: its formula for one pair, and its options
+    "dpo": (plain_dpo_loss, DpoConfig("dpo", beta=0.3, nll_weight=0.2, label_smoothing=0.1)),
+    "ipo": (plain_ipo, IpoConfig("ipo", beta=0.4)),
+    "simpo": (plain_simpo, SimpoConfig("simpo", beta=2.5, gamma=0.7)),
+    "orpo": (plain_orpo, OrpoConfig("orpo", beta=0.3, nll_weight=0.9)),
+    "cpo": (plain_cpo, CpoConfig("cpo", beta=0.3)),
+    "kto": (plain_kto, KtoConfig("kto", beta=0.3)),
+}
+
+
+def plainly(name, microbatches, model, batch):
+    """Return a loss pair by pair, plus the weighted negative log-likelihood of the tokens of all chosen answers.
+
+    KTO's reference point is that of the pair's microbatch.
+    """
+    (formula, cfg), answers, losses, totals = FORMULAS[name], by_hand(model, batch), [], [0, 0]
+    scores = answers[:, : cfg.answers] - torch.stack([batch[name] for name in REFERENCE[: cfg.answers]], 1) if cfg.has_reference else answers
+    counts = [[int((labels[documents == i] != -100).sum()) for i in range(3)] for labels, documents in zip(batch["labels"], batch["documents"])]
+    for row in batch["pairs"].nonzero().flatten().tolist():
+        further = [reference_point(scores, counts, row, len(counts) // microbatches)] if name == "kto" else []
+        losses.append(formula(scores[row, 0], scores[row, 1], counts[row], *further))
+        totals = [totals[0] - answers[row, 0], totals[1] + counts[row][0]]
+    return sum(losses) / len(losses) + cfg.nll_weight * totals[0] / totals[1]
+
+
+def reference_point(scores, counts, row, size):
+    """Return the mean score of the third answers in a row's microbatch of `size` rows, at least 0."""
+    unrelated = [scores[i, 2].item() for i in range(row // size * size, row // size * size + size) if counts[i][2]]
+    return max(sum(unrelated) / len(unrelated), 0.0) if unrelated else 0.0
 
 
 MESHES = [({"dp_shard": 2, "cp": 2}, 1), ({"tp": 2, "dp_replicate": 2}, 2), ({"cp": 3}, 3), ({"pp": 2, "dp_shard": 2}, 2)]
@@ -94,6 +170,38 @@ def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
     assert_same(step.state_dict(), state, EXACT)
 
 
+ONE_OF_EACH = [({}, 1, 1), ({"dp_shard": 2, "cp": 2}, 2, 1), ({"pp": 2, "dp_shard": 2}, 2, 1), ({"tp": 2}, 3, 5)]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mesh, microbatches, chunks", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_trains_as_its_formula(name, mesh, microbatches, chunks):
+    def loss(model, batch):
+        return preference_loss(plain_logits, cfg, model, batch)
+
+    cfg, passes = FORMULAS[name][1], {"chunk_loss": {"chunks": chunks}}
+    data = [batch if cfg.has_reference else without_reference(batch) for batch in pairs(cfg.answers)]
+    metrics, state = train_plainly(llama(2), lambda *args: plainly(name, microbatches, *args), data, ADAMW)
+    step = compile_lockstep(llama(2, attention="documents"), loss, data[0], mesh, microbatches=microbatches, passes=passes)
+    assert in_chunks(step) == (chunks > 1)
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same({name: result[name] for name in expected}, expected, EXACT)
+    assert_same(step.state_dict(), state, EXACT)
+
+
+def test_odds_are_finite_even_of_an_answer_that_is_certain():
+    logs = torch.tensor([0.0, -1e-9, -0.7, -90.0], requires_grad=True)
+    odds = log_odds(logs)
+    odds.sum().backward()
+    assert odds.isfinite().all() and logs.grad.isfinite().all()
+    assert odds[2:].tolist() == pytest.approx([math.log(math.exp(x) / (1 - math.exp(x))) for x in (-0.7, -90.0)])
+
+
+def without_reference(batch):
+    return {name: value for name, value in batch.items() if name not in REFERENCE}
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"cp": 2}, {"tp": 2}], ids=str)
 def test_losses_in_chunks_are_those_of_whole_logits(mesh):
@@ -108,11 +216,11 @@ def test_losses_in_chunks_are_those_of_whole_logits(mesh):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches, chunks", CASES, ids=str)
 def test_a_reference_is_told_row_by_row(mesh, microbatches, chunks):
-    model, (batch, *_) = llama(2, attention="documents"), pairs()
+    model, (batch, *_) = llama(2, attention="documents"), pairs(3)
     inputs = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
 
     def loss(model, batch):
-        return reference(plain_logits, model, batch)
+        return reference(plain_logits, REFERENCE, model, batch)
 
     how = {"mesh": mesh, "ranks": "lockstep", "microbatches": microbatches, "passes": {"chunk_loss": {"chunks": chunks}}}
     step = ct.compile_step(model, loss, inputs, train=False, **how)
@@ -130,7 +238,7 @@ def test_a_reference_needs_less_memory_than_a_step_that_keeps_least():
     inputs = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
     step = compile_lockstep(model, loss_of, batch, {"dp_shard": 2}, {"name": "sgd", "max_norm": None}, passes=passes)
     referring = ct.compile_step(
-        model, lambda *args: reference(plain_logits, *args), inputs, train=False, mesh={"dp_shard": 2}, ranks="lockstep", passes=passes
+        model, lambda *args: reference(plain_logits, REFERENCE[:2], *args), inputs, train=False, mesh={"dp_shard": 2}, ranks="lockstep", passes=passes
     )
     peaks = [[p["accounting"]["peak_bytes"] for p in result.report["passes"]][-1] for result in (step, referring)]
     assert peaks[1] < peaks[0]
@@ -189,10 +297,27 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
     assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
+STARTS = {"ipo": 25.0, "kto": 0.5, "simpo": None, "orpo": None, "cpo": None}  # the first loss, of a model that is its reference
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", STARTS)
+def test_a_run_computes_a_reference_if_the_loss_needs_one(name, folder, tmp_path):
+    trainer(folder, tmp_path / "run", loss=name, eval={"interval": 3}, train={"steps": 3, "seq_len": 96, "global_batch_size": 4}).train()
+    first, *_, last = records(tmp_path / "run")
+    assert last["reward_margin"] > first["reward_margin"] and math.isfinite(last["eval_loss"])
+    assert (tmp_path / "run" / FILE).exists() == (STARTS[name] is not None)
+    if STARTS[name] is not None:
+        assert first["loss"] == pytest.approx(STARTS[name], abs=1e-4)
+        with np.load(tmp_path / "run" / FILE) as stored:
+            assert {stored[name].shape[1] for name in stored.files if name != "of"} == {2 if name == "ipo" else 3}
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"data": {"pairs": False}}, r"loss.name: dpo compares two answers; set data.pairs=true"),
+        ({"data": {"pairs": False}, "loss": "orpo"}, r"loss.name: orpo compares two answers; set data.pairs=true"),
         ({"loss": "cross_entropy"}, r"data.pairs: need a loss that compares two answers"),
         ({"data": {"chat": False}}, r"data.pairs: are conversations; set data.chat=true"),
         ({"data": {"packing": "cut"}}, r"data.packing: cut with data.pairs, and each pair is one sequence"),
@@ -208,6 +333,21 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, message, folder, tmp_path):
     with pytest.raises(UserError, match=message):
         trainer(folder, tmp_path / "run", **options).train()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["loss=simpo", "+loss.label_smoothing=0.1"], "loss.label_smoothing: no such option; there are name, beta, nll_weight, gamma"),
+        (["+loss.name=kto2"], "loss.name: 'kto2' is not one of dpo, ipo, simpo, orpo, cpo, kto; did you mean 'kto'?"),
+        (["loss=grpo"], "loss: 'grpo' is not one of .*; there is no reinforcement learning"),
+        (["+train.cpo_alpha=1"], "train.cpo_alpha: no such option; the weight .* is loss.nll_weight"),
+    ],
+    ids=["option", "name", "choice", "foreign"],
+)
+def test_an_unknown_loss_or_option_of_it_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        to_config(compose(options))
 
 
 def test_a_reward_model_of_ones_own_ranks_pairs(folder, tmp_path):
