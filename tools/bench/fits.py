@@ -31,25 +31,28 @@ STEP = 1024  # lengths are rounded down to multiples
 METHODS = {"full": "recipe=finetune", "LoRA": "recipe=lora", "QLoRA": "recipe=qlora"}
 
 
+def decoder(kind: str, size: int, ffn: int, layers: int, heads: int, **others: Any) -> Any:
+    """Return the config of a model with 8 heads of keys."""
+    others |= {"hidden_size": size, "intermediate_size": ffn, "num_hidden_layers": layers, "num_key_value_heads": 8}
+    return getattr(transformers, f"{kind}Config")(num_attention_heads=heads, **others)
+
+
 def qwen3(size: int, ffn: int, layers: int, heads: int, tied: bool = False) -> Any:
-    """Return the config of a Qwen3 with heads of 128 and 8 heads of keys."""
-    sizes: dict[str, Any] = dict(hidden_size=size, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads)
-    shared: dict[str, Any] = dict(head_dim=128, num_key_value_heads=8, vocab_size=151936, max_position_embeddings=40960)
-    return transformers.Qwen3Config(**sizes, **shared, tie_word_embeddings=tied)
+    """Return the config of a Qwen3."""
+    others = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": tied}
+    return decoder("Qwen3", size, ffn, layers, heads, **others)
 
 
 def llama3(size: int, ffn: int, layers: int, heads: int, tied: bool = False) -> Any:
-    """Return the config of a Llama 3 with 8 heads of keys."""
-    sizes: dict[str, Any] = dict(hidden_size=size, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads)
-    shared: dict[str, Any] = dict(num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)
-    return transformers.LlamaConfig(**sizes, **shared, tie_word_embeddings=tied)
+    """Return the config of a Llama 3."""
+    others = {"vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": tied}
+    return decoder("Llama", size, ffn, layers, heads, **others)
 
 
 def mistral_large() -> Any:
     """Return the config of Mistral Large 2."""
-    sizes: dict[str, Any] = dict(hidden_size=12288, intermediate_size=28672, num_hidden_layers=88, num_attention_heads=96)
-    shared: dict[str, Any] = dict(head_dim=128, num_key_value_heads=8, vocab_size=32768, max_position_embeddings=131072)
-    return transformers.MistralConfig(**sizes, **shared, sliding_window=None)
+    others = {"head_dim": 128, "vocab_size": 32768, "max_position_embeddings": 131072, "sliding_window": None}
+    return decoder("Mistral", 12288, 28672, 88, 96, **others)
 
 
 MODELS = {
@@ -98,10 +101,10 @@ def memory(cfg: Config) -> Mapping[str, Any]:
 
 def line(folder: Path, method: str) -> Line:
     """Return the memory of a model and a method."""
-    found = [memory(config(folder, method, length)) for length in LENGTHS]
-    short, middle, long = (entry["device_bytes"] for entry in found)
+    results = [memory(config(folder, method, length)) for length in LENGTHS]
+    short, middle, long = (result["device_bytes"] for result in results)
     per_token = (long - middle) / (LENGTHS[2] - LENGTHS[1])
-    return Line(found[0]["kinds"]["parameters"], short, long - per_token * LENGTHS[2], per_token)
+    return Line(results[0]["kinds"]["parameters"], short, long - per_token * LENGTHS[2], per_token)
 
 
 def rows(names: list[str]) -> Iterator[str]:
@@ -115,9 +118,11 @@ def rows(names: list[str]) -> Iterator[str]:
             written = json.loads(Path(scratch, "config.json").read_text()) | {"architectures": None}
             Path(scratch, "config.json").write_text(json.dumps(written))
             for method in METHODS:
-                found = line(Path(scratch), method)
-                fits = " | ".join(f"{found.longest(gib):,}" if found.longest(gib) else "-" for gib in MEMORY)
-                yield f"| {name} | {method} | {found.weights / GIB:.1f} | {found.short / GIB:.1f} | {fits} |"
+                memory_line = line(Path(scratch), method)
+                longest = [memory_line.longest(gib) for gib in MEMORY]
+                fits = " | ".join(f"{tokens:,}" if tokens else "-" for tokens in longest)
+                sizes = f"{memory_line.weights / GIB:.1f} | {memory_line.short / GIB:.1f}"
+                yield f"| {name} | {method} | {sizes} | {fits} |"
 
 
 def main() -> None:
