@@ -36,6 +36,7 @@ VERBS = {
     "check-model": Verb("look", "[CLASS] [OPTION=VALUE]", "compare a model's training on a mesh with eager PyTorch's"),
     "sweep": Verb("look", "DIR", "write the table and plots of a sweep again"),
     "generate": Verb("use", "RUN [--chat] --prompt TEXT", "sample text from the model, or its answer in a chat"),
+    "chat": Verb("use", "RUN|MODEL", "talk to the model of a run, or to one of a folder or the hub"),
     "eval": Verb("use", "RUN [OPTION=VALUE]", "loss and perplexity on validation or other text"),
     "export": Verb("use", "RUN OUT", "write a checkpoint as a folder that transformers, peft or safetensors load"),
     "check-export": Verb("use", "RUN OUT", "compare transformers' log-probabilities of an export with the trainer's"),

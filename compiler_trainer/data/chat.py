@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, one_line, text_of
+from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, Message, one_line, text_of
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
 TRIES = 20  # records for which a field is tested for being unused
@@ -354,18 +354,22 @@ def prompt_of(text: str, chat: bool, tokenizer: Tokenizer) -> Prompt:
     Raises UserError if there is no chat template, or if the template refuses the message.
     """
     if chat:
-        ids = ids_of(user_turn(text, tokenizer), tokenizer)
-    else:
-        ids = [*tokenizer.settings.opening, *ids_of(text, tokenizer)]
-    return Prompt(ids or [tokenizer.end_of_document], frozenset([tokenizer.end_of_document, *tokenizer.settings.stops]))
+        return prompt_of_chat([{"role": "user", "content": text}], tokenizer)
+    return to_prompt([*tokenizer.settings.opening, *ids_of(text, tokenizer)], tokenizer)
 
 
-def user_turn(message: str, tokenizer: Tokenizer) -> str:
-    """Return a user's message in the tokenizer's chat template, up to the answer."""
+def prompt_of_chat(messages: list[Message], tokenizer: Tokenizer) -> Prompt:
+    """Return messages as the prompt for the next answer; raise UserError as `prompt_of`."""
     try:
-        return ChatTemplate(tokenizer).text(Conversation([{"role": "user", "content": message}]), prompt=True)
+        text = ChatTemplate(tokenizer).text(Conversation(messages), prompt=True)
     except BadRecord as refusal:
         raise UserError("prompt", str(refusal)) from refusal
+    return to_prompt(ids_of(text, tokenizer), tokenizer)
+
+
+def to_prompt(ids: list[int], tokenizer: Tokenizer) -> Prompt:
+    """Return ids, or the end of a document if there are none, as a prompt."""
+    return Prompt(ids or [tokenizer.end_of_document], frozenset([tokenizer.end_of_document, *tokenizer.settings.stops]))
 
 
 def ids_of(text: str, tokenizer: Tokenizer) -> list[int]:

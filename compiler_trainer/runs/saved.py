@@ -125,6 +125,12 @@ def check_names(names: Iterable[str], trained: Subject) -> None:
             raise UserError("model", f"the checkpoint {problem} {min(different)}{more}: it is of another model; {fix}")
 
 
+def untrained_model(cfg: Config) -> tuple[Subject, nn.Module]:
+    """Return the subject, and its module with the values that training would start from, in eval mode, on the CPU."""
+    untrained = subject(cfg)
+    return untrained, fill(untrained.module, ((name, value[()]) for name, value in untrained.initial())).eval()
+
+
 def trained_model(cfg: Config, averaged: bool = False) -> tuple[Subject, nn.Module]:
     """Return the subject, and its module with the values of the newest checkpoint, in eval mode, on the CPU.
 

@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 import shutil
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -313,7 +314,8 @@ def arguments_of(command: Command, tmp_path: Path) -> list[str]:
 
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect", "check-export")))
-def test_does_what_the_verb_says(places, tmp_path, command):
+def test_does_what_the_verb_says(places, tmp_path, command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     assert command.arguments[0] in VERBS, str(command)
     arguments = arguments_of(command, tmp_path)
     output = io.StringIO()

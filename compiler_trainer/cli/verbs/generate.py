@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -25,19 +26,9 @@ def main(arguments: Sequence[str]) -> None:
     arg_parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message, and print the answer alone"
     )
-    arg_parser.add_argument("--tokens", type=int, default=200, help="most tokens to add (default 200)")
-    arg_parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default 0.8)"
-    )
-    arg_parser.add_argument("--top-k", type=int, help="sample among the K likeliest tokens only")
-    arg_parser.add_argument(
-        "--top-p", type=float, default=1.0, help="then among those with a total probability of P (default 1)"
-    )
-    arg_parser.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default 0)")
-    arg_parser.add_argument("--ema", action="store_true", help="use the averages of weights (train.ema)")
+    add_flags(arg_parser)
     args = arg_parser.parse_args(arguments)
-    sampling = Sampling(args.tokens, args.temperature, args.top_p, args.top_k, args.seed)
-    check(sampling)
+    sampling = sampling_of(args, "generate")
     cfg = resolve_auto(at_checkpoint(options_of(args.run, []), args.checkpoint), torch.cuda.is_available())
     tokenizer = tokenizer_of(cfg.data)
     prompt = prompt_of(args.prompt, args.chat, tokenizer)
@@ -51,9 +42,24 @@ def main(arguments: Sequence[str]) -> None:
     print(("" if args.chat else args.prompt) + tokenizer.decode(ids))
 
 
-def check(sampling: Sampling) -> None:
-    """Raise UserError if a flag is out of its range."""
-    if sampling.tokens < 1 or sampling.temperature < 0 or (sampling.top_k is not None and sampling.top_k < 1):
-        raise UserError("generate", "--tokens and --top-k must be at least 1, --temperature 0 or more")
-    if not 0 < sampling.top_p <= 1:
-        raise UserError("generate", f"--top-p is {sampling.top_p:g}; it must be above 0, at most 1")
+def add_flags(arg_parser: argparse.ArgumentParser) -> None:
+    """Add the flags of sampling."""
+    arg_parser.add_argument("--tokens", type=int, default=200, help="most tokens to add (default 200)")
+    arg_parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default 0.8)"
+    )
+    arg_parser.add_argument("--top-k", type=int, help="sample among the K likeliest tokens only")
+    arg_parser.add_argument(
+        "--top-p", type=float, default=1.0, help="then among those with a total probability of P (default 1)"
+    )
+    arg_parser.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default 0)")
+    arg_parser.add_argument("--ema", action="store_true", help="use the averages of weights (train.ema)")
+
+
+def sampling_of(args: argparse.Namespace, verb: str) -> Sampling:
+    """Return the settings of sampling; raise UserError if a flag is out of its range."""
+    if args.tokens < 1 or args.temperature < 0 or (args.top_k is not None and args.top_k < 1):
+        raise UserError(verb, "--tokens and --top-k must be at least 1, --temperature 0 or more")
+    if not 0 < args.top_p <= 1:
+        raise UserError(verb, f"--top-p is {args.top_p:g}; it must be above 0, at most 1")
+    return Sampling(args.tokens, args.temperature, args.top_p, args.top_k, args.seed)
