@@ -62,8 +62,10 @@ DECODER_CHECKS: Checks = (
     ),
     (
         "model.rope_scaling.low_freq_factor",
-        lambda c: c.model.rope_scaling is None
-        or c.model.rope_scaling.low_freq_factor <= c.model.rope_scaling.high_freq_factor,
+        lambda c: (
+            c.model.rope_scaling is None
+            or c.model.rope_scaling.low_freq_factor <= c.model.rope_scaling.high_freq_factor
+        ),
         "{c.model.rope_scaling.low_freq_factor} must be at most "
         "model.rope_scaling.high_freq_factor={c.model.rope_scaling.high_freq_factor}; change either",
     ),
@@ -183,6 +185,11 @@ CHECKS: Checks = (
         "data.pairs",
         lambda c: not c.data.pairs or c.data.chat,
         "are conversations; set data.chat=true, too",
+    ),
+    (
+        "data.train_on",
+        lambda c: c.data.train_on == "all" or c.data.chat,
+        "{c.data.train_on} with data.chat=false, and only conversations have answers; set data.chat=true",
     ),
     (
         "data.pairs",

@@ -23,7 +23,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from compiler_trainer.data.chat import Chats, ChatTemplate, Sample, Tokens
-from compiler_trainer.data.records import BadRecord, Conversation, Fields, from_row
+from compiler_trainer.data.formats import from_row
+from compiler_trainer.data.records import BadRecord, Conversation, Fields
 from compiler_trainer.data.tokenizers import build_tokenizer
 
 SPECIAL = re.compile(r"<[｜|/A-Za-z_][^<>{}'\"\s]*>|\[/?[A-Z_]{3,}\]|<\|[^<>{}'\"|]+\|>")
@@ -69,7 +70,9 @@ class Outcome(NamedTuple):
 
 def main() -> None:
     """Print one line per template."""
-    parser = argparse.ArgumentParser("python -m tests.nightly.templates", description="Compare templates with transformers.")
+    parser = argparse.ArgumentParser(
+        "python -m tests.nightly.templates", description="Compare templates with transformers."
+    )
     parser.add_argument("folders", nargs="+", type=Path, help="folders with .jinja files")
     parser.add_argument("--verbose", action="store_true", help="print each reason and note")
     arguments = parser.parse_args()
