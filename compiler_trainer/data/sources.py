@@ -322,6 +322,10 @@ def check_file(path: str, kind: int) -> str:
 
 def check_ending(path: str) -> str:
     """Return a path with a known ending; raise UserError for others."""
+    if path.endswith(".json"):
+        name = os.path.basename(path)
+        fix = f"write one record per line, as `jq -c '.[]' {name} > {name}l` does"
+        raise UserError(path, f"unknown extension '.json'; {fix}")
     if ending(path) is None:
         raise UserError(path, f"unknown extension {Path(path).suffix!r}; data.files takes {KNOWN}")
     return path

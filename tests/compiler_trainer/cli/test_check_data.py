@@ -67,9 +67,10 @@ def test_a_template_that_differs_by_turn_is_shown_by_sample(folder, capsys):
         (["--tokens", "0"], "error: --tokens: 0 must be at least 1"),
         (["data.files=[b]"], "error: data.files: is set, and "),
         (["data=stdlib"], "error: data.files: "),
+        (["data.train_on=last"], "error: data.train_on: last with data.chat=false, and only conversations have answers; set data.chat=true"),
         (["data.chat=true", "data.text_column=x", "data.eos_token=nope"], "error: data.eos_token: nope is not a token"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_a_wrong_flag_gets_one_line(arguments, message, folder, capsys):
     (folder / "a.jsonl").write_text(json.dumps({"messages": [U, A]}))
