@@ -62,10 +62,8 @@ DECODER_CHECKS: Checks = (
     ),
     (
         "model.rope_scaling.low_freq_factor",
-        lambda c: (
-            c.model.rope_scaling is None
-            or c.model.rope_scaling.low_freq_factor <= c.model.rope_scaling.high_freq_factor
-        ),
+        lambda c: c.model.rope_scaling is None
+        or c.model.rope_scaling.low_freq_factor <= c.model.rope_scaling.high_freq_factor,
         "{c.model.rope_scaling.low_freq_factor} must be at most "
         "model.rope_scaling.high_freq_factor={c.model.rope_scaling.high_freq_factor}; change either",
     ),

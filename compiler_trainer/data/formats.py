@@ -182,7 +182,7 @@ def field_messages(role: str, value: Any, field: str) -> list[Message]:
 
 
 class Format(NamedTuple):
-    """A format of records: its name, the fields that it needs and those that it may have.
+    """A format of records: its name, and the fields that a record must have and may have.
 
     `read` returns the conversation in them; for preference pairs, only the prompt.
     """
@@ -287,7 +287,7 @@ def describe(form: Format, row: Row) -> str:
     if len(form.required) > 1:
         return f"{form.name} (fields {', '.join(form.required)})"
     (field,) = form.required
-    is_sharegpt = any("from" in message for message in row[field])
+    is_sharegpt = any(message.get("from") is not None for message in row[field])
     name, keys = ("ShareGPT conversations", "from, value") if is_sharegpt else ("OpenAI messages", "role, content")
     return f"{name} (fields {field}, {keys})"
 

@@ -144,8 +144,8 @@ def line_name(path: str, content: bytes | mmap.mmap, at: int) -> str:
 
 # ---- compressed files ---------------------------------------------------------------------------------
 #
-# A compressed file has no borders that are known before it is read, so it is one span, which a single process reads
-# from its start. It is unpacked in memory, as far as needed, and only when it is tokenized.
+# The borders of documents in a compressed file are unknown until it is read. So it is one span: one process reads it
+# from its start and holds only the part that it tokenizes.
 
 
 @contextmanager
@@ -237,14 +237,16 @@ def read_csv(span: Span, options: ReadOptions) -> Records:
     """Yield one document per row of a CSV or TSV file, also a compressed one; each value is a string."""
     is_tsv = span.path.removesuffix(".gz").removesuffix(".zst").endswith(".tsv")
     parsing = csv.ParseOptions(delimiter="\t" if is_tsv else ",", newlines_in_values=True)
-    read = partial(csv.open_csv, read_options=csv.ReadOptions(block_size=ROW_MOST_BYTES), parse_options=parsing)
+    read = partial(
+        csv.open_csv, read_options=csv.ReadOptions(use_threads=False, block_size=ROW_MOST_BYTES), parse_options=parsing
+    )
     try:
-        with unpacked(span, options) as stream:
-            schema = pa.schema((name, pa.string()) for name in read(stream).schema.names)
+        with unpacked(span, options) as stream, read(stream) as table:
+            schema = pa.schema((name, pa.string()) for name in table.schema.names)
         columns, row = check_columns(schema, span.path, options.fields), 0
         conversion = csv.ConvertOptions(column_types=schema, include_columns=columns)
-        with unpacked(span, options) as stream:
-            for batch in read(stream, convert_options=conversion):
+        with unpacked(span, options) as stream, read(stream, convert_options=conversion) as table:
+            for batch in table:
                 yield from rows_of(batch, span.path, row, options.fields, schema.names)
                 row += len(batch)
     except pa.ArrowInvalid as error:

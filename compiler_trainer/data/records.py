@@ -1,4 +1,4 @@
-"""Documents of records, their messages, and the reason why a record has none.
+"""The documents of records, their messages, and the reason why a record has none.
 
 Messages are those of OpenAI, `role` and `content`, or of ShareGPT, `from` and `value`, which become the former.
 """
@@ -197,7 +197,7 @@ def calls_in(text: str, where: str) -> list[dict[str, Any]]:
     """Return the tool calls in a JSON text: an object with name and arguments, or a list of them."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
@@ -214,7 +214,7 @@ def with_object(call: dict[str, Any], where: str) -> dict[str, Any]:
         return call
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         field = f"{where}.function.arguments" if "function" in call else f"{where}.arguments"

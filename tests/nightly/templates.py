@@ -70,9 +70,7 @@ class Outcome(NamedTuple):
 
 def main() -> None:
     """Print one line per template."""
-    parser = argparse.ArgumentParser(
-        "python -m tests.nightly.templates", description="Compare templates with transformers."
-    )
+    parser = argparse.ArgumentParser("python -m tests.nightly.templates", description="Compare templates with transformers.")
     parser.add_argument("folders", nargs="+", type=Path, help="folders with .jinja files")
     parser.add_argument("--verbose", action="store_true", help="print each reason and note")
     arguments = parser.parse_args()

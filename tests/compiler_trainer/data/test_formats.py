@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
-from byte_tokenizer import write_template, write_tokenizer
+from byte_tokenizer import CHATML, write_template, write_tokenizer
 from datasets import Dataset
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -235,6 +235,13 @@ def test_answers_marked_by_the_template_are_labels_only_if_last(tokenizer, tmp_p
     assert documents(datasets(path, tokenizer, train_on="last"), tokenizer)[0][1:] == ("4<|im_end|>",)
 
 
+def test_a_template_that_rewrites_earlier_answers_gives_one_sample_of_the_last(tokenizer, tmp_path):
+    write_template(Path(tokenizer).parent, CHATML.replace("message['content']", "message['content'] + ('!' if loop.last and message.role == 'assistant' else '')"))
+    path = lines(tmp_path / "a.jsonl", {"messages": CHAT})
+    assert [labels for _, *labels in documents(datasets(path, tokenizer), tokenizer)] == [["yo!<|im_end|>\n"], ["4!<|im_end|>\n"]]
+    assert [labels for _, *labels in documents(datasets(path, tokenizer, train_on="last"), tokenizer)] == [["4!<|im_end|>\n"]]
+
+
 def test_of_a_pair_with_several_new_answers_the_last_is_a_label(tokenizer, tmp_path):
     path = lines(tmp_path / "a.jsonl", *[{"chosen": CHAT, "rejected": [U("hi"), A("no"), *CHAT[2:3], A("5")]}] * 2)
     assert [labels for _, *labels in documents(datasets(path, tokenizer, pairs=True, train_on="last"), tokenizer)] == [["4<|im_end|>\n"], ["5<|im_end|>\n"]] * 2
@@ -299,6 +306,7 @@ def test_each_kind_of_file_gives_its_texts(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "csv", "tsv"])
 def test_a_compressed_file_gives_the_texts_of_the_plain_one(kind, packing, tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(readers, "ROW_MOST_BYTES", 150)
     PLAIN[kind](tmp_path / f"a.{kind}")
     content = (tmp_path / f"a.{kind}").read_bytes()
     packed = tmp_path / f"a.{kind}.{packing}"
@@ -366,6 +374,7 @@ BAD = [
     (b"prompt,completion\nhi,yo\nhi\n", "a.csv: is not readable CSV: CSV parse error: Row #3: Expected 2 columns, got 1: hi"),
     (b"prompt\tcompletion\tprompt\nhi\tyo\tso\n", 'a.tsv: needs one column "prompt"; it has prompt, completion, prompt'),
     (b"prompt,completion\nhi,caf\xe9\n", "a.csv: is not readable CSV: In CSV column #1: Row #2: CSV conversion error to string: invalid UTF8 data"),
+    (b"instruction,output,history\nhi,yo,\nhi,yo,none\n", 'a.csv: row 1: field "history" is not a list of pairs, each a question and its answer'),
     (b"", "a.csv: is not readable CSV: Empty CSV file"),
     (b"[]", "a.json: unknown extension '.json'; write one record per line, as `jq -c '.[]' a.json > a.jsonl` does"),
 ]
