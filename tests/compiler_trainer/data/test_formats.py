@@ -257,11 +257,11 @@ def test_the_last_answer_needs_conversations_and_tokens_made_for_it(tokenizer, t
 
 # Files
 
-TEXTS = ["a", "b\nc", 'with "quotes", and a comma', "é" * 50, "tab\there", "007", "", "NA", "last word"]
+TEXTS = ["a", "b\n" * 60, 'with "quotes", and a comma', "é" * 50, "tab\there", "007", "", "NA", "last word"]
 
 
 def write_txt(path):
-    path.write_text("<|end|>".join(TEXTS))
+    path.write_text("".join(f"{text}<|end|>" for text in TEXTS))
 
 
 def write_lines(path):
@@ -321,7 +321,7 @@ def test_a_compressed_text_is_one_document_with_the_tokens_of_the_plain_one(pack
     text, corpora = "\ufeff" + "some words é\n and   more, " * 300, []
     for name, content in {"a.txt": text.encode(), f"b.txt.{packing}": PACKERS[packing](text.encode())}.items():
         (tmp_path / name).write_bytes(content)
-        result = build_datasets(DataConfig("text", files=(str(tmp_path / name),), tokenizer=tokenizer, eval_fraction=0.0), 8, 1)
+        result = build_datasets(DataConfig("text", files=(str(tmp_path / name),), tokenizer=tokenizer, add_bos_token=True, eval_fraction=0.0), 8, 1)
         corpora.append(map_volume(result.parts[0].tokens.volumes[0], build_tokenizer(tokenizer), False))
     assert corpora[0].tokens.tolist() == corpora[1].tokens.tolist() and len(corpora[0]) == len(corpora[1]) == 1
 
@@ -376,6 +376,7 @@ BAD = [
     (b"prompt,completion\nhi,caf\xe9\n", "a.csv: is not readable CSV: In CSV column #1: Row #2: CSV conversion error to string: invalid UTF8 data"),
     (b"instruction,output,history\nhi,yo,\nhi,yo,none\n", 'a.csv: row 1: field "history" is not a list of pairs, each a question and its answer'),
     (b"", "a.csv: is not readable CSV: Empty CSV file"),
+    (gzip.compress(b""), "a.jsonl.gz: the corpus is empty: 0 documents, none with a token"),
     (b"[]", "a.json: unknown extension '.json'; write one record per line, as `jq -c '.[]' a.json > a.jsonl` does"),
 ]
 
