@@ -29,6 +29,7 @@ CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|
 SHARDING = "parameters are sharded over mesh.dp_shard (FSDP, ZeRO-3; ZeRO-2 with passes.remat.regather=false)"
 ATTENTION = "kernels are chosen automatically: the model's calls of SDPA and FlexAttention stay as they are"
 DATA = "text and conversations are data=text data.files=[...]; a dataset on the hub is data=hf_dataset data.path=NAME"
+FORMATS = "data.chat=true reads OpenAI messages, ShareGPT, Alpaca, prompts with completions; fields tell the format"
 MODEL = "model=hf model.path=FOLDER loads what transformers saved, model.path=ORGANIZATION/NAME a model on the hub"
 LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora"
 STOPPING = "early stopping is eval.patience=3: evaluations without a lower loss; checkpoint.keep_best keeps the best"
@@ -184,6 +185,10 @@ ANSWERS = {
     "streaming": "text is tokenized once into a cache on disk (data.cache) and read from there",
     "assistant_only_loss": "with data.chat=true only the assistant's answers count in the loss",
     "train_on_inputs": "with data.chat=true only the assistant's answers count in the loss",
+    "mask_history": "with data.train_on=last only the last answer of a conversation counts in the loss",
+    "dataset_format": FORMATS,
+    "chat_format": FORMATS,
+    "formatting": FORMATS,
     "num_workers": "a thread prepares the next batch; all cores tokenize text",
     "dataloader_num_workers": "a thread prepares the next batch; all cores tokenize text",
     # what is written

@@ -284,10 +284,10 @@ Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 class SourceConfig:
     """A source of documents: files, a dataset, token ids, or the user's own dataset.
 
-    `files` are .txt, .jsonl (.gz, .zst), .parquet and .arrow, on disk or in an object store. A .txt file is one
-    document, or several between `document_separator`s. A record has its text, or its token ids, in `text_column`. A
-    .bin file, with Megatron's .idx or alone, and a .npy file hold token ids. With `custom`, samples are the items of
-    the dataset that `_target_` makes from `arguments` (docs/guides/your-loop.md).
+    `files` are .txt, .jsonl, .csv and .tsv (also .gz or .zst), .parquet, .arrow and .feather, on disk or in an object
+    store. A .txt file is one document, or several between `document_separator`s. A record has its text, or its token
+    ids, in `text_column`. A .bin file, with Megatron's .idx or alone, and a .npy file hold token ids. With `custom`,
+    samples are the items of the dataset that `_target_` makes from `arguments` (docs/guides/your-loop.md).
     """
 
     name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "custom"] = "text"  # kind of source
@@ -317,8 +317,9 @@ class DataConfig(SourceConfig):
     A `data.tokenizer` file is loaded by transformers, with the files next to it. With `model=hf` the tokenizer is the
     one of the model's folder. Recipes for another vocabulary leave `data.tokenizer` empty, so you must set it.
 
-    With `data.chat`, records hold `messages`, or `prompt` and `completion`. The tokenizer's chat template turns them
-    into text.
+    With `data.chat`, records hold `messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `completion`, or
+    `instruction`, `input` and `output` (Alpaca); the fields of a record tell its format. The tokenizer's chat template
+    turns them into text.
     """
 
     name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "custom"] = "stdlib"
@@ -329,6 +330,7 @@ class DataConfig(SourceConfig):
     add_bos_token: bool | None = None  # start each text with the bos_token; null: as the tokenizer does
     chat: bool = False  # records are conversations; only the assistant's answers count in the loss
     pairs: bool = False  # with `chat`: a record has a `prompt`, a `chosen` and a `rejected` answer, all in one sequence
+    train_on: Literal["all", "last"] = "all"  # with `chat`: count all answers of a conversation, or only the last one
     packing: Literal["auto", "cut", "fit"] = "auto"  # cut documents to length, or fit whole ones; auto: fit if chat
     bad_records: Literal["stop", "skip"] = "stop"  # stop at a record that cannot be used, or skip it
     eval_fraction: OpenFraction = 0.05  # share of each source's documents for validation, if `validation` is empty

@@ -185,6 +185,11 @@ CHECKS: Checks = (
         "are conversations; set data.chat=true, too",
     ),
     (
+        "data.train_on",
+        lambda c: c.data.train_on == "all" or c.data.chat,
+        "{c.data.train_on} with data.chat=false, and only conversations have answers; set data.chat=true",
+    ),
+    (
         "data.pairs",
         lambda c: not c.data.pairs or bool(c.loss),
         "need a loss that compares two answers: set loss=dpo (or ipo, simpo, orpo, cpo, kto), or a loss of your own",

@@ -70,13 +70,14 @@ class Chats:
         if not any(message["role"] == ASSISTANT for message in chat.messages):
             raise BadRecord("there is no answer: no message has the role assistant")
         if not chat.labelled:
-            raise BadRecord("no answer is trained on: all of them have weight 0 or train false")
+            answers = "the last one has" if chat.last_only else "all of them have"
+            raise BadRecord(f"no answer is trained on: {answers} weight 0 or train false")
         notes: list[str] = []
         samples = self.samples(chat, notes)
         tokens = [self.tokens(sample, chat, notes) for sample in samples]
         if not any(t.counted.any() for t in tokens):
             raise BadRecord("the chat template does not render the answers")
-        notes += [*self.unused(chat, samples), *self.omitted(chat, samples), *quoted(chat, samples)]
+        notes += [*self.unused(chat, samples), *self.omitted(chat, samples)]
         return Written(samples, tokens, list(dict.fromkeys(map(one_line, notes))))
 
     def samples(self, chat: Conversation, notes: list[str]) -> list[Sample]:
@@ -237,21 +238,12 @@ def is_within(content: str, texts: Sequence[str]) -> bool:
     return any(plain in text or json.dumps(content, ensure_ascii=False)[1:-1] in text for text in texts)
 
 
-def quoted(chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
-    """Yield a note if arguments of calls are rendered as a JSON string of JSON."""
-    calls = [call for message in chat.messages for call in message.get("tool_calls", [])]
-    for call in calls:
-        function = call.get("function", call)
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        if isinstance(arguments, str) and any(json.dumps(arguments, ensure_ascii=False) in s.text for s in samples):
-            yield "arguments of tool_calls are a string, which the chat template renders in quotes; give an object"
-
-
 # ---- templates -----------------------------------------------------------------------------------------
 
 
 ALWAYS = frozenset({"tools", "documents", "chat_template_kwargs"})  # fields of a record that every template may use
-NEVER = frozenset({"messages", "prompt", "completion", "chosen", "rejected", "add_generation_prompt"})
+RECORDED = {"messages", "conversations", "system", "prompt", "completion", "chosen", "rejected"}  # fields of formats
+NEVER = frozenset({*RECORDED, "add_generation_prompt"})
 GLOBALS = frozenset({*DEFAULT_NAMESPACE, "raise_exception", "strftime_now"})
 BUFFERED = (nodes.Macro, nodes.CallBlock, nodes.AssignBlock, nodes.FilterBlock)
 

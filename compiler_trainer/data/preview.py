@@ -20,7 +20,7 @@ from compiler_trainer.data.tokenizers import Tokenizer, load_by_transformers, to
 from compiler_trainer.data.worker import Part, Recipe, Worker
 from compiler_trainer.places.cache import cache_of
 
-KINDS: tuple[dict[str, Any], ...] = ({"chat": True}, {"chat": True, "pairs": True}, {"chat": False})  # records
+KINDS: tuple[dict[str, Any], ...] = ({"chat": True, "pairs": True}, {"chat": True}, {"chat": False})  # records
 
 
 class Shown(NamedTuple):
@@ -69,7 +69,14 @@ class Reader:
         self.source = source_of(cfg, cfg.seed, self.cache)
         self.chat, self.pairs = self.kind(kinds)
         recipe = Recipe(
-            self.tokenizer, cfg.text_column, cfg.document_separator, self.chat, True, self.cache, self.pairs
+            self.tokenizer,
+            cfg.text_column,
+            cfg.document_separator,
+            self.chat,
+            True,
+            self.cache,
+            self.pairs,
+            cfg.train_on == "last",
         )
         self.worker = Worker(recipe, self.cache.folder)
 
@@ -87,7 +94,7 @@ class Reader:
                 refusals.append(UserError(record.where(), str(error)))
             except UserError as error:
                 refusals.append(error)
-        raise refusals[0]
+        raise refusals[min(1, len(refusals) - 1)]  # of several kinds, the refusal as a conversation
 
     def records(self, fields: Fields | None = None) -> Iterator[Record]:
         """Yield all records."""

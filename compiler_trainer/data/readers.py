@@ -8,11 +8,11 @@ those of the `datasets` library: from a local folder, or cached under a name.
 from __future__ import annotations
 
 import functools
-import io
 import json
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,16 +22,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pyarrow import csv
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data import ids
+from compiler_trainer.data.formats import columns_of, from_json, from_table_row
 from compiler_trainer.data.ids import find_index
-from compiler_trainer.data.records import BadRecord, Document, Fields, Record, decode, from_json, from_table_row
-from compiler_trainer.data.tokenizers import Tokenizer, dtype_of, next_cut
+from compiler_trainer.data.records import BadRecord, Document, Fields, Record, decode
+from compiler_trainer.data.tokenizers import WINDOW_BYTES, Tokenizer, dtype_of, next_cut
 from compiler_trainer.places.cache import Cache
 from compiler_trainer.places.copies import file_here
 
 ROWS_AT_ONCE = 1000
+CHUNK_BYTES = 2**20  # unpacked at a time
+TEXT_PART_BYTES = 2**23  # of a compressed text
+ROW_MOST_BYTES = 2**25  # of a CSV file
 
 
 class Span(NamedTuple):
@@ -102,20 +107,6 @@ def read_lines(span: Span, options: ReadOptions) -> Records:
             yield Record(partial(line_name, span.path, content, at), partial(from_json, line, at, options.fields))
 
 
-def read_packed_lines(span: Span, options: ReadOptions) -> Records:
-    """Yield one document per line of JSON in a compressed file."""
-    try:
-        with pa.input_stream(options.local_path(span.path), compression="detect") as stream:
-            at = 0
-            for number, line in enumerate(io.BufferedReader(stream), start=1):
-                if line.strip():
-                    parse = partial(from_json, line, at, options.fields)
-                    yield Record(partial("{}:{}".format, span.path, number), parse)
-                at += len(line)
-    except OSError as error:
-        raise UserError(span.path, f"cannot be read: {one_line(error)}") from error
-
-
 def map_file(path: str) -> bytes | mmap.mmap:
     """Map the bytes of a file."""
     try:
@@ -151,6 +142,70 @@ def line_name(path: str, content: bytes | mmap.mmap, at: int) -> str:
     return f"{path}:{number}"
 
 
+# ---- compressed files ---------------------------------------------------------------------------------
+#
+# The borders of documents in a compressed file are unknown until it is read. So it is one span: one process reads it
+# from its start and holds only the part that it tokenizes.
+
+
+@contextmanager
+def unpacked(span: Span, options: ReadOptions) -> Iterator[Any]:
+    """Yield a file as a stream of bytes, unpacked if its name ends in .gz or .zst; raise UserError if it is damaged."""
+    try:
+        with pa.input_stream(options.local_path(span.path), compression="detect") as stream:
+            yield stream
+    except OSError as error:
+        raise UserError(span.path, f"cannot be read: {one_line(error)}") from error
+
+
+def read_packed(span: Span, options: ReadOptions) -> Records:
+    """Yield the documents of a compressed file: one per line of JSON, or those between separators."""
+    is_text = span.reader == "packed separated"
+    separator = (options.separator or "").encode() if is_text else b"\n"
+    with unpacked(span, options) as stream:
+        at, line = 0, 1
+        for part in split_stream(stream, separator):
+            if is_text or part.strip():
+                read = partial(as_document, part, at) if is_text else partial(from_json, part, at, options.fields)
+                yield Record(partial("{}:{}".format, span.path, line), read)
+            at += len(part) + len(separator)
+            line += part.count(b"\n") + separator.count(b"\n")
+
+
+def split_stream(stream: Any, separator: bytes) -> Iterator[bytes]:
+    """Yield the parts of a stream between separators; the last separator closes a part and opens none."""
+    is_first, part = True, b""
+    while chunk := stream.read(max(CHUNK_BYTES, len(part))):
+        *parts, part = (part + chunk).split(separator)
+        yield from parts
+        is_first = is_first and not parts
+    if part or is_first:
+        yield part
+
+
+def read_packed_text(span: Span, options: ReadOptions) -> Records:
+    """Yield a compressed file as one document, in parts with the tokens of the full text."""
+    at, content = 0, b""
+    with unpacked(span, options) as stream:
+        while chunk := stream.read(max(TEXT_PART_BYTES, len(content))):
+            content += chunk
+            cut = next_cut(content, TEXT_PART_BYTES, options.tokenizer.encode)
+            if cut + WINDOW_BYTES <= len(content):
+                yield Record(lambda: span.path, partial(part_of_text, span.path, content[:cut], at, False))
+                at, content = at + cut, content[cut:]
+    yield Record(lambda: span.path, partial(part_of_text, span.path, content, at, True))
+
+
+def part_of_text(path: str, content: bytes, at: int, is_last: bool) -> Document:
+    """Return the part of a text that begins at byte `at`; a part of several cannot be skipped."""
+    try:
+        return Document(decode(content, at), begins=at == 0, ends=is_last)
+    except BadRecord as error:
+        if at == 0 and is_last:
+            raise
+        raise UserError(path, str(error)) from error
+
+
 # ---- rows ---------------------------------------------------------------------------------------------
 
 
@@ -178,12 +233,32 @@ def rows_of(batch: pa.RecordBatch, path: str, first: int, fields: Fields, names:
         yield Record(partial("{}: row {}".format, path, number), partial(from_table_row, row, fields, names))
 
 
+def read_csv(span: Span, options: ReadOptions) -> Records:
+    """Yield one document per row of a CSV or TSV file, also a compressed one; each value is a string."""
+    is_tsv = span.path.removesuffix(".gz").removesuffix(".zst").endswith(".tsv")
+    parsing = csv.ParseOptions(delimiter="\t" if is_tsv else ",", newlines_in_values=True)
+    read = partial(
+        csv.open_csv, read_options=csv.ReadOptions(use_threads=False, block_size=ROW_MOST_BYTES), parse_options=parsing
+    )
+    try:
+        with unpacked(span, options) as stream, read(stream) as table:
+            schema = pa.schema((name, pa.string()) for name in table.schema.names)
+        columns, row = check_columns(schema, span.path, options.fields), 0
+        conversion = csv.ConvertOptions(column_types=schema, include_columns=columns)
+        with unpacked(span, options) as stream, read(stream, convert_options=conversion) as table:
+            for batch in table:
+                yield from rows_of(batch, span.path, row, options.fields, schema.names)
+                row += len(batch)
+    except pa.ArrowInvalid as error:
+        raise UserError(span.path, f"is not readable CSV: {one_line(error)}") from error
+
+
 def check_columns(schema: pa.Schema, path: str, fields: Fields) -> list[str]:
     """Return the columns to read from a table.
 
-    Raises UserError unless each exists once, and a single one has text or token ids.
+    Raises UserError unless they fit a format, each exists once, and a single one has text or token ids.
     """
-    columns = fields.used_names(schema.names)
+    columns = columns_in(schema.names, path, fields)
     for name in columns:
         if schema.names.count(name) != 1:
             raise UserError(path, f'needs one column "{name}"; it has {", ".join(schema.names)}')
@@ -191,6 +266,14 @@ def check_columns(schema: pa.Schema, path: str, fields: Fields) -> list[str]:
     if fields.kind == "text" and not (holds_text(kind := schema.field(column).type) or holds_ids(kind)):
         raise UserError(path, f'column "{column}" is {kind}, neither strings nor lists of token ids')
     return columns
+
+
+def columns_in(names: list[str], place: str, fields: Fields) -> list[str]:
+    """Return the columns to read of those of a table; raise UserError if they fit no format."""
+    try:
+        return columns_of(names, fields)
+    except BadRecord as error:
+        raise UserError(place, str(error)) from error
 
 
 def holds_text(kind: pa.DataType) -> bool:
@@ -273,7 +356,10 @@ READERS: dict[str, Callable[[Span, ReadOptions], Records]] = {
     "text": read_text,
     "separated": read_separated,
     "lines": read_lines,
-    "packed lines": read_packed_lines,
+    "packed text": read_packed_text,
+    "packed separated": read_packed,
+    "packed lines": read_packed,
+    "csv": read_csv,
     "table": read_table,
     "arrow": read_arrow,
     "dataset": read_dataset,
@@ -361,7 +447,7 @@ def select_split(dataset: Any, split: str) -> Any:
 def read_rows(name: str, start: int, end: int, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, row) from `start` to before `end`; raise UserError if a column is missing."""
     dataset = load_split(name)
-    columns = fields.used_names(dataset.column_names)
+    columns = columns_in(dataset.column_names, "data.path", fields)
     if absent := set(columns) - set(dataset.column_names):
         raise UserError("data.path", f'has no column "{min(absent)}"; there are {", ".join(dataset.column_names)}')
     dataset = dataset.select_columns(columns)

@@ -119,16 +119,17 @@ def files_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
 
 def spans_of(separator: str | None, cache: Cache, path: str, size: int) -> Iterable[Span]:
     """Return a file in spans, according to its ending; some kinds have to be copied to this machine for that."""
-    kind = ending(path)
+    kind = ending(path) or ""
     if kind == ".parquet":
         return row_group_spans(path)
     if kind in SPANS:
         spans = SPANS[kind](file_here(path, cache, find_index(path) or ""))
         return [span._replace(path=path) for span in spans]
-    if kind in (".txt", ".jsonl"):
-        reader = "lines" if kind == ".jsonl" else "text" if separator is None else "separated"
-        return byte_spans(reader, path, size)
-    return [Span("packed lines", path, 0, 1, size)]
+    name, _, packing = kind[1:].partition(".")
+    reader = {"jsonl": "lines", "txt": "text" if separator is None else "separated"}.get(name, "csv")
+    if reader == "csv" or packing:  # a border between documents is not known before everything up to it is read
+        return [Span(reader if reader == "csv" else f"packed {reader}", path, 0, 1, size)]
+    return byte_spans(reader, path, size)
 
 
 def paths_source(where: str, paths: list[str], spans: Callable[[str, int], Iterable[Span]]) -> Source:
@@ -215,7 +216,7 @@ def generator_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
     return Source("data=synthetic", spans, [])
 
 
-SPANS = {".arrow": batch_spans, ".bin": bin_spans, ".npy": array_spans}
+SPANS = {".arrow": batch_spans, ".feather": batch_spans, ".bin": bin_spans, ".npy": array_spans}
 SOURCES: dict[str, Callable[[SourceConfig, int, Cache], Source]] = {
     "stdlib": stdlib_source,
     "text": files_source,
@@ -227,7 +228,9 @@ SOURCES: dict[str, Callable[[SourceConfig, int, Cache], Source]] = {
 # ---- finding files -------------------------------------------------------------------------------------
 
 
-ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".npy", ".bin")
+PACKABLE, WHOLE = (".txt", ".jsonl", ".csv", ".tsv"), (".parquet", ".arrow", ".feather", ".npy", ".bin")
+ENDINGS = (*(kind + packing for packing in ("", ".gz", ".zst") for kind in PACKABLE), *WHOLE)
+KNOWN = f"{', '.join(PACKABLE)} (also with .gz or .zst), {', '.join(WHOLE)}"
 
 
 def ending(path: str) -> str | None:
@@ -288,7 +291,7 @@ def expand_url(url: str) -> list[str]:
         return [check_ending(url)]
     names = [n for n in below if ending(n) and (not n.endswith(".bin") or f"{n.removesuffix('.bin')}.idx" in below)]
     if not names:
-        raise UserError(url, f"no file below it ends in {', '.join(ENDINGS)}")
+        raise UserError(url, f"no file below it ends in {KNOWN}")
     return [f"{place.url}/{name}" for name in names]
 
 
@@ -296,7 +299,7 @@ def files_below(folder: str) -> list[str]:
     """Return the sorted files with a known ending below a folder; a .bin counts only if it has an index."""
     paths = sorted(path for path in walk(folder) if ending(path) and (find_index(path) or not path.endswith(".bin")))
     if not paths:
-        raise UserError(folder, f"no file below it ends in {', '.join(ENDINGS)}")
+        raise UserError(folder, f"no file below it ends in {KNOWN}")
     return [check_file(path, os.stat(path).st_mode) for path in paths]
 
 
@@ -319,8 +322,12 @@ def check_file(path: str, kind: int) -> str:
 
 def check_ending(path: str) -> str:
     """Return a path with a known ending; raise UserError for others."""
+    if path.endswith(".json"):
+        name = os.path.basename(path)
+        fix = f"write one record per line, as `jq -c '.[]' {name} > {name}l` does"
+        raise UserError(path, f"unknown extension '.json'; {fix}")
     if ending(path) is None:
-        raise UserError(path, f"unknown extension {Path(path).suffix!r}; data.files takes {', '.join(ENDINGS)}")
+        raise UserError(path, f"unknown extension {Path(path).suffix!r}; data.files takes {KNOWN}")
     return path
 
 

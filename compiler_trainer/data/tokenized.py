@@ -54,6 +54,7 @@ class Manifest:
     pairs: bool = False
     opening: tuple[int, ...] | None = None
     end_of_document: int | None = None
+    train_on: str = "all"
 
 
 def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
@@ -91,7 +92,7 @@ def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manife
     volumes = tuple(Volume(name, facts.tokens, facts.documents, facts.digest) for name, facts in summaries)
     total = tokens.holds
     opening, end = tuple(tokenizer.settings.opening), tokenizer.end_of_document
-    settings = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end
+    settings = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end, cfg.train_on
     return Manifest(total.tokens, total.documents, total.digest, *settings)
 
 
@@ -114,10 +115,10 @@ def open_folder(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
     if manifest.tokenizer_digest != tokenizer.digest:
         problem = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
         raise UserError("data.tokenizer", f"{problem}, which differs from it; set it to that one")
-    for name in ("chat", "pairs"):
-        if (value := getattr(manifest, name)) != getattr(cfg, name):
-            yes, no = ("true", "false") if value else ("false", "true")
-            raise UserError(f"data.{name}", f"is {no}, but {folder} was made with {yes}; set it to {yes}")
+    for name in ("chat", "pairs", "train_on"):
+        theirs, ours = (str(getattr(options, name)).lower() for options in (manifest, cfg))
+        if theirs != ours:
+            raise UserError(f"data.{name}", f"is {ours}, but {folder} was made with {theirs}; set it to {theirs}")
     check_borders(manifest, folder, tokenizer)
     return Tokens(folder, [volume_of(folder, volume) for volume in manifest.volumes])
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
+from compiler_trainer.data import formats
 from compiler_trainer.data.chat import Chats, ChatTemplate
 from compiler_trainer.data.corpus import Encoded, Shard
 from compiler_trainer.data.readers import READERS, ReadOptions, Span
@@ -34,7 +35,8 @@ class Recipe(NamedTuple):
     """The parameters of tokenization.
 
     Records are conversations with `chat`, otherwise texts in `column`. With `pairs`, a record is two conversations, one
-    document each. With `skip_bad`, bad records are skipped.
+    document each. With `last_only`, only the last answer of a conversation is labels. With `skip_bad`, bad records are
+    skipped.
     """
 
     tokenizer: Tokenizer
@@ -44,19 +46,21 @@ class Recipe(NamedTuple):
     skip_bad: bool
     cache: Cache  # for copies of remote files
     pairs: bool = False
+    last_only: bool = False
 
     @property
     def decides(self) -> tuple[Any, ...]:
         """Everything that tokens depend on, apart from the tokenizer's vocabulary and rules."""
         settings = self.tokenizer.settings
-        templates = [settings.special_tokens, settings.templates] if self.chat else None
+        templates = [settings.special_tokens, settings.templates, formats.VERSION] if self.chat else None
         surroundings = [settings.opening, settings.ending, settings.end_of_document]
-        return self.column, self.separator, templates, surroundings, self.skip_bad, *(["pairs"] if self.pairs else [])
+        kinds = ["pairs"] * self.pairs + ["last_only"] * self.last_only
+        return self.column, self.separator, templates, surroundings, self.skip_bad, *kinds
 
     def fields(self, template: ChatTemplate | None) -> Fields:
         """Return the fields of a record that make up its document."""
         kind: Any = "pair" if self.pairs else "conversation" if self.chat else "text"
-        return Fields(kind, self.column, template.names if template else frozenset())
+        return Fields(kind, self.column, template.names if template else frozenset(), self.last_only)
 
     def to_json(self) -> list[Any]:
         """Return JSON from which `restore_recipe` makes the recipe in another process."""
@@ -76,7 +80,8 @@ def make_recipe(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | No
     if cfg.chat:
         ChatTemplate(tokenizer)
     skip_bad, cache = cfg.bad_records == "skip", cache_of(cfg)
-    return Recipe(tokenizer, source.text_column, source.document_separator, cfg.chat, skip_bad, cache, cfg.pairs)
+    separator, last_only = source.document_separator, cfg.train_on == "last"
+    return Recipe(tokenizer, source.text_column, separator, cfg.chat, skip_bad, cache, cfg.pairs, last_only)
 
 
 class Part(NamedTuple):
@@ -130,7 +135,7 @@ class Worker:
 
     def prepare(self, document: Document, notes: list[str]) -> list[Part]:
         """Return a text in parts of bounded length, or the tokens of a conversation's samples."""
-        content, begins, ends, _ = document
+        content, begins, ends = document[:3]
         if isinstance(content, np.ndarray):
             return self.id_parts(content)
         if isinstance(content, Pair):

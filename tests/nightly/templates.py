@@ -23,7 +23,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from compiler_trainer.data.chat import Chats, ChatTemplate, Sample, Tokens
-from compiler_trainer.data.records import BadRecord, Conversation, Fields, from_row
+from compiler_trainer.data.formats import from_row
+from compiler_trainer.data.records import BadRecord, Conversation, Fields
 from compiler_trainer.data.tokenizers import build_tokenizer
 
 SPECIAL = re.compile(r"<[｜|/A-Za-z_][^<>{}'\"\s]*>|\[/?[A-Z_]{3,}\]|<\|[^<>{}'\"|]+\|>")

@@ -50,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     counts = reader.scan(flags.records)
     print("\n".join(counts.lines()))
     options = " data.chat=true" * reader.chat + " data.pairs=true" * reader.pairs
+    options += " data.train_on=last" * (cfg.train_on == "last")
     print(f"train on it with: data={cfg.name}{options}")
     return 0 if is_same and not counts.bad else 1
 

@@ -67,9 +67,10 @@ def test_a_template_that_differs_by_turn_is_shown_by_sample(folder, capsys):
         (["--tokens", "0"], "error: --tokens: 0 must be at least 1"),
         (["data.files=[b]"], "error: data.files: is set, and "),
         (["data=stdlib"], "error: data.files: "),
+        (["data.train_on=last"], "error: data.train_on: last with data.chat=false, and only conversations have answers; set data.chat=true"),
         (["data.chat=true", "data.text_column=x", "data.eos_token=nope"], "error: data.eos_token: nope is not a token"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_a_wrong_flag_gets_one_line(arguments, message, folder, capsys):
     (folder / "a.jsonl").write_text(json.dumps({"messages": [U, A]}))
@@ -79,6 +80,32 @@ def test_a_wrong_flag_gets_one_line(arguments, message, folder, capsys):
 
 
 def test_a_record_of_no_kind_is_refused_with_its_fields(folder, capsys):
-    (folder / "a.jsonl").write_text('{"instruction": "hi", "output": "yo"}')
+    (folder / "a.jsonl").write_text('{"instruction": "hi", "response": "yo"}')
     assert call("check-data", str(folder / "a.jsonl"), f"model.path={folder}") == 2
-    assert 'has neither "messages" nor "prompt" and "completion"; its fields are instruction, output' in capsys.readouterr().err
+    assert 'a.jsonl:1: has no "output", which Alpaca instructions need; its fields are instruction, response' in capsys.readouterr().err
+
+
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
+ALPACA = {"instruction": "hi", "input": "", "output": "yo"}
+PAIR = {**SHAREGPT, "chosen": {"from": "gpt", "value": "so"}, "rejected": {"from": "gpt", "value": "no"}}
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "options"),
+    [
+        (SHAREGPT, "ShareGPT conversations (fields conversations, from, value)", "data.chat=true"),
+        ({"messages": SHAREGPT["conversations"]}, "ShareGPT conversations (fields messages, from, value)", "data.chat=true"),
+        ({"conversations": [U, A]}, "OpenAI messages (fields conversations, role, content)", "data.chat=true"),
+        (ALPACA, "Alpaca instructions (fields instruction, output)", "data.chat=true"),
+        (PAIR, "ShareGPT pairs (fields conversations, chosen, rejected)", "data.chat=true data.pairs=true"),
+    ],
+    ids=["ShareGPT", "messages", "conversations", "Alpaca", "pairs"],
+)
+def test_the_format_of_a_record_is_printed(record, form, options, folder, capsys):
+    output = shown(folder, capsys, record)
+    assert f"note: read as {form}\n" in output and output.endswith(f"train on it with: data=text {options}\n")
+
+
+def test_labels_are_those_of_the_last_answer_alone(folder, capsys):
+    output = shown(folder, capsys, {"messages": [U, A, U, {**A, "content": "so"}]}, arguments=("data.train_on=last", "data.chat=true"))
+    assert labels(output) == ["s", "o", "<|im_end|>", "\\n"] and output.endswith("data.chat=true data.train_on=last\n")

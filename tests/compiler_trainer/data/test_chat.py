@@ -129,7 +129,7 @@ def test_fitted_conversations_are_whole_and_have_the_same_labels(tokenizer, tmp_
 FORGETFUL = "{{ messages | length }}{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 REFUSALS = {
     "no assistant": (CHATML, {"messages": MESSAGES[:2]}, "a.jsonl:1: there is no answer"),
-    "no messages": (CHATML, {"text": "a"}, 'a.jsonl:1: has neither "messages" nor "prompt" and "completion"'),
+    "no messages": (CHATML, {"text": "a"}, 'a.jsonl:1: has no conversation; give "messages", or "conversations", or "prompt" and "completion", or "instruction" and "output"; its fields are text'),
     "no list": (CHATML, {"messages": "hi"}, 'a.jsonl:1: field "messages" is not a list of objects'),
     "no role": (CHATML, {"messages": [{"content": "hi"}]}, r'a.jsonl:1: field "messages\[0\].role" is null'),
     "number": (CHATML, {"messages": [{"role": "assistant", "content": 1}]}, r'"messages\[0\].content" is int, not a string'),

@@ -17,7 +17,8 @@ from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import sources, workers
 from compiler_trainer.data.chat import Chats, ChatTemplate
 from compiler_trainer.data.datasets import build_datasets
-from compiler_trainer.data.records import BadRecord, Fields, from_row
+from compiler_trainer.data.formats import from_row
+from compiler_trainer.data.records import BadRecord, Fields
 from compiler_trainer.data.tokenizers import build_tokenizer
 from tests.nightly.templates import compare
 
@@ -149,7 +150,7 @@ def test_an_answer_of_no_weight_is_no_label(key, tmp_path):
         ([U, {**A, "weight": 0.5}], 'field "messages\\[1\\].weight" is 0.5; an answer counts'),
         ([{**U, "train": True}, A], 'field "messages\\[0\\].train" is True in a message of role user, and only answers'),
         ([U, {"role": "assistant", "content": [{"type": "image"}]}], 'messages\\[1\\].content\\[0\\]" is of type image'),
-        ([{"from": "human", "value": "hi"}], 'field "messages\\[0\\]" has "from" and "value"; name them "role" and "content"'),
+        ([{"from": "human", **U}], 'field "messages\\[0\\]" has both "from" and "content"; remove one of them'),
         ([U, {"role": "assistant", "content": None, "tool_calls": []}], 'field "messages\\[1\\].content" is null'),
         ([U, {**A, "content": "\ud800"}], "an unpaired surrogate"),
     ],
@@ -298,9 +299,13 @@ def test_a_content_that_is_not_written_at_all_is_refused(tmp_path):
         Folder(tmp_path, PLAIN).write({"messages": in_parts})
 
 
-def test_arguments_that_are_written_as_json_of_json_are_said(tmp_path):
-    call = {**CALL, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}]}
-    assert "arguments of tool_calls are a string" in Folder(tmp_path, CALLS).notes({"messages": [U, call]})
+@pytest.mark.parametrize(("arguments", "text"), [('{"city":"Oslo"}', '{"city": "Oslo"}'), ("", "{}")], ids=["object", "empty"])
+def test_arguments_in_a_json_string_are_an_object_for_the_template(arguments, text, tmp_path):
+    folder, function = Folder(tmp_path, CALLS), {"name": "f", "arguments": arguments}
+    for call in ({"type": "function", "function": function}, function):
+        template = CALLS if "function" in call else CALLS.replace("c.function.arguments", "c.arguments")
+        folder = Folder(tmp_path, template)
+        assert folder.labels({"messages": [U, {**A, "tool_calls": [call]}]}) == [f"{text}yo<|im_end|>\n"]
 
 
 def test_fields_that_are_not_used_are_said_once(tmp_path):
@@ -332,14 +337,11 @@ SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}], "chosen": {"fro
 ALPACA = {"instruction": "hi", "input": "", "chosen": "yo", "rejected": "no"}
 
 
-def test_the_pairs_of_other_tools_are_used_or_refused_by_name(tmp_path):
-    fields = Fields("pair")
-    one = from_row({"prompt": "hi", "chosen": A, "rejected": {**A, "content": "no"}}, fields).content
-    assert one.chosen.messages == [U, A] and one.rejected.messages[1]["content"] == "no"
-    with pytest.raises(BadRecord, match='field "chosen\\[0\\]" has "from" and "value"; name them "role" and "content"'):
-        from_row(SHAREGPT, fields)
-    with pytest.raises(BadRecord, match='has no "prompt", and field "chosen" begins with the answer; its fields are instruction, input'):
-        from_row(ALPACA, fields)
+@pytest.mark.parametrize("record", [{"prompt": "hi", "chosen": A, "rejected": {**A, "content": "no"}}, SHAREGPT, ALPACA], ids=["messages", "ShareGPT", "Alpaca"])
+def test_the_pairs_of_other_tools_are_read(record):
+    document = from_row(record, Fields("pair"))
+    assert document.content.chosen.messages == [U, A] and document.content.rejected.messages == [U, {**A, "content": "no"}]
+    assert document.content.chosen.first == 1 and not document.unused
 
 
 def test_a_pair_with_several_answers_that_the_template_rewrites_is_refused(tmp_path):

@@ -321,7 +321,7 @@ BAD_FILES = {
     "broken json": ("a.jsonl", b'\n{"text": ', "a.jsonl:2: is not JSON: Expecting value at column 10"),
     "half a pair": ("a.jsonl", b'{"text": "\\ud83d"}', "a.jsonl:1: holds \\ud83d, an unpaired surrogate"),
     "not parquet": ("a.parquet", b"hello, world", "a.parquet: is not readable parquet: Parquet magic bytes not found"),
-    "extension": ("a.csv", b"text", "a.csv: unknown extension '.csv'; data.files takes .txt, .jsonl, .jsonl.gz, "),
+    "extension": ("a.md", b"text", "a.md: unknown extension '.md'; data.files takes .txt, .jsonl, .csv, .tsv (also with .gz or .zst), .parquet, "),
     "nested deep": ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: is nested too deep"),
     "long number": ("a.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "a.jsonl:1: contains a number with too many digits"),
     "not gzip": ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: cannot be read: "),
@@ -359,7 +359,7 @@ def test_bad_paths_are_named(tmp_path):
     cases = {
         (tmp_path / "b.txt",): "b.txt: no such file (data.files)",
         (tmp_path / "*.jsonl",): "*.jsonl: the glob matches no file (data.files)",
-        (tmp_path / "empty",): "empty: no file below it ends in .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow, .npy, .bin",
+        (tmp_path / "empty",): "empty: no file below it ends in .txt, .jsonl, .csv, .tsv (also with .gz or .zst), .parquet, .arrow, .feather, .npy, .bin",
         (tmp_path / "empty" / "fifo",): "fifo: is not a regular file; copy its content into one",
         ("/dev/zero",): "/dev/zero: is not a regular file",
         ("",): "data.files: contains an empty name; give a file, a folder or a glob",

@@ -15,6 +15,7 @@ from pathlib import Path
 import folders
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -57,6 +58,9 @@ def corpus(folder: Path) -> Path:
     pq.write_table(table, folder / "d.parquet", row_group_size=70)
     with pa.OSFile(str(folder / "e.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, 50)
+    feather.write_feather(table, folder / "e.feather")
+    (folder / "e.csv.gz").write_bytes(gzip.compress("\n".join(["text", *LINES]).encode()))
+    (folder / "e.txt.zst").write_bytes(pa.compress("\n".join(LINES).encode(), codec="zstd", asbytes=True))
     np.save(folder / "f.npy", np.arange(200, dtype=np.int64) % 257)
     (folder / "deep").mkdir()
     ids = np.array([1, 2, 3, 4, 5], np.uint16)
