@@ -284,7 +284,7 @@ Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 class SourceConfig:
     """A source of documents: files, a dataset, token ids, or the user's own dataset.
 
-    `files` are .txt, .jsonl, .csv and .tsv (also .gz or .zst), .parquet, .arrow and .feather, on disk or in an object
+    `files` are .txt, .jsonl, .csv and .tsv (also .gz or .zst), .json, .parquet, .arrow and .feather, on disk or in a
     store. A .txt file is one document, or several between `document_separator`s. A record has its text, or its token
     ids, in `text_column`. A .bin file, with Megatron's .idx or alone, and a .npy file hold token ids. With `custom`,
     samples are the items of the dataset that `_target_` makes from `arguments` (docs/guides/your-loop.md).

@@ -35,16 +35,29 @@ Row = Mapping[str, Any]
 
 def from_json(line: bytes, offset: int, fields: Fields) -> Document:
     """Return the document of a line of JSON."""
+    record = parse(decode(line, offset))
+    if not isinstance(record, dict):
+        raise BadRecord("is not an object; each line must be one")
+    return from_row(record, fields)
+
+
+def parse(text: str) -> Any:
+    """Return the value of a JSON text; raise BadRecord if it is not one."""
     try:
-        record = json.loads(decode(line, offset))
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise BadRecord(f"is not JSON: {error.msg} at column {error.colno}") from error
+        place = f"line {error.lineno}, column" if error.lineno > 1 else "column"
+        raise BadRecord(f"is not JSON: {error.msg} at {place} {error.colno}") from error
     except RecursionError as error:
         raise BadRecord("is nested too deep") from error
     except ValueError as error:  # Python limits the digits of a number
         raise BadRecord("contains a number with too many digits") from error
+
+
+def from_object(record: Any, fields: Fields) -> Document:
+    """Return the document of an entry of a JSON list."""
     if not isinstance(record, dict):
-        raise BadRecord("is not an object; each line must be one")
+        raise BadRecord("is not an object; each entry of the list must be one")
     return from_row(record, fields)
 
 

@@ -26,9 +26,9 @@ from pyarrow import csv
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data import ids
-from compiler_trainer.data.formats import columns_of, from_json, from_table_row
+from compiler_trainer.data.formats import columns_of, from_json, from_object, from_table_row, parse
 from compiler_trainer.data.ids import find_index
-from compiler_trainer.data.records import BadRecord, Document, Fields, Record, decode
+from compiler_trainer.data.records import BYTE_ORDER_MARK, BadRecord, Document, Fields, Record, decode
 from compiler_trainer.data.tokenizers import WINDOW_BYTES, Tokenizer, dtype_of, next_cut
 from compiler_trainer.places.cache import Cache
 from compiler_trainer.places.copies import file_here
@@ -105,6 +105,20 @@ def read_lines(span: Span, options: ReadOptions) -> Records:
     for at, line in split_span(content, span, b"\n"):
         if line.strip():
             yield Record(partial(line_name, span.path, content, at), partial(from_json, line, at, options.fields))
+
+
+def read_json(span: Span, options: ReadOptions) -> Records:
+    """Yield one document per object in a JSON list, or per line of a file without one; a list is read as a whole."""
+    content = map_file(options.local_path(span.path))
+    if not content[:CHUNK_BYTES].removeprefix(BYTE_ORDER_MARK.encode()).lstrip().startswith(b"["):
+        yield from read_lines(span._replace(end=len(content)), options)
+        return
+    try:
+        records = parse(decode(content[:], 0))
+    except BadRecord as error:
+        raise UserError(span.path, str(error)) from error
+    for number, record in enumerate(records, start=1):
+        yield Record(partial("{}: record {}".format, span.path, number), partial(from_object, record, options.fields))
 
 
 def map_file(path: str) -> bytes | mmap.mmap:
@@ -356,6 +370,7 @@ READERS: dict[str, Callable[[Span, ReadOptions], Records]] = {
     "text": read_text,
     "separated": read_separated,
     "lines": read_lines,
+    "json": read_json,
     "packed text": read_packed_text,
     "packed separated": read_packed,
     "packed lines": read_packed,

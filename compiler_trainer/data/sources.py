@@ -122,6 +122,8 @@ def spans_of(separator: str | None, cache: Cache, path: str, size: int) -> Itera
     kind = ending(path) or ""
     if kind == ".parquet":
         return row_group_spans(path)
+    if kind == ".json":
+        return [Span("json", path, 0, size, size)]
     if kind in SPANS:
         spans = SPANS[kind](file_here(path, cache, find_index(path) or ""))
         return [span._replace(path=path) for span in spans]
@@ -229,13 +231,19 @@ SOURCES: dict[str, Callable[[SourceConfig, int, Cache], Source]] = {
 
 
 PACKABLE, WHOLE = (".txt", ".jsonl", ".csv", ".tsv"), (".parquet", ".arrow", ".feather", ".npy", ".bin")
-ENDINGS = (*(kind + packing for packing in ("", ".gz", ".zst") for kind in PACKABLE), *WHOLE)
+IN_FOLDERS = (*(kind + packing for packing in ("", ".gz", ".zst") for kind in PACKABLE), *WHOLE)
+NAMED = (".json",)  # read if named: folders of data have others, such as config.json
 KNOWN = f"{', '.join(PACKABLE)} (also with .gz or .zst), {', '.join(WHOLE)}"
 
 
-def ending(path: str) -> str | None:
+def ending(path: str, endings: Sequence[str] = (*IN_FOLDERS, *NAMED)) -> str | None:
     """Return the known ending of a name, or None."""
-    return next((suffix for suffix in ENDINGS if path.endswith(suffix)), None)
+    return next((suffix for suffix in endings if path.endswith(suffix)), None)
+
+
+def is_data(path: str, has_index: bool) -> bool:
+    """Return True if a file in a folder is data; a .bin is only if it has an index."""
+    return ending(path, IN_FOLDERS) is not None and (has_index or not path.endswith(".bin"))
 
 
 def expand_files(patterns: Sequence[str]) -> list[str]:
@@ -289,15 +297,15 @@ def expand_url(url: str) -> list[str]:
     below = place.files()
     if not below:
         return [check_ending(url)]
-    names = [n for n in below if ending(n) and (not n.endswith(".bin") or f"{n.removesuffix('.bin')}.idx" in below)]
+    names = [n for n in below if is_data(n, f"{n.removesuffix('.bin')}.idx" in below)]
     if not names:
         raise UserError(url, f"no file below it ends in {KNOWN}")
     return [f"{place.url}/{name}" for name in names]
 
 
 def files_below(folder: str) -> list[str]:
-    """Return the sorted files with a known ending below a folder; a .bin counts only if it has an index."""
-    paths = sorted(path for path in walk(folder) if ending(path) and (find_index(path) or not path.endswith(".bin")))
+    """Return the sorted files of data below a folder."""
+    paths = sorted(path for path in walk(folder) if is_data(path, bool(find_index(path))))
     if not paths:
         raise UserError(folder, f"no file below it ends in {KNOWN}")
     return [check_file(path, os.stat(path).st_mode) for path in paths]
@@ -322,12 +330,8 @@ def check_file(path: str, kind: int) -> str:
 
 def check_ending(path: str) -> str:
     """Return a path with a known ending; raise UserError for others."""
-    if path.endswith(".json"):
-        name = os.path.basename(path)
-        fix = f"write one record per line, as `jq -c '.[]' {name} > {name}l` does"
-        raise UserError(path, f"unknown extension '.json'; {fix}")
     if ending(path) is None:
-        raise UserError(path, f"unknown extension {Path(path).suffix!r}; data.files takes {KNOWN}")
+        raise UserError(path, f"unknown extension {Path(path).suffix!r}; data.files takes {KNOWN}, {', '.join(NAMED)}")
     return path
 
 

@@ -284,7 +284,11 @@ def write_stream(path):
         writer.write_table(table, 4)
 
 
-PLAIN = {"txt": write_txt, "jsonl": write_lines, "csv": write_csv, "tsv": write_csv, "feather": write_feather, "arrow": write_stream}
+def write_list(path):
+    path.write_text("\ufeff " + json.dumps([{"text": text, "id": 1} for text in TEXTS], indent=1))
+
+
+PLAIN = {"txt": write_txt, "jsonl": write_lines, "json": write_list, "csv": write_csv, "tsv": write_csv, "feather": write_feather, "arrow": write_stream}
 PACKERS = {"gz": gzip.compress, "zst": lambda content: pa.compress(content, codec="zstd", asbytes=True)}
 
 
@@ -300,6 +304,17 @@ def texts_of(path, **options):
 def test_each_kind_of_file_gives_its_texts(kind, tmp_path):
     PLAIN[kind](tmp_path / f"a.{kind}")
     assert texts_of(tmp_path / f"a.{kind}") == [text for text in TEXTS if text]
+
+
+def test_lines_in_a_json_file_are_records_too(tmp_path):
+    write_lines(tmp_path / "a.json")
+    assert texts_of(tmp_path / "a.json") == [text for text in TEXTS if text]
+
+
+def test_a_json_file_in_a_folder_is_not_data(tmp_path):
+    write_list(tmp_path / "config.json")
+    with pytest.raises(UserError, match="no file below it ends in"):
+        texts_of(tmp_path)
 
 
 @pytest.mark.parametrize("packing", PACKERS)
@@ -377,7 +392,9 @@ BAD = [
     (b"instruction,output,history\nhi,yo,\nhi,yo,none\n", 'a.csv: row 1: field "history" is not a list of pairs, each a question and its answer'),
     (b"", "a.csv: is not readable CSV: Empty CSV file"),
     (gzip.compress(b""), "a.jsonl.gz: the corpus is empty: 0 documents, none with a token"),
-    (b"[]", "a.json: unknown extension '.json'; write one record per line, as `jq -c '.[]' a.json > a.jsonl` does"),
+    (b"[]", "a.json: the corpus is empty: 0 documents, none with a token"),
+    (b'[{"prompt": "hi", "completion": "yo"}, 1]', "a.json: record 2: is not an object; each entry of the list must be one"),
+    (b'[{"prompt": "hi",\n "completion": }]', "a.json: is not JSON: Expecting value at line 2, column 16"),
 ]
 
 
