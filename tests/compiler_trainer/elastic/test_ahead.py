@@ -69,6 +69,12 @@ def test_a_job_on_the_smaller_mesh_compiles_nothing(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run/report.json").read_text())["program"]["read"]
 
 
+def test_a_dry_run_of_an_elastic_job_needs_no_launcher(tmp_path, capsys):
+    job = ["mesh.dp_shard=2", "cluster=h100", "run.elastic=true", "run.dry=true", f"run.dir={tmp_path / 'dry'}"]
+    assert call(*SMALL, *job) == 0
+    assert "tokens/s/GPU" in capsys.readouterr().out
+
+
 def test_it_begins_after_the_first_snapshot(tmp_path, monkeypatch):
     monkeypatch.setenv("COMPILER_TRAINER_SNAPSHOTS", str(tmp_path))
     naps = []
