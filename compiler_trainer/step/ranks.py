@@ -83,6 +83,7 @@ def stop_ranks() -> None:
     """Leave the process group, without waiting for ranks that failed; a caller's group stays."""
     release()
     if dist.is_initialized() and dist.group.WORLD in joined:
+        joined.clear()  # a group that is referenced keeps its connections open
         dist.destroy_process_group()
 
 
@@ -123,6 +124,7 @@ def rejoin() -> None:
     release()  # before the lock: NCCL aborts a communicator only when no recorded CUDA graph uses it
     with leaving:
         if dist.is_initialized():
+            joined.clear()
             abort_groups()
         is_cut_off.clear()
     meeting.cache_clear()
