@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compiler_trainer.config.errors import UserError
+
 State = Mapping[str, Tensor]
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -99,7 +101,7 @@ def table_of_e2m1() -> Tensor:
 def quantize_mxfp4(weight: Tensor) -> dict[str, Tensor]:
     """Return a weight in mxfp4."""
     blocks, largest = blocks_of(weight, 32)
-    exponents = (largest.clamp(min=2.0**-125).log2().floor() - 2).clamp(-127, 127)
+    exponents = torch.frexp(largest.clamp(min=2.0**-124)).exponent.to(torch.float32) - 3  # exact, as log2 is not
     codes = e2m1((blocks / exponents.exp2()[..., None]).clamp(-MOST_E2M1, MOST_E2M1)).view(weight.shape)
     return {"codes": packed(codes), "scales": (exponents + 127).to(torch.uint8), "table": table_of_e2m1()}
 
@@ -185,7 +187,8 @@ def state_like(format_name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
 def quantize_layers(module: nn.Module, format_name: str, others: Collection[nn.Module]) -> str:
     """Replace the frozen linear layers of a module in place, except `others`; return a line on how many they are.
 
-    Layers that share their weight with another module stay, too, and those whose rows are not whole blocks.
+    Layers that share their weight with another module stay, too, and those whose rows are not whole blocks. Raises
+    UserError if no layer is replaced.
     """
     linear = {path: layer for path, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     owners = Counter(id(p) for owner in module.modules() for p in owner.parameters(recurse=False))
@@ -195,6 +198,9 @@ def quantize_layers(module: nn.Module, format_name: str, others: Collection[nn.M
         if layer not in others and owners[id(layer.weight)] == 1 and layer.in_features % block == 0:
             replace(module, path, QuantizedLinear(layer, format_name))
             count += 1
+    if not count:
+        problem = f"{format_name} fits none of {len(frozen)} frozen linear layers (nn.Linear, rows of whole blocks"
+        raise UserError("model.quantize", f"{problem} of {block}); set it to null")
     return f"{count} of {len(frozen)} frozen linear layers are stored in {format_name}"
 
 

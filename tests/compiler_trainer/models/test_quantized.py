@@ -157,6 +157,20 @@ def test_what_stays_as_it_is():
     assert entries_of(module) == count
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(65, 8), nn.Conv1d(64, 8, 1)])
+def test_a_format_that_fits_no_layer_is_refused(layer):
+    frozen = int(isinstance(layer, nn.Linear))
+    with pytest.raises(UserError, match=f"^model.quantize: nf4 fits none of {frozen} frozen linear layers .*; set it to null$"):
+        quantize_layers(nn.Sequential(layer).requires_grad_(False), "nf4", [])
+
+
+def test_powers_of_two_of_mxfp4_are_exact():
+    """The largest value of a block is just below a power of two, to which log2 rounds in fp32."""
+    weight = torch.full((1, 32), 1024 * (1 - 2.0**-24))
+    assert FORMATS["mxfp4"].quantize(weight)["scales"].item() == 9 - 2 + 127
+    torch.testing.assert_close(FORMATS["mxfp4"].dequantize(FORMATS["mxfp4"].quantize(weight)), by_torchao(weight, "mxfp4"), rtol=0, atol=0)
+
+
 def test_a_quantized_weight_computes_as_much_as_before():
     plain, module = Adapted(), quantized("nf4")
     assert of_weights(module) == of_weights(plain)
