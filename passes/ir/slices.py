@@ -64,11 +64,11 @@ def constant(node: fx.Node) -> Tensor | None:
     return values[node]  # type: ignore[return-value]
 
 
-def weight_nodes(program: ir.Program) -> list[fx.Node]:
-    """Return the operators on parameters, and on coordinates, constants and buffers that stay as they are, in order."""
-    inputs, written = dict(zip(program.placeholders(), program.inputs, strict=True)), {o.name for o in program.outputs}
-    weights = {node for node, input_ in inputs.items() if input_.kind in ir.WEIGHTS}
-    constants = {n for n, i in inputs.items() if i.kind == "coordinate" or i.kind == "buffer" and i.name not in written}
+def weight_nodes(program: ir.Program, tables: Set[fx.Node] = frozenset()) -> list[fx.Node]:
+    """Return the operators on parameters, and on coordinates, constants and `tables` (inputs), in order."""
+    kinds = {node: input_.kind for node, input_ in zip(program.placeholders(), program.inputs, strict=True)}
+    weights = {node for node, kind in kinds.items() if kind in ir.WEIGHTS}
+    constants = {node for node, kind in kinds.items() if kind == "coordinate"} | tables
     nodes = []
     for node in program.calls():
         operands = set(node.all_input_nodes) - constants

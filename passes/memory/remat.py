@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -83,17 +83,20 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
 
 def weights_to_unpack(program: ir.Program) -> set[fx.Node]:
     """Return the forward operators on frozen weights that are stored as integers, and those on only these."""
-    inputs = zip(program.placeholders(), program.inputs, strict=True)
-    packed = {n for n, i in inputs if i.kind == "frozen" and not ir.example(n).is_floating_point()}
+    inputs, written = dict(zip(program.placeholders(), program.inputs, strict=True)), {o.name for o in program.outputs}
+    packed = {n for n, i in inputs.items() if i.kind == "frozen" and not ir.example(n).is_floating_point()}
+    tables = {n for n, i in inputs.items() if i.kind == "buffer" and i.name not in written}
     packed |= {n for n in weight_nodes(program) if kind_of(n) and packed.intersection(n.all_input_nodes)}
-    return following(program, lambda node: not kind_of(node) and not packed.isdisjoint(node.all_input_nodes))
+    return following(program, lambda node: not kind_of(node) and not packed.isdisjoint(node.all_input_nodes), tables)
 
 
-def following(program: ir.Program, is_first: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Return the first operators on weights, in the forward, and those that read only these and other weights."""
+def following(
+    program: ir.Program, is_first: Callable[[fx.Node], bool], tables: Set[fx.Node] = frozenset()
+) -> set[fx.Node]:
+    """Return the first operators on weights, in the forward, and those that read only these, others and `tables`."""
     written = near_writes(program)
     nodes: set[fx.Node] = set()
-    for node in weight_nodes(program):
+    for node in weight_nodes(program, tables):
         follows = any(n in nodes for n in node.all_input_nodes) and not reason_to_run_once(node, written)
         if ir.phase(node) == "forward" and (is_first(node) or follows):
             nodes.add(node)
