@@ -173,8 +173,9 @@ class Stage:
 
     @cached_property
     def report(self) -> dict[str, Any]:
-        """The pass's report and the costs of its graph."""
-        return json_of(self.path.with_suffix(".json"), Dumped)
+        """The pass's report, in which parts that are missing are empty, and the costs of its graph."""
+        content = json_of(self.path.with_suffix(".json"), Dumped)
+        return content | {"report": {"counts": {}, "notes": [], "reshards": [], "remarks": []} | content["report"]}
 
     @cached_property
     def costs(self) -> dict[str, list[list[Any]]]:
