@@ -19,7 +19,7 @@ SIZES = dict(vocab_size=300, hidden_size=24, intermediate_size=36, num_hidden_la
              eos_token_id=2)
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SIZES),
-    "qwen3": lambda: Qwen3Config(**SIZES | {"tie_word_embeddings": True}),
+    "qwen3": lambda: Qwen3Config(**SIZES | {"intermediate_size": 64, "tie_word_embeddings": True}),  # a block of nf4
     "gemma3": lambda: Gemma3TextConfig(**SIZES, sliding_window=5),
     "gpt2": lambda: GPT2Config(vocab_size=300, n_embd=24, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0,
                                embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2),
