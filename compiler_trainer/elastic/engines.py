@@ -49,11 +49,6 @@ class Place(NamedTuple):
             "MASTER_PORT": str(self.port),
         }
 
-    def as_flags(self) -> list[str]:
-        """Return torchrun's flags for this process as the launcher of a machine."""
-        place = [f"--nnodes={self.size}", f"--node-rank={self.rank}"]
-        return [*place, f"--master-addr={self.address}", f"--master-port={self.port}"]
-
     def __str__(self) -> str:
         return f"{self.engine} started {self.size} processes; the first one is at {self.address}:{self.port}"
 

@@ -29,12 +29,17 @@ from compiler_trainer.step.meeting import ROUND
 from compiler_trainer.step.ranks import gpu_of_process
 
 MEMBER, MEMBERS, FOLDER = "COMPILER_TRAINER_MEMBER", "COMPILER_TRAINER_MEMBERS", "COMPILER_TRAINER_SNAPSHOTS"
+MACHINE = "COMPILER_TRAINER_MACHINE"  # the number of a process's machine
 SLOT = "COMPILER_TRAINER_SLOT"  # the place on the machine, and number of the GPU, that a process keeps in all rounds
-ELASTIC, FINISHED, NEWEST, WANTED = "elastic", "finished", "round", "wanted"  # keys of the store
+SNAPSHOTS = "snapshots"  # the folder of snapshots in a run's, if there are several machines
+ELASTIC, FINISHED, NEWEST, WANTED, RUN = "elastic", "finished", "round", "wanted", "run.dir"  # keys of the store
+CAPACITY = "capacity"  # the number of GPUs that the job can use, if it uses any
 READY = "ready{}"  # of a process that can take part in a round
 OUT = "out{}"  # of a process that the others leave out: the reason
 LISTED, COMING, WAITING, LEFT, MESH = "members{}", "coming{}", "waiting{}", "left{}", "mesh{}"  # of a round
-POLL_S, PATIENCE_S = 0.05, 5.0
+TROUBLE = "trouble{}"  # of a round in which a rank has failed, maybe because another one is lost
+POLL_S, PATIENCE_S = 0.05, 10.0  # longer than a machine may be silent
+POLLS_PER_S = 10_000  # for all ranks together, because one process answers them
 NCCL = {  # settings of PyTorch, whose watchdog would end every process that has lost a peer
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -75,14 +80,16 @@ def connect() -> dist.Store:
 
 
 def ask_for(address: str, mesh: MeshConfig, ranks: int) -> None:
-    """Ask a launcher for another mesh; raise UserError if it does not answer."""
+    """Ask a launcher for another mesh; raise UserError if it does not answer, or has not enough GPUs."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), PATIENCE_S).close()  # the store prints its own failure at length
     except OSError as error:
         raise UserError("RUN", f"has no launcher at {address}: the job has ended, or is on another machine") from error
-    wanted = json.dumps({"mesh": dataclasses.asdict(mesh), "ranks": ranks})
-    dist.TCPStore(host, int(port), is_master=False).set(WANTED, wanted)
+    store = dist.TCPStore(host, int(port), is_master=False)
+    if store.check([CAPACITY]) and ranks > (most := int(store.get(CAPACITY))):
+        raise UserError("mesh", f"needs {ranks} ranks, and the job has {most} GPUs; choose smaller sizes")
+    store.set(WANTED, json.dumps({"mesh": dataclasses.asdict(mesh), "ranks": ranks}))
 
 
 @functools.cache
@@ -97,6 +104,7 @@ class Member:
     def __init__(self) -> None:
         self.number, self.count = int(os.environ[MEMBER]), int(os.environ[MEMBERS])
         self.round, self.store = 0, connection()
+        self.machines: list[int] = []  # of the processes of this round
         os.environ |= NCCL
         gpu_of_process()
         self.store.set(ELASTIC, "")
@@ -118,18 +126,22 @@ class Member:
             self.round = self.newest_round()
         return members.index(self.number), len(members)
 
-    def take(self, place: int, size: int) -> None:
-        """Take the rank `place` of the `size` ranks that this round's mesh has."""
-        os.environ |= {ROUND: str(self.round), "RANK": str(place), "LOCAL_RANK": str(place)}
-        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    def take(self, place: int, size: int) -> tuple[int, int]:
+        """Take the rank `place` of `size`; return the rank on this machine, and how many of them it has."""
+        here = [other for other in range(size) if self.machines[other] == self.machines[place]]
+        os.environ |= {ROUND: str(self.round), "RANK": str(place), "LOCAL_RANK": str(here.index(place))}
+        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(len(here))}
+        return here.index(place), len(here)
 
     def newest_round(self) -> int:
         """Return the number of the newest round."""
         return int(self.store.get(NEWEST))
 
     def members(self) -> list[int]:
-        """Return the processes of this round."""
-        return [int(number) for number in self.store.get(LISTED.format(self.round)).decode().split(",")]
+        """Return the processes of this round, and note their machines."""
+        listed = json.loads(self.store.get(LISTED.format(self.round)))
+        self.machines = [machine for _, machine in listed]
+        return [number for number, _ in listed]
 
     def mesh(self, first: MeshConfig) -> MeshConfig:
         """Return the mesh that is wanted in this round: the `first` one, unless another was asked for."""
@@ -143,6 +155,10 @@ class Member:
     def leave(self) -> None:
         """Let the launcher begin a round, with the processes that wait to join."""
         self.store.set(LEFT.format(self.round), "")
+
+    def tell_trouble(self) -> None:
+        """Let the launcher know that this rank has failed, so that it looks for machines that are silent."""
+        self.store.set(TROUBLE.format(self.round), "")
 
     def quit(self, reason: str) -> NoReturn:
         """End this process, so that the others go on without it."""
@@ -171,7 +187,7 @@ class Member:
         def watch() -> None:
             store = connect()
             with suppress(dist.DistError, RuntimeError):  # the launcher is gone; SIGTERM ends this process
-                while not over.wait(POLL_S):
+                while not over.wait(max(POLL_S, self.count / POLLS_PER_S)):
                     if int(store.get(NEWEST)) != current:
                         interrupt(over, start_again)
                         return

@@ -12,7 +12,7 @@ from compiler_trainer.config.errors import Stopped, UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import resolve_mesh
 from compiler_trainer.elastic.ahead import compiling_ahead
-from compiler_trainer.elastic.member import FINISHED, PATIENCE_S, LeftOut, Member, Regroup, is_member
+from compiler_trainer.elastic.member import FINISHED, PATIENCE_S, RUN, LeftOut, Member, Regroup, is_member
 from compiler_trainer.elastic.shrink import shrunk
 from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.ranks import rank, rejoin
@@ -28,7 +28,7 @@ def survive(cfg: Config, train: Callable[[Config], float], save: Callable[[Confi
     if not is_member():
         raise UserError("run.elastic", "needs a launcher that outlives ranks; use compiler-trainer launch -n RANKS ...")
     member = Member()
-    cfg = replace(cfg, run=replace(cfg.run, dir=member.agree("run.dir", cfg.run.dir)))
+    cfg = replace(cfg, run=replace(cfg.run, dir=member.agree(RUN, cfg.run.dir)))
     first = resolve_mesh(cfg.mesh, member.count)
     while True:
         place, size = member.join()
@@ -40,10 +40,10 @@ def survive(cfg: Config, train: Callable[[Config], float], save: Callable[[Confi
         if mesh is None or place >= (ranks := mesh_of(mesh).world_size):
             member.next_round()
             continue
-        member.take(place, ranks)
+        local_rank, on_machine = member.take(place, ranks)
         resume = "auto" if member.round else cfg.checkpoint.resume
         job = replace(cfg, mesh=mesh, checkpoint=replace(cfg.checkpoint, resume=resume))
-        with compiling_ahead(job) if place == 0 else nullcontext():
+        with compiling_ahead(job, on_machine, quiet=place > 0) if local_rank == 0 else nullcontext():
             result = train_in_round(job, train, member)
         if not isinstance(result, Exception):
             return result
@@ -62,6 +62,7 @@ def train_in_round(cfg: Config, train: Callable[[Config], float], member: Member
             raise
         except Exception as error:
             failure = error
+        member.tell_trouble()
         failure.add_note("".join(traceback.format_tb(failure.__traceback__)))
         traceback.clear_frames(failure.__traceback__)  # they refer to process groups
         failure.__traceback__ = None

@@ -9,13 +9,12 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from compiler_trainer.config.device import for_running
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
-from compiler_trainer.elastic.launcher import PR_SET_PDEATHSIG
+from compiler_trainer.elastic.machine import PR_SET_PDEATHSIG
 from compiler_trainer.runs.ahead import compile_job
 from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.program_cache import ProgramCache
@@ -28,24 +27,25 @@ POLL_S = 0.5
 
 
 def main() -> None:
-    """Read the options from standard input, wait for a snapshot, and compile; print what was compiled, or why not."""
+    """Read the jobs from standard input, wait for a snapshot, and compile; print what was compiled, or why not."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    cfg = pickle.load(sys.stdin.buffer)
-    axes = ", ".join(f"{name} {size}" for name, size in vars(cfg.mesh).items() if size > 1) or "one rank"
-    wait_for_snapshot(cfg)
-    try:
-        compile_all(cfg)
-    except UserError as error:
-        print(f"the programs for {axes} are not compiled ahead: {error}", file=sys.stderr, flush=True)
-    else:
-        print(f"the programs for {axes} are compiled ahead, for the case that a rank is lost", flush=True)
+    jobs = pickle.load(sys.stdin.buffer)
+    wait_for_snapshot(jobs[0])
+    for cfg in jobs:
+        axes = ", ".join(f"{name} {size}" for name, size in vars(cfg.mesh).items() if size > 1) or "one rank"
+        try:
+            compile_all(cfg)
+        except UserError as error:
+            print(f"the programs for {axes} are not compiled ahead: {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"the programs for {axes} are compiled ahead, for the case that ranks are lost", flush=True)
 
 
 def wait_for_snapshot(cfg: Config) -> None:
     """Wait until the job has trained for a while."""
     folder = snapshots_of(cfg)
-    while folder is not None and not any(Path(folder).iterdir()):
+    while folder is not None and not (folder.exists() and any(folder.iterdir())):
         time.sleep(POLL_S)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from compiler_trainer.config.errors import RunError, UserError
+from compiler_trainer.step.connections import close_connections, noting_connections
 from compiler_trainer.step.meeting import meeting, meeting_in
 from passes.lower.cudagraphs import release
 from passes.torch_private import abort_groups, gloo_of_one_thread, see_one_gpu
@@ -27,10 +28,18 @@ RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
 QUEUES = "32"  # device queues; with fewer than streams (CUDA's default is 8), kernels wait for other streams' transfers
 PATIENCE = timedelta(hours=1)  # for ranks that compile; `run.timeout_s` reports a rank that hangs in a step earlier
 HOST = "gloo_in_order"  # the backend of groups over host memory
-dist.Backend.register_backend(HOST, gloo_of_one_thread, devices=["cpu"])
 groups, turns = itertools.count(), itertools.count()
 joined: list[Any] = []  # the default group, if `start_ranks` made it
 leaving, is_waiting, is_cut_off = threading.Lock(), threading.Event(), threading.Event()
+
+
+def host_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a backend over host memory whose connections `close_connections` knows."""
+    with noting_connections():
+        return gloo_of_one_thread(store, rank, size, timeout)
+
+
+dist.Backend.register_backend(HOST, host_backend, devices=["cpu"])
 
 
 def start_ranks() -> int:
@@ -105,13 +114,16 @@ def waiting_for_device() -> Iterator[None]:
 def abort_wait(has_left: threading.Event) -> None:
     """Abort the collectives for which the main thread waits; called by another thread.
 
-    An abort frees what the launch of a collective uses, so it happens only in `waiting_for_device`. It ends when the
-    main thread has left its groups.
+    Those of gloo fail because their connections close. An abort of NCCL's frees what the launch of a collective uses,
+    so it happens only in `waiting_for_device`. It ends when the main thread has left its groups.
     """
     while True:
         with leaving:
-            if has_left.is_set() or not dist.is_initialized() or dist.get_backend() != "nccl":
-                return  # gloo wakes up when a connection closes
+            if has_left.is_set() or not dist.is_initialized():
+                return
+            close_connections()
+            if dist.get_backend() != "nccl":
+                return
             is_cut_off.set()
             if is_waiting.is_set():
                 abort_groups()
@@ -123,6 +135,7 @@ def rejoin() -> None:
     global groups, turns
     release()  # before the lock: NCCL aborts a communicator only when no recorded CUDA graph uses it
     with leaving:
+        close_connections()
         if dist.is_initialized():
             joined.clear()
             abort_groups()

@@ -45,8 +45,11 @@ def checkpoints_of(cfg: Config) -> Path:
 
 
 def snapshots_of(cfg: Config) -> Path | None:
-    """Return the folder of a run's snapshots, in the memory of this machine; None if it makes none, as a dry one."""
-    return Path(os.environ[FOLDER]) if cfg.run.elastic and not cfg.run.dry else None
+    """Return the folder of a run's snapshots; None if it makes none, as a dry one.
+
+    It is in the memory of this machine, or in the run folder if there are several machines.
+    """
+    return Path(cfg.run.dir, os.environ[FOLDER]) if cfg.run.elastic and not cfg.run.dry else None
 
 
 def resumable(cfg: Config) -> list[Path]:

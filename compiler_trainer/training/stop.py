@@ -165,9 +165,10 @@ def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
 
 def how_to_go_on(run: str) -> str:
     """Return the command that resumes a run on as many ranks as there are now."""
-    if is_member():
-        return f"compiler-trainer launch -n {os.environ[MEMBERS]} resume {shlex.quote(run)}"
     nodes, local_size = int(os.environ.get("GROUP_WORLD_SIZE", 1)), os.environ.get("LOCAL_WORLD_SIZE")
+    if is_member():
+        ranks = os.environ[MEMBERS] if nodes == 1 else f"{local_size} --nnodes {nodes} --node-rank N --master-addr HOST"
+        return f"compiler-trainer launch -n {ranks} resume {shlex.quote(run)}"
     options = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
     command = (
         f"torchrun{options} --nproc-per-node {local_size} -m compiler_trainer" if local_size else "compiler-trainer"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from commands import call
 
@@ -68,6 +71,40 @@ def test_a_running_job_takes_other_meshes(tmp_path, capsys):
     assert not survival.difference(tmp_path / "whole", folder)
     assert call("resize", folder, "mesh.dp_shard=3") == 2
     assert re.search(r"error: RUN: has no launcher at 127\.0\.0\.1:\d+: the job has ended", capsys.readouterr().err)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_machine_that_is_lost_costs_steps_and_another_one_takes_its_place(number, tmp_path):
+    """Both machines are this one; a stopped one is silent, and its connections stay open."""
+    folder, port = tmp_path / "job", free_port()
+    longer = "train.steps=1500 checkpoint.interval=null eval.interval=null run.compile_ahead=false"
+
+    def machine(node):
+        flags = ["--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        return survival.launch(folder, 2, longer, 3, flags)
+
+    first, second, whole = machine(0), machine(1), survival.launch(tmp_path / "whole", 1, longer)
+    log = folder.with_suffix(".log")
+    survival.wait_for(first, folder, 10)
+    second_machine = [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]
+    for process in second_machine:
+        process.send_signal(number)
+    until(log, "on 2 ranks (dp_shard 2)", times=1)
+    third = machine(1)
+    until(log, "on 4 ranks (dp_shard 4)", times=2)
+    if number == signal.SIGSTOP:
+        for process in second_machine:
+            process.send_signal(signal.SIGCONT)
+        assert second.wait(60) == 1
+    assert [job.wait(300) for job in (first, third, whole)] == [0, 0, 0], log.read_text()
+    assert not survival.difference(tmp_path / "whole", folder)
+    assert not (folder / "snapshots").exists()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def until(log, text, times):

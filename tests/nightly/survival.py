@@ -79,11 +79,11 @@ def main() -> None:
     sys.exit(1 if tally.wrong else 0)
 
 
-def launch(folder: Path, ranks: int, mesh: str, spares: int = 0) -> subprocess.Popen:
-    """Start a job in a folder; its output is in a file beside it."""
+def launch(folder: Path, ranks: int, mesh: str, spares: int = 0, flags: Collection[str] = ()) -> subprocess.Popen:
+    """Start a job in a folder; its output is added to a file beside it."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "compiler_trainer", "launch", "-n", str(ranks), "--spares", str(spares), *OPTIONS.split(), *mesh.split()]
-    with open(folder.with_suffix(".log"), "w") as log:
+    command = [sys.executable, "-m", "compiler_trainer", "launch", "-n", str(ranks), "--spares", str(spares), *flags, *OPTIONS.split(), *mesh.split()]
+    with open(folder.with_suffix(".log"), "a") as log:
         return subprocess.Popen([*command, "run.elastic=true", f"run.dir={folder}"], env=env, stdout=log, stderr=log)
 
 

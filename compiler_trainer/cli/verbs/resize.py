@@ -6,12 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.device import resolve_cluster
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.elastic.member import ask_for
 from compiler_trainer.runs.saved import options_of
@@ -35,17 +31,10 @@ def main(arguments: Sequence[str]) -> None:
         axis = next(axis for axis, size in sizes.items() if size == -1)
         raise UserError(f"mesh.{axis}", "is -1; give its size, since new processes are started for it")
     mesh = mesh_of(cfg.mesh)
-    check_gpus(validate(cfg, mesh.world_size), mesh.world_size)
+    validate(cfg, mesh.world_size)
     ask_for(launcher_of(args.run), cfg.mesh, mesh.world_size)
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes if size > 1) or "one rank"
     print(f"{args.run} changes to {axes} after its next snapshot; it makes one every {cfg.run.snapshot_interval} steps")
-
-
-def check_gpus(cfg: Config, ranks: int) -> None:
-    """Raise UserError if the job's machine, this one, has fewer GPUs than ranks."""
-    count = torch.cuda.device_count()
-    if not resolve_cluster(cfg.cluster).host_computes and ranks > count:
-        raise UserError("mesh", f"needs {ranks} ranks, and this machine has {count} GPUs; choose smaller sizes")
 
 
 def launcher_of(run: Path) -> str:

@@ -22,8 +22,8 @@ SMALL = (
 ).split()
 KEEPING = """
 import os, pickle, sys, time
-cfg = pickle.load(sys.stdin.buffer)
-print(cfg.mesh.dp_shard, cfg.mesh.dp_replicate, "RANK" in os.environ, file=open(sys.argv[1], "w"), flush=True)
+sizes = [cfg.mesh.dp_shard * cfg.mesh.dp_replicate for cfg in pickle.load(sys.stdin.buffer)]
+print("RANK" in os.environ, *sizes, file=open(sys.argv[1], "w"), flush=True)
 time.sleep(60)
 """
 
@@ -32,30 +32,33 @@ def config(*options):
     return to_config(compose([*SMALL, "run.elastic=true", *options]))
 
 
-@pytest.mark.parametrize("mesh", ["mesh.dp_shard=3", "mesh.dp_shard=1 mesh.dp_replicate=3"])
-def test_a_process_gets_the_job_on_one_rank_fewer_and_ends_with_the_round(mesh, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("mesh", "on_machine", "sizes"), [
+    ("mesh.dp_shard=3", 3, ["2"]),
+    ("mesh.dp_shard=1 mesh.dp_replicate=3", 1, ["2"]),
+    ("mesh.dp_shard=4", 2, ["3", "2"]),  # one rank fewer, and one machine
+])
+def test_a_process_gets_the_job_on_fewer_ranks_and_ends_with_the_round(mesh, on_machine, sizes, tmp_path, monkeypatch):
     monkeypatch.setattr(ahead, "COMMAND", [sys.executable, "-c", KEEPING, str(tmp_path / "seen")])
     monkeypatch.setenv("RANK", "0")
-    with ahead.compiling_ahead(config(*mesh.split())):
+    with ahead.compiling_ahead(config(*mesh.split()), on_machine):
         end = time.monotonic() + 30
         while not (tmp_path / "seen").exists() or not (tmp_path / "seen").read_text():
             assert time.monotonic() < end
             time.sleep(0.01)
-    shards, replicas, has_rank = (tmp_path / "seen").read_text().split()
-    assert (int(shards) * int(replicas), has_rank) == (2, "False")
+    assert (tmp_path / "seen").read_text().split() == ["False", *sizes]
     assert not [child for child in psutil.Process().children() if str(tmp_path / "seen") in child.cmdline()]
 
 
 @pytest.mark.parametrize("options", ["mesh.dp_shard=1", "mesh.dp_shard=1 mesh.tp=2", "mesh.dp_shard=2 run.compile_ahead=false"])
 def test_nothing_is_compiled_where_no_mesh_is_smaller_or_it_is_not_wanted(options, monkeypatch):
     monkeypatch.setattr(ahead, "COMMAND", ["/does/not/exist"])
-    with ahead.compiling_ahead(config(*options.split())):
+    with ahead.compiling_ahead(config(*options.split()), 1):
         pass
 
 
 def test_a_process_that_cannot_start_says_so_itself_and_the_job_goes_on(monkeypatch):
     monkeypatch.setattr(ahead, "COMMAND", [sys.executable, "-c", "import sys; sys.stdin.close(); sys.exit(1)"])
-    with ahead.compiling_ahead(config("mesh.dp_shard=2")):
+    with ahead.compiling_ahead(config("mesh.dp_shard=2"), 2):
         pass
 
 

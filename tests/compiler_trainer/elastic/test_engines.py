@@ -64,19 +64,44 @@ def test_what_is_no_rank_is_refused(env, message):
         place_of_rank(env)
 
 
+ON_NODE_0 = {"SLURM_STEP_TASKS_PER_NODE": "1(x6)", "SLURM_NODEID": "5", "SLURM_LOCALID": "0"}
+
+
 @pytest.mark.parametrize(("env", "flags", "expected"), [
-    (KUBEFLOW, [], ["--nproc-per-node=8", "--nnodes=2", "--node-rank=1", "--master-addr=job-0.svc", "--master-port=29400"]),
-    (SKYPILOT, ["-n", "4"], ["--nproc-per-node=4", "--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.4", "--master-port=29500"]),
-    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x6)", "SLURM_NODEID": "5", "SLURM_LOCALID": "0"}, [],
-     ["--nproc-per-node=auto", "--nnodes=6", "--node-rank=5", "--master-addr=gpu07", "--master-port=15040"]),
-    (KUBEFLOW, ["--nnodes=1"], ["--nproc-per-node=auto", "--nnodes=1"]),  # given flags are torchrun's
+    (KUBEFLOW, [], (8, 1, 2, "job-0.svc", 29400)),
+    (SKYPILOT, ["-n", "4"], (4, 1, 2, "10.0.0.4", 29500)),
+    ({**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"}, [], (1, 1, 2, "job-0.svc", 29400)),
+    ({**SLURM, **ON_NODE_0}, ["-n", "3"], (3, 5, 6, "gpu07", 15040)),
+    (KUBEFLOW, ["--nnodes=3", "--node-rank=2", "--master-addr=a", "-n", "2"], (2, 2, 3, "a", 29500)),  # flags win
+    ({}, ["--nnodes=3", "--node-rank=0", "--master-addr=a", "--master-port=5"], (1, 0, 3, "a", 5)),
+    ({}, ["-n", "2"], (2, 0, 1, "127.0.0.1", 0)),
 ])
 def test_launch_starts_the_ranks_of_a_machine_in_the_engines_job(env, flags, expected, monkeypatch):
     started = []
+
+    class Launcher:
+        def __init__(self, count, command, spares, elastic, place):
+            started.extend([(count, place.rank, place.size, place.address, place.port), command[1:], elastic])
+
+        def run(self):
+            return 0
+
     monkeypatch.setattr(launch.os, "environ", dict(env))
-    monkeypatch.setattr(launch, "torchrun", lambda arguments: started.append(arguments) or 0)
+    monkeypatch.setattr(launch, "Launcher", Launcher)
     assert launch.main([*flags, "optim.lr=1"]) == 0
-    assert [a for a in started[0] if not a.startswith("--shutdown")] == [*expected, "-m", "compiler_trainer", "optim.lr=1"]
+    assert started == [expected, ["-m", "compiler_trainer", "optim.lr=1"], False]
+
+
+@pytest.mark.parametrize(("flags", "problem"), [
+    (["--nnodes=2", "--master-addr=a"], "^--nnodes: is 2; give --node-rank, too"),
+    (["--nnodes=2", "--node-rank=0"], "^--nnodes: is 2; give --master-addr, too"),
+    (["--nnodes=2", "--node-rank=2", "--master-addr=a"], "^--node-rank: is 2; give a number from 0 to 1"),
+    (["-n", "many"], "^-n: is many; give the number of ranks on this machine"),
+])
+def test_a_part_of_a_place_is_refused(flags, problem, monkeypatch):
+    monkeypatch.setattr(launch.os, "environ", {})
+    with pytest.raises(UserError, match=problem):
+        launch.main([*flags, "optim.lr=1"])
 
 
 def test_launch_inside_tasks_of_srun_is_refused(monkeypatch):

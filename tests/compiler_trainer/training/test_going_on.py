@@ -228,6 +228,14 @@ def test_how_a_run_goes_on_is_said_for_its_ranks(local, nodes, says, monkeypatch
     assert stop.how_to_go_on("my run") == says
 
 
+@pytest.mark.parametrize(("nodes", "says"), [("1", "-n 16"), ("2", "-n 8 --nnodes 2 --node-rank N --master-addr HOST")])
+def test_how_a_run_of_launch_goes_on(nodes, says, monkeypatch):
+    variables = {"LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": nodes, "COMPILER_TRAINER_MEMBER": "3", "COMPILER_TRAINER_MEMBERS": "16"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert stop.how_to_go_on("my run") == f"compiler-trainer launch {says} resume 'my run'"
+
+
 # Resuming by name
 
 
