@@ -132,6 +132,7 @@ class LoraConfig:
     rank: Positive = 8  # rank of the terms
     alpha: PositiveFloat = 16.0  # a term is multiplied by alpha / rank
     rslora: bool = False  # or by alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)
+    dora: bool = False  # the term changes a weight's direction, and its length is trained, too (DoRA, arXiv:2402.09353)
     dropout: OpenFraction = 0.0  # dropout on the input of a term
     targets: tuple[str, ...] = ()  # names of layers, or all-linear; none: peft's usual layers for this kind of model
 

@@ -35,6 +35,7 @@ from passes.ir.spec import Stored, Value
 
 SHOWN = 3  # tensors named in an error
 ROWS = 4096  # compared at a time
+MAGNITUDE = ".lora_magnitude_vector."  # in the name of a length that DoRA trains
 ADAPTED, INNER = "base_model.model.", re.compile(r"(\.base_layer)+\.")  # how peft renames what it adapts
 
 
@@ -90,6 +91,7 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
@@ -151,8 +153,19 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
         """Return the value of a parameter that is not quantized."""
         if stored is not None and ".lora_" not in name:
             return stored[unwrapped(name.removeprefix(ADAPTED))]
+        if MAGNITUDE in name:
+            return Made(tuple(parameter.shape), torch.float32, cache(partial(lengths, name.partition(MAGNITUDE)[0])))
         draw = cache(partial(drawn, module, name, parameter, seed))
         return Made(tuple(parameter.shape), torch.float32, draw)
+
+    def lengths(path: str) -> Tensor:
+        """Return the lengths of a weight for each of the layer's outputs, as DoRA starts with."""
+        layer, dora = module.get_submodule(f"{path}.base_layer"), module.get_submodule(f"{path}{MAGNITUDE}default")
+        if isinstance(layer, QuantizedLinear):
+            weight = FORMATS[layer.format_name].dequantize(state_of(f"{path}.base_layer"))
+        else:
+            weight = value_of(f"{path}.base_layer.weight", layer.weight)[()]  # type: ignore[arg-type]
+        return weight.to(torch.float32).norm(dim=0 if dora.fan_in_fan_out else 1)
 
     @lru_cache(1)
     def state_of(path: str) -> dict[str, Tensor]:

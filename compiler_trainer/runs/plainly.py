@@ -1,4 +1,4 @@
-"""Log-probabilities computed by transformers alone: run as a file, imports nothing of this trainer.
+"""Log-probabilities computed by transformers and peft alone: run as a file, imports nothing of this trainer.
 
     python -P plainly.py FOLDER < texts.json
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +20,24 @@ from transformers import AutoModelForCausalLM
 def log_probabilities(folder: str, texts: list[list[int]]) -> dict[str, Any]:
     """Return the dtype and the log-probabilities of the module's output."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    model = loaded.to(device).eval()
+    model = loaded(folder).to(device).eval()
     results = []
     for text in texts:
         ids = torch.tensor([text], device=device)
         log_chances = model(ids).logits[0, :-1].float().log_softmax(-1)
         results.append(log_chances.gather(-1, ids[0, 1:, None])[:, 0].tolist())
     return {"dtype": str(model.dtype).removeprefix("torch."), "log_probabilities": results}
+
+
+def loaded(folder: str) -> Any:
+    """Return the model of a folder. peft loads adapters, because transformers (5.23) leaves out the lengths of DoRA."""
+    file = Path(folder, "adapter_config.json")
+    if not file.exists():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    from peft import PeftModel
+
+    base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), folder)
 
 
 if __name__ == "__main__":
