@@ -216,6 +216,7 @@ def test_what_is_no_case_is_said(line, message, capsys):
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--fault", "nothing_like_it"], "--fault: 'nothing_like_it' is not a fault of tools.faults"),
     (["--fault", "copies_not_replicate", "--store", "x"], "--fault: takes only --cases, --from and --seed"),
+    (["--cases", "500", "--from", "500"], "--from: 500 leaves none of 500 cases"),
 ])
 def test_a_fault_is_one_of_the_table_and_nothing_given_beside_it_is_ignored(arguments, says, capsys):
     try:

@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.case or args.store or args.write or args.all or args.jobs > 1:
             parser.error("--fault: takes only --cases, --from and --seed")
         return with_fault(args)
+    if args.first >= args.cases > 0:
+        parser.error(f"--from: {args.first} leaves none of {args.cases} cases; raise --cases, which counts from 0")
     if args.write and not args.store:
         parser.error("--write: needs results to write; also pass --store")
     try:
