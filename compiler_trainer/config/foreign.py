@@ -7,6 +7,8 @@ instead.
 
 from __future__ import annotations
 
+import difflib
+
 ACCUMULATION = "gradient accumulation is train.microbatches: parts of train.global_batch_size, or auto"
 ROWS = "train.global_batch_size is the sequences of a step over all ranks; train.microbatches computes them in parts"
 MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
@@ -40,6 +42,20 @@ VALIDATION = (
 PIPELINE = "pipeline parallelism is mesh.pp, with at least as many train.microbatches (docs/guides/pipeline.md)"
 REPLICAS = "data parallelism is mesh.dp_shard (sharded, FSDP) and mesh.dp_replicate (replicated, DDP)"
 DEVICE = "a GPU is used if there is one; CUDA_VISIBLE_DEVICES says which, and none if it is empty"
+PACKING = "documents are packed: joined and cut, or whole with data.packing=fit, the default for conversations"
+OWN_OPTIMIZER = "another optimizer is optim=custom optim._target_=package.Class (docs/guides/your-loop.md)"
+JOB_FILE = "a job file is YAML and is given by itself: compiler-trainer job.yaml"
+OTHER_GPU = (
+    "its figures, for predictions, come from compiler-trainer calibrate --out FOLDER/cluster/NAME.yaml on such a "
+    "machine, for --config-dir FOLDER cluster=NAME; training needs none"
+)
+SFT = "supervised fine-tuning (SFT) is recipe=finetune, with LoRA recipe=lora"
+FROZEN = "a learning rate of 0 freezes weights: 'optim.groups={frozen:{names:[\"model.embed_tokens.*\"],lr:0}}'"
+LIGER = "kernels come from Inductor; the loss is computed in chunks with passes.chunk_loss.chunks=8"
+SIZES = "the sizes of a decoder are model.dim, model.n_layers, model.n_heads, model.ffn_dim and model.vocab_size"
+RANKS = "ranks are started by compiler-trainer launch -n RANKS, or torchrun; mesh divides the work among them"
+RESUME = "resume with: compiler-trainer resume RUN, or checkpoint.resume=latest|auto|PATH"
+CONTEXT = "it is a config.json's, which model.path reads (docs/guides/long-sequences.md)"
 BUILT = "torch.compile is not called: lower.backend=inductor compiles each job, lower.backend=eager none"
 
 ANSWERS = {
@@ -93,7 +109,9 @@ ANSWERS = {
     "lr_decay_style": "the schedule is lr_schedule=cosine|linear|wsd|constant",
     "min_lr": "the schedule ends at lr_schedule.min_ratio times optim.lr",
     "warmup": "linear warm-up is lr_schedule.warmup_steps",
-    "warmup_ratio": "linear warm-up is lr_schedule.warmup_steps",
+    "warmup_ratio": "linear warm-up is lr_schedule.warmup_fraction, or lr_schedule.warmup_steps",
+    "warmup_steps": "linear warm-up is lr_schedule.warmup_steps",
+    "lr_warmup_steps": "linear warm-up is lr_schedule.warmup_steps",
     "warmup_iters": "linear warm-up is lr_schedule.warmup_steps",
     "weight_decay": "weight decay is optim.weight_decay",
     "adam_beta1": "AdamW's betas are optim.betas=[0.9,0.95]",
@@ -102,6 +120,9 @@ ANSWERS = {
     "max_grad_norm": "gradients are clipped to a norm of optim.max_norm",
     "clip_grad": "gradients are clipped to a norm of optim.max_norm",
     "gradient_clip_val": "gradients are clipped to a norm of optim.max_norm",
+    **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "fused_adam"), "AdamW is optim=adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "8-bit AdamW is optim=adamw8bit"),
+    **dict.fromkeys(("lion", "adafactor", "shampoo", "soap", "sophia", "schedule_free", "lamb"), OWN_OPTIMIZER),
     "optimizer": "the optimizer is optim=adamw|adamw8bit|adamwfp8|muon|sgd|custom",
     "early_stopping_patience": STOPPING,
     "early_stopping": STOPPING,
@@ -112,6 +133,7 @@ ANSWERS = {
     "activation_checkpoint": CHECKPOINTING,
     "recompute_granularity": CHECKPOINTING,
     "remat": CHECKPOINTING,
+    **dict.fromkeys(("recompute_activations", "recompute_method", "recompute_num_layers"), CHECKPOINTING),
     "cpu_offload": "activations go to host memory with passes.remat.policy=offload",
     # ranks
     "fsdp": SHARDING,
@@ -119,6 +141,7 @@ ANSWERS = {
     "deepspeed": SHARDING,
     "zero_stage": SHARDING,
     "zero": SHARDING,
+    "use_distributed_optimizer": SHARDING,
     "ddp": "parameters are replicated over mesh.dp_replicate",
     "data_parallel_size": REPLICAS,
     "data_parallel_shard_degree": "sharded data parallelism is mesh.dp_shard",
@@ -167,7 +190,7 @@ ANSWERS = {
     "lora_rank": LORA,
     "lora_alpha": LORA,
     "lora_dropout": LORA,
-    "lora_target_modules": LORA,
+    **dict.fromkeys(("lora_target_modules", "target_modules", "lora_target_linear", "peft"), LORA),
     "use_peft": LORA,
     "adapter": LORA,
     "lora": LORA,
@@ -181,7 +204,7 @@ ANSWERS = {
     "validation_file": VALIDATION,
     "eval_dataset": VALIDATION,
     "val_set_size": VALIDATION,
-    "packing": "documents are packed: joined and cut, or whole with data.packing=fit, the default for conversations",
+    **dict.fromkeys(("packing", "sample_packing", "pack_sequences", "group_by_length"), PACKING),
     "streaming": "text is tokenized once into a cache on disk (data.cache) and read from there",
     "assistant_only_loss": "with data.chat=true only the assistant's answers count in the loss",
     "train_on_inputs": "with data.chat=true only the assistant's answers count in the loss",
@@ -201,11 +224,11 @@ ANSWERS = {
     "save_strategy": "a checkpoint is written every checkpoint.interval steps",
     "enabled": "null turns it off: checkpoint.interval=null, eval.interval=null, passes.segment.max_nodes=null",
     "save_total_limit": "the newest checkpoint.keep checkpoints are kept",
-    "output_dir": "the run folder is run.dir",
-    "resume_from_checkpoint": "resume with: compiler-trainer resume RUN, or checkpoint.resume=latest|auto|PATH",
+    **dict.fromkeys(("output_dir", "logging_dir", "save_dir", "dump_folder", "run_name"), "the run folder is run.dir"),
+    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path", "load", "load_path"), RESUME),
     "logging_steps": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that is updated",
     "log_interval": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that is updated",
-    "wandb": LOGGERS,
+    **dict.fromkeys(("wandb", "wandb_project", "use_wandb", "enable_wandb", "tensorboard"), LOGGERS),
     "report_to": LOGGERS,
     "logger": LOGGERS,
     "mlflow": LOGGERS,
@@ -224,11 +247,32 @@ ANSWERS = {
     **dict.fromkeys(("cpo_alpha", "rpo_alpha"), NLL_WEIGHT),
     "simpo_gamma": "the target of the margin is loss.gamma, with loss=simpo",
     "ref_model": "the reference is the weights that training starts from; its log-probabilities are computed once",
+    **dict.fromkeys(("sft", "instruct", "finetuning", "full_finetune"), SFT),
+    "pretraining": "pretraining is recipe=pretrain, with a model by name and data.tokenizer",
+    "beta": "the beta of a preference loss is loss.beta, with loss=dpo",
+    **dict.fromkeys(("dora", "use_dora"), "there is no DoRA; model.lora.rslora=true scales by the root of the rank"),
+    **dict.fromkeys(("yarn", "rope_type", "rope_parameters"), f"scaling of positions: {CONTEXT}"),
+    **dict.fromkeys(("freeze", "freeze_layers", "unfrozen_parameters"), FROZEN),
+    **dict.fromkeys(("liger", "liger_kernel", "use_liger_kernel"), LIGER),
+    **dict.fromkeys(("slurm", "sbatch"), "SLURM: `srun compiler-trainer ...` (docs/guides/several-nodes.md)"),
+    "trust_remote_code": "code of a model's folder is never run; model.path takes the models that transformers builds",
+    "chat_template": "the chat template is the tokenizer's own, in the folder of model.path",
+    **dict.fromkeys(("config", "config_file", "config_name", "config_path", "yaml", "toml"), JOB_FILE),
+    **dict.fromkeys(("nnodes", "num_nodes", "nproc_per_node", "num_processes"), RANKS),
+    **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"), SIZES),
+    **dict.fromkeys(("b200", "b300", "gb200", "v100", "l40s", "l4", "a10", "rtx4090", "mi300x"), OTHER_GPU),
     "rlhf": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
     "grpo": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
     "loss_type": f"{PREFERENCES}; a loss of your own is loss._target_=package.function",
 }
-VALUES = {  # option -> hint for a value that is not one of its choices
+VALUES = {  # option or group -> hint for a value that is not one of its choices
+    "model": f"{MODEL}; a module of your own is model=custom model._target_=package.Class",
+    "data": DATA,
+    "optim": OWN_OPTIMIZER,
+    "lr_schedule": "a schedule of your own is lr_schedule=custom lr_schedule._target_=package.function",
+    "loss": "a loss of your own is loss._target_=package.function",
+    "cluster": "the file of another GPU goes into a folder for --config-dir (docs/reference/clusters.md)",
+    "recipe": "a job file needs no recipe=: compiler-trainer job.yaml",
     "passes.cast.float8": NO_BLOCKS,
     "passes.moe.dispatch": "counts of rows stay on the device, so buffer sizes cannot depend on them",
     "train.dtype": "it is the dtype of master weights; mixed precision is passes.cast.param_dtype=bfloat16 over "
@@ -238,4 +282,15 @@ VALUES = {  # option -> hint for a value that is not one of its choices
 
 def answer(name: str) -> str | None:
     """Return the answer for another trainer's option, whatever its group; None if the name is unknown."""
-    return ANSWERS.get(name.rpartition(".")[2].lower().replace("-", "_"))
+    return ANSWERS.get(plain(name))
+
+
+def answer_near(name: str) -> str | None:
+    """Return the answer for the most similar name of another trainer's; None if none is similar."""
+    near = difflib.get_close_matches(plain(name), list(ANSWERS), n=1, cutoff=0.85)
+    return ANSWERS[near[0]] if near else None
+
+
+def plain(name: str) -> str:
+    """Return an option's name without its group, in lower case and with underscores."""
+    return name.rpartition(".")[2].lower().replace("-", "_")

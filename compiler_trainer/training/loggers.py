@@ -24,9 +24,9 @@ from typing import Any, Protocol, TextIO
 
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from compiler_trainer.config.compose import flat
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.files import write_atomically
+from compiler_trainer.config.jobs import flat
 from compiler_trainer.config.options import tables
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.targets import called

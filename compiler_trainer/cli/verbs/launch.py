@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from compiler_trainer.cli.table import VERBS, parser
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import is_job_file, with_files
 from compiler_trainer.elastic.engines import place_in_engine
 from compiler_trainer.elastic.launcher import SAVING_S, Launcher
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         flags = [f"--nproc-per-node={ranks}", f"--shutdown-timeout={SAVING_S}", *further]
         return torchrun([*flags, "-m", "compiler_trainer", *job])
     command = [sys.executable, "-m", "compiler_trainer", *job]
-    return Launcher(ranks_of(args.nproc_per_node), command, args.spares, "run.elastic=true" in job).run()
+    return Launcher(ranks_of(args.nproc_per_node), command, args.spares, "run.elastic=true" in with_files(job)).run()
 
 
 def ranks_of(text: str | None) -> int:
@@ -56,7 +57,7 @@ def ranks_of(text: str | None) -> int:
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (flags of the launcher, arguments of the ranks); these start at the first option or verb."""
-    is_job = [not a.startswith("-") and ("=" in a or a in VERBS) for a in arguments]
+    is_job = [not a.startswith("-") and ("=" in a or a in VERBS or is_job_file(a)) for a in arguments]
     at = is_job.index(True) if True in is_job else len(arguments)
     return list(arguments[:at]), list(arguments[at:])
 

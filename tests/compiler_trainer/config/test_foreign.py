@@ -49,7 +49,7 @@ REFUSED = {  # beginning of a denial -> options that ask for the denied feature
     "there is no MXFP8 and no NVFP4": ["passes.cast.float8=mxfp8"],
     "matmuls of experts are not computed in float8": ["passes.moe.fp8_grouped_mm=true"],
     "recipe=qlora, or model.quantize=nf4": ["train.load_in_4bit=true"],
-    "there is no quantized LoRA": ["model=hf", "model.path=FOLDER", "model.lora.bits=4"],
+    "there is no DoRA": ["model=hf", "model.path=FOLDER", "model.lora.use_dora=true"],
     "matmuls of float32 are not computed in TF32": ["train.tf32=true"],
     "torch.compile is not called": ["train.torch_compile=true"],
     "there is none": ["run.push_to_hub=true"],
@@ -116,7 +116,7 @@ def test_what_an_answer_denies_is_refused_and_no_feature(denial):
         ({"model": {"attn_implementation": "sdpa"}}, "kernels are chosen automatically"),
         (
             {"train": {"dtype": "bf16"}},
-            "did you mean 'bfloat16'?; it is the dtype of master weights; mixed precision is passes.cast.param_dtype",
+            "'bf16' is not one of float32, bfloat16; mixed precision is passes.cast.param_dtype=bfloat16 over",
         ),
         (
             {"passes": {"cast": {"float8": "mxfp8"}}},
