@@ -113,7 +113,7 @@ FEATURES = {
     ),
 }
 MISSING = (
-    Missing("fp16, MXFP8, NVFP4", "passes.cast.param_dtype=float16"),
+    Missing("fp16, matmuls in MXFP8 and NVFP4", "passes.cast.param_dtype=float16"),
     Missing("reinforcement learning", "loss=grpo"),
     Missing("images and video without a dataset of your own", "data=images"),
 )

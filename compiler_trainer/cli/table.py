@@ -59,8 +59,8 @@ TASKS = {
 def usage() -> str:
     """Return the text of `compiler-trainer --help`."""
     lines = [
-        "usage: compiler-trainer [JOB.yaml] [OPTION=VALUE ...] train a model",
-        "       compiler-trainer VERB ...                      VERB -h lists its arguments",
+        "usage: compiler-trainer [JOB.yaml] [OPTION=VALUE ...]   train a model",
+        "       compiler-trainer VERB ...                        VERB -h: its arguments",
     ]
     for task, title in TASKS.items():
         lines += ["", f"{title}:"]

@@ -58,6 +58,11 @@ GOES_WITH = {  # options that exist only with another choice of `model`
     "model.path": "goes with model=hf: a folder that transformers saved, or ORGANIZATION/NAME of a model of the hub",
     "model.lora": "goes with model=hf, or recipe=lora",
 }
+MEANT = (  # group, a part of what is no choice of it, what it is
+    ("model", "/", "{0} is a folder, or a model of the hub; write model=hf model.path={0}"),
+    ("recipe", ".y", "{0} is a job file, which is given by itself: compiler-trainer {0}"),
+    ("data", ".", "{0} is a file; write data=text 'data.files=[{0}]', for conversations also data.chat=true"),
+)
 INPUT_ERRORS = (UserError, HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # hydra raises the last
 OVERRIDDEN = re.compile(r"Could not override '([^']+)'")
 LECTURES = ("See https://hydra.cc", "\n\n")  # begin hydra's explanation of its grammar
@@ -80,9 +85,8 @@ def user_error(error: Exception) -> UserError:
         return UserError(error.override, unreadable(error))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.removeprefix("hydra/").partition("/")
-        if group == "model" and "/" in choice:
-            return UserError(group, f"{choice} is a folder, or a model of the hub; write model=hf model.path={choice}")
-        return UserError(group, not_one_of(error.options, choice, group))
+        meant = next((fix for name, part, fix in MEANT if name == group and part in choice), None)
+        return UserError(group, meant.format(choice) if meant else not_one_of(error.options, choice, group))
     cause = error.__cause__ or error
     if not isinstance(cause, OmegaConfBaseException):
         return several_values(error) or UserError("config", one_line(str(error)))
@@ -103,6 +107,8 @@ def no_option(name: str) -> UserError:
     elsewhere = [other for other in every_name() if other.rpartition(".")[2] == key]
     if elsewhere and not foreign.answer(key):
         return UserError(name, f"no such option; there is {' and '.join(elsewhere[:3])}")
+    if not names_in(group) and not foreign.answer(key):
+        key, group = group, ""  # the group is not one of ours
     return UserError(name, unknown(key, names_in(group) or names_in("")))
 
 

@@ -13,13 +13,16 @@ ACCUMULATION = "gradient accumulation is train.microbatches: parts of train.glob
 ROWS = "train.global_batch_size is the sequences of a step over all ranks; train.microbatches computes them in parts"
 MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
 NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
-NO_BLOCKS = "there is no MXFP8 and no NVFP4; float8 is passes.cast.float8=rowwise or tensorwise"
+NO_BLOCKS = (
+    "matmuls are not computed in MXFP8 or NVFP4; float8 is passes.cast.float8=rowwise or tensorwise; weights under "
+    "LoRA are stored with model.quantize=nvfp4 or mxfp4"
+)
 QUANTIZED = "weights under LoRA are stored in few bits by recipe=qlora, or model.quantize={}"
 NO_GROUPED = (
     "matmuls of experts are not computed in float8; passes.cast.float8=rowwise or tensorwise is for linear layers"
 )
 LENGTH = "the length of a run is train.steps: a number of steps, or epochs as in train.steps=3epochs"
-LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[{_target_: compiler_trainer.WandB}], or MLflow"
+LOGGERS = "metrics go to metrics.jsonl, TensorBoard and 'run.loggers=[{_target_: compiler_trainer.WandB}]', or MLflow"
 CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
 PREFERENCES = (
     "losses of preference pairs are recipe=dpo, orpo or simpo, and loss=dpo, ipo, simpo, orpo, cpo or kto with "
@@ -33,7 +36,7 @@ ATTENTION = "kernels are chosen automatically: the model's calls of SDPA and Fle
 DATA = "text and conversations are data=text data.files=[...]; a dataset on the hub is data=hf_dataset data.path=NAME"
 FORMATS = "data.chat=true reads OpenAI messages, ShareGPT, Alpaca, prompts with completions; fields tell the format"
 MODEL = "model=hf model.path=FOLDER loads what transformers saved, model.path=ORGANIZATION/NAME a model on the hub"
-LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora"
+LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora or qlora"
 STOPPING = "early stopping is eval.patience=3: evaluations without a lower loss; checkpoint.keep_best keeps the best"
 EVALUATION = "validation loss is computed every eval.interval steps over eval.batches batches"
 VALIDATION = (
@@ -85,6 +88,7 @@ ANSWERS = {
     "float16": NO_FP16,
     "half": NO_FP16,
     "tf32": "call torch.set_float32_matmul_precision for TF32, or use passes.cast.param_dtype=bfloat16",
+    "float8": "float8 is passes.cast.float8=rowwise or tensorwise",
     "fp8": "float8 is passes.cast.float8=rowwise or tensorwise",
     "mxfp8": NO_BLOCKS,
     "nvfp4": NO_BLOCKS,

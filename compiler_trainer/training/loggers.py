@@ -50,7 +50,7 @@ CONTENTS = {
     "report.json": "compile times, communication and memory; of a dry run the prediction",
     "trace.json.gz": "steps of rank 0, for Perfetto",
     "measured.json": "the time breakdown of each rank in these steps, for compiler-trainer profile",
-    "plan.yaml": "the recipe that trains the best of a plan",
+    "plan.yaml": "the job file that trains the best of a plan",
     "plan.json": "a plan and the alternatives it was preferred to",
     "plan.html": "the same as a page",
 }

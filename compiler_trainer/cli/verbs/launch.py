@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch.distributed import run
+from torch.distributed import DistNetworkError, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -71,6 +71,9 @@ def torchrun(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except DistNetworkError as error:  # a port that is in use, or a host that cannot be reached
+        fix = "choose another --master-port or --rdzv-endpoint"
+        raise UserError("launch", f"{str(error).splitlines()[0]}; {fix}") from error
     except SignalException as stopped:
         return 128 + stopped.sigval
     return 0

@@ -54,6 +54,15 @@ def test_help_and_version_import_neither_torch_nor_hydra(arguments):
     assert done.stdout.endswith("\n[]\n"), done.stderr
 
 
+@pytest.mark.parametrize("option", ["optm.lr=1", "optim.lr=often", "optim=lion", "mesh.dp_shard=8", "--lr=1", "job.yaml"])
+def test_options_are_refused_without_importing_torch(option, tmp_path):
+    """PyTorch takes most of the time to the message."""
+    script = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); from compiler_trainer.cli.command import main; main()"
+    (tmp_path / "job.yaml").write_text("train: {stepz: 3}")
+    done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "False\n") and done.stderr.startswith("error: "), done.stderr
+
+
 def test_a_process_that_tokenizes_imports_no_torch_and_no_pass():
     script = "import sys, compiler_trainer.data.worker; print(sorted(m for m in sys.modules if m.partition('.')[0] in ('passes', 'torch')))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

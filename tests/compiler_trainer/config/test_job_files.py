@@ -122,7 +122,7 @@ def test_a_file_that_is_not_there_or_one_too_many(arguments, message):
 
 def test_a_recipe_in_a_file_is_given_by_itself(capfd):
     assert call("recipe=job.yaml") == 2
-    assert "is given by itself: compiler-trainer job.yaml" in capfd.readouterr().err
+    assert "which is given by itself: compiler-trainer job.yaml" in capfd.readouterr().err
 
 
 def test_the_file_of_a_sweep_is_no_part_of_its_points(tmp_path):
