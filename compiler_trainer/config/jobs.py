@@ -65,7 +65,7 @@ def overrides_of(path: Path, stated: Sequence[str]) -> list[str]:
         if any(f"{name}.".startswith(f"{other}.") for other in stated) or is_of_run and name in OF_ONE_RUN:
             continue
         if not NAME.fullmatch(name):
-            raise UserError(f"{path}:{lines[name]}", f"{name!r} is not the name of an option")
+            raise UserError(f"{path}:{lines.get(name, 1)}", f"{name!r} is not the name of an option")
         STATED[name] = f"{path}:{lines.get(name, lines.get('defaults', 1))}"
         if is_of_run and name in TABLES:  # all of the table is in the file
             overrides += [f"~{name}", f"+{name}={as_override(value)}"]

@@ -261,6 +261,12 @@ def test_the_job_file_of_each_recipe_is_the_recipe_and_trains_in_little(places, 
         assert math.isfinite(train(tiny(cfg, tmp_path / "run")))
 
 
+def test_the_config_of_a_run_trains_the_same_job_in_another_folder(places, tmp_path):
+    assert call(run_of("decoder") / "config.yaml", f"run.dir={tmp_path}/again") == 0
+    first, again = ([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (run_of("decoder"), tmp_path / "again"))
+    assert first == again and len(first) == 4
+
+
 def undated(cfg: Config) -> Config:
     """Return a job with a run folder that does not depend on the time."""
     return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=""))

@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         flags = [f"--nproc-per-node={ranks}", f"--shutdown-timeout={SAVING_S}", *further]
         return torchrun([*flags, "-m", "compiler_trainer", *job])
     command = [sys.executable, "-m", "compiler_trainer", *job]
-    return Launcher(ranks_of(args.nproc_per_node), command, args.spares, "run.elastic=true" in with_files(job)).run()
+    options = job if job and job[0] in VERBS else with_files(job)
+    return Launcher(ranks_of(args.nproc_per_node), command, args.spares, "run.elastic=true" in options).run()
 
 
 def ranks_of(text: str | None) -> int:
