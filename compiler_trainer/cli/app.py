@@ -46,7 +46,7 @@ def main() -> None:
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise hydra prints its errors and exits with 1
     store_defaults()
-    flags, options = parted(sys.argv[1:])
+    flags, options = split_flags(sys.argv[1:])
     if (what := flags.get("--cfg")) is not None:
         return show_job(what, options, flags.get("--config-dir"))
     sys.argv[1:] = [*(f"{flag}={value}" if value else flag for flag, value in flags.items()), *with_files(options)]
@@ -64,7 +64,7 @@ SHORT = {"-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir"}
 TAKE_VALUES = ("--cfg", "--config-dir")
 
 
-def parted(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the flags with their values, empty for none, and the options; raise UserError for an unknown flag."""
     flags: dict[str, str] = {}
     options: list[str] = []

@@ -58,7 +58,7 @@ GOES_WITH = {  # options that exist only with another choice of `model`
     "model.path": "goes with model=hf: a folder that transformers saved, or ORGANIZATION/NAME of a model of the hub",
     "model.lora": "goes with model=hf, or recipe=lora",
 }
-MEANT = (  # group, a part of what is no choice of it, what it is
+MEANT = (  # group, a mark of values that are no choice of it, the fix
     ("model", "/", "{0} is a folder, or a model of the hub; write model=hf model.path={0}"),
     ("recipe", ".y", "{0} is a job file, which is given by itself: compiler-trainer {0}"),
     ("data", ".", "{0} is a file; write data=text 'data.files=[{0}]', for conversations also data.chat=true"),
@@ -101,7 +101,7 @@ def user_error(error: Exception) -> UserError:
 
 
 def no_option(name: str) -> UserError:
-    """Return the error for an unknown option: what has another trainer's name, what it goes with, where it is."""
+    """Return the error for an unknown option, with the name or group that it has here, or the choice it goes with."""
     group, _, key = name.rpartition(".")
     if name in GOES_WITH:
         return UserError(name, GOES_WITH[name])

@@ -179,14 +179,14 @@ def explain(query: str, columns: int) -> Iterator[str]:
     chosen = chosen or having(all_groups, lambda option: option.name == query)
     answer = None if chosen else foreign.answer(query)
     if answer:
-        yield from wrapped(f"{query}: {answer}", columns)
+        yield from wrap(f"{query}: {answer}", columns)
     chosen = chosen or about(all_groups, query)
     if not chosen and not answer:
         names = [group.name for group in all_groups] + [option.name for group in all_groups for option in group.options]
         hint = did_you_mean(query, names)
         raise UserError(query, "; ".join(filter(None, ["no option has this name or is about it", hint])))
     for group in chosen:
-        yield from shown_group(group, columns)
+        yield from lines_of_group(group, columns)
 
 
 def having(all_groups: list[Group], predicate: Callable[[Option], bool]) -> list[Group]:
@@ -212,19 +212,19 @@ def about(all_groups: list[Group], query: str) -> list[Group]:
     return [group for group in matches if group.options]
 
 
-def shown_group(group: Group, columns: int) -> Iterator[str]:
+def lines_of_group(group: Group, columns: int) -> Iterator[str]:
     """Yield the lines of a group of options."""
     yield ""
-    yield from wrapped(f"{group.name}: {' '.join(group.about.split())}", columns)
+    yield from wrap(f"{group.name}: {' '.join(group.about.split())}", columns)
     if group.name != "recipe" and (choices := choices_of(group.name)):
-        yield from wrapped(f"choices: {', '.join(choices)}", columns, 2)
+        yield from wrap(f"choices: {', '.join(choices)}", columns, 2)
     for option in group.options:
-        yield from wrapped(f"{option.name}={option.default}" if option.takes else option.name, columns, 2)
-        yield from wrapped(f"takes {option.takes}" if option.takes else "", columns, 6)
-        yield from wrapped(option.meaning, columns, 6)
+        yield from wrap(f"{option.name}={option.default}" if option.takes else option.name, columns, 2)
+        yield from wrap(f"takes {option.takes}" if option.takes else "", columns, 6)
+        yield from wrap(option.meaning, columns, 6)
 
 
-def wrapped(text: str, columns: int, indent: int = 0) -> list[str]:
+def wrap(text: str, columns: int, indent: int = 0) -> list[str]:
     """Return a text as lines of at most `columns` characters, indented, later ones by two more; none for no text."""
     begin = " " * indent
     return textwrap.wrap(text, columns, initial_indent=begin, subsequent_indent=f"{begin}  ", break_on_hyphens=False)

@@ -13,7 +13,7 @@ class UserError(Exception):
         self.place, self.message = place, message
 
 
-def located(error: UserError) -> str:
+def with_line(error: UserError) -> str:
     """Return an error's text, after the file and line of the option at fault if a job file sets it."""
     place = error.place.partition("[")[0]
     groups = [name for name in STATED if f"{place}.".startswith(f"{name}.")]

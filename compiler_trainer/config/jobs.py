@@ -70,7 +70,7 @@ def overrides_of(path: Path, stated: Sequence[str]) -> list[str]:
         if is_of_run and name in TABLES:  # all of the table is in the file
             overrides += [f"~{name}", f"+{name}={as_override(value)}"]
         else:
-            is_deep = name.startswith("model.") and name.count(".") > 1  # a preset may not have all of these
+            is_deep = name.startswith("model.") and name.count(".") > 1  # a preset may leave some of these out
             overrides.append(f"{'++' if is_deep else ''}{name}={as_override(value)}")
     return overrides
 

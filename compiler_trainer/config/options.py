@@ -202,7 +202,7 @@ def option_names(cls: Any) -> list[str]:
 def not_one_of(choices: Collection[str], value: Any, where: str = "") -> str:
     """Return the message for a `value` of option `where` that is not one of `choices`.
 
-    Its meaning in other trainers is said before the nearest choice.
+    The answer to another trainer's value comes before the nearest choice.
     """
     hint = foreign.answer(str(value)) or did_you_mean(value, choices) or foreign.VALUES.get(where)
     return "; ".join(filter(None, [f"{shown(value)} is not one of {', '.join(choices)}", hint]))

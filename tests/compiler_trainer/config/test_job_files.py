@@ -8,7 +8,7 @@ import pytest
 from commands import call
 
 from compiler_trainer.config.compose import compose, to_config
-from compiler_trainer.config.errors import STATED, UserError, located
+from compiler_trainer.config.errors import STATED, UserError, with_line
 from compiler_trainer.config.jobs import with_files
 from compiler_trainer.config.schema import Config, load, save
 
@@ -108,7 +108,7 @@ def test_an_error_of_the_command_line_names_no_file(tmp_path):
     path.write_text("data: {name: text, files: [a]}\n")
     with pytest.raises(UserError) as caught:
         to_config(compose([str(path), "data.seed=often"]))
-    assert located(caught.value).startswith("data.seed: 'often'")
+    assert with_line(caught.value).startswith("data.seed: 'often'")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
