@@ -12,8 +12,9 @@ from hydra.utils import get_object
 from torch import Tensor, nn
 
 from compiler_trainer.cli.outcome import on_ranks
-from compiler_trainer.config.compose import CONF, compose, to_config
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import choice_of
 from compiler_trainer.config.options import Own
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.targets import GIVEN, handed
@@ -171,18 +172,7 @@ def group_of(groups: Mapping[str, Options], name: str) -> Mapping[str, Any]:
 
 def composed(groups: Mapping[str, Options]) -> Config:
     """Return the configuration of the default job with some groups of options; raise UserError on bad ones."""
-    chosen = {name: choice for name, value in groups.items() if (choice := choice_of(name, value))}
-    overrides = {name: value for name, value in groups.items() if not isinstance(value, str)}
+    names = {name: value for name, value in groups.items() if isinstance(value, str)}
+    overrides = {name: value for name, value in groups.items() if name not in names}
+    chosen = names | {name: choice for name, value in overrides.items() if (choice := choice_of(name, value))}
     return to_config(compose([f"{name}={choice}" for name, choice in chosen.items()], overrides))
-
-
-def choice_of(group: str, options: Options) -> str | None:
-    """Return the name of the choice that a group's options belong to; None for the default."""
-    if isinstance(options, str):
-        return options
-    if "_target_" in options:
-        return None if group == "loss" else "custom"
-    if group == "model" and "path" in options:
-        return "hf"
-    name = options.get("name")
-    return name if name and (CONF / group / f"{name}.yaml").exists() else None

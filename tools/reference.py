@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from compiler_trainer.config.compose import CONF
-from compiler_trainer.config.descriptions import Group, Option, groups
+from compiler_trainer.config.descriptions import Group, Option, choices_of, groups, recipes
 from tools import glossary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,7 +113,7 @@ FEATURES = {
     ),
 }
 MISSING = (
-    Missing("fp16, MXFP8, NVFP4", "passes.cast.param_dtype=float16"),
+    Missing("fp16, matmuls in MXFP8 and NVFP4", "passes.cast.param_dtype=float16"),
     Missing("reinforcement learning", "loss=grpo"),
     Missing("images and video without a dataset of your own", "data=images"),
 )
@@ -133,13 +132,15 @@ def options() -> str:
         "# Options\n\n`python -m tools.reference` makes this page from the schema. On the command line\n"
         "`compiler-trainer --help optim` shows a group, `compiler-trainer --cfg job` the values of a job.\n"
     )
-    return "\n".join([head, *(section(group) for group in groups() if group.options)])
+    listed = recipes()
+    rows = "\n".join(f"| `{option.name}` | {option.meaning} |" for option in listed.options)
+    of_recipes = f"## recipe\n\n{listed.about}\n\n| recipe | |\n|---|---|\n{rows}\n"
+    return "\n".join([head, of_recipes, *(section(group) for group in groups() if group.options)])
 
 
 def section(group: Group) -> str:
     """Return the section of a group: its text, its choices, and a row an option."""
-    folder = CONF / group.name
-    choices = sorted(path.stem for path in folder.glob("*.yaml")) if group.name and folder.is_dir() else []
+    choices = choices_of(group.name)
     intro = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
     rows = "\n".join(f"| `{o.name}` | {cell(o.takes)} | {cell(default(o))} | {o.meaning} |" for o in group.options)
     about = " ".join(group.about.split())

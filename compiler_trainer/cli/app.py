@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,19 @@ from omegaconf import DictConfig, OmegaConf
 from compiler_trainer.cli.ends import end, is_first, ranks, record, refuse
 from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.cli.outcome import outcome
-from compiler_trainer.config.compose import CONF, as_user_errors, name_recipes, store_defaults, to_config
+from compiler_trainer.config.compose import (
+    CONF,
+    as_user_errors,
+    compose,
+    no_flag,
+    search_path,
+    store_defaults,
+    to_config,
+)
 from compiler_trainer.config.errors import RunError, UserError
-from compiler_trainer.config.files import check_folders
-from compiler_trainer.config.schema import Config, is_open, with_placeholders
+from compiler_trainer.config.files import check_folder
+from compiler_trainer.config.jobs import with_files
+from compiler_trainer.config.schema import Config, as_yaml, is_open, with_placeholders
 from compiler_trainer.config.validate import dry_world_size, validate
 
 
@@ -37,24 +46,50 @@ def main() -> None:
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise hydra prints its errors and exits with 1
     store_defaults()
-    sys.argv[1:] = flags_first(sys.argv[1:])
+    flags, options = split_flags(sys.argv[1:])
+    if (what := flags.get("--cfg")) is not None:
+        return show_job(what, options, flags.get("--config-dir"))
+    sys.argv[1:] = [*(f"{flag}={value}" if value else flag for flag, value in flags.items()), *with_files(options)]
     with tempfile.TemporaryDirectory() as scratch:
         if not is_first():  # hydra creates a sweep's folder on every rank, and names it by the rank's clock
             sys.argv.append(f"hydra.sweep.dir={scratch}")
         try:
             with as_user_errors():
-                check_folders(sys.argv[1:])
-                sys.argv[1:] = name_recipes(sys.argv[1:], Path(scratch))
                 run()
         except OSError as error:  # in hydra's own folders or in --config-dir
             raise UserError(str(error.filename), str(error.strerror)) from error
 
 
-def flags_first(arguments: list[str]) -> list[str]:
-    """Return the arguments with flags first: argparse rejects options on both sides of a flag."""
-    is_option = [not a.startswith("-") and ("=" in a or a.startswith("~")) for a in arguments]
-    flags = [a for a, option in zip(arguments, is_option) if not option]
-    return flags + [a for a, option in zip(arguments, is_option) if option]
+SHORT = {"-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir"}
+TAKE_VALUES = ("--cfg", "--config-dir")
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the flags with their values, empty for none, and the options; raise UserError for an unknown flag."""
+    flags: dict[str, str] = {}
+    options: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, _, value = word.partition("=")
+        name = SHORT.get(name, name)
+        if not word.startswith("-"):
+            options.append(word)
+        elif name in TAKE_VALUES:
+            flags[name] = value or next(words, "")
+        elif name == "--multirun":
+            flags[name] = ""
+        else:
+            raise UserError(word, no_flag(name.lstrip("-"), value))
+    if folder := flags.get("--config-dir"):
+        check_folder(Path(folder))
+    return flags, options
+
+
+def show_job(what: str, options: list[str], folder: str | None) -> None:
+    """Print all options of a job, as its run folder will have them."""
+    if what != "job":
+        raise UserError("--cfg", f"shows the job: write --cfg job, not {what!r}; a job file is given by itself")
+    print(as_yaml(to_config(compose([*options, *search_path(Path(folder) if folder else None)]))), end="")
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")

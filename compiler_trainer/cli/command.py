@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import re
+import shutil
 import signal
 import sys
 import warnings
@@ -15,13 +16,14 @@ from compiler_trainer.cli.ends import end, record, refuse
 from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.cli.imports import unwatched
 from compiler_trainer.cli.table import VERBS, usage
-from compiler_trainer.config.errors import RunError, Stopped, UserError
+from compiler_trainer.config.errors import STATED, RunError, Stopped, UserError
 from compiler_trainer.elastic.engines import place_of_rank
 
 HELP = ("-h", "--help")
 OPTION = re.compile(r"[+~]*[\w.@/-]+", re.ASCII)
 WITH_RANKS = ("resume", "eval", "profile", "check-export")  # verbs that may run on several ranks
 COLLECTED = 200_000  # new objects between two garbage collections: a graph has a million; Python's 700 cost a sixth
+MOST_COLUMNS = 100  # of help, which is read with ease
 SPINS = "10000"  # of a waiting OpenMP thread; GNU's 300,000 starve the thread that it waits for on a busy core
 USUAL = warnings.formatwarning
 OURS = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("compiler_trainer", "passes"))
@@ -33,6 +35,7 @@ def main() -> None:
     gc.set_threshold(COLLECTED)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when PyTorch is imported
+    STATED.clear()
     sys.argv[1:] = quoted(sys.argv[1:])
     try:
         if code := act(sys.argv[1:]):
@@ -65,11 +68,10 @@ def act(arguments: list[str]) -> int | None:
     if first == "--version":
         print(versions())
     elif first in HELP and len(arguments) > 1:
-        from rich.console import Console
-
         from compiler_trainer.config.descriptions import explain
 
-        explain("" if arguments[1] == "options" else arguments[1], Console(highlight=False))
+        columns = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
+        print("\n".join(explain("" if arguments[1] == "options" else " ".join(arguments[1:]), columns)))
     elif first in HELP:
         print(usage())
     elif first in VERBS:
@@ -122,18 +124,19 @@ def versions() -> str:
 
 
 def is_word(argument: str) -> bool:
-    """Return True if an argument can be a verb: neither a flag nor an option, which contains a = or starts with ~."""
-    return argument != "" and not argument.startswith(("-", "~")) and "=" not in argument
+    """Return True if an argument can be a verb: no flag, no option (with =, or ~ before it) and no job file."""
+    return argument != "" and not argument.startswith(("-", "~")) and not re.search(r"=|\.ya?ml$", argument)
 
 
 def no_verb(word: str) -> UserError:
     """Return the error for an unknown verb."""
+    from compiler_trainer.config.compose import no_value
     from compiler_trainer.config.options import did_you_mean
 
     if word == "train":
-        return UserError(word, "is not a verb: options alone train, as in compiler-trainer optim.lr=1e-4")
-    near = did_you_mean(word, VERBS) or f"; there are {', '.join(VERBS)}"
-    return UserError(word, f"no such verb (options alone train, as in compiler-trainer optim.lr=1e-4){near}")
+        return UserError(word, "is not a verb: options or a job file alone train, as compiler-trainer job.yaml")
+    near = did_you_mean(word, VERBS)
+    return UserError(word, f"no such verb; {near}" if near else no_value(word))
 
 
 if __name__ == "__main__":

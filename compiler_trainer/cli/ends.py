@@ -8,7 +8,7 @@ import sys
 import time
 from typing import NoReturn
 
-from compiler_trainer.config.errors import RunError, UserError
+from compiler_trainer.config.errors import RunError, UserError, with_line
 
 GRACE_S = 5.0
 
@@ -25,10 +25,10 @@ def ranks() -> int:
 
 def refuse(error: UserError) -> NoReturn:
     """Print a problem of the input and exit; on rank 0, unless only another rank knows the problem."""
+    record(error)  # before the wait, because it may have to import PyTorch, for as long on each rank
     if not is_first():
         time.sleep(GRACE_S)  # if rank 0 prints the same error, torchrun ends this rank meanwhile
-    print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)  # file names may contain line breaks
-    record(error)
+    print(f"error: {' '.join(with_line(error).splitlines())}", file=sys.stderr)  # file names may contain line breaks
     sys.exit(error.exit_code)
 
 

@@ -12,9 +12,9 @@ from compiler_trainer.cli.imports import unwatched
 from compiler_trainer.config.errors import RepeatingError, UserError
 from compiler_trainer.config.schema import Config, is_open
 from compiler_trainer.console import say
-from compiler_trainer.models.subject import Subject
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is slow to import, and a refusal of options does not need it
+    from compiler_trainer.models.subject import Subject
     from compiler_trainer.training.callbacks import Callback
     from compiler_trainer.training.failures import Failure
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ VERBS = {
     "launch": Verb("train", "[-n RANKS] ...", "start several ranks, as torchrun does, without its tracebacks"),
     "resize": Verb("train", "RUN mesh.AXIS=SIZE", "give a running job of run.elastic=true another mesh"),
     "resume": Verb("train", "RUN [OPTION=VALUE]", "continue a run from its newest checkpoint"),
+    "new": Verb("begin", "RECIPE", "print a job file to start from, with comments"),
     "check-data": Verb(
         "begin", "FILE [OPTION=VALUE]", "print a record as the model will see it: tokens, labels, unused fields"
     ),
@@ -56,20 +59,35 @@ TASKS = {
 def usage() -> str:
     """Return the text of `compiler-trainer --help`."""
     lines = [
-        "usage: compiler-trainer [OPTION=VALUE ...]    train a model",
-        "       compiler-trainer VERB ...              one of the verbs below; VERB -h lists its arguments",
+        "usage: compiler-trainer [JOB.yaml] [OPTION=VALUE ...]   train a model",
+        "       compiler-trainer VERB ...                        VERB -h: its arguments",
     ]
-    wide = max(len(f"{name} {verb.takes}") for name, verb in VERBS.items()) + 2
     for task, title in TASKS.items():
         lines += ["", f"{title}:"]
         rows = {f"{name} {verb.takes}": verb.does for name, verb in VERBS.items() if verb.task == task}
-        lines += [f"  {usage:{wide}}{does}" for usage, does in ({**START, **rows} if task == "train" else rows).items()]
-    return "\n".join([*lines, "", "Options:", *(f"  {flag:{wide}}{does}" for flag, does in FLAGS.items())])
+        lines += rows_of({**START, **rows} if task == "train" else rows)
+    return "\n".join([*lines, "", "Options:", *rows_of(FLAGS)])
 
 
-START = {"OPTION=VALUE ...": "train; options left out keep their defaults"}
+def rows_of(texts: Mapping[str, str]) -> Iterator[str]:
+    """Yield usages and what they do, in two columns of a terminal of 80 characters."""
+    for usage, does in texts.items():
+        first, *more = textwrap.wrap(does, 80 - COLUMN)
+        if len(usage) > COLUMN - 4:
+            yield f"  {usage}"
+            usage = ""
+        yield f"  {usage:{COLUMN - 2}}{first}"
+        yield from (" " * COLUMN + line for line in more)
+
+
+COLUMN = 32  # where the second column begins
+START = {
+    "OPTION=VALUE ...": "train; options left out keep their defaults",
+    "JOB.yaml ...": "train with the options of a file; all verbs with options take one",
+}
 FLAGS = {
-    "--help [WORD]": "describe options: a group (optim), an option (optim.lr), any word; all: --help options",
+    "--help [WORD]": "describe options: a group (optim), an option (optim.lr), a value or any word; all: --help "
+    "options; recipes: --help recipe",
     "--cfg job": "print every option of the job, and train nothing",
     "-m, --multirun": "sweep: train once for each combination of OPTION=A,B",
     "--config-dir DIR": "a folder of your own choices, laid out like conf/",
@@ -92,5 +110,5 @@ def run_parser(verb: str, overrides: bool = False) -> argparse.ArgumentParser:
     arg_parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     arg_parser.add_argument("--checkpoint", metavar="best|latest|PATH", help=CHECKPOINT)
     if overrides:
-        arg_parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that change")
+        arg_parser.add_argument("overrides", nargs="*", default=[], metavar="OPTION=VALUE", help="options that change")
     return arg_parser

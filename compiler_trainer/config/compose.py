@@ -1,16 +1,11 @@
-"""The default job with overrides, composed by hydra, and the errors of hydra and omegaconf in one line.
-
-`CONF` is conf/ next to the package in a clone, inside it if installed. A recipe may be a user's file, as in
-`recipe=job.yaml` or `recipe=RUN/config.yaml`.
-"""
+"""The default job with overrides, composed by hydra, and the errors of hydra and omegaconf in one line."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,13 +22,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from compiler_trainer.config import foreign
 from compiler_trainer.config.cluster import AUTO_CLUSTER
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import load_yaml
+from compiler_trainer.config.files import check_folder
+from compiler_trainer.config.jobs import CONF, TABLES, flat, with_files
 from compiler_trainer.config.options import build, not_one_of, tables, unknown
-from compiler_trainer.config.schema import AUTO, WRITTEN, Config, ModelConfig
-
-PACKAGE = Path(__file__).resolve().parents[1]
-CONF = next(path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if (path / "train.yaml").is_file())
-
+from compiler_trainer.config.schema import AUTO, Config, ModelConfig
 
 # ---- defaults ------------------------------------------------------------------------------------------
 
@@ -66,7 +58,13 @@ GOES_WITH = {  # options that exist only with another choice of `model`
     "model.path": "goes with model=hf: a folder that transformers saved, or ORGANIZATION/NAME of a model of the hub",
     "model.lora": "goes with model=hf, or recipe=lora",
 }
+MEANT = (  # group, a mark of values that are no choice of it, the fix
+    ("model", "/", "{0} is a folder, or a model of the hub; write model=hf model.path={0}"),
+    ("recipe", ".y", "{0} is a job file, which is given by itself: compiler-trainer {0}"),
+    ("data", ".", "{0} is a file; write data=text 'data.files=[{0}]', for conversations also data.chat=true"),
+)
 INPUT_ERRORS = (UserError, HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # hydra raises the last
+OVERRIDDEN = re.compile(r"Could not override '([^']+)'")
 LECTURES = ("See https://hydra.cc", "\n\n")  # begin hydra's explanation of its grammar
 
 
@@ -76,7 +74,7 @@ def as_user_errors() -> Iterator[None]:
     try:
         yield
     except INPUT_ERRORS as error:
-        raise user_error(error) from error
+        raise user_error(error) from None  # hydra's own traceback has fifty lines
 
 
 def user_error(error: Exception) -> UserError:
@@ -86,26 +84,64 @@ def user_error(error: Exception) -> UserError:
     if isinstance(error, OverrideParseException):
         return UserError(error.override, unreadable(error))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        return UserError(group, "; ".join(filter(None, [not_one_of(error.options, choice), foreign.answer(choice)])))
+        path = error.missing_cfg_file  # of hydra/launcher, or of a group of ours with a choice that may have slashes
+        group, _, choice = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
+        meant = next((fix for name, part, fix in MEANT if name == group and part in choice), None)
+        return UserError(group, meant.format(choice) if meant else not_one_of(error.options, choice, group))
     cause = error.__cause__ or error
     if not isinstance(cause, OmegaConfBaseException):
         return several_values(error) or UserError("config", one_line(str(error)))
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
-        group, _, key = cause.full_key.rpartition(".")
-        return UserError(cause.full_key, GOES_WITH.get(cause.full_key) or unknown(key, names_in(group)))
+        whole = OVERRIDDEN.match(str(error))  # omegaconf names the first part that does not exist
+        return no_option(whole[1] if whole else cause.full_key)
     if isinstance(cause, MissingMandatoryValue) and cause.full_key:
         name = cause.full_key
         return UserError(name, f"must be given, as {name}=VALUE; compiler-trainer --help {name} describes it")
     return UserError(cause.full_key or "config", str(cause).partition("\n")[0])
 
 
+def no_option(name: str) -> UserError:
+    """Return the error for an unknown option, with the name or group that it has here, or the choice it goes with."""
+    group, _, key = name.rpartition(".")
+    if name in GOES_WITH:
+        return UserError(name, GOES_WITH[name])
+    elsewhere = [other for other in every_name() if other.rpartition(".")[2] == key]
+    if elsewhere and not foreign.answer(key):
+        return UserError(name, f"no such option; there is {' and '.join(elsewhere[:3])}")
+    if not names_in(group) and not foreign.answer(key):
+        key, group = group, ""  # the group is not one of ours
+    return UserError(name, unknown(key, names_in(group) or names_in("")))
+
+
+def no_flag(name: str, value: str) -> str:
+    """Return the message for an unknown flag, which may be an option of this or of another trainer."""
+    if name in every_name():
+        return f"options have no dashes; write {name}={value or 'VALUE'}"
+    answer = foreign.answer(name) or foreign.answer_near(name)
+    return f"options are OPTION=VALUE, without dashes; {answer or 'compiler-trainer --help lists options and flags'}"
+
+
+def no_value(word: str) -> str:
+    """Return the message for a word that is neither a verb nor OPTION=VALUE."""
+    if word in every_name():
+        return f"has no value; write {word}=VALUE, without spaces"
+    form = "is not of the form OPTION=VALUE; a verb comes first, options alone train a model: compiler-trainer --help"
+    return foreign.answer(word) or form
+
+
+def every_name() -> list[str]:
+    """Return the names of all options of the default job."""
+    options: Any = OmegaConf.to_container(defaults(), resolve=False)
+    return list(flat(options, TABLES))
+
+
 def unreadable(error: OverrideParseException) -> str:
     """Return the reason why an override cannot be read."""
-    if "=" not in error.override:
-        return (
-            "is not of the form OPTION=VALUE; a verb comes first, options alone train a model: compiler-trainer --help"
-        )
+    name, is_option, value = error.override.partition("=")
+    if not is_option:
+        return no_value(name)
+    if any(value.count(begin) > value.count(end) for begin, end in ("[]", "{}")):
+        return f"has no closing bracket; put '{name}=...' in quotes, because the shell splits at spaces"
     message = str(error)
     for end in LECTURES:
         message = message.partition(end)[0]
@@ -138,61 +174,29 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-# ---- recipes in files ----------------------------------------------------------------------------------
-
-
-GROUP, ENDINGS = "recipe", (".yaml", ".yml")
-ROOT = "# @package _global_\n"  # tells hydra that the options of a recipe are those of the job
-ONE_AT_A_TIME = threading.RLock()
-SEARCH = "hydra.searchpath"
-
-
-def name_recipes(arguments: Sequence[str], scratch: Path) -> list[str]:
-    """Return the arguments, with a recipe's path replaced by the name of a choice.
-
-    The file is copied into the folder `scratch`, which is added to hydra's search path. Raises UserError if there is no
-    such file, or if it holds no options.
-    """
-    replaced = list(arguments)
-    for i, argument in enumerate(arguments):
-        option, _, value = argument.partition("=")
-        if option.lstrip("+") != GROUP or not value.endswith(ENDINGS):
-            continue
-        path = Path(value)
-        if not path.is_file():
-            raise UserError(GROUP, f"{value} is not a file; name one, or a choice without {path.suffix}")
-        options = options_of_recipe(path, arguments)
-        folder = scratch / GROUP
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"of_{path.stem}"  # the prefix keeps it apart from existing choices
-        text = path.read_text(encoding="utf-8")
-        text = text if "@package" in text else ROOT + yaml.safe_dump(options, sort_keys=False)
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
-        replaced[i] = f"{option}={name}"
-        replaced.append(f"{SEARCH}=[file://{scratch.resolve()}]")
-    return replaced
-
-
-def options_of_recipe(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options in a recipe's file; of a run's config.yaml, without the groups that arguments choose."""
-    options = load_yaml(path)
-    is_of_run = options.keys() >= {*WRITTEN}
-    chosen = {group.name for group in CONF.iterdir() if group.is_dir()} & {a.partition("=")[0] for a in arguments}
-    return {name: value for name, value in options.items() if not (is_of_run and name in chosen)}
-
-
 # ---- composing -----------------------------------------------------------------------------------------
 
 
+ONE_AT_A_TIME = threading.RLock()
+
+
 def compose(overrides: Sequence[str] = (), further: Mapping[str, Any] | None = None) -> dict[Any, Any]:
-    """Return the options of the default job with `overrides`, updated with `further`; raise UserError."""
+    """Return the options of the default job with `overrides` and job files, updated with `further`; raise UserError."""
     store_defaults()
     with as_user_errors(), beside_others(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = hydra.compose("train", list(overrides))
+        composed = hydra.compose("train", with_files(overrides))
         composed.merge_with(further or {})
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(options, dict)
     return options
+
+
+def search_path(folder: Path | None) -> list[str]:
+    """Return the override that adds a folder of the user's choices; raise UserError if a file in it is no config."""
+    if folder is None:
+        return []
+    check_folder(folder)
+    return [f"hydra.searchpath=[file://{folder.resolve()}]"]
 
 
 @contextmanager
@@ -212,28 +216,6 @@ def beside_others() -> Iterator[None]:
 def default_job() -> Mapping[str, Any]:
     """Return the options of the default job without overrides, by dotted names; a table is one option."""
     return flat(dataclasses.asdict(to_config(compose())), set(tables(Config())))
-
-
-def flat(options: Mapping[str, Any], undivided: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Return options by dotted names. A mapping whose name is in `undivided` stays one option."""
-    flattened: dict[str, Any] = {}
-    for key, value in options.items():
-        name = f"{prefix}{key}"
-        inside = isinstance(value, Mapping) and value and name not in undivided
-        flattened |= flat(value, undivided, f"{name}.") if inside else {name: value}
-    return flattened
-
-
-SPECIAL = re.compile(r"([\\()\[\]{}:=, \t])")  # characters of hydra's grammar
-
-
-def as_override(value: Any) -> str:
-    """Return a value as hydra reads it in an override: null, true, [1,2], {layers.\\[01\\]:full}."""
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{as_override(key)}:{as_override(entry)}' for key, entry in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(as_override, value))}]"
-    return SPECIAL.sub(r"\\\1", value) if isinstance(value, str) else json.dumps(value)
 
 
 def to_config(options: Any) -> Config:

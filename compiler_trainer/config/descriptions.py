@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from compiler_trainer.config import cluster, foreign, schema
 from compiler_trainer.config.compose import CONF, default_job
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.options import SCALARS, Chosen, Must, spelled
+from compiler_trainer.config.options import SCALARS, Chosen, Must, did_you_mean, spelled
 
 PLAIN = {"None": "null", "Any": "anything", **{kind.__name__: words for kind, words in SCALARS.items()}}
 
@@ -151,26 +147,46 @@ def shown(field: dataclasses.Field[Any], name: str) -> str:
     return spelled(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
 
 
-def explain(query: str, out: Console) -> None:
-    """Print a group of options, a single option, or the options about a word, which may be another trainer's.
+# ---- help ----------------------------------------------------------------------------------------------
+
+
+def choices_of(group: str) -> list[str]:
+    """Return the names of a group's choices; none if it has no choices."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group else []
+
+
+def summary(group: str, choice: str) -> str:
+    """Return the first sentence of the comment at the head of a choice's file, without references."""
+    lines = (CONF / group / f"{choice}.yaml").read_text(encoding="utf-8").splitlines()
+    text = " ".join(line[2:] for line in lines if line.startswith("# ") and "@package" not in line)
+    return re.split(r"\. |: | \(arXiv", text, maxsplit=1)[0].rstrip(".")
+
+
+def recipes() -> Group:
+    """Return the recipes as a group."""
+    listed = [Option(f"recipe={name}", "", "", summary("recipe", name)) for name in choices_of("recipe")]
+    about = "Settings of a whole job by one name; `compiler-trainer new RECIPE > job.yaml` writes a file to start from."
+    return Group("recipe", about, listed)
+
+
+def explain(query: str, columns: int) -> Iterator[str]:
+    """Yield lines on a group of options, an option, or those about a word or a value, which may be another trainer's.
 
     Raises UserError if there are none.
     """
-    all_groups = list(groups())
+    all_groups = [*groups(), recipes()]
     chosen = [group for group in all_groups if query in ("", group.name) or group.name.startswith(f"{query}.")]
     chosen = chosen or having(all_groups, lambda option: option.name == query)
     answer = None if chosen else foreign.answer(query)
     if answer:
-        out.print(f"{query}: {answer}", markup=False)
+        yield from wrap(f"{query}: {answer}", columns)
     chosen = chosen or about(all_groups, query)
     if not chosen and not answer:
         names = [group.name for group in all_groups] + [option.name for group in all_groups for option in group.options]
-        near = difflib.get_close_matches(query, names, 1, 0.5)
-        raise UserError(
-            query, f"no option has this name or is about it{f'; did you mean {near[0]!r}?' if near else ''}"
-        )
+        hint = did_you_mean(query, names)
+        raise UserError(query, "; ".join(filter(None, ["no option has this name or is about it", hint])))
     for group in chosen:
-        show(group, out)
+        yield from lines_of_group(group, columns)
 
 
 def having(all_groups: list[Group], predicate: Callable[[Option], bool]) -> list[Group]:
@@ -180,32 +196,35 @@ def having(all_groups: list[Group], predicate: Callable[[Option], bool]) -> list
 
 
 def about(all_groups: list[Group], query: str) -> list[Group]:
-    """Return the options whose name or description has all the words, and whole groups whose description has them."""
+    """Return the options whose name, values or description have all the words, and whole groups about them."""
     words = query.lower().replace("_", " ").split()
 
     def says(text: str) -> bool:
         """Return True if a text has all the words."""
         return all(word in text.lower().replace("_", " ") for word in words)
 
-    is_about = {group.name: says(group.about) for group in all_groups}
     matches = [
         group
-        if is_about[group.name]
-        else group._replace(options=[o for o in group.options if says(f"{o.name} {o.meaning}")])
+        if says(group.about)
+        else group._replace(options=[o for o in group.options if says(f"{o.name} {o.takes} {o.meaning}")])
         for group in all_groups
     ]
     return [group for group in matches if group.options]
 
 
-def show(group: Group, out: Console) -> None:
-    """Print a group of options."""
-    out.print(f"\n[bold]{group.name}[/bold]  {escape(group.about)}")
-    if (CONF / group.name).is_dir():
-        out.print(f"  choices: {', '.join(sorted(path.stem for path in (CONF / group.name).glob('*.yaml')))}")
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    table.add_column("option", no_wrap=True)
-    for title in ("takes", "default", ""):
-        table.add_column(title, overflow="fold")
+def lines_of_group(group: Group, columns: int) -> Iterator[str]:
+    """Yield the lines of a group of options."""
+    yield ""
+    yield from wrap(f"{group.name}: {' '.join(group.about.split())}", columns)
+    if group.name != "recipe" and (choices := choices_of(group.name)):
+        yield from wrap(f"choices: {', '.join(choices)}", columns, 2)
     for option in group.options:
-        table.add_row(option.name, *(escape(text) for text in option[1:]))
-    out.print(table)
+        yield from wrap(f"{option.name}={option.default}" if option.takes else option.name, columns, 2)
+        yield from wrap(f"takes {option.takes}" if option.takes else "", columns, 6)
+        yield from wrap(option.meaning, columns, 6)
+
+
+def wrap(text: str, columns: int, indent: int = 0) -> list[str]:
+    """Return a text as lines of at most `columns` characters, indented, later ones by two more; none for no text."""
+    begin = " " * indent
+    return textwrap.wrap(text, columns, initial_indent=begin, subsequent_indent=f"{begin}  ", break_on_hyphens=False)

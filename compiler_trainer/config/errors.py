@@ -1,5 +1,8 @@
 """The errors that end a command with one line instead of a traceback."""
 
+STATED: dict[str, str] = {}  # option -> `FILE:LINE` in this command's job file; empty if the command line sets it
+
+
 class UserError(Exception):
     """An error in the user's input: `place` names the option, file or node; `message` the values and the fix."""
 
@@ -8,6 +11,14 @@ class UserError(Exception):
     def __init__(self, place: str, message: str):
         super().__init__(f"{place}: {message}")
         self.place, self.message = place, message
+
+
+def with_line(error: UserError) -> str:
+    """Return an error's text, after the file and line of the option at fault if a job file sets it."""
+    place = error.place.partition("[")[0]
+    groups = [name for name in STATED if f"{place}.".startswith(f"{name}.")]
+    name = max(groups, key=len) if groups else next((name for name in STATED if name.startswith(f"{place}.")), "")
+    return f"{STATED[name]}: {error}" if STATED.get(name) else str(error)
 
 
 class RunError(Exception):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +94,15 @@ def finite_float(text: str) -> float:
 
 
 MOST = 100_000  # values in a file, aliases written out
-FLAGS = ("--config-dir", "-cd")
 INT, DIGITS = "tag:yaml.org,2002:int", 400  # most digits of a number; a float has at most 309
 LEVELS = 3  # of nested groups
 
 
-def check_folders(arguments: Sequence[str]) -> None:
-    """Check the configs in the folders that a command line adds; raise UserError naming the file."""
-    values = [after for flag, after in zip(arguments, arguments[1:]) if flag in FLAGS]
-    values += [a.partition("=")[2] for a in arguments if a.startswith(f"{FLAGS[0]}=")]
-    for folder in map(Path, values):
-        for level in range(LEVELS):
-            for path in sorted(folder.glob("*/" * level + "*.yaml")):
-                check_yaml(path)
+def check_folder(folder: Path) -> None:
+    """Check the configs in a folder of the user's choices; raise UserError naming the file."""
+    for level in range(LEVELS):
+        for path in sorted(folder.glob("*/" * level + "*.yaml")):
+            check_yaml(path)
 
 
 def check_yaml(path: Path) -> None:

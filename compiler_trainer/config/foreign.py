@@ -7,17 +7,22 @@ instead.
 
 from __future__ import annotations
 
+import difflib
+
 ACCUMULATION = "gradient accumulation is train.microbatches: parts of train.global_batch_size, or auto"
 ROWS = "train.global_batch_size is the sequences of a step over all ranks; train.microbatches computes them in parts"
 MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
 NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
-NO_BLOCKS = "there is no MXFP8 and no NVFP4; float8 is passes.cast.float8=rowwise or tensorwise"
-QUANTIZED = "weights under LoRA are stored in few bits by recipe=qlora, or model.quantize={}"
+NO_BLOCKS = (
+    "matmuls are not computed in MXFP8 or NVFP4; float8 is passes.cast.float8=rowwise or tensorwise; weights under "
+    "LoRA are stored with model.quantize=nvfp4 or mxfp4"
+)
+QUANTIZED = "weights under LoRA are stored in few bits by recipe=qlora, or model.quantize=nf4|int8|mxfp4|nvfp4"
 NO_GROUPED = (
     "matmuls of experts are not computed in float8; passes.cast.float8=rowwise or tensorwise is for linear layers"
 )
 LENGTH = "the length of a run is train.steps: a number of steps, or epochs as in train.steps=3epochs"
-LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[{_target_: compiler_trainer.WandB}], or MLflow"
+LOGGERS = "metrics go to metrics.jsonl, TensorBoard and 'run.loggers=[{_target_: compiler_trainer.WandB}]', or MLflow"
 CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
 PREFERENCES = (
     "losses of preference pairs are recipe=dpo, orpo or simpo, and loss=dpo, ipo, simpo, orpo, cpo or kto with "
@@ -31,7 +36,7 @@ ATTENTION = "kernels are chosen automatically: the model's calls of SDPA and Fle
 DATA = "text and conversations are data=text data.files=[...]; a dataset on the hub is data=hf_dataset data.path=NAME"
 FORMATS = "data.chat=true reads OpenAI messages, ShareGPT, Alpaca, prompts with completions; fields tell the format"
 MODEL = "model=hf model.path=FOLDER loads what transformers saved, model.path=ORGANIZATION/NAME a model on the hub"
-LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora"
+LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora or qlora"
 STOPPING = "early stopping is eval.patience=3: evaluations without a lower loss; checkpoint.keep_best keeps the best"
 EVALUATION = "validation loss is computed every eval.interval steps over eval.batches batches"
 VALIDATION = (
@@ -40,195 +45,143 @@ VALIDATION = (
 PIPELINE = "pipeline parallelism is mesh.pp, with at least as many train.microbatches (docs/guides/pipeline.md)"
 REPLICAS = "data parallelism is mesh.dp_shard (sharded, FSDP) and mesh.dp_replicate (replicated, DDP)"
 DEVICE = "a GPU is used if there is one; CUDA_VISIBLE_DEVICES says which, and none if it is empty"
+PACKING = "documents are packed: joined and cut, or whole with data.packing=fit, the default for conversations"
+OWN_OPTIMIZER = "another optimizer is optim=custom optim._target_=package.Class (docs/guides/your-loop.md)"
+JOB_FILE = "a job file is YAML and is given by itself: compiler-trainer job.yaml"
+OTHER_GPU = (
+    "its figures, for predictions, come from compiler-trainer calibrate --out FOLDER/cluster/NAME.yaml on such a "
+    "machine, for --config-dir FOLDER cluster=NAME; training needs none"
+)
+SFT = "supervised fine-tuning (SFT) is recipe=finetune, with LoRA recipe=lora"
+FROZEN = "a learning rate of 0 freezes weights: 'optim.groups={frozen:{names:[\"model.embed_tokens.*\"],lr:0}}'"
+LIGER = "kernels come from Inductor; the loss is computed in chunks with passes.chunk_loss.chunks=8"
+SIZES = "the sizes of a decoder are model.dim, model.n_layers, model.n_heads, model.ffn_dim and model.vocab_size"
+RANKS = "ranks are started by compiler-trainer launch -n RANKS, or torchrun; mesh divides the work among them"
+RESUME = "resume with: compiler-trainer resume RUN, or checkpoint.resume=latest|auto|PATH"
+CONTEXT = "it is a config.json's, which model.path reads (docs/guides/long-sequences.md)"
 BUILT = "torch.compile is not called: lower.backend=inductor compiles each job, lower.backend=eager none"
 
-ANSWERS = {
+NAMES = {  # answer -> the names that it answers
     # batch and accumulation
-    "gradient_accumulation_steps": ACCUMULATION,
-    "gradient_accumulation": ACCUMULATION,
-    "accumulate_grad_batches": ACCUMULATION,
-    "accumulation": ACCUMULATION,
-    "micro_batch_size": ROWS,
-    "microbatch_size": ROWS,
-    "per_device_train_batch_size": ROWS,
-    "per_device_batch_size": ROWS,
-    "local_batch_size": ROWS,
-    "train_batch_size": ROWS,
-    "batch_size": ROWS,
-    "per_device_eval_batch_size": "evaluation uses the batch size of training: train.global_batch_size",
+    ACCUMULATION: "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches accumulation",
+    ROWS: (
+        "micro_batch_size microbatch_size per_device_train_batch_size per_device_batch_size local_batch_size "
+        "train_batch_size batch_size"
+    ),
+    "evaluation uses the batch size of training: train.global_batch_size": "per_device_eval_batch_size",
     # precision
-    "bf16": MIXED,
-    "bfloat16": MIXED,
-    "precision": MIXED,
-    "mixed_precision": MIXED,
-    "mixed_precision_param": MIXED,
-    "autocast": MIXED,
-    "amp": MIXED,
-    "torch_dtype": MIXED,
-    "fp16": NO_FP16,
-    "float16": NO_FP16,
-    "half": NO_FP16,
-    "tf32": "call torch.set_float32_matmul_precision for TF32, or use passes.cast.param_dtype=bfloat16",
-    "fp8": "float8 is passes.cast.float8=rowwise or tensorwise",
-    "mxfp8": NO_BLOCKS,
-    "nvfp4": NO_BLOCKS,
-    "float8_grouped_mm": NO_GROUPED,
-    "fp8_grouped_mm": NO_GROUPED,
-    "moe_fp8": NO_GROUPED,
-    "load_in_8bit": QUANTIZED.format("int8"),
-    "load_in_4bit": QUANTIZED.format("nf4"),
+    MIXED: "bf16 bfloat16 precision mixed_precision mixed_precision_param autocast amp torch_dtype",
+    NO_FP16: "fp16 float16 half",
+    "call torch.set_float32_matmul_precision for TF32, or use passes.cast.param_dtype=bfloat16": "tf32",
+    "float8 is passes.cast.float8=rowwise or tensorwise": "float8 fp8",
+    NO_BLOCKS: "mxfp8 nvfp4",
+    NO_GROUPED: "float8_grouped_mm fp8_grouped_mm moe_fp8",
+    QUANTIZED: "load_in_8bit load_in_4bit qlora",
     # length and schedule
-    "epochs": LENGTH,
-    "num_train_epochs": LENGTH,
-    "num_epochs": LENGTH,
-    "max_epochs": LENGTH,
-    "max_steps": "the number of steps is train.steps",
-    "num_steps": "the number of steps is train.steps",
-    "train_iters": "the number of steps is train.steps",
-    "max_iters": "the number of steps is train.steps",
-    "lr": "the learning rate is optim.lr",
-    "learning_rate": "the learning rate is optim.lr",
-    "lr_scheduler": "the schedule is lr_schedule=cosine|linear|wsd|constant",
-    "lr_scheduler_type": "the schedule is lr_schedule=cosine|linear|wsd|constant",
-    "lr_decay_style": "the schedule is lr_schedule=cosine|linear|wsd|constant",
-    "min_lr": "the schedule ends at lr_schedule.min_ratio times optim.lr",
-    "warmup": "linear warm-up is lr_schedule.warmup_steps",
-    "warmup_ratio": "linear warm-up is lr_schedule.warmup_steps",
-    "warmup_iters": "linear warm-up is lr_schedule.warmup_steps",
-    "weight_decay": "weight decay is optim.weight_decay",
-    "adam_beta1": "AdamW's betas are optim.betas=[0.9,0.95]",
-    "adam_beta2": "AdamW's betas are optim.betas=[0.9,0.95]",
-    "adam_epsilon": "AdamW's epsilon is optim.eps",
-    "max_grad_norm": "gradients are clipped to a norm of optim.max_norm",
-    "clip_grad": "gradients are clipped to a norm of optim.max_norm",
-    "gradient_clip_val": "gradients are clipped to a norm of optim.max_norm",
-    "optimizer": "the optimizer is optim=adamw|adamw8bit|adamwfp8|muon|sgd|custom",
-    "early_stopping_patience": STOPPING,
-    "early_stopping": STOPPING,
-    "load_best_model_at_end": "checkpoint.keep_best=1 keeps the best checkpoint next to the latest",
+    LENGTH: "epochs num_train_epochs num_epochs max_epochs",
+    "the number of steps is train.steps": "max_steps num_steps train_iters max_iters",
+    "the learning rate is optim.lr": "lr learning_rate",
+    "the schedule is lr_schedule=cosine|linear|wsd|constant": "lr_scheduler lr_scheduler_type lr_decay_style",
+    "the schedule ends at lr_schedule.min_ratio times optim.lr": "min_lr",
+    "linear warm-up is lr_schedule.warmup_steps": "warmup warmup_steps lr_warmup_steps warmup_iters",
+    "linear warm-up is lr_schedule.warmup_fraction, or lr_schedule.warmup_steps": "warmup_ratio",
+    "weight decay is optim.weight_decay": "weight_decay",
+    "AdamW's betas are optim.betas=[0.9,0.95]": "adam_beta1 adam_beta2",
+    "AdamW's epsilon is optim.eps": "adam_epsilon",
+    "gradients are clipped to a norm of optim.max_norm": "max_grad_norm clip_grad gradient_clip_val",
+    "AdamW is optim=adamw": "adam adamw_torch adamw_torch_fused adamw_hf fused_adam",
+    "8-bit AdamW is optim=adamw8bit": "adamw_8bit adamw_bnb_8bit paged_adamw_8bit",
+    OWN_OPTIMIZER: "lion adafactor shampoo soap sophia schedule_free lamb",
+    "the optimizer is optim=adamw|adamw8bit|adamwfp8|muon|sgd|custom": "optimizer",
+    STOPPING: "early_stopping_patience early_stopping",
+    "checkpoint.keep_best=1 keeps the best checkpoint next to the latest": "load_best_model_at_end",
     # memory
-    "gradient_checkpointing": CHECKPOINTING,
-    "activation_checkpointing": CHECKPOINTING,
-    "activation_checkpoint": CHECKPOINTING,
-    "recompute_granularity": CHECKPOINTING,
-    "remat": CHECKPOINTING,
-    "cpu_offload": "activations go to host memory with passes.remat.policy=offload",
+    CHECKPOINTING: (
+        "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity remat "
+        "recompute_activations recompute_method recompute_num_layers"
+    ),
+    "activations go to host memory with passes.remat.policy=offload": "cpu_offload",
     # ranks
-    "fsdp": SHARDING,
-    "fsdp_config": SHARDING,
-    "deepspeed": SHARDING,
-    "zero_stage": SHARDING,
-    "zero": SHARDING,
-    "ddp": "parameters are replicated over mesh.dp_replicate",
-    "data_parallel_size": REPLICAS,
-    "data_parallel_shard_degree": "sharded data parallelism is mesh.dp_shard",
-    "data_parallel_replicate_degree": "replicated data parallelism is mesh.dp_replicate",
-    "tensor_parallel_size": "tensor parallelism is mesh.tp",
-    "tensor_parallel_degree": "tensor parallelism is mesh.tp",
-    "tensor_model_parallel_size": "tensor parallelism is mesh.tp",
-    "context_parallel_size": "context parallelism is mesh.cp",
-    "context_parallel_degree": "context parallelism is mesh.cp",
-    "sequence_parallel": "sequence parallelism comes with mesh.tp, unless passes.shard.sequence_parallel=false",
-    "expert_parallel_size": "expert parallelism is mesh.ep",
-    "expert_parallel_degree": "expert parallelism is mesh.ep",
-    "expert_model_parallel_size": "expert parallelism is mesh.ep",
-    "pipeline_parallel_size": PIPELINE,
-    "pipeline_parallel_degree": PIPELINE,
-    "pipeline_model_parallel_size": PIPELINE,
-    "pp_size": PIPELINE,
-    "dp": REPLICAS,
-    "dp_size": REPLICAS,
-    "data_parallel": REPLICAS,
-    "device": DEVICE,
-    "no_cuda": DEVICE,
-    "use_cpu": DEVICE,
-    "devices": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; mesh divides the work among them",
-    "num_gpus": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; cluster.gpus is for a plan or dry run",
-    "strategy": "mesh says how ranks divide a model and its data; mesh=auto plans it",
+    SHARDING: "fsdp fsdp_config deepspeed zero_stage zero use_distributed_optimizer",
+    "parameters are replicated over mesh.dp_replicate": "ddp",
+    REPLICAS: "data_parallel_size dp dp_size data_parallel",
+    "sharded data parallelism is mesh.dp_shard": "data_parallel_shard_degree",
+    "replicated data parallelism is mesh.dp_replicate": "data_parallel_replicate_degree",
+    "tensor parallelism is mesh.tp": "tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
+    "context parallelism is mesh.cp": "context_parallel_size context_parallel_degree",
+    "sequence parallelism comes with mesh.tp, unless passes.shard.sequence_parallel=false": "sequence_parallel",
+    "expert parallelism is mesh.ep": "expert_parallel_size expert_parallel_degree expert_model_parallel_size",
+    PIPELINE: "pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size pp_size",
+    DEVICE: "device no_cuda use_cpu",
+    "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; mesh divides the work among them": "devices",
+    "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; cluster.gpus is for a plan or dry run": "num_gpus",
+    "mesh says how ranks divide a model and its data; mesh=auto plans it": "strategy",
     # sequences, model, data
-    "context_length": "the sequence length is train.seq_len",
-    "max_seq_length": "the sequence length is train.seq_len",
-    "max_length": "the sequence length is train.seq_len",
-    "sequence_len": "the sequence length is train.seq_len",
-    "seq_length": "the sequence length is train.seq_len",
-    "seq_len": "the sequence length is train.seq_len",
-    "block_size": "the sequence length is train.seq_len",
-    "attn_implementation": ATTENTION,
-    "flash_attention": ATTENTION,
-    "use_flash_attention_2": ATTENTION,
-    "torch_compile": BUILT,
-    "compile": BUILT,
-    "model_name_or_path": MODEL,
-    "base_model": MODEL,
-    "pretrained_model_name_or_path": MODEL,
-    "tokenizer": "the tokenizer is data.tokenizer=FOLDER/tokenizer.json; of model=hf it is the folder's",
-    "tokenizer_name": "the tokenizer is data.tokenizer=FOLDER/tokenizer.json; of model=hf it is the folder's",
-    "lora_r": LORA,
-    "lora_rank": LORA,
-    "lora_alpha": LORA,
-    "lora_dropout": LORA,
-    "lora_target_modules": LORA,
-    "use_peft": LORA,
-    "adapter": LORA,
-    "lora": LORA,
-    "qlora": QUANTIZED.format("nf4"),
-    "dataset": DATA,
-    "datasets": DATA,
-    "dataset_name": DATA,
-    "dataset_path": DATA,
-    "train_file": DATA,
-    "data_path": DATA,
-    "validation_file": VALIDATION,
-    "eval_dataset": VALIDATION,
-    "val_set_size": VALIDATION,
-    "packing": "documents are packed: joined and cut, or whole with data.packing=fit, the default for conversations",
-    "streaming": "text is tokenized once into a cache on disk (data.cache) and read from there",
-    "assistant_only_loss": "with data.chat=true only the assistant's answers count in the loss",
-    "train_on_inputs": "with data.chat=true only the assistant's answers count in the loss",
-    "mask_history": "with data.train_on=last only the last answer of a conversation counts in the loss",
-    "dataset_format": FORMATS,
-    "chat_format": FORMATS,
-    "formatting": FORMATS,
-    "num_workers": "a thread prepares the next batch; all cores tokenize text",
-    "dataloader_num_workers": "a thread prepares the next batch; all cores tokenize text",
+    "the sequence length is train.seq_len": (
+        "context_length max_seq_length max_length sequence_len seq_length seq_len block_size"
+    ),
+    ATTENTION: "attn_implementation flash_attention use_flash_attention_2",
+    BUILT: "torch_compile compile",
+    MODEL: "model_name_or_path base_model pretrained_model_name_or_path hub_model_id",
+    "the tokenizer is data.tokenizer=FOLDER/tokenizer.json; of model=hf it is the folder's": "tokenizer tokenizer_name",
+    LORA: (
+        "lora_r lora_rank lora_alpha lora_dropout lora_target_modules target_modules lora_target_linear peft use_peft "
+        "adapter lora"
+    ),
+    DATA: "dataset datasets dataset_name dataset_path train_file data_path",
+    VALIDATION: "validation_file eval_dataset val_set_size",
+    PACKING: "packing sample_packing pack_sequences group_by_length",
+    "text is tokenized once into a cache on disk (data.cache) and read from there": "streaming",
+    "with data.chat=true only the assistant's answers count in the loss": "assistant_only_loss train_on_inputs",
+    "with data.train_on=last only the last answer of a conversation counts in the loss": "mask_history",
+    FORMATS: "dataset_format chat_format formatting",
+    "a thread prepares the next batch; all cores tokenize text": "num_workers dataloader_num_workers",
     # what is written
-    "eval_steps": EVALUATION,
-    "eval_interval": EVALUATION,
-    "eval_strategy": EVALUATION,
-    "evaluation_strategy": EVALUATION,
-    "save_steps": "a checkpoint is written every checkpoint.interval steps",
-    "save_interval": "a checkpoint is written every checkpoint.interval steps",
-    "save_strategy": "a checkpoint is written every checkpoint.interval steps",
-    "enabled": "null turns it off: checkpoint.interval=null, eval.interval=null, passes.segment.max_nodes=null",
-    "save_total_limit": "the newest checkpoint.keep checkpoints are kept",
-    "output_dir": "the run folder is run.dir",
-    "resume_from_checkpoint": "resume with: compiler-trainer resume RUN, or checkpoint.resume=latest|auto|PATH",
-    "logging_steps": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that is updated",
-    "log_interval": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that is updated",
-    "wandb": LOGGERS,
-    "report_to": LOGGERS,
-    "logger": LOGGERS,
-    "mlflow": LOGGERS,
-    "comet": LOGGERS,
-    "trackio": LOGGERS,
-    "profile": "run.profile=true writes a trace of three steps, for Perfetto",
-    "profiler": "run.profile=true writes a trace of three steps, for Perfetto",
-    "callback": CALLBACKS,
-    "callbacks": CALLBACKS,
-    "ema_decay": EMA,
-    "use_ema": EMA,
-    "push_to_hub": "there is none: compiler-trainer export RUN FOLDER writes a folder for `hf upload`",
-    "hub_model_id": MODEL,
-    "seed": "the seed is train.seed; data.seed is the seed of the order of data",
-    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "kto"), PREFERENCES),
-    **dict.fromkeys(("cpo_alpha", "rpo_alpha"), NLL_WEIGHT),
-    "simpo_gamma": "the target of the margin is loss.gamma, with loss=simpo",
-    "ref_model": "the reference is the weights that training starts from; its log-probabilities are computed once",
-    "rlhf": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
-    "grpo": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
-    "loss_type": f"{PREFERENCES}; a loss of your own is loss._target_=package.function",
+    EVALUATION: "eval_steps eval_interval eval_strategy evaluation_strategy",
+    "a checkpoint is written every checkpoint.interval steps": "save_steps save_interval save_strategy",
+    "null turns it off: checkpoint.interval=null, eval.interval=null, passes.segment.max_nodes=null": "enabled",
+    "the newest checkpoint.keep checkpoints are kept": "save_total_limit",
+    "the run folder is run.dir": "output_dir logging_dir save_dir dump_folder run_name",
+    RESUME: "resume_from_checkpoint ckpt_path load load_path",
+    "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that is updated": (
+        "logging_steps log_interval"
+    ),
+    LOGGERS: "wandb wandb_project use_wandb enable_wandb tensorboard report_to logger mlflow comet trackio",
+    "run.profile=true writes a trace of three steps, for Perfetto": "profile profiler",
+    CALLBACKS: "callback callbacks",
+    EMA: "ema_decay use_ema",
+    "there is none: compiler-trainer export RUN FOLDER writes a folder for `hf upload`": "push_to_hub",
+    "the seed is train.seed; data.seed is the seed of the order of data": "seed",
+    PREFERENCES: "dpo ipo simpo orpo cpo kto",
+    NLL_WEIGHT: "cpo_alpha rpo_alpha",
+    "the target of the margin is loss.gamma, with loss=simpo": "simpo_gamma",
+    "the reference is the weights that training starts from; its log-probabilities are computed once": "ref_model",
+    SFT: "sft instruct finetuning full_finetune",
+    "pretraining is recipe=pretrain, with a model by name and data.tokenizer": "pretraining",
+    "the beta of a preference loss is loss.beta, with loss=dpo": "beta",
+    "there is no DoRA; model.lora.rslora=true scales by the root of the rank": "dora use_dora",
+    f"scaling of positions: {CONTEXT}": "yarn rope_type rope_parameters",
+    FROZEN: "freeze freeze_layers unfrozen_parameters",
+    LIGER: "liger liger_kernel use_liger_kernel",
+    "SLURM: `srun compiler-trainer ...` (docs/guides/several-nodes.md)": "slurm sbatch",
+    "code of a model's folder is never run; model.path takes the models that transformers builds": "trust_remote_code",
+    "the chat template is the tokenizer's own, in the folder of model.path": "chat_template",
+    JOB_FILE: "config config_file config_name config_path yaml toml",
+    RANKS: "nnodes num_nodes nproc_per_node num_processes",
+    SIZES: "num_layers hidden_size num_attention_heads ffn_hidden_size",
+    OTHER_GPU: "b200 b300 gb200 v100 l40s l4 a10 rtx4090 mi300x",
+    "there is no reinforcement learning; training on preference pairs is recipe=dpo": "rlhf grpo",
+    f"{PREFERENCES}; a loss of your own is loss._target_=package.function": "loss_type",
 }
-VALUES = {  # option -> hint for a value that is not one of its choices
+ANSWERS = {name: answer for answer, names in NAMES.items() for name in names.split()}
+VALUES = {  # option or group -> hint for a value that is not one of its choices
+    "model": f"{MODEL}; a module of your own is model=custom model._target_=package.Class",
+    "data": DATA,
+    "optim": OWN_OPTIMIZER,
+    "lr_schedule": "a schedule of your own is lr_schedule=custom lr_schedule._target_=package.function",
+    "loss": "a loss of your own is loss._target_=package.function",
+    "cluster": "the file of another GPU goes into a folder for --config-dir (docs/reference/clusters.md)",
+    "recipe": "compiler-trainer --help recipe describes them",
     "passes.cast.float8": NO_BLOCKS,
     "passes.moe.dispatch": "counts of rows stay on the device, so buffer sizes cannot depend on them",
     "train.dtype": "it is the dtype of master weights; mixed precision is passes.cast.param_dtype=bfloat16 over "
@@ -238,4 +191,15 @@ VALUES = {  # option -> hint for a value that is not one of its choices
 
 def answer(name: str) -> str | None:
     """Return the answer for another trainer's option, whatever its group; None if the name is unknown."""
-    return ANSWERS.get(name.rpartition(".")[2].lower().replace("-", "_"))
+    return ANSWERS.get(plain(name))
+
+
+def answer_near(name: str) -> str | None:
+    """Return the answer for the most similar name of another trainer's; None if none is similar."""
+    near = difflib.get_close_matches(plain(name), list(ANSWERS), n=1, cutoff=0.85)
+    return ANSWERS[near[0]] if near else None
+
+
+def plain(name: str) -> str:
+    """Return an option's name without its group, in lower case and with underscores."""
+    return name.rpartition(".")[2].lower().replace("-", "_")

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -93,7 +93,8 @@ def build(cls: type[T], mapping: Any, where: str = "") -> T:
         return mapping
     names = option_names(cls)
     if not isinstance(mapping, Mapping):
-        raise UserError(where or "config", f"{shown(mapping)} is not a group of options; it has {', '.join(names)}")
+        problem = f"{shown(mapping)} is not a group of options; it has {', '.join(names)}"
+        raise UserError(where or "config", f"{problem}; write {join(where, 'OPTION')}=VALUE")
     for key in mapping:
         if key not in names:
             raise Unknown(join(where, key), unknown(key, names))
@@ -129,7 +130,8 @@ def convert(kind: Any, value: Any, where: str) -> Any:
 def convert_list(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     """Return `value` as a tuple of `kinds`; (X, ...) is any number of X."""
     if not isinstance(value, list | tuple):
-        raise UserError(where, f"{shown(value)} is not a list; write [{shown(value, str)}]")
+        fix = foreign.answer(value) if isinstance(value, str) else None
+        raise UserError(where, f"{shown(value)} is not a list; {fix or f'write [{shown(value, str)}]'}")
     if kinds[1:] == (...,):
         kinds = kinds[:1] * len(value)
     if len(value) != len(kinds):
@@ -140,7 +142,8 @@ def convert_list(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, .
 def convert_dict(kinds: tuple[Any, ...], value: Any, where: str) -> dict[Any, Any]:
     """Return `value` as a dict of a key type and a value type."""
     if not isinstance(value, Mapping):
-        raise UserError(where, f"{shown(value)} is not a mapping of names to values")
+        answer = foreign.answer(value) if isinstance(value, str) else None
+        raise UserError(where, "; ".join(filter(None, [f"{shown(value)} is not a mapping of names to values", answer])))
     return {convert(kinds[0], key, where): convert(kinds[1], entry, join(where, key)) for key, entry in value.items()}
 
 
@@ -150,6 +153,8 @@ def scalar(kind: Any, value: Any, where: str) -> Any:
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         hint = "; put it in quotes" if kind is str and isinstance(value, int | float) else ""
+        if kind is int and isinstance(value, float) and value.is_integer():
+            hint = f"; write {int(value)}"
         raise UserError(where, f"{shown(value)} is not {SCALARS[kind]}{hint}")
     if kind is int and abs(value) > LARGEST:
         raise UserError(where, f"{str(value)[:20]}... must be at most {LARGEST:,}")
@@ -159,7 +164,7 @@ def scalar(kind: Any, value: Any, where: str) -> Any:
 def one_of(choices: tuple[str, ...], value: Any, where: str) -> Any:
     """Return `value` if it is one of `choices`."""
     if value not in choices:
-        raise UserError(where, "; ".join([not_one_of(choices, value), *filter(None, [foreign.VALUES.get(where)])]))
+        raise UserError(where, not_one_of(choices, value, where))
     return value
 
 
@@ -194,23 +199,26 @@ def option_names(cls: Any) -> list[str]:
     return [option.name for option in fields(cls)] if is_dataclass(cls) else []
 
 
-def not_one_of(choices: Iterable[str], value: Any) -> str:
-    """Return the message for a `value` that is not one of `choices`."""
-    return f"{shown(value)} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
+def not_one_of(choices: Collection[str], value: Any, where: str = "") -> str:
+    """Return the message for a `value` of option `where` that is not one of `choices`.
+
+    The answer to another trainer's value comes before the nearest choice.
+    """
+    hint = foreign.answer(str(value)) or did_you_mean(value, choices) or foreign.VALUES.get(where)
+    return "; ".join(filter(None, [f"{shown(value)} is not one of {', '.join(choices)}", hint]))
 
 
 def unknown(key: Any, names: list[str]) -> str:
     """Return the message for an unknown `key`, with another trainer's answer, the nearest name, or all names."""
-    if answer := foreign.answer(str(key)):
-        return f"no such option; {answer}"
-    all_names = f"; there are {', '.join(names)}" if names else ""
-    return "no such option" + (did_you_mean(key, names) or all_names)
+    hint = foreign.answer(str(key)) or did_you_mean(key, names) or foreign.answer_near(str(key))
+    return f"no such option; {hint}" if hint else f"no such option; there are {', '.join(names)}"
 
 
-def did_you_mean(value: Any, names: Iterable[str]) -> str:
-    """Return a clause with the nearest of `names`, empty if none is near."""
-    near = difflib.get_close_matches(str(value), list(names), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def did_you_mean(value: Any, names: Collection[str]) -> str:
+    """Return a clause with the nearest of `names`, or one that begins like this; empty if none is near."""
+    near = difflib.get_close_matches(str(value), list(names), n=1, cutoff=0.7)
+    near += [name for name in names if value and name.startswith(str(value))]
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def join(where: str, key: Any) -> str:

@@ -838,10 +838,15 @@ PLAIN_HEADS = (None, "none", None)
 
 def save(cfg: Config, path: Path, head: str = "") -> None:
     """Write `cfg` to `path` as YAML that `load` reads back, after the comment `head`."""
+    write_atomically(path, head + as_yaml(cfg))
+
+
+def as_yaml(cfg: Config) -> str:
+    """Return all options as YAML."""
     options = dataclasses.asdict(cfg)
     if cfg.cluster.name == AUTO_CLUSTER.name:  # its figures are those of no machine
         options["cluster"] = {"name": cfg.cluster.name, "gpus": cfg.cluster.gpus}
-    write_atomically(path, head + OmegaConf.to_yaml(OmegaConf.create(options)))
+    return OmegaConf.to_yaml(OmegaConf.create(options))
 
 
 # The groups that every run writes. Groups added later may be missing in files of earlier runs: they have the defaults.

@@ -146,8 +146,13 @@ CHECKS: Checks = (
     ),
     (
         "data.files",
-        lambda c: all(bool(s.files) == (s.name == "text") for s in c.data.listed),
-        "{c.data.files} with data={c.data.name}; data=text needs some, as data.files=[a.txt,b.jsonl], other data none",
+        lambda c: all(bool(s.files) or s.name != "text" for s in c.data.listed),
+        "is empty; data=text needs files, folders or patterns, as data.files=[a.txt,books]; the same holds for sources",
+    ),
+    (
+        "data.files",
+        lambda c: all(not s.files or s.name == "text" for s in c.data.listed),
+        "go with data=text, not data={c.data.name}; set data=text, too; the same holds for sources",
     ),
     (
         "data.path",

@@ -107,6 +107,9 @@ def begins_with(content: Pair, prompt: list[Message]) -> bool:
 def content_of(row: Row, column: str) -> Any:
     """Return the text or the token ids in a column."""
     if column not in row:
+        for kind, options in (("pair", "data.chat=true data.pairs=true"), ("conversation", "data.chat=true")):
+            if formats := fitting(row, kind):
+                raise BadRecord(f"has {formats[0].name}, and no field {column!r}; set {options}")
         raise BadRecord(f'has no field "{column}"; each record must have one, or set data.text_column')
     value = row[column]
     return ids_of(value, column) if isinstance(value, list | np.ndarray) else text_of(value, column)

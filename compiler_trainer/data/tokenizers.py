@@ -198,7 +198,8 @@ def build_tokenizer(name: str, eos_token: str | None = None, add_bos_token: bool
             raise UserError(option, "is set, but data.tokenizer=bytes has no such token; leave it null")
         return ByteTokenizer()
     if not Path(name).is_file():
-        raise UserError(name, 'no such file (data.tokenizer takes "bytes" or the path of a tokenizer.json)')
+        takes = 'data.tokenizer takes "bytes" or a tokenizer.json, by default that of model.path'
+        raise UserError(name, f"no such file; {takes}")
     is_folder = Path(name).name == "tokenizer.json" and any(Path(name).with_name(file).is_file() for file in CONFIGS)
     backend, settings = (read_folder if is_folder else read_file)(name, eos_token)
     if not backend.get_vocab(with_added_tokens=False):

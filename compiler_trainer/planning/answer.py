@@ -1,4 +1,4 @@
-"""A plan as text and numbers: the table, `plan.json` and the recipe of the best setting; or a table of plans."""
+"""A plan as text and numbers: the table, `plan.json` and the job file of the best setting; or a table of plans."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from compiler_trainer.config.compose import ENDINGS, options_of_recipe
-from compiler_trainer.config.earlier import remove
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import write_atomically
+from compiler_trainer.config.jobs import TABLES, flat
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import named
 from compiler_trainer.planning.dry import error_bar
@@ -24,10 +23,10 @@ from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
 from compiler_trainer.training.speed import compute_dtype
 
-RECIPE, JSON = "plan.yaml", "plan.json"
+JOB, JSON = "plan.yaml", "plan.json"
 SHOWN = 12  # rows of a table
 BYTES = 4 * 257  # vocabularies from this size on are not for bytes
-HIDDEN = ("plan", "run", "recipe", "cluster.gpus", "hydra")  # options that a recipe does not repeat
+HIDDEN = ("plan", "run", "cluster.gpus", "hydra")  # options that a job file does not repeat
 AXIS = {"dp_shard": "fsdp", "experts": "ep", "experts_tp": "ep"}  # one name for axes of one purpose
 NAMES = {  # causes of waiting
     "fsdp": "parameters and gradients (dp_shard, cp)",
@@ -188,25 +187,26 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def recipe(plan: Plan, overrides: Sequence[str], groups: Iterable[str]) -> str:
-    """Return a recipe that trains the best setting: stated and chosen options, the prediction as comments."""
-    defaults_lines, stated = stated_options(overrides, set(groups))
+def job_file(plan: Plan, overrides: Sequence[str], groups: Iterable[str]) -> str:
+    """Return a job file that trains the best setting: stated and chosen options, the prediction as comments."""
+    choices, stated = stated_options(overrides, set(groups))
     best = plan.best
     update_options = OmegaConf.create(update(plan.request.cfg))  # the prediction holds only for this update
     options = OmegaConf.merge(update_options, OmegaConf.create(stated), OmegaConf.create(best.candidate.options()))
-    body = yaml.safe_dump(OmegaConf.to_container(options), sort_keys=False, default_flow_style=None, width=110)
-    defaults = "".join(f"  - {line}\n" for line in defaults_lines)
+    mapping: Any = OmegaConf.to_container(options)
+    dotted = {group: flat({group: mapping.pop(group)}, TABLES) for group in choices if group in mapping}
+    body = choices | {name: value for options in dotted.values() for name, value in options.items()} | mapping
     waits = ", ".join(f"{axis} {1e3 * s:,.0f} ms" for axis, s in best.exposed_s.items() if s > 1e-3 * best.step_s)
     lines = [
         f"{title(plan)}: {job(plan)}.",
         f"Predicted: {plan.tokens_per_s(best):,.0f} tokens/s/GPU, MFU {plan.mfu(best):.1%}, "
         f"{1e3 * best.step_s:,.0f} ms a step, {best.bytes / GIB:.3g} GiB a GPU.",
         f"Waits: {waits or 'none'}. The best of {setting_counts(plan)}.",
-        f"Start it on {plan.request.gpus:,} ranks with recipe=THIS_FILE. State text and tokenizer yourself; optimizer,",
-        "schedule and length are those of the plan.",
+        f"Start it on {plan.request.gpus:,} ranks: compiler-trainer THIS_FILE. State text and tokenizer yourself;",
+        "optimizer, schedule and length are those of the plan.",
     ]
     head = "".join(f"# {line}\n" for line in lines)
-    return f"# @package _global_\n{head}" + (f"defaults:\n{defaults}" if defaults else "") + body
+    return head + yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=110)
 
 
 def update(cfg: Config) -> dict[str, Any]:
@@ -221,32 +221,24 @@ def update(cfg: Config) -> dict[str, Any]:
     return options | ({"data": {"tokenizer": ""}} if cfg.data.tokenizer == "bytes" and vocabulary >= BYTES else {})
 
 
-def stated_options(overrides: Sequence[str], groups: set[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return (lines of a defaults list, options) for the overrides of a command line; a recipe's file is copied."""
-    lines: list[str] = []
-    options, copied = OmegaConf.create(), dict[str, Any]()
+def stated_options(overrides: Sequence[str], groups: set[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return (choices of groups, options) for the overrides of a command line."""
+    choices: dict[str, str] = {}
+    options = OmegaConf.create()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.get_key_element().lstrip("+~")
-        if key == "recipe" and str(override.value()).endswith(ENDINGS):
-            copied = options_of_recipe(Path(str(override.value())), overrides)
-            lines = [*map(json.dumps, copied.pop("defaults", ())), *lines]
-            for name in HIDDEN:
-                remove(copied, name)
-        elif key == "recipe":
-            lines.insert(0, str(override.value()))
-        elif key in groups:
-            lines.append(f"override /{key}: {override.value()}")
+        if key in groups:
+            choices[key] = str(override.value())
         elif not any(f"{key}.".startswith(f"{hidden}.") for hidden in HIDDEN):
             OmegaConf.update(options, key, override.value(), force_add=True)
-    plain = OmegaConf.to_container(OmegaConf.merge(copied, options))
-    assert isinstance(plain, dict)
-    return lines, {str(key): value for key, value in plain.items()}
+    plain: Any = OmegaConf.to_container(options)
+    return choices, plain
 
 
 def write(plan: Plan, text: str, folder: Path) -> None:
-    """Write `plan.json` and the recipe into a run folder."""
+    """Write `plan.json` and the job file into a run folder."""
     write_atomically(folder / JSON, json.dumps(as_json(plan), indent=1) + "\n")
-    write_atomically(folder / RECIPE, text)
+    write_atomically(folder / JOB, text)
 
 
 # ---- several plans -------------------------------------------------------------------------------------

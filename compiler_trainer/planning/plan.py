@@ -54,9 +54,9 @@ def plan(question: Question) -> Plan:
     wide().print(answer.table(result))
     run_folder.mkdir(parents=True, exist_ok=True)
     schema.save(result.best.candidate.applied(question.cfg), run_folder / folder.CONFIG)
-    answer.write(result, answer.recipe(result, question.overrides, question.groups), run_folder)
+    answer.write(result, answer.job_file(result, question.overrides, question.groups), run_folder)
     plan_page.write(result, run_folder)
-    say(f"planned in {time.perf_counter() - began:.1f} s; train it with recipe={run_folder / answer.RECIPE}")
+    say(f"planned in {time.perf_counter() - began:.1f} s; train it with: compiler-trainer {run_folder / answer.JOB}")
     say_contents(run_folder)
     return result
 
@@ -83,10 +83,10 @@ def plan_all(questions: Sequence[Question]) -> list[Varied]:
             continue
         point = run_folder / str(number)
         point.mkdir(exist_ok=True)
-        answer.write(variant.plan, answer.recipe(variant.plan, question.overrides, question.groups), point)
+        answer.write(variant.plan, answer.job_file(variant.plan, question.overrides, question.groups), point)
     plan_page.write_varied(variants, run_folder)
     say(
-        f"made {len(variants)} plans in {time.perf_counter() - began:.1f} s; recipes are {run_folder}/N/{answer.RECIPE}"
+        f"made {len(variants)} plans in {time.perf_counter() - began:.1f} s; job files are {run_folder}/N/{answer.JOB}"
     )
     say_contents(run_folder)
     return variants

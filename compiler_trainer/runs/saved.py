@@ -19,7 +19,7 @@ from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.config import schema
 from compiler_trainer.config.compose import CONF, as_user_errors, compose
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.options import did_you_mean
+from compiler_trainer.config.options import unknown
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, subject
@@ -61,7 +61,7 @@ def with_overrides(saved: dict[str, Any], overrides: Sequence[Override]) -> Conf
     for override in overrides:
         key = override.get_key_element().lstrip("+")
         if key.split(".")[0] not in options:
-            raise UserError(key, f"no such option{did_you_mean(key, [str(name) for name in options])}")
+            raise UserError(key, unknown(key, [str(name) for name in options]))
         if key.split(".")[0] not in groups:
             OmegaConf.update(options, key, override.value(), merge=True, force_add=True)
             changed.append(key)

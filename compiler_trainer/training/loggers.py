@@ -24,9 +24,9 @@ from typing import Any, Protocol, TextIO
 
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from compiler_trainer.config.compose import flat
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.files import write_atomically
+from compiler_trainer.config.jobs import flat
 from compiler_trainer.config.options import tables
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.targets import called
@@ -50,7 +50,7 @@ CONTENTS = {
     "report.json": "compile times, communication and memory; of a dry run the prediction",
     "trace.json.gz": "steps of rank 0, for Perfetto",
     "measured.json": "the time breakdown of each rank in these steps, for compiler-trainer profile",
-    "plan.yaml": "the recipe that trains the best of a plan",
+    "plan.yaml": "the job file that trains the best of a plan",
     "plan.json": "a plan and the alternatives it was preferred to",
     "plan.html": "the same as a page",
 }

@@ -28,10 +28,13 @@ from omegaconf import OmegaConf
 
 from compiler_trainer.cli import app
 from compiler_trainer.cli.table import VERBS
+from compiler_trainer.cli.verbs import new
 from compiler_trainer.cli.verbs.plan import varied_values
 from compiler_trainer.config import schema
-from compiler_trainer.config.compose import compose, name_recipes, to_config
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.descriptions import choices_of
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import with_files
 from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.auto import plan_request
@@ -44,6 +47,7 @@ from compiler_trainer.training.trainer import train
 ALL = commands()
 LARGE = 8  # number of ranks from which a page means GPUs
 GIB = 2**30
+RECIPES = choices_of("recipe")
 
 
 def of_kind(*kinds: str) -> list[Command]:
@@ -68,11 +72,10 @@ def places(tmp_path_factory):
         yield folder
 
 
-def configs(command: Command, scratch: Path) -> list[Config]:
+def configs(command: Command) -> list[Config]:
     """Compose the jobs of a command and validate them for the ranks it starts."""
     folder = command.flag("--config-dir")
-    scratch = scratch / "recipes"
-    overrides = name_recipes(command.options, scratch)
+    overrides = with_files(command.options)
     if folder:
         overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
     if command.kind == "plan":
@@ -120,10 +123,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_command_that_is_changed_fails(places, tmp_path, line):
+def test_a_command_that_is_changed_fails(places, line):
     (command,) = commands_of(f"```sh\n{line}\n```", "page.md")
     with pytest.raises(UserError, match=WRONG[line]):
-        configs(command, tmp_path)
+        configs(command)
 
 
 @pytest.mark.parametrize("line", ["compiler_trainer train.steps=1", "docker run trainer", "sudo make train"])
@@ -150,8 +153,8 @@ def is_on_gpus(command: Command) -> bool:
 
 
 @pytest.mark.parametrize("command", of_kind("job", "plan", "sweep"), ids=named)
-def test_composes(places, tmp_path, command):
-    assert configs(command, tmp_path)
+def test_composes(places, command):
+    assert configs(command)
 
 
 def on_h100(cfg: Config, ranks: int) -> Config:
@@ -172,8 +175,8 @@ def has_stages(command: Command) -> bool:
 
 
 @pytest.mark.parametrize("command", [c for c in of_kind("job") if is_on_gpus(c) and not has_stages(c)], ids=named)
-def test_fits_by_closed_forms(places, tmp_path, command):
-    (cfg,) = configs(command, tmp_path)
+def test_fits_by_closed_forms(places, command):
+    (cfg,) = configs(command)
     wanted = plan_request(on_h100(cfg, ranks_of(command, cfg)), ranks_of(command, cfg))
     forms = all_forms(wanted, sizes_of(wanted.cfg, subject(wanted.cfg).module), LeftOut())
     matches = [form for form in forms if agree(cfg.mesh, form.candidate.mesh)]
@@ -190,7 +193,7 @@ def agree(stated: MeshConfig, mesh: MeshConfig) -> bool:
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("command", [c for c in of_kind("job") if is_on_gpus(c)], ids=named)
 def test_fits_when_compiled(places, tmp_path, command):
-    (cfg,) = configs(command, tmp_path)
+    (cfg,) = configs(command)
     cfg = on_h100(cfg, ranks_of(command, cfg))
     cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dry=True, dump_graphs=False, dir=str(tmp_path / "dry")))
     from compiler_trainer.planning.auto import choose_automatic
@@ -235,14 +238,43 @@ def first_group(command: Command) -> str:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("command", first_of_each(SMALL, first_group))
 def test_trains_in_little(places, tmp_path, command):
-    (cfg,) = configs(command, tmp_path)
+    (cfg,) = configs(command)
     assert math.isfinite(train(tiny(cfg, tmp_path / "run")))
     assert (tmp_path / "run/metrics.jsonl").read_text().count("\n") == 4
 
 
-def test_a_choice_of_ones_own_is_what_its_file_says(places, tmp_path):
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(3)
+def test_the_job_file_of_each_recipe_is_the_recipe_and_trains_in_little(places, tmp_path, recipe, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("hub", "chats.jsonl", "pairs.jsonl", "books"):
+        (tmp_path / name).symlink_to(places / name)
+    shutil.copytree(places / "qwen", "FOLDER")
+    assert call("new", recipe) == 0
+    Path("job.yaml").write_text(text := capsys.readouterr().out)
+    assert all("#" in line or line.endswith(":") or line == f"recipe: {recipe}" for line in text.splitlines())
+    cfg, placeholders = to_config(compose(["job.yaml"])), new.FOLDER if "chat: true" in text else new.TEXT
+    files = f"data.files=[{'pairs.jsonl' if cfg.data.pairs else cfg.data.files[0]}]"
+    model = ["model=llama3_8b"] if recipe == "pretrain" else []
+    assert undated(cfg) == undated(to_config(compose([f"recipe={recipe}", *model, *placeholders, files])))
+    if recipe != "windowed_50m":  # it has one size
+        assert math.isfinite(train(tiny(cfg, tmp_path / "run")))
+
+
+def test_the_config_of_a_run_trains_the_same_job_in_another_folder(places, tmp_path):
+    assert call(run_of("decoder") / "config.yaml", f"run.dir={tmp_path}/again") == 0
+    first, again = ([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (run_of("decoder"), tmp_path / "again"))
+    assert first == again and len(first) == 4
+
+
+def undated(cfg: Config) -> Config:
+    """Return a job with a run folder that does not depend on the time."""
+    return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=""))
+
+
+def test_a_choice_of_ones_own_is_what_its_file_says(places):
     (command,) = [c for c in of_kind("job") if "model=reader" in c.options]
-    (cfg,) = configs(command, tmp_path)
+    (cfg,) = configs(command)
     assert cfg.model == {"_target_": "my_package.Reader", "width": 128}
 
 

@@ -73,4 +73,4 @@ def test_a_config_is_damaged_in_ways_that_differ(tmp_path):
 
 
 def test_verbs_are_of_the_command():
-    assert {verb.arguments[0] for verb in VERBS} >= set(KNOWN) - {"plan", "calibrate", "sweep", "launch", "check-model", "check-export", "check-data", "tokenize", "doctor", "compile", "clean", "profile", "resize", "chat"}  # these take no run, or a run with measurements
+    assert {verb.arguments[0] for verb in VERBS} >= set(KNOWN) - {"plan", "calibrate", "sweep", "launch", "check-model", "check-export", "check-data", "tokenize", "doctor", "compile", "clean", "profile", "resize", "chat", "new"}  # these take no run, or a run with measurements

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from compiler_trainer.config.jobs import is_job_file
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") if p.name != "LOG.md")])
 
@@ -47,7 +49,7 @@ class Command:
                 return "job"
             if any(word.startswith(("[", "OPTION", "VERB")) for word in rest):
                 return "synopsis"
-            if not rest or "=" in rest[0] or rest[0] in ("-m", "--config-dir", "--cfg"):
+            if not rest or "=" in rest[0] or is_job_file(rest[0]) or rest[0] in ("-m", "--config-dir", "--cfg"):
                 return "sweep" if "-m" in rest else "job"
             return rest[0] if rest[0] in ("plan", "--help", "--version") else "verb"
         if self.words[:2] == ("python", "-m"):
@@ -69,10 +71,11 @@ class Command:
 
     @property
     def options(self) -> list[str]:
-        """The overrides."""
+        """The overrides and the job file."""
         flagged = {"--config-dir", "--vary", "--cfg"}
         pairs = zip(("", *self.arguments), self.arguments)
-        return [word for before, word in pairs if "=" in word and not word.startswith("--") and before not in flagged]
+        are = [before not in flagged and not word.startswith("--") for before, word in pairs]
+        return [word for word, is_one in zip(self.arguments, are) if is_one and ("=" in word or is_job_file(word))]
 
     def flag(self, name: str) -> str | None:
         """Return the word after a flag; None without it."""
@@ -139,7 +142,7 @@ def spans(text: str) -> Iterator[tuple[int, str]]:
 
 def parsed(page: str, line: int, code: str) -> Iterator[Command]:
     """Yield the commands of a line of shell."""
-    for part in re.split(r" && | &$", code):
+    for part in re.split(r" && | &$| > .*", code):
         words = [fixed(word) for word in shlex.split(part, comments=True) if word not in ("...", "&")]
         while words and (words[0] == "srun" or re.match(r"[A-Z_]+=", words[0])):
             words.pop(0)

@@ -28,6 +28,7 @@ from compiler_trainer.config.schema import (
     ModelConfig,
     RunConfig,
     TrainConfig,
+    save,
 )
 from compiler_trainer.data import tokenized
 from compiler_trainer.data.stored import ALL
@@ -50,6 +51,9 @@ RUNS = {
     "runs/8b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
 }
+
+
+JOB_FILES = (("docs/start.md", "job.yaml"), ("docs/guides/finetune.md", "tuned.yaml"), ("docs/guides/several-nodes.md", "8b.yaml"))
 
 
 def furnish(folder: Path) -> None:
@@ -83,6 +87,10 @@ def furnish(folder: Path) -> None:
         "train: {seq_len: 8192, global_batch_size: 16, microbatches: 1}\n"
         "passes: {remat: {policy: selective}, cast: {param_dtype: bfloat16, reduce_dtype: float32}}\n"
     )
+    for page, name in JOB_FILES:
+        (folder / name).write_text(shown_file(page, name))
+    (folder / "runs/first").mkdir()
+    save(to_config(compose(["train.steps=100", "run.dir=runs/first"])), folder / "runs/first/config.yaml")
 
 
 def furnish_elsewhere(folder: Path, store: Store) -> None:

@@ -17,6 +17,7 @@ from compiler_trainer.bisect.case import Case, at_checkpoint, at_start
 from compiler_trainer.bisect.find import Finding, bisect
 from compiler_trainer.bisect.script import Inexpressible, write
 from compiler_trainer.cli.table import parser
+from compiler_trainer.config.jobs import is_job_file
 from compiler_trainer.console import say
 
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def case_of(first: str | None, overrides: Sequence[str]) -> Case:
     """Return the case to bisect: a run folder if the command line begins with one, otherwise the options' job."""
-    if first is not None and "=" not in first:
+    if first is not None and "=" not in first and not is_job_file(first):
         return at_checkpoint(Path(first), overrides)
     return at_start([first, *overrides] if first else [])
 

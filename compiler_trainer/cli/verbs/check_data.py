@@ -10,13 +10,12 @@ Exit codes: 0 text and tokens are those of transformers, 1 they differ, or a rec
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import compose, name_recipes, to_config
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import as_override, with_files
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.config.validate import validate_data
 from compiler_trainer.data.preview import KINDS, Reader, Shown, table
@@ -57,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def config_of(overrides: Sequence[str], names: set[str]) -> DataConfig:
     """Return the data options that the arguments name; raise UserError."""
+    overrides = with_files(overrides)
     options, files = [item for item in overrides if "=" in item], [item for item in overrides if "=" not in item]
     if files and "data.files" in names:
         raise UserError("data.files", f"is set, and {files[0]} is given, too; leave one of them out")
@@ -64,22 +64,16 @@ def config_of(overrides: Sequence[str], names: set[str]) -> DataConfig:
         options = [
             *([] if "data" in names else ["data=text"]),
             *options,
-            f"data.files=[{','.join(map(quoted, files))}]",
+            f"data.files={as_override(files)}",
         ]
     if "model.path" in names and not names & {"model", "recipe"}:
         options = ["model=hf", *options]
     if "data.pairs" in names and not names & {"loss", "recipe"}:
         options.append("loss=dpo")
-    with tempfile.TemporaryDirectory() as scratch:
-        cfg = validate_data(to_config(compose(name_recipes(options, Path(scratch)))))
+    cfg = validate_data(to_config(compose(options)))
     if cfg.sources or cfg.name not in ("text", "hf_dataset"):
         raise UserError("data", f"is {cfg.name}; name a file, data=text or data=hf_dataset, one source at a time")
     return cfg
-
-
-def quoted(path: str) -> str:
-    """Return a path quoted for hydra's grammar."""
-    return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def show(reader: Reader, number: int, most: int) -> bool:

@@ -15,6 +15,7 @@ from compiler_trainer.cli.table import parser
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import is_job_file, with_files
 from compiler_trainer.config.validate import validate
 from compiler_trainer.parity.of_config import SMALL, check, ranks_of
 
@@ -24,9 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     arg_parser = parser("check-model")
     arg_parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; the first may name a class")
     overrides = arg_parser.parse_args(arguments).overrides
-    if overrides and "=" not in overrides[0]:
+    if overrides and "=" not in overrides[0] and not is_job_file(overrides[0]):
         overrides[:1] = ["model=custom", f"model._target_={overrides[0]}"]
-    cfg = resolve_auto(to_config(compose([*SMALL, *overrides])), on_gpu=False)
+    cfg = resolve_auto(to_config(compose([*SMALL, *with_files(overrides)])), on_gpu=False)
     outcome = check(validate(cfg, ranks_of(cfg.mesh)))
     if outcome.verdict == "refused":
         raise UserError(outcome.where, outcome.why)

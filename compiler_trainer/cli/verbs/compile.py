@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import compose, name_recipes, to_config
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import resolve_cluster
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, is_open
@@ -29,8 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     arg_parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder for lower.programs")
     args = arg_parser.parse_intermixed_args(arguments)
-    with tempfile.TemporaryDirectory() as scratch:
-        cfg = to_config(compose(name_recipes(args.overrides, Path(scratch))))
+    cfg = to_config(compose(args.overrides))
     if is_open(cfg):
         raise UserError("mesh", "has to be planned; run `compiler-trainer plan` first, and compile its result")
     if needs_cuda(cfg):

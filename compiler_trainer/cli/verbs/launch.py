@@ -14,6 +14,7 @@ import torch
 
 from compiler_trainer.cli.table import VERBS, parser
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import is_job_file, with_files
 from compiler_trainer.elastic.engines import PORT, Place, place_in_engine
 from compiler_trainer.elastic.launcher import ALONE, Launcher
 
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         print(place, file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "compiler_trainer", *job]
     ranks = ranks_of(args.nproc_per_node or (None if place is ALONE or place.ranks == "1" else place.ranks))
-    return Launcher(ranks, command, args.spares, "run.elastic=true" in job, place).run()
+    options = job if job and job[0] in VERBS else with_files(job)
+    return Launcher(ranks, command, args.spares, "run.elastic=true" in options, place).run()
 
 
 def place_of(args: Namespace) -> Place:
@@ -69,6 +71,6 @@ def ranks_of(text: str | None) -> int:
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (flags of the launcher, arguments of the ranks); these start at the first option or verb."""
-    is_job = [not a.startswith("-") and ("=" in a or a in VERBS) for a in arguments]
+    is_job = [not a.startswith("-") and ("=" in a or a in VERBS or is_job_file(a)) for a in arguments]
     at = is_job.index(True) if True in is_job else len(arguments)
     return list(arguments[:at]), list(arguments[at:])

@@ -1,9 +1,8 @@
-"""`plan`: find the fastest mesh, microbatches and recomputation for a model on a cluster, and write a recipe."""
+"""`plan`: find the fastest mesh, microbatches and recomputation for a model on a cluster, and write a job file."""
 
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import CONF, as_user_errors, compose, name_recipes, to_config
+from compiler_trainer.config.compose import CONF, as_user_errors, compose, search_path, to_config
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import check_folders
+from compiler_trainer.config.jobs import with_files
 from compiler_trainer.planning.plan import Question, plan, plan_all
 
 
@@ -27,12 +26,9 @@ def main(arguments: Sequence[str]) -> None:
     arg_parser.add_argument("--vary", action="append", default=[], metavar="OPTION=V1,V2", help="plan for each value")
     arg_parser.add_argument("--config-dir", type=Path, help="a folder of your own choices")
     args = arg_parser.parse_intermixed_args(arguments)
-    with tempfile.TemporaryDirectory() as scratch:
-        overrides = name_recipes(args.overrides, Path(scratch))
-        if args.config_dir is not None:
-            check_folders([str(flag) for flag in ("--config-dir", args.config_dir)])
-            overrides.append(f"hydra.searchpath=[file://{args.config_dir.resolve()},file://{scratch}]")
-        questions = [question(overrides, args.overrides, values) for values in varied_values(args.vary)]
+    stated = with_files(args.overrides)
+    overrides = [*stated, *search_path(args.config_dir)]
+    questions = [question(overrides, stated, values) for values in varied_values(args.vary)]
     if args.vary:
         plan_all(questions)
     else:

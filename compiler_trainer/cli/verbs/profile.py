@@ -7,15 +7,14 @@ compiler-trainer launch -n 8 profile mesh.dp_shard=8   # on several ranks
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from compiler_trainer.cli.ends import is_first
 from compiler_trainer.cli.outcome import on_ranks
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import compose, name_recipes, to_config
-from compiler_trainer.config.files import check_folders
+from compiler_trainer.config.compose import compose, search_path, to_config
+from compiler_trainer.config.jobs import is_job_file
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say, wide
 from compiler_trainer.planning.space import replace_nested
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     arg_parser.add_argument("--config-dir", type=Path, help="a folder of your own choices")
     args = arg_parser.parse_intermixed_args(arguments)
-    folders = [argument for argument in args.job[:1] if "=" not in argument]
+    folders = [argument for argument in args.job[:1] if "=" not in argument and not is_job_file(argument)]
     run = Path(folders[0]) if folders else trained(args.job, args.config_dir)
     if is_first():
         tell(options_of(run, args.job[len(folders) :] if folders else []))
@@ -60,12 +59,7 @@ def tell(cfg: Config) -> None:
 
 def trained(overrides: Sequence[str], config_dir: Path | None) -> Path:
     """Run as many steps of a job as a profile needs; return its run folder."""
-    with tempfile.TemporaryDirectory() as scratch:
-        with_recipe = name_recipes(overrides, Path(scratch))
-        if config_dir is not None:
-            check_folders([str(flag) for flag in ("--config-dir", config_dir)])
-            with_recipe.append(f"hydra.searchpath=[file://{config_dir.resolve()},file://{scratch}]")
-        cfg = replace_nested(to_config(compose(with_recipe)), QUIET)
+    cfg = replace_nested(to_config(compose([*overrides, *search_path(config_dir)])), QUIET)
     if cfg.train.nonfinite == "rollback":
         cfg = replace_nested(cfg, {"train": {"nonfinite": "stop"}})
     ends = Ends()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import compose, name_recipes, to_config
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate_data
 from compiler_trainer.data.stored import Share
@@ -29,8 +28,7 @@ def main(arguments: Sequence[str]) -> None:
         "--processes", type=int, metavar="COUNT", help="processes on this machine (default: one per core)"
     )
     args = arg_parser.parse_intermixed_args(arguments)
-    with tempfile.TemporaryDirectory() as scratch:
-        cfg = validate_data(to_config(compose(name_recipes(args.overrides, Path(scratch)))))
+    cfg = validate_data(to_config(compose(args.overrides)))
     tokens = write(cfg, args.out, share_of(args.shard, args.processes))
     if tokens is None:
         print(

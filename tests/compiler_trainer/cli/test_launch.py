@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from commands import call
 
 from compiler_trainer.cli.verbs.launch import split
 
 
 @pytest.mark.parametrize(("arguments", "flags", "job"), [
+    (["-n", "2", "job.yaml", "-m"], ["-n", "2"], ["job.yaml", "-m"]),
     (["-n", "2", "optim.lr=1", "--cfg", "job"], ["-n", "2"], ["optim.lr=1", "--cfg", "job"]),
     (["-n", "2", "--nnodes=2", "resume", "RUN"], ["-n", "2", "--nnodes=2"], ["resume", "RUN"]),
     (["-n", "2"], ["-n", "2"], []),
@@ -22,6 +25,13 @@ def test_flags_are_the_launchers_up_to_the_first_option_or_verb(arguments, flags
 
 
 @pytest.mark.full
+def test_a_port_in_use_is_refused_in_one_line(capfd):
+    with socket.create_server(("localhost", 0)) as server:
+        assert call("launch", "-n", 1, f"--master-port={server.getsockname()[1]}", "train.steps=1") == 2
+    message = capfd.readouterr().err
+    assert message.startswith("error: launch: ") and message.endswith("choose another --master-port or --rdzv-endpoint\n")
+
+
 def test_a_refusal_is_one_line_and_the_exit_code_that_of_the_ranks():
     command = [sys.executable, "-m", "compiler_trainer", "launch", "-n", "2", "optim.lrr=1"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,8 @@ def test_every_verb_is_a_file_and_listed_under_its_task(capsys):
     assert places == sorted(places)
     for name, verb in table.VERBS.items():
         section = shown[shown.index(f"\n{table.TASKS[verb.task]}:") :]
-        assert f"\n  {name} {verb.takes} " in section.partition("\n\n")[0]
+        assert re.search(rf"\n  {re.escape(f'{name} {verb.takes}')}\s", section.partition("\n\n")[0])
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("verb", sorted(table.VERBS))
@@ -35,8 +37,10 @@ def test_a_verb_says_what_it_takes(verb, capsys):
 
 
 @pytest.mark.parametrize(("word", "message"), [
-    ("train", "error: train: is not a verb: options alone train, as in compiler-trainer optim.lr=1e-4\n"),
-    ("inspekt", "error: inspekt: no such verb (options alone train, as in compiler-trainer optim.lr=1e-4); did you mean 'inspect'?\n"),
+    ("train", "error: train: is not a verb: options or a job file alone train, as compiler-trainer job.yaml\n"),
+    ("inspekt", "error: inspekt: no such verb; did you mean 'inspect'?\n"),
+    ("sft", "error: sft: supervised fine-tuning (SFT) is recipe=finetune, with LoRA recipe=lora\n"),
+    ("train.steps", "error: train.steps: has no value; write train.steps=VALUE, without spaces\n"),
 ])
 def test_a_word_that_is_no_verb_gets_one_line(word, message, capsys):
     assert call(word, "optim.lr=1e-4") == 2
@@ -48,6 +52,15 @@ def test_help_and_version_import_neither_torch_nor_hydra(arguments):
     script = "import sys; from compiler_trainer.cli.command import act; act(sys.argv[1:]); print(sorted({'torch', 'hydra', 'rich', 'numpy'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
     assert done.stdout.endswith("\n[]\n"), done.stderr
+
+
+@pytest.mark.parametrize("option", ["optm.lr=1", "optim.lr=often", "optim=lion", "mesh.dp_shard=8", "--lr=1", "job.yaml"])
+def test_options_are_refused_without_importing_torch(option, tmp_path):
+    """PyTorch takes most of the time to the message."""
+    script = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); from compiler_trainer.cli.command import main; main()"
+    (tmp_path / "job.yaml").write_text("train: {stepz: 3}")
+    done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "False\n") and done.stderr.startswith("error: "), done.stderr
 
 
 def test_a_process_that_tokenizes_imports_no_torch_and_no_pass():

@@ -85,7 +85,7 @@ def test_a_misspelt_option_is_refused_with_the_right_one(option):
 
 @pytest.mark.parametrize(
     ("key", "nearest"),
-    [("batas", "betas"), ("learn_rate", None), ("max_nrom", "max_norm"), ("nmae", "name"), ("weight", "weight_decay")],
+    [("batas", "betas"), ("gain", None), ("max_nrom", "max_norm"), ("nmae", "name"), ("weight", "weight_decay")],
 )
 def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
     with pytest.raises(UserError) as caught:
@@ -117,9 +117,9 @@ def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
         ("passes.shard.plan", {"wq": {"tp": "x"}}, "'x' is not a whole number"),
         ("run.dir", 7, "7 is not text; put it in quotes"),
         ("run.dump_graphs", 1, "1 is not true or false"),
-        ("train.dtype", "float16", "'float16' is not one of float32, bfloat16; did you mean 'bfloat16'?"),
+        ("train.dtype", "bfloat8", "'bfloat8' is not one of float32, bfloat16; did you mean 'bfloat16'?"),
         ("train.seq_len", 1, "1 must be at least 2"),
-        ("train.steps", 10.0, "10.0 is not a whole number"),
+        ("train.steps", 10.0, "10.0 is not a whole number; write 10"),
         ("train.steps", True, "True is not a whole number"),
     ],
 )

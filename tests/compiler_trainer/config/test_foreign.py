@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import compiler_trainer
+from compiler_trainer.cli.table import VERBS
 from compiler_trainer.config.compose import compose, to_config
-from compiler_trainer.config.descriptions import groups
+from compiler_trainer.config.descriptions import choices_of, groups
 from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.foreign import ANSWERS, VALUES, answer
@@ -43,14 +44,17 @@ NO_OPTIONS = {  # names of state, parameters, files, functions, and options of e
     "passes.schedule.bucket_mib", "passes.schedule.ahead",
 }  # fmt: skip
 FILES = (".yaml", ".json", ".jsonl", ".html", ".js", ".md", ".py", ".safetensors")
-DENIALS = re.compile(r"there is (?:no|none)\b[^;,:]*|[^;,:]* (?:is|are) not (?:computed|called)[^;,:]*")
+DENIALS = re.compile(r"there (?:is|are) no(?:ne)?\b[^;,:]*|[^;,:]* (?:is|are) not (?:computed|called|supported)\b[^;,:]*")
+CHOICES = re.compile(r"(?<![\w./-])(recipe|model|data|optim|lr_schedule|cluster|loss)=([a-z_0-9|]+)(?![\w./(])")
+NO_FEATURES = {  # begin messages that are true by what the program has just looked at
+    "there is no trained state", "there is no validation data", "there is no answer", "there is no folder", "there is no GPU",
+    "there is no trace of this run", "there are no experts to spread", "there is no kernel by interval for",
+}  # fmt: skip
 REFUSED = {  # beginning of a denial -> options that ask for the denied feature
     "there is no fp16": ["passes.cast.param_dtype=float16"],
-    "there is no MXFP8 and no NVFP4": ["passes.cast.float8=mxfp8"],
+    "matmuls are not computed in MXFP8 or NVFP4": ["passes.cast.float8=mxfp8"],
     "matmuls of experts are not computed in float8": ["passes.moe.fp8_grouped_mm=true"],
-    "recipe=qlora, or model.quantize=nf4": ["train.load_in_4bit=true"],
-    "there is no quantized LoRA": ["model=hf", "model.path=FOLDER", "model.lora.bits=4"],
-    "matmuls of float32 are not computed in TF32": ["train.tf32=true"],
+    "there is no DoRA": ["model=hf", "model.path=FOLDER", "model.lora.use_dora=true"],
     "torch.compile is not called": ["train.torch_compile=true"],
     "there is none": ["run.push_to_hub=true"],
     "there is no reinforcement learning": ["loss=grpo"],
@@ -87,10 +91,26 @@ def test_every_option_that_a_message_names_exists():
     assert not missing
 
 
+def test_every_choice_verb_and_page_that_a_message_names_exists():
+    choices = [(group, choice) for _, text in messages() for group, names in CHOICES.findall(text) for choice in names.split("|")]
+    assert len(choices) > 30 and not [pair for pair in choices if pair[1] and pair[1] not in choices_of(pair[0])]
+    verbs = {verb for _, text in messages() for verb in re.findall(r"compiler-trainer ([a-z][a-z-]+)(?![\w.=/-])", text)}
+    assert len(verbs) > 5 and verbs - {"and"} <= VERBS.keys()  # "compiler-trainer and PyTorch"
+    pages = {page for _, text in messages() for page in re.findall(r"docs/[\w/-]+\.md", text)}
+    assert len(pages) > 5 and not [page for page in pages if not Path(page).is_file()]
+
+
+def test_every_answer_is_for_a_name_that_is_no_option_here():
+    """Otherwise the answer would never be seen, or hide an option."""
+    assert not [name for name in ANSWERS if name != name.lower() or "-" in name or "." in name]
+    assert not [name for name in VALUES if name not in options() | {*GROUPS, "recipe"}]
+
+
 @pytest.mark.parametrize(
-    "denial", sorted({d for answer in {*ANSWERS.values(), *VALUES.values()} for d in DENIALS.findall(answer)})
+    "denial",
+    sorted({d for _, text in messages() for d in DENIALS.findall(text) if not d.startswith(tuple(NO_FEATURES))}),
 )
-def test_what_an_answer_denies_is_refused_and_no_feature(denial):
+def test_what_a_message_denies_is_refused_and_no_feature(denial):
     """Answers must not become outdated: one denied pipeline parallelism after it had been added."""
     (refused_overrides,) = (overrides for beginning, overrides in REFUSED.items() if denial.startswith(beginning))
     with pytest.raises(UserError):
@@ -112,17 +132,17 @@ def test_what_an_answer_denies_is_refused_and_no_feature(denial):
         ({"train": {"bf16": True}}, "mixed precision is passes.cast.param_dtype=bfloat16"),
         ({"train": {"lr": 1e-4}}, "train.lr: no such option; the learning rate is optim.lr"),
         ({"learning_rate": 1e-4}, "learning_rate: no such option; the learning rate is optim.lr"),
-        ({"wandb": True}, "wandb: no such option; metrics go to metrics.jsonl, TensorBoard and run.loggers="),
+        ({"wandb": True}, "wandb: no such option; metrics go to metrics.jsonl, TensorBoard and 'run.loggers="),
         ({"model": {"attn_implementation": "sdpa"}}, "kernels are chosen automatically"),
         (
             {"train": {"dtype": "bf16"}},
-            "did you mean 'bfloat16'?; it is the dtype of master weights; mixed precision is passes.cast.param_dtype",
+            "'bf16' is not one of float32, bfloat16; mixed precision is passes.cast.param_dtype=bfloat16 over",
         ),
         (
             {"passes": {"cast": {"float8": "mxfp8"}}},
-            "'mxfp8' is not one of tensorwise, rowwise; there is no MXFP8 and no NVFP4",
+            "'mxfp8' is not one of tensorwise, rowwise; matmuls are not computed in MXFP8 or NVFP4",
         ),
-        ({"passes": {"cast": {"nvfp4": True}}}, "passes.cast.nvfp4: no such option; there is no MXFP8 and no NVFP4"),
+        ({"passes": {"cast": {"nvfp4": True}}}, "passes.cast.nvfp4: no such option; matmuls are not computed in MXFP8 or NVFP4"),
         ({"passes": {"moe": {"fp8_grouped_mm": True}}}, "no such option; matmuls of experts are not computed in float8"),
         (
             {"passes": {"moe": {"dispatch": "exact"}}},

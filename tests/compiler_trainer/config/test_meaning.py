@@ -7,19 +7,16 @@ import json
 import re
 
 import pytest
-from rich.console import Console
 
 from compiler_trainer import UserError
 from compiler_trainer.config.compose import compose
-from compiler_trainer.config.descriptions import explain, groups
+from compiler_trainer.config.descriptions import explain, groups, recipes
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
 
 
 def help_text(query: str) -> str:
-    out = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    explain(query, out)
-    return out.export_text()
+    return "\n".join(explain(query, 160))
 
 
 def test_every_option_is_there_with_its_default():
@@ -75,6 +72,9 @@ def test_every_default_that_is_shown_is_that_of_the_job():
     ("clip", "optim.max_norm"),
     ("activation checkpointing", "passes.remat.policy"),
     ("epochs", "train.steps"),
+    ("offload", "passes.remat.policy"),
+    ("ulysses", "passes.context.method"),
+    ("finetune", "recipe=finetune"),
 ])
 @pytest.mark.sample(2)
 def test_options_are_found_by_the_words_of_the_field(query, name):
@@ -82,7 +82,9 @@ def test_options_are_found_by_the_words_of_the_field(query, name):
 
 
 @pytest.mark.parametrize(("query", "message"), [
-    ("bf16", "bf16: mixed precision is passes.cast.param_dtype=bfloat16"), ("wandb", "wandb: metrics go to metrics.jsonl, TensorBoard and run.loggers="),
+    ("bf16", "bf16: mixed precision is passes.cast.param_dtype=bfloat16"), ("wandb", "wandb: metrics go to metrics.jsonl, TensorBoard and 'run.loggers="),
+    ("yarn", "yarn: scaling of positions: it is a config.json's"), ("freeze", "freeze: a learning rate of 0 freezes weights"),
+    ("liger", "liger: kernels come from Inductor"), ("slurm", "srun compiler-trainer"),
     ("gradient_accumulation_steps", "gradient_accumulation_steps: gradient accumulation is train.microbatches"),
 ])
 @pytest.mark.sample(2)
@@ -92,10 +94,21 @@ def test_another_trainers_word_is_answered(query, message):
 
 def test_an_option_of_training_shows_its_type_default_and_meaning():
     assert "gradient accumulation" in help_text("train.microbatches") and "a whole number, at least 1 | auto" in help_text("train.microbatches")
-    plain = [o.name for g in groups() if g.name in ("train", "optim", "lr_schedule", "mesh") for o in g.options if not o.meaning]
-    assert set(plain) <= {"mesh.pp", "lr_schedule.warmup_fraction"}
+
+
+def test_no_option_and_no_recipe_lacks_a_description():
+    assert not [option.name for group in [*groups(), recipes()] for option in group.options if not option.meaning]
+
+
+def test_recipes_are_listed():
+    assert "recipe=finetune\n      Supervised fine-tuning (SFT)" in help_text("recipe") and "recipe=qlora" in help_text("4 bits")
+
+
+@pytest.mark.parametrize("query", ["", "optim", "cluster", "recipe", "bf16"])
+def test_help_fits_a_terminal(query):
+    assert not [line for line in explain(query, 80) if len(line) > 80]
 
 
 def test_what_there_is_not_is_refused_with_the_nearest():
     with pytest.raises(UserError, match="'optim.lr'"):
-        explain("optim.lrr", Console())
+        list(explain("optim.lrr", 80))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import check_folders, check_yaml
+from compiler_trainer.config.files import check_folder, check_yaml
 
 
 @pytest.mark.parametrize(("content", "says"), [
@@ -23,10 +23,9 @@ def test_a_file_that_is_no_config(tmp_path, content, says):
     path = tmp_path / "groups" / "odd.yaml"
     path.parent.mkdir()
     path.write_bytes(content)
-    for arguments in ([f"--config-dir={tmp_path}"], ["--config-dir", str(tmp_path), "a=b"]):
-        with pytest.raises(UserError, match=says) as caught:
-            check_folders(arguments)
-        assert caught.value.place == str(path)
+    with pytest.raises(UserError, match=says) as caught:
+        check_folder(tmp_path)
+    assert caught.value.place == str(path)
 
 
 def test_aliases_and_nothing_at_all_are_fine(tmp_path):

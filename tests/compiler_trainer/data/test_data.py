@@ -315,6 +315,8 @@ BAD_FILES = {
     "empty file": ("a.txt", b"", "a.txt: the corpus is empty: 1 documents, none with a token"),
     "latin-1": ("a.txt", b"caf\xe9 au lait", "a.txt: is not UTF-8: byte 0xe9 at offset 3"),
     "latin-1 line": ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "a.jsonl:2: is not UTF-8: byte 0xe9 at offset 24"),
+    "a conversation": ("a.jsonl", b'{"messages": []}\n', "a.jsonl:1: has OpenAI messages, and no field 'text'; set data.chat=true"),
+    "a pair": ("a.jsonl", b'{"prompt": "", "chosen": "", "rejected": ""}\n', "a.jsonl:1: has preference pairs, and no field 'text'; set data.chat=true data.pairs=true"),
     "no text field": ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', 'a.jsonl:2: has no field "text"'),
     "number as text": ("a.jsonl", b'{"text": 3}', 'a.jsonl:1: field "text" is int, not a string'),
     "bare string": ("a.jsonl", b'"text"', "a.jsonl:1: is not an object; each line must be one"),

@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from compiler_trainer.cli import app, outcome
 from compiler_trainer.cli.verbs.plan import question, varied_values
-from compiler_trainer.config.compose import CONF, compose, name_recipes, to_config
+from compiler_trainer.config.compose import CONF, compose, to_config
 from compiler_trainer.config.device import cluster_of, device_name, for_predicting
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import with_files
 from compiler_trainer.config.schema import (
     AUTO,
     CastConfig,
@@ -366,16 +367,16 @@ def test_nothing_of_the_page_is_cut(browser, found, tmp_path, width, scheme):
     assert cut(shown) == [] and shown.errors == []
 
 
-def test_a_recipe_makes_the_planned_job(found, tmp_path, monkeypatch):
+def test_the_job_file_of_a_plan_makes_the_planned_job(found, tmp_path, monkeypatch):
     stated = ["model=llama_debug", "model.n_layers=6", "cluster=cpu", "train.global_batch_size=16", "run.dir=x"]
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
-    (tmp_path / "mine.yaml").write_text(answer.recipe(found, stated, groups))
+    (tmp_path / "mine.yaml").write_text(answer.job_file(found, stated, groups))
     got = []
     monkeypatch.setattr(app, "outcome", got.append)
     best = found.best.candidate
     steps = str(best.mesh.dp_replicate * best.mesh.dp_shard * best.mesh.cp * best.mesh.tp)
     monkeypatch.setattr(app, "ranks", lambda: int(steps))
-    monkeypatch.setattr("sys.argv", ["compiler-trainer", f"recipe={tmp_path}/mine.yaml", "train.steps=7", "data.tokenizer=bytes"])
+    monkeypatch.setattr("sys.argv", ["compiler-trainer", f"{tmp_path}/mine.yaml", "train.steps=7", "data.tokenizer=bytes"])
     app.main()
     (cfg,) = got
     assert cfg.mesh == best.mesh and cfg.train.microbatches == best.microbatches
@@ -383,12 +384,12 @@ def test_a_recipe_makes_the_planned_job(found, tmp_path, monkeypatch):
     assert cfg.passes.remat.policy == best.applied(JOB).passes.remat.policy
 
 
-def test_a_recipe_from_a_file_can_be_loaded(found, tmp_path):
+def test_the_plan_of_a_job_file_can_be_loaded(found, tmp_path):
     given = tmp_path / "given.yaml"
     given.write_text("defaults: [finetune, {override /cluster: h100}]\ntrain: {seq_len: 64}\nrun: {dir: x}\nmodel: {path: FOLDER}\n")
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
-    (tmp_path / "plan.yaml").write_text(answer.recipe(found, [f"recipe={given}", "train.seed=3"], groups))
-    cfg = to_config(compose(name_recipes([f"recipe={tmp_path}/plan.yaml"], tmp_path / "scratch")))
+    (tmp_path / "plan.yaml").write_text(answer.job_file(found, with_files([str(given), "train.seed=3"]), groups))
+    cfg = to_config(compose([f"{tmp_path}/plan.yaml"]))
     assert (cfg.model.path, cfg.cluster.name, cfg.train.seq_len, cfg.train.seed, cfg.run.dir == "x") == ("FOLDER", "h100", 64, 3, False)
     assert cfg.mesh == found.best.candidate.mesh
 

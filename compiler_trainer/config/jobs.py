@@ -1,0 +1,158 @@
+"""Job files: YAML files of options, which the command line takes wherever it takes OPTION=VALUE.
+
+    recipe: lora                       # a choice of a group, by name
+    model: {path: Qwen/Qwen3-0.6B}     # options of a group
+    data: {name: text, files: [chats.jsonl], chat: true}     # both: `name` is the choice
+    train.steps: 3epochs               # dotted names
+
+A file becomes overrides. Other arguments win over it: an option over that option, a choice (`optim=muon`) over all of
+the group. A run's config.yaml is a job file, too: it starts the same job in a new folder.
+
+`CONF` is conf/ next to the package in a clone, inside it if installed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from compiler_trainer.config.errors import STATED, UserError
+from compiler_trainer.config.files import load_yaml, text_of
+from compiler_trainer.config.options import tables
+from compiler_trainer.config.schema import WRITTEN, Config
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CONF = next(path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if (path / "train.yaml").is_file())
+ENDINGS = (".yaml", ".yml")
+NAME = re.compile(r"[\w./@-]+", re.ASCII)
+OF_ONE_RUN = ("run.dir", "checkpoint.dir", "checkpoint.store", "checkpoint.resume", "checkpoint.allow")
+
+
+# ---- files ---------------------------------------------------------------------------------------------
+
+
+def is_job_file(argument: str) -> bool:
+    """Return True if an argument names a job file."""
+    return not argument.startswith("-") and "=" not in argument and argument.endswith(ENDINGS)
+
+
+def with_files(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the job file replaced by its overrides; these come first, so that all others win.
+
+    Raises UserError if there is no such file, if it holds no options, or if there are two.
+    """
+    files = [argument for argument in arguments if is_job_file(argument)]
+    others = [argument for argument in arguments if not is_job_file(argument)]
+    if len(files) > 1:
+        raise UserError(files[1], f"is a job file, and so is {files[0]}; write all options into one of them")
+    stated = [argument.partition("=")[0].lstrip("+") for argument in others]
+    return [override for file in files for override in overrides_of(Path(file), stated)] + others
+
+
+def overrides_of(path: Path, stated: Sequence[str]) -> list[str]:
+    """Return the overrides for the options in a file, without those in `stated`; record their lines for errors."""
+    options, lines = load_yaml(path), lines_of(path)
+    STATED.update(dict.fromkeys(stated, ""))
+    is_of_run = options.keys() >= {*WRITTEN}
+    overrides = []
+    for name, value in entries(options).items():
+        if any(f"{name}.".startswith(f"{other}.") for other in stated) or is_of_run and name in OF_ONE_RUN:
+            continue
+        if not NAME.fullmatch(name):
+            raise UserError(f"{path}:{lines.get(name, 1)}", f"{name!r} is not the name of an option")
+        STATED[name] = f"{path}:{lines.get(name, lines.get('defaults', 1))}"
+        if is_of_run and name in TABLES:  # all of the table is in the file
+            overrides += [f"~{name}", f"+{name}={as_override(value)}"]
+        else:
+            is_deep = name.startswith("model.") and name.count(".") > 1  # a preset may leave some of these out
+            overrides.append(f"{'++' if is_deep else ''}{name}={as_override(value)}")
+    return overrides
+
+
+def entries(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the choices of groups in a job, then its other options, by their names on a command line."""
+    choices = choices_of_defaults(options.get("defaults") or ())
+    groups = {str(group): value for group, value in options.items() if group != "defaults" and value not in ({}, None)}
+    choices |= {group: choice for group, value in groups.items() if (choice := choice_of(group, value))}
+    return choices | {name: value for name, value in flat(groups, TABLES).items() if name not in choices}
+
+
+def choices_of_defaults(lines: Sequence[Any]) -> dict[str, str]:
+    """Return the choices in a defaults list of hydra, as `lora` or `override /optim: muon`; a bare name is a recipe."""
+    choices: dict[str, str] = {}
+    for line in lines:
+        pairs = line if isinstance(line, Mapping) else {"recipe": line}
+        choices |= {str(key).removeprefix("override ").strip("/ "): str(value) for key, value in pairs.items()}
+    return {group: choice for group, choice in choices.items() if choice != "_self_"}
+
+
+def choice_of(group: str, options: Any) -> str | None:
+    """Return the name of the choice that a group's options belong to; None for the default, or if it is no group."""
+    if isinstance(options, str):
+        return options if (CONF / group).is_dir() else None
+    if not isinstance(options, Mapping):
+        return None
+    if options.get("_target_"):
+        return None if group == "loss" else "custom"
+    if group == "model" and "path" in options:
+        return "hf"
+    name = options.get("name")
+    return name if name and (CONF / group / f"{name}.yaml").exists() else None
+
+
+def lines_of(path: Path) -> dict[str, int]:
+    """Return the lines of the keys in a YAML file, by dotted names."""
+    lines: dict[str, int] = {}
+
+    def note(node: yaml.Node | None, prefix: str) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = f"{prefix}{key.value}"
+            lines[name] = key.start_mark.line + 1
+            note(value, f"{name}.")
+
+    note(yaml.compose(text_of(path), yaml.SafeLoader), "")
+    return lines
+
+
+# ---- options as overrides ------------------------------------------------------------------------------
+
+
+TABLES = {*tables(Config())} - {"loss"}  # a choice of `loss` is a group, too
+
+
+def flat(options: Mapping[str, Any], undivided: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return options by dotted names. A mapping whose name is in `undivided` stays one option."""
+    flattened: dict[str, Any] = {}
+    for key, value in options.items():
+        name = f"{prefix}{key}"
+        inside = isinstance(value, Mapping) and value and name not in undivided
+        flattened |= flat(value, undivided, f"{name}.") if inside else {name: value}
+    return flattened
+
+
+PLAIN = re.compile(r"[A-Za-z_][\w/.-]*", re.ASCII)  # texts that hydra reads without quotes
+WORDS = ("null", "true", "false", "nan", "inf", "on", "off", "yes", "no", "none")
+SPECIAL = re.compile(r"([\\()\[\]{}:=, \t])")  # characters of hydra's grammar
+
+
+def as_override(value: Any) -> str:
+    """Return a value as hydra reads it in an override: null, true, [1,2], {layers.\\[01\\]:full}, 'a b'."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{as_key(key)}:{as_override(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_override, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    is_plain = PLAIN.fullmatch(value) and value.lower() not in WORDS
+    return value if is_plain else QuotedString(value, Quote.single).with_quotes()
+
+
+def as_key(key: Any) -> str:
+    """Return a key of a mapping as hydra reads it, which takes no quotes there."""
+    return SPECIAL.sub(r"\\\1", str(key))
