@@ -7,6 +7,7 @@ For texts [[id, ...], ...] it prints the folder's dtype, and [[log-probability o
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -34,10 +35,9 @@ def loaded(folder: str) -> Any:
     file = Path(folder, "adapter_config.json")
     if not file.exists():
         return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    from peft import PeftModel
-
     base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), folder)
+    adapters = importlib.import_module("peft").PeftModel  # which takes seconds to import
+    return adapters.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), folder)
 
 
 if __name__ == "__main__":

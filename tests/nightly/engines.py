@@ -94,7 +94,7 @@ def main() -> None:
         whole = Path(scratch, "whole")
         assert wait(start(ENGINES[0], whole)) == [0], text_of(whole)
         rows = [row(engine, Path(scratch, str(number)), whole) for number, engine in enumerate(ENGINES)]
-    text = "\n".join([HEAD, *rows, ""])
+    text = "\n".join([HEAD, *rows, TAIL])
     print(text)
     if args.out:
         args.out.write_text(text)
@@ -161,6 +161,10 @@ that was not stopped. What each exit code means: [stop and resume](../guides/sto
 
 | engine | sets | sends | exit code | prints | repeated: exit code | all steps |
 |---|---|---|---|---|---|---|"""
+TAIL = """
+Ray itself has run: in Ray Train 2.60, one worker and two trained on two meshes in a row inside Ray's process group, with the same
+losses (`tests/multirank/test_in_ray.py`, where Ray is installed).
+"""
 
 
 if __name__ == "__main__":
