@@ -42,7 +42,7 @@ CONTENTS = {
     "metrics.jsonl": "one JSON object a step",
     "events.out.tfevents.*": "the same for TensorBoard",
     "status.json": "what the run does now",
-    "samples.jsonl": "what the model added to eval.prompts",
+    "samples.jsonl": "what the model added to eval.prompts, or to data.prompts",
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",
     "reference.npz": "log-probabilities of preference pairs before training",
