@@ -23,6 +23,7 @@ PREFERENCES = (
     "losses of preference pairs are recipe=dpo, orpo or simpo, and loss=dpo, ipo, simpo, orpo, cpo or kto with "
     "data.pairs=true data.chat=true"
 )
+GRPO = "reinforcement learning is recipe=grpo data.prompts=[prompts.jsonl] rewards=[my.rewards.correct]"
 NLL_WEIGHT = "the weight of the negative log-likelihood of chosen answers is loss.nll_weight, with a loss of pairs"
 EMA = "an average of the weights (EMA) is train.ema=0.999"
 CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"
@@ -224,8 +225,13 @@ ANSWERS = {
     **dict.fromkeys(("cpo_alpha", "rpo_alpha"), NLL_WEIGHT),
     "simpo_gamma": "the target of the margin is loss.gamma, with loss=simpo",
     "ref_model": "the reference is the weights that training starts from; its log-probabilities are computed once",
-    "rlhf": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
-    "grpo": "there is no reinforcement learning; training on preference pairs is recipe=dpo",
+    **dict.fromkeys(("grpo", "dapo", "gspo", "dr_grpo", "rloo", "rlvr"), GRPO),
+    **dict.fromkeys(("reward_funcs", "reward_functions"), GRPO),
+    **dict.fromkeys(("rlhf", "ppo"), f"there is no PPO with a value model; {GRPO}"),
+    "num_generations": "the number of answers to a prompt is loss.group_size, with loss=grpo",
+    "max_completion_length": "the longest answer is loss.answer_tokens, with loss=grpo",
+    **dict.fromkeys(("steps_per_generation", "num_iterations"), "updates by the same answers: loss.steps_per_rollout"),
+    **dict.fromkeys(("use_vllm", "vllm_mode"), "answers are drawn by transformers' generate in the same process"),
     "loss_type": f"{PREFERENCES}; a loss of your own is loss._target_=package.function",
 }
 VALUES = {  # option -> hint for a value that is not one of its choices

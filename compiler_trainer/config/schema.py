@@ -280,7 +280,7 @@ class GrpoConfig:
 
     name: Literal["grpo"]  # the built-in loss of sampled answers
     group_size: GroupSize = 8  # answers to each prompt, a divisor of train.global_batch_size
-    answer_tokens: Positive = 256  # most tokens of an answer
+    answer_tokens: Positive = 128  # most tokens of an answer
     temperature: PositiveFloat = 1.0  # logits are divided by it, in sampling and in the loss
     steps_per_rollout: Positive = 1  # answers are drawn for so many steps at once, with the weights before the first
     epsilon: PositiveFloat = 0.2  # ratios below 1 - epsilon are clipped

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ class Answers(Callback):
         if why := why_uncached(cfg):
             raise UserError("loss.name", f"grpo draws answers by transformers' generate, but {why}; use model=hf")
         self.cfg, self.loss, self.trained, self.loader = cfg, cfg.loss, trained, loader
-        self.rewards = {name: function({"_target_": name}, f"rewards={name}") for name in cfg.rewards}
+        self.rewards = {name: reward_function(name) for name in cfg.rewards}
         self.tokenizer, self.lines = tokenizer_of(cfg.data), SampleLines()
         (rows,) = loader.rows.parts
         assert isinstance(rows, PromptRows)
@@ -149,6 +149,14 @@ class Answers(Callback):
             "entropy": float(np.average([answer.entropy for answer in answers], weights=sizes)),
             **several,
         }
+
+
+def reward_function(name: str) -> Callable[..., Any]:
+    """Return the function of a dotted name; raise UserError if it cannot be imported."""
+    try:
+        return function({"_target_": name}, "rewards")
+    except UserError as error:
+        raise UserError(f"rewards={name}", error.message) from error
 
 
 def seed_of(seed: int, number: int) -> int:

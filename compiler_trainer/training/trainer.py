@@ -135,7 +135,7 @@ def train(
     elif record["step"] < cfg.train.steps:
         end_early(cfg, stop, int(record["step"]))
     if cfg.checkpoint.saves:
-        say_next(cfg.run.dir, cfg.data.chat)
+        say_next(cfg)
     return record.get("eval_loss", record.get("loss", math.nan))
 
 

@@ -53,7 +53,7 @@ REFUSED = {  # beginning of a denial -> options that ask for the denied feature
     "matmuls of float32 are not computed in TF32": ["train.tf32=true"],
     "torch.compile is not called": ["train.torch_compile=true"],
     "there is none": ["run.push_to_hub=true"],
-    "there is no reinforcement learning": ["loss=grpo"],
+    "there is no PPO": ["loss=ppo"],
 }
 
 
