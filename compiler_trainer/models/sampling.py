@@ -210,14 +210,20 @@ def row(ids: list[int], device: torch.device) -> dict[str, Tensor]:
 
 def in_use(cfg: Config, model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model on a device; if it can have a cache, as transformers' model in the run's compute dtype."""
-    dtype, cached = cfg.passes.cast.param_dtype, not why_uncached(cfg)
+    cached = not why_uncached(cfg)
     if cached and isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, model)
-    if cached and dtype in ("float32", "bfloat16"):
+    if cached:
         for parameter in model.parameters():  # not buffers: rotary frequencies stay in float32
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(getattr(torch, dtype))
+            parameter.data = as_computed(cfg, parameter.data)
     return model.to(device).eval()
+
+
+def as_computed(cfg: Config, parameter: Tensor) -> Tensor:
+    """Return a parameter in the run's compute dtype, unless it is of integers."""
+    dtype = cfg.passes.cast.param_dtype
+    is_cast = dtype in ("float32", "bfloat16") and parameter.is_floating_point()
+    return parameter.to(getattr(torch, str(dtype))) if is_cast else parameter
 
 
 def ends_answers(folder: str) -> set[int]:

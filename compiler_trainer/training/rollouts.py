@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from compiler_trainer.checkpoint.load import MODEL
 from compiler_trainer.config.errors import UserError
@@ -31,7 +31,7 @@ from compiler_trainer.models import INPUTS
 from compiler_trainer.models.folder import plain
 from compiler_trainer.models.grpo import answer_logs
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.sampling import Drawn, Sampling, ends_answers, group, in_use, why_uncached
+from compiler_trainer.models.sampling import Drawn, Sampling, as_computed, ends_answers, group, in_use, why_uncached
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.compile import compile_step
@@ -121,16 +121,17 @@ class Answers(Callback):
     def score(self, records: list[dict[str, Any]], texts: list[str]) -> dict[str, NDArray[np.float64]]:
         """Return the rewards of answers by each function, [answers]; raise UserError on all ranks if one is none."""
 
-        def compute() -> dict[str, NDArray[np.float64]] | UserError:
+        def compute() -> tuple[dict[str, NDArray[np.float64]], tuple[str, str] | None]:
             try:
-                return {name: checked(name, reward(records, texts), texts) for name, reward in self.rewards.items()}
+                scores = {name: checked(name, reward(records, texts), texts) for name, reward in self.rewards.items()}
+                return scores, None
             except UserError as error:
-                return error
+                return {}, (error.place, error.message)
 
-        result = from_rank_0(compute)
-        if isinstance(result, UserError):
-            raise result
-        return result
+        scores, problem = from_rank_0(compute)
+        if problem:
+            raise UserError(*problem)
+        return scores
 
     def numbers(self, answers: Sequence[Drawn], scores: dict[str, NDArray[np.float64]]) -> dict[str, float]:
         """Return metrics of a step's answers.
@@ -166,9 +167,15 @@ def seed_of(seed: int, number: int) -> int:
 
 def whole_model(cfg: Config, trained: Subject, step: Step) -> nn.Module:
     """Return transformers' model with the weights of a step, on its device; all ranks must call this."""
-    names = [name for name in step.state if name.startswith(MODEL)]
-    module = fill(copy.deepcopy(trained.module), ((name.removeprefix(MODEL), step.whole(name)) for name in names))
-    return plain(in_use(cfg, module, step.device))
+    module, names = copy.deepcopy(trained.module), [name for name in step.state if name.startswith(MODEL)]
+    parameters = {f"{MODEL}{name}" for name, _ in module.named_parameters()}
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for name in names:  # each is cast at once, so that there is one full tensor of the master weights at a time
+            full = step.whole(name)
+            yield name.removeprefix(MODEL), as_computed(cfg, full) if name in parameters else full
+
+    return plain(in_use(cfg, fill(module, values()), step.device))
 
 
 def advantages(cfg: GrpoConfig, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
