@@ -11,7 +11,6 @@ from pathlib import Path
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint.load import MODEL
-from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary
@@ -38,8 +37,6 @@ def evaluate(cfg: Config, other: bool) -> str:
     Every rank calls it.
     """
     cfg = validate(cfg, start_ranks())
-    if cfg.has_rollouts:
-        raise UserError("loss.name", "grpo has no loss on other data; metrics.jsonl has the rewards while training")
     datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     check_labels(datasets)

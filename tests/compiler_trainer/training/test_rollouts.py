@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from byte_tokenizer import write_tokenizer
+from commands import call
 from short_runs import metrics as records
 from short_runs import timeless
 from tokenizers import Tokenizer, decoders, models
@@ -19,11 +21,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import compiler_trainer as ct
 from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import GrpoConfig
 from compiler_trainer.data.datasets import datasets_of
 from compiler_trainer.data.tokenizers import build_tokenizer
 from compiler_trainer.models.sampling import Sampling, group
+from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.training import trainer
 from compiler_trainer.training.rollouts import advantages, checked, seed_of
 
@@ -116,6 +120,9 @@ def test_the_reward_rises_and_answers_are_shown(folder, tmp_path):
     assert line["step"] == 40 and len(line["samples"]) == 8
     for sample in line["samples"]:
         assert sample["reward"] == sample["text"].count(sample["prompt"][0]) / 4
+    assert call("export", tmp_path / "run", tmp_path / "out") == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generate(torch.tensor([[9, 1]]), max_new_tokens=4, do_sample=False)[0, 2:].tolist().count(9) >= 3  # "7:"
 
 
 def test_the_sampler_and_the_trainer_agree_and_the_first_step_has_no_divergence(folder, tmp_path):
@@ -159,9 +166,16 @@ def test_two_ranks_equal_one(axis, folder, tmp_path):
 
 
 def test_several_rewards_are_added_and_shown(folder, tmp_path):
-    (step,) = run(folder, tmp_path / "run", 1, rewards=f"[{__name__}.correct,{__name__}.short]")
+    step, _ = run(folder, tmp_path / "run", "1epochs", rewards=f"[{__name__}.correct,{__name__}.short]")  # of 5 prompts each
     parts = [step[f"reward/{__name__}.{name}"] for name in ("correct", "short")]
     assert step["reward"] == pytest.approx(sum(parts)) and parts[1] == pytest.approx(1 - step["cut"])
+
+
+@pytest.mark.full
+def test_a_dry_run_predicts_the_step(folder, tmp_path):
+    cfg = resolve_auto(config(folder, tmp_path / "run", **SEVERAL, **{"cluster": "h100", "cluster.gpus": 2, "mesh.dp_shard": 2}), on_gpu=True)
+    report = dry_run(replace(cfg, run=replace(cfg.run, dry=True)))
+    assert report["prediction"]["memory"]["fits"]
 
 
 def test_lora_trains_on_rollouts_from_python(folder, tmp_path):
