@@ -24,6 +24,7 @@ PREFERENCES = (
     "data.pairs=true data.chat=true"
 )
 GRPO = "reinforcement learning is recipe=grpo data.prompts=[prompts.jsonl] rewards=[my.rewards.correct]"
+ROLLOUTS = "answers are drawn for loss.steps_per_rollout steps at once, with loss=grpo; each is used in one step"
 NLL_WEIGHT = "the weight of the negative log-likelihood of chosen answers is loss.nll_weight, with a loss of pairs"
 EMA = "an average of the weights (EMA) is train.ema=0.999"
 CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"
@@ -230,7 +231,7 @@ ANSWERS = {
     **dict.fromkeys(("rlhf", "ppo"), f"there is no PPO with a value model; {GRPO}"),
     "num_generations": "the number of answers to a prompt is loss.group_size, with loss=grpo",
     "max_completion_length": "the longest answer is loss.answer_tokens, with loss=grpo",
-    **dict.fromkeys(("steps_per_generation", "num_iterations"), "updates by the same answers: loss.steps_per_rollout"),
+    **dict.fromkeys(("steps_per_generation", "num_iterations"), ROLLOUTS),
     **dict.fromkeys(("use_vllm", "vllm_mode"), "answers are drawn by transformers' generate in the same process"),
     "loss_type": f"{PREFERENCES}; a loss of your own is loss._target_=package.function",
 }

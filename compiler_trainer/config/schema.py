@@ -869,6 +869,11 @@ class Config:
         return isinstance(self.loss, GrpoConfig)
 
     @property
+    def steps_per_rollout(self) -> int:
+        """The number of steps that only a run as a whole can take: those that share a rollout, otherwise 1."""
+        return self.loss.steps_per_rollout if isinstance(self.loss, GrpoConfig) else 1
+
+    @property
     def reference_entries(self) -> tuple[str, ...]:
         """Return the entries of a batch with log-probabilities of a reference; none if the loss needs no reference."""
         if not isinstance(self.loss, PreferenceConfig) or not self.loss.has_reference:

@@ -153,13 +153,13 @@ ROLLOUT_CHECKS: Checks = (
     ),
     (
         "checkpoint.interval",
-        lambda c: not c.has_rollouts or (c.checkpoint.interval or 0) % c.loss.steps_per_rollout == 0,
+        lambda c: (c.checkpoint.interval or 0) % c.steps_per_rollout == 0,
         "{c.checkpoint.interval} is not a multiple of loss.steps_per_rollout={c.loss.steps_per_rollout}, so that a run "
         "would resume within a rollout; change either",
     ),
     (
         "train.steps",
-        lambda c: not c.has_rollouts or c.train.steps == LONGEST or c.train.steps % c.loss.steps_per_rollout == 0,
+        lambda c: c.train.steps == LONGEST or c.train.steps % c.steps_per_rollout == 0,
         "{c.train.steps} is not a multiple of loss.steps_per_rollout={c.loss.steps_per_rollout}; change either",
     ),
     (

@@ -15,7 +15,7 @@ from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.checkpoint.listing import path_of
 from compiler_trainer.config.device import for_running
-from compiler_trainer.config.schema import Config, GrpoConfig
+from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say
 from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary
@@ -260,8 +260,8 @@ def run(
                     if callbacks.callbacks and callbacks.pending_path and not stop.maximum(save.is_writing):
                         callbacks.end_checkpoint(save.wait())
                     number = int(record["step"])
-                    ends_rollout = not isinstance(cfg.loss, GrpoConfig) or number % cfg.loss.steps_per_rollout == 0
-                    is_last = stop.is_last_step() and ends_rollout or number == cfg.train.steps
+                    is_stopping = stop.is_last_step() and number % cfg.steps_per_rollout == 0
+                    is_last = is_stopping or number == cfg.train.steps
                     if is_last and steps.launched:
                         steps.stay()  # end after the step that is already launched
                         continue
