@@ -30,6 +30,7 @@ from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models import INPUTS
 from compiler_trainer.models.folder import plain
 from compiler_trainer.models.grpo import answer_logs
+from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.sampling import Drawn, Sampling, as_computed, ends_answers, group, in_use, why_uncached
 from compiler_trainer.models.skeleton import fill
@@ -88,23 +89,23 @@ class Answers(Callback):
         """Yield the batches of some steps, with answers to the prompts `rows`, before which there were others."""
         answers = self.draw(rows, before)
         texts = [self.tokenizer.decode(answer.ids[: len(answer.ids) - answer.ended]) for answer in answers]
-        numbers = np.repeat(rows, self.loss.group_size).tolist()
-        scores = self.score([self.rows.records[row] for row in numbers], texts)
-        prompts = [self.rows.prompts[row].ids for row in numbers]
+        repeated = np.repeat(rows, self.loss.group_size).tolist()
+        scores = self.score([self.rows.records[row] for row in repeated], texts)
+        prompts = [self.rows.prompts[row].ids for row in repeated]
         total = np.sum([*scores.values()], axis=0)
         batch = answer_rows(prompts, answers, advantages(self.loss, total), self.rows.seq_len)
         values = {name: torch.from_numpy(value) for name, value in batch.items()}
-        size = len(numbers) // steps
         self.shown = [
             {"prompt": self.tokenizer.decode(prompts[0]), "text": text, "reward": float(reward)}
             for text, reward in zip(texts[: self.loss.group_size], total)
         ]
-        parts = [slice(first, first + size) for first in range(0, len(numbers), size)]
+        size = len(answers) // steps
+        parts = [slice(first, first + size) for first in range(0, len(answers), size)]
         batches = [{name: value[part] for name, value in values.items()} for part in parts]
         batches = self.evaluator(batches) if self.evaluator else batches
         for part, of_step in zip(parts, batches, strict=True):
-            of_part = {name: values[part] for name, values in scores.items()}
-            yield Rollout(of_step, int((of_step["documents"] >= 0).sum()), self.numbers(answers[part], of_part))
+            numbers = self.numbers(answers[part], {name: rewards[part] for name, rewards in scores.items()})
+            yield Rollout(of_step, int((of_step["documents"] != PADDING_DOCUMENT).sum()), numbers)
 
     def draw(self, rows: Ids, before: int) -> list[Drawn]:
         """Return the answers to prompts, group by group; each rank draws some groups."""
