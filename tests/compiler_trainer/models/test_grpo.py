@@ -110,6 +110,7 @@ def test_updates_are_those_of_the_formulas_of_trl(name, mesh, microbatches, chun
     assert_same(step.state_dict(), state, EXACT)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches", [({}, 1), ({"cp": 2}, 2)], ids=str)
 def test_metrics_are_means_of_the_tokens_of_answers(mesh, microbatches):
     cfg = GrpoConfig("grpo", steps_per_rollout=2, beta=0.1)
