@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,8 @@ class Trainer:
     `model` is a plain module with its initial weights, or the options of `model=...`. `loss` is a function of (model,
     batch), by default the cross-entropy of next tokens. `data` is a dataset of sequences, or the options of `data=...`.
     The other options are groups: a mapping, or the name of a choice (`optim={"name": "muon", "lr": 1e-3}`,
-    `recipe="pretrain"`). Each `_target_` may be the object itself.
+    `recipe="pretrain"`). Each `_target_` may be the object itself. `rewards`, with the loss `grpo`, are functions of
+    (records, answers), or their dotted names.
 
     Under torchrun every rank creates the same trainer. Raises UserError on bad options.
     """
@@ -47,6 +49,7 @@ class Trainer:
         *,
         callbacks: Sequence[Callback | Own] = (),
         loggers: Sequence[Logger | Own] = (),
+        rewards: Sequence[Callable[..., Any] | str] = (),
         **options: Options,
     ):
         named = Named()
@@ -58,7 +61,7 @@ class Trainer:
             if values:
                 groups[group] = {**group_of(groups, group), key: named.inside({key: values}, group)[key]}
         self.handed = named.objects
-        self.cfg = composed(groups)
+        self.cfg = dataclasses.replace(composed(groups), rewards=tuple(map(named_function, rewards)))
         self.run: Run | None = None
         self.reason = ""  # to stop
 
@@ -160,6 +163,16 @@ def is_called(target: Any, name: str) -> bool:
         return get_object(name) is target
     except (ImportError, ValueError):
         return False
+
+
+def named_function(reward: Callable[..., Any] | str) -> str:
+    """Return the dotted name of a function; raise UserError if no module has it under its name."""
+    if isinstance(reward, str):
+        return reward
+    name = f"{reward.__module__}.{reward.__qualname__}"
+    if not is_called(reward, name):
+        raise UserError("rewards", f"{name} is not found by that name; define the function at the top of its module")
+    return name
 
 
 def group_of(groups: Mapping[str, Options], name: str) -> Mapping[str, Any]:

@@ -72,6 +72,12 @@ FEATURES = {
             f"{TEXT} data.chat=true data.pairs=true loss=dpo model.attention=documents",
             "tests/compiler_trainer/training/test_preference.py",
         ),
+        Feature(
+            "GRPO, Dr. GRPO, DAPO, GSPO by reward functions of your own",
+            "model=hf model.path=FOLDER loss=grpo data=prompts data.prompts=[a] rewards=[a.b] eval.interval=null "
+            "train.global_batch_size=8",
+            "tests/compiler_trainer/training/test_rollouts.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py"),
         Feature(
@@ -114,7 +120,7 @@ FEATURES = {
 }
 MISSING = (
     Missing("fp16, matmuls in MXFP8 and NVFP4", "passes.cast.param_dtype=float16"),
-    Missing("reinforcement learning", "loss=grpo"),
+    Missing("PPO, reward models", "loss=ppo"),
     Missing("images and video without a dataset of your own", "data=images"),
 )
 

@@ -20,7 +20,7 @@ RESERVED = frozenset(
 def parted(returned: Any, rows: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (loss, metrics by name) from the result of a loss function; raise UserError if it has another form.
 
-    A metric may have one value for each of `rows` samples.
+    A metric may have values for each of `rows` samples: its first dim.
     """
     if isinstance(returned, Tensor):
         return check_loss(returned, "returns"), {}
@@ -32,7 +32,7 @@ def parted(returned: Any, rows: int | None = None) -> tuple[Tensor, dict[str, Te
             raise UserError(
                 "loss_fn", f"returns a metric named {name!r}, which is reserved or not a name; choose another"
             )
-        if not isinstance(value, Tensor) or value.shape not in ((), (rows,)):
+        if not isinstance(value, Tensor) or value.shape[:1] not in ((), (rows,)):
             raise UserError("loss_fn", f"returns {describe(value)} as the metric {name!r}; it must be a scalar tensor")
     numbers = {name: value if value.is_floating_point() else value.double() for name, value in metrics.items()}
     return check_loss(loss, "returns as the loss"), numbers

@@ -59,7 +59,7 @@ def parts_of(annotation: str) -> tuple[type, ...]:
     """Return the dataclasses of options that an annotation names, the default job's first."""
     first = annotation.split("|")[0].strip()
     if first == "Loss":
-        return tuple(schema.PREFERENCE_LOSSES.values())
+        return tuple(schema.LOSSES.values())
     names = ("ModelConfig", "FolderConfig") if first == "Model" else (first,)
     return tuple(
         part for part in map(schema_object, names) if dataclasses.is_dataclass(part) and isinstance(part, type)

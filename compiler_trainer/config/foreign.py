@@ -28,6 +28,8 @@ PREFERENCES = (
     "losses of preference pairs are recipe=dpo, orpo or simpo, and loss=dpo, ipo, simpo, orpo, cpo or kto with "
     "data.pairs=true data.chat=true"
 )
+GRPO = "reinforcement learning is recipe=grpo data.prompts=[prompts.jsonl] rewards=[my.rewards.correct]"
+ROLLOUTS = "answers are drawn for loss.steps_per_rollout steps at once, with loss=grpo; each is used in one step"
 NLL_WEIGHT = "the weight of the negative log-likelihood of chosen answers is loss.nll_weight, with a loss of pairs"
 EMA = "an average of the weights (EMA) is train.ema=0.999"
 CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"
@@ -170,7 +172,12 @@ NAMES = {  # answer -> the names that it answers
     RANKS: "nnodes num_nodes nproc_per_node num_processes",
     SIZES: "num_layers hidden_size num_attention_heads ffn_hidden_size",
     OTHER_GPU: "b200 b300 gb200 v100 l40s l4 a10 rtx4090 mi300x",
-    "there is no reinforcement learning; training on preference pairs is recipe=dpo": "rlhf grpo",
+    GRPO: "grpo dapo gspo dr_grpo rloo rlvr reward_funcs reward_functions",
+    f"there is no PPO with a value model; {GRPO}": "rlhf ppo",
+    "the number of answers to a prompt is loss.group_size, with loss=grpo": "num_generations",
+    "the longest answer is loss.answer_tokens, with loss=grpo": "max_completion_length",
+    ROLLOUTS: "steps_per_generation num_iterations",
+    "answers are drawn by transformers' generate in the same process": "use_vllm vllm_mode",
     f"{PREFERENCES}; a loss of your own is loss._target_=package.function": "loss_type",
 }
 ANSWERS = {name: answer for answer, names in NAMES.items() for name in names.split()}

@@ -39,6 +39,7 @@ from compiler_trainer.config.options import (  # noqa: F401  # build: re-exporte
     Text,
     build,
     is_length,
+    one_of,
 )
 from passes.memory.policies import SAVE, Action, OfLayer, Policy
 from passes.precision.sensitive import OPS
@@ -195,9 +196,9 @@ class PreferenceConfig:
 class DpoConfig(PreferenceConfig):
     """The training loss. By default it is the cross-entropy of the next token.
 
-    `loss._target_` names another function of (model, batch). Losses with a `name` compare the answers of `data.pairs`.
-    `loss=dpo` is direct preference optimization (arXiv:2305.18290); the reference model of `dpo`, `ipo` and `kto` has
-    the weights that training starts from.
+    `loss._target_` names another function of (model, batch). Losses with a `name` compare the answers of `data.pairs`;
+    `loss=grpo` trains on sampled answers to `data.prompts`. `loss=dpo` is direct preference optimization
+    (arXiv:2305.18290); the reference model of `dpo`, `ipo` and `kto` has the weights that training starts from.
     """
 
     name: Literal["dpo"]  # the built-in preference loss
@@ -267,18 +268,54 @@ PREFERENCE_LOSSES: dict[str, type[PreferenceConfig]] = {
 }
 
 
+GroupSize = Annotated[int, Must("be at least 2: an answer is compared with the others of its group", lambda n: n >= 2)]
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """Group relative policy optimization of answers to `data.prompts` by `rewards` (GRPO, arXiv:2402.03300).
+
+    Before a step, the model draws `group_size` answers to each of its prompts. The advantage of an answer is its reward
+    minus the mean of its group. The terms of tokens are clipped as in PPO; the other options are those of later papers.
+    """
+
+    name: Literal["grpo"]  # the built-in loss of sampled answers
+    group_size: GroupSize = 8  # answers to each prompt, a divisor of train.global_batch_size
+    answer_tokens: Positive = 128  # most tokens of an answer
+    temperature: PositiveFloat = 1.0  # logits are divided by it, in sampling and in the loss
+    steps_per_rollout: Positive = 1  # answers are drawn for so many steps at once, with the weights before the first
+    epsilon: PositiveFloat = 0.2  # ratios below 1 - epsilon are clipped
+    epsilon_high: PositiveFloat | None = None  # ratios above 1 + epsilon_high are clipped, 0.28 in DAPO; null: epsilon
+    importance: Literal["token", "sequence"] = "token"  # ratios of tokens, or of sequences (GSPO, arXiv:2507.18071)
+    aggregation: Literal["sequence", "token", "constant"] = "sequence"  # GRPO, DAPO (2503.14476), Dr. GRPO (2503.20783)
+    scale_rewards: bool = True  # divide advantages by the standard deviation of their group; false in Dr. GRPO
+    beta: NonNegativeFloat = 0.0  # weight of the KL divergence to the weights that training starts from
+    cap: PositiveFloat | None = 2.0  # most weight of a token by truncated importance sampling; null: weigh none
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The entries of a batch with log-probabilities of tokens, fp32 [B, T]."""
+        return "sampled", *["old"] * (self.steps_per_rollout > 1), *["reference"] * (self.beta > 0)
+
+
+LOSSES: dict[str, type[PreferenceConfig | GrpoConfig]] = {**PREFERENCE_LOSSES, "grpo": GrpoConfig}
+
+
 def kind_of_loss(value: Any) -> Any:
-    """Return the type of the options of `loss`: a built-in preference loss, or the user's own."""
+    """Return the type of the options of `loss`: a built-in loss of pairs or of sampled answers, or the user's own."""
     if not isinstance(value, Mapping) or "name" not in value:
         return OwnLoss
-    return PREFERENCE_LOSSES.get(str(value["name"]), PreferenceConfig)
+    return LOSSES[one_of(tuple(LOSSES), value["name"], "loss.name")]
 
 
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
 OwnLoss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
-Loss = Annotated[PreferenceConfig | Own, Chosen(kind_of_loss)]
+Loss = Annotated[PreferenceConfig | GrpoConfig | Own, Chosen(kind_of_loss)]
 Called = Annotated[Own, Must("have a _target_, the dotted name of a class or function", is_call)]
 Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
+
+
+DataKind = Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "prompts", "custom"]
 
 
 @dataclass(frozen=True)
@@ -291,7 +328,7 @@ class SourceConfig:
     samples are the items of the dataset that `_target_` makes from `arguments` (docs/guides/your-loop.md).
     """
 
-    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "custom"] = "text"  # kind of source
+    name: DataKind = "text"  # kind of source
     files: tuple[str, ...] = ()  # with data=text: files, folders and globs, on disk or in a store (s3://bucket/folder)
     tokens: str | None = None  # with data=tokens: a folder that `compiler-trainer tokenize` wrote
     document_separator: Text | None = None  # text between the documents of a .txt file; null: a file is one document
@@ -323,7 +360,8 @@ class DataConfig(SourceConfig):
     turns them into text.
     """
 
-    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "custom"] = "stdlib"
+    name: DataKind = "stdlib"
+    prompts: tuple[str, ...] = ()  # with data=prompts: .jsonl files of records with a `prompt`, a text or messages
     sources: tuple[WeightedSource, ...] = ()  # with data=mixture: several sources, each with a weight
     validation: tuple[WeightedSource, ...] = ()  # validation data; if empty, `eval_fraction` of the training data
     tokenizer: str = "bytes"  # `bytes`, or the path of a tokenizer.json
@@ -802,6 +840,7 @@ class Config:
 
     model: Model = field(default_factory=ModelConfig)
     loss: Loss = field(default_factory=dict)  # empty: next-token cross-entropy
+    rewards: tuple[Target, ...] = ()  # with loss=grpo: functions of (records, answers) to numbers, which are added
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -818,12 +857,22 @@ class Config:
     @property
     def has_own_loss(self) -> bool:
         """Return True if the loss is a function of the user's."""
-        return bool(self.loss) and not self.has_preference_loss
+        return isinstance(self.loss, Mapping) and bool(self.loss)
 
     @property
     def has_preference_loss(self) -> bool:
         """Return True if the loss is a built-in one of preference pairs."""
         return isinstance(self.loss, PreferenceConfig)
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Return True if the loss is of answers that the model draws while it trains."""
+        return isinstance(self.loss, GrpoConfig)
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """The number of steps that only a run as a whole can take: those that share a rollout, otherwise 1."""
+        return self.loss.steps_per_rollout if isinstance(self.loss, GrpoConfig) else 1
 
     @property
     def reference_entries(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from passes.ir.mesh import MeshError, spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
 LONG = 200  # characters of a path in an error
+CONVERSATIONS = {"text", "hf_dataset", "tokens", "prompts"}  # data that may be conversations
 
 
 def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Any], bool]:
@@ -90,7 +91,7 @@ DECODER_CHECKS: Checks = (
     ),
     (
         "model.experts.balance_loss",
-        lambda c: not c.has_preference_loss or with_experts(lambda experts: not experts.balance_loss)(c),
+        lambda c: not (c.has_preference_loss or c.has_rollouts) or with_experts(lambda e: not e.balance_loss)(c),
         "{c.model.experts.balance_loss} is not part of loss={c.loss.name}; set it to 0",
     ),
     (
@@ -123,6 +124,66 @@ DECODER_CHECKS: Checks = (
     ),
 )
 
+ROLLOUT_CHECKS: Checks = (
+    (
+        "data.prompts",
+        lambda c: bool(c.data.prompts) == (c.data.name == "prompts"),
+        "{c.data.prompts} with data={c.data.name}; data=prompts needs some, as data.prompts=[a.jsonl], other none",
+    ),
+    (
+        "loss",
+        lambda c: c.has_rollouts == (c.data.name == "prompts"),
+        "grpo and data=prompts go together, and data.name is {c.data.name}; set both, as recipe=grpo does, or neither",
+    ),
+    (
+        "rewards",
+        lambda c: bool(c.rewards) == c.has_rollouts,
+        "{c.rewards} with data={c.data.name}; loss=grpo needs functions of (records, answers), as "
+        "rewards=[my.rewards.correct], other losses none",
+    ),
+    (
+        "train.global_batch_size",
+        lambda c: not c.has_rollouts or c.train.global_batch_size % c.loss.group_size == 0,
+        "{c.train.global_batch_size} answers are not groups of loss.group_size={c.loss.group_size}; use a multiple",
+    ),
+    (
+        "loss.answer_tokens",
+        lambda c: not c.has_rollouts or c.loss.answer_tokens < c.train.seq_len,
+        "{c.loss.answer_tokens} leaves no room for a prompt in train.seq_len={c.train.seq_len}; change either",
+    ),
+    (
+        "checkpoint.interval",
+        lambda c: (c.checkpoint.interval or 0) % c.steps_per_rollout == 0,
+        "{c.checkpoint.interval} is not a multiple of loss.steps_per_rollout={c.loss.steps_per_rollout}, so that a run "
+        "would resume within a rollout; change either",
+    ),
+    (
+        "train.steps",
+        lambda c: c.train.steps == LONGEST or c.train.steps % c.steps_per_rollout == 0,
+        "{c.train.steps} is not a multiple of loss.steps_per_rollout={c.loss.steps_per_rollout}; change either",
+    ),
+    (
+        "data.eval_fraction",
+        lambda c: not c.has_rollouts or c.data.eval_fraction == 0 and not c.data.validation,
+        "{c.data.eval_fraction} (or data.validation) with loss=grpo, which has no validation loss; set it to 0",
+    ),
+    (
+        "data.bad_records",
+        lambda c: not c.has_rollouts or c.data.bad_records == "stop",
+        "{c.data.bad_records} with data=prompts, all of which must be usable; remove bad ones from the files",
+    ),
+    (
+        "data.pairs",
+        lambda c: not c.has_rollouts or not c.data.pairs,
+        "true with loss=grpo, which has prompts without answers; set it to false",
+    ),
+    (
+        "run.elastic",
+        lambda c: not c.has_rollouts or not c.run.elastic,
+        "true with loss=grpo, which does not go on without a rank; set it to false",
+    ),
+)
+
 CHECKS: Checks = (
     ("run.dir", lambda c: c.run.dir.strip() != "", "is empty; name a folder, . for this one"),
     ("checkpoint.dir", lambda c: c.checkpoint.dir is None or c.checkpoint.dir.strip() != "", "is empty; name a folder"),
@@ -141,8 +202,10 @@ CHECKS: Checks = (
     ),
     (
         "data.sources",
-        lambda c: bool(c.data.sources) == (c.data.name == "mixture") and "mixture" not in names(c.data.listed[1:]),
-        "{c.data.sources} with data={c.data.name}; sources go with data=mixture, which needs some; none is a mixture",
+        lambda c: bool(c.data.sources) == (c.data.name == "mixture")
+        and not {"mixture", "prompts"} & names(c.data.listed[1:]),
+        "{c.data.sources} with data={c.data.name}; sources go with data=mixture, which needs some; none is a mixture, "
+        "or prompts",
     ),
     (
         "data.files",
@@ -171,8 +234,8 @@ CHECKS: Checks = (
     ),
     (
         "data.chat",
-        lambda c: not c.data.chat or names((*c.data.read, *c.data.validation)) <= {"text", "hf_dataset", "tokens"},
-        "conversations come from data=text, hf_dataset or tokens; set it to false",
+        lambda c: not c.data.chat or names((*c.data.read, *c.data.validation)) <= CONVERSATIONS,
+        "conversations come from data=text, hf_dataset, tokens or prompts; set it to false",
     ),
     (
         "data.chat",
@@ -204,6 +267,7 @@ CHECKS: Checks = (
         lambda c: not c.has_preference_loss or c.data.pairs,
         "{c.loss.name} compares two answers; set data.pairs=true, data.chat=true",
     ),
+    *ROLLOUT_CHECKS,
     (
         "data.packing",
         lambda c: not c.data.pairs or c.data.packing == "auto",

@@ -31,6 +31,7 @@ from compiler_trainer.data.packing import (
     Rows,
     layout_rows,
 )
+from compiler_trainer.data.prompts import Rollouts, read_prompts
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Tokens, load_tokens
 from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
@@ -124,11 +125,21 @@ class Datasets:
 
 def datasets_of(cfg: Config, reference: float = math.nan) -> Datasets:
     """Return the datasets of a run; if the loss has a reference, its log-probabilities are all `reference`."""
+    if cfg.has_rollouts:
+        return prompt_datasets(cfg)
     datasets = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
     if cfg.reference_entries:
         for rows in datasets.pairs():
             rows.reference = np.full((len(rows), len(cfg.reference_entries)), reference, np.float32)
     return datasets
+
+
+def prompt_datasets(cfg: Config) -> Datasets:
+    """Return the prompts of a run; raise UserError on bad input."""
+    tokenizer, cache, name = tokenizer_of(cfg.data), cache_of(cfg.data), ", ".join(cfg.data.prompts)
+    rows = read_prompts(cfg, tokenizer, cache)
+    part = Part(name, None, rows, None, False, tokenizer.vocab_size)
+    return Datasets(cfg.data, [part], tokenizer.vocab_size, Rollouts(cfg, Mixture([rows], names=[name]), cache), None)
 
 
 def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Datasets:
@@ -245,7 +256,8 @@ def name_of(source: SourceConfig) -> str:
         return target_of({"_target_": source._target_, **source.arguments})
     if source.name == "hf_dataset":
         return f"{source.path} ({source.split})"
-    return ", ".join(source.files) or source.tokens or source.name
+    prompts = source.prompts if isinstance(source, DataConfig) else ()
+    return ", ".join(source.files or prompts) or source.tokens or source.name
 
 
 def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:

@@ -86,6 +86,8 @@ def from_row(row: Row, fields: Fields, columns: Sequence[str] = ()) -> Document:
     """
     if fields.kind == "text":
         return Document(content_of(row, fields.column), unused=unused_in(row, columns, {fields.column}))
+    if fields.kind == "record":
+        return Document(dict(row))
     form = format_of(row, fields.kind)
     content = pair(row, form, fields) if fields.kind == "pair" else conversation(row, form, fields)
     unused = unused_in(row, columns, {*form.required, *form.optional, *fields.names, "system"})
@@ -312,6 +314,8 @@ def columns_of(names: Sequence[str], fields: Fields) -> list[str]:
     """Return the columns to read of a table with the columns `names`; raise BadRecord if no format fits them."""
     if fields.kind == "text":
         return [fields.column]
+    if fields.kind == "record":
+        return list(names)
     if not fitting(names, fields.kind):
         raise BadRecord(nearest(names, fields.kind))
     formats = FORMATS[fields.kind]

@@ -44,8 +44,11 @@ class Loader:
     """Endless batches of `batch_size` rows, in a new permutation each epoch, or in file order if `seed` is None.
 
     A source that reaches the end of an epoch continues with the first rows of the next. A thread prepares the next
-    batch while the current one is used. Long permutations are stored in `cache`, once per machine.
+    batch while the current one is used. Long permutations are stored in `cache`, once per machine. `numbers` are
+    metrics of the last batch.
     """
+
+    numbers: Mapping[str, float] = {}
 
     def __init__(self, rows: Mixture, batch_size: int, seed: int | None, cache: Cache | None = None):
         self.rows, self.batch_size, self.seed, self.cache = rows, batch_size, seed, cache

@@ -29,10 +29,10 @@ class Fields(NamedTuple):
 
     These are a text, or ids, in `column`; or those of a format (formats.py) of a `conversation` or of a `pair` of them,
     with those `names` that the chat template uses apart from messages. With `last_only`, only the last answer of a
-    conversation is labels.
+    conversation is labels. A `record` is read as it is.
     """
 
-    kind: Literal["text", "conversation", "pair"]
+    kind: Literal["text", "conversation", "pair", "record"]
     column: str = "text"
     names: frozenset[str] = frozenset()
     last_only: bool = False
@@ -68,13 +68,13 @@ class Pair(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text, a conversation, token ids, or a pair, which is two documents.
+    """A text, a conversation, token ids, a pair, which is two documents, or all fields of a record.
 
     `begins` and `ends` are False for a part of a text that does not begin or end it. `unused` are fields of the record
     that are not part of the document. `form` is the format of a conversation's record, with its fields.
     """
 
-    content: str | Conversation | Ids | Pair
+    content: str | Conversation | Ids | Pair | Message
     begins: bool = True
     ends: bool = True
     unused: tuple[str, ...] = ()

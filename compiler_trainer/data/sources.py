@@ -218,12 +218,18 @@ def generator_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
     return Source("data=synthetic", spans, [])
 
 
+def prompts_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
+    """Raise UserError, because prompts are not text to train on."""
+    raise UserError("data.name", "prompts are answered while training (loss=grpo) and have no text; use data=text")
+
+
 SPANS = {".arrow": batch_spans, ".feather": batch_spans, ".bin": bin_spans, ".npy": array_spans}
 SOURCES: dict[str, Callable[[SourceConfig, int, Cache], Source]] = {
     "stdlib": stdlib_source,
     "text": files_source,
     "hf_dataset": dataset_source,
     "synthetic": generator_source,
+    "prompts": prompts_source,
 }
 
 

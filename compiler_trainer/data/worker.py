@@ -142,6 +142,7 @@ class Worker:
             return [part for chat in content for part in self.conversation_parts(chat, notes, 1)]
         if isinstance(content, Conversation):
             return self.conversation_parts(content, notes)
+        assert isinstance(content, str)
         texts = list(parts(content, self.tokenizer.encode))
         last = len(texts) - 1
         return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(texts)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
@@ -86,9 +88,24 @@ def positions(cfg: Config, subject: Subject) -> tuple[int, str]:
     return getattr(config, name, None) or 2**31, name
 
 
-@torch.no_grad()
 def by_transformers(model: Any, prompt: list[int], ends: Set[int], sampling: Sampling) -> list[int]:
     """Return the tokens that transformers' `generate` adds, including the first end."""
+    return generated(model, prompt, ends, sampling)[0].tolist()
+
+
+@torch.no_grad()
+def generated(
+    model: Any,
+    prompt: list[int],
+    ends: Set[int],
+    sampling: Sampling,
+    count: int = 1,
+    processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
+) -> Tensor:
+    """Return the tokens that transformers' `generate` adds to `count` copies of a prompt, int64 [count, new tokens].
+
+    Tokens after the first end are any. Each of `processors` gets tokens and logits, fp32 [count, V], before each draw.
+    """
     draws = (
         {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
         if sampling.temperature
@@ -101,11 +118,63 @@ def by_transformers(model: Any, prompt: list[int], ends: Set[int], sampling: Sam
         pad_token_id=min(ends, default=0),
         **draws,
     )
-    ids = torch.tensor([prompt], device=model.device)
+    ids = torch.tensor([prompt] * count, device=model.device)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return output[0, len(prompt) :].tolist()
+        inputs = {"attention_mask": torch.ones_like(ids), "logits_processor": [*processors]}
+        return model.generate(ids, generation_config=settings, **inputs)[:, len(prompt) :]
+
+
+class Drawn(NamedTuple):
+    """The tokens of an answer up to its end, if it has `ended`, and their log-probabilities in nats, fp32.
+
+    `entropy` is the mean entropy of their distributions, in nats.
+    """
+
+    ids: list[int]
+    logs: NDArray[np.float32]
+    entropy: float
+    ended: bool
+
+
+def group(model: Any, prompt: list[int], ends: Set[int], sampling: Sampling, count: int) -> list[Drawn]:
+    """Return `count` answers of transformers' model to a prompt; the draw depends on `sampling.seed` alone.
+
+    Log-probabilities are those of the distribution that tokens are drawn from, if that has no `top_p` or `top_k`.
+    """
+    record = DrawnLogs(sampling.temperature)
+    tokens = generated(model, prompt, ends, sampling, count, [record])
+    record.take(tokens[:, -1])
+    logs, entropies = (torch.stack(values, 1).cpu() for values in (record.logs, record.entropies))
+    drawn = []
+    for ids, log, entropy in zip(tokens.tolist(), logs, entropies, strict=True):
+        first_end = next((i for i, token in enumerate(ids) if token in ends), None)
+        size = len(ids) if first_end is None else first_end + 1
+        drawn.append(Drawn(ids[:size], log[:size].numpy(), float(entropy[:size].mean()), first_end is not None))
+    return drawn
+
+
+class DrawnLogs:
+    """A processor of logits that changes nothing and keeps numbers of each step, fp32 [count] each.
+
+    `logs` are log-probabilities of the tokens that were drawn, known one call later, and `entropies` of distributions.
+    """
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.logs, self.entropies, self.last = list[Tensor](), list[Tensor](), torch.empty(0)
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Take the last drawn tokens, and keep the distributions of the next ones."""
+        if self.entropies:
+            self.take(ids[:, -1])
+        self.last = (scores / self.temperature).log_softmax(-1)
+        self.entropies.append(-(self.last.exp() * self.last).sum(-1))
+        return scores
+
+    def take(self, tokens: Tensor) -> None:
+        """Keep the log-probabilities of drawn tokens, int64 [count]."""
+        self.logs.append(self.last.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
 
 
 @torch.no_grad()
@@ -141,14 +210,20 @@ def row(ids: list[int], device: torch.device) -> dict[str, Tensor]:
 
 def in_use(cfg: Config, model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model on a device; if it can have a cache, as transformers' model in the run's compute dtype."""
-    dtype, cached = cfg.passes.cast.param_dtype, not why_uncached(cfg)
+    cached = not why_uncached(cfg)
     if cached and isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, model)
-    if cached and dtype in ("float32", "bfloat16"):
+    if cached:
         for parameter in model.parameters():  # not buffers: rotary frequencies stay in float32
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(getattr(torch, dtype))
+            parameter.data = as_computed(cfg, parameter.data)
     return model.to(device).eval()
+
+
+def as_computed(cfg: Config, parameter: Tensor) -> Tensor:
+    """Return a parameter in the run's compute dtype, unless it is of integers."""
+    dtype = cfg.passes.cast.param_dtype
+    is_cast = dtype in ("float32", "bfloat16") and parameter.is_floating_point()
+    return parameter.to(getattr(torch, str(dtype))) if is_cast else parameter
 
 
 def ends_answers(folder: str) -> set[int]:

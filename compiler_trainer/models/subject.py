@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, Own, PreferenceConfig
+from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig, ModelConfig, Own, PreferenceConfig
 from compiler_trainer.config.targets import name_of
 from compiler_trainer.models import flops, folder, llama, user
+from compiler_trainer.models.grpo import grpo_loss
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
 from compiler_trainer.models.place import folder_of
@@ -62,14 +63,17 @@ def subject(cfg: Config) -> Subject:
         base = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss)
     else:
         base = of_ones_own(cfg.model, dtype, cfg.train.seed)
-    if isinstance(cfg.loss, PreferenceConfig):
+    if isinstance(cfg.loss, PreferenceConfig | GrpoConfig):
         check_no_balance(base.module, cfg.loss.name)
+    if isinstance(cfg.loss, PreferenceConfig):
         return replace(base, loss=partial(preference_loss, base.logits, cfg.loss))
+    if isinstance(cfg.loss, GrpoConfig):
+        return replace(base, loss=partial(grpo_loss, base.logits, cfg.loss))
     return replace(base, loss=user.loss_of(cfg.loss)) if cfg.loss else base
 
 
 def check_no_balance(module: nn.Module, loss: str) -> None:
-    """Raise UserError if the config of a folder asks for an auxiliary loss, which the loss of pairs does not have."""
+    """Raise UserError if the config of a folder asks for an auxiliary loss, which built-in losses do not have."""
     if getattr(getattr(folder.plain(module), "config", None), "output_router_logits", False):
         problem = f"{loss} has no auxiliary loss for routers, but output_router_logits of the model's config.json asks"
         raise UserError("loss", f"{problem} for one; set it to false")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import EIGHT_BITS, Config, MeshConfig
+from compiler_trainer.config.schema import EIGHT_BITS, Config, GrpoConfig, MeshConfig
 from compiler_trainer.models.loss import LossFn
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject as trained_by
@@ -94,7 +94,7 @@ def subject_of(cfg: Config) -> Subject:
     def batch(step: int, vocabulary: int) -> Batch:
         generator, sequences = torch.Generator().manual_seed(cfg.train.seed + step), cfg.train.global_batch_size
         entries = batch_of(generator, sequences, cfg.train.seq_len, vocabulary)
-        return entries | pairs_of(cfg, generator, sequences)
+        return entries | further_entries(cfg, generator, sequences)
 
     vocabulary = trained.vocab_size or vocabulary_of(trained.loss, on_one_device(model), batch(0, 2))
     return Subject(model, terms, [batch(step, vocabulary) for step in range(STEPS)], on_one_device, head)
@@ -139,8 +139,12 @@ def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int
     return {"tokens": tokens, "labels": labels, "positions": positions, "documents": begins.cumsum(1) - 1}
 
 
-def pairs_of(cfg: Config, generator: torch.Generator, rows: int) -> Batch:
-    """Return the additional entries of a batch of preference pairs."""
+def further_entries(cfg: Config, generator: torch.Generator, rows: int) -> Batch:
+    """Return the additional entries of a batch of preference pairs, or of sampled answers."""
+    if isinstance(cfg.loss, GrpoConfig):
+        shape = rows, cfg.train.seq_len
+        logs = {name: -torch.rand(shape, generator=generator) for name in cfg.loss.entries}
+        return {**logs, "advantages": torch.randn(rows, generator=generator)}
     entries = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.pairs else {}
     return entries | {name: -torch.rand(rows, generator=generator) for name in cfg.reference_entries}
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from compiler_trainer import models
 from compiler_trainer.config.device import cluster_of, for_predicting, resolve_cluster
-from compiler_trainer.config.schema import CheckpointConfig, Config, ModelConfig
+from compiler_trainer.config.schema import CheckpointConfig, Config, GrpoConfig, ModelConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
 from compiler_trainer.models.subject import Subject, named, subject
@@ -127,6 +127,9 @@ def request_of(cfg: Config, trained: Subject) -> CompileRequest:
     if cfg.data.pairs:
         batch["pairs"] = torch.empty(rows, dtype=torch.int64, device="meta")
     batch |= {name: torch.empty(rows, device="meta") for name in cfg.reference_entries}
+    if isinstance(cfg.loss, GrpoConfig):
+        batch |= {name: torch.empty(rows, length, device="meta") for name in cfg.loss.entries}
+        batch["advantages"] = torch.empty(rows, device="meta")
     return CompileRequest(
         model=trained.module,
         loss_fn=trained.loss,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, MeshConfig
+from compiler_trainer.config.schema import Config, DataConfig, MeshConfig
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
@@ -77,7 +77,14 @@ def check_export_alone(cfg: Config, out: Path, averaged: bool = False) -> tuple[
 
 
 def without_loss(cfg: Config, ranks: int) -> Config:
-    """Return validated options that compute log-probabilities in one microbatch, whatever loss the run had."""
+    """Return validated options that compute log-probabilities in one microbatch, whatever loss the run had.
+
+    Prompts without answers are replaced by the texts of data=stdlib.
+    """
+    if cfg.has_rollouts:
+        texts = DataConfig(tokenizer=cfg.data.tokenizer, cache=cfg.data.cache)
+        data = texts if cfg.data.name == "prompts" else cfg.data
+        cfg = dataclasses.replace(cfg, loss={}, rewards=(), data=data)
     communication = dataclasses.replace(cfg.passes.communication, batch_overlap=1)
     cfg = dataclasses.replace(cfg, passes=dataclasses.replace(cfg.passes, communication=communication))
     return dataclasses.replace(validate(cfg, ranks), loss={})

@@ -53,10 +53,10 @@ def export_once(request: CompileRequest, folding: Folding | None) -> Captured:
         folding and folding.among(mesh.world_size),
     )
     check_look_ups(program, request.entry_bounds)
-    if request.train and (row_outputs := [o for o in program.outputs if o.kind == "rows"]):
-        problem = (
-            f"returns {row_outputs[0].spec.shape} as the metric {row_outputs[0].name!r}; it must be a scalar tensor"
-        )
+    row_outputs = [pair for pair in zip(program.results(), program.outputs) if pair[1].kind == "rows"]
+    if request.train and row_outputs:
+        value, name = ir.example(row_outputs[0][0]), row_outputs[0][1].name
+        problem = f"returns {tuple(value.shape)} {value.dtype} as the metric {name!r}; it must be a scalar tensor"
         raise UserError("loss_fn", problem)
     return Captured(replace(program, mesh=mesh), ctx)
 

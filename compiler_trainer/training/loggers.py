@@ -42,7 +42,7 @@ CONTENTS = {
     "metrics.jsonl": "one JSON object a step",
     "events.out.tfevents.*": "the same for TensorBoard",
     "status.json": "what the run does now",
-    "samples.jsonl": "what the model added to eval.prompts",
+    "samples.jsonl": "what the model added to eval.prompts, or to data.prompts",
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",
     "reference.npz": "log-probabilities of preference pairs before training",
@@ -138,11 +138,12 @@ def say_contents(folder: Path) -> None:
             say(f"  {pattern:<22} {content}")
 
 
-def say_next(run: str, chat: bool) -> None:
+def say_next(cfg: Config) -> None:
     """Print on rank 0 the commands for a finished run, with `--chat` for chats."""
-    quoted = shlex.quote(run)
-    announce(f"next: compiler-trainer generate {quoted} --prompt TEXT{' --chat' * chat}")
-    announce(f"      compiler-trainer eval {quoted}")
+    quoted = shlex.quote(cfg.run.dir)
+    announce(f"next: compiler-trainer generate {quoted} --prompt TEXT{' --chat' * cfg.data.chat}")
+    if not cfg.has_rollouts:
+        announce(f"      compiler-trainer eval {quoted}")
     announce(f"      compiler-trainer export {quoted} FOLDER")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.config.device import CPU, device_name
-from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, OptimConfig
+from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, GrpoConfig, OptimConfig
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data.datasets import name_of
 from compiler_trainer.models import IGNORED_LABEL
@@ -38,11 +38,13 @@ def describe(cfg: Config, trained: Subject, batch: Mapping[str, Tensor]) -> Iter
     """Yield lines on the model, the precision, the update, and the size of a step, from a batch."""
     yield f"model: {trained.name}, {parameters(trained)}; {precision(cfg)}"
     yield f"update: {update(cfg)}; {cfg.train.steps:,} steps"
-    yield f"a step: {rows(cfg) if 'tokens' in batch else entries(batch)}; {label_share(batch)}on {devices(cfg)}"
+    yield f"a step: {rows(cfg) if 'tokens' in batch else entries(batch)}; {contents(cfg, batch)}on {devices(cfg)}"
 
 
-def label_share(batch: Mapping[str, Tensor]) -> str:
-    """Return the share of tokens with labels, or an empty string for a batch without tokens or labels."""
+def contents(cfg: Config, batch: Mapping[str, Tensor]) -> str:
+    """Return the share of tokens with labels, or the prompts; empty for a batch without tokens or labels."""
+    if isinstance(cfg.loss, GrpoConfig):
+        return f"{cfg.loss.group_size} answers to each of {len(batch['tokens']) // cfg.loss.group_size:,} prompts; "
     if not {"tokens", "labels"} <= batch.keys():
         return ""
     share = float((batch["labels"] != IGNORED_LABEL).float().mean())
@@ -158,6 +160,7 @@ def high_rate(cfg: Config) -> str:
     if cfg.optim.lr <= MOST_LR or cfg.optim.name == "sgd":
         return ""
     fix = "set optim.lr=5e-7, as recipe=dpo has" if cfg.data.pairs else "set optim.lr=1e-5, as recipe=finetune has"
+    fix = "set optim.lr=1e-6, as recipe=grpo has" if cfg.has_rollouts else fix
     return f"optim.lr={cfg.optim.lr:g} is for training from scratch, and {cfg.model.path} has trained weights; {fix}"
 
 

@@ -68,9 +68,11 @@ def resolve_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
 
     Steps of the checkpoint that the run resumes from count with the batch size that they had.
     """
-    length, rows, batch = cfg.train.steps, datasets.train.rows, cfg.train.global_batch_size
+    length, rows, batch = cfg.train.steps, datasets.train.rows, datasets.train.batch_size
     if isinstance(length, int):
         return cfg
+    if cfg.has_rollouts and length.endswith("tokens"):
+        raise UserError("train.steps", f"{length} counts tokens of answers, not drawn yet; give steps or epochs")
     done, rows_done = resumed_steps(cfg)
     steps = steps_of(length, len(rows), batch, cfg.train.seq_len * (1 - rows.padding), done, rows_done)
     announce(f"train.steps={length} are {steps:,} steps")

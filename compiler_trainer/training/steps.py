@@ -76,7 +76,7 @@ class Meters:
             return Launched(number, lr, began, wait_s, results, loads, loader.state_dict(), loader.token_count)
 
         launched, pace = self.pace.during(number, lambda: self.memory.during(begin), lambda step: step.results.read())
-        launched.measured = {**self.step.balance(), "peak_mem_bytes": self.memory.bytes, **pace}
+        launched.measured = {**loader.numbers, **self.step.balance(), "peak_mem_bytes": self.memory.bytes, **pace}
         return launched
 
     def expert_use(self) -> dict[str, Tensor]:

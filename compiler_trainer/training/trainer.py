@@ -20,6 +20,7 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say
 from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary
 from compiler_trainer.data.loader import Loader
+from compiler_trainer.data.prompts import Rollouts
 from compiler_trainer.elastic.member import Regroup, is_awaited
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
@@ -58,6 +59,7 @@ from compiler_trainer.training.prepare import (
     same_on_all_ranks,
 )
 from compiler_trainer.training.reference import refer
+from compiler_trainer.training.rollouts import Answers
 from compiler_trainer.training.speed import machine, sent_bytes
 from compiler_trainer.training.status import Status
 from compiler_trainer.training.steps import Meters, Steps, is_due
@@ -93,7 +95,9 @@ def train(
     phases.end("data")
     trained = subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
-    samples = [Samples(cfg, trained, loggers)] if cfg.eval.prompts else []
+    samples: list[Callback] = [Samples(cfg, trained, loggers)] if cfg.eval.prompts else []
+    if isinstance(datasets.train, Rollouts):
+        samples.append(Answers(cfg, trained, datasets.train))
     if cfg.eval.interval is not None:
         check_labels(datasets)
     check_room(cfg, trained)
@@ -116,7 +120,7 @@ def train(
             Watch(cfg.run.timeout_s, Path(cfg.run.dir)) as watch,
             Stop(cfg.run, start_time) as stop,
             allocations(cfg),
-            recording(cfg, start, step.metrics, loggers) as log_record,
+            recording(cfg, start, ("reward", *step.metrics), loggers) as log_record,
         ):
             active_callbacks = Callbacks(Run(cfg, step, start.step, stop.ask), [*samples, *callbacks])
             active_callbacks.start()
@@ -131,7 +135,7 @@ def train(
     elif record["step"] < cfg.train.steps:
         end_early(cfg, stop, int(record["step"]))
     if cfg.checkpoint.saves:
-        say_next(cfg.run.dir, cfg.data.chat)
+        say_next(cfg)
     return record.get("eval_loss", record.get("loss", math.nan))
 
 
@@ -160,7 +164,7 @@ def prepare_step(
     if rank() != 0:
         step = build_step(cfg, trained, datasets, None, lambda task: None)
         return step, restore(cfg, trained, step, datasets, start)
-    say(datasets.describe((cfg.train.steps - start.step) * cfg.train.global_batch_size))
+    say(datasets.describe((cfg.train.steps - start.step) * datasets.train.batch_size))
     for line in describe(cfg, trained, peek(datasets.train)):
         say(line)
     say(f"compiling ({cfg.lower.backend})")
@@ -256,7 +260,8 @@ def run(
                     if callbacks.callbacks and callbacks.pending_path and not stop.maximum(save.is_writing):
                         callbacks.end_checkpoint(save.wait())
                     number = int(record["step"])
-                    is_last = stop.is_last_step() or number == cfg.train.steps
+                    is_stopping = stop.is_last_step() and number % cfg.steps_per_rollout == 0
+                    is_last = is_stopping or number == cfg.train.steps
                     if is_last and steps.launched:
                         steps.stay()  # end after the step that is already launched
                         continue

@@ -42,6 +42,7 @@ TEMPLATE = (
 )
 TALK = {"text": SENTENCE, "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": SENTENCE}]}
 PAIR = {"prompt": "?", "chosen": "Sea.", "rejected": "No."}
+ASKED = {"prompt": "7 * 8?", "result": "56"}
 DECODER = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24)
 QWEN = FolderConfig(path="qwen", attention="causal")
 
@@ -65,6 +66,8 @@ def furnish(folder: Path) -> None:
         Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
         Path(folder, name).write_text("".join(json.dumps(TALK) + "\n" for _ in range(60)))
     (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * 30)
+    (folder / "prompts.jsonl").write_text((json.dumps(ASKED) + "\n") * 3)
+    (folder / "my_rewards.py").write_text(shown_module("docs/guides/finetune.md", "my_rewards"))
     model("qwen3").save_pretrained(folder / "qwen")
     tokenizer().save(str(folder / "qwen/tokenizer.json"))
     (folder / "qwen/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
@@ -159,13 +162,15 @@ def tiny(cfg: Config, folder: Path) -> Config:
         vocabulary = 300 if cfg.data.tokenizer != "bytes" else 257
         experts = small.experts and replace(small.experts, width=8)
         small = replace(DECODER, vocab_size=vocabulary, attention=small.attention, experts=experts)
-    corpus = replace(cfg.data, cache="kept/tokens", eval_fraction=0.2)
+    is_evaluated = not cfg.has_rollouts
+    corpus = replace(cfg.data, cache="kept/tokens", eval_fraction=0.2 * is_evaluated)
     if corpus.name == "stdlib":
         corpus = replace(corpus, name="synthetic", documents=40)
     remat = replace(cfg.passes.remat, layers={}) if cfg.passes.remat.layers else cfg.passes.remat
     return replace(
         cfg,
         model=small,
+        loss=cfg.loss if is_evaluated else replace(cfg.loss, group_size=2, answer_tokens=8),
         data=corpus,
         train=replace(cfg.train, steps=4, seq_len=32, global_batch_size=4, microbatches=1 if cfg.train.microbatches == 1 else 2),
         lr_schedule=cfg.lr_schedule if cfg.lr_schedule._target_ else LrScheduleConfig(cfg.lr_schedule.name, warmup_steps=1, min_ratio=0.1),
@@ -173,7 +178,7 @@ def tiny(cfg: Config, folder: Path) -> Config:
         mesh=Config().mesh,
         passes=replace(cfg.passes, remat=remat),
         lower=LowerConfig("eager"),
-        checkpoint=replace(cfg.checkpoint, interval=2, keep=2, keep_best=1, dir=None, resume=None, store=store_of(cfg, folder)),
-        eval=EvalConfig(interval=1, batches=1),
+        checkpoint=replace(cfg.checkpoint, interval=2, keep=2, keep_best=int(is_evaluated), dir=None, resume=None, store=store_of(cfg, folder)),
+        eval=EvalConfig(interval=1 if is_evaluated else None, batches=1),
         run=RunConfig(dir=str(folder), profile=cfg.run.profile),
     )

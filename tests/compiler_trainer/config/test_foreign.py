@@ -57,7 +57,7 @@ REFUSED = {  # beginning of a denial -> options that ask for the denied feature
     "there is no DoRA": ["model=hf", "model.path=FOLDER", "model.lora.use_dora=true"],
     "torch.compile is not called": ["train.torch_compile=true"],
     "there is none": ["run.push_to_hub=true"],
-    "there is no reinforcement learning": ["loss=grpo"],
+    "there is no PPO": ["loss=ppo"],
 }
 
 

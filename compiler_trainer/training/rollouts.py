@@ -1,0 +1,245 @@
+"""Answers to prompts, drawn with the current weights, scored by reward functions and compared within their groups.
+
+Each rank gathers the whole model, in the dtype of computation, for as long as it draws its share of the groups by
+transformers' `generate`, and ranks exchange the answers. Rank 0 computes the rewards. Log-probabilities of the
+reference, and of the weights before the first of several steps, are those of an evaluation program over the mesh.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from compiler_trainer.checkpoint.load import MODEL
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig
+from compiler_trainer.config.targets import function
+from compiler_trainer.data.corpus import Ids
+from compiler_trainer.data.loader import Batch
+from compiler_trainer.data.prompts import PromptRows, Rollout, Rollouts, answer_rows
+from compiler_trainer.data.tokenizers import tokenizer_of
+from compiler_trainer.models import INPUTS
+from compiler_trainer.models.folder import plain
+from compiler_trainer.models.grpo import answer_logs
+from compiler_trainer.models.loss import PADDING_DOCUMENT
+from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.sampling import Drawn, Sampling, as_computed, ends_answers, group, in_use, why_uncached
+from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.subject import Subject
+from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.program_cache import ProgramCache
+from compiler_trainer.step.ranks import from_rank_0, gather, host_group, local_device, place_in_job
+from compiler_trainer.step.step import Step
+from compiler_trainer.training.callbacks import Callback, Run
+from compiler_trainer.training.evaluate import SampleLines
+from compiler_trainer.training.loggers import announce
+from compiler_trainer.training.metrics import Record
+
+EPSILON = 1e-4  # added to standard deviations of rewards, as in TRL
+
+
+class Answers(Callback):
+    """A callback that draws the batches of a run, and writes the answers to one prompt of each step to samples.jsonl.
+
+    Raises UserError if transformers does not have the model, or if a reward function cannot be imported.
+    """
+
+    def __init__(self, cfg: Config, trained: Subject, loader: Rollouts):
+        assert isinstance(cfg.loss, GrpoConfig)
+        if why := why_uncached(cfg):
+            raise UserError("loss.name", f"grpo draws answers by transformers' generate, but {why}; use model=hf")
+        self.cfg, self.loss, self.trained, self.loader = cfg, cfg.loss, trained, loader
+        self.rewards = {name: reward_function(name) for name in cfg.rewards}
+        self.tokenizer, self.lines = tokenizer_of(cfg.data), SampleLines()
+        (rows,) = loader.rows.parts
+        assert isinstance(rows, PromptRows)
+        self.rows, self.shown = rows, list[dict[str, Any]]()
+        is_folder = isinstance(cfg.model, FolderConfig)
+        self.ends = ends_answers(folder_of(cfg).path) if is_folder else set[int]()
+
+    def on_start(self, run: Run) -> None:
+        """Compile the log-probabilities if they are needed, and draw the batches from now on."""
+        self.step, self.group = run.step, host_group()
+        self.evaluator = None if self.loss.entries == ("sampled",) else Evaluator(self.cfg, self.trained, run.step)
+        self.loader.draw_answers = self.rollout
+        if run.rank == 0:
+            self.lines.start(run.cfg, run.done)
+
+    def on_step(self, run: Run, record: Record) -> None:
+        """Write the answers to the first prompt of the rollout."""
+        if run.rank == 0:
+            line: dict[str, Any] = {"step": int(record["step"]), "samples": self.shown}
+            self.lines.log(line)
+
+    def on_stop(self, run: Run) -> None:
+        """Write the rest of the file, which a full disk may have refused before."""
+        if run.rank == 0:
+            self.lines.close(False)
+
+    def rollout(self, rows: Ids, before: int, steps: int) -> Iterator[Rollout]:
+        """Yield the batches of some steps, with answers to the prompts `rows`, before which there were others."""
+        answers = self.draw(rows, before)
+        texts = [self.tokenizer.decode(answer.ids[: len(answer.ids) - answer.ended]) for answer in answers]
+        repeated = np.repeat(rows, self.loss.group_size).tolist()
+        scores = self.score([self.rows.records[row] for row in repeated], texts)
+        prompts = [self.rows.prompts[row].ids for row in repeated]
+        total = np.sum([*scores.values()], axis=0)
+        batch = answer_rows(prompts, answers, advantages(self.loss, total), self.rows.seq_len)
+        values = {name: torch.from_numpy(value) for name, value in batch.items()}
+        self.shown = [
+            {"prompt": self.tokenizer.decode(prompts[0]), "text": text, "reward": float(reward)}
+            for text, reward in zip(texts[: self.loss.group_size], total)
+        ]
+        size = len(answers) // steps
+        parts = [slice(first, first + size) for first in range(0, len(answers), size)]
+        batches = [{name: value[part] for name, value in values.items()} for part in parts]
+        batches = self.evaluator(batches) if self.evaluator else batches
+        for part, of_step in zip(parts, batches, strict=True):
+            numbers = self.numbers(answers[part], {name: rewards[part] for name, rewards in scores.items()})
+            yield Rollout(of_step, int((of_step["documents"] != PADDING_DOCUMENT).sum()), numbers)
+
+    def draw(self, rows: Ids, before: int) -> list[Drawn]:
+        """Return the answers to prompts, group by group; each rank draws some groups."""
+        at, count = place_in_job()
+        model, drawn = whole_model(self.cfg, self.trained, self.step), list[list[Drawn]]()
+        sampling = Sampling(self.loss.answer_tokens, self.loss.temperature)
+        for number in range(at, len(rows), count):
+            prompt = self.rows.prompts[rows[number]]
+            seeded = replace(sampling, seed=seed_of(self.cfg.data.seed, before + number))
+            drawn.append(group(model, prompt.ids, prompt.ends | self.ends, seeded, self.loss.group_size))
+        by_rank = gather(drawn, self.group)
+        return [answer for number in range(len(rows)) for answer in by_rank[number % count][number // count]]
+
+    def score(self, records: list[dict[str, Any]], texts: list[str]) -> dict[str, NDArray[np.float64]]:
+        """Return the rewards of answers by each function, [answers]; raise UserError on all ranks if one is none."""
+
+        def compute() -> tuple[dict[str, NDArray[np.float64]], tuple[str, str] | None]:
+            try:
+                scores = {name: checked(name, reward(records, texts), texts) for name, reward in self.rewards.items()}
+                return scores, None
+            except UserError as error:
+                return {}, (error.place, error.message)
+
+        scores, problem = from_rank_0(compute)
+        if problem:
+            raise UserError(*problem)
+        return scores
+
+    def numbers(self, answers: Sequence[Drawn], scores: dict[str, NDArray[np.float64]]) -> dict[str, float]:
+        """Return metrics of a step's answers.
+
+        `reward` is the mean, `reward_std` the mean standard deviation of groups, `answer_tokens` the mean length, `cut`
+        the share of answers without an end, and `entropy` the mean over tokens of the sampler's, in nats. With several
+        functions, `reward/NAME` is the mean of one.
+        """
+        total, sizes = np.sum([*scores.values()], axis=0), [len(answer.ids) for answer in answers]
+        several = {f"reward/{name}": float(values.mean()) for name, values in scores.items()} if len(scores) > 1 else {}
+        return {
+            "reward": float(total.mean()),
+            "reward_std": float(total.reshape(-1, self.loss.group_size).std(1, ddof=1).mean()),
+            "answer_tokens": float(np.mean(sizes)),
+            "cut": float(np.mean([not answer.ended for answer in answers])),
+            "entropy": float(np.average([answer.entropy for answer in answers], weights=sizes)),
+            **several,
+        }
+
+
+def reward_function(name: str) -> Callable[..., Any]:
+    """Return the function of a dotted name; raise UserError if it cannot be imported."""
+    try:
+        return function({"_target_": name}, "rewards")
+    except UserError as error:
+        raise UserError(f"rewards={name}", error.message) from error
+
+
+def seed_of(seed: int, number: int) -> int:
+    """Return the seed of a group's draw, from `data.seed` and the number of prompts before it; below 2**63."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def whole_model(cfg: Config, trained: Subject, step: Step) -> nn.Module:
+    """Return transformers' model with the weights of a step, on its device; all ranks must call this."""
+    module, names = copy.deepcopy(trained.module), [name for name in step.state if name.startswith(MODEL)]
+    parameters = {f"{MODEL}{name}" for name, _ in module.named_parameters()}
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for name in names:  # each is cast at once, so that there is one full tensor of the master weights at a time
+            full = step.whole(name)
+            yield name.removeprefix(MODEL), as_computed(cfg, full) if name in parameters else full
+
+    return plain(in_use(cfg, fill(module, values()), step.device))
+
+
+def advantages(cfg: GrpoConfig, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the advantages of answers, [answers]: section 4.1.2 of arXiv:2402.03300."""
+    groups = rewards.reshape(-1, cfg.group_size)
+    centred = groups - groups.mean(1, keepdims=True)
+    scaled = centred / (groups.std(1, ddof=1, keepdims=True) + EPSILON) if cfg.scale_rewards else centred
+    return scaled.ravel()
+
+
+def checked(name: str, rewards: Any, answers: Sequence[str]) -> NDArray[np.float64]:
+    """Return a function's rewards, [answers]; raise UserError unless it returns one finite number for each answer."""
+    where = f"rewards={name}"
+    try:
+        values = np.array([float(reward) for reward in rewards])
+    except (TypeError, ValueError) as error:
+        raise UserError(where, f"returns {type(rewards).__name__}: {error}; it must be a list of numbers") from error
+    if len(values) != len(answers):
+        raise UserError(where, f"returns {len(values)} rewards for {len(answers)} answers; it must be one for each")
+    if not np.isfinite(values).all():
+        first = int(np.flatnonzero(~np.isfinite(values))[0])
+        text = json.dumps(answers[first][:80], ensure_ascii=False)
+        raise UserError(where, f"returns {values[first]} for the answer {text}; rewards must be finite")
+    return values
+
+
+# ---- log-probabilities of the trainer --------------------------------------------------------------------
+
+
+class Evaluator:
+    """A compiled program for log-probabilities of answers, under the weights of a step and those that it began with."""
+
+    def __init__(self, cfg: Config, trained: Subject, step: Step):
+        assert isinstance(cfg.loss, GrpoConfig)
+        announce("compiling the log-probabilities of answers")
+        self.step, self.names = step, cfg.loss.entries[1:]
+        shape = cfg.train.global_batch_size, cfg.train.seq_len
+        self.program = compile_step(
+            trained.module,
+            partial(answer_logs, trained.logits, "logs", cfg.loss.temperature),
+            {name: torch.zeros(shape, dtype=torch.int64) for name in INPUTS},
+            mesh=cfg.mesh,
+            passes=cfg.passes,
+            lower=replace(cfg.lower, programs=None),
+            microbatches=cfg.train.microbatches,
+            seed=cfg.train.seed,
+            initial=trained.initial(),
+            device=local_device(),
+            train=False,
+            cache=ProgramCache(),
+            cluster=cfg.cluster,
+        )
+        own = {name: state.local for name, state in self.program.state.items()}
+        self.values = {"old": {name: step.state[name].local for name in own}, "reference": own}
+        assert all(step.state[name].spec == state.spec for name, state in self.program.state.items())
+
+    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return batches with the entries that the loss needs, fp32 [B, T] each."""
+        added: list[Batch] = [{} for _ in batches]
+        for name in self.names:
+            for tensor, local in self.values[name].items():
+                self.program.state[tensor].local = local
+            for entries, batch in zip(added, batches, strict=True):
+                inputs = {entry: batch[entry] for entry in INPUTS}
+                entries[name] = self.program.rows(inputs)["logs"].float()
+        return [{**batch, **entries} for batch, entries in zip(batches, added, strict=True)]
