@@ -440,6 +440,8 @@ def sent_by(
 def show(cfg: Config, report: dict[str, Any]) -> None:
     """Print the prediction as tables: speed, memory, communication, and the figures of the cluster."""
     console = Console(file=sys.stdout)
+    for effect in report["effects"]:
+        say(effect["text"])
     for table in (speed_table(report), memory_table(cfg, report), communication_table(report), cluster_table(cfg)):
         if table.rows:
             console.print(table)

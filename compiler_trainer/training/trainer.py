@@ -178,6 +178,8 @@ def prepare_step(
         checkpoint.set_aside(path, "damaged")
     if cfg.lower.programs is not None:
         say(f"program {step.report['program']['stored_as'][:12]}, compiled ahead, was loaded from {cfg.lower.programs}")
+    for effect in step.report["effects"]:
+        say(effect["text"])
     for line in step.report["remarks"]:
         say(f"note: {line}")
     for line in step.report.get("cudagraphs", ()):

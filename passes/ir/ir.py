@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -120,6 +120,15 @@ class Program:
         """Iterate over the operator nodes, in order."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
+    def times(self, node: fx.Node) -> int:
+        """Return the number of layers that the operator's layer stands for, or 1."""
+        is_folded = self.fold is not None and self.fold.number_of(layer(node)) == self.fold.number
+        return 1 + self.fold.left_out if self.fold is not None and is_folded else 1
+
+    def count(self, nodes: Iterable[fx.Node]) -> int:
+        """Return the number of operators in the program with all its layers."""
+        return sum(map(self.times, nodes))
+
     @property
     def has_backward(self) -> bool:
         """Return True for a training program; an evaluation is only a forward."""
@@ -202,11 +211,35 @@ class Reshard:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """The effect of an option on a step: `done` things, such as "linear layers in float8", of `total` that there are.
+
+    `unmet` is the reason why nothing was done although the option asks for it, and the fix; it is empty if 0 is right.
+    """
+
+    option: str
+    done: int
+    things: str
+    total: int | None = None
+    detail: str = ""
+    unmet: str = ""
+
+    def __str__(self) -> str:
+        total = "" if self.total is None else f" of {self.total:,}"
+        return f"{self.option}: {self.done:,}{total} {self.things}{'; ' * bool(self.detail)}{self.detail}"
+
+    def plus(self, other: Effect) -> Effect:
+        """Return the effect on two programs of a step together; details of the first are kept."""
+        total = None if self.total is None or other.total is None else self.total + other.total
+        return replace(self, done=self.done + other.done, total=total, unmet=self.unmet or other.unmet)
+
+
+@dataclass(frozen=True)
 class Report:
     """The outcome of a pass: `counts` of rewrites, one-line `notes` naming nodes and reasons, changes of placement.
 
-    `remarks` are notes shown to the user when the job starts. `bodies` are those of custom functions, global and local:
-    the verifier compares them like the program.
+    `remarks` and the `effects` of options are shown to the user when the job starts. `bodies` are those of custom
+    functions, global and local: the verifier compares them like the program.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -214,6 +247,7 @@ class Report:
     reshards: tuple[Reshard, ...] = ()
     bodies: tuple[tuple[Program, Program], ...] = field(default=(), compare=False, repr=False)
     remarks: tuple[str, ...] = ()
+    effects: tuple[Effect, ...] = ()
 
 
 @dataclass(frozen=True)

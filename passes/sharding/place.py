@@ -12,7 +12,7 @@ weights move.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -93,9 +93,16 @@ class Place(ir.Pass):
             raise ir.Refused("place", None, f"passes.shard.plan: no parameter matches {', '.join(sorted(unmatched))}")
         notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in (*ir.WEIGHTS, "batch"))
         sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind in ir.WEIGHTS)
-        changes = {"parameters_sharded": sharded}
+        changes, effects = {"parameters_sharded": sharded}, tuple(self.effects(inputs))
         program = replace(program, inputs=inputs)
-        return program, ir.Report(changes, notes)
+        return program, ir.Report(changes, notes, effects=effects)
+
+    def effects(self, inputs: Sequence[ir.Input]) -> Iterator[ir.Effect]:
+        """Yield the effects on the parameters."""
+        names = [item.name for item in inputs if item.kind in ir.WEIGHTS]
+        if self.plan:
+            count = sum(any(fnmatchcase(name, pattern) for pattern in self.plan) for name in names)
+            yield ir.Effect("passes.shard.plan", count, "parameters placed as it says", len(names))
 
     def place(
         self,

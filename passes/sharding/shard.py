@@ -11,20 +11,33 @@ With `strict`, an operator without a rule, whose operands would have to be gathe
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch import fx
 
 from passes.context.call import Method
+from passes.context.operators import OPERATORS
+from passes.context.sequence_layout import length_of
 from passes.ir import ir
 from passes.ir.machine import H100, Balance
+from passes.ir.mesh import SEQUENCE_AXIS
 from passes.ir.operators import is_operator, name_of
 from passes.ir.stages import Stage
 from passes.rules import has_rule, tensor_operands
 from passes.sharding.partition import Partitioner
 from passes.sharding.propagate import propagate
+from passes.trace.builder import MethodChoice
 from passes.trace.functions import function_of
+
+
+def is_between_positions(node: fx.Node, length: int) -> bool:
+    """Return True for a softmax over pairs of positions of a sequence: attention that no operator of ours computes."""
+    return name_of(node) in ("softmax", "_softmax") and tuple(ir.example(node).shape[-2:]) == (length, length)
 
 
 @dataclass(frozen=True)
@@ -63,8 +76,38 @@ class Shard(ir.Pass):
         partitioner = Partitioner(program, plan := decide(program), *how)
         local = partitioner.run()
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
-        notes += partitioner.builder.notes
+        notes += [choice.note for choice in partitioner.builder.methods.values()]
         notes += map(str, reshards := partitioner.reshards)
         notes += [f"%{node.name} ({ir.source(node)}): {reason}" for (node, _), reason in plan.reasons.items()]
         counts = {"reshards": len(reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}
-        return local, ir.Report(counts, tuple(notes), tuple(reshards), tuple(partitioner.builder.bodies))
+        effects = tuple(self.effects(program, plan.produced, partitioner.builder.methods))
+        if unknown:
+            operators, things = program.count(program.calls()), "operators have no rule and gather their operands"
+            effects += (ir.Effect("passes.shard.strict", program.count(unknown), things, operators),)
+        return local, ir.Report(
+            counts, tuple(notes), tuple(reshards), tuple(partitioner.builder.bodies), effects=effects
+        )
+
+    def effects(
+        self, program: ir.Program, placed: Mapping[fx.Node, Any], methods: Mapping[fx.Node, MethodChoice]
+    ) -> Iterator[ir.Effect]:
+        """Yield the effects on attention over a sharded sequence, given the method of each call."""
+        if SEQUENCE_AXIS not in program.mesh.axes:
+            return
+        length = length_of(program)
+        known = (n for n in program.calls() if n in methods or n.target in OPERATORS)
+        attention = [*known, *(n for n in program.calls() if is_between_positions(n, length))]
+        whole = [n for n in attention if SEQUENCE_AXIS not in placed[n].sharded]
+        names: Counter[str] = Counter()
+        for node, choice in methods.items():
+            names[choice.method] += program.times(node)
+        detail = ", ".join(f"{method} {count:,}" for method, count in names.items())
+        done, total = program.count(attention) - program.count(whole), program.count(attention)
+        yield ir.Effect("mesh.cp", done, "attentions over a rank's part of the sequence", total, detail)
+        if self.context != "auto":
+            reasons = dict.fromkeys(choice.reason for choice in methods.values())
+            unmet = "; ".join(reasons) or "no attention runs over mesh.cp"
+            things = "attentions by this method"
+            yield ir.Effect(
+                "passes.context.method", names[self.context], things, total, unmet=f"{unmet}; set it to auto"
+            )

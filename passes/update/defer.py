@@ -51,7 +51,9 @@ class Defer(ir.Pass):
         program.graph.output_node().args = (tuple(results),)
         program.graph.eliminate_dead_code()
         program.module.recompile()
-        return replace(program, outputs=tuple(outputs)), ir.Report({"deferred": deferred})
+        total = sum(output.kind == "gradient" for output in outputs)
+        effect = ir.Effect("passes.accumulate.reduce", deferred, "gradients reduced once a step", total)
+        return replace(program, outputs=tuple(outputs)), ir.Report({"deferred": deferred}, effects=(effect,))
 
 
 def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
