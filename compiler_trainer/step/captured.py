@@ -82,7 +82,7 @@ class Reporter:
         seconds = {name: round(s, 4) for name, s in self.seconds.items()}
         program = {"stored_as": self.key, "read": self.is_read, "from": self.read_from}
         remarks = dict.fromkeys(remark for record in self.passes for remark in record["report"]["remarks"])
-        effects = [dataclasses.asdict(effect) | {"text": str(effect)} for effect in effects_of(self.passes)]
+        effects = [dataclasses.asdict(effect) for effect in effects_of(self.passes)]
         report = {"passes": self.passes, "notes": self.notes, "remarks": [*remarks], "effects": effects}
         return {"seconds": seconds, "program": program, **report}
 

@@ -46,6 +46,11 @@ def effects_of(records: Iterable[Mapping[str, Any]]) -> list[Effect]:
     return list(effects.values())
 
 
+def effect_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return the lines on effects of a step's report, or of a pass's."""
+    return [str(Effect(**effect)) for effect in report.get("effects", ())]
+
+
 def refuse_without_effect(request: CompileRequest, effects: Iterable[Effect]) -> None:
     """Raise UserError for an option that asks for more than its default and did nothing."""
     for effect in effects:

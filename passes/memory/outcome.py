@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from passes.ir import ir
-from passes.ir.operators import kind_of
+from passes.ir.operators import is_view, kind_of
 from passes.memory.policies import Action, Policy
 from passes.memory.recompute import saved_bytes
 
@@ -93,13 +93,14 @@ class Outcome:
 
     def of_policy(self, policy: Policy, bytes_before: int, bytes_after: int) -> ir.Effect:
         """Return the effect of recomputation, given the bytes of activations before and after."""
-        forward = [node for node in self.before.calls() if ir.phase(node) == "forward"]
-        done = self.before.count(self.recomputed - self.weights)
+        forward = {node for node in self.before.calls() if ir.phase(node) == "forward" and not is_view(node)}
+        done = self.before.count((self.recomputed - self.weights) & forward)
         detail = f"{bytes_before - bytes_after:,} of {bytes_before:,} bytes of activations less"
         if not done and not any(map(ir.layer, forward)):
             detail = "the model has no repeated layers"
         unmet = UNREAD if policy in NEEDS_SOMETHING else ""
-        return ir.Effect(POLICY, done, "operators recomputed", self.before.count(forward), detail, unmet)
+        things = "operators recomputed (without views)"
+        return ir.Effect(POLICY, done, things, self.before.count(forward), detail, unmet)
 
     def of_requests(self) -> Iterator[ir.Effect]:
         """Yield the effects of `modules` and `ops`: the values treated as they ask, of those that they match."""

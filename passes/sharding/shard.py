@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -80,7 +79,7 @@ class Shard(ir.Pass):
         notes += map(str, reshards := partitioner.reshards)
         notes += [f"%{node.name} ({ir.source(node)}): {reason}" for (node, _), reason in plan.reasons.items()]
         counts = {"reshards": len(reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}
-        effects = tuple(self.effects(program, plan.produced, partitioner.builder.methods))
+        effects = tuple(self.effects(program, partitioner.builder.methods))
         if unknown:
             operators, things = program.count(program.calls()), "operators have no rule and gather their operands"
             effects += (ir.Effect("passes.shard.strict", program.count(unknown), things, operators),)
@@ -88,26 +87,21 @@ class Shard(ir.Pass):
             counts, tuple(notes), tuple(reshards), tuple(partitioner.builder.bodies), effects=effects
         )
 
-    def effects(
-        self, program: ir.Program, placed: Mapping[fx.Node, Any], methods: Mapping[fx.Node, MethodChoice]
-    ) -> Iterator[ir.Effect]:
+    def effects(self, program: ir.Program, methods: Mapping[fx.Node, MethodChoice]) -> Iterator[ir.Effect]:
         """Yield the effects on attention over a sharded sequence, given the method of each call."""
         if SEQUENCE_AXIS not in program.mesh.axes:
             return
-        length = length_of(program)
-        known = (n for n in program.calls() if n in methods or n.target in OPERATORS)
-        attention = [*known, *(n for n in program.calls() if is_between_positions(n, length))]
-        whole = [n for n in attention if SEQUENCE_AXIS not in placed[n].sharded]
-        names: Counter[str] = Counter()
+        length, names = length_of(program), Counter[str]()
         for node, choice in methods.items():
             names[choice.method] += program.times(node)
-        detail = ", ".join(f"{method} {count:,}" for method, count in names.items())
-        done, total = program.count(attention) - program.count(whole), program.count(attention)
-        yield ir.Effect("mesh.cp", done, "attentions over a rank's part of the sequence", total, detail)
+        written = program.count(n for n in program.calls() if is_between_positions(n, length))
+        others = program.count(n for n in program.calls() if n.target in OPERATORS and n not in methods)
+        total = names.total() + written + others
+        rest = {"by a softmax of the model, which reads all keys": written, "of whole sequences on each rank": others}
+        detail = ", ".join(f"{name} {count:,}" for name, count in (names | rest).items() if count)
+        yield ir.Effect("mesh.cp", names.total(), "attentions over the sharded sequence", total, detail)
         if self.context != "auto":
             reasons = dict.fromkeys(choice.reason for choice in methods.values())
-            unmet = "; ".join(reasons) or "no attention runs over mesh.cp"
-            things = "attentions by this method"
-            yield ir.Effect(
-                "passes.context.method", names[self.context], things, total, unmet=f"{unmet}; set it to auto"
-            )
+            unmet, things = "; ".join(reasons) or "no attention runs over mesh.cp", "attentions by this method"
+            unmet = f"{unmet}; set it to auto"
+            yield ir.Effect("passes.context.method", names[self.context], things, total, unmet=unmet)

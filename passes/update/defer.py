@@ -53,7 +53,8 @@ class Defer(ir.Pass):
         program.module.recompile()
         total = sum(output.kind == "gradient" for output in outputs)
         effect = ir.Effect("passes.accumulate.reduce", deferred, "gradients reduced once a step", total)
-        return replace(program, outputs=tuple(outputs)), ir.Report({"deferred": deferred}, effects=(effect,))
+        effects = (effect,) if deferred else ()
+        return replace(program, outputs=tuple(outputs)), ir.Report({"deferred": deferred}, effects=effects)
 
 
 def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
