@@ -32,12 +32,23 @@ OutputKind = Literal["loss", "gradient", "buffer", "metric", "rows", "count", "c
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The matrices of one weight: its dim `dim` (-1 or -2) is `outer` x sum(sizes) x `inner`, each size is a matrix."""
+
+    dim: int
+    outer: int
+    sizes: tuple[int, ...]
+    inner: int
+
+
+@dataclass(frozen=True)
 class Input:
     """A placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
 
     A constant has a `value`, which names it: a tensor that the model holds as neither parameter nor buffer, or creates
-    from Python numbers. The `roles` of a parameter are its uses: `embedding`, `head`. Equal entries of a batch input
-    with `runs` must be adjacent along its last dim (document ids of a row, for example). A scalar may have the `count`
+    from Python numbers. The `roles` of a parameter are its uses (`passes/rules/roles.py`), its `parts` the matrices
+    of which it consists, if several. Equal entries of a batch input with `runs` must be adjacent along its last dim
+    (document ids of a row, for example). A scalar may have the `count`
     that computes it. A `layout` is computed from each batch on the host: the blocks of it that ranks hold. `layer` is
     the layer of a parameter or buffer, and of its moments and total; None if it has none or several. A `carried` input
     is a value of another task of the step. `stages` are the pipeline stages that use a parameter, `microbatch` is the
@@ -51,6 +62,7 @@ class Input:
     spec: Spec
     value: Tensor | None = field(default=None, compare=False, repr=False)
     roles: frozenset[str] = frozenset()
+    parts: Parts | None = None
     runs: bool = False
     count: Count | None = field(default=None, compare=False, repr=False)
     layer: Layer | None = None

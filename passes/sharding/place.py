@@ -20,7 +20,7 @@ from passes.ir import ir
 from passes.ir.mesh import AXES, BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.ir.spec import Dim, Factor, Spec
 from passes.ir.stages import Stage
-from passes.rules.roles import roles
+from passes.rules.roles import matrices, roles
 from passes.sharding.custom import inline_custom_functions
 from passes.sharding.infer import Blocks, experts_of, infer
 
@@ -82,13 +82,14 @@ class Place(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unmatched = set() if self.stored else set(self.plan or ())
-        inferred = infer(inline_custom_functions(program, ctx), program.mesh["tp"]) if "tp" in program.mesh.axes else {}
+        flat = inline_custom_functions(program, ctx)
+        inferred = infer(flat, program.mesh["tp"]) if "tp" in program.mesh.axes else {}
         experts = experts_of(program) if program.mesh.experts else {}
         if "tp" in program.mesh.experts:
             inferred = {name: blocks for name, blocks in inferred.items() if name not in experts}
-        used = roles(program)
+        used, parts = roles(flat), matrices(flat)
         placed = (self.place(input_, program.mesh, unmatched, inferred, experts) for input_ in program.inputs)
-        inputs = tuple(replace(i, roles=used[i.name]) if i.name in used else i for i in placed)
+        inputs = tuple(replace(i, roles=used.get(i.name, i.roles), parts=parts.get(i.name)) for i in placed)
         if unmatched:
             raise ir.Refused("place", None, f"passes.shard.plan: no parameter matches {', '.join(sorted(unmatched))}")
         notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in (*ir.WEIGHTS, "batch"))
