@@ -137,12 +137,13 @@ def are_joined(pieces: Sequence[fx.Node]) -> bool:
         while waiting:
             node = waiting.pop()
             for user in node.users:
-                if is_operator(user) and name_of(user) in JOINS:
+                is_join = is_operator(user) and name_of(user) in JOINS
+                if is_join:
                     joined = operands.setdefault(user, {})
-                    if any(n is not node and k != number for n, k in joined.items()):
+                    if any(other is not node and k != number for other, k in joined.items()):
                         return True
                     joined[node] = number
-                elif user not in visited and (user.target is operator.getitem or is_passed(user)):
+                if user not in visited and (is_join or user.target is operator.getitem or is_passed(user)):
                     visited.add(user)
                     waiting.append(user)
     return False

@@ -121,7 +121,8 @@ class Mixed(nn.Module):
         y = self.alternating(x)
         x = x + self.down(F.silu(y[..., ::2]) * y[..., 1::2])
         a, b = self.rotated(x).view(rows, length, 2, 4).chunk(2, -1)
-        x = x + torch.cat([a - b, a + b], -1).flatten(2) * self.decay
+        first, second = b.chunk(2, -1)
+        x = x + torch.cat([a, torch.cat([-second, first], -1)], -1).flatten(2) * self.decay
         x = x + self.mix(x.transpose(1, 2)).transpose(1, 2) + self.filter(x.transpose(1, 2)).transpose(1, 2)
         for matrix in self.stack:
             x = x + (x @ matrix).tanh()
