@@ -106,7 +106,7 @@ def test_a_wrong_model_names_what_is_off(arguments, capsys):
     assert ": wrong, off by " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("options", "remark"), [((), " ("), (("mesh.tp=2",), " ("), (
+@pytest.mark.parametrize(("options", "remark"), [((), " ("), (("mesh.tp=2",), " ("), (("optim=muon",), " ("), (
     ("mesh.tp=2", "model.noise=0.1"), "; compared with a compiled step on one rank, because it draws random numbers (")])
 def test_a_model_that_draws_is_compared_without_dropout_and_between_meshes(options, remark, capsys):
     assert call("check-model", "test_check_model.Drawing", *options) == 0
