@@ -132,10 +132,14 @@ class Program:
         """Iterate over the operator nodes, in order."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
-    def times(self, node: fx.Node) -> int:
-        """Return the number of layers that the operator's layer stands for, or 1."""
-        is_folded = self.fold is not None and self.fold.number_of(layer(node)) == self.fold.number
+    def layers(self, layer: Layer | None) -> int:
+        """Return the number of layers that a layer stands for, or 1."""
+        is_folded = self.fold is not None and self.fold.number_of(layer) == self.fold.number
         return 1 + self.fold.left_out if self.fold is not None and is_folded else 1
+
+    def times(self, node: fx.Node) -> int:
+        """Return the number of layers that an operator's layer stands for, or 1."""
+        return self.layers(layer(node))
 
     def count(self, nodes: Iterable[fx.Node]) -> int:
         """Return the number of operators in the program with all its layers."""

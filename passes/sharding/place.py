@@ -12,7 +12,7 @@ weights move.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -94,16 +94,20 @@ class Place(ir.Pass):
             raise ir.Refused("place", None, f"passes.shard.plan: no parameter matches {', '.join(sorted(unmatched))}")
         notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in (*ir.WEIGHTS, "batch"))
         sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind in ir.WEIGHTS)
-        changes, effects = {"parameters_sharded": sharded}, tuple(self.effects(inputs))
+        changes = {"parameters_sharded": sharded}
         program = replace(program, inputs=inputs)
-        return program, ir.Report(changes, notes, effects=effects)
+        return program, ir.Report(changes, notes, effects=tuple(self.effects(program)))
 
-    def effects(self, inputs: Sequence[ir.Input]) -> Iterator[ir.Effect]:
+    def effects(self, program: ir.Program) -> Iterator[ir.Effect]:
         """Yield the effects on the parameters."""
-        names = [item.name for item in inputs if item.kind in ir.WEIGHTS]
+        counts = {item: program.layers(item.layer) for item in program.inputs if item.kind in ir.WEIGHTS}
+        total = sum(counts.values())
+        if self.min_shard_elements > 1 and program.mesh.stored_over:
+            small = sum(n for item, n in counts.items() if math.prod(item.spec.shape) < self.min_shard_elements)
+            yield ir.Effect("passes.shard.min_shard_elements", small, "parameters are whole on each rank", total)
         if self.plan:
-            count = sum(any(fnmatchcase(name, pattern) for pattern in self.plan) for name in names)
-            yield ir.Effect("passes.shard.plan", count, "parameters placed as it says", len(names))
+            planned = sum(n for item, n in counts.items() if any(fnmatchcase(item.name, p) for p in self.plan))
+            yield ir.Effect("passes.shard.plan", planned, "parameters placed as it says", total)
 
     def place(
         self,

@@ -170,6 +170,17 @@ def test_stages_are_counted():
     assert found["passes.pipeline.stages"] == "2 stages; stage 0: 2 of 4 layers; stage 1: 2 of 4 layers"
 
 
+def test_small_parameters_are_counted():
+    found = of_decoder({"dp_shard": 2}, shard={"min_shard_elements": 25})
+    assert found["passes.shard.min_shard_elements"] == "5 of 21 parameters are whole on each rank"  # the norms
+
+
+def test_wider_sums_of_gradients_are_counted():
+    batch = {"x": torch.randn(2 * ROWS, WIDTH).bfloat16()}
+    found = lines(Stack().bfloat16(), batch=batch, microbatches=2)
+    assert found["passes.accumulate.dtype"] == "6 of 6 gradients added up in a wider dtype"
+
+
 def test_parameters_of_a_plan_are_counted():
     found = lines(mesh={"tp": 2}, shard={"plan": {"*.up.weight": {"tp": 0}}})
     assert found["passes.shard.plan"] == "3 of 6 parameters placed as it says"
