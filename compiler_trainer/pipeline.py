@@ -66,9 +66,8 @@ from passes.sharding.shard import Shard
 from passes.update.accumulate import Accumulate, ApplyOnly
 from passes.update.defer import Defer
 from passes.update.groups import Group
-from passes.update.muon import Muon
 from passes.update.optimize import Optimize
-from passes.update.optimizers import SGD, AdamW, Optimizer
+from passes.update.optimizers import SGD, AdamW, Muon, Optimizer
 from passes.update.token_mean import TokenMean
 
 Passes = tuple[Pass, ...]
@@ -466,6 +465,7 @@ def build_remat(request: CompileRequest, rest: Passes, reserved: Callable[[Progr
 
 def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimizer:
     """Return the optimizer of a configuration; its own matmuls run in the dtype `compute`."""
+    adamw = AdamW(optim.betas, optim.eps, optim.weight_decay)
     if optim._target_ is not None:
         return build_own({"_target_": optim._target_, **optim.arguments})
     if optim.name == "custom":
@@ -473,8 +473,8 @@ def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimize
     if optim.name == "sgd":
         return SGD(optim.momentum, optim.weight_decay)
     if optim.name == "muon":
-        return Muon(optim.momentum, optim.weight_decay, compute)
-    return AdamW(optim.betas, optim.eps, optim.weight_decay)
+        return Muon(optim.momentum, optim.weight_decay, compute, adamw)
+    return adamw
 
 
 def build_own(options: Mapping[str, Any]) -> Optimizer:
@@ -494,4 +494,6 @@ def build_group(label: str, group: GroupConfig, optim: OptimConfig, default: Opt
             problem = f"{type(optimizer).__name__} is no dataclass with a field weight_decay"
             raise UserError(f"optim.groups.{label}.weight_decay", f"{group.weight_decay}, but {problem}; leave it null")
         optimizer = replace(optimizer, weight_decay=group.weight_decay)  # type: ignore[type-var]
-    return Group(optimizer, group.lr, frozenset(group.kinds), group.names, label)
+        if isinstance(optimizer, Muon):
+            optimizer = replace(optimizer, others=replace(optimizer.others, weight_decay=group.weight_decay))
+    return Group(optimizer, group.lr, frozenset(group.kinds), group.names, label, group.optimizer is not None)

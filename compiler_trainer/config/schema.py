@@ -464,11 +464,11 @@ class TrainConfig:
 class GroupConfig:
     """A parameter group: parameters of some kinds, or with names that match a pattern, and how they are updated."""
 
-    kinds: tuple[Literal["vector", "embedding", "head"], ...] = ()  # at most one dim; embeddings; the last linear layer
+    kinds: tuple[Literal["vector", "embedding", "head", "router", "other"], ...] = ()  # docs/guides/optimizers.md
     names: tuple[str, ...] = ()  # patterns of parameter names, as `layers.*.norm.weight`
     lr: NonNegativeFloat = 1.0  # factor of optim.lr
     weight_decay: NonNegativeFloat | None = None  # null: optim.weight_decay
-    optimizer: Literal["adamw"] | None = None  # with optim=muon: use AdamW instead
+    optimizer: Literal["adamw", "muon"] | None = None  # with optim=muon: null is Muon for matrices, AdamW for the rest
 
 
 @dataclass(frozen=True)

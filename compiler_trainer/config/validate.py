@@ -318,7 +318,7 @@ CHECKS: Checks = (
     (
         "optim.groups",
         lambda c: c.optim.name == "muon" or all(group.optimizer is None for group in c.optim.groups.values()),
-        "set optimizer=adamw with optim={c.optim.name}; only with optim=muon groups have an optimizer of their own",
+        "set optimizer with optim={c.optim.name}; only with optim=muon groups have an optimizer of their own",
     ),
     (
         "optim.groups",

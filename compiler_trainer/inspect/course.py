@@ -13,6 +13,7 @@ from compiler_trainer.config.compose import default_job
 from compiler_trainer.config.targets import name_of
 from compiler_trainer.inspect.balance import spans_of
 from compiler_trainer.inspect.dumps import Run
+from compiler_trainer.step.effects import effect_lines
 
 METRICS = {  # metric -> its name and unit
     "loss": ("Training loss", "nats a token"),
@@ -72,6 +73,7 @@ def facts(run: Run) -> dict[str, str]:
     if rows and length:
         overview["batch"] = f"{rows:,} sequences of {length:,} tokens, {rows * length:,} tokens a step"
     overview |= {f"packing of {part['source']}": packing(part) for part in run.report.get("data", ())}
+    overview |= dict(line.split(": ", 1) for line in effect_lines(run.report))
     overview["dtype"] = str(train.get("dtype", ""))
     if run.metrics:
         last, speeds = run.metrics[-1], [record["tokens_per_s"] for record in run.metrics if "tokens_per_s" in record]

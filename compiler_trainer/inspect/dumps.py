@@ -26,6 +26,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import json_of, load_yaml, text_of
 from compiler_trainer.config.options import Must, convert
 from compiler_trainer.config.schema import Steps
+from compiler_trainer.step.effects import effect_lines
 from compiler_trainer.training import metrics
 from passes.cost.accounting import Accounting
 from passes.ir import ir
@@ -117,6 +118,7 @@ REPORT = {
     "seconds": dict[str, float],
     "machine": dict[str, Any],
     "timeline": tuple[Event, ...],
+    "effects": tuple[ir.Effect, ...],
     "pipeline": Drawn,
     "prediction.pipeline": Stages,
 }
@@ -176,6 +178,12 @@ class Stage:
         """The pass's report, in which parts that are missing are empty, and the costs of its graph."""
         content = json_of(self.path.with_suffix(".json"), Dumped)
         return content | {"report": {"counts": {}, "notes": [], "reshards": [], "remarks": []} | content["report"]}
+
+    @property
+    def notes(self) -> list[str]:
+        """The effects of options, and the notes, of the pass."""
+        report = self.report["report"]
+        return [*effect_lines(report), *report["notes"], *report["remarks"]]
 
     @cached_property
     def costs(self) -> dict[str, list[list[Any]]]:

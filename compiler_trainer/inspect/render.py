@@ -90,7 +90,7 @@ def stage_summary(run: Run, stage: Stage) -> dict[str, Any]:
         "seconds": seconds_of(run, stage),
         **dataclasses.asdict(totals(stage)),
         "counts": list(described_counts(report["counts"])),
-        "notes": [*report["notes"], *report["remarks"]],
+        "notes": stage.notes,
     }
 
 

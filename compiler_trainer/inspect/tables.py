@@ -134,7 +134,7 @@ def show_pass(run: Run, stage: Stage, out: Console) -> None:
         out.print(listing)
     show_traffic(stage, out)
     resharded = {f"%{r['node']} ({r['source']}): {r['before']}" for r in changes}
-    for note in (*report["notes"], *report["remarks"]):
+    for note in stage.notes:
         if note.partition(" -> ")[0] not in resharded:
             out.print(Text(note), soft_wrap=True)
 

@@ -24,6 +24,7 @@ from compiler_trainer.parity.oracle import Found
 from compiler_trainer.parity.subject import Settings, Subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.step import Step
+from passes.ir import ir
 
 Verdict = Literal["right", "refused", "crash", "wrong"]
 EXACT, ROUNDED = 1e-10, 2e-5  # tolerance in fp64; with the model, or parts of it, in fp32
@@ -88,11 +89,12 @@ def compare(subject: Subject, settings: Settings, alone: bool = False) -> Outcom
     if differs := captured_otherwise(subject):
         return Outcome("wrong", math.inf, f"capture: {differs}", seconds=time.perf_counter() - began)
     try:
-        states = train(subject, settings)
+        states, parameters = train(subject, settings)
     except Exception as error:
         outcome = failed(error)
     else:
-        expected = train(subject, replace(settings, mesh={})) if alone else oracle.train(subject, settings)
+        subject = replace(subject, parameters=parameters)
+        expected = train(subject, replace(settings, mesh={}))[0] if alone else oracle.train(subject, settings)
         if settings.evaluates and not alone:
             expected[0]["evaluated"] = oracle.evaluate(subject, settings.microbatches)
         outcome = judged(states, expected, tolerance(subject, settings))
@@ -117,19 +119,20 @@ def captured_otherwise(subject: Subject) -> str:
         return ""
 
 
-def train(subject: Subject, settings: Settings) -> list[Found]:
-    """Return the state after each step of a compiled step with all ranks in this process."""
+def train(subject: Subject, settings: Settings) -> tuple[list[Found], dict[str, ir.Input]]:
+    """Return the state after each step of a compiled step with all ranks in this process, and its parameters."""
     model = copy.deepcopy(subject.model)
     options: dict[str, Any] = {"mesh": settings.mesh, "optim": settings.optim, "passes": settings.passes}
     options |= {"microbatches": settings.microbatches, "ranks": "lockstep", "evaluate": settings.evaluates}
     step = compile_step(model, subject.loss, subject.batches[0], **options)
+    inputs = [item for compiled in step.train.values() for item in compiled.program.inputs]
     states: list[Found] = []
     for batch, lr in zip(subject.batches, settings.lrs):
         evaluated = {"evaluated": step.evaluate(batch)} if settings.evaluates and not states else {}
         measured = evaluated | step(batch, lr)
         metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in measured.items()}
         states.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
-    return states
+    return states, {item.original: item for item in inputs if item.kind == "parameter"}
 
 
 def wholes(step: Step) -> Found:

@@ -85,8 +85,6 @@ def subject_of(cfg: Config) -> Subject:
     """Return the job's model in fp64 with its initial weights, and random batches of its sizes."""
     trained = trained_by(cfg)
     model = fill(trained.module, ((name, value[()]) for name, value in trained.initial())).double().train()
-    kinds = {kind for group in cfg.optim.groups.values() for kind in group.kinds}
-    head = head_of(model) if "head" in kinds else ""
 
     def terms(model: nn.Module, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         return None, parted(trained.loss(model, batch))[0]  # all labels count: a mean over sequences is the same
@@ -97,20 +95,7 @@ def subject_of(cfg: Config) -> Subject:
         return entries | further_entries(cfg, generator, sequences)
 
     vocabulary = trained.vocab_size or vocabulary_of(trained.loss, on_one_device(model), batch(0, 2))
-    return Subject(model, terms, [batch(step, vocabulary) for step in range(STEPS)], on_one_device, head)
-
-
-def head_of(model: nn.Module) -> str:
-    """Return the name of the last matmul's weight; raise UserError if the model does not tell."""
-    output = getattr(model, "output", None) or getattr(model, "lm_head", None) or getattr(model, "head", None)
-    for name, parameter in model.named_parameters():
-        if output is not None and parameter is getattr(output, "weight", None):
-            return name
-    if getattr(model, "output", model) is None:  # tied
-        return ""
-    raise UserError(
-        "optim.groups", "have the kind head, but the model does not show which weight that is; give names instead"
-    )
+    return Subject(model, terms, [batch(step, vocabulary) for step in range(STEPS)], on_one_device)
 
 
 def vocabulary_of(loss: LossFn, model: nn.Module, batch: Batch) -> int:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import GroupConfig, OptimConfig
 from compiler_trainer.parity.subject import Batch, Settings, Subject
+from passes.ir.ir import Input
+from passes.update.groups import kind_of
 
 # after a step: loss, grad_norm, parameters, buffers, moments as `optim.MOMENT.NAME`; of eager PyTorch also
 # `chance.NAME`, the entries of a parameter moved only by rounding noise of a zero gradient
@@ -39,7 +41,10 @@ class Muon(torch.optim.Optimizer):
                 buffer = self.state[weight].setdefault("muon", torch.zeros_like(weight))
                 buffer.lerp_(weight.grad, 1 - beta)
                 weight.mul_(1 - lr * group["weight_decay"])
-                weight.sub_(lr * orthogonal(weight.grad.lerp(buffer, beta)))
+                ahead = weight.grad.lerp(buffer, beta).flatten()
+                for places in group["matrices"]:
+                    ahead[places] = orthogonal(ahead[places])
+                weight.sub_(lr * ahead.view(weight.shape))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -52,6 +57,19 @@ def orthogonal(matrix: Tensor) -> Tensor:
         gram = x @ x.mT
         x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
     return size * x
+
+
+def matrices_of(parameter: Input) -> list[Tensor]:
+    """Return the places [..., m, n] in a flat weight of the entries of its matrices, a tensor for each of its parts."""
+    shape, parts = parameter.spec.shape, parameter.parts
+    places = torch.arange(math.prod(shape)).view(shape)
+    if "convolution" in parameter.roles:
+        return [places.flatten(1)]
+    if parts is None:
+        return [places]
+    rows = places.transpose(-1, -2) if parts.dim == -1 else places
+    blocks = rows.unflatten(-2, (parts.outer, sum(parts.sizes), parts.inner)).split(parts.sizes, -3)
+    return [block.flatten(-4, -2) for block in blocks]
 
 
 def train(subject: Subject, settings: Settings) -> list[Found]:
@@ -145,22 +163,23 @@ def optimizers_of(
     model: nn.Module, trained: dict[str, nn.Parameter], subject: Subject, optim: OptimConfig
 ) -> Iterator[torch.optim.Optimizer]:
     """Yield PyTorch's optimizers, one a parameter, by the groups of `optim`."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
-    def group_of(name: str, parameter: nn.Parameter) -> GroupConfig:
-        kinds = {"vector"} if parameter.dim() < 2 else set()
-        kinds |= {"embedding"} if id(parameter) in embeddings else set()
-        kinds |= {"head"} if name == subject.head else set()
+    def group_of(name: str) -> GroupConfig:
+        kinds = {kind_of(subject.parameters[name]), *subject.parameters[name].roles}
         for group in optim.groups.values():
             if kinds & set(group.kinds) or any(fnmatchcase(name, pattern) for pattern in group.names):
                 return group
         return GroupConfig()
 
     for name, parameter in trained.items():
-        group = group_of(name, parameter)
+        group = group_of(name) if name in subject.parameters else GroupConfig()
         decay = optim.weight_decay if group.weight_decay is None else group.weight_decay
-        groups = [{"params": [parameter], "factor": group.lr}]
+        groups: list[dict[str, Any]] = [{"params": [parameter], "factor": group.lr}]
         kind = group.optimizer or optim.name
+        if kind == "muon":
+            use = subject.parameters[name]
+            kind = "muon" if group.optimizer or kind_of(use) == "matrix" else "adamw"
+            groups[0]["matrices"] = matrices_of(use) if kind == "muon" else []
         if kind == "sgd":
             yield torch.optim.SGD(groups, momentum=optim.momentum, weight_decay=decay)
         elif kind == "muon":

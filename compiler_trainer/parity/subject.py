@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
+from passes.ir.ir import Input
 
 Batch = dict[str, Tensor]
 Terms = Callable[[nn.Module, Batch], tuple[Tensor | None, Tensor | None]]
@@ -19,14 +20,15 @@ class Subject:
     """A model in the dtype of the comparison, its loss and a batch for each step.
 
     The loss is the sum of two terms: a mean over the labels that are not negative, and a mean of another kind. `eager`
-    converts the model to one that eager PyTorch can run; `head` names the weight of the last matmul.
+    converts the model to one that eager PyTorch can run. `parameters` are inputs of the compiled step by name: their
+    uses decide on parameter groups and on the matrices that Muon takes.
     """
 
     model: nn.Module
     terms: Terms
     batches: Sequence[Batch]
     eager: Callable[[nn.Module], nn.Module] = lambda model: model
-    head: str = ""
+    parameters: Mapping[str, Input] = field(default_factory=dict)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the scalar to minimise, as a user writes it."""

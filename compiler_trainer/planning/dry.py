@@ -38,6 +38,7 @@ from compiler_trainer.step.captured import (
     mesh_of,
     one_microbatch,
 )
+from compiler_trainer.step.effects import effect_lines
 from compiler_trainer.step.messages import Message, messages
 from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.step import state_name
@@ -443,6 +444,8 @@ def sent_by(
 def show(cfg: Config, report: dict[str, Any]) -> None:
     """Print the prediction as tables: speed, memory, communication, and the figures of the cluster."""
     console = Console(file=sys.stdout)
+    for line in effect_lines(report):
+        say(line)
     for table in (speed_table(report), memory_table(cfg, report), communication_table(report), cluster_table(cfg)):
         if table.rows:
             console.print(table)

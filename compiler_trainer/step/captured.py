@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig, MeshConfig
+from compiler_trainer.step.effects import effects_of
 from passes.ir import ir
 from passes.ir.mesh import Mesh, MeshError
 from passes.ir.task import Task
@@ -77,11 +78,12 @@ class Reporter:
         return 1.0 + self.flops(str(task))
 
     def finish(self) -> dict[str, Any]:
-        """Return the report: seconds by pass, passes with their accounting, notes, remarks, and the stored program."""
+        """Return the report: seconds by pass, passes with their accounting, notes, remarks, effects, stored program."""
         seconds = {name: round(s, 4) for name, s in self.seconds.items()}
         program = {"stored_as": self.key, "read": self.is_read, "from": self.read_from}
         remarks = dict.fromkeys(remark for record in self.passes for remark in record["report"]["remarks"])
-        report = {"passes": self.passes, "notes": self.notes, "remarks": [*remarks]}
+        effects = [dataclasses.asdict(effect) for effect in effects_of(self.passes)]
+        report = {"passes": self.passes, "notes": self.notes, "remarks": [*remarks], "effects": effects}
         return {"seconds": seconds, "program": program, **report}
 
 

@@ -27,6 +27,7 @@ from compiler_trainer.pipeline import (
 )
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.captured import Captured, Reporter, StepPrograms
+from compiler_trainer.step.effects import effects_of, refuse_unread, refuse_without_effect
 from compiler_trainer.step.exported import Exported, export
 from compiler_trainer.step.program_cache import ProgramCache
 from passes.check.numeric import Results, telling
@@ -53,6 +54,7 @@ def compile_programs(
     for a folded layer cannot be repeated, passes run again with every layer. Raises UserError naming the option or node
     at fault.
     """
+    refuse_unread(request)
     report, pipeline = Reporter(), build_pipeline(request)
     exported = report.time("capture", lambda: export(request, pipeline.folding, tell))
     if cache is None or request.values is not None:
@@ -91,6 +93,7 @@ def compile_exported(
         result = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell, brief), report)
     finally:
         observer.release()
+    refuse_without_effect(request, effects_of(report.passes))
     return result
 
 

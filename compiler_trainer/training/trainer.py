@@ -24,6 +24,7 @@ from compiler_trainer.data.prompts import Rollouts
 from compiler_trainer.elastic.member import Regroup, is_awaited
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.effects import effect_lines
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import local_device, rank, start_ranks
 from compiler_trainer.step.step import Step
@@ -182,6 +183,8 @@ def prepare_step(
         checkpoint.set_aside(path, "damaged")
     if cfg.lower.programs is not None:
         say(f"program {step.report['program']['stored_as'][:12]}, compiled ahead, was loaded from {cfg.lower.programs}")
+    for line in effect_lines(step.report):
+        say(line)
     for line in step.report["remarks"]:
         say(f"note: {line}")
     for line in step.report.get("cudagraphs", ()):

@@ -111,6 +111,7 @@ def run_passes(
             accounting = summed(ledger)
         counts = len(before.graph.nodes), len(after.graph.nodes)
         report = replace(report, bodies=())  # verified by now, and too large to keep
+        report = replace(report, effects=()) if after.evaluates else report
         record = PassRecord(name, step, seconds, *counts, report, accounting, errors, check.results or {})
         records.append(record)
         if observe is not None:

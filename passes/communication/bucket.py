@@ -179,12 +179,14 @@ class Bucket(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.bucket_mib < 0:
             raise ir.CompileError("bucket", None, f"passes.communication.bucket_mib is {self.bucket_mib}; must be >= 0")
-        before = count_collectives(program)
+        before, could_merge = count_collectives(program), False
         notes: list[str] = []
         if before.total():
             program = program.copy()
             edit = Editor(ctx, program.graph)
-            notes = [note for group in groups(program).values() for note in self.merge_group(group, edit)]
+            by_key = groups(program).values()
+            could_merge = any(len(group) > 1 for group in by_key)
+            notes = [note for group in by_key for note in self.merge_group(group, edit)]
             program.module.recompile()
         after = count_collectives(program)
         counts = {
@@ -192,9 +194,15 @@ class Bucket(ir.Pass):
             for kind in map(name_of, TOGETHER)
             for when, counter in (("before", before), ("after", after))
         }
-        if self.bucket_mib and not notes:
-            notes.append("passes.communication.bucket_mib: no two collectives can be merged, 0 are merged")
-        return program, ir.Report(counts, tuple(notes))
+        return program, ir.Report(counts, tuple(notes), effects=tuple(self.effects(before, after, could_merge)))
+
+    def effects(self, before: Counter[str], after: Counter[str], could_merge: bool) -> Iterator[ir.Effect]:
+        """Yield the effect if there are collectives; `could_merge` tells if some of them fit in no bucket together."""
+        unmet = "no two collectives fit in a bucket of this size; raise it, or set it to 0"
+        merged = before.total() - after.total(), "collectives fewer by merging", before.total()
+        if before.total():
+            is_asked = could_merge and self.bucket_mib > 0
+            yield ir.Effect("passes.communication.bucket_mib", *merged, unmet=unmet if is_asked else "")
 
     def merge_group(self, group: list[fx.Node], edit: Editor) -> Iterator[str]:
         """Merge the group's buckets and yield a note for each."""
@@ -209,8 +217,12 @@ class Bucket(ir.Pass):
 
 
 def count_collectives(program: ir.Program) -> Counter[str]:
-    """Return the number of collectives of each kind in the program."""
-    return Counter(name_of(node.target) for node in program.calls() if node.target in TOGETHER)
+    """Return the number of collectives of each kind in all layers of the program."""
+    counts: Counter[str] = Counter()
+    for node in program.calls():
+        if node.target in TOGETHER:
+            counts[name_of(node.target)] += program.times(node)
+    return counts
 
 
 def name_of(op: Any) -> str:

@@ -82,16 +82,26 @@ class Overlap(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        matmuls, starts = matmuls_of(program.graph), [start for start, _ in in_flight(program.graph.nodes)]
+        matmuls, starts = matmuls_of(program.graph), {wait: start for start, wait in in_flight(program.graph.nodes)}
         before = len(last_matmuls(program.graph, matmuls))
         if self.prefetch and starts:
-            travel = {start: self.travel_flops(start, program) for start in starts}
+            travel = {start: self.travel_flops(start, program) for start in starts.values()}
             put_in_order(overlapping_order(program, self.prefetch, matmuls, travel).nodes)
         for node, role, _ in roles_of(program, kernels_of(program)):
             ir.update(node, role=role)
         program.module.recompile()
-        counts = len(starts), before, len(last_matmuls(program.graph, matmuls))
-        return program, ir.Report(dict(zip(COUNTS, counts)))
+        hidden = last_matmuls(program.graph, matmuls)
+        counts = len(starts), before, len(hidden)
+        effects = [self.effect(program, starts, hidden)] if starts else []
+        return program, ir.Report(dict(zip(COUNTS, counts)), effects=tuple(effects))
+
+    def effect(self, program: ir.Program, starts: Mapping[fx.Node, fx.Node], hidden: Container[fx.Node]) -> ir.Effect:
+        """Return the effect, given collectives by wait, and the waits between which and the starts are matmuls."""
+        sent = {wait: program.times(s) * sent_bytes(s, recorded(), program.mesh) for wait, s in starts.items()}
+        done = sum(size for wait, size in sent.items() if wait in hidden)
+        unmet = "no matmul can run during a collective; set it to 0" if self.prefetch else ""
+        things = "bytes sent during matmuls"
+        return ir.Effect("passes.communication.prefetch", done, things, sum(sent.values()), unmet=unmet)
 
     def travel_flops(self, start: fx.Node, program: ir.Program) -> int:
         """Return the FLOPs that take as long as a collective; an integer, so that equal sums are equal."""

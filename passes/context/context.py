@@ -26,7 +26,7 @@ from passes.ir.mesh import BLOCKS
 from passes.ir.mesh import SEQUENCE_AXIS as AXIS
 from passes.ir.spec import Spec
 from passes.ops import reshard
-from passes.trace.builder import Builder
+from passes.trace.builder import Builder, MethodChoice
 
 
 def emit(
@@ -39,7 +39,7 @@ def emit(
     method, reason = call.choose(builder.context_method)
     if not method:
         raise ir.Refused("shard", node, f"{node.target} cannot run over mesh.{AXIS}={call.parts}: {reason}")
-    builder.notes.append(note(node, call, method, reason))
+    builder.methods[node] = MethodChoice(method, reason, note(node, call, method, reason))
     as_held, runs = record.bounds is not None and bool(specs[1].order.table), None
     if as_held and method in ("all_gather", "ulysses"):
         runs = builder.trace(torch.flatten, starts_of(builder, specs[1], 1))

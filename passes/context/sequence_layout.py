@@ -28,6 +28,7 @@ from passes.ir.order import PLAIN, ZIGZAG, Order
 from passes.ir.slices import backward_slice, cone_of
 from passes.ir.stages import Stage
 
+OPTIONS = "passes.context"
 Layout = Literal["auto", "head_tail", "blocks", "none"]
 
 
@@ -47,13 +48,16 @@ class SequenceLayout(ir.Pass):
         program = replace(program, bounds=bounds_of(program))
         blocks = 2 * -(-length // (2 * mesh[AXIS] * self.block))
         layout, reason = choose(program, blocks) if self.layout == "auto" else (self.layout, "as configured")
-        text = f"sequence layout over {AXIS}: {layout}, {reason}"
+        text = f"{layout}, {reason}"
         order = ZIGZAG if layout == "head_tail" else PLAIN
         if layout == "blocks":
             order = Order(table=assign_blocks(torch.ones(blocks * mesh[AXIS]), mesh[AXIS]))  # equal work: head and tail
-            text += f"; {blocks} blocks per rank, of {-(-length // (blocks * mesh[AXIS]))} tokens"
+            text += f"; blocks of {-(-length // (blocks * mesh[AXIS]))} tokens"
         inputs = tuple(replace(i, spec=i.spec.ordered(order)) if i.kind == "batch" else i for i in program.inputs)
-        return replace(program, inputs=inputs), ir.Report({"blocks": blocks if layout == "blocks" else 0}, (text,))
+        pieces = {"blocks": blocks, "head_tail": 2}.get(layout, 1)
+        effect = ir.Effect(f"{OPTIONS}.load_balance", pieces, "pieces of the sequence on each rank", detail=text)
+        counts = {"blocks": blocks if layout == "blocks" else 0}
+        return replace(program, inputs=inputs), ir.Report(counts, effects=(effect,))
 
 
 def choose(program: ir.Program, blocks: int) -> tuple[Layout, str]:

@@ -17,7 +17,7 @@ report names the reader. If the number of chunks is set, it is an error if no he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from passes.trace.editor import Editor
 aten = torch.ops.aten
 NONE, MEAN = 0, 1  # aten's codes for reduction="none" and "mean"
 MIB, GIB = 2**20, 2**30
+OPTIONS = "passes.chunk_loss"
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "alias", "contiguous", "clone")
 SWAPS = (("transpose", [1, 2]), ("transpose", [2, 1]), ("permute", [0, 2, 1]))  # classes before tokens
@@ -257,31 +258,41 @@ class ChunkLoss(ir.Pass):
     after = ("cast",)  # it casts the operands of the chunks
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        heads = {n: k for n in heads_of(program) if (k := self.chunks_of(n, program.mesh)) > 1}
-        if not heads:
-            return program, ir.Report()
-        copied = program.copy()
+        heads = {n: self.chunks_of(n, program.mesh) for n in heads_of(program)}
+        copied = program.copy() if max(heads.values(), default=1) > 1 else program
         copies = dict(zip(program.graph.nodes, copied.graph.nodes, strict=True))
-        notes, saved, done = [], 0, 0
+        chunked, reasons, largest, saved = list[str](), list[str](), 0, 0
         for head, chunks in heads.items():
             size = local_bytes(head, program.mesh)
             place = f"%{head.name} ({ir.source(head)}): {size / GIB:.4g} GiB of logits on a rank"
             try:
-                loss_head = follow(copies[head])
+                loss_head = follow(copies[head]) if chunks > 1 else None
             except NotChunkable as reason:
-                notes.append(f"{place} are not chunked: {reason}")
-                continue
-            rewrite(loss_head, chunks, ctx)
-            when = "recomputed for gradients" if loss_head.is_by_token else "gradients with the loss"
-            notes.append(f"{place} in {chunks} chunks of {size / chunks / GIB:.4g} GiB, {when}")
-            saved, done = saved + size - -(-size // chunks), done + 1
-        if not done:
-            if self.chunks is not None:
-                raise ir.Refused("chunk_loss", next(iter(heads)), f"passes.chunk_loss.chunks: {'; '.join(notes)}")
-            return program, ir.Report({"losses": 0}, tuple(notes))
-        copied.graph.eliminate_dead_code()
-        copied.module.recompile()
-        return copied, ir.Report({"losses": done, "saved_bytes": saved}, tuple(notes))
+                reasons.append(f"{place} are not chunked: {reason}")
+                loss_head = None
+            chunk = size if loss_head is None else -(-size // chunks)
+            largest, saved = max(largest, chunk), saved + size - chunk
+            if loss_head is not None:
+                rewrite(loss_head, chunks, ctx)
+                when = "recomputed for gradients" if loss_head.is_by_token else "gradients with the loss"
+                chunked.append(f"{place} in {chunks} chunks of {size / chunks / GIB:.4g} GiB, {when}")
+        if chunked:
+            copied.graph.eliminate_dead_code()
+            copied.module.recompile()
+        counts = {"losses": len(chunked), "saved_bytes": saved}
+        effect = self.effect(len(chunked), len(heads), largest, reasons)
+        return (copied if chunked else program), ir.Report(counts, (*chunked, *reasons), effects=(effect,))
+
+    def effect(self, done: int, total: int, largest_bytes: int, reasons: Sequence[str]) -> ir.Effect:
+        """Return the effect of the option that decides the number of chunks, with the `reasons` against chunks."""
+        option, fix = f"{OPTIONS}.logits_mib", f"set it to {math.ceil(largest_bytes / MIB):,}"
+        if self.chunks is not None:
+            option, fix = f"{OPTIONS}.chunks", "set it to null"
+            if self.chunks > 1 and not reasons:
+                reasons = ["a rank has one token" if total else "the model has no head, the last matmul before a loss"]
+        detail = f"the largest logits of a rank have {largest_bytes:,} bytes"
+        unmet = f"{'; '.join(reasons)}; {fix}" if reasons else ""
+        return ir.Effect(option, done, "losses in chunks", total, detail, unmet)
 
     def chunks_of(self, head: fx.Node, mesh: Mesh) -> int:
         """Return the number of chunks of a head, at most one per token."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -96,7 +96,7 @@ class Experts(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        notes, count, visited, dropped_rows = [], 0, set[fx.Node](), None
+        notes, sorts, visited, dropped_rows = [], dict[fx.Node, str](), set[fx.Node](), None
         owners = program.mesh[program.mesh.experts_over] if program.mesh.experts_over else 1
         for node in list(program.calls()):
             if node in visited or not is_sort_of_ids(node):
@@ -120,15 +120,28 @@ class Experts(ir.Pass):
                     term = dropped(parts, edit)
                     dropped_rows = term if dropped_rows is None else edit.call(aten.add.Tensor, (dropped_rows, term))
                 rewrite(region, parts, ctx)
-                count += 1
+                sorts[node] = reason.partition(":")[0]
+        effects = tuple(self.effects(program, sorts, owners))
         if owners > 1:
             for node in products_of_all(program):
                 node.target = routed.each_mm
-            refuse_unspread(program, count, notes)
+            refuse_unspread(program, len(sorts), notes)
         program = program if dropped_rows is None else with_count(program, DROPPED, dropped_rows)
         program.graph.eliminate_dead_code()
         program.module.recompile()
-        return program, ir.Report({"sorted by expert": count}, tuple(notes))
+        return program, ir.Report({"sorted by expert": len(sorts)}, tuple(notes), effects=effects)
+
+    def effects(self, program: ir.Program, sorts: Mapping[fx.Node, str], owners: int) -> Iterator[ir.Effect]:
+        """Yield the effects of the options, given the method of each layer of experts that is sorted by expert."""
+        things, methods = "layers of experts send rows to other ranks", ", ".join(dict.fromkeys(sorts.values()))
+        for option, is_asked in (("dispatch", self.dispatch != "auto"), ("chunks", self.chunks > 1)):
+            if not sorts and is_asked:
+                unmet = "no operator of the model sorts rows by expert; leave it out"
+                yield ir.Effect(f"passes.moe.{option}", 0, things, 0, unmet=unmet)
+        if sorts:
+            total = program.count(sorts)
+            detail = methods if owners > 1 else "each rank has all experts"
+            yield ir.Effect("passes.moe.dispatch", total if owners > 1 else 0, things, total, detail)
 
 
 def refuse_unspread(program: ir.Program, count: int, notes: list[str]) -> None:

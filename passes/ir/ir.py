@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -32,12 +32,23 @@ OutputKind = Literal["loss", "gradient", "buffer", "metric", "rows", "count", "c
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The matrices of one weight: its dim `dim` (-1 or -2) is `outer` x sum(sizes) x `inner`, each size is a matrix."""
+
+    dim: int
+    outer: int
+    sizes: tuple[int, ...]
+    inner: int
+
+
+@dataclass(frozen=True)
 class Input:
     """A placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
 
     A constant has a `value`, which names it: a tensor that the model holds as neither parameter nor buffer, or creates
-    from Python numbers. The `roles` of a parameter are its uses: `embedding`, `head`. Equal entries of a batch input
-    with `runs` must be adjacent along its last dim (document ids of a row, for example). A scalar may have the `count`
+    from Python numbers. The `roles` of a parameter are its uses (`passes/rules/roles.py`), its `parts` the matrices
+    of which it consists, if several. Equal entries of a batch input with `runs` must be adjacent along its last dim
+    (document ids of a row, for example). A scalar may have the `count`
     that computes it. A `layout` is computed from each batch on the host: the blocks of it that ranks hold. `layer` is
     the layer of a parameter or buffer, and of its moments and total; None if it has none or several. A `carried` input
     is a value of another task of the step. `stages` are the pipeline stages that use a parameter, `microbatch` is the
@@ -51,6 +62,7 @@ class Input:
     spec: Spec
     value: Tensor | None = field(default=None, compare=False, repr=False)
     roles: frozenset[str] = frozenset()
+    parts: Parts | None = None
     runs: bool = False
     count: Count | None = field(default=None, compare=False, repr=False)
     layer: Layer | None = None
@@ -119,6 +131,19 @@ class Program:
     def calls(self) -> Iterator[fx.Node]:
         """Iterate over the operator nodes, in order."""
         return (node for node in self.graph.nodes if node.op == "call_function")
+
+    def layers(self, layer: Layer | None) -> int:
+        """Return the number of layers that a layer stands for, or 1."""
+        is_folded = self.fold is not None and self.fold.number_of(layer) == self.fold.number
+        return 1 + self.fold.left_out if self.fold is not None and is_folded else 1
+
+    def times(self, node: fx.Node) -> int:
+        """Return the number of layers that an operator's layer stands for, or 1."""
+        return self.layers(layer(node))
+
+    def count(self, nodes: Iterable[fx.Node]) -> int:
+        """Return the number of operators in the program with all its layers."""
+        return sum(map(self.times, nodes))
 
     @property
     def has_backward(self) -> bool:
@@ -202,11 +227,35 @@ class Reshard:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """The effect of an option on a step: `done` things, such as "linear layers in float8", of `total` that there are.
+
+    `unmet` is the reason why nothing was done although the option asks for it, and the fix; it is empty if 0 is right.
+    """
+
+    option: str
+    done: int
+    things: str
+    total: int | None = None
+    detail: str = ""
+    unmet: str = ""
+
+    def __str__(self) -> str:
+        total = "" if self.total is None else f" of {self.total:,}"
+        return f"{self.option}: {self.done:,}{total} {self.things}{'; ' * bool(self.detail)}{self.detail}"
+
+    def plus(self, other: Effect) -> Effect:
+        """Return the effect on two programs of a step together; details of the first are kept."""
+        total = None if self.total is None or other.total is None else self.total + other.total
+        return replace(self, done=self.done + other.done, total=total, unmet=self.unmet or other.unmet)
+
+
+@dataclass(frozen=True)
 class Report:
     """The outcome of a pass: `counts` of rewrites, one-line `notes` naming nodes and reasons, changes of placement.
 
-    `remarks` are notes shown to the user when the job starts. `bodies` are those of custom functions, global and local:
-    the verifier compares them like the program.
+    `remarks` and the `effects` of options are shown to the user when the job starts. `bodies` are those of custom
+    functions, global and local: the verifier compares them like the program.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -214,6 +263,7 @@ class Report:
     reshards: tuple[Reshard, ...] = ()
     bodies: tuple[tuple[Program, Program], ...] = field(default=(), compare=False, repr=False)
     remarks: tuple[str, ...] = ()
+    effects: tuple[Effect, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ from passes.ir.task import Task
 from passes.torch_private import LazyGraphModule, OpOverload, describe_layout
 
 FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")}
-RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role, Origin, Fold)}
+KINDS = (Mesh, Spec, Factor, Order, Layer, Role, Origin, Fold, ir.Parts)
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in KINDS}
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, str, type(None))
 FIELDS = {kind: [item.name for item in fields(kind)] for kind in RECORDS.values()}

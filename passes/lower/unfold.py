@@ -42,7 +42,10 @@ class Unfold(ir.Pass):
         if program.fold is None:
             raise ValueError("the program has no folded layers")
         unfolded = Writer(program, program.fold).write()
-        return unfolded, ir.Report({"layers": program.fold.left_out}, (str(program.fold),))
+        effect = ir.Effect(
+            "passes.fold_layers", program.fold.left_out, "layers copied from another", detail=str(program.fold)
+        )
+        return unfolded, ir.Report({"layers": program.fold.left_out}, effects=(effect,))
 
 
 def layers_of(program: ir.Program, fold: Fold) -> dict[fx.Node, int | None]:

@@ -14,6 +14,7 @@ is made once and put right before its first use: a layer is recomputed when its 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, fx
@@ -130,8 +131,11 @@ def saved_nodes(program: ir.Program) -> list[fx.Node]:
     ]
 
 
-def saved_bytes(program: ir.Program) -> int:
-    """Return the bytes of forward values that live into the backward; views count once, inputs not at all."""
-    inputs = {id(s) for node in program.placeholders() for s in storages(node)}
-    sizes = {id(s): s.nbytes() for node in saved_nodes(program) for s in storages(node)}
-    return sum(size for storage, size in sizes.items() if storage not in inputs)
+def saved_bytes(program: ir.Program, weights: Iterable[fx.Node] = ()) -> int:
+    """Return the bytes of forward values of all layers that live into the backward, except inputs and `weights`.
+
+    Views count once.
+    """
+    others = {id(s) for node in (*program.placeholders(), *weights) for s in storages(node)}
+    sizes = {id(s): s.nbytes() * program.times(node) for node in saved_nodes(program) for s in storages(node)}
+    return sum(size for storage, size in sizes.items() if storage not in others)

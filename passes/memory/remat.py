@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -41,12 +40,12 @@ from passes.ir.slices import weight_nodes
 from passes.ir.stages import Stage
 from passes.memory.budget import fit
 from passes.memory.offload import offload
+from passes.memory.outcome import Asked, Decision, Outcome
 from passes.memory.policies import ATTENTION, POLICIES, SAVE, Action, OfLayer, Policy
 from passes.memory.recompute import (
     near_writes,
     reason_to_run_once,
     recompute,
-    saved_bytes,
     saved_nodes,
     sent_nodes,
     storages,
@@ -54,13 +53,6 @@ from passes.memory.recompute import (
 from passes.trace.abstract_eval import abstract_eval
 
 Region = Layer | str | None  # a layer, or a part that the model marked for recomputation
-
-
-class Decision(NamedTuple):
-    """The action for a forward value that might be recomputed, and the reason."""
-
-    action: Action
-    reason: str = ""
 
 
 RECOMPUTED = Decision("recompute")
@@ -150,10 +142,10 @@ class Remat(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.policy not in POLICIES:
             raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
-        before, notes = saved_bytes(program), []
+        notes, asked = list[str](), dict[fx.Node, Asked]()
         regatherable, unpacked = weights_to_regather(program), weights_to_unpack(program)
         gathers = regatherable | unpacked if self.regather and not self.gathers_once else unpacked
-        decisions = self.decisions(program)
+        decisions = self.decisions(program, asked)
         if self.gathers_once:
             once = Decision("save", "gathered once per step")
             decisions |= {node: once for node in (regatherable & decisions.keys()) - unpacked if not is_view(node)}
@@ -165,26 +157,22 @@ class Remat(ir.Pass):
             fitted = fit(program, ctx, chosen, self.budget_bytes, self.headroom, peak, self.balance)
             decisions |= dict.fromkeys(chosen - fitted.chosen, Decision("save", "within the budget"))
             chosen, notes = fitted.chosen, [fitted.note]
-        program, clones, copies = rewrite(program, gathers | chosen)
-        away = offload(
+        before, (program, clones, copies) = program, rewrite(program, gathers | chosen)
+        moved = offload(
             program, {copies[node] for node, decision in decisions.items() if decision.action == "offload"}, ctx
         )
         saved = set(saved_nodes(program))
         reasons = Counter(decision.reason for node, decision in decisions.items() if copies[node] in saved)
         notes += [f"kept instead of recomputed, {reason}: {count}" for reason, count in sorted(reasons.items())]
-        if self.policy == "selective" and not any(map(ir.layer, program.calls())):
-            notes.append("passes.remat.policy=selective recomputes nothing: the model has no repeated layers")
-        repeated = sum(kind_of(node) == "all_gather" for node in clones)
-        if self.regather and not self.gathers_once and not repeated:
-            notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")
-        counts = {
-            "recomputed": len(clones),
-            "regathered": repeated,
-            "saved_bytes_before": before,
-            "saved_bytes_after": saved_bytes(program),
-            "offloaded_bytes": away,
-        }
-        return program, ir.Report(counts, tuple(notes))
+        weights = regatherable | unpacked
+        outcome = Outcome(before, program, copies, clones.keys(), moved, decisions, weights, asked)
+        offloads = "offload" in (self.policy, *self.layers.values())
+        effects = [*outcome.effects(self.policy, self.gathers_once, offloads)]
+        if self.save != SAVE:
+            count = before.count(node for node, decision in decisions.items() if decision == SELECTED)
+            unmet = f"no layer with policy=selective has operators called {', '.join(self.save)}; correct the names"
+            effects.append(ir.Effect("passes.remat.save", count, "results kept by name", unmet=unmet))
+        return program, ir.Report(outcome.counts(), tuple(notes), effects=tuple(effects))
 
     def peak(self, program: ir.Program, ctx: ir.Context, gathers: set[fx.Node], chosen: set[fx.Node]) -> int:
         """Return the predicted peak bytes of the finished program if the backward recomputes the chosen nodes."""
@@ -196,8 +184,11 @@ class Remat(ir.Pass):
 
     # -- choice of nodes --------------------------------------------------------------------------
 
-    def decisions(self, program: ir.Program) -> dict[fx.Node, Decision]:
-        """Return the decision for every forward node that policies, overrides or the model's marks concern."""
+    def decisions(self, program: ir.Program, asked: dict[fx.Node, Asked]) -> dict[fx.Node, Decision]:
+        """Return the decision for every forward node that policies, overrides or the model's marks concern.
+
+        Requests of overrides are added to `asked`.
+        """
         layers, written = list(dict.fromkeys(filter(None, map(ir.layer, program.calls())))), near_writes(program)
         if self.policy not in ("none", "selective") and not layers:
             raise ir.Refused(
@@ -214,7 +205,9 @@ class Remat(ir.Pass):
         for node in program.calls():
             if ir.phase(node) != "forward":
                 continue
-            requested = self.override(node, matched)
+            option, requested = self.override(node, matched) or ("", None)
+            if requested:
+                asked[node] = option, requested
             wanted = ASKED[requested] if requested else self.policy_decision(node, policy.get(ir.layer(node)))
             if wanted is None:
                 continue
@@ -234,8 +227,8 @@ class Remat(ir.Pass):
             raise ir.Refused("remat", None, f"passes.remat.{option}: no {kind} is named like {unmatched[0]!r}")
         return decisions
 
-    def override(self, node: fx.Node, matched: set[str]) -> Action | None:
-        """Return the action that `modules` or `ops` give the node, None if none.
+    def override(self, node: fx.Node, matched: set[str]) -> Asked | None:
+        """Return the action that `modules` or `ops` give the node, with the option; None if none.
 
         Matching patterns are added to `matched`.
         """
@@ -244,8 +237,8 @@ class Remat(ir.Pass):
         by_op = [p for p in self.ops if is_called(node, p)]
         matched.update(by_module, by_op)
         if by_module:
-            return self.modules[by_module[0]]
-        return self.ops[by_op[0]] if by_op else None
+            return "modules", self.modules[by_module[0]]
+        return ("ops", self.ops[by_op[0]]) if by_op else None
 
     def by_layer(self, layers: list[Layer], fold: Fold | None) -> dict[Layer | None, Policy]:
         """Return the policy of each layer that does not keep everything.

@@ -69,7 +69,10 @@ class Assign(ir.Pass):
         share_buffers(program, ctx)
         inputs, copies = split_parameters(program, work, weights)
         notes += tuple(f"{name}: used in stages {', '.join(map(str, stages))}" for name, stages in copies.items())
-        return replace(program, inputs=inputs), ir.Report({"stages": self.stages, "copies": len(copies)}, notes)
+        counts = {"stages": self.stages, "copies": len(copies)}
+        detail = "; ".join(note for note in notes if note.startswith("stage "))
+        effect = ir.Effect("passes.pipeline.stages", self.stages, "stages", detail=detail)
+        return replace(program, inputs=inputs), ir.Report(counts, notes, effects=(effect,))
 
     def divide_stages(
         self, program: ir.Program, work: Sequence[fx.Node], avals: Avals

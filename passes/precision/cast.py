@@ -16,7 +16,7 @@ another: a value between two fp32 operators is not rounded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,10 +31,12 @@ from passes.ir.operators import is_operator, name_of
 from passes.ir.printer import format_dtype
 from passes.ir.stages import Stage
 from passes.precision.sensitive import OPS
+from passes.rules.roles import MATMULS
 from passes.trace.editor import Editor, inline
 
 aten = torch.ops.aten
 COPY = aten._to_copy.default
+PRODUCTS = (*MATMULS, "addmm", "bmm", "baddbmm")
 
 
 def in_dtype(op: Callable[..., Any], dtype: torch.dtype, before: Any) -> Callable[..., Any]:
@@ -114,11 +116,22 @@ class Cast(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        casts = self.cast_masters(program, ctx) | self.cast_operators(program, ctx)
+        by_option: Counter[str] = Counter()
+        casts = self.cast_masters(program, ctx) | self.cast_operators(program, ctx, by_option)
         inserted = Counter(f"{_dtype(n.args[0])} -> {_dtype(n)}" for n in casts)
         counts = {**inserted, **tidy(program.graph, casts)}
         program.module.recompile()
-        return program, ir.Report(counts, dtype_table(program))
+        return program, ir.Report(counts, dtype_table(program), effects=tuple(self.effects(program, by_option)))
+
+    def effects(self, program: ir.Program, by_option: Counter[str]) -> Iterator[ir.Effect]:
+        """Yield the matmuls in a narrow dtype, and the operators that each option casts."""
+        matmuls = [n for n in program.calls() if name_of(n) in PRODUCTS and ir.example(n).is_floating_point()]
+        narrow = [n for n in matmuls if ir.example(n).itemsize < 4]
+        if narrow:
+            things = f"matmuls in {_dtype(narrow[0])}"
+            yield ir.Effect("passes.cast.param_dtype", program.count(narrow), things, program.count(matmuls))
+        for option, count in by_option.items():
+            yield ir.Effect(f"passes.cast.{option}", count, "operators cast")
 
     def cast_masters(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
         """Give parameters their stored dtype; return the casts to the dtype of their uses, next to the first use."""
@@ -138,14 +151,15 @@ class Cast(ir.Pass):
             casts.add(cast)
         return casts
 
-    def cast_operators(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
-        """Compute operators in the dtype that a pattern gives them; return the casts around them."""
+    def cast_operators(self, program: ir.Program, ctx: ir.Context, by_option: Counter[str]) -> set[fx.Node]:
+        """Compute operators in the dtype that an option gives them, and count them; return the casts around them."""
         casts: set[fx.Node] = set()
         matched: set[str] = set()
         for node in list(program.calls()):
-            dtype = self.target_dtype(node, matched)
+            option, dtype = self.target_dtype(node, matched)
             if dtype is None:
                 continue
+            by_option[option] += program.times(node)
             new = inline(node, in_dtype(node.target, dtype, ir.value(node)), ctx)  # type: ignore[arg-type]
             casts.update(n for n in new if is_cast(n))
         if casts:
@@ -156,10 +170,10 @@ class Cast(ir.Pass):
                 raise ir.Refused("cast", None, f"passes.cast.{option}s: no {kind} is named like {unmatched[0]!r}")
         return casts
 
-    def target_dtype(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
-        """Return the dtype in which the node must compute; None if it already does."""
+    def target_dtype(self, node: fx.Node, matched: set[str]) -> tuple[str, torch.dtype | None]:
+        """Return the option and the dtype in which the node must compute, None if it already does."""
         if not is_operator(node) or node.target is COPY:
-            return None
+            return "", None
         dtypes = {ir.example(n).dtype for n in node.all_input_nodes if ir.is_tensor(n)}
         floating = {d for d in dtypes if d.is_floating_point}
         path = ir.module_path(node)
@@ -169,14 +183,14 @@ class Cast(ir.Pass):
         by_op = [p for p in self.ops if fnmatchcase(name_of(node), p)]
         matched.update(by_op)
         if len(floating) != 1:
-            return None
+            return "", None
         (now,) = floating
         if by_module is not None:
-            return self.modules[by_module] if self.modules[by_module] != now else None
-        widen = [self.ops[p] for p in by_op]
+            return "modules", self.modules[by_module] if self.modules[by_module] != now else None
+        widen = [("ops", self.ops[p]) for p in by_op]
         if self.output is not None and not ir.record(node).origin.modules:
-            widen.append(self.output)
-        return widen[0] if widen and widen[0].itemsize > now.itemsize else None
+            widen.append(("output_dtype", self.output))
+        return widen[0] if widen and widen[0][1].itemsize > now.itemsize else ("", None)
 
 
 def refresh(program: ir.Program, ctx: ir.Context) -> None:

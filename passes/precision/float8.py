@@ -35,6 +35,7 @@ from passes.trace.functions import Function, define, record
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TINY = 1e-12  # least amax, so that a row of zeros has a finite scale (torchao's EPS)
+OPTION = "passes.cast.float8"
 MULTIPLE = 16  # the CUDA kernel needs both dims of each operand to be multiples of this
 
 Quantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
@@ -108,29 +109,26 @@ class Float8(ir.Pass):
         program = program.copy()
         left: Counter[str] = Counter()
         matched: set[str] = set()
-        count = 0
+        done = 0
         layers = [n for n in program.calls() if n.target is aten.linear.default]
         chunked = [n for n in program.calls() if name_of(n) in IN_CHUNKS]
         heads = set() if self.head else last_of(program, [*layers, *chunked])
         linear = self.operator()
-        if grouped := sum(n.target in (routed.expert_mm, routed.grouped_mm) for n in program.calls()):
-            left["grouped matmuls of experts"] = grouped
-        if chunked:
-            left["heads whose losses are in chunks"] = len(chunked)
+        grouped = program.count(n for n in program.calls() if n.target in (routed.expert_mm, routed.grouped_mm))
+        left += Counter({"grouped matmuls of experts": grouped, "heads whose losses are in chunks": len(chunked)})
         for node in layers:
             if reason := self.why_not(node, matched) or ("the head" if node in heads else ""):
-                left[reason] += 1
+                left[reason] += program.times(node)
                 continue
             node.target, node.args, node.kwargs = linear, node.args[:2], {}
-            count += 1
+            done += program.times(node)
         if unmatched := [p for p in self.skip if p not in matched]:
             raise ir.Refused("float8", None, f"passes.cast.float8_skip: no linear layer is named like {unmatched[0]!r}")
-        if not count:
-            reasons = "; ".join(left) or "the model has no linear layer"
-            raise ir.Refused("float8", None, f"passes.cast.float8: nothing can compute in float8: {reasons}")
         program.module.recompile()
-        notes = tuple(f"not in float8, {reason}: {n}" for reason, n in sorted(left.items()))
-        return program, ir.Report({"linear": count, "left": left.total()}, notes)
+        others = ", ".join(f"{n:,} not: {reason}" for reason, n in sorted(left.items()))
+        unmet = f"nothing can compute in float8: {'; '.join(left) or 'the model has no linear layer'}; set it to null"
+        effect = ir.Effect(OPTION, done, "linear layers in float8", done + left.total(), others, unmet)
+        return program, ir.Report({"linear": done, "left": left.total()}, effects=(effect,))
 
     def why_not(self, node: fx.Node, matched: set[str]) -> str:
         """Return the reason why a linear layer stays as it is, or an empty string."""

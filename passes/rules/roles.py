@@ -1,18 +1,35 @@
-"""Find parameters used as embeddings or in the last matmul, from the graph."""
+"""Find the uses of parameters, from the graph.
+
+    embedding     a table in which entries are looked up
+    head          in a matmul that no other follows
+    router        in a matmul whose result a top-k reads
+    matrix        in a matmul, or in a convolution of all channels
+    convolution   in a convolution
+
+A parameter in a matmul may be cast, rearranged, quantized, or added to another one before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-import torch
 from torch import fx
 
 from passes.ir import ir
 from passes.ir.operators import is_operator, name_of
+from passes.ir.slices import weight_nodes
 from passes.rules import rule_of, tensor_operands
+from passes.rules.base import result_shapes
 from passes.rules.losses import IN_CHUNKS
+from passes.rules.matrices import PASSED, parts_of
 
 MATMULS = ("linear", "mm", "matmul")
+FACTORS = {"addmm": (1, 3)} | dict.fromkeys(("linear", "convolution", *IN_CHUNKS), (1, 2))  # operands: first, end
+BY_ROWS = ("linear", *IN_CHUNKS)  # the rows of these weights are columns of the product
+PRODUCTS = ("convolution", *MATMULS, "addmm", "bmm", "mv", "ct::expert_mm", "ct::grouped_mm", "ct::each_mm", *IN_CHUNKS)
+LOOKUPS = ("embedding", "index_select", "index", "gather", "_embedding_bag")
 
 
 def keeps_dims(node: fx.Node) -> bool:
@@ -43,15 +60,93 @@ def last_of(program: ir.Program, layers: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
-    """Map parameter names to `embedding`, `head` or both; parameters without a role are left out."""
+    """Map parameter names to their uses; parameters without any are left out."""
     names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind in ir.WEIGHTS}
-    matmul_names = (*MATMULS, *IN_CHUNKS)
-    matmuls = [n for n in program.calls() if name_of(n) in matmul_names]
-    uses = [("head", operand) for node in last_of(program, matmuls) for operand in tensor_operands(node)[:2]]
-    lookups = (n for n in program.calls() if n.target is torch.ops.aten.embedding.default)
-    uses += [("embedding", tensor_operands(node)[0]) for node in lookups]
-    result: dict[str, frozenset[str]] = {}
-    for role, operand in uses:
-        if (parameter := root(operand, names.keys())) is not None:
-            result[names[parameter]] = result.get(names[parameter], frozenset()) | {role}
-    return result
+    found: dict[str, set[str]] = {}
+
+    def add(role: str, nodes: Iterable[fx.Node | None]) -> None:
+        for node in filter(None, nodes):
+            found.setdefault(names[node], set()).add(role)
+
+    matmuls = [n for n in program.calls() if name_of(n) in (*MATMULS, *IN_CHUNKS)]
+    add("head", (root(operand, names) for node in last_of(program, matmuls) for operand in tensor_operands(node)[:2]))
+    lookups = [tensor_operands(n)[0] for n in program.calls() if is_operator(n) and name_of(n) in LOOKUPS]
+    add("embedding", (node for node in (root(n, names) for n in lookups) if node and ir.example(node).dim() == 2))
+    ranked = read_by_top_k(program)
+    for parameter, node, _ in products(program):
+        if name_of(node) == "convolution":
+            add("convolution", [parameter])
+        if name_of(node) != "convolution" or node.args[8] == 1:
+            add("matrix", [parameter])
+        if node in ranked:
+            add("router", [parameter])
+    return {name: frozenset(uses) for name, uses in found.items()}
+
+
+def products(program: ir.Program) -> Iterator[tuple[fx.Node, fx.Node, int | None]]:
+    """Yield each parameter with a matmul or convolution that it is in, and its dim that the result's last dim is.
+
+    The dim is -1 or -2, or None for the left operand of a matmul, a convolution, and rearranged weights.
+    """
+    parameters = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind in ir.WEIGHTS}
+    weights = parameters.union(weight_nodes(program))
+    for node in program.calls():
+        name = name_of(node) if is_operator(node) else ""
+        if name in PRODUCTS:
+            first, last = FACTORS.get(name, (0, 2))
+            for position, operand in enumerate(node.args[first:last], first):
+                dim = None if position < last - 1 or name == "convolution" else -2 if name in BY_ROWS else -1
+                for parameter, place in origins(operand, dim, parameters, weights):  # type: ignore[arg-type]
+                    yield parameter, node, place
+
+
+def origins(
+    operand: fx.Node, dim: int | None, parameters: Collection[fx.Node], weights: Collection[fx.Node]
+) -> Iterator[tuple[fx.Node, int | None]]:
+    """Yield the parameters of which an operand is made, or a part, each with the dim that is its `dim`."""
+    waiting = [(operand, dim)]
+    while waiting:
+        node, dim = waiting.pop()
+        node = node.args[0] if node.target is operator.getitem else node  # type: ignore[assignment]
+        if node in parameters:
+            yield node, dim
+        elif node in weights:
+            waiting += [(n, dim_before(node, n, dim)) for n in tensor_operands(node) if is_source(n, node)]
+
+
+def is_source(operand: fx.Node, node: fx.Node) -> bool:
+    """Return True unless an operand only scales others: it has the entries of the result, or the result repeats its."""
+    value, results = ir.example(operand), result_shapes(node)
+    return value.dim() > 1 and (name_of(node) == "expand" or value.numel() >= math.prod(results[0]))
+
+
+def dim_before(node: fx.Node, operand: fx.Node, dim: int | None) -> int | None:
+    """Return the dim, -1 or -2, of an operand that becomes a dim of the result; None if there is none."""
+    rule, shape = rule_of(node), tuple(ir.example(operand).shape)
+    if dim is None or len(shape) < 2:
+        return None
+    if not rule.moves:  # entry by entry, or one of a stack of matrices
+        return dim if result_shapes(node)[0][-2:] == shape[-2:] else None
+    names, result = rule.operands[0], rule.results[0]
+    return next((d for d in (-1, -2) if names[d] == result[dim] and names[d]), None)
+
+
+def read_by_top_k(program: ir.Program) -> set[fx.Node]:
+    """Return the values that a top-k reads, changed entry by entry, reduced or rearranged."""
+    read: set[fx.Node] = set()
+    for node in reversed(list(program.calls())):
+        if is_operator(node) and (name_of(node) == "topk" or node in read and name_of(node) in PASSED):
+            read.update(tensor_operands(node))
+        elif node.target is operator.getitem and node in read:
+            read.update(node.all_input_nodes)
+    return read
+
+
+def matrices(program: ir.Program) -> Mapping[str, ir.Parts]:
+    """Map the names of weights that consist of several matrices to these; all their products must be cut alike."""
+    names = {n: i.name for n, i in zip(program.placeholders(), program.inputs)}
+    found: dict[str, set[ir.Parts | None]] = {}
+    for parameter, node, dim in products(program):
+        cut = None if dim is None or name_of(node) in IN_CHUNKS else parts_of(node)
+        found.setdefault(names[parameter], set()).add(cut and ir.Parts(dim, *cut))  # type: ignore[arg-type]
+    return {name: parts for name, (parts, *others) in found.items() if parts and not others}

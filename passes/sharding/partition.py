@@ -264,7 +264,10 @@ class Partitioner:
         outputs = tuple(replace(o, spec=spec) for o, spec in zip(program.outputs, results, strict=True))
         program = replace(program, outputs=outputs)
         inner = Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False)
+        inner.builder.context_method, inner.builder.balance = self.builder.context_method, self.builder.balance
         local = inner.run()
+        for choice in inner.builder.methods.values():
+            self.builder.methods[self.builder.origin] = choice  # type: ignore[index]
         self.builder.one_table |= inner.builder.one_table
         self.builder.bodies += [*inner.builder.bodies, (program, local)]
         return local

@@ -12,7 +12,7 @@ weights move.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -20,7 +20,7 @@ from passes.ir import ir
 from passes.ir.mesh import AXES, BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.ir.spec import Dim, Factor, Spec
 from passes.ir.stages import Stage
-from passes.rules.roles import roles
+from passes.rules.roles import matrices, roles
 from passes.sharding.custom import inline_custom_functions
 from passes.sharding.infer import Blocks, experts_of, infer
 
@@ -82,20 +82,32 @@ class Place(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unmatched = set() if self.stored else set(self.plan or ())
-        inferred = infer(inline_custom_functions(program, ctx), program.mesh["tp"]) if "tp" in program.mesh.axes else {}
+        flat = inline_custom_functions(program, ctx)
+        inferred = infer(flat, program.mesh["tp"]) if "tp" in program.mesh.axes else {}
         experts = experts_of(program) if program.mesh.experts else {}
         if "tp" in program.mesh.experts:
             inferred = {name: blocks for name, blocks in inferred.items() if name not in experts}
-        used = roles(program)
+        used, parts = roles(flat), matrices(flat)
         placed = (self.place(input_, program.mesh, unmatched, inferred, experts) for input_ in program.inputs)
-        inputs = tuple(replace(i, roles=used[i.name]) if i.name in used else i for i in placed)
+        inputs = tuple(replace(i, roles=used.get(i.name, i.roles), parts=parts.get(i.name)) for i in placed)
         if unmatched:
             raise ir.Refused("place", None, f"passes.shard.plan: no parameter matches {', '.join(sorted(unmatched))}")
         notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in (*ir.WEIGHTS, "batch"))
         sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind in ir.WEIGHTS)
         changes = {"parameters_sharded": sharded}
         program = replace(program, inputs=inputs)
-        return program, ir.Report(changes, notes)
+        return program, ir.Report(changes, notes, effects=tuple(self.effects(program)))
+
+    def effects(self, program: ir.Program) -> Iterator[ir.Effect]:
+        """Yield the effects on the parameters."""
+        counts = {item: program.layers(item.layer) for item in program.inputs if item.kind in ir.WEIGHTS}
+        total = sum(counts.values())
+        if self.min_shard_elements > 1 and program.mesh.stored_over:
+            small = sum(n for item, n in counts.items() if math.prod(item.spec.shape) < self.min_shard_elements)
+            yield ir.Effect("passes.shard.min_shard_elements", small, "parameters are whole on each rank", total)
+        if self.plan:
+            planned = sum(n for item, n in counts.items() if any(fnmatchcase(item.name, p) for p in self.plan))
+            yield ir.Effect("passes.shard.plan", planned, "parameters placed as it says", total)
 
     def place(
         self,

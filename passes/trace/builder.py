@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +20,14 @@ from passes.ops.shift import divisors
 from passes.trace.editor import Editor
 
 aten = torch.ops.aten
+
+
+class MethodChoice(NamedTuple):
+    """The method of an attention over a sharded sequence, the reason for it, and a line for the report."""
+
+    method: str
+    reason: str
+    note: str
 
 
 class Builder(Editor, ABC):
@@ -42,7 +50,7 @@ class Builder(Editor, ABC):
         self.one_table = False
         self.attentions: list[tuple[str, str]] = []
         self.operators: dict[Any, Any] = {}
-        self.notes: list[str] = []
+        self.methods: dict[fx.Node, MethodChoice] = {}
 
     @abstractmethod
     def convert(

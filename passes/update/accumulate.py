@@ -44,7 +44,7 @@ class Accumulate(ir.Pass):
         changed = {o.name for o in program.outputs if o.kind == "buffer"} if self.skip_nonfinite else set[str]()
         stages = {i.name: ir.pipeline_stage(n) for n, i in zip(program.placeholders(), program.inputs)}
         copy_of = {i.name: i.copy_of for i in program.inputs}
-        added: list[ir.Input] = []
+        added, wider = list[ir.Input](), dict[bool, int]()
         remaining = []
         for node, output in zip(program.results(), program.outputs, strict=True):
             append.parameter = output.name
@@ -53,6 +53,8 @@ class Accumulate(ir.Pass):
                 total = append.placeholder(f"total_{len(added)}", total_of(ir.example(node), self.dtype), output.spec)
                 ir.update(total, stage=stages.get(output.name))
                 layer, original = append.layers[output.name], copy_of[output.name]
+                is_wider = ir.example(total).dtype != ir.example(node).dtype
+                wider[is_wider] = wider.get(is_wider, 0) + program.layers(layer)
                 added.append(ir.Input(output.name, "gradient", output.spec, layer=layer, copy_of=original))
                 if not is_sent(node):
                     append.place, append.phase = node.next, "backward"
@@ -66,7 +68,9 @@ class Accumulate(ir.Pass):
         old_inputs = (replace(i, restored=i.kind == "buffer" and i.name in changed) for i in program.inputs)
         inputs = (*old_inputs, *added)
         program = replace(program, inputs=inputs, outputs=tuple(o for _, o in remaining))
-        return program, ir.Report({"accumulators": len(added)})
+        things = "gradients added up in a wider dtype"
+        effect = ir.Effect("passes.accumulate.dtype", wider.get(True, 0), things, sum(wider.values()))
+        return program, ir.Report({"accumulators": len(added)}, effects=(effect,) if True in wider else ())
 
 
 def total_of(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

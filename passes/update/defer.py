@@ -39,19 +39,24 @@ class Defer(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         edit = Editor(ctx, program.graph)
-        results, outputs, deferred = list[fx.Node](), list[ir.Output](), 0
+        results, outputs, deferred, total = list[fx.Node](), list[ir.Output](), 0, 0
+        layers = {item.name: item.layer for item in program.inputs}
         for node, output in zip(program.results(), program.outputs, strict=True):
+            count = program.layers(layers.get(output.name))
             steps = list(reductions(node)) if output.kind == "gradient" else []
             term, spec = terms(node, output.spec, steps, program.mesh)
+            total += count * (output.kind == "gradient")
             if term is not node:
-                term, deferred = in_dtype(edit, term, node), deferred + 1
+                term, deferred = in_dtype(edit, term, node), deferred + count
                 ir.set_spec(term, spec)
             results.append(term)
             outputs.append(replace(output, spec=spec))
         program.graph.output_node().args = (tuple(results),)
         program.graph.eliminate_dead_code()
         program.module.recompile()
-        return replace(program, outputs=tuple(outputs)), ir.Report({"deferred": deferred})
+        effect = ir.Effect("passes.accumulate.reduce", deferred, "gradients reduced once a step", total)
+        effects = (effect,) if deferred else ()
+        return replace(program, outputs=tuple(outputs)), ir.Report({"deferred": deferred}, effects=effects)
 
 
 def reductions(gradient: fx.Node) -> Iterator[fx.Node]:

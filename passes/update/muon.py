@@ -6,8 +6,9 @@
     orthogonal                        five Newton-Schulz steps, each rank on its own
     exchange   [8, m@dp_shard, n]
 
-Momentum and parameters stay in shards. Weights of more than two dims are stacks of matrices. Directions have the size
-of AdamW's (Liu et al., arXiv 2502.16982), so that both use one learning rate and weight decay.
+Momentum and parameters stay in shards. Weights of more than two dims are stacks of matrices, a kernel is a matrix
+of channels by the rest, and a weight whose product is cut into parts is several matrices (`ir.Parts`).
+Directions have the size of AdamW's (Liu et al., arXiv 2502.16982), so that both use one learning rate and weight decay.
 """
 
 from __future__ import annotations
@@ -24,39 +25,12 @@ from passes.ir.mesh import Mesh
 from passes.ir.spec import Factor, Spec
 from passes.sharding.partition import GraphBuilder
 from passes.update.appender import Appender
-from passes.update.optimizers import Moment, cast
+from passes.update.optimizers import Muon, cast
 from passes.update.update import Added, Update
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: all singular values come near 1
 EPS = 1e-7
 SIZE = 0.2  # root mean square of AdamW's update
-
-
-@dataclass(frozen=True)
-class Muon:
-    """Orthogonalized Nesterov momentum, computed in `dtype` (None: the parameter's), and decoupled weight decay."""
-
-    momentum: float = 0.95
-    weight_decay: float = 0.0
-    dtype: torch.dtype | None = None
-    moments: tuple[Moment, ...] = (Moment("momentum"),)
-
-    def scalars(self, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-        """Return the factor that decays the parameter, and the rate."""
-        return 1 - lr * self.weight_decay, lr
-
-    def direction(self, gradient: Tensor, moments: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the momentum one step ahead, and the momentum."""
-        (moment,) = moments
-        moment = moment + (1 - self.momentum) * (gradient - moment)
-        return gradient + self.momentum * (moment - gradient), (moment,)
-
-    def update(
-        self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the new parameter, given an orthogonal direction."""
-        decay, rate = scalars
-        return parameter * decay - rate * gradient, moments
 
 
 def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
@@ -69,6 +43,22 @@ def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if rows > columns else x) * (SIZE * math.sqrt(max(rows, columns)))
+
+
+def orthogonal_parts(x: Tensor, parts: ir.Parts | None, is_kernel: bool) -> Tensor:
+    """Return weights x[count, ...], each of their matrices orthogonalized.
+
+    A kernel x[count, m, ...] is one matrix [m, n]. Otherwise the last two dims are a matrix, or `parts` of it are.
+    """
+    if is_kernel:
+        return orthogonal(x.flatten(2)).reshape(x.shape)
+    if parts is None:
+        return orthogonal(x)
+    rows = x.mT if parts.dim == -1 else x
+    blocks = rows.unflatten(-2, (parts.outer, sum(parts.sizes), parts.inner)).split(parts.sizes, -3)
+    done = [orthogonal(block.flatten(-4, -2)).unflatten(-2, block.shape[-4:-1]) for block in blocks]
+    rows = torch.cat(done, -3).flatten(-4, -2)
+    return rows.mT if parts.dim == -1 else rows
 
 
 @dataclass(frozen=True)
@@ -91,13 +81,13 @@ def append_muon(
         direction, moments = direction_of(append, matrix)
         added += moments
         update = matrix.update
-        by_kind.setdefault((update.spec.dims, ir.example(direction).dtype, update.group), []).append(
-            (matrix, direction)
-        )
+        form = update.input.parts, is_kernel(update.input)
+        kind = (update.spec.dims, ir.example(direction).dtype, update.group, *form)
+        by_kind.setdefault(kind, []).append((matrix, direction))
     for members in by_kind.values():
         update = members[0][0].update
         directions = [node for _, node in members]
-        updates = orthogonalize(append, update.spec, update.mesh, directions, coordinates)
+        updates = orthogonalize(append, update, directions, coordinates)
         for (matrix, _), new in zip(members, updates, strict=True):
             store(append, matrix, new, step, coordinates)
     append.parameter = ""
@@ -117,19 +107,26 @@ def direction_of(append: Appender, matrix: Matrix) -> tuple[fx.Node, Added]:
     return update.advance(append, "direction", direction, (matrix.gradient, matrix.shared[0]), matrix.parameter)
 
 
+def is_kernel(parameter: ir.Input) -> bool:
+    """Return True for the kernel of a convolution, in which all dims but the first are one."""
+    return "convolution" in parameter.roles
+
+
 def orthogonalize(
-    append: Appender, spec: Spec, mesh: Mesh, directions: Sequence[fx.Node], coordinates: Mapping[str, fx.Node]
+    append: Appender, update: Update, directions: Sequence[fx.Node], coordinates: Mapping[str, fx.Node]
 ) -> Sequence[fx.Node]:
-    """Return equally placed directions, orthogonalized: ranks divide them, exchange, and return them."""
+    """Return directions of weights like that of `update`, orthogonalized: ranks divide, exchange and return them."""
     append.parameter = ""
-    count, *stack = len(directions), *spec.dims[:-2]
-    axes = tuple(axis for dim in spec.dims[-2:] for factor in dim for axis in factor.axes)
-    unsharded = tuple(tuple(replace(factor, axes=()) for factor in dim) for dim in spec.dims[-2:])
+    spec, mesh, parts, kernel = update.spec, update.mesh, update.input.parts, is_kernel(update.input)
+    first = 0 if kernel else len(spec.dims) - 2
+    count, *stack = len(directions), *spec.dims[:first]
+    axes = tuple(axis for dim in spec.dims[first:] for factor in dim for axis in factor.axes)
+    unsharded = tuple(tuple(replace(factor, axes=()) for factor in dim) for dim in spec.dims[first:])
     stacked = replace(spec, dims=((Factor(count),), *spec.dims), fill=0.0)
     divided = replace(stacked, dims=((Factor(count, axes),), *stack, *unsharded))
     x = append.trace(lambda *x: torch.stack(x), *directions, key=("stack", count))
     x = convert(append, mesh, x, stacked, divided, coordinates)
-    x = append.trace(orthogonal, x, key="orthogonal")
+    x = append.trace(lambda x: orthogonal_parts(x, parts, kernel), x, key=("orthogonal", parts, kernel))
     x = convert(append, mesh, x, divided, stacked, coordinates)
     return append.trace(lambda x: tuple(t.clone() for t in x.unbind()), x, key=("unbind", count))
 

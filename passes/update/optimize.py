@@ -26,10 +26,10 @@ from passes.ir.stages import Stage
 from passes.ir.task import SQUARE, square_of
 from passes.ops import reshard
 from passes.update.appender import Appender, coordinates_of, copy_stored_results
-from passes.update.groups import Group, group_of
+from passes.update.groups import Group, group_of, kind_of
 from passes.update.moments import Format, Wide
-from passes.update.muon import Matrix, Muon, append_muon
-from passes.update.optimizers import Optimizer, arithmetic, cast, real
+from passes.update.muon import Matrix, append_muon
+from passes.update.optimizers import Muon, Optimizer, arithmetic, cast, real
 from passes.update.update import Storage, Update
 
 
@@ -168,10 +168,6 @@ class Optimize(ir.Pass):
         notes = []
         if self.ranks == 1:  # a rank of a pipeline has only some parameters
             self.check_names([update.input for update in updates])
-        for update in updates:
-            if isinstance(update.group.optimizer, Muon) and len(update.spec.shape) not in (2, 3):
-                problem = f"{update.input.name} has shape {list(update.spec.shape)}, but Muon takes matrices or stacks"
-                raise ir.Refused("optimize", None, f"optim.groups: {problem}; name it in a group with optimizer=adamw")
         if self.groups:
             by_label = Counter(update.group.label for update in updates)
             notes += [f"group {label}: {count} parameters" for label, count in by_label.items()]
@@ -187,7 +183,8 @@ class Optimize(ir.Pass):
             raise ir.Refused("optimize", None, f"optim.stochastic_rounding: {fix}")
         moments = sum(len(update.group.optimizer.moments) for update in updates)
         counts = {"parameters": len(updates), "moments": moments}
-        return ir.Report(counts, tuple(notes))
+        effects = (of_muon(updates),) if isinstance(self.optimizer, Muon) else ()
+        return ir.Report(counts, tuple(notes), effects=effects)
 
     def state_bytes(self, program: ir.Program) -> int:
         """Return the bytes of the moments of all parameters of a program on one rank."""
@@ -267,6 +264,21 @@ class Optimize(ir.Pass):
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
         return replace(program, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def of_muon(updates: Sequence[Update]) -> ir.Effect:
+    """Return the effect of Muon: the parameters that it updates, and those that AdamW updates, by kind."""
+    taken = [update.input for update in updates if isinstance(update.group.optimizer, Muon)]
+    others: dict[str, list[str]] = {}
+    for update in updates:
+        if not isinstance(update.group.optimizer, Muon):
+            others.setdefault(kind_of(update.input), []).append(update.input.name)
+    left = [f"{len(names)} {kind} ({names[0]})" for kind, names in others.items()]
+    fused = [f"{item.name} as {len(item.parts.sizes)} matrices" for item in taken if item.parts]
+    several = f"{len(fused)} of several matrices ({fused[0]})" if fused else ""
+    detail = "; ".join(filter(None, [several, f"AdamW: {', '.join(left)}" if left else ""]))
+    unmet = "no parameter is a matrix of a matmul; use optim=adamw"
+    return ir.Effect("optim.name", len(taken), "parameters by Muon", len(updates), detail, unmet)
 
 
 def refuse_equal_names(inputs: Sequence[ir.Input]) -> None:

@@ -5,6 +5,7 @@ A complex number is updated as the pair of its parts, as in torch.optim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -98,3 +99,34 @@ class SGD:
             gradient = gradient + self.weight_decay * parameter
         buffers = tuple(self.momentum * moment + gradient for moment in moments)
         return parameter - lr * (buffers[0] if buffers else gradient), buffers
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Orthogonalized Nesterov momentum, computed in `dtype` (None: the parameter's), and decoupled weight decay.
+
+    AdamW updates the `others`: parameters that are no matrices, the head and routers (`passes/update/groups.py`).
+    """
+
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    dtype: torch.dtype | None = None
+    others: AdamW = AdamW()
+    moments: tuple[Moment, ...] = (Moment("momentum"),)
+
+    def scalars(self, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        """Return the factor that decays the parameter, and the rate."""
+        return 1 - lr * self.weight_decay, lr
+
+    def direction(self, gradient: Tensor, moments: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the momentum one step ahead, and the momentum."""
+        (moment,) = moments
+        moment = moment + (1 - self.momentum) * (gradient - moment)
+        return gradient + self.momentum * (moment - gradient), (moment,)
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the new parameter, given an orthogonal direction."""
+        decay, rate = scalars
+        return parameter * decay - rate * gradient, moments

@@ -48,7 +48,7 @@ def trainer(monkeypatch, tmp_path):
     return trainer
 
 
-NO_DECAY = {"no_decay": GroupConfig(kinds=("vector",), weight_decay=0.0)}
+NO_DECAY = {"no_decay": GroupConfig(kinds=("vector", "other"), weight_decay=0.0)}
 
 
 @pytest.fixture

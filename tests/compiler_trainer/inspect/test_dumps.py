@@ -147,7 +147,7 @@ def test_where_nothing_is_sent_there_is_no_table_of_it(tmp_path, capsys):
 def test_stages_know_their_users(tmp_path):
     stage = dump(tmp_path)
     assert (stage.number, stage.program, stage.name, stage.title) == (0, "step", "joint", "00_step_joint")
-    assert stage.report["report"] == {"counts": {}, "notes": [], "remarks": [], "reshards": []}
+    assert stage.report["report"] == {"counts": {}, "effects": [], "notes": [], "remarks": [], "reshards": []}
     for name, users in stage.users.items():
         assert all(name in user.operands for user in users)
     assert sum(map(len, stage.users.values())) == sum(len(set(n.operands)) for n in stage.nodes)

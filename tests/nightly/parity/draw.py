@@ -83,6 +83,8 @@ def draw_case(draw: random.Random) -> Case:
         options["passes.verify"] = "none"
     for axis in mesh:
         options |= draw_options(OF_AXIS.get(axis, {}), draw, 0.5)
+    if options.get("passes.context.load_balance") in ("head_tail", "none"):
+        options.pop("passes.context.block", None)  # it would have no effect, and is refused
     of_model = model_options(kind, draw)
     options = without_ambiguity(model, of_model, mesh, optim, options)
     sizes = {"seed": draw.randrange(1000), "length": draw.randint(2, 13)}
@@ -91,7 +93,8 @@ def draw_case(draw: random.Random) -> Case:
         options["passes.communication.async_tp"] = "all"
     if draw.random() < 0.25:
         options["eval.interval"] = 1
-    if "pp" not in mesh and options.get("train.microbatches") in (2, 4) and draw.random() < 0.5:
+    at_once = "pp" not in mesh and options.get("train.microbatches") in (2, 4) and draw.random() < 0.5
+    if at_once and mesh.keys() & {"cp", "tp", "ep"}:  # otherwise microbatches send nothing, and it is refused
         options["passes.communication.batch_overlap"] = 2
     return case_of(
         model,

@@ -115,7 +115,7 @@ def test_running_statistics_are_those_of_microbatches_in_turn():
 def test_what_is_drawn_is_what_microbatches_in_turn_draw():
     data, result = points(rows=8), []
     for passes in ({}, AT_ONCE):
-        step = compile_lockstep(perceptron(nn.Dropout(0.5)), squared_error, data[0], {"dp_shard": 2}, NO_DECAY,
+        step = compile_lockstep(perceptron(nn.Dropout(0.5)), squared_error, data[0], {"dp_shard": 2, "tp": 2}, NO_DECAY,
                                 microbatches=4, passes=passes)  # fmt: skip
         result.append(train_step(step, data)[-1] | step.state_dict())
     assert_same(*result, 1e-12)
@@ -123,7 +123,7 @@ def test_what_is_drawn_is_what_microbatches_in_turn_draw():
 
 def test_evaluation_and_rows_are_those_of_all_microbatches():
     data = batches(rows=8)
-    plain, ours = (compile_lockstep(llama(), llama_loss, data[0], {"dp_shard": 2}, evaluate=True, microbatches=4,
+    plain, ours = (compile_lockstep(llama(), llama_loss, data[0], {"tp": 2}, evaluate=True, microbatches=4,
                                     passes=passes) for passes in ({}, AT_ONCE))  # fmt: skip
     assert ours.evaluate(data[1]) == pytest.approx(plain.evaluate(data[1]), abs=1e-12)
 

@@ -120,5 +120,5 @@ TAKEN = {  # what auto takes, by what the model is and how long its blocks may b
 def test_auto_takes_blocks_where_documents_decide(name):
     options, causal, layout = TAKEN[name]
     step = compile_lockstep(packed(causal), loss_of, batches()[0], {"cp": 2}, passes={"context": options})
-    notes = [note for done in step.report["passes"] if done["name"] == "sequence_layout" for note in done["report"]["notes"]]
-    assert notes and all(f"sequence layout over cp: {layout}" in note for note in notes)
+    (effect,) = (effect for effect in step.report["effects"] if effect["option"] == "passes.context.load_balance")
+    assert layout in effect["detail"]

@@ -68,7 +68,7 @@ def latents():
 
 
 def check(model, mesh, rows, balance):
-    passes = {"context": {"load_balance": balance, "block": 2}}
+    passes = {"context": {"load_balance": balance} | ({"block": 2} if balance == "blocks" else {})}
     trained_alike(model, loss_of, batches(rows), mesh, SGD, passes=passes, lower={"backend": "eager"})
 
 

@@ -93,9 +93,10 @@ def test_it_trains_as_on_one_device(mesh, options):
     trained(mesh, **options)
 
 
-def test_a_method_that_it_has_no_form_for_is_another():
-    step = trained({"cp": 2}, passes={"context": {"method": "ring"}})
-    assert not [n for n in flatten(step.train["step"].program).graph.nodes if "shift" in n.name]
+def test_a_method_that_no_attention_has_a_form_for_is_refused():
+    problem = "passes.context.method: ring has no effect: ring cannot: the operator does not support it; set it to auto"
+    with pytest.raises(UserError, match=problem):
+        trained({"cp": 2}, passes={"context": {"method": "ring"}})
 
 
 def test_no_method_at_all_is_refused():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from oracle import NO_DECAY, Embedded, batches, compile_lockstep, points, squared_error, trained_alike
 from torch import nn
 
+from compiler_trainer import UserError
 from passes.context import kernels
 from passes.context.sdpa import attention_with_dropout
 from passes.ops.attend import attend
@@ -65,17 +66,21 @@ class Head(nn.Module):
 
 
 HEADS = {
-    "a bias of a row": (lambda m, h: torch.addmm(m.bias, h, m.weight.t()).log_softmax(-1), (1, 61)),
-    "a bias after log_softmax": (lambda m, h: F.linear(h, m.weight).log_softmax(-1) + m.bias, (61,)),
+    "%addmm adds more than a bias": (lambda m, h: torch.addmm(m.bias, h, m.weight.t()).log_softmax(-1), (1, 61)),
+    "%log_softmax is followed by %add": (lambda m, h: F.linear(h, m.weight).log_softmax(-1) + m.bias, (61,)),
 }
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_that_are_no_matmul_with_a_bias_are_not_chunked(name):
+    """Check that a limit that the logits exceed is refused, and that logits stay whole without one."""
     def loss(model, batch):
         return F.nll_loss(model(batch["tokens"]), batch["labels"].flatten(), ignore_index=-100)
 
-    trained_alike(Head(*HEADS[name]).double(), loss, some_tokens(), {"dp_shard": 1}, NO_DECAY, passes={"chunk_loss": {"logits_mib": 1e-4}})
+    model, data = Head(*HEADS[name]).double(), some_tokens()
+    trained_alike(model, loss, data, {"dp_shard": 1}, NO_DECAY)
+    with pytest.raises(UserError, match=f"passes.chunk_loss.logits_mib: 0.0001 has no effect: .*{name}"):
+        compile_lockstep(model, loss, data[0], {}, NO_DECAY, passes={"chunk_loss": {"logits_mib": 1e-4}})
 
 
 def test_a_row_that_sees_nothing_is_zero_also_with_dropout_and_a_mask_of_numbers():

@@ -47,7 +47,7 @@ def data() -> list[dict[str, Tensor]]:
 
 @functools.cache
 def compiled(mesh: tuple[tuple[str, int], ...], recipe: str | None, dtype: str | None = None):
-    passes = {"cast": {"float8": recipe, "float8_head": True, "param_dtype": dtype}}
+    passes = {"cast": {"float8": recipe, "float8_head": recipe is not None, "param_dtype": dtype}}
     return compile_lockstep(Pair(), loss_fn, data()[0], dict(mesh), passes=passes)
 
 
@@ -144,7 +144,7 @@ def test_products_of_experts_are_left_and_reported():
     batch = {key: torch.zeros(2, 16, dtype=torch.int64) for key in ("tokens", "positions", "labels")}
     step = compile_lockstep(model, llama_loss, batch, {}, passes={"cast": {"float8": "tensorwise"}})
     report = next(p["report"] for p in step.report["passes"] if p["name"] == "float8")
-    assert "not in float8, grouped matmuls of experts: 3" in report["notes"]
+    assert "3 not: grouped matmuls of experts" in report["effects"][0]["detail"]
 
 
 def test_layers_left_out_are_reported():
@@ -152,4 +152,5 @@ def test_layers_left_out_are_reported():
     step = compile_lockstep(Pair(), loss_fn, data()[0], {}, passes={"cast": cast})
     report = next(p["report"] for p in step.report["passes"] if p["name"] == "float8")
     assert report["counts"] == {"linear": 1, "left": 1}
-    assert report["notes"] == ("not in float8, the head: 1",)
+    (effect,) = report["effects"]
+    assert str(ir.Effect(**effect)) == "passes.cast.float8: 1 of 2 linear layers in float8; 1 not: the head"

@@ -104,7 +104,7 @@ def fits(options: Options) -> bool:
     return experts is None or options.get("groups", 1) == 1 or experts % 2 == 0
 
 
-COMMON: dict[str, Any] = {"eager": on_one_device, "head": "output.weight", "fits": fits}
+COMMON: dict[str, Any] = {"eager": on_one_device, "fits": fits}
 KINDS = {
     "decoder": Kind("decoder", build, terms, batch, SPACE, **COMMON),
     "experts": Kind("experts", build, terms, batch, SPACE | EXPERTS, **COMMON, muon=False),

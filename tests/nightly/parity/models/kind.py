@@ -33,7 +33,6 @@ class Kind:
     space: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     sequence: bool = True
     eager: Callable[[nn.Module], nn.Module] = lambda model: model
-    head: str = ""
     fits: Callable[[Options], bool] = lambda options: True  # True if options are valid together
     narrow: bool = False  # computes parts in fp32 whatever the dtype of its weights
     muon: bool = True  # no matrix has a zero gradient, whose rounding error Muon would make a direction
@@ -45,7 +44,7 @@ class Kind:
         model = self.build(**options).double().train()
         generators = (torch.Generator().manual_seed(seed + 1 + step) for step in range(STEPS))
         batches = [self.batch(generator, rows, length, **options) for generator in generators]
-        return Subject(model, self.terms(**options), batches, self.eager, self.head)
+        return Subject(model, self.terms(**options), batches, self.eager)
 
 
 def token_batch(generator: torch.Generator, rows: int, length: int, labels: str = "some", **_: Any) -> Batch:
