@@ -6,6 +6,7 @@ python -m tools.reference        writes options.md and glossary.md in docs/refer
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ class Feature(NamedTuple):
     name: str
     options: str
     test: str
+    on_gpu: bool = False  # docs/measured/gpu.md has it
 
 
 class Missing(NamedTuple):
@@ -36,25 +38,37 @@ class Missing(NamedTuple):
 
 FEATURES = {
     "Parallelism": (
-        Feature("FSDP", "mesh.dp_shard=2", "tests/compiler_trainer/step/test_fsdp.py"),
+        Feature("FSDP", "mesh.dp_shard=2", "tests/compiler_trainer/step/test_fsdp.py", True),
         Feature("HSDP", "mesh.dp_replicate=2", "tests/passes/communication/test_communicators.py"),
-        Feature("tensor and sequence parallelism", "mesh.tp=2", "tests/passes/sharding/test_tensor_parallel.py"),
-        Feature("context parallelism (ring attention, Ulysses)", "mesh.cp=2", "tests/passes/context/test_context.py"),
-        Feature("expert parallelism", "model=moe_debug mesh.ep=2", "tests/passes/sharding/test_expert_parallel.py"),
+        Feature("tensor and sequence parallelism", "mesh.tp=2", "tests/passes/sharding/test_tensor_parallel.py", True),
+        Feature(
+            "context parallelism (ring attention, Ulysses)", "mesh.cp=2", "tests/passes/context/test_context.py", True
+        ),
+        Feature(
+            "expert parallelism", "model=moe_debug mesh.ep=2", "tests/passes/sharding/test_expert_parallel.py", True
+        ),
         Feature(
             "pipeline parallelism (1F1B, interleaved, zero bubble)",
             "mesh.pp=2 train.microbatches=4",
             "tests/compiler_trainer/step/test_pipeline_stages.py",
+            True,
         ),
     ),
+    "Faults": (
+        Feature("goes on without lost ranks", "run.elastic=true", "tests/multirank/test_survive.py", True),
+        Feature("resume on any mesh", "checkpoint.resume=auto", "tests/compiler_trainer/training/test_going_on.py"),
+        Feature("NaN rollback", "train.nonfinite=rollback", "tests/compiler_trainer/training/test_nonfinite.py"),
+    ),
     "Precision": (
-        Feature("mixed precision (bf16)", "passes.cast.param_dtype=bfloat16", "tests/passes/precision/test_cast.py"),
-        Feature("float8", "passes.cast.float8=rowwise", "tests/passes/precision/test_float8.py"),
+        Feature(
+            "mixed precision (bf16)", "passes.cast.param_dtype=bfloat16", "tests/passes/precision/test_cast.py", True
+        ),
+        Feature("float8", "passes.cast.float8=rowwise", "tests/passes/precision/test_float8.py", True),
     ),
     "Memory": (
         Feature("gradient accumulation", "train.microbatches=4", "tests/passes/update/test_token_mean.py"),
         Feature("activation checkpointing", "passes.remat.policy=full", "tests/passes/memory/test_remat.py"),
-        Feature("offloading", "passes.remat.policy=offload", "tests/passes/memory/test_remat.py"),
+        Feature("offloading", "passes.remat.policy=offload", "tests/passes/memory/test_remat.py", True),
         Feature("loss in chunks", "passes.chunk_loss.chunks=4", "tests/passes/idioms/test_chunk_loss.py"),
         Feature("8-bit moments", "optim=adamw8bit", "tests/passes/update/test_moments.py"),
     ),
@@ -79,7 +93,7 @@ FEATURES = {
             "tests/compiler_trainer/training/test_rollouts.py",
         ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
-        Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py"),
+        Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(
             "models of the hub, by name",
             "model=hf model.path=Qwen/Qwen3-0.6B",
@@ -90,8 +104,6 @@ FEATURES = {
             "checkpoint.store=s3://bucket/runs/a",
             "tests/compiler_trainer/training/test_store.py",
         ),
-        Feature("resume on any mesh", "checkpoint.resume=auto", "tests/compiler_trainer/training/test_going_on.py"),
-        Feature("NaN rollback", "train.nonfinite=rollback", "tests/compiler_trainer/training/test_nonfinite.py"),
         Feature("EMA", "train.ema=0.999", "tests/compiler_trainer/training/test_averages.py"),
         Feature("early stopping", "eval.patience=3", "tests/compiler_trainer/training/test_lengths.py"),
         Feature("samples while training", "eval.prompts=[a]", "tests/compiler_trainer/training/test_samples.py"),
@@ -113,7 +125,7 @@ FEATURES = {
     ),
     "Insight": (
         Feature("dry runs and plans", "run.dry=true", "tests/compiler_trainer/planning/test_plan.py"),
-        Feature("profiles", "run.profile=true", "tests/compiler_trainer/profile/test_profile.py"),
+        Feature("profiles", "run.profile=true", "tests/compiler_trainer/profile/test_profile.py", True),
         Feature("graph pages, diffs", "run.dump_graphs=true", "tests/compiler_trainer/inspect/test_page.py"),
         Feature("bisection of wrong numbers", "passes.verify=numeric", "tests/compiler_trainer/bisect/test_bisect.py"),
     ),
@@ -127,9 +139,15 @@ MISSING = (
 
 def support() -> str:
     """Return the table of supported features, and the line of missing ones."""
-    rows = [f"| {title} | {', '.join(feature.name for feature in features)} |" for title, features in FEATURES.items()]
+    rows = [f"| {title} | {named(features, True)} | {named(features, False)} |" for title, features in FEATURES.items()]
     missing = "; ".join(feature.name for feature in MISSING)
-    return "\n".join(["| area | features |", "|---|---|", *rows, f"| **not supported** | {missing} |"])
+    head = ["| area | has run on an H100 | tested on CPUs |", "|---|---|---|"]
+    return "\n".join([*head, *rows, f"| **not supported** | | {missing} |"])
+
+
+def named(features: Sequence[Feature], on_gpu: bool) -> str:
+    """Return the names of the features that have run on a GPU, or have not."""
+    return ", ".join(feature.name for feature in features if feature.on_gpu == on_gpu)
 
 
 def options() -> str:

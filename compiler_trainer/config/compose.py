@@ -86,8 +86,8 @@ def user_error(error: Exception) -> UserError:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         path = error.missing_cfg_file  # of hydra/launcher, or of a group of ours with a choice that may have slashes
         group, _, choice = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
-        meant = next((fix for name, part, fix in MEANT if name == group and part in choice), None)
-        return UserError(group, meant.format(choice) if meant else not_one_of(error.options, choice, group))
+        answer = next((fix for name, part, fix in MEANT if name == group and part in choice), None)
+        return UserError(group, answer.format(choice) if answer else not_one_of(error.options, choice, group))
     cause = error.__cause__ or error
     if not isinstance(cause, OmegaConfBaseException):
         return several_values(error) or UserError("config", one_line(str(error)))

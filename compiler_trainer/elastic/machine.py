@@ -55,7 +55,7 @@ class Ended(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """What a machine is to do: start the processes `members`, those that it has started included, and pass on `signal`.
+    """The orders to a machine: to start the processes `members`, some of which it has started, and to pass on `signal`.
 
     `size` is the number of ranks that the job starts with, `code` the exit code of a job that is over.
     """

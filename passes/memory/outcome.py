@@ -31,7 +31,7 @@ NEEDS_SOMETHING = ("full", "attention", "every_n")
 class Outcome:
     """A program `before` and `after`; `copies` are the nodes of the second by those of the first.
 
-    `decisions` and `asked` (requests of `modules` and `ops`) are by nodes before, `clones` and `moved` are nodes after.
+    `decisions` and `requests` (those of `modules` and `ops`) are by nodes before, `clones` and `moved` are nodes after.
     `weights` are operators on weights alone, of which `regatherable` ones need gathers.
     """
 
@@ -42,7 +42,7 @@ class Outcome:
     moved: Set[fx.Node]
     decisions: Mapping[fx.Node, Decision]
     weights: Set[fx.Node]
-    asked: Mapping[fx.Node, Asked] = field(default_factory=dict)
+    requests: Mapping[fx.Node, Asked] = field(default_factory=dict)
 
     @property
     def recomputed(self) -> set[fx.Node]:
@@ -106,9 +106,9 @@ class Outcome:
         """Yield the effects of `modules` and `ops`: the values treated as they ask, of those that they match."""
         saved = {node for node, decision in self.decisions.items() if decision.action == "save"}
         done = {"save": saved, "recompute": self.recomputed, "offload": self.offloaded}
-        for option in dict.fromkeys(option for option, _ in self.asked.values()):
-            nodes = [node for node, (by, _) in self.asked.items() if by == option]
-            met = [node for node in nodes if node in done[self.asked[node][1]]]
+        for option in dict.fromkeys(option for option, _ in self.requests.values()):
+            nodes = [node for node, (by, _) in self.requests.items() if by == option]
+            met = [node for node in nodes if node in done[self.requests[node][1]]]
             reasons = dict.fromkeys(self.decisions[node].reason or "the backward does not read it" for node in nodes)
             unmet = f"these values are treated otherwise: {', '.join(reasons)}; leave it out"
             things = "operators saved, recomputed or offloaded as it says"

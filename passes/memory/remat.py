@@ -142,10 +142,10 @@ class Remat(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.policy not in POLICIES:
             raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
-        notes, asked = list[str](), dict[fx.Node, Asked]()
+        notes, requests = list[str](), dict[fx.Node, Asked]()
         regatherable, unpacked = weights_to_regather(program), weights_to_unpack(program)
         gathers = regatherable | unpacked if self.regather and not self.gathers_once else unpacked
-        decisions = self.decisions(program, asked)
+        decisions = self.decisions(program, requests)
         if self.gathers_once:
             once = Decision("save", "gathered once per step")
             decisions |= {node: once for node in (regatherable & decisions.keys()) - unpacked if not is_view(node)}
@@ -165,7 +165,7 @@ class Remat(ir.Pass):
         reasons = Counter(decision.reason for node, decision in decisions.items() if copies[node] in saved)
         notes += [f"kept instead of recomputed, {reason}: {count}" for reason, count in sorted(reasons.items())]
         weights = regatherable | unpacked
-        outcome = Outcome(before, program, copies, clones.keys(), moved, decisions, weights, asked)
+        outcome = Outcome(before, program, copies, clones.keys(), moved, decisions, weights, requests)
         offloads = "offload" in (self.policy, *self.layers.values())
         effects = [*outcome.effects(self.policy, self.gathers_once, offloads)]
         if self.save != SAVE:
@@ -184,10 +184,10 @@ class Remat(ir.Pass):
 
     # -- choice of nodes --------------------------------------------------------------------------
 
-    def decisions(self, program: ir.Program, asked: dict[fx.Node, Asked]) -> dict[fx.Node, Decision]:
+    def decisions(self, program: ir.Program, requests: dict[fx.Node, Asked]) -> dict[fx.Node, Decision]:
         """Return the decision for every forward node that policies, overrides or the model's marks concern.
 
-        Requests of overrides are added to `asked`.
+        Requests of overrides are added to `requests`.
         """
         layers, written = list(dict.fromkeys(filter(None, map(ir.layer, program.calls())))), near_writes(program)
         if self.policy not in ("none", "selective") and not layers:
@@ -207,7 +207,7 @@ class Remat(ir.Pass):
                 continue
             option, requested = self.override(node, matched) or ("", None)
             if requested:
-                asked[node] = option, requested
+                requests[node] = option, requested
             wanted = ASKED[requested] if requested else self.policy_decision(node, policy.get(ir.layer(node)))
             if wanted is None:
                 continue
