@@ -62,11 +62,11 @@ def last_of(program: ir.Program, layers: Collection[fx.Node]) -> set[fx.Node]:
 def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
     """Map parameter names to their uses; parameters without any are left out."""
     names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind in ir.WEIGHTS}
-    found: dict[str, set[str]] = {}
+    uses_by_name: dict[str, set[str]] = {}
 
     def add(role: str, nodes: Iterable[fx.Node | None]) -> None:
         for node in filter(None, nodes):
-            found.setdefault(names[node], set()).add(role)
+            uses_by_name.setdefault(names[node], set()).add(role)
 
     matmuls = [n for n in program.calls() if name_of(n) in (*MATMULS, *IN_CHUNKS)]
     add("head", (root(operand, names) for node in last_of(program, matmuls) for operand in tensor_operands(node)[:2]))
@@ -80,7 +80,7 @@ def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
             add("matrix", [parameter])
         if node in ranked:
             add("router", [parameter])
-    return {name: frozenset(uses) for name, uses in found.items()}
+    return {name: frozenset(uses) for name, uses in uses_by_name.items()}
 
 
 def products(program: ir.Program) -> Iterator[tuple[fx.Node, fx.Node, int | None]]:
@@ -145,8 +145,8 @@ def read_by_top_k(program: ir.Program) -> set[fx.Node]:
 def matrices(program: ir.Program) -> Mapping[str, ir.Parts]:
     """Map the names of weights that consist of several matrices to these; all their products must be cut alike."""
     names = {n: i.name for n, i in zip(program.placeholders(), program.inputs)}
-    found: dict[str, set[ir.Parts | None]] = {}
+    parts_by_name: dict[str, set[ir.Parts | None]] = {}
     for parameter, node, dim in products(program):
         cut = None if dim is None or name_of(node) in IN_CHUNKS else parts_of(node)
-        found.setdefault(names[parameter], set()).add(cut and ir.Parts(dim, *cut))  # type: ignore[arg-type]
-    return {name: parts for name, (parts, *others) in found.items() if parts and not others}
+        parts_by_name.setdefault(names[parameter], set()).add(cut and ir.Parts(dim, *cut))  # type: ignore[arg-type]
+    return {name: parts for name, (parts, *others) in parts_by_name.items() if parts and not others}
