@@ -139,7 +139,7 @@ class Program:
 
     def times(self, node: fx.Node) -> int:
         """Return the number of layers that an operator's layer stands for, or 1."""
-        return self.layers(layer(node))
+        return 1 if self.fold is None else self.layers(layer(node))
 
     def count(self, nodes: Iterable[fx.Node]) -> int:
         """Return the number of operators in the program with all its layers."""

@@ -134,7 +134,7 @@ def test_a_damaged_status_is_named(tmp_path, capsys):
 
 def test_the_error_that_ends_a_round_keeps_its_place():
     """Its traceback is dropped, because it refers to process groups."""
-    member = SimpleNamespace(watching=nullcontext)
+    member = SimpleNamespace(watching=nullcontext, tell_trouble=lambda: None)
     error = train_in_round(Config(), lambda cfg: {}["missing"], member)
     assert isinstance(error, KeyError) and error.__traceback__ is None
     assert '{}["missing"]' in "".join(traceback.format_exception(error))

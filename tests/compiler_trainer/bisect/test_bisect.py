@@ -228,7 +228,7 @@ def test_the_command_line_writes_a_script_and_exits_with_1(capsys, tmp_path):
     needs, *stages = [line.split(" s: ")[1] for line in told.splitlines()]
     held = "every value of all ranks, before and after a pass"
     assert re.fullmatch(rf"needs about 0\.0\d GiB: {held} \(measured on 3 to 20 million parameters\)", needs)
-    assert [stage.split(": ")[1] for stage in stages[:2]] == ["capture", "forward, cast"] and stages[-1].endswith(": forward, shard")
+    assert [stage.split(": ")[1] for stage in stages[:2]] == ["capture", "forward, cast"] and stages[-1].endswith(": forward, place")
     count = int(stages[0].split()[2].rstrip(":"))
     assert [stage.split(":")[0] for stage in stages] == [f"{i + 1} of {count}" for i in range(len(stages))]
 

@@ -55,7 +55,7 @@ JOBS = {
     "default": [],
     "cluster": ["cluster=h100", "cluster.gpus=8"],
     "no groups": ["optim=sgd", "optim.momentum=0.9"],
-    "fewer groups": ["optim=muon", "~optim.groups.others"],
+    "fewer groups": ["optim=muon", "~optim.groups.no_decay"],
     "tables": ["passes.remat.layers={layers.\\[01\\]:full}", "optim.groups.x={names:['a.*','b c'],lr:0}"],
     "folder": ["recipe=lora", "model.path=FOLDER", "model.lora.targets=[q_proj]"],
     "pairs": ["recipe=simpo", "model.path=FOLDER"],

@@ -90,7 +90,7 @@ def test_a_new_axis_waits_as_much_longer_than_predicted_as_the_others():
 
 
 def test_larger_buckets_are_predicted_to_save_what_small_ones_cost(cfg):
-    small = replace_nested(cfg, {"passes": {"communication": {"bucket_mib": 0.0001}}})
+    small = replace_nested(cfg, {"passes": {"communication": {"bucket_mib": 0.0}}})
     now = predicted(small)
     proposed = [other for other in changes.others(small) if other.passes.communication.bucket_mib == 25.0]
     (change,) = (changes.changed(small, other, now.spent, now, 0) for other in proposed)
