@@ -62,6 +62,7 @@ class Job:
         (pid,) = (pid for pid, process in self.machine.processes.items() if process.member == member)
         os.kill(pid, number)
         self.until(lambda: self.poll() is not None or pid not in self.machine.processes)
+        self.poll()  # the process may have ended after the first machine last looked
         return dict(self.machine.processes.values())
 
 

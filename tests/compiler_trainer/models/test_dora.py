@@ -100,6 +100,7 @@ def test_lengths_are_those_that_peft_starts_with(kind, tmp_path):
         torch.testing.assert_close(values[name][()], value.detach(), msg=name)
 
 
+@pytest.mark.full
 def test_a_job_trains_and_its_exports_are_pefts(folder, tmp_path, capsys):
     assert call(*job(folder, f"run.dir={tmp_path / 'run'}")) == 0
     for number, flags in enumerate((["--merge"], [])):
