@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     arg_parser.add_argument("--nnodes", type=int, default=1, metavar="COUNT", help="machines of the job (default 1)")
     arg_parser.add_argument("--node-rank", type=int, metavar="N", help="number of this machine, from 0")
     arg_parser.add_argument("--master-addr", metavar="HOST", help="the machine with number 0")
-    arg_parser.add_argument("--master-port", type=int, default=PORT, help=f"a free port there (default {PORT})")
+    arg_parser.add_argument("--master-port", type=int, metavar="PORT", help=f"a free port there (default {PORT})")
     flags, job = split(arguments)
     args = arg_parser.parse_args(flags)
     place = place_of(args)
@@ -51,7 +51,10 @@ def place_of(args: Namespace) -> Place:
                 raise UserError("--nnodes", f"is {args.nnodes}; give --{flag.replace('_', '-')}, too")
         if not 0 <= args.node_rank < args.nnodes:
             raise UserError("--node-rank", f"is {args.node_rank}; give a number from 0 to {args.nnodes - 1}")
-        return Place("launch", args.node_rank, args.nnodes, 0, 1, args.master_addr, args.master_port, "1")
+        return Place("launch", args.node_rank, args.nnodes, 0, 1, args.master_addr, args.master_port or PORT, "1")
+    for flag in ("node_rank", "master_addr", "master_port"):
+        if getattr(args, flag) is not None:
+            raise UserError(f"--{flag.replace('_', '-')}", "is for several machines; give --nnodes, too, or none")
     place = place_in_engine(os.environ)
     if place is not None and place.local_size > 1:
         raise UserError(place.engine, f"started {place.local_size} ranks on this machine; leave out `launch`")

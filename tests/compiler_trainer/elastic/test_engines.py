@@ -96,6 +96,8 @@ def test_launch_starts_the_ranks_of_a_machine_in_the_engines_job(env, flags, exp
     (["--nnodes=2", "--master-addr=a"], "^--nnodes: is 2; give --node-rank, too"),
     (["--nnodes=2", "--node-rank=0"], "^--nnodes: is 2; give --master-addr, too"),
     (["--nnodes=2", "--node-rank=2", "--master-addr=a"], "^--node-rank: is 2; give a number from 0 to 1"),
+    (["--master-port=5"], "^--master-port: is for several machines; give --nnodes, too, or none"),
+    (["--node-rank=0"], "^--node-rank: is for several machines"),
     (["-n", "many"], "^-n: is many; give the number of ranks on this machine"),
 ])
 def test_a_part_of_a_place_is_refused(flags, problem, monkeypatch):
