@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.effects import NEEDS, effect_lines
+from compiler_trainer.step.meeting import ROUND
 
 WIDTH, ROWS = 16, 4
 MATRIX, ACTIVATIONS = WIDTH * WIDTH * 4, ROWS * WIDTH * 4  # bytes, in fp32
@@ -213,6 +214,13 @@ def test_an_option_without_effect_is_refused(option):
     microbatches = 2 if name == "batch_overlap" else 1
     with pytest.raises(UserError, match=rf"^{option}: {re.escape(str(value))} has no effect: .*{reason}"):
         lines(copy.deepcopy(model), mesh, microbatches=microbatches, **{group: {name: value}})
+
+
+def test_an_option_without_effect_on_the_mesh_that_is_left_is_not_refused(monkeypatch):
+    """A job of run.elastic=true would end because a rank was lost: two collectives no longer fit in a bucket."""
+    monkeypatch.setenv(ROUND, "1")
+    found = lines(Stack(), DP, communication={"bucket_mib": 1e-4})
+    assert found["passes.communication.bucket_mib"].startswith("0 of ")
 
 
 def test_defaults_may_have_no_effect():
