@@ -229,8 +229,8 @@ class Evaluator:
             cache=ProgramCache(),
             cluster=cfg.cluster,
         )
-        own = {name: state.local for name, state in self.program.state.items()}
-        self.values = {"old": {name: step.state[name].local for name in own}, "reference": own}
+        first_values = {name: state.local for name, state in self.program.state.items()}
+        self.values = {"old": {name: step.state[name].local for name in first_values}, "reference": first_values}
         assert all(step.state[name].spec == state.spec for name, state in self.program.state.items())
 
     def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
