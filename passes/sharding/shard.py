@@ -97,8 +97,8 @@ class Shard(ir.Pass):
         written = program.count(n for n in program.calls() if is_between_positions(n, length))
         others = program.count(n for n in program.calls() if n.target in OPERATORS and n not in methods)
         total = names.total() + written + others
-        further = {"by a softmax of the model, which reads all keys": written, "of whole sequences on each rank": others}
-        detail = ", ".join(f"{name} {count:,}" for name, count in (names | further).items() if count)
+        more = {"by a softmax of the model, which reads all keys": written, "of whole sequences on each rank": others}
+        detail = ", ".join(f"{name} {count:,}" for name, count in (names | more).items() if count)
         yield ir.Effect("mesh.cp", names.total(), "attentions over the sharded sequence", total, detail)
         if self.context != "auto":
             reasons = dict.fromkeys(choice.reason for choice in methods.values())
